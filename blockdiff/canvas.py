@@ -1,0 +1,175 @@
+"""Cutting responses into canvases, and `Batch`, which lays clean rows and their canvases out as tensors.
+
+The clean row holds the conversation as it is; a canvas carries its own tokens (end-of-sequence fill included),
+so the fill never enters a row. Noise lives in `blockdiff.diffusion`, reading and choosing data in `blockdiff.data`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+def cut(response: tuple[int, int], canvas_length: int) -> list[tuple[int, int]]:
+    """Cut a response at columns [start, end) into canvases of `canvas_length` columns.
+
+    Returns the (start, end) columns of each; only the last one can be shorter, and the fill makes up the rest.
+    """
+    start, end = response
+    return [(column, min(column + canvas_length, end)) for column in range(start, end, canvas_length)]
+
+
+def fill(tokens: Sequence[int], canvas_length: int, eos_id: int) -> list[int]:
+    """The clean tokens of a canvas, filled up to `canvas_length` with the end-of-sequence id."""
+    return [*tokens, *[eos_id] * (canvas_length - len(tokens))]
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """One canvas before it becomes a column of tensors.
+
+    `tokens` has the canvas length; the first `length` of them are valid and scored (fill is, a cut-off tail is not).
+    `start` and `doc_start` are columns of the row; `address` is (epoch, sample id, index within the sample).
+    """
+
+    tokens: Sequence[int]
+    start: int
+    doc_start: int = 0
+    length: int | None = None
+    t: float = 0.0
+    coin: bool = False
+    address: tuple[int, int, int] = (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class CleanRow:
+    """One row of a batch: its clean tokens, the columns where its documents start, and the canvases to run."""
+
+    tokens: Sequence[int]
+    canvases: Sequence[Canvas]
+    sample_id: int = 0
+    doc_starts: Sequence[int] = (0,)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Clean rows and the canvases that are run against them.
+
+    B rows, S clean columns, C canvases per row (sorted by document, then start), L canvas length.
+    Padding columns have `doc_start_BS` -1, position 0 and the pad token; absent canvases have `length_BC` 0.
+    """
+
+    tokens_BS: Tensor
+    positions_BS: Tensor
+    doc_start_BS: Tensor
+    is_ar_scored_BS: Tensor
+    sample_id_B: Tensor
+    canvas_BCL: Tensor
+    start_BC: Tensor
+    doc_start_BC: Tensor
+    length_BC: Tensor
+    is_scored_BCL: Tensor
+    t_BC: Tensor
+    coin_BC: Tensor
+    address_BC3: Tensor
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch on another device."""
+        return Batch(*(getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)))
+
+    def canvas_count(self) -> int:
+        """How many canvas positions are scored."""
+        return int(self.is_scored_BCL.sum())
+
+    def ar_count(self) -> int:
+        """How many next-token pairs of the clean rows are scored."""
+        return int(self.is_ar_scored_BS.sum())
+
+    def keep(self, is_kept_BC: Tensor) -> tuple[Batch, Tensor]:
+        """The batch with only the marked canvases, in their order.
+
+        C shrinks to the largest number kept in a row and rows left without a canvas are dropped.
+        Returns the batch and the indices [rows kept] of its rows in this one; S stays as it is.
+        """
+        is_kept_BC = is_kept_BC & (self.length_BC > 0)
+        counts_B = is_kept_BC.sum(1)
+        rows = counts_B.nonzero()[:, 0]
+        is_kept_BC = is_kept_BC[rows]
+        width = int(counts_B.max()) if len(rows) else 0
+        order_BC = (~is_kept_BC).long().argsort(dim=1, stable=True)[:, :width]
+        is_present_BC = is_kept_BC.gather(1, order_BC)
+        row_B1 = torch.arange(len(rows), device=rows.device)[:, None]
+
+        def pick(values: Tensor) -> Tensor:
+            picked = values[rows][row_B1, order_BC]
+            return picked * is_present_BC.view(*is_present_BC.shape, *[1] * (picked.dim() - 2)).to(
+                picked.dtype
+            )
+
+        canvases = {name: pick(getattr(self, name)) for name in CANVAS_FIELDS}
+        row_fields = {
+            f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name not in CANVAS_FIELDS
+        }
+        return replace(self, **row_fields, **canvases), rows
+
+
+CANVAS_FIELDS = (
+    "canvas_BCL",
+    "start_BC",
+    "doc_start_BC",
+    "length_BC",
+    "is_scored_BCL",
+    "t_BC",
+    "coin_BC",
+    "address_BC3",
+)
+
+
+def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
+    """Right-pad rows and their canvases into a `Batch` on the CPU; positions restart with every document."""
+    count, width = len(rows), max((len(row.tokens) for row in rows), default=0)
+    most = max((len(row.canvases) for row in rows), default=0)
+    tokens_BS = torch.full((count, width), pad_id)
+    doc_start_BS = torch.full((count, width), -1)
+    canvas_BCL = torch.full((count, most, canvas_length), 0)
+    start_BC, doc_start_BC, length_BC = (torch.zeros(count, most, dtype=torch.int64) for _ in range(3))
+    t_BC, coin_BC = torch.zeros(count, most), torch.zeros(count, most, dtype=torch.bool)
+    address_BC3 = torch.zeros(count, most, 3, dtype=torch.int64)
+    for b, row in enumerate(rows):
+        tokens_BS[b, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int64)
+        for doc_start in row.doc_starts:
+            doc_start_BS[b, doc_start : len(row.tokens)] = doc_start
+        canvases = sorted(row.canvases, key=lambda canvas: (canvas.doc_start, canvas.start))
+        if not canvases:
+            continue
+        n = len(canvases)
+        canvas_BCL[b, :n] = torch.tensor([list(canvas.tokens) for canvas in canvases])
+        start_BC[b, :n] = torch.tensor([canvas.start for canvas in canvases])
+        doc_start_BC[b, :n] = torch.tensor([canvas.doc_start for canvas in canvases])
+        lengths = [canvas_length if canvas.length is None else canvas.length for canvas in canvases]
+        length_BC[b, :n] = torch.tensor(lengths)
+        t_BC[b, :n] = torch.tensor([canvas.t for canvas in canvases])
+        coin_BC[b, :n] = torch.tensor([canvas.coin for canvas in canvases])
+        address_BC3[b, :n] = torch.tensor([canvas.address for canvas in canvases])
+    is_valid_BS = doc_start_BS >= 0
+    columns_S = torch.arange(width)
+    is_ar_scored_BS = torch.zeros(count, width, dtype=torch.bool)
+    is_ar_scored_BS[:, :-1] = is_valid_BS[:, :-1] & (doc_start_BS[:, :-1] == doc_start_BS[:, 1:])
+    return Batch(
+        tokens_BS=tokens_BS,
+        positions_BS=torch.where(is_valid_BS, columns_S - doc_start_BS, 0),
+        doc_start_BS=doc_start_BS,
+        is_ar_scored_BS=is_ar_scored_BS,
+        sample_id_B=torch.tensor([row.sample_id for row in rows], dtype=torch.int64),
+        canvas_BCL=canvas_BCL,
+        start_BC=start_BC,
+        doc_start_BC=doc_start_BC,
+        length_BC=length_BC,
+        is_scored_BCL=torch.arange(canvas_length) < length_BC[..., None],
+        t_BC=t_BC,
+        coin_BC=coin_BC,
+        address_BC3=address_BC3,
+    )
