@@ -1,7 +1,7 @@
 """Cutting responses into canvases, and `Batch`, which lays clean rows and their canvases out as tensors.
 
-The clean row holds the conversation as it is; a canvas carries its own tokens (end-of-sequence fill included),
-so the fill never enters a row. Noise lives in `blockdiff.diffusion`, reading and choosing data in `blockdiff.data`.
+The clean row holds the conversation as it is; a canvas carries its own tokens, end-of-sequence fill included,
+so the fill never enters a row. Noise lives in `blockdiff.diffusion`, reading and choosing in `blockdiff.data`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 def cut(response: tuple[int, int], canvas_length: int) -> list[tuple[int, int]]:
     """Cut a response at columns [start, end) into canvases of `canvas_length` columns.
 
-    Returns the (start, end) columns of each; only the last one can be shorter, and the fill makes up the rest.
+    Returns the (start, end) columns of each; only the last one can be shorter (the fill makes up the rest).
     """
     start, end = response
     return [(column, min(column + canvas_length, end)) for column in range(start, end, canvas_length)]
@@ -31,7 +31,7 @@ def fill(tokens: Sequence[int], canvas_length: int, eos_id: int) -> list[int]:
 class Canvas:
     """One canvas before it becomes a column of tensors.
 
-    `tokens` has the canvas length; the first `length` of them are valid and scored (fill is, a cut-off tail is not).
+    `tokens` has the canvas length; the first `length` of them (default: all) are valid and scored.
     `start` and `doc_start` are columns of the row; `address` is (epoch, sample id, index within the sample).
     """
 
@@ -46,7 +46,7 @@ class Canvas:
 
 @dataclass(frozen=True)
 class CleanRow:
-    """One row of a batch: its clean tokens, the columns where its documents start, and the canvases to run."""
+    """One row of a batch: clean tokens, the columns where its documents start, and the canvases to run."""
 
     tokens: Sequence[int]
     canvases: Sequence[Canvas]
