@@ -1,0 +1,54 @@
+# Everything a fresh clone needs is python3 >= 3.11 and make; `make help` lists the targets.
+
+VENV ?= .venv
+# The first python3 that is new enough makes the environment. `make gpu` uses $(PYTHON) as it is.
+PYTHON ?= python3
+BASE_PYTHON = $(shell for p in $(PYTHON) python3.13 python3.12 python3.11; do \
+    "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
+PY = $(VENV)/bin/python
+BLOCKDIFF = $(VENV)/bin/blockdiff
+INSTALLED = $(VENV)/.installed
+
+PUZZLES = data/sudoku4
+RUN = runs/quickstart
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test lint types gpu benchmarks clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(INSTALLED): pyproject.toml setup.py constraints.txt
+	@test -n "$(BASE_PYTHON)" || { echo "blockdiff needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(BASE_PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(INSTALLED) ## make the environment in .venv and install blockdiff into it
+
+quickstart: $(INSTALLED) ## make sudoku data, train a small model, evaluate it, draw how it solves one
+	rm -rf $(RUN)
+	$(BLOCKDIFF) data sudoku --size 4 --count 21000 --split train=20000 --split test=1000 --output $(PUZZLES)
+	$(BLOCKDIFF) train recipes/quickstart.yaml --output $(RUN)
+	$(BLOCKDIFF) sample $(RUN)/model --prompts examples/sudoku.jsonl --trace $(RUN)/denoising.html
+	$(BLOCKDIFF) eval $(RUN)/model --task sudoku --data $(PUZZLES)/test.jsonl --output $(RUN)/eval.json
+	@echo "pictures: $(RUN)/curves.png (training) and $(RUN)/denoising.html (one puzzle, step by step)"
+
+test: $(INSTALLED) ## run the tests (PYTEST_ARGS="-k name" for some of them)
+	$(PY) -m pytest -q -m "not gpu" $(PYTEST_ARGS)
+
+lint: $(INSTALLED) ## ruff
+	$(PY) -m ruff check .
+
+types: $(INSTALLED) ## mypy
+	$(PY) -m mypy blockdiff cli
+
+gpu: ## GPU tests and all benchmarks, from the checkout: needs torch, triton, transformers, safetensors, pytest
+	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu tests
+	PYTHONPATH=. $(PYTHON) -m benchmarks
+
+benchmarks: $(INSTALLED) ## the benchmarks on this machine
+	$(PY) -m benchmarks
+
+clean: ## remove what was built and trained, and the environment
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache data runs

@@ -1,0 +1,25 @@
+"""The few errors a user meets. Each message is one line: what is wrong, where, and what to do."""
+
+
+class BlockdiffError(Exception):
+    """Base of every error that the command line prints as one line instead of a traceback."""
+
+
+class DataError(BlockdiffError):
+    """A row, a chat template or a tokenizer cannot be used for training or sampling."""
+
+
+class CheckpointError(BlockdiffError):
+    """A checkpoint cannot be read or written as it should be."""
+
+
+class RecipeError(BlockdiffError):
+    """A recipe has an unknown key or a value that cannot work."""
+
+
+class RunError(BlockdiffError):
+    """A training run cannot start, cannot resume, or has gone wrong."""
+
+
+class RequestError(BlockdiffError):
+    """A sampling request cannot be answered."""

@@ -1,0 +1,17 @@
+"""Which folders make the package; everything else stands in pyproject.toml.
+
+`cli/` and `recipes/` live beside `blockdiff/` for the reader and install inside it.
+"""
+
+from setuptools import find_packages, setup
+
+setup(
+    packages=[*find_packages(include=["blockdiff", "blockdiff.*"]), "blockdiff.cli", "blockdiff.recipes"],
+    package_dir={"blockdiff.cli": "cli", "blockdiff.recipes": "recipes"},
+    package_data={
+        "blockdiff": ["py.typed"],
+        "blockdiff.data": ["templates/*"],
+        "blockdiff.recipes": ["**/*.yaml", "**/*.json", "**/*.md"],
+    },
+    include_package_data=False,
+)
