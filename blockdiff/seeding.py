@@ -1,0 +1,153 @@
+"""The one source of randomness: draws with an address (seed, stream, index, position), no state.
+
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") in int64 arithmetic, so the
+CPU, a GPU and a kernel produce the same numbers, and no draw depends on batch neighbours or on a restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MASK32 = 0xFFFFFFFF
+MASK64 = 0xFFFFFFFFFFFFFFFF
+
+PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+PHILOX_ROUNDS = 10
+
+Integer = int | Tensor
+
+
+class Stream(IntEnum):
+    """What a draw is for; the numbers are part of every result, so they never change."""
+
+    CORRUPT_WHERE = 1
+    CORRUPT_TOKEN = 2
+    COIN = 3
+    TIME = 4
+    CANVAS_CHOICE = 5
+    ORDER = 6
+    CANVAS_INIT = 7
+    SAMPLE = 8
+    RENOISE = 9
+    WEIGHTS = 10
+    DATA = 11
+    TIME_ROTATION = 12
+
+
+def uniform(
+    seed: Integer, stream: int, index: Sequence[Integer], n: int, device: torch.device | str | None = None
+) -> Tensor:
+    """Uniform float32 numbers in [0, 1), multiples of 2^-24: [*, n].
+
+    `seed` and up to three `index` entries are ints or int64 tensors of shapes that broadcast to [*]; index
+    entries count modulo 2^32. The first m of n numbers are those that asking for m gives. Without `device`
+    the numbers lie where the address tensors do.
+    """
+    return (_words(seed, stream, index, n, device) >> 8).to(torch.float32).mul_(2.0**-24)
+
+
+def integers(
+    seed: Integer,
+    stream: int,
+    index: Sequence[Integer],
+    n: int,
+    high: int,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Uniform int64 numbers in [0, high): [*, n], addressed as in `uniform`; high <= 2^31.
+
+    A number is word * high / 2^32 rounded down, so two values differ in probability by 2^-32 at most.
+    """
+    if not 0 < high <= 1 << 31:
+        raise ValueError(f"integers: high must be in 1..2^31, got {high}")
+    return _words(seed, stream, index, n, device).mul_(high).bitwise_right_shift_(32)
+
+
+def permutation(
+    seed: Integer, stream: int, index: Sequence[Integer], n: int, device: torch.device | str | None = None
+) -> Tensor:
+    """A uniform random order of 0..n-1: int64 [*, n], addressed as in `uniform`."""
+    words = _words(seed, stream, index, 2 * n, device)
+    keys = (words[..., :n] << 31) | (words[..., n:] >> 1)
+    return torch.argsort(keys, dim=-1, stable=True)
+
+
+def child_seed(seed: int, name: str | int) -> int:
+    """A seed for the part of a run called `name`: 63 bits, different for every (seed, name)."""
+    digest = hashlib.blake2b(f"{type(name).__name__}:{name}".encode(), digest_size=8).digest()
+    return _splitmix64(_splitmix64(seed) ^ int.from_bytes(digest, "little")) >> 1
+
+
+def philox(counter: Tensor, key: Tensor) -> Tensor:
+    """Philox4x32-10 on 32-bit words held as int64: counter [4, *] and key [2, *] give [4, *]."""
+    device = counter.device
+    column = (2,) + (1,) * (counter.dim() - 1)
+    multipliers = torch.tensor(PHILOX_MULTIPLIERS, device=device).view(column)
+    weyl = torch.tensor(PHILOX_WEYL, device=device).view(column)
+    rounds = torch.arange(PHILOX_ROUNDS, device=device).view(-1, *(1,) * counter.dim())
+    keys = (key + rounds * weyl) & MASK32
+    # The two multiplications of a round run as one. Products wrap modulo 2^64, which keeps the bits of the
+    # unsigned product; `odd` only ever meets an xor, so its upper half is cleared once, at the end.
+    even, odd = counter[0::2], counter[1::2]
+    for round_key in keys.unbind():
+        product = (even * multipliers).flip(0)
+        even = (product >> 32).bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(MASK32)
+        odd = product
+    return torch.stack((even, odd & MASK32), dim=1).flatten(0, 1)
+
+
+def _words(
+    seed: Integer, stream: int, index: Sequence[Integer], n: int, device: torch.device | str | None
+) -> Tensor:
+    """32-bit words as int64 [*, n]: word i is word i % 4 of Philox at counter (i // 4, *index)."""
+    if len(index) > 3:
+        raise ValueError(f"an address has at most three index entries, got {len(index)}")
+    address = (seed, *index, *(0,) * (3 - len(index)))
+    tensors = [entry for entry in address if isinstance(entry, Tensor)]
+    if device is None:
+        device = tensors[0].device if tensors else "cpu"
+    shape = torch.broadcast_shapes(*(entry.shape for entry in tensors)) if tensors else torch.Size()
+    blocks = (n + 3) // 4
+
+    mixed = _splitmix64(seed)
+    mixed = _splitmix64(mixed + int(stream))
+    counter = torch.empty((4, *shape, blocks), dtype=torch.int64, device=device)
+    counter[0] = torch.arange(blocks, device=device)
+    for place, entry in enumerate(address[1:], start=1):
+        word = entry & MASK32
+        counter[place] = word.to(device).unsqueeze(-1) if isinstance(word, Tensor) else word
+    if isinstance(mixed, Tensor):
+        key = torch.stack((mixed & MASK32, (mixed >> 32) & MASK32)).to(device)
+        key = key.view(2, *(1,) * (len(shape) - mixed.dim()), *mixed.shape, 1)
+    else:
+        key = torch.tensor([mixed & MASK32, mixed >> 32], device=device).view(2, *(1,) * (len(shape) + 1))
+    return philox(counter, key).movedim(0, -1).flatten(-2)[..., :n]
+
+
+def _splitmix64(x: Any) -> Any:
+    """One output of SplitMix64 (Steele et al. 2014) from state x: an unsigned int, or its bits as int64."""
+    if isinstance(x, Tensor):
+        bits = x.to(torch.int64) + _signed(0x9E3779B97F4A7C15)
+        bits = (bits ^ _shift(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+        bits = (bits ^ _shift(bits, 27)) * _signed(0x94D049BB133111EB)
+        return bits ^ _shift(bits, 31)
+    z = (int(x) + 0x9E3779B97F4A7C15) & MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+    return z ^ (z >> 31)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shift(z: Tensor, places: int) -> Tensor:
+    """Shift right without copying the sign bit."""
+    return (z >> places) & ((1 << (64 - places)) - 1)
