@@ -1,0 +1,26 @@
+"""Which sampled tokens of a denoising step stay in the canvas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class EntropyBound:
+    """Accept the k most certain tokens, k as large as H_1 + ... + H_k - max(H_1, ..., H_k) <= bound allows.
+
+    The left side bounds the mutual information of the accepted tokens, so they may be sampled independently
+    (arXiv 2505.24857). At least one token is always accepted; nothing is kept from earlier steps.
+    """
+
+    bound: float = 0.1
+
+    def accept(self, entropy_BL: Tensor) -> Tensor:
+        """is_accepted [B, L] from the entropies in nats [B, L]."""
+        # Stable, so that among equal entropies the first position wins whatever the batch.
+        sorted_BL, order_BL = entropy_BL.sort(dim=-1, stable=True)
+        is_within_BL = sorted_BL.cumsum(-1) - sorted_BL <= self.bound
+        return torch.empty_like(is_within_BL).scatter_(-1, order_BL, is_within_BL)

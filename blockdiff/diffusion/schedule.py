@@ -1,0 +1,91 @@
+"""How much of a canvas survives at time t, and which t a canvas of the batch gets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blockdiff.seeding import Stream, integers, uniform
+
+
+class Schedule(Protocol):
+    """alpha(t): the probability that a token is kept at time t in [0, 1]; alpha(0) = 1, alpha(1) = 0."""
+
+    def alpha(self, t: Tensor) -> Tensor:
+        """The probability that a token is kept."""
+
+    def derivative(self, t: Tensor) -> Tensor:
+        """d alpha / d t, never positive."""
+
+
+class TimeDraw(Protocol):
+    """Which t a canvas gets. It depends on its address alone, never on how the batch is split."""
+
+    def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
+        """Times float32 [N]: canvas number `canvas_N` of the example in slot `slot_N` of a batch of `total`."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """alpha(t) = 1 - t: at time t a share t of the tokens is replaced (Google's recipe)."""
+
+    def alpha(self, t: Tensor) -> Tensor:
+        """1 - t."""
+        return 1 - t
+
+    def derivative(self, t: Tensor) -> Tensor:
+        """-1."""
+        return -torch.ones_like(t)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """alpha(t) = 1 - cos(pi/2 (1 - t)) = 1 - sin(pi/2 t): more of the time at high noise (arXiv 2406.04329)."""
+
+    def alpha(self, t: Tensor) -> Tensor:
+        """1 - sin(pi t / 2)."""
+        return 1 - torch.sin(t * (math.pi / 2))
+
+    def derivative(self, t: Tensor) -> Tensor:
+        """-(pi / 2) cos(pi t / 2)."""
+        return -(math.pi / 2) * torch.cos(t * (math.pi / 2))
+
+
+@dataclass(frozen=True)
+class UniformTime:
+    """t ~ U(eps, 1 - eps), every canvas on its own, addressed (step, slot, canvas)."""
+
+    eps: float = 1e-4
+
+    def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
+        """t = eps + (1 - 2 eps) u."""
+        return _into_range(_own_uniform(seed, step, slot_N, canvas_N), self.eps)
+
+
+@dataclass(frozen=True)
+class StratifiedTime:
+    """One canvas in each of `total` equal parts of (eps, 1 - eps), so a global batch sees the whole range.
+
+    Which slot gets which part turns by a random amount with every step and canvas number, so each t on its own
+    is U(eps, 1 - eps), and the mean of a loss over the batch varies less than with independent draws.
+    """
+
+    eps: float = 1e-4
+
+    def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
+        """t = eps + (1 - 2 eps) ((slot + rotation(step, canvas)) mod total + u) / total."""
+        rotation_N = integers(seed, Stream.TIME_ROTATION, (step, canvas_N), 1, total)[..., 0]
+        part_N = (slot_N + rotation_N) % total
+        return _into_range((part_N + _own_uniform(seed, step, slot_N, canvas_N)) / total, self.eps)
+
+
+def _own_uniform(seed: int, step: int, slot_N: Tensor, canvas_N: Tensor) -> Tensor:
+    return uniform(seed, Stream.TIME, (step, slot_N, canvas_N), 1)[..., 0].double()
+
+
+def _into_range(u: Tensor, eps: float) -> Tensor:
+    return (eps + (1 - 2 * eps) * u).float()

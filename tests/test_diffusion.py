@@ -1,0 +1,168 @@
+"""Schedules, time draws, corruption and the rules of denoising, each against its definition."""
+
+import math
+
+import pytest
+import torch
+from transformers.models.diffusion_gemma import generation_diffusion_gemma as reference
+
+from blockdiff.diffusion.acceptance import EntropyBound
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Cosine, Linear, StratifiedTime, UniformTime
+from blockdiff.diffusion.stopping import StableAndConfident
+from blockdiff.diffusion.temperature import LinearTemperature
+
+SCHEDULES = [Linear(), Cosine()]
+TIMES = [UniformTime(), StratifiedTime()]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_keep_everything_at_0_and_nothing_at_1(schedule):
+    for dtype in (torch.float32, torch.float64):
+        assert schedule.alpha(torch.tensor([0.0, 1.0], dtype=dtype)).tolist() == [1.0, 0.0]
+    t = torch.linspace(0, 1, 101)
+    assert (schedule.alpha(t).diff() < 0).all()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_derivative_is_that_of_alpha(schedule):
+    t = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    numeric = (schedule.alpha(t + 1e-6) - schedule.alpha(t - 1e-6)) / 2e-6
+    torch.testing.assert_close(schedule.derivative(t), numeric, rtol=1e-7, atol=1e-8)
+
+
+def test_the_cosine_schedule_is_the_published_one():
+    t = torch.linspace(0, 1, 11, dtype=torch.float64)
+    torch.testing.assert_close(Cosine().alpha(t), 1 - torch.cos(math.pi / 2 * (1 - t)))
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_times_are_uniform_between_the_margins(time):
+    total = 8
+    slots, ranks = torch.arange(total), torch.zeros(total, dtype=torch.int64)
+    t = torch.stack([time.draw(3, step, slots, ranks, total) for step in range(500)])
+    assert t.dtype == torch.float32 and t.min() >= time.eps and t.max() <= 1 - time.eps
+    for column in (t[:, 0], t[:, 5], t.flatten()):
+        counts = torch.histc(column, 10, 0, 1)
+        share = column.numel() / 10
+        assert ((counts - share) ** 2 / share).sum() < 9 + 5 * math.sqrt(18)
+    wide = type(time)(eps=0.25).draw(3, 0, slots, ranks, total)
+    assert wide.min() >= 0.25 and wide.max() <= 0.75
+
+
+def test_stratified_times_put_one_canvas_of_each_rank_into_each_part():
+    total, time = 16, StratifiedTime(eps=0.0)
+    slots = torch.arange(total).repeat(3)
+    ranks = torch.arange(3).repeat_interleave(total)
+    for step in (-1, 0, 7):
+        t = time.draw(5, step, slots, ranks, total).view(3, total)
+        assert ((t * total).floor().long().sort(dim=1).values == torch.arange(total)).all()
+    first = [time.draw(5, step, slots[:1], ranks[:1], total).item() for step in range(200)]
+    assert len({int(x * total) for x in first}) == total  # the parts go round: slot 0 is not always clean
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_times_do_not_depend_on_how_the_global_batch_is_split(time):
+    total = 8
+    slots, ranks = torch.arange(total), torch.tensor([0, 1, 2, 0, 0, 3, 1, 0])
+    whole = time.draw(1, 42, slots, ranks, total)
+    for world in (1, 2, 4, 8):
+        shares = [time.draw(1, 42, slots[r::world], ranks[r::world], total) for r in range(world)]
+        together = torch.empty(total)
+        for r, share in enumerate(shares):
+            together[r::world] = share
+        assert torch.equal(together, whole)
+    assert not torch.equal(time.draw(1, 43, slots, ranks, total), whole)
+    assert not torch.equal(time.draw(2, 42, slots, ranks, total), whole)
+
+
+def a_canvas(rows=3, canvases=2, length=16, vocab=50):
+    generator = torch.Generator().manual_seed(0)
+    canvas_BCL = torch.randint(0, vocab, (rows, canvases, length), generator=generator)
+    samples = torch.arange(rows)[:, None].expand(rows, canvases)
+    numbers = torch.arange(canvases).expand(rows, canvases)
+    return canvas_BCL, torch.stack((torch.zeros_like(samples), samples + 10, numbers), -1)
+
+
+def test_t_0_gives_the_data_and_t_1_only_noise():
+    canvas_BCL, address_BC3 = a_canvas(length=4096)
+    corruption = UniformCorruption(50)
+    noisy, is_corrupted = corruption.corrupt(canvas_BCL, torch.ones(3, 2), address_BC3, 0)
+    assert torch.equal(noisy, canvas_BCL) and not is_corrupted.any()
+    noisy, is_corrupted = corruption.corrupt(canvas_BCL, torch.zeros(3, 2), address_BC3, 0)
+    assert is_corrupted.all()
+    counts = torch.bincount(noisy.flatten(), minlength=50).double()
+    share = noisy.numel() / 50
+    assert len(counts) == 50 and ((counts - share) ** 2 / share).sum() < 49 + 5 * math.sqrt(98)
+    assert abs((noisy == canvas_BCL).double().mean() - 1 / 50) < 5 * math.sqrt(1 / 50 / noisy.numel())
+
+
+def test_the_share_of_replaced_tokens_is_one_minus_alpha_for_each_canvas():
+    canvas_BCL, address_BC3 = a_canvas(length=8192)
+    alpha_BC = torch.tensor([[0.1, 0.9], [0.5, 0.25], [0.0, 1.0]])
+    noisy, is_corrupted = UniformCorruption(50).corrupt(canvas_BCL, alpha_BC, address_BC3, 0)
+    assert (is_corrupted.float().mean(-1) - (1 - alpha_BC)).abs().max() < 5 * 0.5 / math.sqrt(8192)
+    assert torch.equal(noisy[~is_corrupted], canvas_BCL[~is_corrupted])
+    # The replacement may be the true token, so fewer tokens differ than were replaced.
+    assert 0 < (is_corrupted & (noisy == canvas_BCL)).sum() < is_corrupted.sum() / 10
+
+
+def test_corruption_does_not_depend_on_batch_neighbours():
+    canvas_BCL, address_BC3 = a_canvas()
+    alpha_BC = torch.full((3, 2), 0.5)
+    corruption = UniformCorruption(50)
+    whole = corruption.corrupt(canvas_BCL, alpha_BC, address_BC3, 9)
+    for rows in ([2], [1, 0]):
+        part = corruption.corrupt(canvas_BCL[rows], alpha_BC[rows], address_BC3[rows], 9)
+        assert all(torch.equal(a, b[rows]) for a, b in zip(part, whole, strict=True))
+    column = corruption.corrupt(canvas_BCL[:, 1:], alpha_BC[:, 1:], address_BC3[:, 1:], 9)
+    assert torch.equal(column[0], whole[0][:, 1:])
+    other = corruption.corrupt(canvas_BCL, alpha_BC, address_BC3 + torch.tensor([1, 0, 0]), 9)
+    assert not torch.equal(other[0], whole[0])
+
+
+def test_the_temperature_falls_from_t_max_and_never_reaches_t_min():
+    temperature_N = LinearTemperature(0.4, 0.8).of_steps(48)
+    assert temperature_N[0] == torch.tensor(0.8) and abs(temperature_N[-1].item() - 0.40833) < 1e-5
+    processor = reference.LinearTemperatureScheduleLogitsProcessor(0.4, 0.8, 48)
+    for step, temperature in enumerate(temperature_N):
+        remaining = torch.tensor(48 - step, dtype=torch.int32)
+        assert processor(None, torch.tensor(1.0), remaining) == 1 / temperature
+
+
+def test_acceptance_follows_the_bound_on_a_small_example():
+    entropy = torch.tensor([[0.5, 0.04, 0.06, 0.01, 9.0], [3.0, 2.0, 4.0, 5.0, 6.0], [0.0] * 5])
+    # Sums of the smaller ones: 0, .01, .05, .11 > .1; in row two even the second is over.
+    expected = [[False, True, True, True, False], [False, True, False, False, False], [True] * 5]
+    assert EntropyBound(0.1).accept(entropy).tolist() == expected
+
+
+def test_acceptance_and_stopping_equal_transformers_on_random_logits():
+    generator = torch.Generator().manual_seed(1)
+    for trial in range(50):
+        scale = 10.0 ** (trial % 4 - 1)
+        logits = torch.randn(4, 12, 30, generator=generator) * scale
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        sampler = reference.EntropyBoundSampler(reference.EntropyBoundSamplerConfig(0.1), 12, 30, 48)
+        sampler.accept_canvas(torch.zeros(4, 12).long(), torch.ones(4, 12).long(), logits, 1)
+        assert torch.equal(EntropyBound(0.1).accept(entropy), sampler.accepted_token_mask)
+
+
+@pytest.mark.parametrize("stability", [0, 1, 2, 3])
+def test_stopping_equals_transformers_step_for_step(stability):
+    generator = torch.Generator().manual_seed(stability)
+    theirs = reference.StableAndConfidentStoppingCriteria(stability, 0.3)
+    ours = StableAndConfident(stability, 0.3)
+    previous, unchanged, stops = None, torch.zeros(8, dtype=torch.int64), 0
+    for _ in range(40):
+        # Two peaks that rarely move, at two sharpnesses: argmax and confidence change on their own.
+        sharp = torch.where(torch.rand(8, 1, 1, generator=generator) < 0.6, 9.0, 2.0)
+        peak = (torch.rand(8, 1, generator=generator) < 0.3).long().expand(8, 5)
+        logits = torch.nn.functional.one_hot(peak, 6) * sharp
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        expected = theirs(peak, logits)
+        stop, unchanged = ours.stop(peak, previous, unchanged, entropy)
+        previous = peak
+        assert torch.equal(stop, expected)
+        stops += int(stop.sum())
+    assert 0 < stops < 8 * 40
