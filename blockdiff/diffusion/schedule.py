@@ -26,7 +26,7 @@ class TimeDraw(Protocol):
     """Which t a canvas gets. It depends on its address alone, never on how the batch is split."""
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
-        """Times float32 [N]: canvas number `canvas_N` of the example in slot `slot_N` of a batch of `total`."""
+        """Times float32 [N]: canvas number `canvas_N` of the example in slot `slot_N` of `total`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Cosine:
-    """alpha(t) = 1 - cos(pi/2 (1 - t)) = 1 - sin(pi/2 t): more of the time at high noise (arXiv 2406.04329)."""
+    """alpha(t) = 1 - cos(pi/2 (1 - t)) = 1 - sin(pi/2 t): more time at high noise (arXiv 2406.04329)."""
 
     def alpha(self, t: Tensor) -> Tensor:
         """1 - sin(pi t / 2)."""
@@ -70,8 +70,8 @@ class UniformTime:
 class StratifiedTime:
     """One canvas in each of `total` equal parts of (eps, 1 - eps), so a global batch sees the whole range.
 
-    Which slot gets which part turns by a random amount with every step and canvas number, so each t on its own
-    is U(eps, 1 - eps), and the mean of a loss over the batch varies less than with independent draws.
+    Which slot gets which part turns by a random amount with every step and canvas number, so each t on its
+    own is U(eps, 1 - eps), and the mean of a loss over the batch varies less than with independent draws.
     """
 
     eps: float = 1e-4
