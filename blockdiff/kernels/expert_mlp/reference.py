@@ -1,0 +1,26 @@
+"""The oracle of expert_mlp: one expert after the other, autograd for the gradients. Tests only."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def expert_mlp(
+    x_ND: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    expert_index_Nk: Tensor,
+    expert_weight_Nk: Tensor,
+    activation: str = "gelu_tanh",
+) -> Tensor:
+    """`sum_k weight_k * down_e(act(gate_e x) * up_e x)` with e = index_k; index E contributes nothing."""
+    assert activation == "gelu_tanh"
+    out = torch.zeros_like(x_ND)
+    for e in range(gate_up_EFD.shape[0]):
+        gate, up = (x_ND @ gate_up_EFD[e].T).chunk(2, -1)
+        y = (F.gelu(gate, approximate="tanh") * up) @ down_EDF[e].T
+        weight = torch.where(expert_index_Nk == e, expert_weight_Nk, 0.0).sum(-1, keepdim=True)
+        out = out + y * weight
+    return out

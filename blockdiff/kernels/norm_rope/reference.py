@@ -1,0 +1,19 @@
+"""The oracle of rms_norm and norm_rope: formulas in the dtype given. Tests only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`x * (mean(x^2) + eps)^-0.5 * weight` with no casts."""
+    normed = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    return normed if weight is None else normed * weight
+
+
+def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTf: Tensor, sin_BTf: Tensor, eps: float) -> Tensor:
+    """The complex form: pairs (x[i], x[i + d/2]) are numbers turned by their angle."""
+    first, second = rms_norm(x_BThd, weight, eps).chunk(2, -1)
+    turned = torch.complex(first, second) * torch.complex(cos_BTf, sin_BTf).unsqueeze(2)
+    return torch.cat([turned.real, turned.imag], -1)

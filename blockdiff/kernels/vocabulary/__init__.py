@@ -1,0 +1,5 @@
+"""The vocabulary ops: everything that touches [tokens, V], computed in chunks from hidden states and the table."""
+
+from blockdiff.kernels.vocabulary.native import Stats
+
+__all__ = ["Stats"]

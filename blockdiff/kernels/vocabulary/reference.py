@@ -1,0 +1,24 @@
+"""The oracle of the vocabulary ops: all logits at once, autograd for the gradients. Tests only."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def logits(hidden_ND: Tensor, table_VD: Tensor, softcap: float | None) -> Tensor:
+    z = hidden_ND @ table_VD.T
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def linear_cross_entropy(hidden_ND: Tensor, table_VD: Tensor, target_N: Tensor, softcap: float | None) -> Tensor:
+    return F.cross_entropy(logits(hidden_ND, table_VD, softcap), target_N, reduction="none")
+
+
+def soft_embedding(hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    return (logits(hidden_ND, table_VD, softcap) / temperature).softmax(-1) @ table_VD
+
+
+def entropy(hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    return torch.distributions.Categorical(logits=logits(hidden_ND, table_VD, softcap) / temperature).entropy()

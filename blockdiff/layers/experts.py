@@ -1,0 +1,40 @@
+"""The router and the routed experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from blockdiff.kernels import Kernels
+
+
+class Router(nn.Module):
+    """Top-k routing: scaleless norm, scale, projection in model dtype, fp32 softmax, renormalised top k."""
+
+    def __init__(self, hidden: int, experts: int, top_k: int, eps: float, kernels: Kernels):
+        super().__init__()
+        self.proj = nn.Linear(hidden, experts, bias=False)
+        self.scale = nn.Parameter(torch.ones(hidden))
+        self.per_expert_scale = nn.Parameter(torch.ones(experts))
+        self.top_k, self.eps, self.kernels = top_k, eps, kernels
+        self.root = hidden**-0.5
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert index int64 [N, k] and weight [N, k] of every token, the per-expert scale applied."""
+        scores = self.proj(self.kernels.rms_norm(x_ND, None, self.eps) * self.scale * self.root)
+        weight, index = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, dim=-1)
+        weight = weight / weight.sum(-1, keepdim=True)
+        return index, weight * self.per_expert_scale[index]
+
+
+class Experts(nn.Module):
+    """The weights of all experts in the Hub's layout: gate_up [E, 2F, D] with gate rows first, down [E, D, F]."""
+
+    def __init__(self, experts: int, hidden: int, intermediate: int, kernels: Kernels):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
+        self.kernels = kernels
+
+    def forward(self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor) -> Tensor:
+        return self.kernels.expert_mlp(x_ND, self.gate_up_proj, self.down_proj, index_Nk, weight_Nk)

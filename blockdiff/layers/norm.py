@@ -1,0 +1,20 @@
+"""RMSNorm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from blockdiff.kernels import Kernels
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last axis in fp32; the weight multiplies directly (no +1)."""
+
+    def __init__(self, dim: int, eps: float, kernels: Kernels):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps, self.kernels = eps, kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.weight, self.eps)

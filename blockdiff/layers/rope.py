@@ -1,0 +1,25 @@
+"""Rotary position embedding: the frequencies of both layer kinds, and their angles at given positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def default_frequencies(head_dim: int, theta: float) -> Tensor:
+    """`theta^(-2i/d)` for i < d/2, fp32."""
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+
+
+def proportional_frequencies(head_dim: int, theta: float, partial: float) -> Tensor:
+    """The first `int(partial * d // 2)` frequencies of the full head (its d in the exponent), then zeros; fp32."""
+    rotated = int(partial * head_dim // 2)
+    frequencies = default_frequencies(head_dim, theta)
+    frequencies[rotated:] = 0.0
+    return frequencies
+
+
+def angles(positions_BT: Tensor, frequencies_f: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, T, d/2]: angles, cos and sin in fp32, then cast to the model's dtype."""
+    angle = positions_BT[..., None].float() * frequencies_f
+    return angle.cos().to(dtype), angle.sin().to(dtype)

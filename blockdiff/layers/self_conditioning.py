@@ -1,0 +1,23 @@
+"""Self-conditioning: mixes the soft embedding of the last prediction into the canvas embedding."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from blockdiff.kernels import Kernels
+from blockdiff.layers.mlp import MLP
+from blockdiff.layers.norm import RMSNorm
+
+
+class SelfConditioning(MLP):
+    """`norm(embedding + mlp(pre_norm(soft)))`, the outer norm without weight; no signal means soft = 0."""
+
+    def __init__(self, hidden: int, intermediate: int, eps: float, kernels: Kernels):
+        super().__init__(hidden, intermediate)
+        self.pre_norm = RMSNorm(hidden, eps, kernels)
+        self.eps, self.kernels = eps, kernels
+
+    def forward(self, embedding: Tensor, soft: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        if soft is not None:
+            embedding = embedding + super().forward(self.pre_norm(soft))
+        return self.kernels.rms_norm(embedding, None, self.eps)

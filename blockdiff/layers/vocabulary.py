@@ -1,0 +1,60 @@
+"""The vocabulary: the tied table and every op that touches [tokens, V]."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockdiff.kernels import Kernels
+from blockdiff.kernels.vocabulary import Stats
+
+
+class Vocabulary(nn.Module):
+    """Table [V, D] with embeddings scaled by sqrt(D) and soft-capped logits; holds one chunk of logits at a time."""
+
+    def __init__(self, size: int, hidden: int, softcap: float | None, kernels: Kernels):
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(size, hidden))
+        self.softcap, self.kernels = softcap, kernels
+        self.root = hidden**0.5
+
+    def _scale(self, dtype: torch.dtype) -> float:
+        """sqrt(D) rounded to fp32 and then to the table's dtype: 53.0, not 53.066, for D = 2816 in bf16."""
+        return float(torch.tensor(self.root, dtype=torch.float32, device="cpu").to(dtype))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., D] of int64 tokens."""
+        return F.embedding(tokens, self.table) * self._scale(self.table.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Soft-capped logits, fp32 [..., V]: a convenience for few tokens."""
+        return self.kernels.logits(hidden, self.table, self.softcap)
+
+    def cross_entropy(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        """Cross-entropy of every token in nats, fp32 [N]."""
+        return self.kernels.linear_cross_entropy(hidden_ND, self.table, targets_N, self.softcap)
+
+    def soft_embedding(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+        """`softmax(z / T) E sqrt(D)` [..., D] of the logits z of hidden states [..., D]; carries no gradient."""
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        soft = self.kernels.soft_embedding(flat, self.table, self.softcap, temperature)
+        return soft.view(hidden.shape).mul_(self._scale(self.table.dtype))
+
+    def soft_embedding_of(self, logits: Tensor) -> Tensor:
+        """`softmax(z) E sqrt(D)` [..., D] of given logits [..., V]."""
+        return logits.softmax(-1, dtype=torch.float32).to(self.table.dtype) @ self.table * self._scale(self.table.dtype)
+
+    def stats(self, hidden_BLD: Tensor, temperature: Tensor | float, uniform_BL: Tensor) -> Stats:
+        """Entropy, argmax, sample and soft embedding of z / T at every position, in one sweep.
+
+        temperature: one number, or one per row [B]; uniform_BL: numbers in [0, 1) that pick the samples.
+        """
+        B, L, D = hidden_BLD.shape
+        if isinstance(temperature, Tensor):
+            temperature = temperature[:, None].expand(B, L).reshape(-1)
+        entropy, argmax, sample, soft = self.kernels.token_stats(
+            hidden_BLD.reshape(-1, D), self.table, self.softcap, temperature, uniform_BL.reshape(-1)
+        )
+        soft = soft.mul_(self._scale(self.table.dtype)).view(B, L, D)
+        return Stats(entropy.view(B, L), argmax.view(B, L), sample.view(B, L), soft)

@@ -1,0 +1,78 @@
+"""Spans: the attention mask as four integers per query, and the two builders that every pass uses.
+
+A query sees one contiguous run of prefix keys (cached tokens) and one contiguous run of own keys (this call's
+tokens). Nothing here knows about heads, layers or caches.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Spans:
+    """Prefix and own span of every query: int32 `bounds_BT4` = (prefix_lo, prefix_hi, own_lo, own_hi), half open.
+
+    A span with hi <= lo is empty. `sees_all` promises that every query sees every prefix and own key it is given,
+    so that a mask need not be applied at all.
+    """
+
+    def __init__(self, bounds_BT4: Tensor, sees_all: bool = False):
+        self.bounds_BT4 = bounds_BT4
+        self.sees_all = sees_all
+        self._dense: dict[tuple[int, int], Tensor] = {}
+
+    def dense(self, prefix_tokens: int, own_tokens: int) -> Tensor:
+        """The mask as booleans [B, T, prefix_tokens + own_tokens]: for tests, pictures and the SDPA path."""
+        key = (prefix_tokens, own_tokens)
+        if key not in self._dense:
+            prefix_lo, prefix_hi, own_lo, own_hi = self.bounds_BT4.unsqueeze(-2).unbind(-1)
+            column = torch.arange(prefix_tokens + own_tokens, device=self.bounds_BT4.device, dtype=torch.int32)
+            own = column - prefix_tokens
+            in_prefix = (column >= prefix_lo) & (column < prefix_hi.clamp(max=prefix_tokens))
+            in_own = (own >= own_lo.clamp(min=0)) & (own < own_hi)
+            self._dense[key] = in_prefix | in_own
+        return self._dense[key]
+
+    def select(self, rows: Tensor) -> Spans:
+        """The spans of some rows only."""
+        return Spans(self.bounds_BT4[rows], self.sees_all)
+
+
+def _stack(prefix_lo: Tensor, prefix_hi: Tensor, own_lo: Tensor, own_hi: Tensor, is_valid: Tensor) -> Tensor:
+    bounds = torch.stack(torch.broadcast_tensors(prefix_lo, prefix_hi, own_lo, own_hi), dim=-1)
+    return torch.where(is_valid[..., None], bounds, 0).to(torch.int32)
+
+
+def encode_spans(doc_start_BT: Tensor, window: int | None = None, past_B: Tensor | None = None) -> Spans:
+    """Causal spans of an encode call: token i of the call stands at row column `past + i`.
+
+    doc_start_BT: the column at which each token's document starts, -1 for padding; window: keys a sliding layer
+    sees, the query included (None: all); past_B: tokens of each row cached before the call (None: none).
+    """
+    i = torch.arange(doc_start_BT.shape[1], device=doc_start_BT.device)
+    past = torch.zeros_like(doc_start_BT[:, :1]) if past_B is None else past_B[:, None]
+    oldest = past + i + 1 - window if window is not None else torch.zeros_like(past)
+    first = torch.maximum(doc_start_BT, oldest)
+    own_lo = (first - past).clamp(min=0)
+    return Spans(_stack(first.clamp(min=0), past, own_lo, i + 1, doc_start_BT >= 0))
+
+
+def denoise_spans(
+    start_BC: Tensor, doc_start_BC: Tensor, length_BC: Tensor, canvas_length: int, window: int | None = None
+) -> Spans:
+    """Spans of C canvases per row laid side by side, T = C * canvas_length: no canvas sees another.
+
+    start_BC: the row column of each canvas's first token, doc_start_BC: of its document, length_BC: its valid
+    tokens (0: no canvas). All queries of a canvas see the same last window - 1 prefix keys and all its own tokens.
+    """
+    B, C = start_BC.shape
+    j = torch.arange(canvas_length, device=start_BC.device)
+    offset = torch.arange(C, device=start_BC.device)[:, None] * canvas_length
+    start, doc_start, length = start_BC[..., None], doc_start_BC[..., None], length_BC[..., None]
+    oldest = doc_start if window is None else torch.maximum(doc_start, start - window + 1)
+    shape = (B, C, canvas_length)
+    bounds = _stack(
+        oldest.expand(shape), start.expand(shape), offset.expand(shape), (offset + length).expand(shape), j < length
+    )
+    return Spans(bounds.reshape(B, C * canvas_length, 4))
