@@ -1,7 +1,7 @@
 """Cutting responses into canvases, and `Batch`, which lays clean rows and their canvases out as tensors.
 
 The clean row holds the conversation as it is; a canvas carries its own tokens, end-of-sequence fill included,
-so the fill never enters a row. Noise lives in `blockdiff.diffusion`, reading and choosing in `blockdiff.data`.
+so the fill never enters a row. Noise lives in `diffusion`, reading and choosing in `data`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,121 @@
+"""Rows are read, or refused with file, line and reason."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from blockdiff.data.rows import read_rows
+from blockdiff.errors import DataError
+
+GOOD = '{"prompt": "1+1=", "response": "2"}'
+
+
+def chat(*messages, **more):
+    return json.dumps({"messages": list(messages), **more})
+
+
+def user(content="hello"):
+    return {"role": "user", "content": content}
+
+
+def assistant(content="hi", **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def test_both_forms_of_rows_are_read_with_their_place(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(GOOD + "\n\n" + chat(user(), assistant(), id=7) + "\n   \n", encoding="utf-8")
+    pair, messages = read_rows(path)
+    assert (pair.prompt, pair.response, pair.messages, pair.id) == ("1+1=", "2", None, None)
+    assert pair.where == f"{path}:1"
+    assert messages.where == f"{path}:3"
+    assert messages.id == "7"
+    assert messages.messages == (user(), assistant())
+
+
+def test_role_names_reasoning_names_and_text_parts_come_out_in_one_form(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(
+        b"\xef\xbb\xbf"
+        + chat(
+            {"role": "developer", "content": "be brief"},
+            user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+            {"role": "model", "content": "c", "reasoning_content": "so", "tool_calls": None},
+        ).encode()
+    )
+    assert read_rows(path)[0].messages == (
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "c", "reasoning": "so"},
+    )
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ('{"prompt": "a", "response"', "not valid JSON"),
+        ("{'prompt': 'a'}", "not valid JSON"),
+        (GOOD + GOOD, "not valid JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"prompt": "a", "response": NaN}', "NaN is not JSON"),
+        ("[1, 2]", "the row is a list, not an object"),
+        ("null", "the row is null"),
+        ("3", "the row is a number"),
+        ("{}", "neither messages nor prompt and response .keys: none."),
+        ('{"promt": "a", "completion": "b"}', "keys: 'promt', 'completion'"),
+        ('{"prompt": "a"}', "response is missing"),
+        ('{"response": "a"}', "prompt is missing"),
+        ('{"prompt": 1, "response": "a"}', "prompt is a number"),
+        ('{"prompt": "a", "response": ["b"]}', "response is a list"),
+        ('{"prompt": "a", "response": true}', "response is a boolean"),
+        ('{"prompt": "a", "response": ""}', "response is empty"),
+        ('{"prompt": "\\ud800", "response": "a"}', "prompt has half of a surrogate pair"),
+        ('{"prompt": "a", "response": "b", "id": [1]}', "id is a list"),
+        ('{"prompt": "a", "response": "b", "messages": []}', "both messages and prompt/response"),
+        ('{"messages": {}}', "messages is an object"),
+        ('{"messages": []}', "no assistant message"),
+        (chat(user()), "no assistant message"),
+        (chat("hello"), r"messages\[0\] is a string"),
+        (chat({"content": "a"}), r"messages\[0\] has no role"),
+        (chat(user(), {"role": "assistant"}), r"messages\[1\] has no content"),
+        (chat({"role": "wizard", "content": "a"}), "role 'wizard'"),
+        (chat({"role": ["user"], "content": "a"}), r"role \['user'\]"),
+        (chat({"role": "tool", "content": "a"}), "role 'tool'"),
+        (chat(user(None), assistant()), r"messages\[0\].content is null"),
+        (chat(user(), assistant("  \n")), r"messages\[1\].content of the assistant is empty"),
+        (chat(user(), assistant(tool_calls=[{}])), "tool_calls"),
+        (chat(user(), assistant(reasoning=4)), r"messages\[1\].reasoning is a number"),
+        (chat({**user(), "reasoning": "x"}, assistant()), "only an assistant message"),
+        (chat(user(), {"role": "system", "content": "a"}, assistant()), r"messages\[1\] has role system"),
+        (chat(user([{"type": "image"}]), assistant()), r"content\[0\] is 'image'; only text"),
+        (chat(user([{"type": "text"}]), assistant()), r"content\[0\].text is null"),
+    ],
+)
+def test_a_bad_row_is_refused_with_file_line_and_reason(tmp_path, line, reason):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(GOOD + "\n\n" + line + "\n" + GOOD + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match=reason) as caught:
+        read_rows(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:3: ")
+    assert ";" in message and "\n" not in message
+
+
+def test_bytes_that_are_not_utf8_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl:2: not valid UTF-8"):
+        read_rows(path)
+
+
+def test_files_that_hold_nothing_are_refused(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n  \n")
+    with pytest.raises(DataError, match=r"empty.jsonl: has no rows"):
+        read_rows(empty)
+    with pytest.raises(DataError, match="no such file"):
+        read_rows(tmp_path / "missing.jsonl")
+    with pytest.raises(DataError, match="is a directory"):
+        read_rows(tmp_path)
