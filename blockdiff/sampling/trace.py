@@ -1,0 +1,107 @@
+"""What happened while a request was answered, as plain records; `blockdiff.plots.denoising` draws them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from blockdiff.errors import DataError
+
+
+@dataclass(frozen=True)
+class Step:
+    """One denoising step of one request; every list has one entry per canvas position.
+
+    `tokens` is the canvas that the step saw, `argmax` and `sample` what it predicted, `entropy` (nats) how
+    unsure it was at this temperature, `is_accepted` whether `sample` stayed for the next step.
+    """
+
+    id: str | int
+    canvas: int
+    step: int
+    temperature: float
+    tokens: list[int]
+    argmax: list[int]
+    sample: list[int]
+    entropy: list[float]
+    is_accepted: list[bool]
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """A committed canvas: all its `tokens`, and how many of them are `kept` (up to the first eos).
+
+    `prompt` and `text` are the prompt and the whole response so far; `steps` counts the denoising steps of this
+    canvas; `finish_reason` is "eos" or "length" with the last canvas of a request, else None.
+    """
+
+    id: str | int
+    canvas: int
+    prompt: str
+    tokens: list[int]
+    kept: int
+    text: str
+    steps: int
+    finish_reason: str | None
+
+
+@dataclass
+class Trace:
+    """One request from first noise to last commit; steps and canvases in the order in which they ran."""
+
+    id: str | int
+    prompt: str = ""
+    text: str = ""
+    steps: list[Step] = field(default_factory=list)
+    canvases: list[Canvas] = field(default_factory=list)
+
+    def steps_of(self, canvas: int) -> list[Step]:
+        """The steps of one canvas."""
+        return [step for step in self.steps if step.canvas == canvas]
+
+
+class Recorder:
+    """Collects traces: pass `on_step=recorder.step, on_canvas=recorder.canvas` to `Sampler.generate`."""
+
+    def __init__(self) -> None:
+        self._traces: dict[str | int, Trace] = {}
+
+    @property
+    def traces(self) -> list[Trace]:
+        """The traces so far, in the order in which their requests started."""
+        return list(self._traces.values())
+
+    def step(self, step: Step) -> None:
+        """Take one denoising step."""
+        self._trace(step.id).steps.append(step)
+
+    def canvas(self, canvas: Canvas) -> None:
+        """Take one committed canvas."""
+        trace = self._trace(canvas.id)
+        trace.canvases.append(canvas)
+        trace.prompt, trace.text = canvas.prompt, canvas.text
+
+    def _trace(self, id: str | int) -> Trace:
+        return self._traces.setdefault(id, Trace(id))
+
+
+def write_traces(path: str | Path, traces: Iterable[Trace]) -> None:
+    """Write traces as JSON lines, one request per line."""
+    lines = (json.dumps(asdict(trace), ensure_ascii=False) for trace in traces)
+    Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def read_traces(path: str | Path) -> list[Trace]:
+    """Read what `write_traces` wrote; DataError names the file and line that is something else."""
+    traces = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            record["steps"] = [Step(**step) for step in record["steps"]]
+            record["canvases"] = [Canvas(**canvas) for canvas in record["canvases"]]
+            traces.append(Trace(**record))
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{path}:{number}: not a sampling trace ({error})") from error
+    return traces
