@@ -35,7 +35,7 @@ quickstart: $(INSTALLED) ## make sudoku data, train a small model, evaluate it, 
 	@echo "pictures: $(RUN)/curves.png (training) and $(RUN)/denoising.html (one puzzle, step by step)"
 
 test: $(INSTALLED) ## run the tests (PYTEST_ARGS="-k name" for some of them)
-	$(PY) -m pytest -q -m "not gpu" $(PYTEST_ARGS)
+	$(PY) -m pytest -q $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## ruff
 	$(PY) -m ruff check .

@@ -1,4 +1,4 @@
-"""blockdiff trains and samples block-diffusion language models. The public face: `load`, `Sampler`, `__version__`.
+"""Train and sample block-diffusion language models. The public face: `load`, `Sampler`, `__version__`.
 
 Importing this package imports nothing heavy; torch comes with the first use of a public name.
 """

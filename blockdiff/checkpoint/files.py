@@ -1,0 +1,183 @@
+"""A checkpoint directory as files: find it, read its config, know its tensors, read them one at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import DiffusionGemmaConfig
+
+from blockdiff.errors import CheckpointError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+# What lies beside config and weights, and is carried from the checkpoint loaded to the one saved.
+SIDE_FILES = (
+    GENERATION,
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# Bytes per number; every other word of safetensors (BOOL, U8, F8_E4M3, ...) is one byte.
+WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
+
+_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor as it lies in a file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' word: F32, BF16, ...
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a checkpoint holds that the model does not run: image tensors and the files beside the weights.
+
+    Loading keeps where the tensors lie (`stored`) and copies them through when saving; `init` holds them as
+    `tensors`.
+    """
+
+    stored: Mapping[str, Stored] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    side_files: tuple[Path, ...] = ()
+
+    def directories(self) -> set[Path]:
+        """Where the files to copy through lie."""
+        files = [*self.side_files, *(place.file for place in self.stored.values())]
+        return {file.absolute().parent for file in files}
+
+
+def find(path_or_hub_id: str | Path) -> Path:
+    """The directory of a checkpoint: the path itself, or a Hub repository's local copy, downloaded if needed."""
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{path} is a file; a checkpoint is a directory with {CONFIG} and {WEIGHTS}")
+    if not _HUB_ID.match(str(path_or_hub_id)):
+        raise CheckpointError(f"{path}: no such directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = [CONFIG, "*.safetensors", INDEX, *SIDE_FILES]
+        return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = first_line(error)
+        raise CheckpointError(
+            f"{path_or_hub_id}: no such directory, and not to be had from the Hub ({reason})"
+        ) from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file.parent}: no {file.name}; not a checkpoint directory") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{file}: not readable as JSON ({first_line(error)})") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file}: a JSON object was expected, not a {type(data).__name__}")
+    return data
+
+
+def config_from(data: Mapping[str, Any], origin: str | Path) -> DiffusionGemmaConfig:
+    """A config from the content of a config.json (both forms of the global-head fields) or of a preset."""
+    model_type = data.get("model_type")
+    if model_type != DiffusionGemmaConfig.model_type:
+        expected = DiffusionGemmaConfig.model_type
+        raise CheckpointError(f"{origin}: model_type is {model_type!r}; blockdiff reads {expected!r}")
+    if not isinstance(data.get("text_config"), Mapping):
+        raise CheckpointError(f"{origin}: no text_config")
+    try:
+        config = DiffusionGemmaConfig.from_dict(json.loads(json.dumps(data)))
+    except Exception as error:  # the config class validates itself and raises whatever its validators raise
+        raise CheckpointError(f"{origin}: not a valid config ({first_line(error)})") from error
+    if not config.tie_word_embeddings:
+        raise CheckpointError(f"{origin}: tie_word_embeddings is false; only tied weights are supported")
+    return config
+
+
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """Every tensor of a checkpoint by its Hub name; reads headers only."""
+    if (directory / WEIGHTS).exists():
+        return _header(directory / WEIGHTS)
+    if not (directory / INDEX).exists():
+        other = next((f.name for f in sorted(directory.glob("*.bin"))), None)
+        hint = f"; {other} is not read, convert it to safetensors" if other else ""
+        raise CheckpointError(f"{directory}: neither {WEIGHTS} nor {INDEX}{hint}")
+    placed = read_json(directory / INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise CheckpointError(f"{directory / INDEX}: no weight_map from tensor to file")
+    headers = {}
+    for file in sorted(set(placed.values())):
+        if Path(file).name != file:
+            raise CheckpointError(f"{directory / INDEX}: {file!r} is not a file name")
+        headers[file] = _header(directory / file)
+    for name, file in placed.items():
+        if name not in headers[file]:
+            raise CheckpointError(f"{directory / file}: tensor {name} is missing; {INDEX} places it there")
+    return {name: headers[file][name] for name, file in placed.items()}
+
+
+def read_tensors(stored: Mapping[str, Stored], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """The named tensors as stored, on the CPU, file by file and one at a time; each is a view of its file."""
+    wanted: dict[Path, list[str]] = {}
+    for name in names:
+        wanted.setdefault(stored[name].file, []).append(name)
+    for file, here in wanted.items():
+        try:
+            with safe_open(file, framework="pt", device="cpu") as handle:
+                for name in here:
+                    yield name, handle.get_tensor(name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} has gone since it was loaded; {here[0]} is read from it") from None
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: {here[0]} cannot be read ({first_line(error)})") from error
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message as one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as handle:
+            return {name: _stored(file, handle.get_slice(name)) for name in list(handle.keys())}
+    except FileNotFoundError:
+        raise CheckpointError(f"{file.parent}: {INDEX} names {file.name}, which is not there") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: truncated or not a safetensors file ({first_line(error)})") from error
+
+
+def _stored(file: Path, part: Any) -> Stored:
+    shape, dtype = tuple(part.get_shape()), part.get_dtype()
+    return Stored(file, shape, dtype, math.prod(shape) * WIDTH.get(dtype, 1))

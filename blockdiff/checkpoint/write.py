@@ -1,0 +1,171 @@
+"""`save`: a model becomes a Hub-layout directory that transformers loads with no missing or unexpected key."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import DiffusionGemmaConfig
+
+from blockdiff.checkpoint.create import image_tensors
+from blockdiff.checkpoint.files import (
+    CONFIG,
+    GENERATION,
+    INDEX,
+    WEIGHTS,
+    Carried,
+    first_line,
+    read_tensors,
+)
+from blockdiff.checkpoint.names import to_hub
+from blockdiff.checkpoint.read import carried_by, resolve_dtype
+from blockdiff.errors import CheckpointError
+from blockdiff.models.diffusion_gemma import DiffusionGemma
+
+ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+SHARD_BYTES = 5 * 10**9
+
+
+def save(
+    model: DiffusionGemma,
+    directory: str | Path,
+    tokenizer: Any = None,
+    generation_config: Mapping[str, Any] | Any = None,
+    dtype: str | torch.dtype | None = None,
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write `model` to `directory`, which appears complete or not at all; returns the directory.
+
+    tokenizer: anything with `save_pretrained`; None carries the files of the checkpoint the model came from.
+    generation_config: a mapping, or anything with `to_dict`; None carries the old one or writes the defaults.
+    dtype: cast the text tensors (None: as they are). Image tensors are written as they were read.
+    overwrite: replace a checkpoint that stands there. Raises CheckpointError.
+    """
+    target = Path(directory).expanduser().absolute()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        if not (target / CONFIG).is_file():
+            raise CheckpointError(f"{target} exists and is no checkpoint; choose another directory")
+        if not overwrite:
+            raise CheckpointError(f"{target} holds a checkpoint already; choose another directory or remove it")
+    fresh = target.with_name(f".{target.name}.{os.getpid()}.new")
+    try:
+        fresh.mkdir(parents=True)
+        _write(model, fresh, tokenizer, generation_config, dtype, shard_bytes)
+        _put_in_place(fresh, target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{target}: cannot be written ({first_line(error)})") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    if model.carried is not None and target in model.carried.directories():
+        model.carried = carried_by(target)  # the files it pointed to have just been replaced
+    return target
+
+
+def default_generation(config: DiffusionGemmaConfig) -> dict[str, Any]:
+    """generation_config.json for a model that brings none: transformers' defaults, one canvas of tokens."""
+    text = config.text_config
+    return {
+        "bos_token_id": text.bos_token_id,
+        "eos_token_id": text.eos_token_id,
+        "pad_token_id": text.pad_token_id,
+        "max_new_tokens": config.canvas_length,
+        "max_denoising_steps": 48,
+        "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.1},
+        "t_min": 0.4,
+        "t_max": 0.8,
+        "stability_threshold": 1,
+        "confidence_threshold": 0.005,
+        "transformers_version": transformers.__version__,
+    }
+
+
+def _write(
+    model: DiffusionGemma,
+    fresh: Path,
+    tokenizer: Any,
+    generation_config: Mapping[str, Any] | Any,
+    dtype: str | torch.dtype | None,
+    shard_bytes: int,
+) -> None:
+    carried = model.carried or Carried(tensors=image_tensors(model.config, seed=0))
+    for file in carried.side_files:
+        if not file.is_file():
+            raise CheckpointError(f"{file} has gone since the model was loaded; it cannot be copied")
+        shutil.copyfile(file, fresh / file.name)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(fresh)
+    if generation_config is not None or not (fresh / GENERATION).exists():
+        given = generation_config if generation_config is not None else default_generation(model.config)
+        given = given.to_dict() if hasattr(given, "to_dict") else dict(given)
+        _write_json(fresh / GENERATION, given)
+
+    ours = {to_hub(name): tensor for name, tensor in model.state_dict().items()}
+    cast = resolve_dtype(dtype) if dtype is not None else None
+    _write_weights(fresh, ours, carried, cast, shard_bytes)
+
+    config = copy.deepcopy(model.config)
+    config.architectures = [ARCHITECTURE]
+    config.dtype = cast or ours[to_hub("vocabulary.table")].dtype
+    config.save_pretrained(fresh)
+
+
+def _write_weights(
+    fresh: Path, ours: Mapping[str, Tensor], carried: Carried, cast: torch.dtype | None, shard_bytes: int
+) -> None:
+    """Shards of at most `shard_bytes` (one tensor at least); the host holds one at a time."""
+    sizes = {name: tensor.numel() * (cast or tensor.dtype).itemsize for name, tensor in ours.items()}
+    sizes |= {name: tensor.nbytes for name, tensor in carried.tensors.items()}
+    sizes |= {name: place.nbytes for name, place in carried.stored.items()}
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name in sorted(sizes):
+        if shards[-1] and held + sizes[name] > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += sizes[name]
+
+    files = [WEIGHTS]
+    if len(shards) > 1:
+        files = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+        placed = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        _write_json(fresh / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": placed})
+    for file, names in zip(files, shards, strict=True):
+        tensors = {name: ours[name].detach().to("cpu", cast) for name in names if name in ours}
+        tensors |= {name: carried.tensors[name].cpu() for name in names if name in carried.tensors}
+        tensors |= dict(read_tensors(carried.stored, [name for name in names if name in carried.stored]))
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, fresh / file, metadata={"format": "pt"})
+        # safetensors writes files only their owner can read; give them the mode of the others.
+        (fresh / file).chmod((fresh / GENERATION).stat().st_mode)
+
+
+def _put_in_place(fresh: Path, target: Path) -> None:
+    """Rename `fresh` to `target`; what stood there is moved aside first and removed after."""
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    had_old = target.exists()
+    if had_old:
+        target.rename(old)
+    try:
+        fresh.rename(target)
+    except OSError:
+        if had_old:
+            old.rename(target)
+        raise
+    if had_old:
+        shutil.rmtree(old)
+
+
+def _write_json(file: Path, data: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
