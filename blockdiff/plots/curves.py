@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from blockdiff.errors import RunError
 
 # What is drawn together: a panel's title, and the (key, label, colour) of each line in it.
 PANELS = (
@@ -25,23 +22,6 @@ PANELS = (
     ("learning rate", (("lr", "lr", "#059669"),)),
     ("tokens per second", (("tokens_per_second", "tokens/s", "#475569"),)),
 )
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, one per line; raises RunError naming the line that is none."""
-    path = Path(path)
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise RunError(f"{path}:{number}: not a metrics record (an object with a step); delete the line")
-        records.append(record)
-    return records
 
 
 def series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
@@ -73,7 +53,9 @@ def draw_curves(metrics: str | Path, picture: str | Path, title: str | None = No
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    records = read_metrics(metrics)
+    from blockdiff.training.metrics import read
+
+    records = read(Path(metrics))
     if not records:
         return
     panels = [
