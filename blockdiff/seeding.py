@@ -33,9 +33,8 @@ class Stream(IntEnum):
     TIME = 4
     CANVAS_CHOICE = 5
     ORDER = 6
-    CANVAS_INIT = 7
     SAMPLE = 8
-    RENOISE = 9
+    NOISE = 9
     WEIGHTS = 10
     DATA = 11
     TIME_ROTATION = 12

@@ -33,8 +33,8 @@ class Step:
 class Canvas:
     """A committed canvas: all its `tokens`, and how many of them are `kept` (up to the first eos).
 
-    `prompt` and `text` are the prompt and the whole response so far; `steps` counts the denoising steps of this
-    canvas; `finish_reason` is "eos" or "length" with the last canvas of a request, else None.
+    `prompt` and `text` are the prompt and the whole response so far; `steps` counts the denoising steps of
+    this canvas; `finish_reason` is "eos" or "length" with the last canvas of a request, else None.
     """
 
     id: str | int

@@ -1,0 +1,38 @@
+"""The random numbers of a batch of canvases, each addressed by (request seed, canvas, step, position)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockdiff.seeding import Stream, integers, uniform
+
+# One call of the generator covers this many steps: most canvases stop before they need a second one.
+STEPS_AHEAD = 8
+
+
+class Draws:
+    """For every step the uniform numbers that pick samples, and the noise that fills what is not accepted."""
+
+    def __init__(self, seed_B: Tensor, canvas: int, length: int, vocab_size: int):
+        self.seed_B = seed_B
+        self.canvas, self.length, self.vocab_size = canvas, length, vocab_size
+        self._first = 0
+        self._uniform_TBL: Tensor | None = None
+        self._noise_TBL: Tensor | None = None
+
+    def of_step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Uniform float32 [B, L] in [0, 1) and noise tokens int64 [B, L] of a step, counted from 0."""
+        if self._uniform_TBL is None or self._noise_TBL is None or step >= self._first + STEPS_AHEAD:
+            self._first = step
+            steps = torch.arange(step, step + STEPS_AHEAD, device=self.seed_B.device)[:, None]
+            address = (self.canvas, steps)
+            self._uniform_TBL = uniform(self.seed_B, Stream.SAMPLE, address, self.length)
+            self._noise_TBL = integers(self.seed_B, Stream.NOISE, address, self.length, self.vocab_size)
+        return self._uniform_TBL[step - self._first], self._noise_TBL[step - self._first]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch."""
+        self.seed_B = self.seed_B[rows]
+        if self._uniform_TBL is not None and self._noise_TBL is not None:
+            self._uniform_TBL, self._noise_TBL = self._uniform_TBL[:, rows], self._noise_TBL[:, rows]
