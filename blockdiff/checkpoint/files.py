@@ -75,7 +75,7 @@ class Carried:
 
 
 def find(path_or_hub_id: str | Path) -> Path:
-    """The directory of a checkpoint: the path itself, or a Hub repository's local copy, downloaded if needed."""
+    """The directory of a checkpoint: the path itself, or the local copy of a Hub repository."""
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         return path

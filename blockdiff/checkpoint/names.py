@@ -1,4 +1,4 @@
-"""What each of our tensors is called on the Hub: one literal table per family; and which ones we do not run."""
+"""What each of our tensors is called on the Hub: one literal table per family."""
 
 from __future__ import annotations
 

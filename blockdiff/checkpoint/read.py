@@ -98,10 +98,10 @@ def resolve_dtype(dtype: str | torch.dtype, table: Stored | None = None) -> torc
         if table.dtype not in DTYPES:
             raise CheckpointError(f"{table.file}: the table is stored as {table.dtype}; name a dtype")
         return DTYPES[table.dtype]
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found not in DTYPES.values():
-        known = ", ".join(str(d).removeprefix("torch.") for d in DTYPES.values())
-        raise CheckpointError(f"dtype {str(dtype)!r} is not one of auto, {known}")
+    named = {str(known).removeprefix("torch."): known for known in DTYPES.values()}
+    found = named.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise CheckpointError(f"dtype {str(dtype)!r} is not one of auto, {', '.join(named)}")
     return found
 
 

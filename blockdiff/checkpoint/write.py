@@ -1,4 +1,4 @@
-"""`save`: a model becomes a Hub-layout directory that transformers loads with no missing or unexpected key."""
+"""`save`: a model becomes a Hub-layout directory that loads in transformers as it is."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def save(
         if not (target / CONFIG).is_file():
             raise CheckpointError(f"{target} exists and is no checkpoint; choose another directory")
         if not overwrite:
-            raise CheckpointError(f"{target} holds a checkpoint already; choose another directory or remove it")
+            raise CheckpointError(f"{target} holds a checkpoint already; use another directory or remove it")
     fresh = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
         fresh.mkdir(parents=True)
