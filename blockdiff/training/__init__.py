@@ -1,0 +1,1 @@
+"""The objective and everything that trains it: optimiser, ranks, run state, metrics, the loop."""

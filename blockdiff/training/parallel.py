@@ -1,0 +1,148 @@
+"""Where this process stands among its ranks, and what they do together. The only place that knows DDP.
+
+Accelerate starts the processes and names the device; the wrapping is ours. One process is a world of one.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from blockdiff.errors import RunError
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """One rank of `world` processes that train one model on one global batch."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks to the terminal."""
+        return self.rank == 0
+
+    def slots(self, batch_size: int, micro_batch_size: int | None = None) -> list[range]:
+        """This rank's places in a global batch of `batch_size` rows, one range per micro-batch.
+
+        Ranks take neighbouring runs whose lengths differ by at most one. Raises RunError if one gets none.
+        """
+        if batch_size < self.world:
+            raise RunError(
+                f"batch_size {batch_size} is too small for {self.world} processes; each needs a row"
+            )
+        low, high = (batch_size * rank // self.world for rank in (self.rank, self.rank + 1))
+        size = micro_batch_size or batch_size
+        return [range(start, min(start + size, high)) for start in range(low, high, size)]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of a small tensor over all ranks, on this rank's device."""
+        values = values.to(self.device, non_blocking=True)
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (plain Python data), by rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def wrap(self, objective: nn.Module) -> nn.Module:
+        """What the loop calls: the objective itself, or with several ranks in DDP, which averages gradients."""
+        if self.world == 1:
+            return objective
+        return DistributedDataParallel(
+            _TouchEveryParameter(objective), broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+
+    def synchronise(self, module: nn.Module, now: bool) -> AbstractContextManager[Any]:
+        """Surrounds forward and backward of a micro-batch; ranks exchange gradients only if `now`."""
+        if isinstance(module, DistributedDataParallel) and not now:
+            return module.no_sync()
+        return nullcontext()
+
+    def close(self) -> None:
+        """Leave the process group, if there is one."""
+        if self.world > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def from_accelerate(cpu: bool = False) -> Parallel:
+    """Join the processes that `accelerate launch` or torchrun started; alone, a world of one.
+
+    Without an accelerator, or with `cpu`, ranks talk through gloo. Raises RunError when processes were
+    started that would not know of each other.
+    """
+    from accelerate import PartialState
+
+    asked_for_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    state = PartialState(cpu=cpu or asked_for_cpu or not torch.accelerator.is_available())
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != state.num_processes:
+        raise RunError(f"{started} processes started, {state.num_processes} joined; check the launcher")
+    if started == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
+        # accelerate launch --cpu --num_processes N starts one process and says nothing.
+        warnings.warn(
+            "accelerate launch started one process although several were asked for; "
+            "on the CPU launch with --multi_gpu --num_processes N (it needs no GPU) or with torchrun",
+            stacklevel=2,
+        )
+    device = torch.device("cpu") if state.device.type == "cpu" else state.device
+    return Parallel(device, state.process_index, state.num_processes)
+
+
+def autocast(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
+    """Surrounds a forward that computes in `precision`, "bfloat16" or None for the model's own."""
+    if precision is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, precision))
+
+
+class _Touch(torch.autograd.Function):
+    """Identity on a loss that puts parameters into its graph without giving them a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return (gradients[0], *[None] * ctx.count)
+
+
+class _TouchEveryParameter(nn.Module):
+    """DDP waits for every parameter in every backward; a rank without a canvas or a coin leaves some unused.
+
+    Touching them all keeps it from waiting forever, and costs neither a graph walk nor a zero gradient.
+    """
+
+    def __init__(self, objective: nn.Module) -> None:
+        super().__init__()
+        self.objective = objective
+
+    def _trainable(self) -> Iterator[nn.Parameter]:
+        return (parameter for parameter in self.objective.parameters() if parameter.requires_grad)
+
+    def forward(self, batch: Any) -> Any:
+        losses = self.objective(batch)
+        return losses._replace(canvas_sum=_Touch.apply(losses.canvas_sum, *self._trainable()))

@@ -1,0 +1,91 @@
+"""Learning rate, parameter groups, gradient norm and clipping."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from blockdiff.training.optim import (
+    WarmupCosine,
+    adamw,
+    clip_gradients,
+    gradient_norm,
+    parameter_groups,
+    trainable,
+)
+from tests.toy_objective import ToyObjective
+
+
+def test_the_learning_rate_rises_in_a_line_and_falls_in_half_a_cosine():
+    schedule = WarmupCosine(peak=2.0, steps=110, warmup_steps=10, final_ratio=0.1)
+    assert [schedule.lr(step) for step in (1, 5, 10)] == pytest.approx([0.2, 1.0, 2.0])
+    assert schedule.lr(60) == pytest.approx(2.0 * 0.55)
+    assert schedule.lr(110) == pytest.approx(0.2)
+    assert schedule.lr(10_000) == pytest.approx(0.2)
+    fall = [schedule.lr(step) for step in range(10, 111)]
+    assert fall == sorted(fall, reverse=True)
+
+
+def test_without_warmup_the_first_step_is_close_to_the_peak():
+    assert WarmupCosine(peak=1.0, steps=1000).lr(1) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_run_shorter_than_its_warmup_still_has_a_learning_rate():
+    schedule = WarmupCosine(peak=1.0, steps=5, warmup_steps=10)
+    assert [schedule.lr(step) for step in range(1, 6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def test_weight_decay_leaves_norms_scales_and_the_embedding_table_alone():
+    module = ToyObjective()
+    decayed, free = parameter_groups(module, weight_decay=0.5)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    assert [names[id(p)] for p in decayed["params"]] == ["mix.weight", "signal.weight"]
+    assert sorted(names[id(p)] for p in free["params"]) == ["norm", "signal.bias", "vocabulary.table"]
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.5, 0.0)
+
+
+def test_frozen_parameters_are_in_no_group():
+    module = ToyObjective()
+    module.signal.requires_grad_(False)
+    assert list(trainable(module)) == ["norm", "vocabulary.table", "mix.weight"]
+    assert sum(len(group["params"]) for group in parameter_groups(module, 0.1)) == 3
+
+
+def test_adamw_takes_the_step_of_its_formula():
+    module = nn.Linear(3, 2, bias=False)
+    before = module.weight.detach().clone()
+    module.weight.grad = torch.tensor([[1.0, -2.0, 0.5], [0.1, 0.0, 3.0]])
+    adamw(module, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.2).step()
+    expected = before * (1 - 0.1 * 0.2) - 0.1 * module.weight.grad.sign()
+    torch.testing.assert_close(module.weight.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_norm_is_over_all_parameters_and_skips_those_without_a_gradient():
+    a, b, c = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    assert gradient_norm([a, b, c]) == pytest.approx(5.0)
+    assert gradient_norm([c]) == 0.0
+
+
+def test_the_gradient_norm_of_bfloat16_gradients_is_an_fp32_number():
+    p, q = (nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in (2, 1))
+    p.grad, q.grad = torch.tensor([1.0, 16.0]).bfloat16(), torch.tensor([1.0]).bfloat16()
+    assert gradient_norm([p, q]) == pytest.approx(math.sqrt(258), rel=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_shows_in_the_norm():
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([1.0, float("nan")])
+    assert math.isnan(gradient_norm([p]))
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1.0, [0.6, 0.8]), (10.0, [3.0, 4.0]), (0.0, [3.0, 4.0])])
+def test_clipping_scales_down_to_the_limit_and_never_up(limit, expected):
+    p, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3.0, 4.0])
+    clip_gradients([p, unused], gradient_norm([p, unused]), limit)
+    assert p.grad.tolist() == pytest.approx(expected)
+    assert unused.grad is None
