@@ -1,4 +1,4 @@
-"""Reading training rows from JSONL; bad ones are refused with file, line, reason and remedy. No tokens here."""
+"""Reading training rows from JSONL; bad ones are refused with file, line, reason and remedy."""
 
 from __future__ import annotations
 

@@ -1,0 +1,228 @@
+"""Rows become tokens whose responses are marked exactly, in the Gemma 4 turn format."""
+
+from __future__ import annotations
+
+import pytest
+
+from blockdiff.data.chat import (
+    Encoder,
+    merged,
+    packaged_template,
+    render,
+    token_spans,
+    training_template,
+    truncated,
+)
+from blockdiff.data.rows import Row
+from blockdiff.data.sudoku import alphabet
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.errors import DataError
+from tests.chat_tokenizer import chat_tokenizer
+
+SYSTEM = {"role": "system", "content": " be brief "}
+USER = {"role": "user", "content": "hello\n"}
+ASSISTANT = {"role": "assistant", "content": "  hi there"}
+
+# The same format written another way and without tags, as released templates are.
+UNTAGGED = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
+    "{{ m.content.strip() }}{{ '<turn|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn>model\n<|channel>thought\n<channel|>' }}{% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return chat_tokenizer(packaged_template())
+
+
+def text_of(tokenizer, *messages, **options):
+    return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+
+
+def encode(tokenizer, *messages, canvas_length=8, **options):
+    encoder = Encoder(tokenizer, eos_id=1, canvas_length=canvas_length, **options)
+    return encoder.encode([Row("f.jsonl:1", messages=messages)])[0][0]
+
+
+def responses(tokenizer, example):
+    return [tokenizer.decode(example.tokens[start:end]) for start, end in example.responses]
+
+
+def test_turns_are_written_as_the_format_says(tokenizer):
+    assert text_of(tokenizer, SYSTEM, USER, ASSISTANT, USER, ASSISTANT) == (
+        "<bos><|turn>system\nbe brief<turn|>\n<|turn>user\nhello<turn|>\n<|turn>model\nhi there<turn|>\n"
+        "<|turn>user\nhello<turn|>\n<|turn>model\nhi there<turn|>\n"
+    )
+    assert text_of(tokenizer, USER) == "<bos><|turn>user\nhello<turn|>\n"
+
+
+def test_the_generation_prompt_is_the_same_with_thinking_on_and_off(tokenizer):
+    plain = text_of(tokenizer, USER, add_generation_prompt=True)
+    assert plain == "<bos><|turn>user\nhello<turn|>\n<|turn>model\n"
+    thinking = text_of(tokenizer, USER, add_generation_prompt=True, enable_thinking=True)
+    assert thinking == "<bos><|turn>system\n<|think|>\n<turn|>\n" + plain.removeprefix("<bos>")
+    assert text_of(tokenizer, SYSTEM, USER, enable_thinking=True).startswith(
+        "<bos><|turn>system\n<|think|>\nbe brief<turn|>\n<|turn>user"
+    )
+
+
+def test_reasoning_is_shown_only_after_the_last_user_message(tokenizer):
+    thoughtful = {**ASSISTANT, "reasoning": "so\nthen"}
+    assert text_of(tokenizer, USER, thoughtful, USER, thoughtful) == (
+        "<bos><|turn>user\nhello<turn|>\n<|turn>model\nhi there<turn|>\n<|turn>user\nhello<turn|>\n"
+        "<|turn>model\n<|channel>thought\nso\nthen\n<channel|>hi there<turn|>\n"
+    )
+    example = encode(tokenizer, USER, thoughtful)
+    assert responses(tokenizer, example) == ["<|channel>thought\nso\nthen\n<channel|>hi there<turn|>\n"]
+
+
+def test_consecutive_assistant_messages_are_one_turn_and_one_response(tokenizer):
+    example = encode(tokenizer, USER, ASSISTANT, {"role": "assistant", "content": " again "}, USER, ASSISTANT)
+    assert tokenizer.decode(example.tokens) == (
+        "<bos><|turn>user\nhello<turn|>\n<|turn>model\nhi thereagain<turn|>\n"
+        "<|turn>user\nhello<turn|>\n<|turn>model\nhi there<turn|>\n"
+    )
+    assert responses(tokenizer, example) == ["hi thereagain<turn|>\n", "hi there<turn|>\n"]
+
+
+def test_a_response_starts_right_after_the_turn_header_and_ends_with_the_turn(tokenizer):
+    # Trap 7: without tags a mask starts three tokens early, and the model learns to write "model\n".
+    example = encode(tokenizer, USER, {"role": "assistant", "content": "model user ü🙂"})
+    header = tokenizer("<|turn>model\n", add_special_tokens=False)["input_ids"]
+    assert len(header) == 3
+    ((start, end),) = example.responses
+    assert example.tokens[start - 3 : start] == header
+    assert tokenizer.decode(example.tokens[start:end]) == "model user ü🙂<turn|>\n"
+    assert end == len(example.tokens)
+
+
+def test_responses_agree_with_the_mask_of_transformers(tokenizer):
+    messages = [SYSTEM, USER, ASSISTANT, USER, {"role": "assistant", "content": "ü", "reasoning": "x y"}]
+    encoded = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    example = encode(tokenizer, *messages)
+    marked = [0] * len(example.tokens)
+    for start, end in example.responses:
+        marked[start:end] = [1] * (end - start)
+    assert example.tokens == encoded["input_ids"]
+    assert marked == encoded["assistant_masks"]
+
+
+def test_an_untagged_template_of_the_same_format_gives_the_packaged_one():
+    assert training_template(chat_tokenizer(UNTAGGED)) == packaged_template()
+    assert training_template(chat_tokenizer(None)) == packaged_template()
+
+
+def test_a_tagged_template_of_another_format_is_kept():
+    tagged = CHATML.replace("{{ '<|im", "{% generation %}{{ '<|im", 1).replace(
+        "{% endfor %}", "{% endgeneration %}{% endfor %}"
+    )
+    assert training_template(chat_tokenizer(tagged)) == tagged
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, UNTAGGED.replace("model", "bot"), "{{ raise_exception('no system role') }}"]
+)
+def test_a_template_that_cannot_mark_assistant_turns_is_refused_with_the_reason(template):
+    with pytest.raises(DataError, match=r"no \{% generation %\} tags.*; add them"):
+        training_template(chat_tokenizer(template))
+
+
+def test_messages_without_a_template_are_refused_but_prompt_rows_are_not():
+    encoder = Encoder(character_tokenizer(alphabet(4)), eos_id=1, canvas_length=4)
+    with pytest.raises(DataError, match="has no chat template"):
+        encoder.encode([Row("f:1", messages=(USER, ASSISTANT))])
+    (example,), _ = encoder.encode([Row("f:1", prompt="1.=", response="12")])
+    assert example.tokens == [2, 5, 3, 4, 5, 6, 1]
+    assert example.responses == [(4, 7)]
+
+
+def test_prompt_and_response_are_tokenised_apart():
+    tokenizer = chat_tokenizer()
+    (example,), _ = Encoder(tokenizer, eos_id=1, canvas_length=8).encode(
+        [Row("f:1", prompt="us", response="er")]
+    )
+    ((start, _),) = example.responses
+    assert tokenizer.decode(example.tokens[:start]) == "<bos>us"
+    assert tokenizer.decode(example.tokens[start:]) == "er<eos>"
+
+
+def test_mixed_rows_keep_their_order_and_their_place_in_the_file():
+    rows = [
+        Row("f:1", prompt="a", response="b"),
+        Row("f:2", messages=(USER, ASSISTANT)),
+        Row("f:3", prompt="a" * 50, response="b"),
+        Row("f:4", prompt="c", response="d"),
+    ]
+    examples, statistics = Encoder(chat_tokenizer(), eos_id=1, canvas_length=4, max_length=45).encode(rows)
+    assert [(example.sample_id, example.where) for example in examples] == [
+        (0, "f:1"),
+        (1, "f:2"),
+        (3, "f:4"),
+    ]
+    assert (statistics.rows, statistics.dropped) == (4, 1)
+
+
+def test_a_row_the_tokenizer_cannot_write_is_named():
+    rows = [Row("f:1", prompt="1=", response="1"), Row("f:2", prompt="1=", response="x")]
+    with pytest.raises(DataError, match=r"f:2: the tokenizer cannot encode it"):
+        Encoder(character_tokenizer(alphabet(4)), eos_id=1, canvas_length=4).encode(rows)
+
+
+def test_truncation_falls_between_canvases():
+    # Trap 8: a response that is cut keeps whole canvases only, so no fill teaches it to end there.
+    tokens = list(range(30))
+    assert truncated(tokens, [(5, 30)], 30, 4) == (tokens, [(5, 30)])
+    assert truncated(tokens, [(5, 30)], 29, 4) == (tokens[:29], [(5, 29)])
+    assert truncated(tokens, [(5, 30)], 16, 4) == (tokens[:13], [(5, 13)])
+    assert truncated(tokens, [(5, 10), (20, 30)], 22, 4) == (tokens[:10], [(5, 10)])
+    assert truncated(tokens, [(5, 10), (20, 30)], 18, 4) == (tokens[:10], [(5, 10)])
+    assert truncated(tokens, [(5, 30)], 8, 4) is None
+    assert truncated(tokens, [(5, 30)], 3, 4) is None
+
+
+def test_statistics_count_what_was_dropped_cut_and_filled():
+    rows = [
+        Row("f:1", prompt="1=", response="123"),  # 4 response tokens with eos: 1 canvas, no fill
+        Row("f:2", prompt="1=", response="1234123"),  # 8 tokens
+        Row("f:3", prompt="1=", response="1234"),  # 5 tokens: 2 canvases, 3 fill
+        Row("f:4", prompt="1=" + "1" * 9, response="1"),  # the prompt fills the row
+    ]
+    encoder = Encoder(character_tokenizer(alphabet(4)), eos_id=1, canvas_length=4, max_length=9)
+    examples, statistics = encoder.encode(rows)
+    assert [example.is_truncated for example in examples] == [False, True, False]
+    assert (statistics.dropped, statistics.truncated, statistics.cut_tokens) == (1, 1, 4)
+    assert (statistics.responses, statistics.canvases, statistics.scored_tokens) == (3, 4, 16)
+    assert statistics.response_tokens == 13
+    assert statistics.clean_tokens == 3 * 3 + 13
+    assert str(statistics) == (
+        "4 rows (1 dropped, 1 truncated: 4 tokens cut), 3 responses, 4 canvases of 4, 18.8% fill, "
+        "16 scored tokens, longest row 8"
+    )
+
+
+def test_a_file_whose_every_row_is_too_long_is_refused():
+    encoder = Encoder(character_tokenizer(alphabet(4)), eos_id=1, canvas_length=4, max_length=3)
+    with pytest.raises(DataError, match="none of 1 rows has room"):
+        encoder.encode([Row("f:1", prompt="1=", response="1234")])
+
+
+def test_spans_that_touch_are_merged_and_empty_ones_left_out():
+    assert merged([(0, 2), (2, 5), (7, 7), (8, 9)]) == [(0, 5), (8, 9)]
+
+
+def test_a_token_over_the_edge_of_a_turn_is_an_error():
+    offsets = [(0, 2), (2, 5), (5, 5), (5, 9)]
+    assert token_spans(offsets, [(2, 9)]) == [(1, 4)]
+    assert token_spans(offsets, [(2, 5)]) == [(1, 2)]
+    for span in [(3, 9), (2, 7)]:
+        with pytest.raises(ValueError, match="over the edge"):
+            token_spans(offsets, [span])
+
+
+def test_rendering_without_tags_marks_nothing(tokenizer):
+    assert render(tokenizer, UNTAGGED, [USER, ASSISTANT])[1] == []
