@@ -9,7 +9,7 @@ if find_spec("blockdiff.cli") is None:
     # Run from a checkout's folder, where cli/ lies beside the package and not in it.
     blockdiff.__path__.append(str(Path(__file__).resolve().parents[1]))
 
-from blockdiff.cli.main import main  # noqa: E402 (needs the path above)
+from blockdiff.cli.main import main
 
 if __name__ == "__main__":
     main()

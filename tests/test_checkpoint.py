@@ -1,0 +1,413 @@
+"""Checkpoints against transformers as the oracle: what we read, what we write, and how we refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DiffusionGemmaForBlockDiffusion
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import DiffusionGemmaGenerationConfig
+
+import blockdiff.checkpoint.read
+import blockdiff.checkpoint.write
+from blockdiff.checkpoint import init, load, preset_config, presets, save
+from blockdiff.checkpoint.files import INDEX, WEIGHTS, stored_tensors
+from blockdiff.checkpoint.names import is_carried, to_hub
+from blockdiff.errors import CheckpointError
+from blockdiff.models.diffusion_gemma import DiffusionGemma
+from tests.oracle import oracle, tiny_config
+
+SCALAR = "model.encoder.language_model.layers.1.layer_scalar"
+PROJECTION = "model.decoder.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def theirs() -> DiffusionGemmaForBlockDiffusion:
+    config = tiny_config(final_logit_softcapping=20.0)
+    config.vision_config.position_embedding_size = 32
+    return oracle(config, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def written_by_transformers(theirs, tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("hub") / "model"
+    theirs.save_pretrained(directory)
+    (directory / "generation_config.json").write_text('{"max_denoising_steps": 7}\n')
+    (directory / "tokenizer.json").write_text('{"any": "bytes"}')
+    return directory
+
+
+@pytest.fixture
+def damaged(written_by_transformers, tmp_path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(written_by_transformers, tmp_path / "damaged"))
+
+
+def edit(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+def all_tensors(directory: Path) -> dict[str, Tensor]:
+    files = sorted({place.file for place in stored_tensors(directory).values()})
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def in_transformers(directory: Path) -> DiffusionGemmaForBlockDiffusion:
+    """transformers' model from `directory`, which must hold every key and no other."""
+    model, report = DiffusionGemmaForBlockDiffusion.from_pretrained(directory, output_loading_info=True)
+    assert not any(report.values()), report
+    return model
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+def test_loading_puts_every_tensor_in_its_place_bit_exactly(theirs, written_by_transformers):
+    model = load(written_by_transformers, dtype="float32", device="cpu")
+    state = theirs.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[to_hub(name)]), name
+    assert not model.training
+    assert model.config.text_config.final_logit_softcapping == 20.0
+    assert not torch.equal(model.layers[0].encoder_scalar, model.layers[0].decoder_scalar)
+
+
+def test_what_we_write_loads_in_transformers_with_equal_logits(written_by_transformers, tmp_path):
+    out = save(load(written_by_transformers, "float32", "cpu"), tmp_path / "out")
+    original, again = in_transformers(written_by_transformers), in_transformers(out)
+    assert again.dtype == torch.float32
+    tokens = torch.arange(3, 40)[None]
+    canvas = torch.arange(50, 66)[None]
+    with torch.no_grad():
+        expected, logits = (model(tokens, decoder_input_ids=canvas).logits for model in (original, again))
+    assert torch.equal(logits, expected)
+
+
+def test_a_round_trip_changes_no_byte_of_any_tensor_or_side_file(written_by_transformers, tmp_path):
+    out = save(load(written_by_transformers, "auto", "cpu"), tmp_path / "out")
+    assert_same(all_tensors(out), all_tensors(written_by_transformers))
+    before, after = (json.loads((d / "config.json").read_text()) for d in (written_by_transformers, out))
+    assert before == after
+    for name in ("generation_config.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (written_by_transformers / name).read_bytes()
+
+
+def test_image_tensors_keep_their_own_dtype_and_bytes_whatever_the_text_is_cast_to(damaged, tmp_path):
+    def mixed(tensors: dict[str, Tensor]) -> None:
+        tensors.update({n: t.half() for n, t in tensors.items() if is_carried(n)})
+
+    edit(damaged, mixed)
+    out = save(load(damaged, "float64", "cpu"), tmp_path / "out", dtype="bfloat16")
+    before, after = all_tensors(damaged), all_tensors(out)
+    carried = [name for name in before if is_carried(name)]
+    assert len(carried) > 10
+    assert_same({n: before[n] for n in carried}, {n: after[n] for n in carried})
+    assert {t.dtype for n, t in after.items() if not is_carried(n)} == {torch.bfloat16}
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", torch.bfloat16])
+def test_the_dtype_holds_for_every_text_tensor_scalars_included(written_by_transformers, theirs, dtype):
+    model = load(written_by_transformers, dtype, "cpu")
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    assert {t.dtype for t in model.state_dict().values()} == {wanted}
+    table = theirs.state_dict()["model.decoder.embed_tokens.weight"]
+    assert torch.equal(model.vocabulary.table, table.to(wanted))
+
+
+def test_auto_dtype_is_that_of_the_stored_table(damaged):
+    edit(damaged, lambda tensors: tensors.update({n: t.bfloat16() for n, t in tensors.items()}))
+    assert load(damaged, "auto", "cpu").dtype == torch.bfloat16
+
+
+def test_both_ways_read_what_the_other_sharded(theirs, written_by_transformers, tmp_path):
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="300KB")
+    assert (tmp_path / "theirs" / INDEX).exists()
+    model = load(tmp_path / "theirs", "auto", "cpu")
+    out = save(model, tmp_path / "ours", shard_bytes=300_000)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(sum(t.nbytes for t in load_file(file).values()) <= 300_000 for file in files)
+    index = json.loads((out / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in all_tensors(out).values())
+    assert_same(all_tensors(out), all_tensors(written_by_transformers))
+    in_transformers(out)
+
+
+def test_a_config_with_the_older_global_head_fields_gives_the_same_model(damaged, written_by_transformers):
+    data = json.loads((damaged / "config.json").read_text())
+    wide = data["text_config"].pop("per_layer_config")["3"]
+    data["text_config"]["global_head_dim"] = wide["head_dim"]
+    data["text_config"]["num_global_key_value_heads"] = wide["num_key_value_heads"]
+    (damaged / "config.json").write_text(json.dumps(data))
+    older, newer = (load(d, "auto", "cpu").state_dict() for d in (damaged, written_by_transformers))
+    assert_same(older, newer)
+
+
+def test_missing_encoder_scalars_fall_back_to_the_decoders_and_are_written(damaged, tmp_path):
+    for scalar in [name for name in all_tensors(damaged) if name.startswith("model.encoder.language_model")]:
+        drop(scalar)(damaged)
+    model = load(damaged, "auto", "cpu")
+    for layer in model.layers:
+        assert torch.equal(layer.encoder_scalar, layer.decoder_scalar)
+    model.layers[1].encoder_scalar.fill_(5.0)
+    assert model.layers[1].decoder_scalar.item() != 5.0, "the two share memory"
+    assert all_tensors(save(model, tmp_path / "out"))[SCALAR].item() == 5.0
+
+
+def test_tied_copies_are_tolerated_and_not_written(damaged, tmp_path):
+    def add_ties(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"].clone()
+        for name in [n for n in tensors if n.startswith("model.decoder.layers") and "layer_scalar" not in n]:
+            tensors[name.replace("model.decoder", "model.encoder.language_model")] = tensors[name].clone()
+
+    before = all_tensors(damaged)
+    edit(damaged, add_ties)
+    assert len(all_tensors(damaged)) > len(before) + 50
+    assert_same(all_tensors(save(load(damaged, "auto", "cpu"), tmp_path / "out")), before)
+
+
+def test_loading_holds_at_most_two_read_tensors_beside_the_model(written_by_transformers, monkeypatch):
+    alive: list[weakref.ref[Tensor]] = []
+    peak = 0
+    original = blockdiff.checkpoint.read.read_tensors
+
+    def watched(*args: object) -> Iterator[tuple[str, Tensor]]:
+        nonlocal peak
+        for name, tensor in original(*args):
+            alive.append(weakref.ref(tensor))
+            peak = max(peak, sum(ref() is not None for ref in alive))
+            yield name, tensor
+            del tensor
+
+    monkeypatch.setattr(blockdiff.checkpoint.read, "read_tensors", watched)
+    model = load(written_by_transformers, "auto", "cpu")
+    assert len(alive) == len(model.state_dict())
+    assert peak <= 2
+
+
+def test_a_loaded_model_does_not_depend_on_its_files_staying_as_they_are(damaged):
+    model = load(damaged, "auto", "cpu")
+    before = model.vocabulary.table.detach().clone()
+    with open(damaged / WEIGHTS, "r+b") as file:
+        file.write(b"\xff" * (damaged / WEIGHTS).stat().st_size)
+    assert torch.equal(model.vocabulary.table, before)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def drop(name: str) -> Callable[[Path], None]:
+    return lambda d: edit(d, lambda tensors: tensors.pop(name))
+
+
+def put(name: str, tensor: Tensor) -> Callable[[Path], None]:
+    return lambda d: edit(d, lambda tensors: tensors.update({name: tensor}))
+
+
+def configure(**values: object) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        file = directory / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return change
+
+
+def truncate(directory: Path) -> None:
+    weights = (directory / WEIGHTS).read_bytes()
+    (directory / WEIGHTS).write_bytes(weights[: len(weights) // 2])
+
+
+def index(weight_map: object) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        (directory / WEIGHTS).rename(directory / "part.safetensors")
+        (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    return change
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "missing": (drop(PROJECTION), [PROJECTION, "is missing"]),
+    "extra": (put("model.decoder.layers.9.mystery", torch.ones(1)), ["layers.9.mystery", "not part of"]),
+    "misshapen": (put(PROJECTION, torch.ones(3, 64)), [WEIGHTS, PROJECTION, "[3, 64]", "[64, 64]"]),
+    "misshapen tie": (put("lm_head.weight", torch.ones(2, 64)), ["lm_head.weight", "[2, 64]", "[384, 64]"]),
+    "quantized": (put(PROJECTION, torch.ones(64, 64, dtype=torch.int8)), [PROJECTION, "I8"]),
+    "truncated": (truncate, [WEIGHTS, "truncated"]),
+    "empty file": (lambda d: (d / WEIGHTS).write_bytes(b""), [WEIGHTS, "truncated"]),
+    "no config": (lambda d: (d / "config.json").unlink(), ["no config.json"]),
+    "bad json": (lambda d: (d / "config.json").write_text('{"model_type": '), ["config.json", "JSON"]),
+    "json list": (lambda d: (d / "config.json").write_text("[]"), ["config.json", "list"]),
+    "model type": (configure(model_type="llama"), ["config.json", "'llama'", "'diffusion_gemma'"]),
+    "no text config": (configure(text_config=None), ["config.json", "text_config"]),
+    "bad value": (configure(text_config={"hidden_size": "wide"}), ["config.json", "hidden_size"]),
+    "untied": (configure(tie_word_embeddings=False), ["config.json", "tie_word_embeddings"]),
+    "no weights": (lambda d: (d / WEIGHTS).rename(d / "pytorch_model.bin"), [WEIGHTS, "pytorch_model.bin"]),
+    "bad index": (index(["part.safetensors"]), [INDEX, "weight_map"]),
+    "shard gone": (index({PROJECTION: "gone.safetensors"}), [INDEX, "gone.safetensors"]),
+    "not in shard": (index({"a.b": "part.safetensors"}), ["part.safetensors", "a.b", "missing"]),
+    "outside": (index({PROJECTION: "../part.safetensors"}), [INDEX, "../part.safetensors"]),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_refused_in_one_line_that_names_it(damaged, what):
+    damage, words = DAMAGE[what]
+    damage(damaged)
+    with pytest.raises(CheckpointError) as refusal:
+        load(damaged, "float32", "cpu")
+    message = str(refusal.value)
+    assert "\n" not in message and str(damaged) in message
+    assert all(word in message for word in words), message
+
+
+def test_a_place_that_is_no_checkpoint_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for place, word in [
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "nowhere", "no such directory"),
+        ("nobody/no-such-model", "Hub"),
+    ]:
+        with pytest.raises(CheckpointError, match=word) as refusal:
+            load(place, device="cpu")
+        assert "\n" not in str(refusal.value) and str(place) in str(refusal.value)
+
+
+def test_an_unknown_device_or_dtype_is_refused(written_by_transformers):
+    with pytest.raises(CheckpointError, match="abacus"):
+        load(written_by_transformers, device="abacus")
+    for dtype in ("float12", "int8", torch.int64):
+        with pytest.raises(CheckpointError, match=str(dtype)):
+            load(written_by_transformers, dtype, "cpu")
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def test_a_failed_save_leaves_nothing_and_keeps_what_was_there(written_by_transformers, tmp_path, monkeypatch):
+    model = load(written_by_transformers, "auto", "cpu")
+    out = save(model, tmp_path / "out")
+    before = all_tensors(out)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(blockdiff.checkpoint.write, "save_file", full)
+    for target in (out, tmp_path / "new"):
+        with pytest.raises(CheckpointError, match="No space left"):
+            save(model, target, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert_same(all_tensors(out), before)
+
+
+def test_saving_never_replaces_by_accident(written_by_transformers, tmp_path):
+    model = load(written_by_transformers, "auto", "cpu")
+    out = save(model, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="holds a checkpoint already"):
+        save(model, out)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        save(model, tmp_path / "home", overwrite=True)
+    (tmp_path / "empty").mkdir()
+    assert (save(model, tmp_path / "empty") / WEIGHTS).exists()
+
+
+def test_a_model_can_be_saved_over_the_checkpoint_it_came_from_again_and_again(damaged):
+    before = all_tensors(damaged)
+    model = load(damaged, "auto", "cpu")
+    for shard_bytes in (300_000, 10**9, 300_000):
+        save(model, damaged, overwrite=True, shard_bytes=shard_bytes)
+        assert_same(all_tensors(damaged), before)
+        assert (damaged / "tokenizer.json").read_text() == '{"any": "bytes"}'
+    assert [path.name for path in damaged.parent.iterdir()] == [damaged.name]
+
+
+def test_carried_files_that_have_gone_are_named(damaged, tmp_path):
+    model = load(damaged, "auto", "cpu")
+    (damaged / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json has gone"):
+        save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_generation_config_given_or_default_is_what_transformers_reads(written_by_transformers, tmp_path):
+    model = load(written_by_transformers, "auto", "cpu")
+    given = {"max_denoising_steps": 5, "eos_token_id": [1, 106]}
+    out = save(model, tmp_path / "given", generation_config=given)
+    read = DiffusionGemmaGenerationConfig.from_pretrained(out)
+    assert (read.max_denoising_steps, read.eos_token_id) == (5, [1, 106])
+    out = save(DiffusionGemma(tiny_config()), tmp_path / "default")
+    read = DiffusionGemmaGenerationConfig.from_pretrained(out)
+    assert read.sampler_config.entropy_bound == 0.1
+    assert (read.t_min, read.t_max, read.max_denoising_steps, read.max_new_tokens) == (0.4, 0.8, 48, 16)
+    assert (read.stability_threshold, read.confidence_threshold) == (1, 0.005)
+    assert (read.eos_token_id, read.pad_token_id, read.bos_token_id) == (1, 0, 2)
+
+
+# -- random weights --------------------------------------------------------------------------------
+
+
+def test_random_weights_follow_the_seed_and_load_in_transformers_complete(tmp_path):
+    model = init("tiny", seed=3, device="cpu")
+    again, other = init("tiny", seed=3, device="cpu"), init("tiny", seed=4, device="cpu")
+    assert_same(model.state_dict(), again.state_dict())
+    assert_same(dict(model.carried.tensors), dict(again.carried.tensors))
+    assert not torch.equal(model.vocabulary.table, other.vocabulary.table)
+    spread = model.config.text_config.initializer_range
+    for name, tensor in model.state_dict().items():
+        if tensor.dim() == 1:
+            assert (tensor == 1).all(), name
+        else:
+            assert tensor.std().item() == pytest.approx(spread, rel=0.1), name
+    out = save(model, tmp_path / "out")
+    in_transformers(out)
+    assert_same(load(out, "auto", "cpu").state_dict(), model.state_dict())
+
+
+def test_drawing_weights_leaves_torchs_own_random_state_alone():
+    state = torch.get_rng_state()
+    init("tiny", seed=3, device="cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_tokenizer_sets_the_vocabulary_and_the_special_tokens():
+    class Tokenizer:
+        bos_token_id, eos_token_id, pad_token_id = 7, 8, 9
+
+        def __len__(self) -> int:
+            return 23
+
+    text = init("tiny", tokenizer=Tokenizer(), device="cpu").config.text_config
+    assert (text.vocab_size, text.bos_token_id, text.eos_token_id, text.pad_token_id) == (23, 7, 8, 9)
+    assert text.per_layer_config[3].head_dim == 32
+
+
+def test_the_presets_have_the_sizes_they_say():
+    sizes = {}
+    for name in presets():
+        with torch.device("meta"):
+            sizes[name] = sum(p.numel() for p in DiffusionGemma(preset_config(name)).parameters())
+    assert sizes.keys() == {"tiny", "sudoku4", "15m", "diffusiongemma-26b-a4b"}
+    assert 0.8e6 < sizes["sudoku4"] < 1.3e6
+    assert 13e6 < sizes["15m"] < 17e6
+    assert sizes["diffusiongemma-26b-a4b"] * 2 / 1e9 == pytest.approx(50.5, abs=0.01)  # GB of text in bf16
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest_name():
+    with pytest.raises(CheckpointError, match="did you mean sudoku4"):
+        init("sudoko4")
