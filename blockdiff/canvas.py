@@ -6,8 +6,9 @@ so the fill never enters a row. Noise lives in `diffusion`, reading and choosing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -130,46 +131,42 @@ CANVAS_FIELDS = (
 
 def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
     """Right-pad rows and their canvases into a `Batch` on the CPU; positions restart with every document."""
-    count, width = len(rows), max((len(row.tokens) for row in rows), default=0)
+    width = max((len(row.tokens) for row in rows), default=0)
     most = max((len(row.canvases) for row in rows), default=0)
-    tokens_BS = torch.full((count, width), pad_id)
-    doc_start_BS = torch.full((count, width), -1)
-    canvas_BCL = torch.full((count, most, canvas_length), 0)
-    start_BC, doc_start_BC, length_BC = (torch.zeros(count, most, dtype=torch.int64) for _ in range(3))
-    t_BC, coin_BC = torch.zeros(count, most), torch.zeros(count, most, dtype=torch.bool)
-    address_BC3 = torch.zeros(count, most, 3, dtype=torch.int64)
-    for b, row in enumerate(rows):
-        tokens_BS[b, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int64)
-        for doc_start in row.doc_starts:
-            doc_start_BS[b, doc_start : len(row.tokens)] = doc_start
-        canvases = sorted(row.canvases, key=lambda canvas: (canvas.doc_start, canvas.start))
-        if not canvases:
-            continue
-        n = len(canvases)
-        canvas_BCL[b, :n] = torch.tensor([list(canvas.tokens) for canvas in canvases])
-        start_BC[b, :n] = torch.tensor([canvas.start for canvas in canvases])
-        doc_start_BC[b, :n] = torch.tensor([canvas.doc_start for canvas in canvases])
-        lengths = [canvas_length if canvas.length is None else canvas.length for canvas in canvases]
-        length_BC[b, :n] = torch.tensor(lengths)
-        t_BC[b, :n] = torch.tensor([canvas.t for canvas in canvases])
-        coin_BC[b, :n] = torch.tensor([canvas.coin for canvas in canvases])
-        address_BC3[b, :n] = torch.tensor([canvas.address for canvas in canvases])
+    absent = Canvas([0] * canvas_length, start=0, length=0)
+    # One tensor per field from nested lists: a tensor per row or canvas would cost more than the draws.
+    tokens, doc_starts = [], []
+    canvases: list[list[Canvas]] = []
+    for row in rows:
+        padding = width - len(row.tokens)
+        tokens.append([*row.tokens, *[pad_id] * padding])
+        edges = [*row.doc_starts, len(row.tokens)]
+        doc_starts.append([a for a, b in pairwise(edges) for _ in range(a, b)] + [-1] * padding)
+        of_row = sorted(row.canvases, key=lambda canvas: (canvas.doc_start, canvas.start))
+        canvases.append([*of_row, *[absent] * (most - len(of_row))])
+
+    def collect(field: Callable[[Canvas], object], *shape: int) -> Tensor:
+        values = [[field(canvas) for canvas in of_row] for of_row in canvases]
+        return torch.tensor(values, dtype=torch.int64).reshape(len(rows), most, *shape)
+
+    doc_start_BS = torch.tensor(doc_starts, dtype=torch.int64).reshape(len(rows), width)
+    length_BC = collect(lambda canvas: canvas_length if canvas.length is None else canvas.length)
+    t = [[canvas.t for canvas in of_row] for of_row in canvases]
     is_valid_BS = doc_start_BS >= 0
-    columns_S = torch.arange(width)
-    is_ar_scored_BS = torch.zeros(count, width, dtype=torch.bool)
+    is_ar_scored_BS = torch.zeros_like(is_valid_BS)
     is_ar_scored_BS[:, :-1] = is_valid_BS[:, :-1] & (doc_start_BS[:, :-1] == doc_start_BS[:, 1:])
     return Batch(
-        tokens_BS=tokens_BS,
-        positions_BS=torch.where(is_valid_BS, columns_S - doc_start_BS, 0),
+        tokens_BS=torch.tensor(tokens, dtype=torch.int64).reshape(len(rows), width),
+        positions_BS=torch.where(is_valid_BS, torch.arange(width) - doc_start_BS, 0),
         doc_start_BS=doc_start_BS,
         is_ar_scored_BS=is_ar_scored_BS,
         sample_id_B=torch.tensor([row.sample_id for row in rows], dtype=torch.int64),
-        canvas_BCL=canvas_BCL,
-        start_BC=start_BC,
-        doc_start_BC=doc_start_BC,
+        canvas_BCL=collect(lambda canvas: list(canvas.tokens), canvas_length),
+        start_BC=collect(lambda canvas: canvas.start),
+        doc_start_BC=collect(lambda canvas: canvas.doc_start),
         length_BC=length_BC,
         is_scored_BCL=torch.arange(canvas_length) < length_BC[..., None],
-        t_BC=t_BC,
-        coin_BC=coin_BC,
-        address_BC3=address_BC3,
+        t_BC=torch.tensor(t, dtype=torch.float32).reshape(len(rows), most),
+        coin_BC=collect(lambda canvas: canvas.coin).bool(),
+        address_BC3=collect(lambda canvas: canvas.address, 3),
     )

@@ -33,7 +33,7 @@ PROBES: tuple[list[dict[str, str]], ...] = (
         {"role": "assistant", "content": "d"},
     ],
 )
-CHUNK = 1024  # rows given to the tokenizer in one call
+CHUNK = 128  # rows given to the tokenizer in one call; their offsets are many small objects
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,9 @@ class Encoder:
         prompts = self._tokenise([row.prompt for row in rows], rows)["input_ids"]
         responses = self._tokenise([row.response for row in rows], rows)["input_ids"]
         for prompt, response in zip(prompts, responses, strict=True):
-            tokens = [*head, *prompt, *response, self.eos_id]
-            yield tokens, [(len(head) + len(prompt), len(tokens))]
+            start = prompt if prompt[:1] == head else [*head, *prompt]
+            tokens = [*start, *response, self.eos_id]
+            yield tokens, [(len(start), len(tokens))]
 
     def _chats(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span]]]:
         if not rows:
