@@ -298,7 +298,7 @@ def test_an_unknown_device_or_dtype_is_refused(written_by_transformers):
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def test_a_failed_save_leaves_nothing_and_keeps_what_was_there(written_by_transformers, tmp_path, monkeypatch):
+def test_a_failed_save_leaves_nothing_and_keeps_what_was(written_by_transformers, tmp_path, monkeypatch):
     model = load(written_by_transformers, "auto", "cpu")
     out = save(model, tmp_path / "out")
     before = all_tensors(out)
