@@ -1,0 +1,71 @@
+"""`blockdiff data`: make the data of a task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+data = typer.Typer(
+    help="Make the data of a task.",
+    epilog="Example: blockdiff data sudoku --size 4 --split train=20000 --split test=1000 --output data/s4",
+)
+
+
+@data.callback()
+def tasks() -> None:
+    """Make the data of a task."""
+
+
+@data.command(
+    epilog="Example: blockdiff data sudoku --size 4 --count 21000 --split train=20000 --split test=1000 "
+    "--output data/sudoku4"
+)
+def sudoku(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for NAME.jsonl and tokenizer/.")],
+    size: Annotated[int, typer.Option(help="Side of the grid: 4 or 9.")] = 4,
+    count: Annotated[
+        int | None, typer.Option(help="Puzzles in all (default: what the splits add to).")
+    ] = None,
+    split: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=N", help="N puzzles in NAME.jsonl.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same puzzles.")] = 0,
+) -> None:
+    """Sudoku puzzles with one solution each, and the character tokenizer they are written in.
+
+    No solved grid of one split equals a grid of another, not even after relabelling its digits.
+    """
+    counts = _counts(split or [], count)
+    if size not in (4, 9):
+        raise typer.BadParameter(f"{size} is neither 4 nor 9", param_hint="--size")
+    from blockdiff.data.sudoku import write_splits
+
+    for written in write_splits(output, size, counts, seed):
+        print(written)
+    print(f"written to {output}")
+
+
+def _counts(splits: list[str], count: int | None) -> dict[str, int]:
+    """Puzzles per split name; everything is `train` when no split is asked for."""
+    counts: dict[str, int] = {}
+    for text in splits:
+        name, sign, number = text.partition("=")
+        is_name = name.replace("-", "").replace("_", "").isalnum()
+        if not (sign and is_name and number.isascii() and number.isdigit() and int(number) > 0):
+            raise typer.BadParameter(f"{text!r} is not NAME=N, such as train=20000", param_hint="--split")
+        if name in counts:
+            raise typer.BadParameter(f"the name {name!r} appears twice", param_hint="--split")
+        counts[name] = int(number)
+    if not counts:
+        if count is None or count < 1:
+            raise typer.BadParameter(
+                "say how many puzzles: --count N or --split NAME=N", param_hint="--count"
+            )
+        return {"train": count}
+    if count is not None and count != sum(counts.values()):
+        raise typer.BadParameter(
+            f"{count} puzzles, but the splits add up to {sum(counts.values())}", param_hint="--count"
+        )
+    return counts

@@ -1,0 +1,39 @@
+"""`blockdiff inspect`: what a model is made of, or what a recipe would train on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def inspect(
+    target: Annotated[
+        str, typer.Argument(metavar="MODEL|RECIPE", help="A checkpoint, a hub id, or a recipe.")
+    ],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a key of the recipe.")
+    ] = None,
+    step: Annotated[int, typer.Option(min=1, help="A recipe: the optimiser step whose batch is drawn.")] = 1,
+    rows: Annotated[int, typer.Option(min=1, help="A recipe: how many rows of that batch to show.")] = 3,
+) -> None:
+    """Show a model's sizes, what trains and its memory; of a recipe that and one batch as drawn.
+
+    Reads headers only: no weights are loaded.
+    """
+    is_recipe = Path(target).suffix in (".yaml", ".yml")
+    if set_ and not is_recipe:
+        raise typer.BadParameter("only a recipe (a .yaml file) has keys to set", param_hint="--set")
+    from blockdiff.cli.loading import console, quiet
+
+    quiet()
+    if not is_recipe:
+        from blockdiff.cli.inspect_model import show_model
+
+        show_model(target, console())
+        return
+    from blockdiff.cli.inspect_recipe import show_recipe
+    from blockdiff.recipe import read_recipe
+
+    show_recipe(read_recipe(target, set_ or ()), console(), step, rows)

@@ -1,0 +1,71 @@
+"""What several commands load the same way: a model, its tokenizer, and the terminal to print on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blockdiff.errors import DataError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from blockdiff.sampling import Sampler
+
+
+def load_tokenizer(path_or_hub_id: str | Path) -> Any:
+    """The tokenizer beside a checkpoint, in a directory of its own, or on the Hub; never runs remote code."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path_or_hub_id))
+    except Exception as error:  # transformers raises a dozen kinds for a directory without a tokenizer
+        reason = next(
+            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
+        raise DataError(
+            f"{path_or_hub_id}: no tokenizer to be read there ({reason[:200]}); "
+            "put tokenizer.json beside the weights or name another one"
+        ) from error
+
+
+def console(stderr: bool = False) -> Console:
+    """A terminal that neither guesses at markup nor colours numbers of its own accord."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+
+
+def quiet() -> None:
+    """Keep libraries from drawing bars and warnings between our lines."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def load_sampler(path: str, dtype: str, device: str, kernels: str) -> Sampler:
+    """A checkpoint's model, tokenizer and generation settings as a sampler."""
+    from blockdiff import checkpoint
+    from blockdiff.checkpoint.files import find
+    from blockdiff.sampling import Generation, Sampler
+
+    quiet()
+    directory = find(path)
+    generation = Generation.from_pretrained(directory)
+    tokenizer = load_tokenizer(directory)
+    model = checkpoint.load(directory, dtype=dtype, device=device, kernels=kernels)
+    return Sampler(model, tokenizer, generation)
+
+
+def decoder(tokenizer: Any) -> Callable[[int], str]:
+    """Token id -> its text, special tokens included; ids the tokenizer does not have show as their number."""
+    size = len(tokenizer)
+
+    @cache
+    def decode(token: int) -> str:
+        return str(tokenizer.decode([token], skip_special_tokens=False)) if token < size else f"<{token}>"
+
+    return decode

@@ -1,0 +1,104 @@
+"""The `blockdiff` command: which commands there are, and how an error reaches the user."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from blockdiff import __version__
+from blockdiff.cli.data import data
+from blockdiff.cli.eval import evaluate
+from blockdiff.cli.init import init
+from blockdiff.cli.inspect import inspect
+from blockdiff.cli.sample import sample
+from blockdiff.cli.train import train
+from blockdiff.errors import BlockdiffError
+
+
+class Commands(TyperGroup):
+    """Runs a command and turns whatever goes wrong into one line on stderr: exit 1, or 2 for wrong usage."""
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        debug = "--debug" in words[:end]
+        words = [word for i, word in enumerate(words) if word != "--debug" or i > end] or ["--help"]
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(args=words, prog_name=prog_name or "blockdiff", **extra)
+        except Exception as error:
+            if debug:
+                raise
+            sys.exit(report(error))
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def report(error: Exception) -> int:
+    """Print an error as one line on stderr and return the exit code."""
+    code = 1
+    if isinstance(error, BlockdiffError):
+        message = str(error)
+    elif hasattr(error, "format_message"):  # a usage error of typer (or of click, in older versions of it)
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "blockdiff"
+        message, code = f"{error.format_message().rstrip('.')}; see `{command} --help`", error.exit_code  # type: ignore[attr-defined]
+    elif type(error).__name__ == "Abort":
+        message = "stopped"
+    elif isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        message = f"{place}{error.strerror}"
+    else:
+        message = f"{type(error).__name__}: {error} (run again with --debug for the traceback)"
+    print("blockdiff: error: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="blockdiff",
+    help="Train and sample block-diffusion language models (DiffusionGemma).",
+    epilog="Example: blockdiff sample runs/quickstart/model --prompt '1..4..1.2..3.3..='",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(epilog="Example: blockdiff train recipes/quickstart.yaml --set optim.lr=3e-4 --output runs/a")(
+    train
+)
+app.command(
+    epilog="Example: blockdiff sample runs/a/model --prompts prompts.jsonl --output texts.jsonl --seed 1"
+)(sample)
+app.command(
+    "eval", epilog="Example: blockdiff eval runs/a/model --task sudoku --data data/sudoku4/test.jsonl"
+)(evaluate)
+app.add_typer(data, name="data")
+app.command(epilog="Example: blockdiff init quickstart fresh-model")(init)
+app.command(epilog="Examples: blockdiff inspect runs/a/model; blockdiff inspect recipes/quickstart.yaml")(
+    inspect
+)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"blockdiff {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; may stand anywhere.")
+    ] = False,
+) -> None:
+    """Train and sample block-diffusion language models (DiffusionGemma)."""
+
+
+def main() -> None:
+    """Entry point of the console script and of `python -m blockdiff`."""
+    app()
