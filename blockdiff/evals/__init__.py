@@ -1,0 +1,1 @@
+"""How well a model does a task, one file per task: accuracy and denoising steps per canvas together."""
