@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from jinja2 import TemplateError
 
 from blockdiff.data.chat import (
     Encoder,
@@ -59,6 +60,12 @@ def test_turns_are_written_as_the_format_says(tokenizer):
         "<|turn>user\nhello<turn|>\n<|turn>model\nhi there<turn|>\n"
     )
     assert text_of(tokenizer, USER) == "<bos><|turn>user\nhello<turn|>\n"
+
+
+@pytest.mark.parametrize("messages", [[{"role": "tool", "content": "x"}], [USER, SYSTEM]])
+def test_a_message_the_format_has_no_turn_for_is_refused_not_skipped(tokenizer, messages):
+    with pytest.raises(TemplateError, match="has no turn"):
+        text_of(tokenizer, *messages)
 
 
 def test_the_generation_prompt_is_the_same_with_thinking_on_and_off(tokenizer):
