@@ -25,8 +25,8 @@ def evaluate(
     """Solve the puzzle of every row by sampling and check the text.
 
     Returns `task, count, solved, solved_share, errors, steps_per_canvas` (mean over canvases),
-    `tokens_per_forward` (tokens up to eos per denoising step of their row), `seconds, seed` and `records` (one
-    per puzzle, in order).
+    `tokens_per_forward` (tokens up to eos per denoising step of their row), `seconds, seed` and `records`
+    (one per puzzle, in order).
     Raises DataError for rows that are not sudoku.
     """
     if not rows:
