@@ -23,7 +23,7 @@ def installed(tmp_path_factory) -> Path:
     for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", *offline, "--wheel-dir", source / "dist", source]
+    build = [sys.executable, "-m", "pip", "wheel", "-q", *offline, "--wheel-dir", source / "dist", source]
     subprocess.run(build, check=True)
     place = tmp_path_factory.mktemp("site")
     with zipfile.ZipFile(next((source / "dist").glob("blockdiff-*.whl"))) as wheel:
