@@ -86,6 +86,8 @@ class Generation:
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Generation:
         """The settings from transformers' names, as `to_dict` gives them; ValueError if unusable."""
+        if not isinstance(config, dict):
+            raise ValueError(f"expected an object, got {type(config).__name__}")
         acceptance = config.get("sampler_config") or {}
         rule = acceptance.get("_cls_name", "EntropyBoundSamplerConfig")
         if rule != "EntropyBoundSamplerConfig":

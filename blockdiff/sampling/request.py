@@ -35,8 +35,8 @@ class Result:
     """The answer to a request.
 
     `tokens` ends with the first eos if there is one; `text` leaves special tokens out; `steps` are the
-    denoising steps of each canvas; `finish_reason` is "eos", "length" or, with the reason in `error`, "error".
-    `tokens_per_forward` counts as transformers does: tokens other than pad, per denoising step of this request.
+    denoising steps of each canvas; `finish_reason` is "eos", "length" or, with the reason in `error`,
+    "error". `tokens_per_forward` counts like transformers: tokens other than pad per denoising step.
     """
 
     id: str | int

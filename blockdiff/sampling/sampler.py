@@ -1,4 +1,4 @@
-"""The sampling loop: encode prompts, denoise a canvas, commit it, go on; by the rules of transformers' `generate`.
+"""The sampling loop by the rules of transformers' `generate`: encode, denoise a canvas, commit it, go on.
 
 Each request draws from its own seed, so its draws do not depend on which other requests share its batch.
 """
@@ -16,7 +16,7 @@ from blockdiff.errors import RequestError
 from blockdiff.sampling.draws import Draws
 from blockdiff.sampling.generation import Generation
 from blockdiff.sampling.request import Prompt, Result, Row, as_request, as_row
-from blockdiff.sampling.trace import Canvas, Step
+from blockdiff.sampling.trace import Canvas, Step, step_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -138,20 +138,9 @@ class Sampler:
             is_accepted_BL = acceptance.accept(stats.entropy)
             is_stopped_B, unchanged_B = stopping.stop(stats.argmax, previous_BL, unchanged_B, stats.entropy)
             if on_step is not None:
-                for i, place in enumerate(live):
-                    on_step(
-                        Step(
-                            id=rows[place].id,
-                            canvas=number,
-                            step=step,
-                            temperature=temperature,
-                            tokens=canvas_BL[i].tolist(),
-                            argmax=stats.argmax[i].tolist(),
-                            sample=stats.sample[i].tolist(),
-                            entropy=stats.entropy[i].tolist(),
-                            is_accepted=is_accepted_BL[i].tolist(),
-                        )
-                    )
+                ids = [rows[place].id for place in live]
+                for record in step_records(ids, number, step, temperature, canvas_BL, stats, is_accepted_BL):
+                    on_step(record)
 
             is_last = step + 1 == generation.max_steps
             if step < generation.stability and not is_last:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from blockdiff.errors import DataError
+from blockdiff.kernels.vocabulary import Stats
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,21 @@ class Step:
     sample: list[int]
     entropy: list[float]
     is_accepted: list[bool]
+
+
+def step_records(
+    ids: Sequence[str | int],
+    canvas: int,
+    step: int,
+    temperature: float,
+    tokens_BL: Tensor,
+    stats: Stats,
+    is_accepted_BL: Tensor,
+) -> Iterator[Step]:
+    """The records of one denoising step of a batch, one per request."""
+    columns = (tokens_BL, stats.argmax, stats.sample, stats.entropy, is_accepted_BL)
+    for id, *lists in zip(ids, *(column.tolist() for column in columns), strict=True):
+        yield Step(id, canvas, step, temperature, *lists)
 
 
 @dataclass(frozen=True)

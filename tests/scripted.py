@@ -1,0 +1,94 @@
+"""A model without weights for the sampling tests: it answers with the logits of a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from blockdiff.kernels.vocabulary import Stats
+from blockdiff.kernels.vocabulary.native import token_stats
+
+Script = Callable[[int, int, int], Tensor]  # (last prompt token, canvas, step) -> logits [L, V]
+
+
+class ScriptedPrefix:
+    """What was encoded: each row's last prompt token, its canvas, and the denoising steps of that canvas."""
+
+    def __init__(self, last_B: Tensor, canvas: int, step: int = 0):
+        self.last_B, self.canvas, self.step = last_B, canvas, step
+
+    def select(self, rows: Tensor) -> ScriptedPrefix:
+        """Some rows."""
+        return ScriptedPrefix(self.last_B[rows], self.canvas, self.step)
+
+
+class ScriptedModel:
+    """Speaks like `DiffusionGemma` to the sampler; its hidden states are logits, its table the identity."""
+
+    def __init__(self, script: Script, canvas_length: int, vocab_size: int):
+        self.script, self.canvas_length, self.vocab_size = script, canvas_length, vocab_size
+        self.device = torch.device("cpu")
+        self.vocabulary = self
+        self.encoded: list[tuple[int, int]] = []  # shape of every encode
+        self.denoised: list[int] = []  # rows of every denoise
+        self.signals: dict[tuple[int, int, int], Tensor | None] = {}
+
+    def encode(
+        self, tokens_BS: Tensor, lengths: Tensor | None = None, prefix: ScriptedPrefix | None = None
+    ) -> ScriptedPrefix:
+        """Remember the rows."""
+        B, S = tokens_BS.shape
+        self.encoded.append((B, S))
+        if prefix is not None:
+            assert lengths is None and (B, S) == (len(prefix.last_B), self.canvas_length)
+            return ScriptedPrefix(prefix.last_B, prefix.canvas + 1)
+        last_B = torch.full((B,), S) - 1 if lengths is None else lengths - 1
+        return ScriptedPrefix(tokens_BS[torch.arange(B), last_B], 0)
+
+    def denoise(
+        self, canvas_BL: Tensor, prefix: ScriptedPrefix, soft_embedding: Tensor | None = None
+    ) -> Tensor:
+        """The next logits of every row's script."""
+        assert canvas_BL.shape == (len(prefix.last_B), self.canvas_length)
+        self.denoised.append(len(canvas_BL))
+        last = prefix.last_B.tolist()
+        for row, token in enumerate(last):
+            signal = None if soft_embedding is None else soft_embedding[row]
+            self.signals[token, prefix.canvas, prefix.step] = signal
+        logits_BLV = torch.stack([self.script(token, prefix.canvas, prefix.step) for token in last])
+        prefix.step += 1
+        return logits_BLV
+
+    def stats(self, hidden_BLV: Tensor, temperature: float, uniform_BL: Tensor) -> Stats:
+        """What `Vocabulary.stats` gives, with softmax(z / T) itself as the soft embedding."""
+        B, L, V = hidden_BLV.shape
+        flat = token_stats(hidden_BLV.reshape(-1, V), torch.eye(V), None, temperature, uniform_BL.reshape(-1))
+        return Stats(*(column.view(B, L, *column.shape[1:]) for column in flat))
+
+
+def random_script(
+    canvas_length: int, vocab_size: int, targets: dict[tuple[int, int], list[int]], calm: dict[int, int]
+) -> Script:
+    """Logits that wander, then settle on a target.
+
+    targets: (last prompt token, canvas) -> tokens to settle on (random where absent);
+    calm: last prompt token -> the step from which its logits are sharp and still (absent: never).
+    """
+
+    def script(last: int, canvas: int, step: int) -> Tensor:
+        wander = torch.Generator().manual_seed(last * 10_000 + canvas * 100 + step)
+        own = torch.Generator().manual_seed(last * 10_000 + canvas * 100 + 99)
+        target = targets.get((last, canvas))
+        if target is None:
+            target = torch.randint(2, vocab_size, (canvas_length,), generator=own).tolist()
+        peak = torch.nn.functional.one_hot(torch.tensor(target), vocab_size).float()
+        noise = torch.randn(canvas_length, vocab_size, generator=wander)
+        if step >= calm.get(last, 10**9):
+            return noise * 0.1 + 15 * peak
+        # Some positions settle earlier than others, so that acceptance has something to choose from.
+        pace = torch.rand(canvas_length, 1, generator=own) * 14
+        return noise * 1.5 + peak * (pace + step)
+
+    return script

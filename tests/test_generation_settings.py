@@ -1,0 +1,125 @@
+"""Generation settings as files hold them, and traces as files hold them."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers.models.diffusion_gemma import generation_diffusion_gemma as reference
+
+from blockdiff.errors import CheckpointError, DataError
+from blockdiff.sampling.generation import Generation
+from blockdiff.sampling.request import Request
+from blockdiff.sampling.sampler import Sampler
+from blockdiff.sampling.trace import Recorder, read_traces, write_traces
+from tests.scripted import ScriptedModel, random_script
+
+
+def test_the_defaults_are_those_of_transformers():
+    theirs = reference.DiffusionGemmaGenerationConfig._get_default_generation_params()
+    ours = Generation().to_dict()
+    for name, value in theirs.items():
+        if name == "sampler_config":
+            assert ours[name]["entropy_bound"] == value.entropy_bound
+        else:
+            assert ours[name] == value
+    assert Generation.from_dict({}) == Generation()
+
+
+def test_a_file_that_transformers_wrote_reads_back(tmp_path):
+    theirs = reference.DiffusionGemmaGenerationConfig(
+        max_new_tokens=64,
+        max_denoising_steps=7,
+        sampler_config=reference.EntropyBoundSamplerConfig(entropy_bound=0.25),
+        t_min=0.1,
+        t_max=0.9,
+        stability_threshold=2,
+        confidence_threshold=0.5,
+        eos_token_id=[1, 106, 50],
+        pad_token_id=3,
+    )
+    theirs.save_pretrained(tmp_path)
+    expected = Generation(7, 0.25, 0.1, 0.9, 2, 0.5, 64, (1, 106, 50), 3)
+    assert Generation.from_pretrained(tmp_path) == expected
+    assert Generation.from_dict(expected.to_dict()) == expected
+
+
+def test_what_we_write_transformers_reads(tmp_path):
+    ours = Generation(7, 0.25, 0.1, 0.9, 2, 0.5, 64, (1, 106), 3)
+    (tmp_path / "generation_config.json").write_text(json.dumps(ours.to_dict()))
+    theirs = reference.DiffusionGemmaGenerationConfig.from_pretrained(tmp_path)
+    assert theirs.max_denoising_steps == 7 and theirs.eos_token_id == [1, 106]
+    assert theirs.sampler_config == reference.EntropyBoundSamplerConfig(0.25)
+
+
+def test_missing_values_and_files_are_defaults_and_one_eos_is_a_list_of_one(tmp_path):
+    assert Generation.from_pretrained(tmp_path) == Generation()
+    config = {"eos_token_id": 106, "t_min": None, "transformers_version": "5.0", "something_new": 1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert Generation.from_pretrained(tmp_path) == Generation(eos_ids=(106,))
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("{", "generation_config.json"),
+        ('{"max_denoising_steps": 0}', "max_steps"),
+        ('{"t_min": 0.9}', "t_min"),
+        ('{"sampler_config": {"_cls_name": "OtherConfig"}}', "OtherConfig"),
+        ('{"stability_threshold": "two"}', "generation_config.json"),
+        ("[]", "generation_config.json"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path, text, reason):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=reason) as error:
+        Generation.from_pretrained(tmp_path)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    model = ScriptedModel(random_script(8, 40, {(9, 1): [5, 1, *[6] * 6]}, {9: 1, 10: 2}), 8, 40)
+    recorder = Recorder()
+    sampler = Sampler(model, None, Generation(max_steps=5, max_new_tokens=16, eos_ids=(1,)))
+    requests = [Request("ü", tokens=[3, 9]), Request(2, tokens=[10])]
+    sampler.generate(requests, on_step=recorder.step, on_canvas=recorder.canvas)
+    return recorder
+
+
+def test_a_trace_holds_every_step_and_canvas(recorder):
+    traces = {trace.id: trace for trace in recorder.traces}
+    assert set(traces) == {"ü", 2}
+    for trace in traces.values():
+        assert [canvas.canvas for canvas in trace.canvases] == [0, 1]
+        for canvas in trace.canvases:
+            steps = trace.steps_of(canvas.canvas)
+            assert [step.step for step in steps] == list(range(canvas.steps))
+            assert canvas.tokens == steps[-1].argmax
+            temperatures = [step.temperature for step in steps]
+            assert temperatures == sorted(temperatures, reverse=True)
+            for before, after in pairwise(steps):
+                stayed = torch.tensor(before.is_accepted)
+                assert stayed.any()
+                assert (torch.tensor(after.tokens)[stayed] == torch.tensor(before.sample)[stayed]).all()
+    assert [canvas.finish_reason for canvas in traces["ü"].canvases] == [None, "eos"]
+    assert [canvas.kept for canvas in traces["ü"].canvases] == [8, 2]
+    assert traces[2].canvases[1].finish_reason == "length"
+
+
+def test_traces_survive_a_file(recorder, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    write_traces(path, recorder.traces)
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 2
+    assert read_traces(path) == recorder.traces
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"id": 1}', '{"id": 1, "steps": [{}], "canvases": []}'])
+def test_a_file_that_is_no_trace_is_refused_with_its_line(recorder, tmp_path, line):
+    path = tmp_path / "trace.jsonl"
+    write_traces(path, recorder.traces)
+    path.write_text(path.read_text(encoding="utf-8") + line + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"trace.jsonl:3: "):
+        read_traces(path)

@@ -1,0 +1,199 @@
+"""What the sampler does with requests and batches; nothing is encoded or denoised twice or for nobody."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.sampling.draws import STEPS_AHEAD, Draws
+from blockdiff.sampling.generation import Generation
+from blockdiff.sampling.request import Request
+from blockdiff.sampling.sampler import Sampler
+from tests.scripted import ScriptedModel, random_script
+
+L, V = 8, 40
+EOS = 1
+B = 14  # the letter b
+GENERATION = Generation(max_steps=6, max_new_tokens=3 * L, eos_ids=(EOS,))
+
+
+def scripted(targets=None, calm=None) -> ScriptedModel:
+    return ScriptedModel(random_script(L, V, targets or {}, calm or {}), L, V)
+
+
+def tokenizer():
+    return character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz=")
+
+
+def spell(text: str) -> list[int]:
+    return tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def test_prompts_are_encoded_once_and_a_commit_encodes_only_the_new_canvas():
+    model = scripted()
+    Sampler(model, None, GENERATION).generate([Request(n, tokens=[n, 7, 7][: n + 1]) for n in range(3)])
+    # One encode of the padded prompts, one canvas after each canvas but the last.
+    assert model.encoded == [(3, 3), (3, L), (3, L)]
+
+
+def test_a_stopped_canvas_leaves_the_denoising_batch_and_comes_back_for_the_next_one():
+    model = scripted(calm={10: 0, 11: 2})  # token 12 never settles
+    requests = [Request(n, tokens=[n]) for n in (10, 11, 12)]
+    results = Sampler(model, None, GENERATION).generate(requests, max_new_tokens=2 * L)
+    assert [r.steps for r in results] == [[2, 2], [4, 4], [6, 6]]
+    assert model.denoised == [3, 3, 2, 2, 1, 1] * 2
+    assert model.encoded == [(3, 1), (3, L)]
+
+
+def test_a_row_that_met_its_eos_leaves_for_good():
+    model = scripted(targets={(10, 0): [5, EOS, 5, 5, 5, 5, 5, 5]}, calm={10: 0, 11: 0})
+    results = Sampler(model, None, GENERATION).generate([Request(n, tokens=[n]) for n in (10, 11)])
+    assert [r.finish_reason for r in results] == ["eos", "length"]
+    assert results[0].tokens == [5, EOS] and len(results[1].tokens) == 3 * L
+    assert model.encoded == [(2, 1), (1, L), (1, L)] and model.denoised == [2, 2, 1, 1, 1, 1]
+
+
+def test_nothing_is_encoded_after_the_last_canvas_of_anyone():
+    model = scripted(targets={(10, 0): [EOS] * L}, calm={10: 0})
+    Sampler(model, None, GENERATION).generate([Request(0, tokens=[10])])
+    assert model.encoded == [(1, 1)]
+
+
+def test_max_new_tokens_rounds_up_to_whole_canvases():
+    for asked, given in ((1, L), (L, L), (L + 1, 2 * L)):
+        [result] = Sampler(scripted(), None, GENERATION).generate(
+            [Request(0, tokens=[9])], max_new_tokens=asked
+        )
+        assert len(result.tokens) == given and result.finish_reason == "length"
+
+
+def test_batch_size_bounds_the_rows_that_run_together():
+    model = scripted(calm=dict.fromkeys(range(10, 15), 0))
+    requests = [Request(n, tokens=[n]) for n in range(10, 15)]
+    results = Sampler(model, None, GENERATION).generate(requests, batch_size=2, max_new_tokens=L)
+    assert model.encoded == [(2, 1), (2, 1), (1, 1)]
+    assert [r.id for r in results] == [10, 11, 12, 13, 14]
+
+
+def test_results_keep_the_order_of_the_prompts_whatever_their_lengths():
+    prompts = ["abcdef", "a", "abc"]
+    results = Sampler(scripted(), tokenizer(), GENERATION).generate(prompts, batch_size=2)
+    assert [r.id for r in results] == [0, 1, 2]
+    for prompt, result in zip(prompts, results, strict=True):
+        alone = Sampler(scripted(), tokenizer(), GENERATION).generate([Request(result.id, prompt=prompt)])
+        assert alone == [result]
+
+
+def test_the_seed_decides_and_follows_from_the_call_and_the_id_unless_given():
+    def noise(request: Request, seed: int = 0) -> list[int]:
+        starts: list[list[int]] = []
+        sampler = Sampler(scripted(), None, GENERATION)
+        sampler.generate([request], seed=seed, max_steps=1, on_step=lambda step: starts.append(step.tokens))
+        return starts[0] + starts[1]
+
+    a, b, one = (Request(id, tokens=[9]) for id in ("a", "b", 1))
+    assert noise(a) == noise(a)
+    assert len({tuple(noise(request, seed)) for request in (a, b, one) for seed in (0, 1)}) == 6
+    x, y = Request("x", tokens=[9], seed=5), Request("y", tokens=[9], seed=5)
+    assert noise(x) == noise(y) == noise(x, seed=1) != noise(a, seed=5)
+    assert noise(Request("x", tokens=[9], seed=-1)) == noise(Request("x", tokens=[9], seed=2**64 - 1))
+
+
+def test_raw_prompts_get_one_bos_and_text_leaves_special_tokens_out():
+    response = [*spell("hi"), EOS, *spell("xxxxx")]
+    model = scripted(targets={(B, 0): response}, calm={B: 0})
+    events = []
+    for prompt in ("ab", "<bos>ab"):
+        [result] = Sampler(model, tokenizer(), GENERATION).generate([prompt], on_canvas=events.append)
+        assert model.encoded[-1] == (1, 3)
+        assert (result.text, result.tokens) == ("hi", [*spell("hi"), EOS])
+    assert (events[0].text, events[0].kept, events[0].tokens) == ("hi", 3, response)
+    assert (events[0].prompt, events[0].finish_reason) == ("ab", "eos")
+
+
+def test_text_leaves_out_an_eos_that_is_no_special_token():
+    end = spell("z")[0]
+    model = scripted(targets={(B, 0): [*spell("hi"), end, *spell("aaaaa")]}, calm={B: 0})
+    generation = Generation(max_steps=6, eos_ids=(EOS, end))
+    [result] = Sampler(model, tokenizer(), generation).generate(["ab"])
+    assert (result.text, result.tokens[-1]) == ("hi", end)
+
+
+def test_without_eos_settings_the_tokenizer_decides():
+    assert Sampler(scripted(), tokenizer()).generation.eos_ids == (EOS,)
+    assert Sampler(scripted(), tokenizer(), Generation(eos_ids=(5,))).generation.eos_ids == (5,)
+    assert Sampler(scripted()).generation.eos_ids == ()
+
+
+def test_messages_go_through_the_chat_template_with_its_generation_prompt():
+    model, words = scripted(), tokenizer()
+    words.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    events = []
+    conversation = [{"role": "user", "content": "01"}, {"role": "user", "content": "2"}]
+    Sampler(model, words, GENERATION).generate([conversation], on_canvas=events.append, max_new_tokens=L)
+    assert events[0].prompt == "012=" and model.encoded == [(1, 4)]  # no bos but the template's
+
+
+BAD = {
+    "two of them": (Request(1, prompt="a", tokens=[3]), "exactly one"),
+    "nothing": (Request(1), "exactly one"),
+    "empty": (Request(1, tokens=[]), "empty"),
+    "a token too large": (Request(1, tokens=[V]), "40"),
+    "a negative token": (Request(1, tokens=[-1]), "-1"),
+    "half a token": (Request(1, tokens=[1.5]), "1.5"),
+    "a character without a token": (Request(1, prompt="Ä"), "tokenised"),
+    "no template": ([{"role": "user", "content": "a"}], "chat template"),
+    "no messages": ([], "at least one"),
+    "a message without role": ([{"content": "a"}], "role"),
+    "an image": ([{"role": "user", "content": [{"type": "image"}]}], "images"),
+    "a seed in words": (Request(1, prompt="a", seed="x"), "seed"),
+    "neither text nor messages": (7, "messages"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_gets_an_error_and_the_others_are_answered(name):
+    bad, reason = BAD[name]
+    alone = Sampler(scripted(), tokenizer(), GENERATION).generate([Request(0, prompt="a")])
+    results = Sampler(scripted(), tokenizer(), GENERATION).generate([Request(0, prompt="a"), bad, "b"])
+    assert results[0] == alone[0] and results[2].finish_reason == "length"
+    assert results[1].finish_reason == "error" and reason in results[1].error and "\n" not in results[1].error
+    record = results[1].to_record()
+    assert (record["id"], record["text"], record["tokens"], record["steps"]) == (1, "", [], [])
+    assert "error" not in results[0].to_record()
+
+
+def test_a_template_that_raises_is_the_error_of_its_request():
+    words = tokenizer()
+    words.chat_template = "{{ raise_exception('roles must alternate') }}"
+    [result] = Sampler(scripted(), words, GENERATION).generate([[{"role": "user", "content": "a"}]])
+    assert "roles must alternate" in result.error
+
+
+def test_no_prompts_give_no_results():
+    assert Sampler(scripted(), tokenizer(), GENERATION).generate([]) == []
+
+
+def test_draws_have_an_address_and_follow_their_rows():
+    seeds = torch.tensor([5, 6, 7])
+    draws, alone = Draws(seeds, 2, L, V), Draws(seeds[1:2], 2, L, V)
+    for step in (0, 1, STEPS_AHEAD - 1):
+        assert all(
+            torch.equal(a[1:2], b) for a, b in zip(draws.of_step(step), alone.of_step(step), strict=True)
+        )
+    draws.select(torch.tensor([1]))
+    for step in (STEPS_AHEAD - 1, STEPS_AHEAD, 3 * STEPS_AHEAD + 1):
+        assert all(torch.equal(a, b) for a, b in zip(draws.of_step(step), alone.of_step(step), strict=True))
+    # A step read out of turn is the same as in turn.
+    late = Draws(seeds[1:2], 2, L, V).of_step(STEPS_AHEAD + 1)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(late, Draws(seeds[1:2], 2, L, V).of_step(STEPS_AHEAD + 1), strict=True)
+    )
+    other = Draws(seeds[1:2], 3, L, V).of_step(0)
+    assert not any(
+        torch.equal(a, b) for a, b in zip(other, Draws(seeds[1:2], 2, L, V).of_step(0), strict=True)
+    )
