@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from blockdiff.canvas import Batch
 from blockdiff.errors import RunError
 from blockdiff.training.metrics import Clock, Record
-from blockdiff.training.optim import clip_gradients, gradient_norm, set_lr, trainable
+from blockdiff.training.optim import clip_gradients, fill_gradients, gradient_norm, set_lr, trainable
 from blockdiff.training.parallel import Parallel, autocast
 
 
@@ -78,6 +78,7 @@ def train(
                 if mean.requires_grad:
                     (parallel.world * mean).backward()
             sums.append(torch.stack([losses.canvas_sum.detach(), losses.ar_sum.detach()]))
+        fill_gradients(weights)
         norm = gradient_norm(weights)
         if not math.isfinite(norm):
             raise not_finite(step, window, sums, parallel)
@@ -104,7 +105,7 @@ def report(log: Callable[[Record], None], parallel: Parallel, record: Record) ->
 
 
 def scored_and_processed(window: Sequence[Batch]) -> Tensor:
-    """[scored canvas positions, scored AR pairs, all clean and canvas tokens but padding] of micro-batches."""
+    """[scored canvas positions, scored AR pairs, clean and canvas tokens but padding] of micro-batches."""
     processed = sum(int((batch.doc_start_BS >= 0).sum() + batch.length_BC.sum()) for batch in window)
     canvas_count = sum(batch.canvas_count() for batch in window)
     return torch.tensor([canvas_count, sum(batch.ar_count() for batch in window), processed])

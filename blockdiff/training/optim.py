@@ -69,6 +69,16 @@ def set_lr(optimiser: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give a zero gradient to parameters that no micro-batch reached, as DDP does.
+
+    An optimiser passes over a missing gradient, so momentum and decay would depend on the number of ranks.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
     """The 2-norm of all gradients together, in fp32; waits for the device.
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -67,12 +68,13 @@ class Parallel:
             dist.barrier()
 
     def wrap(self, objective: nn.Module) -> nn.Module:
-        """What the loop calls: the objective itself, or with several ranks in DDP, which averages gradients."""
+        """What the loop calls: the objective itself, or with several ranks DDP, which averages gradients."""
         if self.world == 1:
             return objective
-        return DistributedDataParallel(
-            _TouchEveryParameter(objective), broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        # Buffers are constants; the switch that leaves them alone was renamed in torch 2.13.
+        known = signature(DistributedDataParallel).parameters
+        leave = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+        return DistributedDataParallel(_TouchEveryParameter(objective), gradient_as_bucket_view=True, **leave)
 
     def synchronise(self, module: nn.Module, now: bool) -> AbstractContextManager[Any]:
         """Surrounds forward and backward of a micro-batch; ranks exchange gradients only if `now`."""
