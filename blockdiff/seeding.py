@@ -34,7 +34,6 @@ class Stream(IntEnum):
     CANVAS_CHOICE = 5
     ORDER = 6
     SAMPLE = 8
-    NOISE = 9
     WEIGHTS = 10
     DATA = 11
     TIME_ROTATION = 12
@@ -49,7 +48,7 @@ def uniform(
     entries count modulo 2^32. The first m of n numbers are those that asking for m gives. Without `device`
     the numbers lie where the address tensors do.
     """
-    return (_words(seed, stream, index, n, device) >> 8).to(torch.float32).mul_(2.0**-24)
+    return to_uniform(words(seed, stream, index, n, device))
 
 
 def integers(
@@ -62,19 +61,60 @@ def integers(
 ) -> Tensor:
     """Uniform int64 numbers in [0, high): [*, n], addressed as in `uniform`; high <= 2^31.
 
-    A number is word * high / 2^32 rounded down, so two values differ in probability by 2^-32 at most.
+    Two values differ in probability by 2^-32 at most.
     """
+    return to_integers(words(seed, stream, index, n, device), high)
+
+
+def words(
+    seed: Integer, stream: int, index: Sequence[Integer], n: int, device: torch.device | str | None = None
+) -> Tensor:
+    """What the other draws are made of: 32-bit words as int64 [*, n], addressed as in `uniform`.
+
+    Word i is word i % 4 of Philox at counter (i // 4, *index).
+    """
+    if len(index) > 3:
+        raise ValueError(f"an address has at most three index entries, got {len(index)}")
+    address = (seed, *index, *(0,) * (3 - len(index)))
+    tensors = [entry for entry in address if isinstance(entry, Tensor)]
+    if device is None:
+        device = tensors[0].device if tensors else "cpu"
+    shape = torch.broadcast_shapes(*(entry.shape for entry in tensors)) if tensors else torch.Size()
+    blocks = (n + 3) // 4
+
+    mixed = _splitmix64(seed)
+    mixed = _splitmix64(mixed + int(stream))
+    counter = torch.empty((4, *shape, blocks), dtype=torch.int64, device=device)
+    counter[0] = torch.arange(blocks, device=device)
+    for place, entry in enumerate(address[1:], start=1):
+        word = entry & MASK32
+        counter[place] = word.to(device).unsqueeze(-1) if isinstance(word, Tensor) else word
+    if isinstance(mixed, Tensor):
+        key = torch.stack((mixed & MASK32, (mixed >> 32) & MASK32)).to(device)
+        key = key.view(2, *(1,) * (len(shape) - mixed.dim()), *mixed.shape, 1)
+    else:
+        key = torch.tensor([mixed & MASK32, mixed >> 32], device=device).view(2, *(1,) * (len(shape) + 1))
+    return philox(counter, key).movedim(0, -1).flatten(-2)[..., :n]
+
+
+def to_uniform(words: Tensor) -> Tensor:
+    """32-bit words as float32 in [0, 1): their upper 24 bits."""
+    return (words >> 8).to(torch.float32).mul_(2.0**-24)
+
+
+def to_integers(words: Tensor, high: int) -> Tensor:
+    """32-bit words as int64 in [0, high): word * high / 2^32, rounded down."""
     if not 0 < high <= 1 << 31:
-        raise ValueError(f"integers: high must be in 1..2^31, got {high}")
-    return _words(seed, stream, index, n, device).mul_(high).bitwise_right_shift_(32)
+        raise ValueError(f"high must be in 1..2^31, got {high}")
+    return (words * high).bitwise_right_shift_(32)
 
 
 def permutation(
     seed: Integer, stream: int, index: Sequence[Integer], n: int, device: torch.device | str | None = None
 ) -> Tensor:
     """A uniform random order of 0..n-1: int64 [*, n], addressed as in `uniform`."""
-    words = _words(seed, stream, index, 2 * n, device)
-    keys = (words[..., :n] << 31) | (words[..., n:] >> 1)
+    drawn = words(seed, stream, index, 2 * n, device)
+    keys = (drawn[..., :n] << 31) | (drawn[..., n:] >> 1)
     return torch.argsort(keys, dim=-1, stable=True)
 
 
@@ -100,34 +140,6 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
         even = (product >> 32).bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(MASK32)
         odd = product
     return torch.stack((even, odd & MASK32), dim=1).flatten(0, 1)
-
-
-def _words(
-    seed: Integer, stream: int, index: Sequence[Integer], n: int, device: torch.device | str | None
-) -> Tensor:
-    """32-bit words as int64 [*, n]: word i is word i % 4 of Philox at counter (i // 4, *index)."""
-    if len(index) > 3:
-        raise ValueError(f"an address has at most three index entries, got {len(index)}")
-    address = (seed, *index, *(0,) * (3 - len(index)))
-    tensors = [entry for entry in address if isinstance(entry, Tensor)]
-    if device is None:
-        device = tensors[0].device if tensors else "cpu"
-    shape = torch.broadcast_shapes(*(entry.shape for entry in tensors)) if tensors else torch.Size()
-    blocks = (n + 3) // 4
-
-    mixed = _splitmix64(seed)
-    mixed = _splitmix64(mixed + int(stream))
-    counter = torch.empty((4, *shape, blocks), dtype=torch.int64, device=device)
-    counter[0] = torch.arange(blocks, device=device)
-    for place, entry in enumerate(address[1:], start=1):
-        word = entry & MASK32
-        counter[place] = word.to(device).unsqueeze(-1) if isinstance(word, Tensor) else word
-    if isinstance(mixed, Tensor):
-        key = torch.stack((mixed & MASK32, (mixed >> 32) & MASK32)).to(device)
-        key = key.view(2, *(1,) * (len(shape) - mixed.dim()), *mixed.shape, 1)
-    else:
-        key = torch.tensor([mixed & MASK32, mixed >> 32], device=device).view(2, *(1,) * (len(shape) + 1))
-    return philox(counter, key).movedim(0, -1).flatten(-2)[..., :n]
 
 
 def _splitmix64(x: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockdiff.seeding import Stream, integers, uniform
+from blockdiff.seeding import Stream, to_integers, to_uniform, words
 
 # One call of the generator covers this many steps: most canvases stop before they need a second one.
 STEPS_AHEAD = 8
@@ -26,9 +26,9 @@ class Draws:
         if self._uniform_TBL is None or self._noise_TBL is None or step >= self._first + STEPS_AHEAD:
             self._first = step
             steps = torch.arange(step, step + STEPS_AHEAD, device=self.seed_B.device)[:, None]
-            address = (self.canvas, steps)
-            self._uniform_TBL = uniform(self.seed_B, Stream.SAMPLE, address, self.length)
-            self._noise_TBL = integers(self.seed_B, Stream.NOISE, address, self.length, self.vocab_size)
+            words_TBN = words(self.seed_B, Stream.SAMPLE, (self.canvas, steps), 2 * self.length)
+            self._uniform_TBL = to_uniform(words_TBN[..., : self.length])
+            self._noise_TBL = to_integers(words_TBN[..., self.length :], self.vocab_size)
         return self._uniform_TBL[step - self._first], self._noise_TBL[step - self._first]
 
     def select(self, rows: Tensor) -> None:
