@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from blockdiff.data.collate import Collator, Plan
 from blockdiff.data.rows import read_rows
 from blockdiff.data.statistics import Statistics
 from blockdiff.diffusion.corruption import UniformCorruption
-from blockdiff.diffusion.schedule import Cosine, Linear, StratifiedTime, UniformTime
+from blockdiff.diffusion.schedule import Cosine, Linear, Schedule, StratifiedTime, TimeDraw, UniformTime
 from blockdiff.errors import RecipeError
 from blockdiff.recipe import Recipe
 from blockdiff.training.objective import Objective
@@ -26,8 +27,8 @@ from blockdiff.training.objective import Objective
 if TYPE_CHECKING:
     from blockdiff.models.diffusion_gemma import DiffusionGemma
 
-SCHEDULES = {"linear": Linear, "cosine": Cosine}
-TIMES = {"stratified": StratifiedTime, "uniform": UniformTime}
+SCHEDULES: dict[str, Callable[[], Schedule]] = {"linear": Linear, "cosine": Cosine}
+TIMES: dict[str, Callable[[float], TimeDraw]] = {"stratified": StratifiedTime, "uniform": UniformTime}
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,11 @@ def data(recipe: Recipe, base: Basis) -> Data:
 
 def model(recipe: Recipe, base: Basis, device: torch.device | str) -> DiffusionGemma:
     """The model that a recipe starts from, on a device."""
-    settings = {"dtype": recipe.model.dtype, "device": device, "kernels": recipe.model.kernels}
+    dtype, kernels = recipe.model.dtype, recipe.model.kernels
     if recipe.model.path is not None:
-        return checkpoint.load(recipe.model.path, **settings)
-    settings["dtype"] = "float32" if recipe.model.dtype == "auto" else recipe.model.dtype
-    return checkpoint.init(base.config, seed=recipe.seed, **settings)
+        return checkpoint.load(recipe.model.path, dtype=dtype, device=device, kernels=kernels)
+    dtype = "float32" if dtype == "auto" else dtype
+    return checkpoint.init(base.config, seed=recipe.seed, dtype=dtype, device=device, kernels=kernels)
 
 
 def trains_router(recipe: Recipe) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -25,5 +26,29 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, triton or torch.")] = "auto",
 ) -> None:
-    """Accuracy and denoising steps per canvas, together: a fine-tune can win one and lose the other."""
-    raise NotImplementedError
+    """Solve a task's rows: accuracy and denoising steps per canvas together.
+
+    Both, because a fine-tune can win one and lose the other.
+    """
+    if task not in TASKS:
+        raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}", param_hint="--task")
+    from blockdiff.cli.loading import load_sampler
+    from blockdiff.data.rows import read_rows
+    from blockdiff.evals import sudoku
+
+    rows = read_rows(data)[:limit]
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    sampler = load_sampler(model, dtype, device, kernels)
+    most = steps or sampler.generation.max_steps
+    numbers = sudoku.evaluate(sampler, rows, batch_size=batch_size, seed=seed, max_steps=steps)
+    if output is not None:
+        settings = {"model": model, "data": str(data), "max_steps": most}
+        output.write_text(json.dumps({**settings, **numbers}, indent=1) + "\n", encoding="utf-8")
+    per_second = numbers["count"] / max(numbers["seconds"], 1e-9)
+    print(f"solved            {numbers['solved']} of {numbers['count']} ({numbers['solved_share']:.1%})")
+    print(f"steps per canvas  {numbers['steps_per_canvas']:.2f} (at most {most})")
+    print(f"tokens per step   {numbers['tokens_per_forward']:.2f}")
+    print(f"time              {numbers['seconds']:.1f} s, {per_second:.1f} puzzles/s, {batch_size} at a time")
+    if numbers["errors"]:
+        print(f"not answered      {numbers['errors']}")

@@ -141,5 +141,5 @@ def _hub_tensors(config: object) -> list[tuple[str, tuple[int, ...], str]]:
     from blockdiff.models.diffusion_gemma import DiffusionGemma
 
     with torch.device("meta"):
-        model = DiffusionGemma(config)  # type: ignore[arg-type]
+        model = DiffusionGemma(config)
     return [(to_hub(name), tuple(tensor.shape), "F32") for name, tensor in model.state_dict().items()]

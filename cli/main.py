@@ -22,7 +22,9 @@ from blockdiff.errors import BlockdiffError
 class Commands(TyperGroup):
     """Runs a command and turns whatever goes wrong into one line on stderr: exit 1, or 2 for wrong usage."""
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
+    ) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
         debug = "--debug" in words[:end]

@@ -69,7 +69,8 @@ def sample(
     requests = [entry for entry in entries if isinstance(entry, Request)]
     recorder = Recorder()
     traced = {r.id for r in requests[: len(requests) if trace and trace.suffix == ".jsonl" else DRAWN]}
-    on_step, on_canvas = [], []
+    on_step: list[Callable[[Any], object]] = []
+    on_canvas: list[Callable[[Any], object]] = []
     if trace is not None:
         on_step.append(lambda step: recorder.step(step) if step.id in traced else None)
         on_canvas.append(lambda canvas: recorder.canvas(canvas) if canvas.id in traced else None)
@@ -86,7 +87,7 @@ def sample(
         # Chunks, so that a long file shows results early; draws do not depend on what runs together.
         for chunk in (places[i : i + 8 * batch_size] for i in range(0, len(places), 8 * batch_size)):
             answers = sampler.generate(
-                [entries[i] for i in chunk],  # type: ignore[misc]
+                [entries[i] for i in chunk],
                 seed=seed,
                 max_new_tokens=max_new_tokens,
                 max_steps=steps,

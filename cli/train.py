@@ -150,11 +150,8 @@ def _train(recipe: Recipe, run: Path, resume: bool, parallel: Any) -> None:
 def _plan_line(recipe: Recipe, examples: int) -> str:
     t = recipe.train
     epochs = t.steps * t.batch_size / examples
-    scored = (
-        "all canvases"
-        if recipe.data.canvases == "all"
-        else f"{recipe.data.canvases} canvas{'es' * (recipe.data.canvases != 1)}"
-    )
+    count = recipe.data.canvases
+    scored = f"{count} canvas{'es' * (count != 1)}"
     return f"{t.steps} optimiser steps of {t.batch_size} rows, {scored} per row, {epochs:.1f} epochs"
 
 

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --ink: #1f2328; --soft: #6b7280; --line: #d7dbe0;
-  --cell: #f5f6f8; --hot: 234, 88, 12; --sure: #0f9d76; --mark: #2563eb; --given: #e2e5ea; }
+  --cell: #f5f6f8; --hot: 234, 88, 12; --sure: #0f9d76; --mark: #2563eb; --given: #e2e5ea;
+  --wrong: #b91c1c; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171c; --ink: #e6e8eb; --soft: #9aa3ad;
   --line: #343a43; --cell: #1d2128; --hot: 249, 115, 22; --sure: #34d399; --mark: #60a5fa;
-  --given: #3a414c; } }
+  --given: #3a414c; --wrong: #fca5a5; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem; max-width: 1500px; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
@@ -62,6 +63,7 @@ thead th { color: var(--soft); font-weight: 400; text-align: center; padding: 0;
   border-left-color: transparent; border-bottom-color: transparent; border-top-right-radius: 3px; }
 .done { border-color: var(--sure); font-weight: 700; }
 .given { background: var(--given); font-weight: 700; }
+.wrong { color: var(--wrong); text-decoration: line-through; }
 .grids { display: flex; flex-wrap: wrap; gap: 1.1rem 1.4rem; align-items: flex-start; }
 .grids figure { margin: 0; } figcaption { font-size: .85rem; font-weight: 600; margin-top: .3rem; }
 figcaption small { display: block; font-weight: 400; color: var(--soft); }
@@ -89,8 +91,9 @@ def page(requests: Sequence[RequestPicture], title: str, grid: int | None = None
     """The HTML text of a page."""
     most = most_entropy(requests)
     body = []
-    for request in requests:
-        side = grid_side(request) if grid is None else grid
+    sides = [grid_side(request) if grid is None else grid for request in requests]
+    has_grid = any(sides)
+    for request, side in zip(requests, sides, strict=True):
         body.append(f"<section><h2>{_text(request.title)}</h2>")
         body.append(f"<pre>{_text(request.prompt)}</pre>" if request.prompt else "")
         if side:
@@ -105,13 +108,17 @@ def page(requests: Sequence[RequestPicture], title: str, grid: int | None = None
         "<!doctype html>\n"
         f'<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style></head>\n<body><h1>{_text(title)}</h1>\n{_legend(most)}\n"
+        f"<style>{STYLE}</style></head>\n<body><h1>{_text(title)}</h1>\n{_legend(most, has_grid)}\n"
         + "\n".join(part for part in body if part)
         + "\n</body></html>\n"
     )
 
 
-def _legend(most: float) -> str:
+def _legend(most: float, has_grid: bool) -> str:
+    puzzle = (
+        '<span><span class="c given">1</span>given by the puzzle</span>'
+        '<span><span class="c wrong">1</span>contradicts a given</span>'
+    )
     return (
         "<p>A canvas starts as random tokens. At every denoising step the model guesses all positions at "
         "once; what it is surest of is kept, the rest becomes new noise and is guessed again.</p>"
@@ -120,8 +127,7 @@ def _legend(most: float) -> str:
         '<span><span class="c noise">a</span>noise</span>'
         '<span><span class="c kept">a</span>kept at this step</span>'
         '<span><span class="c new">a</span>guess changed since the step before</span>'
-        '<span><span class="c done">a</span>committed</span>'
-        '<span><span class="c given">1</span>given by the puzzle</span></div>'
+        '<span><span class="c done">a</span>committed</span>' + puzzle * has_grid + "</div>"
     )
 
 
@@ -161,7 +167,7 @@ def _cell(cell: Cell, most: float, tag: str, is_last: bool, more: str = "") -> s
         kinds += " noise"
     elif is_last and cell.entropy is None:
         kinds += " done"
-    kinds += " kept" * cell.is_accepted + " new" * cell.is_changed
+    kinds += " kept" * cell.is_accepted + " new" * cell.is_changed + " wrong" * cell.is_wrong
     kinds += " long" * (len(visible(cell.text)) > 1)
     heat = f' style="--h:{min(1.0, cell.entropy / most):.3f}"' if cell.entropy is not None else ""
     note = f' title="{_text(cell.note)}"' if cell.note else ""

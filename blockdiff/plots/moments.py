@@ -24,6 +24,7 @@ class Cell:
     is_accepted: bool = False
     is_changed: bool = False
     is_noise: bool = False
+    is_wrong: bool = False  # contradicts a given of the puzzle
     note: str = ""
 
 
@@ -155,7 +156,9 @@ def grid_moments(picture: RequestPicture, side: int) -> list[Moment]:
 
 
 def _given(cell: Cell, given: str) -> Cell:
-    """A given of the puzzle stays what it is while noise; a guess that contradicts it is shown."""
-    if given == "." or (not cell.is_noise and cell.text != given):
+    """A given of the puzzle stands through the noise; a guess that contradicts it is shown as wrong."""
+    if given == ".":
         return cell
+    if not cell.is_noise and cell.text != given:
+        return replace(cell, is_wrong=True)
     return Cell(given, note="given")

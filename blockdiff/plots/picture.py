@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from blockdiff.sampling.trace import Trace
 
 WIDEST = 48  # positions of a canvas that fit a picture
-INK, SOFT, SURE, GIVEN, EMPTY = "#1f2328", "#8b929b", "#0f9d76", "#e2e5ea", "#f7f8fa"
+INK, SOFT, WRONG = "#1f2328", "#8b929b", "#b91c1c"
+SURE, GIVEN, EMPTY = "#0f9d76", "#e2e5ea", "#f7f8fa"
 
 
 def draw_picture(trace: Trace, path: str | Path, decode: Decode, grid: int | None = None) -> None:
@@ -107,7 +108,7 @@ def _draw_cell(axes: Any, x: float, y: float, cell: Cell, most: float, is_last: 
         ha="center",
         va="center",
         fontsize=max(4.0, size * shrink),
-        color=SOFT if cell.is_noise else INK,
+        color=SOFT if cell.is_noise else WRONG if cell.is_wrong else INK,
         fontstyle="italic" if cell.is_noise else "normal",
         fontweight="bold" if is_given or is_done or cell.is_accepted else "normal",
     )
