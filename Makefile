@@ -30,7 +30,8 @@ quickstart: $(INSTALLED) ## make sudoku data, train a small model, evaluate it, 
 	rm -rf $(RUN)
 	$(BLOCKDIFF) data sudoku --size 4 --count 21000 --split train=20000 --split test=1000 --output $(PUZZLES)
 	$(BLOCKDIFF) train recipes/quickstart.yaml --output $(RUN)
-	$(BLOCKDIFF) sample $(RUN)/model --prompts examples/sudoku.jsonl --trace $(RUN)/denoising.html
+	@head -n 1 $(PUZZLES)/test.jsonl > $(RUN)/puzzle.jsonl
+	$(BLOCKDIFF) sample $(RUN)/model --prompts $(RUN)/puzzle.jsonl --trace $(RUN)/denoising.html
 	$(BLOCKDIFF) eval $(RUN)/model --task sudoku --data $(PUZZLES)/test.jsonl --output $(RUN)/eval.json
 	@echo "pictures: $(RUN)/curves.png (training) and $(RUN)/denoising.html (one puzzle, step by step)"
 

@@ -411,3 +411,12 @@ def test_the_presets_have_the_sizes_they_say():
 def test_an_unknown_preset_is_refused_with_the_nearest_name():
     with pytest.raises(CheckpointError, match="did you mean sudoku4"):
         init("sudoko4")
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_loads_onto_the_gpu_and_is_written_back_unchanged(written_by_transformers, tmp_path):
+    model = load(written_by_transformers, "float32")
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"cuda"}
+    assert_same(all_tensors(save(model, tmp_path / "out")), all_tensors(written_by_transformers))
+    on_host, on_gpu = init("tiny", seed=3, device="cpu"), init("tiny", seed=3, device="cuda")
+    assert_same(on_host.state_dict(), {name: tensor.cpu() for name, tensor in on_gpu.state_dict().items()})
