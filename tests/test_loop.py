@@ -8,11 +8,17 @@ import pytest
 import torch
 from torch import nn
 
+from blockdiff.canvas import Canvas, CleanRow, lay_out
+from blockdiff.checkpoint.create import init
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RunError
 from blockdiff.training.heldout import heldout_losses
 from blockdiff.training.loop import Options, train
-from blockdiff.training.optim import adamw
+from blockdiff.training.objective import Objective
+from blockdiff.training.optim import WarmupCosine, adamw
 from blockdiff.training.parallel import Parallel
+from tests.oracle import tiny_config
 from tests.toy_objective import Losses, ToyObjective, toy_batch, toy_batches
 
 ALONE = Parallel(torch.device("cpu"))
@@ -256,3 +262,41 @@ def test_the_ranks_micro_batches_cover_the_global_batch_once(world, batch_size, 
 def test_a_batch_with_fewer_rows_than_ranks_is_refused():
     with pytest.raises(RunError, match="batch_size 3 is too small for 4 processes"):
         Parallel(torch.device("cpu"), 0, 4).slots(3)
+
+
+def test_the_real_objective_overfits_one_batch():
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    model = init(tiny_config(canvas_length=8, **layers), device="cpu")
+    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), train_router=True)
+    rows = []
+    for row in range(4):  # the prompt tells which response; at t = 0.9 little else does
+        response = range(40 + 8 * row, 48 + 8 * row)
+        canvas = Canvas(response, 3, t=0.9, coin=row < 2, address=(0, row, 0))
+        rows.append(CleanRow([2, 20 + row, 30 + row, *response], [canvas], sample_id=row))
+    batch = lay_out(rows, 8, pad_id=0)
+    steps = 160
+    schedule = WarmupCosine(3e-3, steps, warmup_steps=5)
+    records: list[dict] = []
+    options = Options(steps, log_every=1)
+    train(
+        objective, adamw(objective, 3e-3), schedule.lr, lambda _: [batch], options, ALONE, log=records.append
+    )
+    assert records[0]["canvas_loss"] > 5.0
+    assert records[-1]["canvas_loss"] < 0.02
+    assert records[-1]["ar_loss"] < 0.2  # which of the four prompts this is, no model can tell: log(4) / 10
+
+
+def test_the_real_objective_trains_under_bfloat16_autocast():
+    model = init(tiny_config(canvas_length=8), device="cpu")
+    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), train_router=True)
+    canvas = Canvas(range(40, 48), 3, t=0.5, coin=True)
+    batch = lay_out([CleanRow([2, 20, 30, *range(40, 48)], [canvas])], 8, pad_id=0)
+    full = run(objective, lambda _: [batch])[0]
+    expected = gradients(objective)
+    mixed = run(objective, lambda _: [batch], autocast="bfloat16")[0]
+    got = gradients(objective)
+    assert mixed["loss"] == pytest.approx(full["loss"], rel=0.02)
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert got[name].dtype == torch.float32
+        assert got[name].any(), name  # a weight first used without gradients must not be cached without them
