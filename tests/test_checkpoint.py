@@ -337,6 +337,19 @@ def test_a_model_can_be_saved_over_the_checkpoint_it_came_from_again_and_again(d
     assert [path.name for path in damaged.parent.iterdir()] == [damaged.name]
 
 
+def test_a_tokenizer_given_replaces_every_file_of_the_old_one(damaged, tmp_path):
+    class Tokenizer:
+        def save_pretrained(self, directory: Path) -> None:
+            (directory / "tokenizer.json").write_text("new")
+
+    (damaged / "chat_template.jinja").write_text("old")
+    (damaged / "processor_config.json").write_text("{}")
+    out = save(load(damaged, "auto", "cpu"), tmp_path / "out", tokenizer=Tokenizer())
+    names = {file.name for file in out.iterdir()}
+    assert names == {"config.json", "generation_config.json", "processor_config.json", WEIGHTS, "tokenizer.json"}
+    assert (out / "tokenizer.json").read_text() == "new"
+
+
 def test_carried_files_that_have_gone_are_named(damaged, tmp_path):
     model = load(damaged, "auto", "cpu")
     (damaged / "tokenizer.json").unlink()

@@ -22,8 +22,7 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 # What lies beside config and weights, and is carried from the checkpoint loaded to the one saved.
-SIDE_FILES = (
-    GENERATION,
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -31,9 +30,8 @@ SIDE_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
 )
+SIDE_FILES = (GENERATION, *TOKENIZER_FILES, "processor_config.json", "preprocessor_config.json")
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

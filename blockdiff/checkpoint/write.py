@@ -22,6 +22,7 @@ from blockdiff.checkpoint.files import (
     CONFIG,
     GENERATION,
     INDEX,
+    TOKENIZER_FILES,
     WEIGHTS,
     Carried,
     first_line,
@@ -100,6 +101,8 @@ def _write(
 ) -> None:
     carried = model.carried or Carried(tensors=image_tensors(model.config, seed=0))
     for file in carried.side_files:
+        if tokenizer is not None and file.name in TOKENIZER_FILES:
+            continue  # the old tokenizer's; a mixture of two would be neither
         if not file.is_file():
             raise CheckpointError(f"{file} has gone since the model was loaded; it cannot be copied")
         shutil.copyfile(file, fresh / file.name)
