@@ -40,8 +40,10 @@ def console(stderr: bool = False) -> Console:
 
 def quiet() -> None:
     """Keep libraries from drawing bars and warnings between our lines."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
+    hub_logging.set_verbosity(hub_logging.CRITICAL)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 

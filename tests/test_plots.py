@@ -1,0 +1,220 @@
+"""Pictures: what is drawn from metrics and traces, and that a page needs nothing from outside."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from blockdiff.plots.curves import draw_curves, series, smooth
+from blockdiff.plots.denoising import draw_page, page
+from blockdiff.plots.moments import (
+    grid_moments,
+    grid_side,
+    most_entropy,
+    pictures,
+    visible,
+)
+from blockdiff.plots.picture import draw_picture, heat
+from blockdiff.sampling.trace import Canvas, Step, Trace
+
+WORDS = ["<pad>", "<eos>", "<bos>", ".", "=", "1", "2", "3", "4", "\n", "<b>", "a b"]
+PUZZLE = "1..4.41.2...4..1="
+SOLUTION = "1234341221434321"
+
+
+def ids(text: str) -> list[int]:
+    return [WORDS.index(character) for character in text]
+
+
+def step(canvas: int, number: int, argmax: list[int], entropy: list[float], accepted: list[bool]) -> Step:
+    noise = [WORDS.index("3")] * len(argmax)
+    return Step("a", canvas, number, 0.8, noise, argmax, argmax, entropy, accepted)
+
+
+@pytest.fixture
+def trace() -> Trace:
+    """Two steps on one canvas of 17 tokens: the second changes position 1 and keeps everything."""
+    end = [WORDS.index("<eos>")]
+    final = ids(SOLUTION) + end
+    first = [final[0], WORDS.index("4"), *final[2:]]
+    steps = [
+        step(0, 0, first, [0.0, 2.0] + [0.5] * 15, [True] + [False] * 16),
+        step(0, 1, final, [0.0] * 17, [True] * 17),
+    ]
+    canvas = Canvas("a", 0, PUZZLE, final, 17, SOLUTION, 2, "eos")
+    return Trace("a", PUZZLE, SOLUTION, steps, [canvas])
+
+
+def decode(token: int) -> str:
+    return WORDS[token]
+
+
+def test_moments_are_noise_then_steps_then_the_commit(trace: Trace) -> None:
+    canvas = pictures([trace], decode)[0].canvases[0]
+    assert [moment.name for moment in canvas.moments] == ["noise", "step 1", "step 2", "committed"]
+    noise, first, second, committed = (moment.cells for moment in canvas.moments)
+    assert all(cell.is_noise and cell.entropy is None and cell.text == "3" for cell in noise)
+    assert [cell.text for cell in first[:3]] == ["1", "4", "3"]
+    assert [cell.is_accepted for cell in first] == [True] + [False] * 16
+    # Nothing has changed before the first guess; then exactly the position whose guess did.
+    assert not any(cell.is_changed for cell in first)
+    assert [place for place, cell in enumerate(second) if cell.is_changed] == [1]
+    assert "".join(cell.text for cell in committed) == SOLUTION + "<eos>"
+    assert all(cell.entropy is None for cell in committed)
+
+
+def test_tokens_after_the_end_are_not_drawn_as_committed(trace: Trace) -> None:
+    cut = Canvas("a", 0, PUZZLE, trace.canvases[0].tokens, 5, "1234", 2, "eos")
+    committed = pictures([Trace("a", PUZZLE, "1234", trace.steps, [cut])], decode)[0].canvases[0].moments[-1]
+    assert [cell.is_noise for cell in committed.cells] == [False] * 5 + [True] * 12
+
+
+def test_the_colour_scale_ends_at_the_largest_entropy(trace: Trace) -> None:
+    assert most_entropy(pictures([trace], decode)) == 2.0
+    assert most_entropy([]) == 0.5
+    assert heat(0.0, 2.0) == pytest.approx((0.969, 0.973, 0.98)) and heat(9.0, 2.0) == heat(2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "side"),
+    [(PUZZLE, 4), ("." * 81 + "=", 9), ("." * 80 + "=", None), (".......5........=", None), ("Hello", None)],
+)
+def test_a_sudoku_is_recognised_by_its_prompt(prompt: str, side: int | None) -> None:
+    assert grid_side(pictures([Trace("a", prompt)], decode)[0]) == side
+
+
+def test_grids_show_givens_through_the_noise_and_mark_contradictions(trace: Trace) -> None:
+    trace.steps[0].argmax[0] = WORDS.index("2")  # the puzzle says 1
+    noise, first, *_, committed = grid_moments(pictures([trace], decode)[0], 4)
+    assert len(noise.cells) == 16
+    givens = [place for place, cell in enumerate(PUZZLE[:16]) if cell != "."]
+    assert [place for place, cell in enumerate(noise.cells) if cell.note == "given"] == givens
+    assert [place for place, cell in enumerate(first.cells) if cell.is_wrong] == [0]
+    assert not any(cell.is_wrong for cell in committed.cells)
+    assert "".join(cell.text for cell in committed.cells) == SOLUTION
+
+
+def test_grids_run_over_several_canvases() -> None:
+    tokens = ids(SOLUTION)
+    steps = [step(n, 0, tokens[4 * n : 4 * n + 4], [0.1] * 4, [True] * 4) for n in range(4)]
+    canvases = [
+        Canvas("a", n, PUZZLE, tokens[4 * n : 4 * n + 4], 4, SOLUTION[: 4 * n + 4], 1, None) for n in range(4)
+    ]
+    moments = grid_moments(pictures([Trace("a", PUZZLE, SOLUTION, steps, canvases)], decode)[0], 4)
+    assert len(moments) == 12
+    # While the second canvas is denoised the first stands and the third is still empty.
+    blank = [place for place, cell in enumerate(moments[4].cells) if not cell.text]
+    assert [place for place in range(8, 16) if PUZZLE[place] == "."] == blank
+    assert "".join(cell.text for cell in moments[-1].cells) == SOLUTION
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [(" a", "·a"), ("\n", "⏎"), ("", "∅"), ("<eos>", "eos"), ("<turn|>", "turn"), ("<", "<")],
+)
+def test_every_token_can_be_seen(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+class Balanced(HTMLParser):
+    """Fails on tags that do not match, and collects the classes of cells."""
+
+    VOID = frozenset({"meta", "br"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes |= {name for name, _ in attrs}
+        classes = dict(attrs).get("class") or ""
+        if tag in ("td", "span") and classes.split()[:1] == ["c"]:
+            self.cells.append(classes)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_page_is_one_file_that_asks_for_nothing_else(trace: Trace, tmp_path: Path) -> None:
+    draw_page([trace], tmp_path / "page.html", decode)
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    reader = Balanced()
+    reader.feed(text)
+    assert not reader.open
+    assert not reader.attributes & {"src", "href", "srcset", "onclick", "onload"}
+    assert not re.search(r"http|<script|<link|<iframe|@import|url\(", text)
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_a_page_draws_every_cell_of_every_moment(trace: Trace) -> None:
+    reader = Balanced()
+    reader.feed(page(pictures([trace], decode), "t", grid=0))
+    legend = 4
+    assert len(reader.cells) == legend + 4 * 17
+    assert sum("new" in cells.split() for cells in reader.cells) == 1 + 1
+    assert sum("kept" in cells.split() for cells in reader.cells) == 1 + 1 + 17
+    assert sum("done" in cells.split() for cells in reader.cells) == 1 + 17
+    with_grid = Balanced()
+    with_grid.feed(page(pictures([trace], decode), "t"))
+    assert len(with_grid.cells) == legend + 2 + 4 * 17 + 4 * 16
+
+
+def test_entropy_sets_the_heat_of_a_cell(trace: Trace) -> None:
+    row = page(pictures([trace], decode), "t", grid=0).split("step 1")[1].split("</tr>")[0]
+    assert re.findall(r"--h:([\d.]+)", row)[:3] == ["0.000", "1.000", "0.250"]
+
+
+def test_text_on_a_page_is_escaped() -> None:
+    token = WORDS.index("<b>")
+    canvas = Canvas("<i>", 0, "<script>x</script>", [token], 1, "<b>", 1, "eos")
+    hostile = Trace("<i>", "<script>x</script>", "<b>", [], [canvas])
+    text = page(pictures([hostile], decode), "<u>")
+    assert not re.search(r"<script|<b>|<i>|<u>", text)
+    assert "&lt;script&gt;" in text
+
+
+def test_pictures_are_drawn_as_grids_and_as_rows(trace: Trace, tmp_path: Path) -> None:
+    draw_picture(trace, tmp_path / "grid.png", decode)
+    draw_picture(trace, tmp_path / "rows.png", decode, grid=0)
+    trace.prompt = "Cost: $5"
+    draw_picture(trace, tmp_path / "text.png", decode)
+    sizes = {name: (tmp_path / f"{name}.png").read_bytes() for name in ("grid", "rows", "text")}
+    assert all(data.startswith(b"\x89PNG") and len(data) > 3000 for data in sizes.values())
+    assert sizes["rows"] == sizes["text"] != sizes["grid"]
+
+
+def test_series_leave_out_records_without_the_value() -> None:
+    records = [{"step": 1, "lr": 2}, {"step": 2}, {"step": 3, "lr": float("nan")}, {"step": 4, "lr": 0.5}]
+    assert series(records, "lr") == ([1, 4], [2.0, 0.5])
+
+
+def test_smoothing_neither_lags_nor_bends_a_line() -> None:
+    line = [float(n) for n in range(20)]
+    assert smooth(line, 4) == pytest.approx(line)
+    assert smooth(line, 0) == line
+    assert smooth([0.0, 3.0, 0.0], 1) == pytest.approx([0.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("count", [1, 60])
+def test_curves_are_drawn_from_a_metrics_file(tmp_path: Path, count: int) -> None:
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for number in range(1, count + 1):
+            record = {"step": number, "canvas_loss": 5 / number, "ar_loss": 1.0, "grad_norm": 1.0, "lr": 1e-3}
+            file.write(json.dumps(record) + "\n")
+        file.write(json.dumps({"step": count, "heldout_canvas_loss": 0.5}) + "\n")
+    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png", title="run")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_records_no_picture(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()
