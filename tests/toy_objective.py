@@ -5,6 +5,7 @@ Like the real one it leaves `signal` unused without a coin, and more than that w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -75,11 +76,13 @@ def toy_row(sample: int, epoch: int = 0, canvases: bool = True, coin: bool | Non
     return CleanRow(tokens, drawn if canvases else [], sample_id=sample)
 
 
-def toy_batch(samples: range | list[int], epoch: int = 0, **row: bool | None) -> Batch:
-    return lay_out([toy_row(sample, epoch, **row) for sample in samples], CANVAS, pad_id=0)
+def toy_batch(
+    samples: range | list[int], epoch: int = 0, canvases: bool = True, coin: bool | None = None
+) -> Batch:
+    return lay_out([toy_row(sample, epoch, canvases, coin) for sample in samples], CANVAS, pad_id=0)
 
 
-def toy_batches(slots: list[range], batch_size: int):
+def toy_batches(slots: list[range], batch_size: int) -> Callable[[int], list[Batch]]:
     """batches(step) for the loop: the next `batch_size` samples of 24, with new noise every epoch."""
 
     def batches(step: int) -> list[Batch]:

@@ -70,8 +70,9 @@ def real(parallel: Parallel) -> tuple[list[dict], Tensors]:
     """The model and the objective themselves, several canvases per row, routers trained."""
     model = init(tiny_config(canvas_length=8), seed=3, device="cpu", kernels="torch")
     with torch.no_grad():
-        for layer in model.layers:
-            layer.router.proj.weight.mul_(100.0)  # wide margins: rounding alone must not choose other experts
+        for name, parameter in model.named_parameters():
+            if name.endswith("router.proj.weight"):
+                parameter.mul_(100.0)  # wide margins: rounding alone must not choose other experts
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11, train_router=True)
 
     def row(sample: int) -> CleanRow:

@@ -73,7 +73,8 @@ class Parallel:
             return objective
         # Buffers are constants; the switch that leaves them alone was renamed in torch 2.13.
         known = signature(DistributedDataParallel).parameters
-        leave = {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        leave: dict[str, Any] = {name: False}
         return DistributedDataParallel(_TouchEveryParameter(objective), gradient_as_bucket_view=True, **leave)
 
     def synchronise(self, module: nn.Module, now: bool) -> AbstractContextManager[Any]:
