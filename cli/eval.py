@@ -12,7 +12,7 @@ TASKS = ("sudoku",)
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A checkpoint directory or a hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory or a hub id.")],
     task: Annotated[str, typer.Option(help="The task: sudoku.")],
     data: Annotated[Path, typer.Option(help="Rows of the task, such as data/sudoku4/test.jsonl.")],
     output: Annotated[
@@ -32,13 +32,12 @@ def evaluate(
     """
     if task not in TASKS:
         raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}", param_hint="--task")
-    from blockdiff.cli.loading import load_sampler
+    from blockdiff.cli.loading import load_sampler, make_parent
     from blockdiff.data.rows import read_rows
     from blockdiff.evals import sudoku
 
     rows = read_rows(data)[:limit]
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(output)
     sampler = load_sampler(model, dtype, device, kernels)
     most = steps or sampler.generation.max_steps
     numbers = sudoku.evaluate(sampler, rows, batch_size=batch_size, seed=seed, max_steps=steps)

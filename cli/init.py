@@ -11,8 +11,12 @@ from blockdiff.errors import CheckpointError
 
 
 def init(
-    preset: Annotated[str, typer.Argument(help="A preset's name (recipes/presets) or the path of one.")],
-    directory: Annotated[Path, typer.Argument(help="Where to write it; must not hold a checkpoint yet.")],
+    preset: Annotated[
+        str, typer.Argument(metavar="PRESET", help="A preset's name (recipes/presets) or the path of one.")
+    ],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where to write it; must not hold a checkpoint yet.")
+    ],
     seed: Annotated[int, typer.Option(help="The same seed gives the same weights.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     tokenizer: Annotated[str | None, typer.Option(help="A directory or hub id to copy it from.")] = None,

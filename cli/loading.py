@@ -7,19 +7,25 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.errors import DataError
+from blockdiff.errors import BlockdiffError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from blockdiff.sampling import Sampler
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+
 
 def load_tokenizer(path_or_hub_id: str | Path) -> Any:
     """The tokenizer beside a checkpoint, in a directory of its own, or on the Hub; never runs remote code."""
     from transformers import AutoTokenizer
 
+    directory = Path(path_or_hub_id)
     try:
+        # Without files transformers makes an empty tokenizer of the model's type, which knows no word.
+        if directory.is_dir() and not any((directory / name).is_file() for name in TOKENIZER_FILES):
+            raise FileNotFoundError(f"none of {', '.join(TOKENIZER_FILES)}")
         return AutoTokenizer.from_pretrained(str(path_or_hub_id))
     except Exception as error:  # transformers raises a dozen kinds for a directory without a tokenizer
         reason = next(
@@ -29,6 +35,16 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Any:
             f"{path_or_hub_id}: no tokenizer to be read there ({reason[:200]}); "
             "put tokenizer.json beside the weights or name another one"
         ) from error
+
+
+def make_parent(path: Path | None) -> None:
+    """Make the directory that a file is to be written into, before any work is done for it."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BlockdiffError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
 
 
 def console(stderr: bool = False) -> Console:

@@ -20,7 +20,7 @@ DRAWN = 16  # requests on a page; a JSONL trace has them all
 
 
 def sample(
-    model: Annotated[str, typer.Argument(help="A checkpoint directory or a hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory or a hub id.")],
     prompt: Annotated[str | None, typer.Option(help="Raw text to continue (bos is put before it).")] = None,
     chat: Annotated[str | None, typer.Option(help="A user's message, put into the chat template.")] = None,
     prompts: Annotated[
@@ -50,7 +50,7 @@ def sample(
         raise typer.BadParameter(f"{trace} ends in none of {', '.join(TRACE_KINDS)}", param_hint="--trace")
 
     from blockdiff.cli.live import watcher
-    from blockdiff.cli.loading import load_sampler
+    from blockdiff.cli.loading import load_sampler, make_parent
     from blockdiff.cli.prompts import read_prompts
     from blockdiff.sampling import Recorder, Request, Result
 
@@ -61,9 +61,8 @@ def sample(
         entries = [Request(1, prompt=prompt)]
     else:
         entries = [Request(1, messages=[{"role": "user", "content": str(chat)}])]
-    for path in (output, trace):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(output)
+    make_parent(trace)
 
     sampler = load_sampler(model, dtype, device, kernels)
     requests = [entry for entry in entries if isinstance(entry, Request)]

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A YAML recipe (recipes/README.md lists the keys).")],
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="A YAML recipe (recipes/README.md lists the keys).")
+    ],
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a key (YAML value).")
     ] = None,
