@@ -19,7 +19,7 @@ from blockdiff.training.objective import Objective
 from blockdiff.training.optim import WarmupCosine, adamw
 from blockdiff.training.parallel import Parallel
 from tests.oracle import tiny_config
-from tests.toy_objective import Losses, ToyObjective, toy_batch, toy_batches
+from tests.toy_objective import Losses, ToyObjective, slots, toy_batch, toy_batches
 
 ALONE = Parallel(torch.device("cpu"))
 
@@ -47,7 +47,7 @@ def test_any_split_of_the_batch_gives_the_same_gradient_and_losses():
     found = []
     for micro in (8, 4, 2, 3):
         objective = ToyObjective()
-        records = run(objective, toy_batches(ALONE.slots(8, micro), 8), ar_weight=0.7)
+        records = run(objective, toy_batches(slots(ALONE, 8, micro), 8), ar_weight=0.7)
         found.append((gradients(objective), records[0]))
     (expected, first), *others = found
     for grads, record in others:
@@ -159,7 +159,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_step_and_sample_ids(part, 
     with pytest.raises(RunError, match=rf"step 3: the {words} is not finite \(sample ids 8, 9\)"):
         run(
             objective,
-            toy_batches(ALONE.slots(4, 2), 4),
+            toy_batches(slots(ALONE, 4, 2), 4),
             5,
             optimiser,
             rate=0.1,
@@ -180,7 +180,7 @@ class Exploding(ToyObjective):
 
 def test_a_gradient_that_is_not_finite_stops_the_run_too():
     with pytest.raises(RunError, match=r"step 1: the gradient is not finite \(sample ids 0, 1, 2, 3\)"):
-        run(Exploding(), toy_batches(ALONE.slots(4, 2), 4))
+        run(Exploding(), toy_batches(slots(ALONE, 4, 2), 4))
 
 
 def test_clipping_bounds_the_step_and_the_log_shows_the_norm_before_it():
@@ -248,20 +248,6 @@ def test_a_heldout_loss_that_nothing_was_scored_for_is_left_out():
     assert list(heldout_losses(ToyObjective(), [toy_batch([1], canvases=False)], ALONE)) == [
         "heldout_ar_loss"
     ]
-
-
-@pytest.mark.parametrize(("world", "batch_size", "micro"), [(1, 8, None), (3, 8, 2), (2, 7, 3), (4, 4, 5)])
-def test_the_ranks_micro_batches_cover_the_global_batch_once(world, batch_size, micro):
-    ranks = [Parallel(torch.device("cpu"), rank, world).slots(batch_size, micro) for rank in range(world)]
-    assert [slot for parts in ranks for part in parts for slot in part] == list(range(batch_size))
-    assert all(len(part) <= (micro or batch_size) for parts in ranks for part in parts)
-    sizes = [sum(map(len, parts)) for parts in ranks]
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_a_batch_with_fewer_rows_than_ranks_is_refused():
-    with pytest.raises(RunError, match="batch_size 3 is too small for 4 processes"):
-        Parallel(torch.device("cpu"), 0, 4).slots(3)
 
 
 def test_the_real_objective_overfits_one_batch():

@@ -19,7 +19,7 @@ from blockdiff.training.loop import Options, train
 from blockdiff.training.metrics import MetricsLog, read
 from blockdiff.training.optim import WarmupCosine, adamw
 from blockdiff.training.parallel import Parallel
-from tests.toy_objective import ToyObjective, toy_batches
+from tests.toy_objective import ToyObjective, slots, toy_batches
 
 ALONE = Parallel(torch.device("cpu"))
 FACTS = {"seed": 3, "recipe": {"optim": {"lr": 0.1}}}
@@ -38,7 +38,7 @@ def run_to(run: Path, stop: int, resume: bool = False, seed: int = 0, keep: int 
         objective,
         optimiser,
         schedule.lr,
-        toy_batches(ALONE.slots(4, 2), 4),
+        toy_batches(slots(ALONE, 4, 2), 4),
         Options(steps=stop, log_every=1, save_every=2),
         ALONE,
         log=log.append,

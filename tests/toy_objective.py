@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
+from blockdiff.data.collate import slots_of
 from blockdiff.seeding import Stream, integers, uniform
+from blockdiff.training.parallel import Parallel
 
 VOCABULARY, WIDTH, CANVAS = 13, 8, 4
 SEED = 7
@@ -82,11 +84,18 @@ def toy_batch(
     return lay_out([toy_row(sample, epoch, canvases, coin) for sample in samples], CANVAS, pad_id=0)
 
 
-def toy_batches(slots: list[range], batch_size: int) -> Callable[[int], list[Batch]]:
+def slots(parallel: Parallel, batch_size: int, micro_batch_size: int | None = None) -> list[range]:
+    """The slots of each micro-batch of this rank."""
+    mine = slots_of(parallel.rank, parallel.world, batch_size)
+    size = micro_batch_size or batch_size
+    return [mine[start : start + size] for start in range(0, len(mine), size)]
+
+
+def toy_batches(parts: list[range], batch_size: int) -> Callable[[int], list[Batch]]:
     """batches(step) for the loop: the next `batch_size` samples of 24, with new noise every epoch."""
 
     def batches(step: int) -> list[Batch]:
         first = (step - 1) * batch_size
-        return [toy_batch([(first + slot) % 24 for slot in part], epoch=first // 24) for part in slots]
+        return [toy_batch([(first + slot) % 24 for slot in part], epoch=first // 24) for part in parts]
 
     return batches

@@ -24,7 +24,7 @@ from blockdiff.training.metrics import MetricsLog
 from blockdiff.training.objective import Objective
 from blockdiff.training.parallel import Parallel, from_accelerate
 from tests.oracle import tiny_config
-from tests.toy_objective import ToyObjective, toy_batch, toy_batches, toy_row
+from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches, toy_row
 
 BATCH, STEPS = 6, 5
 Tensors = dict[str, Tensor]
@@ -53,7 +53,7 @@ def train_plainly(
 
 def toy(parallel: Parallel) -> tuple[list[dict], Tensors]:
     """Uneven micro-batches, with accumulation on both ranks."""
-    return train_plainly(ToyObjective(), toy_batches(parallel.slots(BATCH, 2), BATCH), parallel, 0.1)
+    return train_plainly(ToyObjective(), toy_batches(slots(parallel, BATCH, 2), BATCH), parallel, 0.1)
 
 
 def lopsided(parallel: Parallel) -> tuple[list[dict], Tensors]:
@@ -61,7 +61,7 @@ def lopsided(parallel: Parallel) -> tuple[list[dict], Tensors]:
 
     def batches(step: int) -> list[Batch]:
         rows = [toy_row(slot, epoch=step, canvases=slot == 0, coin=step % 2 == 0) for slot in range(BATCH)]
-        return [lay_out([rows[slot] for slot in part], 4, pad_id=0) for part in parallel.slots(BATCH, 2)]
+        return [lay_out([rows[slot] for slot in part], 4, pad_id=0) for part in slots(parallel, BATCH, 2)]
 
     return train_plainly(ToyObjective(), batches, parallel, 0.1)
 
@@ -90,7 +90,7 @@ def real(parallel: Parallel) -> tuple[list[dict], Tensors]:
         return CleanRow(tokens, canvases, sample_id=sample)
 
     def batches(step: int) -> list[Batch]:
-        return [lay_out([row(slot) for slot in part], 8, pad_id=0) for part in parallel.slots(BATCH, 2)]
+        return [lay_out([row(slot) for slot in part], 8, pad_id=0) for part in slots(parallel, BATCH, 2)]
 
     return train_plainly(objective, batches, parallel, 5e-4)
 
@@ -104,7 +104,7 @@ def failing(parallel: Parallel) -> str:
             return losses._replace(ar_sum=losses.ar_sum * (float("nan") if 5 in batch.sample_id_B else 1.0))
 
     try:
-        train_plainly(Broken(), toy_batches(parallel.slots(BATCH, 1), BATCH), parallel, 0.1)
+        train_plainly(Broken(), toy_batches(slots(parallel, BATCH, 1), BATCH), parallel, 0.1)
     except RunError as error:
         return str(error)
     return "finished"
@@ -127,7 +127,7 @@ def resumed(parallel: Parallel, run: Path) -> list[str]:
         state.save(run, step, objective, optimiser, {}, 1, parallel)
 
     log = MetricsLog(run / "metrics.jsonl").append
-    batches = toy_batches(parallel.slots(BATCH), BATCH)
+    batches = toy_batches(slots(parallel, BATCH), BATCH)
     train(objective, optimiser, lambda _: 0.1, batches, options, parallel, log=log, save=save)
     try:
         state.enter(run, resume=False, parallel=parallel)

@@ -34,19 +34,6 @@ class Parallel:
         """Whether this process writes files and talks to the terminal."""
         return self.rank == 0
 
-    def slots(self, batch_size: int, micro_batch_size: int | None = None) -> list[range]:
-        """This rank's places in a global batch of `batch_size` rows, one range per micro-batch.
-
-        Ranks take neighbouring runs whose lengths differ by at most one. Raises RunError if one gets none.
-        """
-        if batch_size < self.world:
-            raise RunError(
-                f"batch_size {batch_size} is too small for {self.world} processes; each needs a row"
-            )
-        low, high = (batch_size * rank // self.world for rank in (self.rank, self.rank + 1))
-        size = micro_batch_size or batch_size
-        return [range(start, min(start + size, high)) for start in range(low, high, size)]
-
     def sum(self, values: Tensor) -> Tensor:
         """The sum of a small tensor over all ranks, on this rank's device."""
         values = values.to(self.device, non_blocking=True)
