@@ -46,6 +46,10 @@ def train(
     parallel = from_accelerate()
     try:
         _train(settled, run, resume, parallel)
+    except KeyboardInterrupt:
+        if parallel.is_main:
+            print(f"stopped; `--resume --output {where}` goes on from the last checkpoint")
+        raise
     finally:
         parallel.close()
 

@@ -158,3 +158,37 @@ def test_every_known_path_is_a_field() -> None:
     assert len(PATHS) == len(set(PATHS))
     assert set(FILE_KEYS) <= set(PATHS)
     assert set(KNOWN) == set(Recipe.model_fields)
+
+
+def test_the_table_of_keys_is_complete_and_its_defaults_true() -> None:
+    text = (Path(__file__).parents[1] / "recipes" / "README.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if "| `" in line[:3]
+    ]
+    table = {row[0].strip("`"): row[1].strip("`") for row in rows if row[0].strip("`") in [*PATHS, "extends"]}
+    assert set(table) == {*PATHS, "extends"}
+    minimal = {"model": {"preset": "a"}, "data": {"train": "b"}, "train": {"steps": 1, "batch_size": 1}}
+    recipe = Recipe.model_validate(minimal)
+    for path, said in table.items():
+        section, _, key = path.partition(".")
+        if path == "extends" or key in ("preset", "train", "steps", "batch_size"):
+            continue
+        value = getattr(getattr(recipe, section), key) if key else getattr(recipe, section)
+        if value is None:
+            assert said in ("", "none", "all", "the one beside the weights")
+        else:
+            told = yaml.safe_load(said)
+            assert type(value)(told) == value
+
+
+def test_every_recipe_in_the_repository_is_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = Path(__file__).parents[1] / "recipes"
+    monkeypatch.chdir(tmp_path)
+    for path in sorted(folder.glob("*.yaml")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if (name := line.partition(": ")[2]).endswith(".jsonl"):
+                Path(name).parent.mkdir(parents=True, exist_ok=True)
+                Path(name).write_text("")
+        assert read_recipe(path).train.steps > 0
