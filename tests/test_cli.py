@@ -427,3 +427,16 @@ def test_inspect_draws_the_batch_that_training_sees(workshop: Path) -> None:
     assert firsts + seconds == 6
     assert f"{seconds} of them fill" in text and text.count("1 fill") >= seconds
     assert "24 rows (0 dropped" in text and "router: trained" in text
+
+
+def test_the_documentation_names_every_option() -> None:
+    from typer.main import get_command
+
+    text = (Path(__file__).parents[1] / "docs" / "cli.md").read_text(encoding="utf-8")
+    group = get_command(app)
+    commands = {**group.commands, **group.commands["data"].commands}  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        assert name == "data" or name in text
+        for parameter in command.params:
+            option = next((word for word in parameter.opts if word.startswith("--")), None)
+            assert option is None or f"`{option}" in text or f" {option}" in text, f"{name} {option}"
