@@ -12,7 +12,7 @@ import torch
 from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.expert_mlp import ExpertMLP
 from blockdiff.kernels.expert_mlp.native import expert_mlp
-from blockdiff.kernels.norm_rope.native import norm_rope, rms_norm
+from blockdiff.kernels.norm_rope.native import add_rms_norm, norm_rope, rms_norms
 from blockdiff.kernels.span_attention import SpanAttention
 from blockdiff.kernels.span_attention.native import span_attention
 from blockdiff.kernels.vocabulary.native import linear_cross_entropy, logits, soft_embedding, token_stats
@@ -24,7 +24,8 @@ class Kernels:
 
     span_attention: SpanAttention
     expert_mlp: ExpertMLP
-    rms_norm: Callable[..., torch.Tensor]
+    rms_norms: Callable[..., tuple[torch.Tensor, ...]]
+    add_rms_norm: Callable[..., torch.Tensor]
     norm_rope: Callable[..., torch.Tensor]
     logits: Callable[..., torch.Tensor]
     linear_cross_entropy: Callable[..., torch.Tensor]
@@ -33,7 +34,15 @@ class Kernels:
 
 
 NATIVE = Kernels(
-    span_attention, expert_mlp, rms_norm, norm_rope, logits, linear_cross_entropy, soft_embedding, token_stats
+    span_attention=span_attention,
+    expert_mlp=expert_mlp,
+    rms_norms=rms_norms,
+    add_rms_norm=add_rms_norm,
+    norm_rope=norm_rope,
+    logits=logits,
+    linear_cross_entropy=linear_cross_entropy,
+    soft_embedding=soft_embedding,
+    token_stats=token_stats,
 )
 
 

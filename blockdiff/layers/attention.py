@@ -37,7 +37,7 @@ class Attention(nn.Module):
         raw_v = raw_k if self.v_proj is None else self.v_proj(x_BTD).view(B, T, self.kv_heads, self.head_dim)
         q = self.kernels.norm_rope(q, self.q_norm.weight, cos, sin, self.eps)
         k = self.kernels.norm_rope(raw_k, self.k_norm.weight, cos, sin, self.eps)
-        v = self.kernels.rms_norm(raw_v, None, self.eps)
+        (v,) = self.kernels.rms_norms(raw_v, (None,), self.eps)
         prefix_k, prefix_v = past if past is not None else (None, None)
         out = self.kernels.span_attention(q, prefix_k, prefix_v, k, v, spans, 1.0)
         assert isinstance(out, Tensor)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 
 
 class Router(nn.Module):
-    """Top-k routing: scaleless norm, scale, projection in model dtype, fp32 softmax, renormalised top k."""
+    """Top-k routing of normed tokens: scale, projection in model dtype, fp32 softmax, renormalised top k."""
 
-    def __init__(self, hidden: int, experts: int, top_k: int, eps: float, kernels: Kernels):
+    def __init__(self, hidden: int, experts: int, top_k: int):
         super().__init__()
         self.proj = nn.Linear(hidden, experts, bias=False)
         self.scale = nn.Parameter(torch.ones(hidden))
         self.per_expert_scale = nn.Parameter(torch.ones(experts))
-        self.top_k, self.eps, self.kernels = top_k, eps, kernels
+        self.top_k = top_k
         self.root = hidden**-0.5
 
-    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert index int64 [N, k] and weight [N, k] of every token, the per-expert scale applied."""
-        scores = self.proj(self.kernels.rms_norm(x_ND, None, self.eps) * self.scale * self.root)
+    def forward(self, normed_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert index int64 [N, k] and weight [N, k] of tokens normed without weight, per-expert scale applied."""
+        if normed_ND.dtype == torch.bfloat16:  # the released model rounds after each factor
+            scores = self.proj(normed_ND * self.scale * self.root)
+        else:
+            scores = F.linear(normed_ND, self.proj.weight * (self.scale * self.root))
         weight, index = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, dim=-1)
         weight = weight / weight.sum(-1, keepdim=True)
         return index, weight * self.per_expert_scale[index]

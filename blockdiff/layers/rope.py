@@ -20,6 +20,10 @@ def proportional_frequencies(head_dim: int, theta: float, partial: float) -> Ten
 
 
 def angles(positions_BT: Tensor, frequencies_f: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, T, d/2]: angles, cos and sin in fp32, then cast to the model's dtype."""
+    """cos and sin [B, T, d] for `norm_rope`: angles, cos and sin in fp32, then cast to the model's dtype.
+
+    Both halves of cos are the same; the first half of sin is negated.
+    """
     angle = positions_BT[..., None].float() * frequencies_f
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)

@@ -20,4 +20,4 @@ class SelfConditioning(MLP):
     def forward(self, embedding: Tensor, soft: Tensor | None = None) -> Tensor:  # type: ignore[override]
         if soft is not None:
             embedding = embedding + super().forward(self.pre_norm(soft))
-        return self.kernels.rms_norm(embedding, None, self.eps)
+        return self.kernels.rms_norms(embedding, (None,), self.eps)[0]

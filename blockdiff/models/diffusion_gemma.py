@@ -45,6 +45,7 @@ class Layer(nn.Module):
         super().__init__()
         hidden, eps = text.hidden_size, text.rms_norm_eps
         heads = text.per_layer_config[index]
+        self.eps, self.kernels = eps, kernels
         self.is_sliding = text.layer_types[index] == "sliding_attention"
         self.input_norm = RMSNorm(hidden, eps, kernels)
         self.attention = Attention(
@@ -60,7 +61,7 @@ class Layer(nn.Module):
         self.pre_mlp_norm = RMSNorm(hidden, eps, kernels)
         self.mlp = MLP(hidden, text.intermediate_size)
         self.post_mlp_norm = RMSNorm(hidden, eps, kernels)
-        self.router = Router(hidden, text.num_experts, text.top_k_experts, eps, kernels)
+        self.router = Router(hidden, text.num_experts, text.top_k_experts)
         self.pre_experts_norm = RMSNorm(hidden, eps, kernels)
         self.experts = Experts(text.num_experts, hidden, text.moe_intermediate_size, kernels)
         self.post_experts_norm = RMSNorm(hidden, eps, kernels)
@@ -72,12 +73,15 @@ class Layer(nn.Module):
         self, x_BTD: Tensor, rope: Rope, spans: Spans, past: KV | None, scalar: Tensor
     ) -> tuple[Tensor, KV]:
         attended, kv = self.attention(self.input_norm(x_BTD), rope, spans, past)
-        x_BTD = x_BTD + self.post_attention_norm(attended)
-        flat_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        index_Nk, weight_Nk = self.router(flat_ND)
-        routed = self.experts(self.pre_experts_norm(flat_ND), index_Nk, weight_Nk).view_as(x_BTD)
-        y_BTD = self.post_mlp_norm(self.mlp(self.pre_mlp_norm(x_BTD))) + self.post_experts_norm(routed)
-        return (x_BTD + self.post_ff_norm(y_BTD)) * scalar, kv
+        x_BTD = self.kernels.add_rms_norm(x_BTD, attended, self.post_attention_norm.weight, self.eps)
+        # three norms of the same residual: for the MLP, the experts, and (without weight) the router
+        weights = (self.pre_mlp_norm.weight, self.pre_experts_norm.weight, None)
+        for_mlp, for_experts, for_router = self.kernels.rms_norms(x_BTD, weights, self.eps)
+        index_Nk, weight_Nk = self.router(for_router.flatten(0, 1))
+        routed = self.experts(for_experts.flatten(0, 1), index_Nk, weight_Nk).view_as(x_BTD)
+        y_BTD = self.post_mlp_norm(self.mlp(for_mlp))
+        y_BTD = self.kernels.add_rms_norm(y_BTD, routed, self.post_experts_norm.weight, self.eps)
+        return self.kernels.add_rms_norm(x_BTD, y_BTD, self.post_ff_norm.weight, self.eps, scalar), kv
 
 
 class DiffusionGemma(nn.Module):

@@ -1,16 +1,19 @@
-"""RMSNorm and QK-norm + RoPE in plain torch. Norms compute in fp32 and cast back, as the released model does."""
+"""Norms and QK-norm + RoPE in plain torch; fp32 CPU tensors get hand-written backwards.
+
+Norms compute in fp32 and cast back, as the released model does. Composed ops would walk the same tensor a dozen
+times in the backward; on a CPU these elementwise walks are half of a small model's step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm over the last axis in fp32, `x * (mean(x^2) + eps)^-0.5 * weight`, cast back to x's dtype."""
-    if x.dtype == torch.float32 and (weight is None or weight.dtype == torch.float32):
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
+def _composed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     wide = x.float()
     normed = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
     if weight is not None:
@@ -18,11 +21,132 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return normed.to(x.dtype)
 
 
-def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTf: Tensor, sin_BTf: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the head dimension, then rotation of its halves: `y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin`.
+def _is_fast(x: Tensor, *weights: Tensor | None) -> bool:
+    """Whether the hand-written path serves: plain fp32 on a CPU."""
+    return x.dtype == torch.float32 and x.is_cpu and all(w is None or w.dtype == torch.float32 for w in weights)
 
-    cos_BTf, sin_BTf: [B, T, d/2] in x's dtype.
+
+def _rstd(x: Tensor, eps: float) -> Tensor:
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _norm_backward(grad_n: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+    """Gradient of x from that of n = x * rstd; overwrites grad_n."""
+    dot = (grad_n * x).sum(-1, keepdim=True)
+    return grad_n.mul_(rstd).addcmul_(x, dot.mul_(rstd.pow(3)).mul_(-1.0 / x.shape[-1]))
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+    """Sum over all rows of grad * x * rstd, as one product of a matrix and a vector."""
+    return (grad * x).reshape(-1, x.shape[-1]).t() @ rstd.reshape(-1)
+
+
+class _Norms(torch.autograd.Function):
+    """One norm of x, several weights: the reduction and the normed x are shared in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, *weights: Tensor | None) -> tuple[Tensor, ...]:
+        rstd = _rstd(x, eps)
+        ctx.save_for_backward(x, rstd, *weights)
+        return _weighted(x * rstd, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, rstd, *weights = ctx.saved_tensors
+        grad_n: Tensor | None = None
+        grad_weights: list[Tensor | None] = []
+        for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+            needs = weight is not None and ctx.needs_input_grad[2 + i]
+            grad_weights.append(_weight_gradient(grad, x, rstd) if needs else None)
+            if grad_n is None:
+                grad_n = grad.clone() if weight is None else grad * weight
+            elif weight is None:
+                grad_n.add_(grad)
+            else:
+                grad_n.addcmul_(grad, weight)
+        assert grad_n is not None
+        return _norm_backward(grad_n, x, rstd), None, *grad_weights
+
+
+def _weighted(normed: Tensor, weights: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """normed times each weight; the last one may take the buffer."""
+    outs = [normed.clone() if w is None else normed * w for w in weights[:-1]]
+    last = weights[-1]
+    return (*outs, normed if last is None else normed.mul_(last))
+
+
+def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:
+    """RMSNorm of x once for each weight (None: no weight): `x * (mean(x^2) + eps)^-0.5 * weight`, fp32 inside."""
+    if not _is_fast(x, *weights):
+        return tuple(_composed(x, w, eps) for w in weights)
+    if torch.is_grad_enabled():
+        return _Norms.apply(x, eps, *weights)
+    return _weighted(x * _rstd(x, eps), weights)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm over the last axis in fp32, cast back to x's dtype."""
+    return rms_norms(x, (weight,), eps)[0]
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None) -> Tensor:
+        rstd = _rstd(y, eps)
+        ctx.save_for_backward(y, rstd, weight, scalar)
+        out = (y * rstd).mul_(weight).add_(x)
+        return out if scalar is None else out.mul_(scalar)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        y, rstd, weight, scalar = ctx.saved_tensors
+        grad = grad if scalar is None else grad * scalar
+        grad_weight = _weight_gradient(grad, y, rstd) if ctx.needs_input_grad[2] else None
+        return grad, _norm_backward(grad * weight, y, rstd), grad_weight, None, None
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
+    """`(x + rms_norm(y) * weight) * scalar`: the end of a residual branch; scalar carries no gradient."""
+    if not _is_fast(y, weight):
+        out = x + _composed(y, weight, eps)
+        return out if scalar is None else out * scalar
+    if torch.is_grad_enabled():
+        return _AddNorm.apply(x, y, weight, eps, scalar)
+    out = (y * _rstd(y, eps)).mul_(weight).add_(x)
+    return out if scalar is None else out.mul_(scalar)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class _NormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+        rstd = _rstd(x, eps)
+        ctx.save_for_backward(x, rstd, weight, cos, sin)
+        return _rotate((x * rstd).mul_(weight), cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, rstd, weight, cos, sin = ctx.saved_tensors
+        grad_n = (grad * cos).add_((grad * sin).roll(x.shape[-1] // 2, -1))
+        grad_weight = _weight_gradient(grad_n, x, rstd) if ctx.needs_input_grad[1] else None
+        return _norm_backward(grad_n.mul_(weight), x, rstd), grad_weight, None, None, None
+
+
+def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the head dimension, then rotation of its halves: `y = x cos + roll(x, d/2) sin`.
+
+    cos_BTd, sin_BTd: [B, T, d] in x's dtype as `layers.rope.angles` makes them: both halves of cos are the same, the
+    first half of sin is negated, so that y1 = x1 cos - x2 sin and y2 = x2 cos + x1 sin.
     """
-    first, second = rms_norm(x_BThd, weight, eps).chunk(2, -1)
-    cos, sin = cos_BTf.unsqueeze(2), sin_BTf.unsqueeze(2)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    cos, sin = cos_BTd.unsqueeze(2), sin_BTd.unsqueeze(2)
+    if not _is_fast(x_BThd, weight):
+        normed = _composed(x_BThd, weight, eps)
+        return normed * cos + normed.roll(normed.shape[-1] // 2, -1) * sin
+    if torch.is_grad_enabled():
+        return _NormRope.apply(x_BThd, weight, cos, sin, eps)
+    return _rotate((x_BThd * _rstd(x_BThd, eps)).mul_(weight), cos, sin)
+

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from blockdiff.spans import Spans
 
 SMALL_SCORES = 1 << 22  # elements of [B, h, T, keys] up to which materialised scores beat SDPA on a CPU
+NEVER = -1e30  # the score of a key that is not seen
 
 
 def span_attention(
@@ -28,9 +31,12 @@ def span_attention(
         prefix_tokens = prefix_k.shape[1]
         k, v = torch.cat([prefix_k, own_k], 1), torch.cat([prefix_v, own_v], 1)
     is_seen = None if spans.sees_all else spans.dense(prefix_tokens, own_k.shape[1])
-    is_small = not q_BThd.is_cuda and B * h * T * k.shape[1] <= SMALL_SCORES
-    if return_lse or is_small:
-        return _materialised(q_BThd, k, v, is_seen, scale, return_lse)
+    if return_lse:
+        return _with_lse(q_BThd, k, v, is_seen, scale)
+    if q_BThd.is_cpu and q_BThd.dtype != torch.float16 and B * h * T * k.shape[1] <= SMALL_SCORES:
+        if torch.is_grad_enabled():
+            return _Materialised.apply(q_BThd, k, v, is_seen, scale)
+        return _attend(q_BThd, k, v, is_seen, scale)[0]
     out = F.scaled_dot_product_attention(
         q_BThd.transpose(1, 2),
         k.transpose(1, 2),
@@ -44,31 +50,72 @@ def span_attention(
     return out.masked_fill(~is_seen.any(-1)[:, :, None, None], 0.0)
 
 
-def _materialised(
-    q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
+class _Materialised(torch.autograd.Function):
     """Scores as one [B*K, g*T, keys] batched product: queries of a group share their key head without repeats."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float) -> Tensor:
+        out, saved = _attend(q_BThd, k, v, is_seen, scale)
+        ctx.save_for_backward(*saved)
+        ctx.scale, ctx.shape = scale, q_BThd.shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_BThd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_rows, k_rows, v_rows, weights = ctx.saved_tensors
+        B, T, h, d = ctx.shape
+        K, keys = k_rows.shape[0] // B, k_rows.shape[1]
+        grad_rows = _rows_of_queries(grad_BThd, K)
+        grad_v = torch.bmm(weights.transpose(1, 2), grad_rows)
+        grad_weights = torch.bmm(grad_rows, v_rows.transpose(1, 2))
+        grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+        if ctx.scale != 1.0:
+            grad_scores.mul_(ctx.scale)
+        grad_q = torch.bmm(grad_scores, k_rows)
+        grad_k = torch.bmm(grad_scores.transpose(1, 2), q_rows)
+        grad_q = grad_q.view(B, K, h // K, T, d).permute(0, 3, 1, 2, 4).reshape(B, T, h, d)
+        grad_k, grad_v = (g.view(B, K, keys, d).transpose(1, 2) for g in (grad_k, grad_v))
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _rows_of_queries(q_BThd: Tensor, K: int) -> Tensor:
+    B, T, h, d = q_BThd.shape
+    return q_BThd.view(B, T, K, h // K, d).permute(0, 2, 3, 1, 4).reshape(B * K, h // K * T, d)
+
+
+def _attend(
+    q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output, and what its backward needs. Rows that see nothing have zero weights and so zero gradients."""
     B, T, h, d = q_BThd.shape
     keys, K = k.shape[1], k.shape[2]
-    g = h // K
-    q_rows = q_BThd.view(B, T, K, g, d).permute(0, 2, 3, 1, 4).reshape(B * K, g * T, d)
-    k_rows = k.permute(0, 2, 3, 1).reshape(B * K, d, keys)
+    q_rows = _rows_of_queries(q_BThd, K)
+    k_rows = k.transpose(1, 2).reshape(B * K, keys, d)
     v_rows = v.transpose(1, 2).reshape(B * K, keys, d)
-    scores = torch.bmm(q_rows, k_rows).view(B, K, g, T, keys)
+    scores = torch.bmm(q_rows, k_rows.transpose(1, 2))
     if scale != 1.0:
-        scores = scores * scale
-    wide = torch.promote_types(scores.dtype, torch.float32)
+        scores.mul_(scale)
+    grouped = scores.view(B, K, h // K, T, keys)
     if is_seen is not None:
-        scores = scores.masked_fill(~is_seen[:, None, None], -1e30 if scores.dtype != torch.float16 else -6e4)
-    weights = scores.softmax(-1, dtype=wide)
-    out = torch.bmm(weights.to(v.dtype).view(B * K, g * T, keys), v_rows)
-    out = out.view(B, K, g, T, d).permute(0, 3, 1, 2, 4).reshape(B, T, h, d)
-    is_empty = None if is_seen is None else ~is_seen.any(-1)
-    if is_empty is not None:
-        out = out.masked_fill(is_empty[:, :, None, None], 0.0)
-    if not return_lse:
-        return out
-    lse = scores.to(wide).logsumexp(-1).permute(0, 3, 1, 2).reshape(B, T, h)
-    if is_empty is not None:
-        lse = lse.masked_fill(is_empty[:, :, None], float("-inf"))
-    return out, lse
+        grouped.masked_fill_(~is_seen[:, None, None], NEVER)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    if is_seen is not None:
+        is_empty_BT = ~is_seen.any(-1)
+        if bool(is_empty_BT.any()):
+            weights.view_as(grouped).masked_fill_(is_empty_BT[:, None, None, :, None], 0.0)
+    out = torch.bmm(weights, v_rows).view(B, K, h // K, T, d).permute(0, 3, 1, 2, 4).reshape(B, T, h, d)
+    return out, (q_rows, k_rows, v_rows, weights)
+
+
+def _with_lse(q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, composed of differentiable ops."""
+    B, T, h, d = q_BThd.shape
+    q = q_BThd.view(B, T, k.shape[2], -1, d)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("btkgd,bskd->btkgs", q, k).to(wide) * scale
+    if is_seen is not None:
+        scores = scores.masked_fill(~is_seen[:, :, None, None], float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.clamp(min=NEVER)[..., None]).exp()
+    out = torch.einsum("btkgs,bskd->btkgd", weights.to(v.dtype), v)
+    return out.reshape(B, T, h, d), lse.view(B, T, h)

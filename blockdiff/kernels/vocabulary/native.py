@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_BYTES = 64 << 20  # one fp32 chunk of logits; the backward holds about two of them beside the product
+CHUNK_BYTES = 64 << 20  # one fp32 chunk of logits; the cross-entropy holds two or three of them
+CPU_BYTES = 4 << 20  # chunks on a CPU
 
 
 class Stats(NamedTuple):
@@ -29,14 +30,20 @@ def logits(hidden: Tensor, table_VD: Tensor, softcap: float | None) -> Tensor:
     return z.div(softcap).tanh().mul(softcap) if z.requires_grad else z.div_(softcap).tanh_().mul_(softcap)
 
 
-def _chunks(tokens: int, vocabulary: int, chunk_bytes: int) -> Iterator[slice]:
-    rows = max(1, chunk_bytes // (4 * vocabulary))
-    for lo in range(0, tokens, rows):
-        yield slice(lo, min(lo + rows, tokens))
+def _chunks(hidden_ND: Tensor, vocabulary: int, chunk_bytes: int) -> Iterator[slice]:
+    """Row slices whose fp32 logits fill a chunk, on a CPU one that stays in its caches."""
+    rows = max(1, (min(chunk_bytes, CPU_BYTES) if hidden_ND.is_cpu else chunk_bytes) // (4 * vocabulary))
+    rows = max(rows, min(64, chunk_bytes // (4 * vocabulary)))  # the product needs some rows to be efficient
+    for lo in range(0, hidden_ND.shape[0], rows):
+        yield slice(lo, min(lo + rows, hidden_ND.shape[0]))
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Loss per token. A frozen table gets its hidden gradients in the forward; a trained one recomputes the chunk."""
+    """Loss per token; the gradient of the raw products is G / total, the rows' factors waiting for the products.
+
+    A frozen table needs only the hidden gradients, which the forward makes chunk by chunk. A trained one keeps G where
+    all of it is no larger than a chunk, and recomputes it otherwise.
+    """
 
     @staticmethod
     def forward(
@@ -46,22 +53,26 @@ class _CrossEntropy(torch.autograd.Function):
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, table = hidden.to(dtype), table.to(dtype)
-        loss_N = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        N, V = hidden.shape[0], table.shape[0]
         wants_hidden, wants_table = ctx.needs_input_grad[:2]
-        grad_in_forward = wants_hidden and not wants_table
-        grad_hidden = torch.empty_like(hidden) if grad_in_forward else None
+        grad_hidden = torch.empty_like(hidden) if wants_hidden and not wants_table else None
+        kept = hidden.new_empty(N, V) if wants_table and hidden.element_size() * N * V <= chunk_bytes else None
+        loss_N = torch.empty(N, dtype=torch.float32, device=hidden.device)
+        total_N = torch.empty_like(loss_N)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _chunks(hidden.shape[0], table.shape[0], chunk_bytes):
-                loss_N[rows], grad_z = _cross_entropy_chunk(
-                    hidden[rows], table, target_N[rows], softcap, with_gradient=grad_in_forward
+            for rows in _chunks(hidden, V, chunk_bytes):
+                loss_N[rows], total_N[rows], grad = _cross_entropy_chunk(
+                    hidden[rows], table, target_N[rows], softcap, grad_hidden is not None or kept is not None
                 )
-                if grad_hidden is not None and grad_z is not None:
-                    torch.mm(grad_z, table, out=grad_hidden[rows])
+                if grad_hidden is not None:
+                    torch.mm(grad.to(table.dtype), table, out=grad_hidden[rows]).div_(total_N[rows, None])
+                if kept is not None:
+                    kept[rows] = grad
         ctx.softcap, ctx.chunk_bytes, ctx.dtypes = softcap, chunk_bytes, (hidden_ND.dtype, table_VD.dtype)
         if grad_hidden is not None:
             ctx.save_for_backward(grad_hidden)
         elif wants_table:
-            ctx.save_for_backward(hidden, table, target_N)
+            ctx.save_for_backward(hidden, table, target_N, total_N, kept)
         return loss_N
 
     @staticmethod
@@ -70,46 +81,57 @@ class _CrossEntropy(torch.autograd.Function):
         if not wants_table:
             (grad_hidden,) = ctx.saved_tensors
             return (grad_hidden * grad_loss_N[:, None]).to(ctx.dtypes[0]), None, None, None, None
-        hidden, table, target_N = ctx.saved_tensors
+        hidden, table, target_N, total_N, kept = ctx.saved_tensors
+        factor_N1 = (grad_loss_N / total_N)[:, None]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_table = torch.zeros_like(table, dtype=torch.promote_types(table.dtype, torch.float32))
-        for rows in _chunks(hidden.shape[0], table.shape[0], ctx.chunk_bytes):
-            _, grad_z = _cross_entropy_chunk(hidden[rows], table, target_N[rows], ctx.softcap, with_gradient=True)
-            assert grad_z is not None
-            grad_z.mul_(grad_loss_N[rows, None].to(grad_z.dtype))
-            if grad_hidden is not None:
-                torch.mm(grad_z, table, out=grad_hidden[rows])
-            if grad_table.dtype == grad_z.dtype:
-                grad_table.addmm_(grad_z.t(), hidden[rows])
+        weighted = (hidden * factor_N1).to(hidden.dtype)
+        whole = [slice(0, hidden.shape[0])]
+        for rows in _chunks(hidden, table.shape[0], ctx.chunk_bytes) if kept is None else whole:
+            if kept is None:
+                *_, grad = _cross_entropy_chunk(hidden[rows], table, target_N[rows], ctx.softcap, True)
+                grad = grad.to(table.dtype)
             else:
-                grad_table.add_(grad_z.t() @ hidden[rows])
-        return (
-            None if grad_hidden is None else grad_hidden.to(ctx.dtypes[0]),
-            grad_table.to(ctx.dtypes[1]),
-            None,
-            None,
-            None,
-        )
+                grad = kept
+            if grad_hidden is not None:
+                torch.mm(grad, table, out=grad_hidden[rows]).mul_(factor_N1[rows])
+            if grad_table.dtype == grad.dtype:
+                grad_table.addmm_(grad.t(), weighted[rows])
+            else:
+                grad_table.add_(grad.t() @ weighted[rows])
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(ctx.dtypes[0])
+        return grad_hidden, grad_table.to(ctx.dtypes[1]), None, None, None
 
 
 def _cross_entropy_chunk(
     hidden: Tensor, table: Tensor, target: Tensor, softcap: float | None, with_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Loss of a chunk and the gradient of its raw products in the model's dtype, in two buffers of logits."""
-    z = logits(hidden.detach(), table.detach(), softcap)
-    lse = z.logsumexp(-1) if not with_gradient else None
-    observed = z.gather(-1, target[:, None]).squeeze(-1)
-    if lse is not None:
-        return lse - observed, None
-    slope = None if softcap is None else 1.0 - (z / softcap).square_()
-    peak = z.amax(-1, keepdim=True)
-    total = z.sub_(peak).exp_().sum(-1, keepdim=True)
-    loss = (total.log() + peak).squeeze(-1) - observed
-    grad = z.div_(total)
-    grad[torch.arange(grad.shape[0], device=grad.device), target] -= 1.0
-    if slope is not None:
-        grad.mul_(slope)
-    return loss, grad.to(hidden.dtype)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, normaliser and (with gradient) G = total * dloss/dz of a chunk, fp32, in two buffers of logits.
+
+    Capped logits lie in [-cap, cap], so for caps up to 40 exp needs no maximum taken off (e^40 * V < 1e24).
+    """
+    z = F.linear(hidden, table).float()
+    row = torch.arange(z.shape[0], device=z.device)
+    if softcap is None or softcap > 40:
+        if softcap is not None:
+            raise NotImplementedError(f"cross-entropy with a soft-cap of {softcap}: caps up to 40 are supported")
+        observed = z[row, target]
+        peak = z.amax(-1, keepdim=True)
+        e = z.sub_(peak).exp_()
+        total = e.sum(-1)
+        loss = total.log() + peak.squeeze(-1) - observed
+        if with_gradient:
+            e[row, target] -= total
+        return loss, total, e
+    t = z.div_(softcap).tanh_()
+    observed = t[row, target] * softcap
+    e = (t * softcap).exp_()
+    total = e.sum(-1)
+    loss = total.log() - observed
+    if with_gradient:
+        e[row, target] -= total
+        e.mul_(torch.addcmul(torch.ones((), device=t.device), t, t, value=-1.0, out=t))  # tanh' = 1 - tanh^2
+    return loss, total, e
 
 
 def linear_cross_entropy(
@@ -125,7 +147,7 @@ def soft_embedding(
     """`softmax(z / T) E` [N, D], without the factor sqrt(D); carries no gradient."""
     out = torch.empty_like(hidden_ND, dtype=table_VD.dtype)
     with torch.no_grad():
-        for rows in _chunks(hidden_ND.shape[0], table_VD.shape[0], chunk_bytes):
+        for rows in _chunks(hidden_ND, table_VD.shape[0], chunk_bytes):
             z = logits(hidden_ND[rows], table_VD, softcap)
             z = z if temperature == 1.0 else z.div_(temperature)
             torch.mm(z.softmax(-1).to(table_VD.dtype), table_VD, out=out[rows])
@@ -143,7 +165,7 @@ def token_stats(
     """Entropy, argmax, a sample at the given uniform number, and the soft embedding of z / T, in one sweep."""
     parts = []
     with torch.no_grad():
-        for rows in _chunks(hidden_ND.shape[0], table_VD.shape[0], chunk_bytes):
+        for rows in _chunks(hidden_ND, table_VD.shape[0], chunk_bytes):
             z = logits(hidden_ND[rows], table_VD, softcap)
             z.div_(temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N)
             log_p = z.log_softmax(-1)

@@ -1,0 +1,126 @@
+"""The vocabulary ops against their reference: values, gradients, memory, samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blockdiff.kernels.vocabulary import native, reference
+
+
+def case(N: int, V: int, D: int, dtype: torch.dtype = torch.float32, scale: float = 1.0):
+    g = torch.Generator().manual_seed(N + V + D)
+    hidden = torch.randn(N, D, generator=g, dtype=torch.float64) * scale
+    table = torch.randn(V, D, generator=g, dtype=torch.float64)
+    return hidden.to(dtype), table.to(dtype), torch.randint(0, V, (N,), generator=g)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp(min=1e-12))
+
+
+@pytest.mark.parametrize("softcap", [30.0, None])
+@pytest.mark.parametrize("trains_table", [True, False])
+@pytest.mark.parametrize("N,V,D,scale", [(1, 3, 8, 1.0), (63, 101, 48, 0.3), (257, 1000, 31, 2.0)])
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, 1000])
+def test_cross_entropy_and_its_gradients(softcap, trains_table, N, V, D, scale, rows_per_chunk, monkeypatch):
+    chunk_bytes = rows_per_chunk * 4 * V
+    monkeypatch.setattr(native, "CPU_BYTES", chunk_bytes)
+    hidden, table, target = case(N, V, D, scale=scale)
+    weight = torch.rand(N)
+    truth_h, truth_t = hidden.double().requires_grad_(), table.double().requires_grad_()
+    truth = reference.linear_cross_entropy(truth_h, truth_t, target, softcap)
+    (truth * weight).sum().backward()
+    hidden.requires_grad_()
+    table.requires_grad_(trains_table)
+    loss = native.linear_cross_entropy(hidden, table, target, softcap, chunk_bytes)
+    (loss * weight).sum().backward()
+    assert relative(loss, truth) < 1e-5
+    assert relative(hidden.grad, truth_h.grad) < 1e-5
+    if trains_table:
+        assert relative(table.grad, truth_t.grad) < 1e-5
+
+
+def test_cross_entropy_at_the_cap_stays_finite():
+    hidden, table, target = case(4, 50, 16, scale=1e4)
+    hidden.requires_grad_()
+    loss = native.linear_cross_entropy(hidden, table, target, 30.0)
+    loss.sum().backward()
+    assert loss.isfinite().all() and hidden.grad.isfinite().all()
+    assert loss.max() <= 60.0 + 4.0
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.8, 2.0])
+def test_stats_and_soft_embedding_match_the_reference(temperature):
+    hidden, table, _ = case(37, 203, 24)
+    uniform = torch.rand(37)
+    stats = native.token_stats(hidden, table, 30.0, temperature, uniform, chunk_bytes=4 * 203 * 5)
+    soft = reference.soft_embedding(hidden.double(), table.double(), 30.0, temperature)
+    assert relative(stats.soft_embedding, soft) < 1e-5
+    assert relative(native.soft_embedding(hidden, table, 30.0, temperature), soft) < 1e-5
+    entropy = reference.entropy(hidden.double(), table.double(), 30.0, temperature)
+    assert torch.allclose(stats.entropy.double(), entropy, atol=1e-5)
+    assert torch.equal(stats.argmax, reference.logits(hidden, table, 30.0).argmax(-1))
+
+
+def test_ties_in_argmax_go_to_the_lower_id():
+    table = torch.ones(9, 4)
+    stats = native.token_stats(torch.ones(3, 4), table, 30.0, 1.0, torch.rand(3))
+    assert stats.argmax.tolist() == [0, 0, 0]
+
+
+def test_samples_follow_the_distribution():
+    hidden, table, _ = case(1, 6, 8, scale=0.5)
+    n = 20_000
+    uniform = torch.rand(n, generator=torch.Generator().manual_seed(0))
+    stats = native.token_stats(hidden.expand(n, -1), table, 30.0, 0.7, uniform)
+    p = (reference.logits(hidden, table, 30.0) / 0.7).softmax(-1)[0]
+    counts = torch.bincount(stats.sample, minlength=6)
+    chi_square = ((counts - n * p) ** 2 / (n * p)).sum()
+    assert chi_square < 20.5  # 5 degrees of freedom, p = 0.001
+
+
+def test_a_sample_never_has_probability_zero():
+    table = torch.tensor([[-1.0], [1.0], [-1.0]]) * 30
+    edges = torch.tensor([0.0, 1.0 - 2.0**-24])
+    stats = native.token_stats(torch.full((2, 1), 100.0), table, 30.0, 0.1, edges)
+    assert stats.sample.tolist() == [1, 1]
+
+
+class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
+    """Tracks the storage that live tensors hold beyond those that existed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        import weakref
+
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                key = storage._cdata
+                if key not in self.live:
+                    self.live[key] = storage.nbytes()
+                    weakref.finalize(storage, self.live.pop, key, None)
+        self.peak = max(self.peak, sum(self.live.values()))
+        return out
+
+
+def test_a_loss_stays_within_256_mib_whatever_the_tokens():
+    """At V = 262,144 with a frozen table: chunks, not [tokens, V]."""
+    V, D = 262_144, 8
+    table = torch.randn(V, D)
+    peaks = []
+    for N in (1024, 4096):
+        hidden = torch.randn(N, D, requires_grad=True)
+        target = torch.randint(0, V, (N,))
+        with _Peak() as tracked:
+            native.linear_cross_entropy(hidden, table, target, 30.0).sum().backward()
+        peaks.append(tracked.peak - 2 * N * D * 4)
+    assert 64 << 20 <= peaks[0], "the tracker missed the chunk itself"
+    assert peaks[1] <= 256 << 20
+    assert peaks[1] - peaks[0] < 8 << 20
