@@ -30,6 +30,9 @@ def span_attention(
     if prefix_k is not None and prefix_v is not None and prefix_k.shape[1]:
         prefix_tokens = prefix_k.shape[1]
         k, v = torch.cat([prefix_k, own_k], 1), torch.cat([prefix_v, own_v], 1)
+    if torch.is_autocast_enabled(q_BThd.device.type):  # fp32 cos and sin leave fp32 q and k beside bf16 v
+        dtype = torch.get_autocast_dtype(q_BThd.device.type)
+        q_BThd, k, v = q_BThd.to(dtype), k.to(dtype), v.to(dtype)
     is_seen = None if spans.sees_all else spans.dense(prefix_tokens, own_k.shape[1])
     if return_lse:
         return _with_lse(q_BThd, k, v, is_seen, scale)
