@@ -36,7 +36,8 @@ def span_attention(
     is_seen = None if spans.sees_all else spans.dense(prefix_tokens, own_k.shape[1])
     if return_lse:
         return _with_lse(q_BThd, k, v, is_seen, scale)
-    if q_BThd.is_cpu and q_BThd.dtype != torch.float16 and B * h * T * k.shape[1] <= SMALL_SCORES:
+    is_wide = q_BThd.dtype in (torch.float32, torch.float64)  # in half precision SDPA still sums scores in fp32
+    if q_BThd.is_cpu and is_wide and B * h * T * k.shape[1] <= SMALL_SCORES:
         if torch.is_grad_enabled():
             return _Materialised.apply(q_BThd, k, v, is_seen, scale)
         return _attend(q_BThd, k, v, is_seen, scale)[0]
