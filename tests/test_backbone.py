@@ -1,4 +1,4 @@
-"""The backbone against transformers: both passes, caches, geometries, precisions, and what a canvas may see."""
+"""The backbone against transformers: both passes, caches, geometries, precisions, what a canvas may see."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def differs(a: Tensor, b: Tensor) -> None:
     assert distance(a, b) > 1e-4
 
 
-# -- both passes -----------------------------------------------------------------------------------------------------
+# -- both passes ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 7, 15, 16, 17, 40])
@@ -97,7 +97,7 @@ def test_both_passes_match_transformers(pair, length):
 
 @pytest.mark.parametrize("length", [7, 40])
 def test_fp32_matches_transformers_as_closely_as_transformers_itself(length):
-    """It differs from itself (batched, chunked, eager) by 5e-5 to 2e-4 in the logits, 1e-3 in a second pass."""
+    """Which (batched, chunked, eager) differs by 5e-5 to 2e-4 in the logits, 1e-3 in a second pass."""
     model = oracle(dtype=torch.float32)
     mine = ours(model)
     prompt, canvas = tokens(3, length), tokens(3, L, seed=1)
@@ -124,7 +124,7 @@ def test_a_canvas_may_have_any_length(pair, canvas_length):
 @pytest.mark.parametrize("full_layers", [1, 2, 3, 4])
 def test_any_number_of_full_layers(full_layers):
     kinds = ["sliding_attention"] * (4 - full_layers) + ["full_attention"] * full_layers
-    kinds[:3] = kinds[2::-1]  # full layers first, so that a sliding one follows them; the last one is always full
+    kinds[:3] = kinds[2::-1]  # sliding layers after full ones; the last one is always full
     model = oracle(tiny_config(layer_types=kinds))
     mine = ours(model)
     assert [layer.attention.v_proj is None for layer in mine.layers] == [k == "full_attention" for k in kinds]
@@ -180,7 +180,7 @@ def test_the_embedding_scale_is_rounded_to_the_weights_dtype():
     assert vocabulary.soft_embedding(torch.zeros(1, 2816, dtype=torch.bfloat16))[0, 0] == 53.0
 
 
-# -- self-conditioning -----------------------------------------------------------------------------------------------
+# -- self-conditioning ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_on", [(True, True, True), (False, False, False), (True, False, True)])
@@ -218,7 +218,7 @@ def test_the_soft_embedding_of_hidden_states_is_that_of_their_logits(mine):
     close(mine.vocabulary.stats(hidden, 1.0, torch.zeros(2, L)).soft_embedding, truth, 1e-6)
 
 
-# -- unequal lengths and chunks --------------------------------------------------------------------------------------
+# -- unequal lengths and chunks ------------------------------------------------------------------------------
 
 LENGTHS = (40, 1, 17, 9)
 
@@ -359,11 +359,11 @@ def test_gradients_flow_through_a_prefix_made_in_chunks(mine, lengths):
         assert distance(got[name], truth[name]) < 1e-6, name  # the norms sum in fp32
 
 
-# -- several canvases per row, packed documents ----------------------------------------------------------------------
+# -- several canvases per row, packed documents --------------------------------------------------------------
 
 
 def packed_batch() -> Batch:
-    """Three rows: three canvases of one document, two packed documents, and a single canvas near the start."""
+    """Three rows: three canvases of one document, two packed documents, one canvas near the start."""
     document = tokens(20 + 3 * L, seed=1).tolist()
     first = [
         Canvas(tokens(L, seed=30 + n).tolist(), start, 0) for n, start in enumerate((5, 5 + L, 5 + 3 * L))
@@ -392,7 +392,7 @@ def run_packed(model: DiffusionGemma, batch: Batch, soft_BTD: Tensor | None = No
     spans = {w: denoise_spans(batch.start_BC, batch.doc_start_BC, batch.length_BC, L, w) for w in windows}
     positions = (batch.start_BC - batch.doc_start_BC)[..., None] + torch.arange(L)
     hidden = model.run_denoise(batch.canvas_BCL.flatten(1), positions.flatten(1), spans, kv, soft_BTD)
-    return encoder, hidden.unflatten(1, batch.start_BC.shape[1:] + (L,))
+    return encoder, hidden.unflatten(1, (*batch.start_BC.shape[1:], L))
 
 
 def test_several_canvases_and_packed_documents_match_one_by_one(pair):
@@ -422,7 +422,7 @@ def test_several_canvases_and_packed_documents_match_one_by_one(pair):
     assert compared == 8
 
 
-# -- what a canvas sees: change what it must not see, and nothing may change; change what it sees, and it must ---------
+# -- what a canvas sees: changing what it must not see changes nothing, changing what it sees does -----------
 
 
 def canvas_hidden(mine: DiffusionGemma, **changes: Tensor) -> Tensor:
@@ -488,7 +488,7 @@ def test_a_canvas_sees_all_of_its_document_before_it_and_all_of_itself(mine, row
 
 @pytest.mark.parametrize("unseen", [1, 3, 10])
 def test_a_sliding_layer_sees_window_minus_one_prefix_tokens_for_every_query(unseen):
-    """Two layers: a sliding one, and a full one that is made blind to the prefix by dropping its attention."""
+    """Two layers: a sliding one, and a full one made blind to the prefix by dropping its attention."""
     mine = ours(oracle(tiny_config(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])))
     mine.layers[1].attention.o_proj.weight.zero_()
     prompt, canvas = tokens(1, 40), tokens(1, L, seed=1)
@@ -508,16 +508,15 @@ def test_encode_is_causal(mine):
     assert all(distance(after[0, i], before[0, i]) > 1e-6 for i in range(25, 40))
 
 
-# -- bf16 --------------------------------------------------------------------------------------------------------------
+# -- bf16 ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("experts,slack", [(2, 1.03), (8, 1.1)])
 def test_bfloat16_errs_no_more_than_transformers_does(tmp_path, experts, slack):
     """Mean errors against transformers in fp32 on the same rounded weights.
 
-    The ratio of the errors scatters by 3 % from batch to batch where all experts are used, by 12 % where rounding can
-    flip the choice of experts: three standard errors of eight batches. Scores rounded to bf16 give 1.1, a RoPE or a
-    router in other precision more.
+    The ratio of the errors scatters by 3 % from batch to batch where all experts are used, by 12 % where
+    rounding can flip the choice of experts: the slack is three standard errors. Scores in bf16 give 1.1.
     """
     errors = []
     for seed in range(2 if experts == 2 else 4):
