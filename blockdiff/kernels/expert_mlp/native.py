@@ -78,23 +78,24 @@ class _ExpertMLP(torch.autograd.Function):
         h = groups.product(x_ND.index_select(0, groups.token), gate_up_EFD.transpose(1, 2))[: groups.assigned]
         gate, up = h.chunk(2, -1)
         activated = F.gelu(gate, approximate="tanh")
-        y = groups.product(activated * up, down_EDF.transpose(1, 2))
+        a = activated * up
+        y = groups.product(a, down_EDF.transpose(1, 2))
         ctx.groups = groups
-        saved = activated if x_ND.is_cpu else None
-        ctx.save_for_backward(x_ND, h, saved, gate_up_EFD, down_EDF, expert_weight_Nk)
+        kept = (activated, a) if x_ND.is_cpu else (None, None)
+        ctx.save_for_backward(x_ND, h, *kept, gate_up_EFD, down_EDF, expert_weight_Nk)
         return groups.combine(y, expert_weight_Nk).to(x_ND.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_ND, h, activated, gate_up_EFD, down_EDF, expert_weight_Nk = ctx.saved_tensors
+        x_ND, h, activated, a, gate_up_EFD, down_EDF, expert_weight_Nk = ctx.saved_tensors
         groups: _Groups = ctx.groups
         gate, up = h.chunk(2, -1)
         if activated is None:
             activated = F.gelu(gate, approximate="tanh")
+            a = activated * up
         grad_y = grad_ND.index_select(0, groups.token)
         weight_M1 = expert_weight_Nk.reshape(-1).index_select(0, groups.slot)[:, None].to(grad_y.dtype)
         grad_a = groups.product(grad_y, down_EDF)[: groups.assigned]  # before the routing weight
-        a = activated * up
         grad_weight = None
         if ctx.needs_input_grad[4]:
             grad_weight = torch.zeros_like(expert_weight_Nk)

@@ -31,15 +31,20 @@ def _rstd(x: Tensor, eps: float) -> Tensor:
     return norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
 
 
-def _norm_backward(grad_n: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
-    """Gradient of x from that of n = x * rstd; overwrites grad_n."""
-    dot = (grad_n * x).sum(-1, keepdim=True)
-    return grad_n.mul_(rstd).addcmul_(x, dot.mul_(rstd.pow(3)).mul_(-1.0 / x.shape[-1]))
+def _norm_backward(grad: Tensor, weight: Tensor | None, x: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight from that of `y = x * rstd * weight`.
 
-
-def _weight_gradient(grad: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
-    """Sum over all rows of grad * x * rstd, as one product of a matrix and a vector."""
-    return (grad * x).reshape(-1, x.shape[-1]).t() @ rstd.reshape(-1)
+    With p = grad * x: dweight = p^T rstd and the row products sum(grad * weight * x) = p weight, both matrix-vector.
+    """
+    product = (grad * x).reshape(-1, x.shape[-1])
+    if weight is None:
+        dot = product.sum(-1)
+        grad_x = grad * rstd
+    else:
+        dot = product @ weight
+        grad_x = (grad * weight).mul_(rstd)
+    factor = (dot.view_as(rstd) * rstd.pow(3)).mul_(-1.0 / x.shape[-1])
+    return grad_x.addcmul_(x, factor), product.t() @ rstd.reshape(-1)
 
 
 class _Norms(torch.autograd.Function):
@@ -54,19 +59,19 @@ class _Norms(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, *weights = ctx.saved_tensors
-        grad_n: Tensor | None = None
+        if len(grads) == 1:
+            grad_x, grad_weight = _norm_backward(grads[0], weights[0], x, rstd)
+            return grad_x, None, None if weights[0] is None else grad_weight
+        grad_n = torch.zeros_like(x) if weights[-1] is not None else grads[-1].clone()
         grad_weights: list[Tensor | None] = []
         for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
-            needs = weight is not None and ctx.needs_input_grad[2 + i]
-            grad_weights.append(_weight_gradient(grad, x, rstd) if needs else None)
-            if grad_n is None:
-                grad_n = grad.clone() if weight is None else grad * weight
-            elif weight is None:
-                grad_n.add_(grad)
-            else:
+            is_trained = weight is not None and ctx.needs_input_grad[2 + i]
+            grad_weights.append((grad * x).view(-1, x.shape[-1]).t() @ rstd.view(-1) if is_trained else None)
+            if weight is not None:
                 grad_n.addcmul_(grad, weight)
-        assert grad_n is not None
-        return _norm_backward(grad_n, x, rstd), None, *grad_weights
+            elif i + 1 < len(grads):
+                grad_n.add_(grad)
+        return _norm_backward(grad_n, None, x, rstd)[0], None, *grad_weights
 
 
 def _weighted(normed: Tensor, weights: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -102,8 +107,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         y, rstd, weight, scalar = ctx.saved_tensors
         grad = grad if scalar is None else grad * scalar
-        grad_weight = _weight_gradient(grad, y, rstd) if ctx.needs_input_grad[2] else None
-        return grad, _norm_backward(grad * weight, y, rstd), grad_weight, None, None
+        return grad, *_norm_backward(grad, weight, y, rstd), None, None
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
@@ -132,8 +136,7 @@ class _NormRope(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, rstd, weight, cos, sin = ctx.saved_tensors
         grad_n = (grad * cos).add_((grad * sin).roll(x.shape[-1] // 2, -1))
-        grad_weight = _weight_gradient(grad_n, x, rstd) if ctx.needs_input_grad[1] else None
-        return _norm_backward(grad_n.mul_(weight), x, rstd), grad_weight, None, None, None
+        return *_norm_backward(grad_n, weight, x, rstd), None, None, None
 
 
 def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, eps: float) -> Tensor:
