@@ -63,6 +63,23 @@ def test_stats_and_soft_embedding_match_the_reference(temperature):
     assert torch.equal(stats.argmax, reference.logits(hidden, table, 30.0).argmax(-1))
 
 
+@pytest.mark.parametrize("rows_per_chunk", [1, 7, 1000])
+def test_the_soft_embedding_trains_its_table_with_the_logits_given(rows_per_chunk, monkeypatch):
+    N, V, D = 37, 203, 24
+    monkeypatch.setattr(native, "CPU_BYTES", rows_per_chunk * 4 * V)
+    hidden, table, _ = case(N, V, D)
+    direction = torch.randn(N, D, generator=torch.Generator().manual_seed(1))
+    truth = table.double().requires_grad_()
+    p = (reference.logits(hidden.double(), table.double(), 30.0) / 0.8).softmax(-1)
+    ((p @ truth) * direction).sum().backward()
+    hidden.requires_grad_()
+    table.requires_grad_()
+    soft = native.soft_embedding(hidden, table, 30.0, 0.8, rows_per_chunk * 4 * V)
+    (soft * direction).sum().backward()
+    assert relative(table.grad, truth.grad) < 1e-5
+    assert hidden.grad is None
+
+
 def test_ties_in_argmax_go_to_the_lower_id():
     table = torch.ones(9, 4)
     stats = native.token_stats(torch.ones(3, 4), table, 30.0, 1.0, torch.rand(3))

@@ -36,7 +36,10 @@ class Vocabulary(nn.Module):
         return self.kernels.linear_cross_entropy(hidden_ND, self.table, targets_N, self.softcap)
 
     def soft_embedding(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-        """`softmax(z / T) E sqrt(D)` [..., D] of the logits z of hidden states [..., D]; carries no gradient."""
+        """`softmax(z / T) E sqrt(D)` [..., D] of the logits z of hidden states [..., D].
+
+        A gradient flows to E, none through z: the signal is given, how it is embedded is learnt.
+        """
         flat = hidden.reshape(-1, hidden.shape[-1])
         soft = self.kernels.soft_embedding(flat, self.table, self.softcap, temperature)
         return soft.view(hidden.shape).mul_(self._scale(self.table.dtype))

@@ -141,17 +141,55 @@ def linear_cross_entropy(
     return _CrossEntropy.apply(hidden_ND, table_VD, target_N, softcap, chunk_bytes)
 
 
+class _SoftEmbedding(torch.autograd.Function):
+    """The logits are given, the table is not: its gradient is p^T grad, with p kept where it fits in a chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        table_VD: Tensor,
+        softcap: float | None,
+        temperature: float,
+        chunk_bytes: int,
+    ) -> Tensor:
+        N, V = hidden_ND.shape[0], table_VD.shape[0]
+        keeps = ctx.needs_input_grad[1] and table_VD.element_size() * N * V <= chunk_bytes
+        kept = table_VD.new_empty(N, V) if keeps else None
+        out = torch.empty_like(hidden_ND, dtype=table_VD.dtype)
+        for rows in _chunks(hidden_ND, V, chunk_bytes):
+            p = _probabilities(hidden_ND[rows], table_VD, softcap, temperature)
+            torch.mm(p, table_VD, out=out[rows])
+            if kept is not None:
+                kept[rows] = p
+        ctx.save_for_backward(*((kept,) if kept is not None else (hidden_ND, table_VD)))
+        ctx.arguments = softcap, temperature, chunk_bytes
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        if len(ctx.saved_tensors) == 1:
+            return None, ctx.saved_tensors[0].t() @ grad_ND, None, None, None
+        hidden_ND, table_VD = ctx.saved_tensors
+        softcap, temperature, chunk_bytes = ctx.arguments
+        grad_table = torch.zeros_like(table_VD, dtype=torch.promote_types(table_VD.dtype, torch.float32))
+        for rows in _chunks(hidden_ND, table_VD.shape[0], chunk_bytes):
+            p = _probabilities(hidden_ND[rows].to(table_VD.dtype), table_VD, softcap, temperature)
+            grad_table += p.t() @ grad_ND[rows]
+        return None, grad_table.to(table_VD.dtype), None, None, None
+
+
+def _probabilities(hidden: Tensor, table: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    z = logits(hidden, table, softcap)
+    z = z if temperature == 1.0 else z.div_(temperature)
+    return z.softmax(-1).to(table.dtype)
+
+
 def soft_embedding(
     hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float, chunk_bytes: int = CHUNK_BYTES
 ) -> Tensor:
-    """`softmax(z / T) E` [N, D], without the factor sqrt(D); carries no gradient."""
-    out = torch.empty_like(hidden_ND, dtype=table_VD.dtype)
-    with torch.no_grad():
-        for rows in _chunks(hidden_ND, table_VD.shape[0], chunk_bytes):
-            z = logits(hidden_ND[rows], table_VD, softcap)
-            z = z if temperature == 1.0 else z.div_(temperature)
-            torch.mm(z.softmax(-1).to(table_VD.dtype), table_VD, out=out[rows])
-    return out
+    """`softmax(z / T) E` [N, D], without the factor sqrt(D); a gradient flows to E, none through z."""
+    return _SoftEmbedding.apply(hidden_ND, table_VD, softcap, temperature, chunk_bytes)
 
 
 def token_stats(
