@@ -42,9 +42,7 @@ class Comparison:
         return self.other_tokens / self.requests
 
 
-def compare(
-    sampler: Sampler, requests: Sequence[Request], batch_size: int, **limits: int | None
-) -> Comparison:
+def compare(sampler: Sampler, requests: Sequence[Request], batch_size: int, **settings: Any) -> Comparison:
     """Answer the requests one by one and `batch_size` at a time, and count those whose answers differ.
 
     `settings` go to `Sampler.generate`. Raises ValueError for a request that cannot be answered.
