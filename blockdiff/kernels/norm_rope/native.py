@@ -66,7 +66,8 @@ class _Norms(torch.autograd.Function):
         grad_weights: list[Tensor | None] = []
         for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
             is_trained = weight is not None and ctx.needs_input_grad[2 + i]
-            grad_weights.append((grad * x).view(-1, x.shape[-1]).t() @ rstd.view(-1) if is_trained else None)
+            product = (grad * x).reshape(-1, x.shape[-1]) if is_trained else None
+            grad_weights.append(None if product is None else product.t() @ rstd.reshape(-1))
             if weight is not None:
                 grad_n.addcmul_(grad, weight)
             elif i + 1 < len(grads):
