@@ -17,7 +17,7 @@ class SelfConditioning(MLP):
         self.pre_norm = RMSNorm(hidden, eps, kernels)
         self.eps, self.kernels = eps, kernels
 
-    def forward(self, embedding: Tensor, soft: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, embedding: Tensor, soft: Tensor | None = None) -> Tensor:
         if soft is not None:
             embedding = embedding + super().forward(self.pre_norm(soft))
         return self.kernels.rms_norms(embedding, (None,), self.eps)[0]

@@ -160,7 +160,7 @@ class DiffusionGemma(nn.Module):
                 spans[window].sees_all = fits
             positions_BL = start_B1 + torch.arange(L, device=canvas_BL.device)
             prefix.geometry[L] = spans, self._rope(positions_BL)
-        spans, rope = prefix.geometry[L]  # type: ignore[misc]
+        spans, rope = prefix.geometry[L]
         past = [prefix.layer(n) for n in range(len(self.layers))]
         return self._denoise(canvas_BL, rope, spans, past, soft_embedding)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ class Prefix:
         self.hidden, self.lengths_B = hidden, lengths_B
         self.columns, self.common_length = columns, common_length
         self._kv = kv
-        self.geometry: dict[int, object] = {}  # what denoise derives from the lengths, by canvas length
+        self.geometry: dict[int, Any] = {}  # what denoise derives from the lengths, by canvas length
 
     def __len__(self) -> int:
         return self.lengths_B.shape[0]

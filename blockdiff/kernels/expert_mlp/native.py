@@ -86,7 +86,7 @@ class _ExpertMLP(torch.autograd.Function):
         return groups.combine(y, expert_weight_Nk).to(x_ND.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, h, activated, a, gate_up_EFD, down_EDF, expert_weight_Nk = ctx.saved_tensors
         groups: _Groups = ctx.groups
         gate, up = h.chunk(2, -1)
@@ -134,6 +134,9 @@ def expert_mlp(
 ) -> Tensor:
     if activation != "gelu_tanh":
         raise NotImplementedError(f"expert_mlp: activation {activation!r}; gelu_tanh is what there is")
+    if torch.is_autocast_enabled(x_ND.device.type):  # products into given buffers are not cast by autocast
+        dtype = torch.get_autocast_dtype(x_ND.device.type)
+        x_ND, gate_up_EFD, down_EDF = x_ND.to(dtype), gate_up_EFD.to(dtype), down_EDF.to(dtype)
     if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= DENSE_FLOPS:
         return _dense(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)
     return _ExpertMLP.apply(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)

@@ -105,7 +105,7 @@ class _AddNorm(torch.autograd.Function):
         return out if scalar is None else out.mul_(scalar)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, rstd, weight, scalar = ctx.saved_tensors
         grad = grad if scalar is None else grad * scalar
         return grad, *_norm_backward(grad, weight, y, rstd), None, None
@@ -134,7 +134,7 @@ class _NormRope(torch.autograd.Function):
         return _rotate((x * rstd).mul_(weight), cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, weight, cos, sin = ctx.saved_tensors
         grad_n = (grad * cos).add_((grad * sin).roll(x.shape[-1] // 2, -1))
         return *_norm_backward(grad_n, weight, x, rstd), None, None, None

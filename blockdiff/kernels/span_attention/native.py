@@ -24,7 +24,7 @@ def span_attention(
     scale: float,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    B, T, h, d = q_BThd.shape
+    B, T, h, _ = q_BThd.shape
     prefix_tokens = 0
     k, v = own_k, own_v
     if prefix_k is not None and prefix_v is not None and prefix_k.shape[1]:
@@ -65,7 +65,7 @@ class _Materialised(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_BThd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_BThd: Tensor) -> tuple[Tensor | None, ...]:
         q_rows, k_rows, v_rows, weights = ctx.saved_tensors
         B, T, h, d = ctx.shape
         K, keys = k_rows.shape[0] // B, k_rows.shape[1]

@@ -76,7 +76,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss_N
 
     @staticmethod
-    def backward(ctx: Any, grad_loss_N: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss_N: Tensor) -> tuple[Tensor | None, ...]:
         wants_hidden, wants_table = ctx.needs_input_grad[:2]
         if not wants_table:
             (grad_hidden,) = ctx.saved_tensors
