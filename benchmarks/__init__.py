@@ -1,0 +1,1 @@
+"""Benchmarks against transformers: `python -m benchmarks`; how to run and read them: benchmarks/README.md."""

@@ -1,0 +1,81 @@
+"""`python -m benchmarks`: run the suites, print one table, write JSON and Markdown."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from benchmarks import denoise_step, machine, models, training_step
+from benchmarks.result import Result, table
+
+SUITES = {"training": training_step.run, "denoise": denoise_step.run}
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(words: list[str] | None = None) -> int:
+    """Returns 1 when anything disagrees with the peer, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", action="append", choices=SUITES, help="a suite (may be repeated); default: all")
+    parser.add_argument("--sizes", help="comma-separated names; default: all that suit the device")
+    parser.add_argument("--repeats", type=int, default=9, help="timed repeats of each side (default 9)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kernels", default="auto", help="our kernels: auto, torch or triton")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="FILE.json; default: results/DEVICE-DATE.json for a complete run, else none",
+    )
+    options = parser.parse_args(words)
+    device = torch.device(options.device)
+    known = models.sizes(device)
+    chosen = list(known) if options.sizes is None else options.sizes.split(",")
+    unknown = [name for name in chosen if name not in known]
+    if unknown or options.repeats < 1:
+        parser.error(f"no size {unknown[0]!r}; there are: {', '.join(known)}" if unknown else "--repeats: at least 1")
+    logging.set_verbosity_error()
+
+    record = machine.describe(device)
+    results: list[Result] = []
+    for suite in options.only or SUITES:
+        results += SUITES[suite]([known[name] for name in chosen], options.repeats, device, options.kernels, _progress)
+    text = f"{_heading(record, options.repeats)}\n\n{table(results)}\n"
+    print(text)
+
+    output = options.output
+    if output is None and options.only is None and options.sizes is None:
+        RESULTS.mkdir(exist_ok=True)
+        output = RESULTS / f"{machine.slug(device)}-{datetime.date.today().isoformat()}.json"
+    if output is not None:
+        contents = {
+            "machine": record,
+            "repeats": options.repeats,
+            "results": [r.to_record() for r in results],
+        }
+        output.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+        output.with_suffix(".md").write_text(text, encoding="utf-8")
+        print(f"written: {output} and {output.with_suffix('.md').name}", file=sys.stderr)
+    return 0 if all(result.agreement.is_met for result in results) else 1
+
+
+def _progress(result: Result) -> None:
+    speedup = f"{result.speedup[0]:.2f}x" if result.speedup else f"DISAGREES: {result.agreement}"
+    print(f"{result.suite}, {result.size}, {result.case}: {speedup}", file=sys.stderr, flush=True)
+
+
+def _heading(record: dict, repeats: int) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
+    commit = f"{str(record['commit'])[:12]}{' + changes' if record['dirty'] else ''}"
+    return (
+        f"{record['device']}, {record['cores']} cores, {record['threads']} threads; {versions}; "
+        f"commit {commit}; medians (quartiles) of {repeats} repeats in turns"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""One denoising step of `Sampler.generate` against transformers' `generate`.
+
+A call's time holds the prompt's encode too, so a step is (time with more steps - time with fewer) / difference.
+Both keep their stopping rule, with a confidence that no canvas reaches: what a step computes and waits for stays
+as shipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from benchmarks import peer
+from benchmarks.models import Pair, Size, in_fp32, pair
+from benchmarks.result import Agreement, Result
+from benchmarks.timing import Stopwatch, contenders, interleaved, once, peak_memory
+from blockdiff.sampling.generation import Generation
+from blockdiff.sampling.request import Request
+from blockdiff.sampling.request import Result as Answer
+from blockdiff.sampling.sampler import Sampler
+
+SUITE = "denoising step"
+BATCHES = (1, 8)
+CONFIDENCE = 1e-12  # mean entropies, in nats, stay above this
+LOGIT_BOUND = 1e-4
+PEER_SLACK = 1.5
+
+
+def run(
+    sizes: list[Size], repeats: int, device: torch.device, kernels: str, done: Callable[[Result], object]
+) -> list[Result]:
+    """Every batch size of every size; `done` hears of each line as it is finished."""
+    results = []
+    for size in sizes:
+        for dtype in (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,):
+            if size.name == "released" and dtype == torch.float32:
+                continue
+            models = pair(size, device, dtype, kernels=kernels)
+            for rows in BATCHES:
+                results.append(measure(models, size, rows, repeats, device))
+                done(results[-1])
+    return results
+
+
+@torch.no_grad()
+def measure(models: Pair, size: Size, rows: int, repeats: int, device: torch.device) -> Result:
+    """One line: compare the logits of two steps, then time in turns, then trace the memory."""
+    models.ours.eval(), models.peer.eval()
+    draw = torch.Generator().manual_seed(2)
+    ours = models.ours
+    tokens_BS = torch.randint(3, ours.vocab_size, (rows, size.prompt), generator=draw).to(device)
+    canvas_BL = torch.randint(0, ours.vocab_size, (rows, ours.canvas_length), generator=draw).to(device)
+    case = f"{'fp32' if ours.dtype == torch.float32 else 'bf16'}, batch {rows}"
+    result = Result(SUITE, size.name, case, _agreement(models, tokens_BS, canvas_BL))
+    if not result.agreement.is_met:
+        return result
+
+    few, many = size.steps
+    requests = [Request(b, tokens=row, seed=b) for b, row in enumerate(tokens_BS.tolist())]
+    sampler = Sampler(ours, None, Generation(confidence=CONFIDENCE, max_new_tokens=ours.canvas_length))
+
+    def generate(steps: int) -> Callable[[], list[Answer]]:
+        return lambda: sampler.generate(requests, max_steps=steps, batch_size=rows)
+
+    def generate_peer(steps: int, experts: str, cache: str) -> Callable[[], object]:
+        return peer.generation(models.peer, tokens_BS, steps, CONFIDENCE, experts, cache)
+
+    counted = peer.denoising_steps(models.peer, generate_peer(many, "eager", "dynamic"))
+    if counted != many or any(answer.steps != [many] for answer in generate(many)()):
+        raise RuntimeError(f"{size.name}: a canvas stopped before step {many}: the times would not be of equal work")
+
+    def per_step(of: Callable[[int], Callable[[], object]]) -> Stopwatch:
+        fewer, more = once(of(few), device), once(of(many), device)
+        return lambda: (more() - fewer()) / (many - few)
+
+    # On a GPU transformers' fastest way is its static cache, for which it compiles the step.
+    caches = ("dynamic", "static") if device.type == "cuda" else ("dynamic",)
+    variants = {
+        f"{experts}, {cache} cache": per_step(lambda n, e=experts, c=cache: generate_peer(n, e, c))  # type: ignore[misc]
+        for experts in peer.EXPERTS
+        for cache in caches
+        if (experts, cache) != ("eager", "static")  # its loop over experts cannot be compiled whole
+    }
+    probed = contenders(variants)
+    stopwatches = {"ours": per_step(generate)} | {name: variants[name] for name in probed}
+    times = interleaved(stopwatches, repeats, warmup=1)
+    our_times = times.pop("ours")
+    result = replace(result, ours=our_times, peers=times, probed=probed)
+    experts, cache = str(result.fastest_peer).removesuffix(" cache").split(", ")
+    memory = peak_memory(generate(few), device), peak_memory(generate_peer(few, experts, cache), device)
+    return replace(result, memory=memory)
+
+
+def _agreement(models: Pair, tokens_BS: Tensor, canvas_BL: Tensor) -> Agreement:
+    ours = _logits_of_two_steps(models, tokens_BS, canvas_BL)
+    theirs = _peer_logits(models.peer, tokens_BS, canvas_BL)
+    names = ("logits", "logits after a signal")
+    if models.ours.dtype == torch.float32:
+        pairs = zip(names, ours, theirs, strict=True)
+        return Agreement({name: (_error(a, b), LOGIT_BOUND) for name, a, b in pairs})
+    truth = _peer_logits(in_fp32(models.peer), tokens_BS, canvas_BL)
+    return Agreement(
+        {
+            f"{name} to fp32": (_error(a, c), PEER_SLACK * _error(b, c))
+            for name, a, b, c in zip(names, ours, theirs, truth, strict=True)
+        }
+    )
+
+
+def _logits_of_two_steps(models: Pair, tokens_BS: Tensor, canvas_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Our logits of a denoise without a signal, and of one whose signal those logits are."""
+    model = models.ours
+    prefix = model.encode(tokens_BS)
+    first = model.unembed(model.denoise(canvas_BL, prefix))
+    return first, model.unembed(model.denoise(canvas_BL, prefix, model.soft_embedding(first)))
+
+
+def _peer_logits(model: DiffusionGemmaForBlockDiffusion, tokens_BS: Tensor, canvas_BL: Tensor) -> tuple[Tensor, Tensor]:
+    model.set_experts_implementation("eager")
+    return peer.logits_of_two_steps(model, tokens_BS, canvas_BL)
+
+
+def _error(values: Tensor, truth: Tensor) -> float:
+    """Relative 2-norm error; infinite where anything is not a number."""
+    error = float((values.float() - truth.float()).norm() / truth.float().norm())
+    return error if math.isfinite(error) else math.inf

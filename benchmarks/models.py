@@ -1,0 +1,156 @@
+"""The sizes that are measured, and both models with the same weights.
+
+The weights are about what a training run starts from, with everything that multiplies moved away from 1 (a
+mistake in a scale must show) and every value large enough that neither model ever computes with denormals.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+from blockdiff.checkpoint.create import preset_config
+from blockdiff.checkpoint.names import to_hub
+from blockdiff.models.diffusion_gemma import DiffusionGemma
+
+GIB = 2**30
+# The vision tower never runs here, but transformers builds one.
+NO_VISION = dict(
+    model_type="gemma4_vision",
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=16,
+    position_embedding_size=16,
+    patch_size=4,
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and the rows it is measured on.
+
+    preset: in recipes/presets; text: what differs from it; rows x (prompt + canvas) tokens make a training
+    batch; steps: (fewer, more) denoising steps whose difference is timed.
+    """
+
+    name: str
+    preset: str
+    rows: int
+    prompt: int
+    steps: tuple[int, int]
+    text: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> DiffusionGemmaConfig:
+        """The config of this size."""
+        values = preset_config(self.preset).to_dict()
+        values["text_config"].update(self.text)
+        if "num_hidden_layers" in self.text:
+            values["text_config"].pop("per_layer_config", None)
+            values["text_config"].update(_heads_of_full_layers(self.preset))
+        values["vision_config"] = dict(NO_VISION)
+        return DiffusionGemmaConfig(**values)
+
+
+class Pair(NamedTuple):
+    """Our model and the peer's (transformers'), with equal weights in separate memory."""
+
+    ours: DiffusionGemma
+    peer: DiffusionGemmaForBlockDiffusion
+
+    def peer_parameter(self, name: str) -> Tensor:
+        """The peer's parameter that corresponds to ours called `name`."""
+        return self.peer.get_parameter(to_hub(name))
+
+
+def sizes(device: torch.device) -> dict[str, Size]:
+    """The sizes worth measuring on a device, by name.
+
+    The windows of the small presets are widened beyond the rows: only then can transformers encode a whole
+    row once and crop its cache to the prompt. On a GPU with room for it: some layers of the released model.
+    """
+    listed = [
+        Size("quickstart", "sudoku4", rows=64, prompt=18, steps=(4, 36), text=dict(sliding_window=128)),
+        Size("15m", "15m", rows=4, prompt=128, steps=(2, 10), text=dict(sliding_window=512)),
+    ]
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory / GIB
+        # two models with gradients, and for a while fp32 copies of them, take about 20 GiB a layer
+        layers, rows = (3, 2) if room > 120 else (2, 1) if room > 70 else (0, 0)
+        if layers:
+            kinds = ["sliding_attention"] * (layers - 1) + ["full_attention"]
+            text = dict(num_hidden_layers=layers, layer_types=kinds)
+            released = "diffusiongemma-26b-a4b"
+            listed.append(Size("released", released, rows=rows, prompt=3840, steps=(4, 20), text=text))
+    return {size.name: size for size in listed}
+
+
+def pair(
+    size: Size,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    kernels: str = "auto",
+) -> Pair:
+    """Both models of a size, in training mode."""
+    config = size.config()
+    with torch.device(device):
+        peer = DiffusionGemmaForBlockDiffusion(config)
+    peer.set_attn_implementation("sdpa")
+    _draw(peer, torch.Generator(device).manual_seed(seed))
+    _cast(peer, dtype)
+    with torch.device("meta"):
+        ours = DiffusionGemma(config, kernels=kernels)
+    state = peer.state_dict()
+    weights = {name: state[to_hub(name)].detach().clone() for name in ours.state_dict()}
+    ours.load_state_dict(weights, assign=True)
+    return Pair(ours.train(), peer.train())
+
+
+def in_fp32(peer: DiffusionGemmaForBlockDiffusion) -> DiffusionGemmaForBlockDiffusion:
+    """A copy of the peer that computes in fp32 with the same (rounded) weights: the truth for bf16."""
+    reference = copy.deepcopy(peer)
+    reference.zero_grad(set_to_none=True)
+    _cast(reference, torch.float32)
+    return reference
+
+
+def _cast(model: DiffusionGemmaForBlockDiffusion, dtype: torch.dtype) -> None:
+    """Cast what a checkpoint holds; `.to()` would round the RoPE frequencies too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.data = buffer.data.to(dtype)
+
+
+@torch.no_grad()
+def _draw(model: DiffusionGemmaForBlockDiffusion, draw: torch.Generator) -> None:
+    for name, parameter in model.named_parameters():
+        if "vision" in name:
+            continue
+        if parameter.dim() < 2:  # norms and scales
+            parameter.uniform_(0.7, 1.3, generator=draw)
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                # attention scores of unit size, as a trained model has them; else every rounding is amplified
+                parameter.mul_(parameter.shape[0] ** -0.25)
+        else:
+            # a router multiplies unit vectors: this gives it margins that fp32 rounding does not cross
+            std = 1.0 if name.endswith("router.proj.weight") else 0.5 * parameter.shape[-1] ** -0.5
+            parameter.normal_(0.0, std, generator=draw)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.8, 1.2, generator=draw)
+
+
+def _heads_of_full_layers(preset: str) -> dict[str, Any]:
+    """The global-head fields of a preset's last layer, as transformers takes them for fewer layers."""
+    last = preset_config(preset).text_config.per_layer_config[-1]
+    return dict(global_head_dim=last.head_dim, num_global_key_value_heads=last.num_key_value_heads)

@@ -1,0 +1,114 @@
+"""One measured line: do the two agree, how long does each take, and the table of such lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.timing import Times, quartiles
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far our outputs are from the peer's: what was compared -> (error, its bound)."""
+
+    errors: dict[str, tuple[float, float]]
+
+    @property
+    def is_met(self) -> bool:
+        """Whether every error is within its bound (NaN never is)."""
+        return all(error <= bound for error, bound in self.errors.values())
+
+    def __str__(self) -> str:
+        parts = [f"{name} {error:.1e} (bound {bound:.1e})" for name, (error, bound) in self.errors.items()]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line. `peers` holds the variants of the peer that were timed; the fastest is what we compare with.
+
+    Without agreement there are no times, so no speed-up can be quoted.
+    """
+
+    suite: str
+    size: str
+    case: str
+    agreement: Agreement
+    ours: Times | None = None
+    peers: dict[str, Times] = field(default_factory=dict)
+    probed: dict[str, float] = field(default_factory=dict)  # best seconds of every variant that was tried
+    memory: tuple[int, int] | None = None  # peak bytes of ours and of the fastest peer
+
+    @property
+    def fastest_peer(self) -> str | None:
+        """The name of the peer's fastest variant."""
+        return min(self.peers, key=lambda name: self.peers[name].median) if self.peers else None
+
+    @property
+    def speedup(self) -> tuple[float, float, float] | None:
+        """Median, lower and upper quartile over the repeats of (fastest peer / ours)."""
+        if not self.agreement.is_met or self.ours is None or self.fastest_peer is None:
+            return None
+        pairs = zip(self.peers[self.fastest_peer].seconds, self.ours.seconds, strict=True)
+        ratios = Times(tuple(peer / ours for peer, ours in pairs))
+        return ratios.median, *quartiles(ratios.seconds)
+
+    def to_record(self) -> dict[str, Any]:
+        """All of it as JSON values; times in seconds, memory in bytes."""
+        speedup = self.speedup
+        return {
+            "suite": self.suite,
+            "size": self.size,
+            "case": self.case,
+            "agrees": self.agreement.is_met,
+            "errors": {k: {"error": error, "bound": bound} for k, (error, bound) in self.agreement.errors.items()},
+            "ours_seconds": None if self.ours is None else self.ours.seconds,
+            "peer_seconds": {name: times.seconds for name, times in self.peers.items()},
+            "peer_probed_seconds": self.probed,
+            "fastest_peer": self.fastest_peer,
+            "speedup": None if speedup is None else dict(zip(("median", "low", "high"), speedup, strict=True)),
+            "peak_bytes": None if self.memory is None else {"ours": self.memory[0], "peer": self.memory[1]},
+        }
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results as a Markdown table; a line that disagrees shows its errors instead of times."""
+    head = [
+        "what",
+        "size",
+        "case",
+        "ours ms",
+        "transformers ms",
+        "speed-up",
+        "peak MiB",
+        "peer's variant",
+        "errors",
+    ]
+    rows = [head, ["---"] * len(head), *(_cells(result) for result in results)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    rows[1] = ["-" * width for width in widths]
+    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows)
+
+
+def _cells(result: Result) -> list[str]:
+    names = [result.suite, result.size, result.case]
+    if result.speedup is None or result.ours is None or result.fastest_peer is None:
+        return [*names, "-", "-", "DISAGREES", "-", "-", str(result.agreement)]
+    middle, low, high = result.speedup
+    memory = "-" if result.memory is None else " / ".join(f"{size / 2**20:.1f}" for size in result.memory)
+    return [
+        *names,
+        _milliseconds(result.ours),
+        _milliseconds(result.peers[result.fastest_peer]),
+        f"{middle:.2f} ({low:.2f}-{high:.2f})",
+        memory,
+        result.fastest_peer,
+        ", ".join(f"{name} {error:.0e}" for name, (error, _) in result.agreement.errors.items()),
+    ]
+
+
+def _milliseconds(times: Times) -> str:
+    low, high = times.quartiles
+    return f"{1e3 * times.median:.2f} ({1e3 * low:.2f}-{1e3 * high:.2f})"

@@ -1,0 +1,227 @@
+"""One optimiser step: encode once, pass one, pass two, both losses, backward, and where said AdamW.
+
+Both sides get the same weights, rows, noise, coins and scored canvases. Losses and all gradients are compared
+before anything is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from benchmarks import peer
+from benchmarks.models import Pair, Size, in_fp32, pair
+from benchmarks.result import Agreement, Result
+from benchmarks.timing import contenders, interleaved, once, peak_memory
+from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
+from blockdiff.checkpoint.names import to_hub
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear
+from blockdiff.training.objective import Objective
+from blockdiff.training.optim import adamw
+
+SUITE = "training step"
+# fp32 sums of thousands of terms in another order; half precision is judged by the peer's own error instead
+LOSS_BOUND, GRADIENT_BOUND, TENSOR_BOUND = 1e-5, 1e-4, 1e-3
+PEER_SLACK = 1.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """What varies between lines: number format, AdamW or not, canvases per row (of which one is scored)."""
+
+    dtype: torch.dtype = torch.float32
+    autocast: bool = False
+    update: bool = False
+    canvases: int = 1
+
+    def __str__(self) -> str:
+        words = ["bf16 autocast" if self.autocast else {torch.float32: "fp32"}.get(self.dtype, "bf16")]
+        if self.update:
+            words.append("with AdamW")
+        if self.canvases > 1:
+            words.append(f"1 of {self.canvases} canvases scored, peer runs all")
+        return ", ".join(words)
+
+
+def cases(size: Size, device: torch.device) -> list[Case]:
+    """The lines of a size; the first is the one that is quoted."""
+    fp32, bf16 = torch.float32, torch.bfloat16
+    if device.type != "cuda":
+        return [Case(), Case(update=True), Case(autocast=True), Case(canvases=4)]
+    lines = [Case(bf16), Case(bf16, update=True)]
+    # more canvases need a window beyond the row, which the released model has not
+    return lines if size.name == "released" else [*lines, Case(fp32), Case(autocast=True), Case(bf16, canvases=4)]
+
+
+def run(
+    sizes: list[Size], repeats: int, device: torch.device, kernels: str, done: Callable[[Result], object]
+) -> list[Result]:
+    """Every case of every size; `done` hears of each line as it is finished."""
+    results = []
+    for size in sizes:
+        for case in cases(size, device):
+            results.append(measure(pair(size, device, case.dtype, kernels=kernels), size, case, repeats, device))
+            done(results[-1])
+    return results
+
+
+def measure(models: Pair, size: Size, case: Case, repeats: int, device: torch.device) -> Result:
+    """One line: compare, then time in turns, then trace the memory."""
+    vocabulary = models.ours.vocab_size
+    whole = rows_of(size, vocabulary, models.ours.canvas_length, case.canvases).to(device)
+    scored = case.canvases - 1
+    is_scored_BC = (torch.arange(case.canvases, device=device) == scored).expand(whole.start_BC.shape)
+    batch, _ = whole.keep(is_scored_BC)
+    objective = Objective(models.ours, Linear(), UniformCorruption(vocabulary), seed=0, train_router=True)
+    noisy_BCL, _ = objective.corruption.corrupt(
+        whole.canvas_BCL, objective.schedule.alpha(whole.t_BC), whole.address_BC3, objective.seed
+    )
+    canvas_count, ar_count = batch.canvas_count(), batch.ar_count()
+    precision = torch.autocast(device.type, torch.bfloat16) if case.autocast else contextlib.nullcontext()
+
+    def losses() -> tuple[Tensor, Tensor]:
+        sums = objective(batch)
+        return sums.canvas_sum / canvas_count, sums.ar_sum / ar_count
+
+    our_update = adamw(objective, lr=0.0) if case.update else None
+    ours = _optimiser_step(models.ours, losses, precision, our_update)
+
+    def step_of(model: DiffusionGemmaForBlockDiffusion, rows: str, experts: str) -> peer.TrainingStep:
+        return peer.TrainingStep(model, whole, noisy_BCL, scored, rows, experts)
+
+    # a rate of zero computes all of AdamW and leaves the weights as they were compared
+    parameters = [p for name, p in models.peer.named_parameters() if "vision" not in name]
+    update = torch.optim.AdamW(parameters, lr=0.0, betas=(0.95, 0.99), fused=True) if case.update else None
+    variants = {
+        f"{experts}, pass one on {rows} rows": _optimiser_step(
+            models.peer, step_of(models.peer, rows, experts), precision, update
+        )
+        for experts in peer.EXPERTS
+        for rows in ("coin", "all")
+    }
+
+    plain = case.dtype == torch.float32 and not case.autocast
+    if plain:
+        agreement = _agreement(models, ours(), next(iter(variants.values()))())
+    else:
+        reference = in_fp32(models.peer)
+        truth = _optimiser_step(reference, step_of(reference, "coin", "eager"), contextlib.nullcontext(), None)()
+        theirs = variants["eager, pass one on coin rows"]()
+        agreement = _half_agreement(models, reference, ours(), theirs, truth)
+        del reference
+    result = Result(SUITE, size.name, str(case), agreement)
+    if not agreement.is_met:
+        return result
+    probed = contenders({name: once(work, device) for name, work in variants.items()})
+    work = {"ours": ours} | {name: variants[name] for name in probed}
+    times = interleaved({name: once(step, device) for name, step in work.items()}, repeats)
+    our_times = times.pop("ours")
+    result = replace(result, ours=our_times, peers=times, probed=probed)
+    fastest = variants[str(result.fastest_peer)]
+    sides = ((ours, models.ours), (fastest, models.peer))
+    peak, peer_peak = (peak_memory(step, device, release=model.zero_grad) for step, model in sides)
+    return replace(result, memory=(peak, peer_peak))
+
+
+def rows_of(size: Size, vocabulary: int, canvas_length: int, canvases: int) -> Batch:
+    """Rows of `prompt` tokens and whole canvases; every other row has the signal, t is spread evenly."""
+    draw = torch.Generator().manual_seed(1)
+    width = size.prompt + canvases * canvas_length
+    tokens_BS = torch.randint(3, vocabulary, (size.rows, width), generator=draw).tolist()
+    rows = []
+    for b, tokens in enumerate(tokens_BS):
+        of_row = []
+        for c in range(canvases):
+            start = size.prompt + c * canvas_length
+            clean = tokens[start : start + canvas_length]
+            t = (b + 0.5) / size.rows
+            of_row.append(Canvas(clean, start, t=t, coin=b % 2 == 0, address=(0, b, c)))
+        rows.append(CleanRow(tokens, of_row, sample_id=b))
+    return lay_out(rows, canvas_length, pad_id=0)
+
+
+def _optimiser_step(
+    model: torch.nn.Module,
+    losses: Callable[[], tuple[Tensor, Tensor]],
+    precision: contextlib.AbstractContextManager,
+    update: torch.optim.Optimizer | None,
+) -> Callable[[], tuple[float, float]]:
+    """A call that clears the gradients, computes the losses and gradients, and updates; returns the losses."""
+
+    def run() -> tuple[float, float]:
+        model.zero_grad(set_to_none=True)
+        with precision:
+            canvas, ar = losses()
+        (canvas + ar).backward()
+        if update is not None:
+            update.step()
+        return float(canvas.detach()), float(ar.detach())
+
+    return run
+
+
+def _agreement(models: Pair, ours: tuple[float, float], theirs: tuple[float, float]) -> Agreement:
+    """fp32: relative errors of the losses, of all gradients as one vector, and of the worst tensor's."""
+    total, worst = _gradient_error(_our_gradients(models), models.peer)
+    return Agreement(
+        {
+            "losses": (_loss_error(ours, theirs), LOSS_BOUND),
+            "gradients": (total, GRADIENT_BOUND),
+            "worst tensor": (worst, TENSOR_BOUND),
+        }
+    )
+
+
+def _half_agreement(
+    models: Pair,
+    reference: DiffusionGemmaForBlockDiffusion,
+    ours: tuple[float, float],
+    theirs: tuple[float, float],
+    truth: tuple[float, float],
+) -> Agreement:
+    """bf16: our errors against the peer in fp32 may not exceed the errors that the peer's own bf16 makes."""
+    total, _ = _gradient_error(_our_gradients(models), reference)
+    their_total, _ = _gradient_error(_peer_gradients(models), reference)
+    loss_bound = max(PEER_SLACK * _loss_error(theirs, truth), 0.01)
+    return Agreement(
+        {
+            "losses to fp32": (_loss_error(ours, truth), loss_bound),
+            "gradients to fp32": (total, PEER_SLACK * their_total),
+        }
+    )
+
+
+def _our_gradients(models: Pair) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in models.ours.named_parameters():
+        yield name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _peer_gradients(models: Pair) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in models.ours.named_parameters():
+        grad = models.peer_parameter(name).grad
+        yield name, torch.zeros_like(parameter) if grad is None else grad
+
+
+def _gradient_error(
+    gradients: Iterator[tuple[str, Tensor]], reference: DiffusionGemmaForBlockDiffusion
+) -> tuple[float, float]:
+    """Relative 2-norm error against the reference's gradients: of all together, and of the worst tensor."""
+    squared_error = squared_norm = worst = 0.0
+    for name, gradient in gradients:
+        truth = reference.get_parameter(to_hub(name)).grad
+        truth = torch.zeros_like(gradient) if truth is None else truth
+        error, norm = float((gradient.float() - truth.float()).norm()), float(truth.float().norm())
+        squared_error, squared_norm = squared_error + error**2, squared_norm + norm**2
+        worst = max(worst, error / norm if norm else math.inf if error else 0.0)
+    return math.sqrt(squared_error / squared_norm), worst
+
+
+def _loss_error(values: tuple[float, float], truth: tuple[float, float]) -> float:
+    return max(abs(value / true - 1) for value, true in zip(values, truth, strict=True))
