@@ -71,7 +71,7 @@ def words(
 ) -> Tensor:
     """What the other draws are made of: 32-bit words as int64 [*, n], addressed as in `uniform`.
 
-    Word i is word i % 4 of Philox at counter (i // 4, *index).
+    Word i is word i % 4 of Philox at counter (i // 4, *index). Raises ValueError for an index of more than three.
     """
     if len(index) > 3:
         raise ValueError(f"an address has at most three index entries, got {len(index)}")
@@ -103,7 +103,7 @@ def to_uniform(words: Tensor) -> Tensor:
 
 
 def to_integers(words: Tensor, high: int) -> Tensor:
-    """32-bit words as int64 in [0, high): word * high / 2^32, rounded down."""
+    """32-bit words as int64 in [0, high): word * high / 2^32, rounded down; ValueError unless 0 < high <= 2^31."""
     if not 0 < high <= 1 << 31:
         raise ValueError(f"high must be in 1..2^31, got {high}")
     return (words * high).bitwise_right_shift_(32)

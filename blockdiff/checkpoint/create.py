@@ -53,7 +53,10 @@ def presets() -> list[str]:
 
 
 def preset_config(preset: str | Path) -> DiffusionGemmaConfig:
-    """The config of a preset, by name or by file: a config.json with only what differs from the defaults."""
+    """The config of a preset, by name or by file: a config.json with only what differs from the defaults.
+
+    Raises CheckpointError for one that is not there or not valid.
+    """
     file = Path(preset)
     if file.suffix != ".json":
         file = _preset_directory() / f"{preset}.json"

@@ -73,7 +73,10 @@ class Carried:
 
 
 def find(path_or_hub_id: str | Path) -> Path:
-    """The directory of a checkpoint: the path itself, or the local copy of a Hub repository."""
+    """The directory of a checkpoint: the path itself, or the local copy of a Hub repository.
+
+    Raises CheckpointError where there is neither.
+    """
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         return path
@@ -94,7 +97,7 @@ def find(path_or_hub_id: str | Path) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`."""
+    """The JSON object in `file`; CheckpointError when there is none."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -107,7 +110,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def config_from(data: Mapping[str, Any], origin: str | Path) -> DiffusionGemmaConfig:
-    """A config from the content of a config.json (both forms of the global-head fields) or of a preset."""
+    """A config from the content of a config.json (both forms of the global-head fields) or of a preset.
+
+    Raises CheckpointError, naming `origin`, for another model type or values that cannot be.
+    """
     model_type = data.get("model_type")
     if model_type != DiffusionGemmaConfig.model_type:
         expected = DiffusionGemmaConfig.model_type
@@ -124,7 +130,10 @@ def config_from(data: Mapping[str, Any], origin: str | Path) -> DiffusionGemmaCo
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """Every tensor of a checkpoint by its Hub name; reads headers only."""
+    """Every tensor of a checkpoint by its Hub name; reads headers only.
+
+    Raises CheckpointError for files that are missing, cut short or not safetensors.
+    """
     if (directory / WEIGHTS).exists():
         return _header(directory / WEIGHTS)
     if not (directory / INDEX).exists():
@@ -146,7 +155,10 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 
 
 def read_tensors(stored: Mapping[str, Stored], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors as stored, on the CPU, file by file and one at a time; each is a view of its file."""
+    """The named tensors as stored, on the CPU, file by file and one at a time; each is a view of its file.
+
+    Raises CheckpointError for one that cannot be read.
+    """
     wanted: dict[Path, list[str]] = {}
     for name in names:
         wanted.setdefault(stored[name].file, []).append(name)

@@ -93,7 +93,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype, table: Stored | None = None) -> torch.dtype:
-    """The dtype that a name stands for; "auto" is that of the stored embedding table."""
+    """The dtype that a name stands for ("auto": that of the stored embedding table); CheckpointError if none."""
     if dtype == "auto" and table is not None:
         if table.dtype not in DTYPES:
             raise CheckpointError(f"{table.file}: the table is stored as {table.dtype}; name a dtype")

@@ -40,7 +40,10 @@ def to_row(puzzle: Grid, solution: Grid) -> dict[str, str]:
 
 
 def is_solved(prompt: str, text: str) -> bool:
-    """Whether `text` is exactly a solved grid that keeps every given of the puzzle in `prompt`."""
+    """Whether `text` is exactly a solved grid that keeps every given of the puzzle in `prompt`.
+
+    Raises DataError for a prompt that is no puzzle.
+    """
     cells = prompt.strip().removesuffix("=")
     size = {16: 4, 81: 9}.get(len(cells))
     if size is None:
@@ -208,7 +211,7 @@ class Split:
 
 
 def deal_classes(counts: Mapping[str, int], seed: int) -> dict[str, list[int]]:
-    """Deal the 12 classes of 4x4 grids out to the splits by size, at least two to each."""
+    """Deal the 12 classes of 4x4 grids out to the splits by size, at least two to each; DataError for too many."""
     total = len(classes4())
     if len(counts) * MIN_CLASSES > total:
         raise DataError(

@@ -13,7 +13,10 @@ from blockdiff.seeding import Stream, integers, uniform
 
 
 class Schedule(Protocol):
-    """alpha(t): the probability that a token is kept at time t in [0, 1]; alpha(0) = 1, alpha(1) = 0."""
+    """alpha(t): the probability that a token is kept at time t in [0, 1]; alpha(0) = 1, alpha(1) = 0.
+
+    Both verbs are elementwise: float [*] in, float [*] out.
+    """
 
     def alpha(self, t: Tensor) -> Tensor:
         """The probability that a token is kept."""

@@ -47,7 +47,10 @@ NATIVE = Kernels(
 
 
 def resolve(kernels: str | Kernels = "auto") -> Kernels:
-    """The kernels for a choice: "torch" (native), "triton" (refused where an op has none), "auto" (best there is)."""
+    """The kernels for a choice: "torch" (native), "triton" (refused where an op has none), "auto" (best there is).
+
+    Raises BlockdiffError for a choice that cannot be had.
+    """
     if isinstance(kernels, Kernels):
         return kernels
     if kernels == "triton":

@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def default_frequencies(head_dim: int, theta: float) -> Tensor:
-    """`theta^(-2i/d)` for i < d/2, fp32."""
+    """`theta^(-2i/d)` for i < d/2, fp32 [d/2]."""
     return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
 
 
 def proportional_frequencies(head_dim: int, theta: float, partial: float) -> Tensor:
-    """The first `int(partial * d // 2)` frequencies of the full head (its d in the exponent), then zeros; fp32."""
+    """The first `int(partial * d // 2)` frequencies of the full head (d in the exponent), then zeros; fp32 [d/2]."""
     rotated = int(partial * head_dim // 2)
     frequencies = default_frequencies(head_dim, theta)
     frequencies[rotated:] = 0.0

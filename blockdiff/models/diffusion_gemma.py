@@ -109,10 +109,12 @@ class DiffusionGemma(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return self.vocabulary.table.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
         return self.vocabulary.table.dtype
 
     def router_parameters(self) -> list[nn.Parameter]:

@@ -35,7 +35,7 @@ class Parallel:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of a small tensor over all ranks, on this rank's device."""
+        """The sum of a small tensor [*] over all ranks, [*] on this rank's device."""
         values = values.to(self.device, non_blocking=True)
         if self.world > 1:
             dist.all_reduce(values)

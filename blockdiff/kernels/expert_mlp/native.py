@@ -132,6 +132,7 @@ def expert_mlp(
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
 ) -> Tensor:
+    """The public op (see `ExpertMLP` for shapes)."""
     if activation != "gelu_tanh":
         raise NotImplementedError(f"expert_mlp: activation {activation!r}; gelu_tanh is what there is")
     if torch.is_autocast_enabled(x_ND.device.type):  # products into given buffers are not cast by autocast

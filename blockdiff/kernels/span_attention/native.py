@@ -24,6 +24,7 @@ def span_attention(
     scale: float,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    """The public op (see `SpanAttention` for shapes)."""
     B, T, h, _ = q_BThd.shape
     prefix_tokens = 0
     k, v = own_k, own_v

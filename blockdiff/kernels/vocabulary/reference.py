@@ -8,17 +8,21 @@ from torch import Tensor
 
 
 def logits(hidden_ND: Tensor, table_VD: Tensor, softcap: float | None) -> Tensor:
+    """`softcap * tanh(h E^T / softcap)`, [N, V]."""
     z = hidden_ND @ table_VD.T
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
 def linear_cross_entropy(hidden_ND: Tensor, table_VD: Tensor, target_N: Tensor, softcap: float | None) -> Tensor:
+    """-log softmax(z)[target], nats [N]."""
     return F.cross_entropy(logits(hidden_ND, table_VD, softcap), target_N, reduction="none")
 
 
 def soft_embedding(hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    """softmax(z / T) E, [N, D]."""
     return (logits(hidden_ND, table_VD, softcap) / temperature).softmax(-1) @ table_VD
 
 
 def entropy(hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    """The entropy of softmax(z / T), nats [N]."""
     return torch.distributions.Categorical(logits=logits(hidden_ND, table_VD, softcap) / temperature).entropy()
