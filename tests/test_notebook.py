@@ -45,9 +45,7 @@ def test_the_notebook_runs_and_its_model_learns(tmp_path: Path, monkeypatch: pyt
             cell.outputs = []
     kernel = AsyncKernelManager(kernel_spec_manager=ThisPython())
     # Generous: the time limit is there for a kernel that hangs.
-    NotebookClient(
-        notebook, timeout=400, km=kernel, resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    NotebookClient(notebook, timeout=400, km=kernel, resources={"metadata": {"path": str(tmp_path)}}).execute()
     pictures = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
     assert len(pictures) == 4
     printed = "".join(output.get("text", "") for output in outputs(notebook))
