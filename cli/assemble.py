@@ -100,8 +100,7 @@ def data(recipe: Recipe, base: Basis) -> Data:
     heldout_statistics = None
     if recipe.data.heldout is not None:
         heldout, heldout_statistics = encoder.encode(read_rows(recipe.data.heldout))
-    if base.tokenizer.chat_template is None and any(row.messages for row in rows):
-        # The model learns this format, so the tokenizer saved beside it has to write it.
+    if any(row.messages for row in rows):  # the model learns this format: the tokenizer saved beside it writes it
         base.tokenizer.chat_template = encoder.template
     objective = recipe.objective
     collator = Collator(
@@ -112,6 +111,7 @@ def data(recipe: Recipe, base: Basis) -> Data:
         time=TIMES[objective.time](objective.eps),
         canvases=recipe.data.canvases,
         coin_probability=objective.coin,
+        scores_ar=objective.ar_weight > 0,
     )
     plan = Plan(len(train), recipe.train.batch_size, recipe.seed)
     return Data(train, statistics, heldout, heldout_statistics, collator, plan)

@@ -189,3 +189,15 @@ def test_slots_are_dealt_out_evenly_and_completely():
 def test_fewer_rows_than_ranks_are_refused():
     with pytest.raises(DataError, match=r"batch_size 2 is less than 3 processes; raise train.batch_size"):
         micro_batches(EXAMPLES, Plan(20, 2, 0), collator(), 1, rank=0, world=3)
+
+
+def test_without_an_ar_loss_rows_end_where_the_last_canvas_starts():
+    from dataclasses import replace
+
+    whole = collator()(EXAMPLES, epoch=0, step=1, slots=range(20), total_slots=20)
+    cut_off = replace(collator(), scores_ar=False)(EXAMPLES, epoch=0, step=1, slots=range(20), total_slots=20)
+    assert cut_off.ar_count() == 0 < whole.ar_count()
+    assert cut_off.tokens_BS.shape[1] == int(cut_off.start_BC.max()) < whole.tokens_BS.shape[1]
+    for b, start in enumerate(whole.start_BC.amax(1).tolist()):
+        assert torch.equal(cut_off.tokens_BS[b, :start], whole.tokens_BS[b, :start])
+    assert torch.equal(cut_off.canvas_BCL, whole.canvas_BCL) and torch.equal(cut_off.t_BC, whole.t_BC)

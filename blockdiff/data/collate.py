@@ -7,7 +7,7 @@ micro-batch or a restart.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -27,7 +27,8 @@ class Collator:
     """Makes a `Batch` of examples: chooses canvases, draws noise levels and coins, lays everything out.
 
     `canvases` of each example are run (all where it has fewer), filled up with `eos_id`; `coin_probability`
-    is the chance that a canvas gets the self-conditioning signal.
+    is the chance that a canvas gets the self-conditioning signal. Without `scores_ar` (an AR weight of 0) no pair of
+    the clean row is scored, and columns that no canvas sees are left out.
     """
 
     canvas_length: int
@@ -37,6 +38,7 @@ class Collator:
     time: TimeDraw
     canvases: int | Literal["all"] = 1
     coin_probability: float = 0.5
+    scores_ar: bool = True
 
     def __call__(
         self,
@@ -76,10 +78,17 @@ class Collator:
             address = (epochs[row], example.sample_id, canvas)
             canvases_of[row].append(Canvas(tokens, start, t=t, coin=coin, address=address))
         rows = [
-            CleanRow(example.tokens, canvases, example.sample_id)
+            CleanRow(self._seen(example, canvases), canvases, example.sample_id)
             for example, canvases in zip(examples, canvases_of, strict=True)
         ]
-        return lay_out(rows, self.canvas_length, self.pad_id)
+        batch = lay_out(rows, self.canvas_length, self.pad_id)
+        if not self.scores_ar:
+            batch = replace(batch, is_ar_scored_BS=torch.zeros_like(batch.is_ar_scored_BS))
+        return batch
+
+    def _seen(self, example: Example, canvases: Sequence[Canvas]) -> Sequence[int]:
+        """The clean tokens that a loss or a canvas reads."""
+        return example.tokens if self.scores_ar else example.tokens[: max(canvas.start for canvas in canvases)]
 
     def _choose(self, examples: Sequence[Example], epochs: list[int], counts: list[int]) -> list[list[int]]:
         """For each example the canvases to run, in order: those with the smallest of one key per canvas."""
