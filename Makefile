@@ -42,14 +42,13 @@ lint: $(INSTALLED) ## ruff
 	$(PY) -m ruff check .
 
 types: $(INSTALLED) ## mypy
-	$(PY) -m mypy blockdiff cli
+	$(PY) -m mypy blockdiff cli benchmarks
 
 gpu: ## GPU tests and all benchmarks, from the checkout: needs torch, triton, transformers, safetensors, pytest
-	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu tests
-	PYTHONPATH=. $(PYTHON) -m benchmarks
+	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu tests; tested=$$?; PYTHONPATH=. $(PYTHON) -m benchmarks $(BENCHMARK_ARGS) && exit $$tested
 
-benchmarks: $(INSTALLED) ## the benchmarks on this machine
-	$(PY) -m benchmarks
+benchmarks: $(INSTALLED) ## the benchmarks on this machine (BENCHMARK_ARGS="--only denoise" for some of them)
+	$(PY) -m benchmarks $(BENCHMARK_ARGS)
 
 clean: ## remove what was built and trained, and the environment
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache data runs

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from benchmarks import denoise_step, machine, models, training_step
 from benchmarks.result import Result, table
+from benchmarks.settings import Settings
 
 SUITES = {"training": training_step.run, "denoise": denoise_step.run}
 RESULTS = Path(__file__).parent / "results"
@@ -27,6 +28,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernels", default="auto", help="our kernels: auto, torch or triton")
     parser.add_argument(
+        "--compiled-peer", action="store_true", help="also try transformers' compiled generate (always on a GPU)"
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         help="FILE.json; default: results/DEVICE-DATE.json for a complete run, else none",
@@ -40,32 +44,35 @@ def main(words: list[str] | None = None) -> int:
         parser.error(f"no size {unknown[0]!r}; there are: {', '.join(known)}" if unknown else "--repeats: at least 1")
     logging.set_verbosity_error()
 
-    record = machine.describe(device)
-    results: list[Result] = []
-    for suite in options.only or SUITES:
-        results += SUITES[suite]([known[name] for name in chosen], options.repeats, device, options.kernels, _progress)
-    text = f"{_heading(record, options.repeats)}\n\n{table(results)}\n"
-    print(text)
-
+    compiled_peer = options.compiled_peer or device.type == "cuda"
+    settings = Settings(device, options.repeats, options.kernels, compiled_peer)
     output = options.output
     if output is None and options.only is None and options.sizes is None:
         RESULTS.mkdir(exist_ok=True)
         output = RESULTS / f"{machine.slug(device)}-{datetime.date.today().isoformat()}.json"
+    record = machine.describe(device)
+    results: list[Result] = []
+
+    def done(result: Result) -> None:
+        """Keep what there is after every line: a rented machine can end first."""
+        results.append(result)
+        speedup = f"{result.speedup[0]:.2f}x" if result.speedup else f"DISAGREES: {result.agreement}"
+        print(f"{result.suite}, {result.size}, {result.case}: {speedup}", file=sys.stderr, flush=True)
+        if output is not None:
+            lines = [line.to_record() for line in results]
+            contents = {"machine": record, "repeats": settings.repeats, "results": lines}
+            output.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+            output.with_suffix(".md").write_text(report(), encoding="utf-8")
+
+    def report() -> str:
+        return f"{_heading(record, settings.repeats)}\n\n{table(results)}\n"
+
+    for suite in options.only or SUITES:
+        SUITES[suite]([known[name] for name in chosen], settings, done)
+    print(report())
     if output is not None:
-        contents = {
-            "machine": record,
-            "repeats": options.repeats,
-            "results": [r.to_record() for r in results],
-        }
-        output.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-        output.with_suffix(".md").write_text(text, encoding="utf-8")
         print(f"written: {output} and {output.with_suffix('.md').name}", file=sys.stderr)
     return 0 if all(result.agreement.is_met for result in results) else 1
-
-
-def _progress(result: Result) -> None:
-    speedup = f"{result.speedup[0]:.2f}x" if result.speedup else f"DISAGREES: {result.agreement}"
-    print(f"{result.suite}, {result.size}, {result.case}: {speedup}", file=sys.stderr, flush=True)
 
 
 def _heading(record: dict, repeats: int) -> str:

@@ -17,7 +17,8 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from benchmarks import peer
 from benchmarks.models import Pair, Size, in_fp32, pair
-from benchmarks.result import Agreement, Result
+from benchmarks.result import Agreement, Result, half_precision_bound
+from benchmarks.settings import Settings
 from benchmarks.timing import Stopwatch, contenders, interleaved, once, peak_memory
 from blockdiff.sampling.generation import Generation
 from blockdiff.sampling.request import Request
@@ -28,29 +29,24 @@ SUITE = "denoising step"
 BATCHES = (1, 8)
 CONFIDENCE = 1e-12  # mean entropies, in nats, stay above this
 LOGIT_BOUND = 1e-4
-PEER_SLACK = 1.5
 
 
-def run(
-    sizes: list[Size], repeats: int, device: torch.device, kernels: str, done: Callable[[Result], object]
-) -> list[Result]:
-    """Every batch size of every size; `done` hears of each line as it is finished."""
-    results = []
+def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
+    """Every batch size of every size; `done` gets each line as it is finished."""
     for size in sizes:
-        for dtype in (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,):
+        for dtype in (torch.bfloat16, torch.float32) if settings.device.type == "cuda" else (torch.float32,):
             if size.name == "released" and dtype == torch.float32:
                 continue
-            models = pair(size, device, dtype, kernels=kernels)
+            models = pair(size, settings.device, dtype, kernels=settings.kernels)
             for rows in BATCHES:
-                results.append(measure(models, size, rows, repeats, device))
-                done(results[-1])
-    return results
+                done(measure(models, size, rows, settings))
 
 
 @torch.no_grad()
-def measure(models: Pair, size: Size, rows: int, repeats: int, device: torch.device) -> Result:
+def measure(models: Pair, size: Size, rows: int, settings: Settings) -> Result:
     """One line: compare the logits of two steps, then time in turns, then trace the memory."""
     models.ours.eval(), models.peer.eval()
+    device = settings.device
     draw = torch.Generator().manual_seed(2)
     ours = models.ours
     tokens_BS = torch.randint(3, ours.vocab_size, (rows, size.prompt), generator=draw).to(device)
@@ -78,8 +74,8 @@ def measure(models: Pair, size: Size, rows: int, repeats: int, device: torch.dev
         fewer, more = once(of(few), device), once(of(many), device)
         return lambda: (more() - fewer()) / (many - few)
 
-    # On a GPU transformers' fastest way is its static cache, for which it compiles the step.
-    caches = ("dynamic", "static") if device.type == "cuda" else ("dynamic",)
+    # With a static cache transformers compiles its step, which takes minutes.
+    caches = ("dynamic", "static") if settings.compiled_peer else ("dynamic",)
     variants = {
         f"{experts}, {cache} cache": per_step(lambda n, e=experts, c=cache: generate_peer(n, e, c))  # type: ignore[misc]
         for experts in peer.EXPERTS
@@ -88,7 +84,7 @@ def measure(models: Pair, size: Size, rows: int, repeats: int, device: torch.dev
     }
     probed = contenders(variants)
     stopwatches = {"ours": per_step(generate)} | {name: variants[name] for name in probed}
-    times = interleaved(stopwatches, repeats, warmup=1)
+    times = interleaved(stopwatches, settings.repeats, warmup=1)
     our_times = times.pop("ours")
     result = replace(result, ours=our_times, peers=times, probed=probed)
     experts, cache = str(result.fastest_peer).removesuffix(" cache").split(", ")
@@ -106,7 +102,7 @@ def _agreement(models: Pair, tokens_BS: Tensor, canvas_BL: Tensor) -> Agreement:
     truth = _peer_logits(in_fp32(models.peer), tokens_BS, canvas_BL)
     return Agreement(
         {
-            f"{name} to fp32": (_error(a, c), PEER_SLACK * _error(b, c))
+            f"{name} to fp32": (_error(a, c), half_precision_bound(_error(b, c)))
             for name, a, b, c in zip(names, ours, theirs, truth, strict=True)
         }
     )

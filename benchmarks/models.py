@@ -104,6 +104,9 @@ def pair(
     with torch.device(device):
         peer = DiffusionGemmaForBlockDiffusion(config)
     peer.set_attn_implementation("sdpa")
+    for module in (peer.model.decoder.embed_tokens, peer.model.encoder.get_input_embeddings()):
+        # transformers gives pad no gradient as an input, not even where it is noise; we do. Both alike, to compare.
+        module.padding_idx = None
     _draw(peer, torch.Generator(device).manual_seed(seed))
     _cast(peer, dtype)
     with torch.device("meta"):

@@ -8,6 +8,14 @@ from typing import Any
 
 from benchmarks.timing import Times, quartiles
 
+TIMES = ("ours ms", "transformers ms", "speed-up", "peak MiB")
+COLUMNS = ("what", "size", "case", *TIMES, "transformers' variant", "errors")
+
+
+def half_precision_bound(peer_error: float) -> float:
+    """How far from fp32 our bf16 may be: twice what the peer's is (single experts flip), and never half the value."""
+    return min(2 * peer_error, 0.5)
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -75,21 +83,11 @@ class Result:
 
 def table(results: Sequence[Result]) -> str:
     """The results as a Markdown table; a line that disagrees shows its errors instead of times."""
-    head = [
-        "what",
-        "size",
-        "case",
-        "ours ms",
-        "transformers ms",
-        "speed-up",
-        "peak MiB",
-        "peer's variant",
-        "errors",
-    ]
-    rows = [head, ["---"] * len(head), *(_cells(result) for result in results)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    rows[1] = ["-" * width for width in widths]
-    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows)
+    rows = [list(COLUMNS), *(_cells(result) for result in results)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    rows.insert(1, ["-" * width for width in widths])
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
 
 
 def _cells(result: Result) -> list[str]:

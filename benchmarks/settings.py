@@ -1,0 +1,17 @@
+"""What a run of the benchmarks is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Settings:
+    """repeats: of every timing; kernels: ours; compiled_peer: try the generate that transformers compiles, too."""
+
+    device: torch.device
+    repeats: int = 9
+    kernels: str = "auto"
+    compiled_peer: bool = False
