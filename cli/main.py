@@ -77,7 +77,7 @@ app.command(
     "eval", epilog="Example: blockdiff eval runs/a/model --task sudoku --data data/sudoku4/test.jsonl"
 )(evaluate)
 app.add_typer(data, name="data")
-app.command(epilog="Example: blockdiff init quickstart fresh-model")(init)
+app.command(epilog="Example: blockdiff init sudoku4 fresh-model")(init)
 app.command(epilog="Examples: blockdiff inspect runs/a/model; blockdiff inspect recipes/quickstart.yaml")(
     inspect
 )
