@@ -22,7 +22,7 @@ def evaluate(
     steps: Annotated[int | None, typer.Option(min=1, help="Most denoising steps per canvas.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows that run together.")] = 100,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32 or bfloat16.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16, float16 or float64.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, triton or torch.")] = "auto",
 ) -> None:

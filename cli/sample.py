@@ -35,7 +35,7 @@ def sample(
     trace: Annotated[Path | None, typer.Option(help="How it filled in: FILE.html, .jsonl or .png.")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Show canvases as they are finished.")] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 32,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32 or bfloat16.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16, float16 or float64.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, triton or torch.")] = "auto",
 ) -> None:
