@@ -19,7 +19,7 @@ from benchmarks import peer
 from benchmarks.models import Pair, Size, in_fp32, pair
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
-from benchmarks.timing import Stopwatch, contenders, interleaved, once, peak_memory
+from benchmarks.timing import Stopwatch, contenders, interleaved, once, peak_memory, probe
 from blockdiff.sampling.generation import Generation
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.request import Result as Answer
@@ -82,8 +82,8 @@ def measure(models: Pair, size: Size, rows: int, settings: Settings) -> Result:
         for cache in caches
         if (experts, cache) != ("eager", "static")  # its loop over experts cannot be compiled whole
     }
-    probed = contenders(variants)
-    stopwatches = {"ours": per_step(generate)} | {name: variants[name] for name in probed}
+    probed = probe(variants)
+    stopwatches = {"ours": per_step(generate)} | {name: variants[name] for name in contenders(probed)}
     times = interleaved(stopwatches, settings.repeats, warmup=1)
     our_times = times.pop("ours")
     result = replace(result, ours=our_times, peers=times, probed=probed)

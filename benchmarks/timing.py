@@ -66,8 +66,8 @@ def interleaved(candidates: Mapping[str, Stopwatch], repeats: int, warmup: int =
     return {name: Times(tuple(values)) for name, values in seconds.items()}
 
 
-def contenders(variants: Mapping[str, Stopwatch], tries: int = 2, margin: float = 1.05) -> dict[str, float]:
-    """The best of a few tries of every variant, fastest first, up to `margin` times the fastest.
+def probe(variants: Mapping[str, Stopwatch], tries: int = 2) -> dict[str, float]:
+    """The best of a few tries of every variant, fastest first.
 
     A variant that raises (not every device and number format has them all) is named on stderr and left out; when
     none is left, the last error is raised.
@@ -81,8 +81,13 @@ def contenders(variants: Mapping[str, Stopwatch], tries: int = 2, margin: float 
             if not best and name == list(variants)[-1]:
                 raise
             print(f"{name}: left out, {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
-    limit = margin * min(best.values())
-    return {name: seconds for name, seconds in sorted(best.items(), key=lambda item: item[1]) if seconds <= limit}
+    return dict(sorted(best.items(), key=lambda item: item[1]))
+
+
+def contenders(probed: Mapping[str, float], margin: float = 1.05) -> list[str]:
+    """The variants worth timing in full: those within `margin` times the fastest."""
+    limit = margin * min(probed.values())
+    return [name for name, seconds in probed.items() if seconds <= limit]
 
 
 def peak_memory(work: Callable[[], object], device: torch.device, release: Callable[[], object] = lambda: None) -> int:

@@ -19,7 +19,7 @@ from benchmarks import peer
 from benchmarks.models import Pair, Size, in_fp32, pair
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
-from benchmarks.timing import contenders, interleaved, once, peak_memory
+from benchmarks.timing import contenders, interleaved, once, peak_memory, probe
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.names import to_hub
 from blockdiff.diffusion.corruption import UniformCorruption
@@ -115,8 +115,8 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
     result = Result(SUITE, size.name, str(case), agreement)
     if not agreement.is_met:
         return result
-    probed = contenders({name: once(work, device) for name, work in variants.items()})
-    work = {"ours": ours} | {name: variants[name] for name in probed}
+    probed = probe({name: once(work, device) for name, work in variants.items()})
+    work = {"ours": ours} | {name: variants[name] for name in contenders(probed)}
     times = interleaved({name: once(step, device) for name, step in work.items()}, settings.repeats)
     our_times = times.pop("ours")
     result = replace(result, ours=our_times, peers=times, probed=probed)
