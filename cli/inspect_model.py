@@ -31,7 +31,6 @@ TRAINS = {
     "layer scalars": "no, buffers",
     "router": "only from scratch",
 }
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,11 @@ if TYPE_CHECKING:
     from blockdiff.sampling.trace import Canvas, Step
 
 
-def watcher(tokenizer: Any, several: bool) -> Watcher:
-    """The view of a run: of one request on stdout, of several on stderr (stdout has their output lines)."""
-    return Watcher(tokenizer, several)
-
-
 class Watcher:
-    """Pass `canvas` and, where `is_live`, `step` to `Sampler.generate`; close it at the end."""
+    """Pass `canvas` and, where `is_live`, `step` to `Sampler.generate`; close it at the end.
+
+    Of one request it shows on stdout, of several on stderr (stdout has their output lines).
+    """
 
     def __init__(self, tokenizer: Any, several: bool):
         self.console = console(stderr=several)

@@ -49,7 +49,7 @@ def sample(
     if trace is not None and trace.suffix not in TRACE_KINDS:
         raise typer.BadParameter(f"{trace} ends in none of {', '.join(TRACE_KINDS)}", param_hint="--trace")
 
-    from blockdiff.cli.live import watcher
+    from blockdiff.cli.live import Watcher
     from blockdiff.cli.loading import load_sampler, make_parent
     from blockdiff.cli.prompts import read_prompts
     from blockdiff.sampling import Recorder, Request, Result
@@ -73,7 +73,7 @@ def sample(
     if trace is not None:
         on_step.append(lambda step: recorder.step(step) if step.id in traced else None)
         on_canvas.append(lambda canvas: recorder.canvas(canvas) if canvas.id in traced else None)
-    view = watcher(sampler.tokenizer, several=prompts is not None) if stream else None
+    view = Watcher(sampler.tokenizer, several=prompts is not None) if stream else None
     if view is not None:
         on_canvas.append(view.canvas)
         if view.is_live:
