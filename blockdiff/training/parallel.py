@@ -79,13 +79,13 @@ class Parallel:
 def from_accelerate(cpu: bool = False) -> Parallel:
     """Join the processes that `accelerate launch` or torchrun started; alone, a world of one.
 
-    Without an accelerator, or with `cpu`, ranks talk through gloo. Raises RunError when processes were
-    started that would not know of each other.
+    Without CUDA, or with `cpu`, they run on the CPU and talk through gloo (MPS has no float64, in which losses are
+    summed). Raises RunError when processes were started that would not know of each other.
     """
     from accelerate import PartialState
 
     asked_for_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    state = PartialState(cpu=cpu or asked_for_cpu or not torch.accelerator.is_available())
+    state = PartialState(cpu=cpu or asked_for_cpu or not torch.cuda.is_available())
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != state.num_processes:
         raise RunError(f"{started} processes started, {state.num_processes} joined; check the launcher")
