@@ -62,7 +62,7 @@ def basis(recipe: Recipe) -> Basis:
     """Tokenizer and config of the model a recipe starts from; reads no weights."""
     path, preset, named = recipe.model.path, recipe.model.preset, recipe.model.tokenizer
     if path is not None:
-        directory = find(path)
+        directory = find(path, with_weights=False)
         config = config_from(read_json(directory / CONFIG), directory / CONFIG)
         tokenizer = load_tokenizer(named or directory)
         file = directory / GENERATION

@@ -72,10 +72,11 @@ class Carried:
         return {file.absolute().parent for file in files}
 
 
-def find(path_or_hub_id: str | Path) -> Path:
+def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
     """The directory of a checkpoint: the path itself, or the local copy of a Hub repository.
 
-    Raises CheckpointError where there is neither.
+    Without weights only the small files beside them are fetched from the Hub. Raises CheckpointError where there is
+    neither.
     """
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
@@ -87,7 +88,7 @@ def find(path_or_hub_id: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = [CONFIG, "*.safetensors", INDEX, *SIDE_FILES]
+        patterns = [CONFIG, *SIDE_FILES, *(("*.safetensors", INDEX) if with_weights else ())]
         return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))
     except (OSError, ValueError, RuntimeError) as error:
         reason = first_line(error)
