@@ -21,6 +21,8 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Any:
     """The tokenizer beside a checkpoint, in a directory of its own, or on the Hub; never runs remote code."""
     from transformers import AutoTokenizer
 
+    from blockdiff.checkpoint.files import first_line
+
     directory = Path(path_or_hub_id)
     try:
         # Without files transformers makes an empty tokenizer of the model's type, which knows no word.
@@ -28,11 +30,8 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Any:
             raise FileNotFoundError(f"none of {', '.join(TOKENIZER_FILES)}")
         return AutoTokenizer.from_pretrained(str(path_or_hub_id))
     except Exception as error:  # transformers raises a dozen kinds for a directory without a tokenizer
-        reason = next(
-            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
         raise DataError(
-            f"{path_or_hub_id}: no tokenizer to be read there ({reason[:200]}); "
+            f"{path_or_hub_id}: no tokenizer to be read there ({first_line(error)[:200]}); "
             "put tokenizer.json beside the weights or name another one"
         ) from error
 
