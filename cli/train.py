@@ -41,6 +41,7 @@ def train(
 
     from blockdiff.cli.loading import quiet
     from blockdiff.training.parallel import from_accelerate
+    from blockdiff.training.state import steps_saved
 
     quiet()
     parallel = from_accelerate()
@@ -48,7 +49,8 @@ def train(
         _train(settled, run, resume, parallel)
     except KeyboardInterrupt:
         if parallel.is_main:
-            print(f"stopped; `--resume --output {where}` goes on from the last checkpoint")
+            reached = max(steps_saved(run), default=0)
+            print(f"stopped; `--resume --output {where}` goes on from step {reached}")
         raise
     finally:
         parallel.close()
@@ -90,7 +92,8 @@ def _train(recipe: Recipe, run: Path, resume: bool, parallel: Any) -> None:
     seconds = 0.0
     if parallel.is_main:
         (run / "recipe.yaml").write_text(recipe.resolved(), encoding="utf-8")
-        seconds = max((record.get("seconds", 0.0) for record in log.cut(start)), default=0.0)
+        kept = log.cut(start if found is not None else -1)  # from the beginning, evaluation at step 0 comes again
+        seconds = max((record.get("seconds", 0.0) for record in kept), default=0.0)
     if found is not None:
         show.line(f"resumed   {found}")
     rank, world = parallel.rank, parallel.world
