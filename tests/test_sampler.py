@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from blockdiff.checkpoint import Carried
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.sampling.draws import STEPS_AHEAD, Draws
 from blockdiff.sampling.generation import Generation
@@ -124,6 +127,15 @@ def test_without_eos_settings_the_tokenizer_decides():
     assert Sampler(scripted(), tokenizer()).generation.eos_ids == (EOS,)
     assert Sampler(scripted(), tokenizer(), Generation(eos_ids=(5,))).generation.eos_ids == (5,)
     assert Sampler(scripted()).generation.eos_ids == ()
+
+
+def test_without_settings_those_beside_the_weights_decide(tmp_path):
+    ours = Generation(max_steps=7, eos_ids=(EOS, 106))
+    (tmp_path / "generation_config.json").write_text(json.dumps(ours.to_dict()))
+    model = scripted()
+    model.carried = Carried(side_files=(tmp_path / "tokenizer.json", tmp_path / "generation_config.json"))
+    assert Sampler(model, tokenizer()).generation == ours
+    assert Sampler(model, tokenizer(), GENERATION).generation == GENERATION
 
 
 def test_messages_go_through_the_chat_template_with_its_generation_prompt():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blockdiff.errors import RequestError
 from blockdiff.sampling.draws import Draws
-from blockdiff.sampling.generation import Generation
+from blockdiff.sampling.generation import FILE, Generation
 from blockdiff.sampling.request import Prompt, Result, Row, as_request, as_row
 from blockdiff.sampling.trace import Canvas, Step, step_records
 
@@ -31,8 +31,9 @@ OnStep = Callable[[Step], object]
 class Sampler:
     """Answers prompts with a model.
 
-    `tokenizer` may be None when every request brings its tokens. Where `generation` names no eos, the
-    tokenizer's is used; with neither, every response runs to its full length.
+    `tokenizer` may be None when every request brings its tokens. Without `generation` the settings are those beside
+    the weights the model was loaded from, else transformers' defaults. Where they name no eos, the tokenizer's is
+    used; with neither, every response runs to its full length.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Sampler:
         generation: Generation | None = None,
     ):
         self.model, self.tokenizer = model, tokenizer
-        self.generation = generation or Generation()
+        self.generation = generation or _settings_of(model)
         if not self.generation.eos_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
             self.generation = replace(self.generation, eos_ids=(tokenizer.eos_token_id,))
 
@@ -199,6 +200,14 @@ class Sampler:
             steps=row.steps,
             tokens_per_forward=kept / sum(row.steps),
         )
+
+
+def _settings_of(model: DiffusionGemma) -> Generation:
+    """What the generation_config.json of the checkpoint that a model came from says."""
+    carried = getattr(model, "carried", None)
+    files = () if carried is None else carried.side_files
+    folder = next((file.parent for file in files if file.name == FILE), None)
+    return Generation() if folder is None else Generation.from_pretrained(folder)
 
 
 def _signed(seed: int) -> int:
