@@ -46,7 +46,9 @@ def enter(run: Path, resume: bool, parallel: Parallel) -> Path | None:
     if not resume and any((run / sign).exists() for sign in SIGNS_OF_A_RUN):
         reached = f"saved up to step {max(saved)}" if saved else "with no checkpoint yet"
         raise RunError(f"{run} already holds a run {reached}; go on with --resume or choose another --output")
-    parallel.barrier()
+    latest = parallel.gather(max(saved, default=0))  # nobody goes on before everybody has looked
+    if len(set(latest)) > 1:
+        raise RunError(f"{run}: processes see checkpoints up to steps {latest}; put it where all of them see the same")
     if parallel.is_main:
         (run / FOLDER).mkdir(parents=True, exist_ok=True)
         for leftover in (run / FOLDER).glob(".step-*"):  # of a save or a removal that was killed
