@@ -16,6 +16,14 @@ from torch import Tensor
 DENSE_FLOPS = 3e7  # dense products up to this size cost less than sorting and one launch per expert
 
 
+def _has_grouped_mm(x_M: Tensor, weights_E: Tensor) -> bool:
+    """Whether torch's grouped product takes these: 16-byte rows, fp32 on a CPU or bf16 anywhere."""
+    if x_M.dtype != torch.bfloat16 and not (x_M.is_cpu and x_M.dtype == torch.float32):
+        return False
+    aligned = 16 // x_M.element_size()
+    return x_M.shape[0] > 0 and all(size % aligned == 0 for size in weights_E.shape[1:])
+
+
 class _Groups:
     """Where each expert's tokens stand after sorting the N * k assignments by expert ("no expert" last)."""
 
@@ -23,43 +31,43 @@ class _Groups:
         flat = expert_index_Nk.reshape(-1)
         self.k = expert_index_Nk.shape[1]
         order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=experts + 1)[:experts].tolist()
-        self.bounds: list[tuple[int, int, int]] = []
-        end = 0
-        for e, count in enumerate(counts):
-            if count:
-                self.bounds.append((e, end, end + count))
-            end += count
-        self.assigned, self.slots = end, flat.numel()
-        self.slot = order[:end]
+        self.ends_E = torch.bincount(flat, minlength=experts + 1)[:experts].cumsum(0).to(torch.int32)
+        self.slots, self.assigned = flat.numel(), int(self.ends_E[-1])
+        self.slot = order[: self.assigned]
         self.token = torch.div(self.slot, self.k, rounding_mode="floor")
-        place = torch.arange(self.slots, device=flat.device).clamp_(max=end)  # `end`: a row that counts for nothing
+        place = torch.arange(self.slots, device=flat.device)
+        if self.assigned < self.slots:
+            place.clamp_(max=self.assigned)  # a row that counts for nothing
         self.place_Nk = torch.empty_like(order).scatter_(0, order, place).view_as(expert_index_Nk)
 
+    def bounds(self) -> list[tuple[int, int, int]]:
+        """(expert, first row, end) of every expert that has tokens."""
+        ends = [0, *self.ends_E.tolist()]
+        return [(e, lo, hi) for e, (lo, hi) in enumerate(zip(ends, ends[1:], strict=False)) if lo < hi]
+
     def product(self, x_M: Tensor, weights_E: Tensor) -> Tensor:
-        """Rows of x times their own expert's matrix [in, out]; one row more than x, which counts for nothing."""
-        out = x_M.new_empty(self.assigned + 1, weights_E.shape[2])
-        for e, lo, hi in self.bounds:
+        """Rows of x times their own expert's matrix [in, out]."""
+        if _has_grouped_mm(x_M, weights_E):
+            return F.grouped_mm(x_M, weights_E, offs=self.ends_E)
+        out = x_M.new_empty(x_M.shape[0], weights_E.shape[2])
+        for e, lo, hi in self.bounds():
             torch.mm(x_M[lo:hi], weights_E[e], out=out[lo:hi])
         return out
 
     def outer(self, left_M: Tensor, right_M: Tensor, like: Tensor) -> Tensor:
         """Per expert left^T right: the gradient of its matrix."""
-        grad = torch.zeros_like(like) if len(self.bounds) < like.shape[0] else torch.empty_like(like)
-        for e, lo, hi in self.bounds:
+        grad = torch.zeros_like(like)
+        for e, lo, hi in self.bounds():
             torch.mm(left_M[lo:hi].t(), right_M[lo:hi], out=grad[e])
         return grad
 
     def combine(self, y_M: Tensor, weight_Nk: Tensor | None) -> Tensor:
         """The (weighted) sum over each token's k assignments, in a fixed order."""
-        if y_M.is_cpu and y_M.dtype == torch.float32 and (weight_Nk is None or weight_Nk.dtype == y_M.dtype):
-            if not self.slots:
-                return y_M[:0]
-            return F.embedding_bag(
-                self.place_Nk, y_M, mode="sum", per_sample_weights=weight_Nk, padding_idx=self.assigned
-            )
         if self.assigned < self.slots:
-            y_M[self.assigned] = 0.0
+            y_M = F.pad(y_M, (0, 0, 0, 1))
+        is_bag = y_M.is_cpu and y_M.dtype == torch.float32 and (weight_Nk is None or weight_Nk.dtype == y_M.dtype)
+        if self.slots and is_bag:
+            return F.embedding_bag(self.place_Nk, y_M, mode="sum", per_sample_weights=weight_Nk)
         y_NkD = y_M.index_select(0, self.place_Nk.reshape(-1)).view(-1, self.k, y_M.shape[1])
         return (y_NkD if weight_Nk is None else y_NkD * weight_Nk[..., None]).sum(1)
 
@@ -75,7 +83,7 @@ class _ExpertMLP(torch.autograd.Function):
         expert_weight_Nk: Tensor,
     ) -> Tensor:
         groups = _Groups(expert_index_Nk, gate_up_EFD.shape[0])
-        h = groups.product(x_ND.index_select(0, groups.token), gate_up_EFD.transpose(1, 2))[: groups.assigned]
+        h = groups.product(x_ND.index_select(0, groups.token), gate_up_EFD.transpose(1, 2))
         gate, up = h.chunk(2, -1)
         activated = F.gelu(gate, approximate="tanh")
         a = activated * up
@@ -95,7 +103,7 @@ class _ExpertMLP(torch.autograd.Function):
             a = activated * up
         grad_y = grad_ND.index_select(0, groups.token)
         weight_M1 = expert_weight_Nk.reshape(-1).index_select(0, groups.slot)[:, None].to(grad_y.dtype)
-        grad_a = groups.product(grad_y, down_EDF)[: groups.assigned]  # before the routing weight
+        grad_a = groups.product(grad_y, down_EDF)  # before the routing weight
         grad_weight = None
         if ctx.needs_input_grad[4]:
             grad_weight = torch.zeros_like(expert_weight_Nk)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_BYTES = 64 << 20  # one fp32 chunk of logits; the cross-entropy holds two or three of them
-CPU_BYTES = 4 << 20  # chunks on a CPU
+CPU_BYTES = 8 << 20  # chunks on a CPU
 
 
 class Stats(NamedTuple):
