@@ -88,6 +88,18 @@ class TrainSection(Section):
     keep: Positive = 2  # how many checkpoints/step-N stay
 
 
+class GenerationSection(Section):
+    """What the trained model's generation_config.json says; null keeps what the model brought, or the default."""
+
+    max_new_tokens: Positive | None = None
+    max_steps: Positive | None = None
+    entropy_bound: Annotated[float, Field(gt=0.0)] | None = None
+    t_min: Amount | None = None
+    t_max: Amount | None = None
+    stability: Count | None = None
+    confidence: Annotated[float, Field(gt=0.0)] | None = None
+
+
 class Recipe(Section):
     """Everything that decides a training run."""
 
@@ -98,6 +110,7 @@ class Recipe(Section):
     objective: ObjectiveSection = ObjectiveSection()
     optim: OptimSection = OptimSection()
     train: TrainSection
+    generation: GenerationSection = GenerationSection()
 
     def resolved(self) -> str:
         """The recipe as YAML text, defaults filled in and paths located; it reads back as an equal recipe."""

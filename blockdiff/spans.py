@@ -38,6 +38,11 @@ class Spans:
         """The spans of some rows only."""
         return Spans(self.bounds_BT4[rows], self.sees_all)
 
+    def shifted(self, first_B: Tensor) -> Spans:
+        """The spans where prefix column 0 stands for row column `first_B`: what lies before it is gone."""
+        shift = torch.stack([first_B, first_B, torch.zeros_like(first_B), torch.zeros_like(first_B)], -1)
+        return Spans((self.bounds_BT4 - shift[:, None]).clamp(min=0).to(torch.int32), self.sees_all)
+
 
 def _stack(prefix_lo: Tensor, prefix_hi: Tensor, own_lo: Tensor, own_hi: Tensor, is_valid: Tensor) -> Tensor:
     bounds = torch.stack(torch.broadcast_tensors(prefix_lo, prefix_hi, own_lo, own_hi), dim=-1)

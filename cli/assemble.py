@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Cosine, Linear, Schedule, StratifiedTime, TimeDraw, UniformTime
 from blockdiff.errors import RecipeError
 from blockdiff.recipe import Recipe
+from blockdiff.sampling.generation import Generation
 from blockdiff.training.objective import Objective
 
 if TYPE_CHECKING:
@@ -124,6 +125,20 @@ def model(recipe: Recipe, base: Basis, device: torch.device | str) -> DiffusionG
         return checkpoint.load(recipe.model.path, dtype=dtype, device=device, kernels=kernels)
     dtype = "float32" if dtype == "auto" else dtype
     return checkpoint.init(base.config, seed=recipe.seed, dtype=dtype, device=device, kernels=kernels)
+
+
+def generation(recipe: Recipe, base: Basis) -> Generation:
+    """What the trained model's generation_config.json will say: the recipe's settings over those it starts from."""
+    if recipe.model.path is not None:
+        start = Generation.from_pretrained(find(recipe.model.path))
+    else:
+        start = Generation.from_dict(checkpoint.default_generation(base.config))
+        start = replace(start, eos_ids=(base.eos_id,))
+    given = {key: value for key, value in recipe.generation.model_dump().items() if value is not None}
+    try:
+        return replace(start, **given)
+    except ValueError as error:
+        raise RecipeError(f"generation: {error}") from None
 
 
 def trains_router(recipe: Recipe) -> bool:

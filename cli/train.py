@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdiff.errors import RecipeError
+from blockdiff.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
     from blockdiff.recipe import Recipe
@@ -68,6 +68,7 @@ def _train(recipe: Recipe, run: Path, resume: bool, parallel: Any) -> None:
 
     show = Progress(recipe.train.steps, is_shown=parallel.is_main)
     base = assemble.basis(recipe)
+    assemble.generation(recipe, base)  # refused now rather than after the training
     data = assemble.data(recipe, base)
     show.line(f"data      {data.statistics}")
     if data.heldout_statistics is not None:
@@ -88,6 +89,8 @@ def _train(recipe: Recipe, run: Path, resume: bool, parallel: Any) -> None:
     optimiser = optim.adamw(objective, o.lr, o.betas, o.eps, o.weight_decay)
     known = assemble.facts(recipe, data)
     start = state.restore(found, model, optimiser, known) if found is not None else 0
+    if start > t.steps:
+        raise RunError(f"{run}: already at step {start}, past train.steps = {t.steps}; raise train.steps to go on")
     log = MetricsLog(run / FILE_NAME)
     seconds = 0.0
     if parallel.is_main:
@@ -147,7 +150,8 @@ def _train(recipe: Recipe, run: Path, resume: bool, parallel: Any) -> None:
             seconds=seconds,
         )
     if parallel.is_main:
-        checkpoint.save(model, run / "model", tokenizer=base.tokenizer, overwrite=True)
+        settings = assemble.generation(recipe, base)
+        checkpoint.save(model, run / "model", tokenizer=base.tokenizer, generation_config=settings, overwrite=True)
         draw_curves(run / FILE_NAME, run / "curves.png", title=run.name)
         took = time.perf_counter() - began
         show.line(

@@ -539,3 +539,17 @@ def test_bfloat16_errs_no_more_than_transformers_does(tmp_path, experts, slack):
     ours_encoder, theirs_encoder, ours_logits, theirs_logits = torch.tensor(errors).mean(0)
     assert ours_encoder <= slack * theirs_encoder
     assert ours_logits <= slack * theirs_logits
+
+
+@pytest.mark.parametrize("lengths", [None, [40, 9, 23]])
+def test_a_sliding_layer_keeps_only_the_keys_that_a_canvas_sees(pair, lengths):
+    _, mine = pair
+    window = mine.windows[0]
+    given = None if lengths is None else torch.tensor(lengths)
+    with torch.no_grad():
+        prefix = mine.encode(tokens(3, 40), given)
+        for _ in range(2):
+            for n, each in enumerate(mine.windows):
+                held = prefix.layer(n)[0].shape[1]
+                assert held == (prefix.columns if each is None else window - 1)
+            prefix = mine.encode(tokens(3, L, seed=3), prefix=prefix)

@@ -123,7 +123,7 @@ def test_without_intervals_a_run_evaluates_and_saves_at_its_end_only():
         "save": lambda step: calls.append(("save", step)),
     }
     run(ToyObjective(), toy_batches([range(4)], 4), steps=3, **settings)
-    assert calls == [("evaluate", 3), ("save", 3)]
+    assert calls == [("save", 3), ("evaluate", 3)]
 
 
 def test_the_batches_a_resumed_run_asks_for_are_those_of_its_steps():

@@ -177,7 +177,7 @@ def test_the_table_of_keys_is_complete_and_its_defaults_true() -> None:
             continue
         value = getattr(getattr(recipe, section), key) if key else getattr(recipe, section)
         if value is None:
-            assert said in ("", "none", "all", "the one beside the weights")
+            assert said in ("", "none", "all", "the one beside the weights", "the model's")
         else:
             told = yaml.safe_load(said)
             assert type(value)(told) == value

@@ -137,12 +137,13 @@ class DiffusionGemma(nn.Module):
             doc_start_BS = torch.where(column < lengths[:, None], 0, -1)
         positions_BS = column.expand(B, S) if past_B is None else past_B[:, None] + column
         spans = {w: encode_spans(doc_start_BS, w, past_B) for w in set(self.windows)}
-        past = None if prefix is None else [prefix.layer(n) for n in range(len(self.layers))]
+        if prefix is None:
+            hidden, kv = self.run_encode(tokens_BS, positions_BS, spans)
+            return Prefix.of(hidden, kv, self.windows, lengths)
+        spans = {window: prefix.seen(each, window) for window, each in spans.items()}
+        past = [prefix.layer(n) for n in range(len(self.layers))]
         hidden, kv = self.run_encode(tokens_BS, positions_BS, spans, past)
-        if prefix is not None:
-            return prefix.extended(hidden, kv, lengths)
-        lengths_B = torch.full((B,), S, device=tokens_BS.device) if lengths is None else lengths.to(torch.int64)
-        return Prefix(hidden, kv, lengths_B, S, S if lengths is None else None)
+        return prefix.extended(hidden, kv, lengths)
 
     def denoise(self, canvas_BL: Tensor, prefix: Prefix, soft_embedding: Tensor | None = None) -> Tensor:
         """Hidden states [B, L, D] of one canvas per row, after the final norm; leaves the prefix as it is.
@@ -155,11 +156,10 @@ class DiffusionGemma(nn.Module):
             start_B1 = prefix.lengths_B[:, None]
             spans: dict[int | None, Spans] = {}
             for window in set(self.windows):
-                spans[window] = denoise_spans(
-                    start_B1, torch.zeros_like(start_B1), torch.full_like(start_B1, L), L, window
-                )
-                fits = prefix.common_length is not None and (window is None or prefix.common_length < window)
-                spans[window].sees_all = fits
+                whole = denoise_spans(start_B1, torch.zeros_like(start_B1), torch.full_like(start_B1, L), L, window)
+                spans[window] = prefix.seen(whole, window)
+                # a sliding layer holds just the keys that a canvas sees
+                spans[window].sees_all = prefix.common_length is not None
             positions_BL = start_B1 + torch.arange(L, device=canvas_BL.device)
             prefix.geometry[L] = spans, self._rope(positions_BL)
         spans, rope = prefix.geometry[L]

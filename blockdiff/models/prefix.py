@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockdiff.spans import Spans
+
 KV = tuple[Tensor, ...]
 
 
@@ -14,40 +16,83 @@ class Prefix:
     """What `encode` returns: every layer's kv of the rows' clean tokens, right-padded.
 
     hidden [B, S, D]: the last call's tokens after the final norm; lengths_B: cached tokens of each row, int64;
-    common_length: their length where the host knows it is the same for all rows, else None.
+    common_length: their length where the host knows it is the same for all rows, else None. A full layer holds all
+    tokens; a sliding layer the last window - 1, so its first column stands for row column `first_B[window]`.
     """
 
-    def __init__(self, hidden: Tensor, kv: list[KV], lengths_B: Tensor, columns: int, common_length: int | None):
-        self.hidden, self.lengths_B = hidden, lengths_B
-        self.columns, self.common_length = columns, common_length
+    def __init__(
+        self,
+        hidden: Tensor,
+        kv: list[KV],
+        windows: tuple[int | None, ...],
+        lengths_B: Tensor,
+        columns: int,
+        common_length: int | None,
+        first_B: dict[int, Tensor],
+    ):
+        self.hidden, self.windows, self.lengths_B = hidden, windows, lengths_B
+        self.columns, self.common_length, self.first_B = columns, common_length, first_B
         self._kv = kv
         self.geometry: dict[int, Any] = {}  # what denoise derives from the lengths, by canvas length
+
+    @classmethod
+    def of(cls, hidden: Tensor, kv: list[KV], windows: tuple[int | None, ...], lengths_B: Tensor | None) -> Prefix:
+        """The prefix of a first call; lengths_B None: every row is full."""
+        B, S = hidden.shape[:2]
+        nothing_B = torch.zeros(B, dtype=torch.int64, device=hidden.device)
+        empty = [tuple(x[:, :0] for x in layer) for layer in kv]
+        first_B = {window: nothing_B for window in windows if window is not None}
+        start = cls(hidden[:, :0], empty, windows, nothing_B, 0, 0, first_B)
+        return start.extended(hidden, kv, lengths_B)
 
     def __len__(self) -> int:
         return self.lengths_B.shape[0]
 
     def layer(self, n: int) -> KV:
         """Layer n's prefix tensors [B, columns, ...], without the spare room."""
+        if self.windows[n] is not None:
+            return self._kv[n]
         return tuple(x[:, : self.columns] for x in self._kv[n])
+
+    def seen(self, spans: Spans, window: int | None) -> Spans:
+        """Spans over row columns as spans over the columns that layers of this window hold."""
+        return spans if window is None else spans.shifted(self.first_B[window])
 
     def select(self, rows: Tensor) -> Prefix:
         """The prefix of some rows (int64 [B'] indices)."""
         kv = [tuple(x[rows] for x in layer) for layer in self._kv]
-        return Prefix(self.hidden[rows], kv, self.lengths_B[rows], self.columns, self.common_length)
+        first_B = {window: first[rows] for window, first in self.first_B.items()}
+        hidden, lengths_B = self.hidden[rows], self.lengths_B[rows]
+        return Prefix(hidden, kv, self.windows, lengths_B, self.columns, self.common_length, first_B)
 
     def extended(self, hidden: Tensor, kv: list[KV], added_B: Tensor | None) -> Prefix:
         """This prefix with a call's kv appended at each row's own length; consumes it (its buffers are reused)."""
         tokens = hidden.shape[1]
-        columns = self.columns + tokens
-        merged = []
-        for old, new in zip(self._kv, kv, strict=True):
-            merged.append(tuple(self._append(a, b, columns) for a, b in zip(old, new, strict=True)))
+        is_common = self.common_length is not None and added_B is None
         lengths_B = self.lengths_B + (tokens if added_B is None else added_B)
-        common = self.common_length + tokens if self.common_length is not None and added_B is None else None
-        return Prefix(hidden, merged, lengths_B, columns if common is None else common, common)
+        columns = self.columns + tokens
+        first_B = {window: (lengths_B - (window - 1)).clamp(min=0) for window in self.first_B}
+        merged: list[KV] = []
+        for n, new in enumerate(kv):
+            window, old = self.windows[n], self._kv[n]
+            self._kv[n] = ()  # a layer's old buffers go as soon as its new ones are there
+            if window is None:
+                merged.append(tuple(self._append(a, b, columns) for a, b in zip(old, new, strict=True)))
+            elif is_common:
+                merged.append(tuple(_last_columns(a, b, window - 1) for a, b in zip(old, new, strict=True)))
+            else:
+                held_B = self.lengths_B - self.first_B[window]
+                source = _sources(held_B, lengths_B - self.lengths_B, old[0].shape[1], tokens, window - 1)
+                rows = torch.arange(len(self), device=source.device)[:, None]
+                merged.append(tuple(torch.cat([a, b], 1)[rows, source] for a, b in zip(old, new, strict=True)))
+        common = self.common_length + tokens if is_common and self.common_length is not None else None
+        return Prefix(hidden, merged, self.windows, lengths_B, columns, common, first_B)
 
     def _append(self, old: Tensor, new: Tensor, columns: int) -> Tensor:
+        """A full layer's tensor with the call's tokens written after each row's own."""
         B, tokens = new.shape[:2]
+        if not old.shape[1]:
+            return new
         carries_gradient = torch.is_grad_enabled() and (old.requires_grad or new.requires_grad)
         if carries_gradient and self.common_length is not None:
             return torch.cat([old[:, : self.common_length], new], 1)
@@ -62,3 +107,20 @@ class Prefix:
         if carries_gradient:
             return old.index_put((rows, places), new)
         return old.index_put_((rows, places), new)
+
+
+def _last_columns(old: Tensor, new: Tensor, limit: int) -> Tensor:
+    """The last `limit` columns of both, in memory of their own."""
+    both = torch.cat([old, new], 1) if old.shape[1] else new
+    return both if both.shape[1] <= limit else both[:, both.shape[1] - limit :].clone()
+
+
+def _sources(held_B: Tensor, added_B: Tensor, old_columns: int, tokens: int, limit: int) -> Tensor:
+    """Where, in [old | new] columns, each row's last `limit` tokens stand: [B, columns], rows of few tokens padded.
+
+    Row b's tokens are old columns [0, held_b) and new ones [old_columns, old_columns + added_b).
+    """
+    columns = torch.arange(min(old_columns + tokens, limit), device=held_B.device)
+    place = (held_B + added_B - limit).clamp(min=0)[:, None] + columns
+    source = torch.where(place < held_B[:, None], place, place - held_B[:, None] + old_columns)
+    return source.clamp(max=old_columns + tokens - 1)

@@ -92,10 +92,10 @@ def train(
             record = {"step": step, **global_losses(sums, counts, options.ar_weight, parallel)}
             report(log, parallel, {**record, "grad_norm": norm, "lr": lr(step), **clock.read()})
         with clock.stopped():
+            if save and options.is_due(step, options.save_every):  # first: an evaluation that fails loses nothing
+                save(step)
             if evaluate and options.is_due(step, options.eval_every):
                 report(log, parallel, {"step": step, **evaluate(step)})
-            if save and options.is_due(step, options.save_every):
-                save(step)
 
 
 def report(log: Callable[[Record], None], parallel: Parallel, record: Record) -> None:
