@@ -38,7 +38,7 @@ class Prefix:
     @classmethod
     def of(cls, hidden: Tensor, kv: list[KV], windows: tuple[int | None, ...], lengths_B: Tensor | None) -> Prefix:
         """The prefix of a first call; lengths_B None: every row is full."""
-        B, S = hidden.shape[:2]
+        B = hidden.shape[0]
         nothing_B = torch.zeros(B, dtype=torch.int64, device=hidden.device)
         empty = [tuple(x[:, :0] for x in layer) for layer in kv]
         first_B = {window: nothing_B for window in windows if window is not None}

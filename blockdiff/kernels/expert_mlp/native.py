@@ -7,6 +7,7 @@ a few launches rather than a few per expert.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class _Groups:
     def bounds(self) -> list[tuple[int, int, int]]:
         """(expert, first row, end) of every expert that has tokens."""
         ends = [0, *self.ends_E.tolist()]
-        return [(e, lo, hi) for e, (lo, hi) in enumerate(zip(ends, ends[1:], strict=False)) if lo < hi]
+        return [(e, lo, hi) for e, (lo, hi) in enumerate(itertools.pairwise(ends)) if lo < hi]
 
     def product(self, x_M: Tensor, weights_E: Tensor) -> Tensor:
         """Rows of x times their own expert's matrix [in, out]."""
