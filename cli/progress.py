@@ -61,7 +61,9 @@ class Progress:
             held = (("canvas", "heldout_canvas_loss"), ("next token", "heldout_ar_loss"))
             words += ["held out:", *(f"{word} {record[key]:.4f}" for word, key in held if key in record)]
         if "canvas_loss" in record:
-            words.append(f"canvas {record['canvas_loss']:.4f}  next token {record['ar_loss']:.4f}")
+            words.append(f"canvas {record['canvas_loss']:.4f}")
+            if record["ar_loss"]:  # 0 where the recipe gives it no weight
+                words.append(f"next token {record['ar_loss']:.4f}")
             words.append(f"grad {record['grad_norm']:.2f}  lr {record['lr']:.1e}")
             words.append(f"{record['tokens_per_second']:,.0f} tokens/s")
             if self.bar is None:
