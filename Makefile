@@ -30,7 +30,7 @@ quickstart: $(INSTALLED) ## make sudoku data, train a small model, evaluate it, 
 	rm -rf $(RUN)
 	$(BLOCKDIFF) data sudoku --size 4 --count 61000 --split train=60000 --split test=1000 --output $(PUZZLES)
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc_per_node 2 -m blockdiff train recipes/quickstart.yaml --output $(RUN)
-	@head -n 1 $(PUZZLES)/test.jsonl > $(RUN)/puzzle.jsonl
+	@sed -n 5p $(PUZZLES)/test.jsonl > $(RUN)/puzzle.jsonl
 	$(BLOCKDIFF) sample $(RUN)/model --prompts $(RUN)/puzzle.jsonl --trace $(RUN)/denoising.html
 	$(BLOCKDIFF) eval $(RUN)/model --task sudoku --data $(PUZZLES)/test.jsonl --output $(RUN)/eval.json
 	@echo "pictures: $(RUN)/curves.png (training) and $(RUN)/denoising.html (one puzzle, step by step)"
