@@ -6,98 +6,23 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from blockdiff.errors import RecipeError
-
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Amount = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-class Section(BaseModel):
-    """One level of a recipe: frozen, and every key is known."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelSection(Section):
-    """Which weights training starts from: a checkpoint (`path`) or random ones (`preset`)."""
-
-    path: str | None = None
-    preset: str | None = None
-    tokenizer: str | None = None  # a directory or hub id; null = the one beside the weights
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    kernels: Literal["auto", "triton", "torch"] = "auto"
-    compile: bool = False
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> ModelSection:
-        if (self.path is None) == (self.preset is None):
-            raise ValueError("give exactly one of model.path (a checkpoint) and model.preset (random)")
-        return self
-
-
-class DataSection(Section):
-    """Which rows, how long, and how many canvases of each example an optimiser step scores."""
-
-    train: str
-    heldout: str | None = None
-    max_length: Positive | None = None  # tokens of the clean row; null = whatever the rows need
-    canvases: Positive | Literal["all"] = 1
-
-
-class ObjectiveSection(Section):
-    """The noise and the losses (docs/objective.md)."""
-
-    schedule: Literal["linear", "cosine"] = "linear"
-    time: Literal["stratified", "uniform"] = "stratified"
-    eps: Annotated[float, Field(ge=0.0, lt=0.5)] = 1e-4
-    coin: Share = 0.5
-    ar_weight: Amount = 1.0
-    router: Literal["auto", "frozen", "trained"] = "auto"  # auto: frozen for model.path, trained for a preset
-
-
-class OptimSection(Section):
-    """AdamW with linear warm-up and a cosine down to `final_lr_ratio * lr`."""
-
-    lr: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.5e-4
-    betas: tuple[Beta, Beta] = (0.95, 0.99)
-    eps: Annotated[float, Field(gt=0.0)] = 1e-8
-    weight_decay: Amount = 1e-4
-    clip: Amount = 1.0  # largest gradient norm; 0 = no clipping
-    warmup_steps: Count = 25
-    final_lr_ratio: Share = 0.1
-
-
-class TrainSection(Section):
-    """How long, how many rows per optimiser step (over all ranks), and when to log, evaluate and save."""
-
-    steps: Positive
-    batch_size: Positive
-    micro_batch_size: Positive | None = None  # rows of one forward on one rank; null = all of them
-    autocast: Literal["bfloat16"] | None = None
-    log_every: Positive = 10
-    eval_every: Count = 0  # 0 = at the end only
-    save_every: Count = 0  # 0 = at the end only
-    keep: Positive = 2  # how many checkpoints/step-N stay
-
-
-class GenerationSection(Section):
-    """What the trained model's generation_config.json says; null keeps what the model brought, or the default."""
-
-    max_new_tokens: Positive | None = None
-    max_steps: Positive | None = None
-    entropy_bound: Annotated[float, Field(gt=0.0)] | None = None
-    t_min: Amount | None = None
-    t_max: Amount | None = None
-    stability: Count | None = None
-    confidence: Annotated[float, Field(gt=0.0)] | None = None
+from blockdiff.sections import (
+    Columns,
+    DataSection,
+    EvaluationSection,
+    GenerationSection,
+    ModelSection,
+    ObjectiveSection,
+    OptimSection,
+    Section,
+    TrainSection,
+)
 
 
 class Recipe(Section):
@@ -110,16 +35,12 @@ class Recipe(Section):
     objective: ObjectiveSection = ObjectiveSection()
     optim: OptimSection = OptimSection()
     train: TrainSection
+    evaluation: EvaluationSection = EvaluationSection()
     generation: GenerationSection = GenerationSection()
 
     def resolved(self) -> str:
         """The recipe as YAML text, defaults filled in and paths located; it reads back as an equal recipe."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-    def differences(self, other: Recipe) -> list[str]:
-        """Key paths whose values differ, in the recipe's order."""
-        mine, theirs = self.model_dump(mode="json"), other.model_dump(mode="json")
-        return [path for path, value in _leaves(mine) if value != _get(theirs, path)]
 
 
 def _keys(section: Any) -> list[str]:
@@ -130,8 +51,18 @@ def _keys(section: Any) -> list[str]:
 KNOWN = {name: _keys(field.annotation) for name, field in Recipe.model_fields.items()}
 PATHS = [f"{name}.{key}" for name, keys in KNOWN.items() if keys for key in keys]
 PATHS += [name for name, keys in KNOWN.items() if not keys]
-# Keys that name a file or directory, and whether it must exist (model and tokenizer may be hub ids).
-FILE_KEYS = {"data.train": True, "data.heldout": True, "model.path": False, "model.tokenizer": False}
+# Keys that name files or directories, and whether they must exist (model and tokenizer may be hub ids, and rows
+# too where a name cannot be a file's).
+FILE_KEYS = {
+    "data.train": True,
+    "data.heldout": True,
+    "evaluation.prompts": True,
+    "model.path": False,
+    "model.tokenizer": False,
+}
+COLUMNS = "data.columns"  # the one key that takes further keys
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|tsv|gz|arrow|txt)$|[*?\[]")
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -156,9 +87,9 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             origins[key] = (origin, directory)
     for key, must_exist in FILE_KEYS.items():
         name = _get(merged, key)
-        if isinstance(name, str):
+        if name is not None:
             origin, directory = origins[key]
-            _put(merged, key, _locate(name, key, origin, directory, must_exist))
+            _put(merged, key, _located(name, key, origin, directory, must_exist))
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
@@ -247,8 +178,19 @@ def _refuse_unknown(tree: dict[str, Any], origin: str) -> None:
             for key, inner in value.items():
                 if key not in keys:
                     _unknown(f"{name}.{key}", origin)
-                if isinstance(inner, dict):
+                if f"{name}.{key}" == COLUMNS:
+                    _refuse_unknown_columns(inner, origin)
+                elif isinstance(inner, dict):
                     raise RecipeError(f"{origin}: {name}.{key}: takes one value, not further keys")
+
+
+def _refuse_unknown_columns(inner: Any, origin: str) -> None:
+    known = ", ".join(Columns.model_fields)
+    if not isinstance(inner, dict):
+        raise RecipeError(f"{origin}: {COLUMNS}: a mapping like {{prompt: question}} ({known}), got {inner!r}")
+    for column in inner:
+        if column not in Columns.model_fields:
+            raise RecipeError(f"{origin}: {COLUMNS}: unknown key {column}; it has {known}")
 
 
 def _unknown(path: str, origin: str) -> None:
@@ -265,13 +207,24 @@ def _unknown(path: str, origin: str) -> None:
     raise RecipeError(f"{origin}: unknown key {path}; {where} has {', '.join(known_keys)}")
 
 
+def _located(named: Any, key: str, origin: str, directory: Path, must_exist: bool) -> Any:
+    """What a file key says, a name or a list of sources, with every name located."""
+    if isinstance(named, list):
+        return [_located(source, key, origin, directory, must_exist) for source in named]
+    if isinstance(named, dict) and isinstance(named.get("path"), str):
+        return {**named, "path": _locate(named["path"], key, origin, directory, must_exist)}
+    return _locate(named, key, origin, directory, must_exist) if isinstance(named, str) else named
+
+
 def _locate(name: str, key: str, origin: str, directory: Path, must_exist: bool) -> str:
     """The absolute path of what a recipe names; a possible hub id comes back unchanged if not found."""
     places = [Path(name).expanduser(), directory / name]
     for place in places:
         if place.exists():
             return str(place.resolve())
-    if not must_exist:
+        if DATA_FILE.search(name) and any(place.parent.glob(place.name)):
+            return str(place.absolute())
+    if not must_exist or (HUB_ID.fullmatch(name) and not DATA_FILE.search(name) and not places[0].parent.is_dir()):
         return name
     tried = " or ".join(dict.fromkeys(str(place.absolute()) for place in places))
     raise RecipeError(f"{origin}: {key}: no file {name!r} (looked for {tried}); correct it or make the data")
@@ -279,6 +232,8 @@ def _locate(name: str, key: str, origin: str, directory: Path, must_exist: bool)
 
 def _one_line(error: ValidationError, origins: Mapping[str, tuple[str, Path]], path: str) -> str:
     first = error.errors()[0]
+    # A value that may be one thing or another fails as each; what got furthest is what was meant.
+    first = max((e for e in error.errors() if e["loc"][:2] == first["loc"][:2]), key=lambda e: len(e["loc"]))
     # Unions and tuples add steps below the key ("data.canvases.int"); the recipe knows keys only.
     words = [str(word) for word in first["loc"]]
     key = ".".join(words[: 2 if words and KNOWN.get(words[0]) else 1])
@@ -289,7 +244,11 @@ def _one_line(error: ValidationError, origins: Mapping[str, tuple[str, Path]], p
         return f"{origin}: {key}: missing; every recipe has to say it"
     value = _get(first["input"], "") if isinstance(first["input"], dict) else first["input"]
     got = "" if value is None and isinstance(first["input"], dict) else f" (got {value!r})"
-    return f"{origin}: {key}: {reason}{got}"
+    numbers = [place for place, word in enumerate(first["loc"]) if isinstance(word, int) and place > 1]
+    inside = ""
+    if numbers and key in FILE_KEYS:  # of one source of a list
+        inside = f" source {first['loc'][numbers[0]] + 1}: {'.'.join(words[numbers[0] + 1 :])}:"
+    return f"{origin}: {key}:{inside} {reason}{got}"
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -268,7 +268,7 @@ def test_a_run_directory_is_complete(workshop: Path) -> None:
 def test_the_recipe_in_a_run_directory_repeats_the_run(workshop: Path, tmp_path: Path) -> None:
     recipe = read_recipe(workshop / "run" / "recipe.yaml")
     assert recipe.output == str(workshop / "run")
-    assert recipe.differences(read_recipe(workshop / "recipe.yaml")) == ["output"]
+    assert recipe.model_copy(update={"output": None}) == read_recipe(workshop / "recipe.yaml")
     works("train", workshop / "run" / "recipe.yaml", "--output", tmp_path / "again")
     losses = [
         [record.get("loss") for record in metrics(folder)]
