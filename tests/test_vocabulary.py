@@ -19,7 +19,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp(min=1e-12))
 
 
-@pytest.mark.parametrize("softcap", [30.0, None])
+@pytest.mark.parametrize("softcap", [30.0, 50.0, None])
 @pytest.mark.parametrize("trains_table", [True, False])
 @pytest.mark.parametrize("N,V,D,scale", [(1, 3, 8, 1.0), (63, 101, 48, 0.3), (257, 1000, 31, 2.0)])
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 1000])
@@ -33,12 +33,94 @@ def test_cross_entropy_and_its_gradients(softcap, trains_table, N, V, D, scale, 
     (truth * weight).sum().backward()
     hidden.requires_grad_()
     table.requires_grad_(trains_table)
-    loss = native.linear_cross_entropy(hidden, table, target, softcap, chunk_bytes)
+    loss = native.linear_cross_entropy(hidden, table, target, softcap, chunk_bytes=chunk_bytes)
     (loss * weight).sum().backward()
     assert relative(loss, truth) < 1e-5
     assert relative(hidden.grad, truth_h.grad) < 1e-5
     if trains_table:
         assert relative(table.grad, truth_t.grad) < 1e-5
+
+
+@pytest.mark.parametrize("softcap", [30.0, 50.0, None])
+@pytest.mark.parametrize("trains_table", [True, False])
+@pytest.mark.parametrize("rows_per_chunk", [7, 1000])
+@pytest.mark.parametrize("scale", [0.3, 2.0])
+def test_the_bonus_on_the_observed_token_and_its_gradients(softcap, trains_table, rows_per_chunk, scale, monkeypatch):
+    N, V, D = 63, 101, 48
+    chunk_bytes = rows_per_chunk * 4 * V
+    monkeypatch.setattr(native, "CPU_BYTES", chunk_bytes)
+    hidden, table, target = case(N, V, D, scale=scale)
+    observed = torch.where(torch.arange(N) % 2 == 0, target, (target * 7 + 3) % V)
+    bonus = torch.linspace(0.0, 30.0, N)
+    weight = torch.rand(N)
+    truth_h, truth_t = hidden.double().requires_grad_(), table.double().requires_grad_()
+    truth = reference.linear_cross_entropy(truth_h, truth_t, target, softcap, observed, bonus)
+    (truth * weight).sum().backward()
+    hidden.requires_grad_()
+    table.requires_grad_(trains_table)
+    loss = native.linear_cross_entropy(hidden, table, target, softcap, observed, bonus, chunk_bytes=chunk_bytes)
+    (loss * weight).sum().backward()
+    assert relative(loss, truth) < 1e-5
+    assert relative(hidden.grad, truth_h.grad) < 1e-5
+    if trains_table:
+        assert relative(table.grad, truth_t.grad) < 1e-5
+    assert (loss - truth).abs().max() < 2e-5  # also of rows predicted with near certainty
+
+
+@pytest.mark.parametrize("softcap", [30.0, 50.0])
+def test_the_bonus_of_logits_at_the_cap_stays_finite_and_exact(softcap):
+    hidden, table, target = case(64, 50, 16, scale=1e4)
+    observed, bonus = (target + torch.arange(64) % 3) % 50, torch.linspace(0.0, 30.0, 64)
+    truth = reference.linear_cross_entropy(hidden.double(), table.double(), target, softcap, observed, bonus)
+    hidden.requires_grad_()
+    table.requires_grad_()
+    loss = native.linear_cross_entropy(hidden, table, target, softcap, observed, bonus)
+    loss.sum().backward()
+    assert (loss - truth).abs().max() < 1e-4
+    assert hidden.grad.isfinite().all() and table.grad.isfinite().all()
+
+
+def test_a_bonus_of_zero_changes_no_bit():
+    hidden, table, target = case(63, 101, 48)
+    without = native.linear_cross_entropy(hidden, table, target, 30.0)
+    observed = torch.randint(0, 101, (63,))
+    assert torch.equal(native.linear_cross_entropy(hidden, table, target, 30.0, observed, torch.zeros(63)), without)
+
+
+@pytest.mark.parametrize("with_bonus", [True, False])
+def test_ignored_rows_have_no_loss_and_no_gradient_whatever_they_hold(with_bonus):
+    N, V, D = 63, 101, 48
+    hidden, table, target = case(N, V, D)
+    is_ignored = torch.arange(N) % 3 == 1
+    observed, bonus = (target * 5 % V, torch.linspace(0.0, 30.0, N)) if with_bonus else (None, None)
+    truth_h, truth_t = hidden.double().requires_grad_(), table.double().requires_grad_()
+    truth = reference.linear_cross_entropy(truth_h, truth_t, target, 30.0, observed, bonus, is_ignored)
+    truth.sum().backward()
+    hidden[is_ignored], target[is_ignored] = torch.nan, -100
+    hidden.requires_grad_()
+    table.requires_grad_()
+    loss = native.linear_cross_entropy(hidden, table, target, 30.0, observed, bonus, is_ignored)
+    loss.sum().backward()
+    assert (loss[is_ignored] == 0).all() and (hidden.grad[is_ignored] == 0).all()
+    assert relative(loss, truth) < 1e-5
+    assert relative(hidden.grad, truth_h.grad) < 1e-5
+    assert relative(table.grad, truth_t.grad) < 1e-5
+
+
+@pytest.mark.parametrize("softcap", [30.0, 50.0, None])
+@pytest.mark.parametrize("with_bonus", [True, False])
+def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(softcap, with_bonus, monkeypatch):
+    N, V, D = 63, 101, 48
+    monkeypatch.setattr(native, "CPU_BYTES", 7 * 4 * V)
+    hidden, table, target = case(N, V, D)
+    observed, bonus = (target * 5 % V, torch.linspace(0.0, 30.0, N)) if with_bonus else (None, None)
+    loss, argmax = native.token_scores(hidden.requires_grad_(), table, target, softcap, observed, bonus)
+    assert not loss.requires_grad
+    assert relative(loss, native.linear_cross_entropy(hidden, table, target, softcap, observed, bonus)) < 1e-6
+    z = reference.logits(hidden, table, softcap).detach()
+    if observed is not None:
+        z[torch.arange(N), observed] += bonus
+    assert torch.equal(argmax, z.argmax(-1))
 
 
 def test_cross_entropy_at_the_cap_stays_finite():

@@ -15,7 +15,13 @@ from blockdiff.kernels.expert_mlp.native import expert_mlp
 from blockdiff.kernels.norm_rope.native import add_rms_norm, norm_rope, rms_norms
 from blockdiff.kernels.span_attention import SpanAttention
 from blockdiff.kernels.span_attention.native import span_attention
-from blockdiff.kernels.vocabulary.native import linear_cross_entropy, logits, soft_embedding, token_stats
+from blockdiff.kernels.vocabulary.native import (
+    linear_cross_entropy,
+    logits,
+    soft_embedding,
+    token_scores,
+    token_stats,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Kernels:
     linear_cross_entropy: Callable[..., torch.Tensor]
     soft_embedding: Callable[..., torch.Tensor]
     token_stats: Callable[..., Any]
+    token_scores: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 NATIVE = Kernels(
@@ -43,6 +50,7 @@ NATIVE = Kernels(
     linear_cross_entropy=linear_cross_entropy,
     soft_embedding=soft_embedding,
     token_stats=token_stats,
+    token_scores=token_scores,
 )
 
 

@@ -31,9 +31,28 @@ class Vocabulary(nn.Module):
         """Soft-capped logits, fp32 [..., V]: a convenience for few tokens."""
         return self.kernels.logits(hidden, self.table, self.softcap)
 
-    def cross_entropy(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
-        """Cross-entropy of every token in nats, fp32 [N]."""
-        return self.kernels.linear_cross_entropy(hidden_ND, self.table, targets_N, self.softcap)
+    def cross_entropy(
+        self,
+        hidden_ND: Tensor,
+        targets_N: Tensor,
+        observed_N: Tensor | None = None,
+        bonus_N: Tensor | None = None,
+        is_ignored_N: Tensor | None = None,
+    ) -> Tensor:
+        """Cross-entropy of every token in nats, fp32 [N]; 0, without gradients, where ignored.
+
+        observed_N: int64 tokens whose soft-capped logit gets bonus_N (fp32, 0 to 40) before the softmax. A model that
+        predicts each token from the others alone learns with bonus log(1 + alpha V / (1 - alpha)) on the noisy token.
+        """
+        return self.kernels.linear_cross_entropy(
+            hidden_ND, self.table, targets_N, self.softcap, observed_N, bonus_N, is_ignored_N
+        )
+
+    def scores(
+        self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None = None, bonus_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What `cross_entropy` gives, fp32 [N], and the argmax of the same logits, int64 [N]; no gradients."""
+        return self.kernels.token_scores(hidden_ND, self.table, targets_N, self.softcap, observed_N, bonus_N)
 
     def soft_embedding(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
         """`softmax(z / T) E sqrt(D)` [..., D] of the logits z of hidden states [..., D].

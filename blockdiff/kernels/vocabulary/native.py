@@ -47,12 +47,16 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, table_VD: Tensor, target_N: Tensor, softcap: float | None, chunk_bytes: int
+        ctx: Any,
+        hidden_ND: Tensor,
+        table_VD: Tensor,
+        target_N: Tensor,
+        softcap: float | None,
+        observed_N: Tensor | None,
+        bonus_N: Tensor | None,
+        chunk_bytes: int,
     ) -> Tensor:
-        hidden, table = hidden_ND, table_VD
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, table = hidden.to(dtype), table.to(dtype)
+        hidden, table = _autocast(hidden_ND, table_VD)
         N, V = hidden.shape[0], table.shape[0]
         wants_hidden, wants_table = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden and not wants_table else None
@@ -62,7 +66,12 @@ class _CrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(hidden, V, chunk_bytes):
                 loss_N[rows], total_N[rows], grad = _cross_entropy_chunk(
-                    hidden[rows], table, target_N[rows], softcap, grad_hidden is not None or kept is not None
+                    hidden[rows],
+                    table,
+                    target_N[rows],
+                    softcap,
+                    _rows_of(observed_N, bonus_N, rows),
+                    grad_hidden is not None or kept is not None,
                 )
                 if grad_hidden is not None:
                     torch.mm(grad.to(table.dtype), table, out=grad_hidden[rows]).div_(total_N[rows, None])
@@ -72,7 +81,7 @@ class _CrossEntropy(torch.autograd.Function):
         if grad_hidden is not None:
             ctx.save_for_backward(grad_hidden)
         elif wants_table:
-            ctx.save_for_backward(hidden, table, target_N, total_N, kept)
+            ctx.save_for_backward(hidden, table, target_N, total_N, kept, observed_N, bonus_N)
         return loss_N
 
     @staticmethod
@@ -80,8 +89,8 @@ class _CrossEntropy(torch.autograd.Function):
         wants_hidden, wants_table = ctx.needs_input_grad[:2]
         if not wants_table:
             (grad_hidden,) = ctx.saved_tensors
-            return (grad_hidden * grad_loss_N[:, None]).to(ctx.dtypes[0]), None, None, None, None
-        hidden, table, target_N, total_N, kept = ctx.saved_tensors
+            return (grad_hidden * grad_loss_N[:, None]).to(ctx.dtypes[0]), *[None] * 6
+        hidden, table, target_N, total_N, kept, observed_N, bonus_N = ctx.saved_tensors
         factor_N1 = (grad_loss_N / total_N)[:, None]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_table = torch.zeros_like(table, dtype=torch.promote_types(table.dtype, torch.float32))
@@ -89,7 +98,8 @@ class _CrossEntropy(torch.autograd.Function):
         whole = [slice(0, hidden.shape[0])]
         for rows in _chunks(hidden, table.shape[0], ctx.chunk_bytes) if kept is None else whole:
             if kept is None:
-                *_, grad = _cross_entropy_chunk(hidden[rows], table, target_N[rows], ctx.softcap, True)
+                favoured = _rows_of(observed_N, bonus_N, rows)
+                *_, grad = _cross_entropy_chunk(hidden[rows], table, target_N[rows], ctx.softcap, favoured, True)
                 grad = grad.to(table.dtype)
             else:
                 grad = kept
@@ -100,45 +110,111 @@ class _CrossEntropy(torch.autograd.Function):
             else:
                 grad_table.add_(grad.t() @ weighted[rows])
         grad_hidden = None if grad_hidden is None else grad_hidden.to(ctx.dtypes[0])
-        return grad_hidden, grad_table.to(ctx.dtypes[1]), None, None, None
+        return grad_hidden, grad_table.to(ctx.dtypes[1]), *[None] * 5
+
+
+def _autocast(hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the dtype that autocast, where it is on, computes products in: cast once, not per chunk."""
+    if not torch.is_autocast_enabled(hidden.device.type):
+        return hidden, table
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    return hidden.to(dtype), table.to(dtype)
+
+
+def _rows_of(observed_N: Tensor | None, bonus_N: Tensor | None, rows: slice) -> tuple[Tensor, Tensor] | None:
+    return None if observed_N is None or bonus_N is None else (observed_N[rows], bonus_N[rows])
 
 
 def _cross_entropy_chunk(
-    hidden: Tensor, table: Tensor, target: Tensor, softcap: float | None, with_gradient: bool
+    hidden: Tensor,
+    table: Tensor,
+    target: Tensor,
+    softcap: float | None,
+    favoured: tuple[Tensor, Tensor] | None,
+    with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, normaliser and (with gradient) G = total * dloss/dz of a chunk, fp32, in two buffers of logits.
 
-    Capped logits lie in [-cap, cap], so for caps up to 40 exp needs no maximum taken off (e^40 * V < 1e24).
+    Capped logits lie in [-cap, cap], so for caps up to 40 exp needs no maximum taken off (e^40 * V < 1e24). A bonus b
+    multiplies the exponential of the observed token by e^b: two numbers per row change, and no sweep is added.
     """
     z = F.linear(hidden, table).float()
     row = torch.arange(z.shape[0], device=z.device)
-    if softcap is None or softcap > 40:
-        if softcap is not None:
-            raise NotImplementedError(f"cross-entropy with a soft-cap of {softcap}: caps up to 40 are supported")
-        observed = z[row, target]
+    t = None if softcap is None else z.div_(softcap).tanh_()
+    if t is None or softcap is None or softcap > 40:
+        z = z if t is None else t * softcap
+        if favoured is not None:
+            z[row, favoured[0]] += favoured[1]
+        of_target = z[row, target]
         peak = z.amax(-1, keepdim=True)
         e = z.sub_(peak).exp_()
         total = e.sum(-1)
-        loss = total.log() + peak.squeeze(-1) - observed
-        if with_gradient:
-            e[row, target] -= total
-        return loss, total, e
-    t = z.div_(softcap).tanh_()
-    observed = t[row, target] * softcap
-    e = (t * softcap).exp_()
-    total = e.sum(-1)
-    loss = total.log() - observed
+        loss = total.log() + peak.squeeze(-1) - of_target
+    else:
+        of_target = t[row, target] * softcap
+        e = (t * softcap).exp_()
+        total = e.sum(-1)
+        if favoured is not None:
+            observed, bonus = favoured
+            more = e[row, observed] * bonus.expm1()
+            e[row, observed] += more
+            total += more
+            of_target += bonus * (observed == target)
+        loss = total.log() - of_target
     if with_gradient:
         e[row, target] -= total
-        e.mul_(torch.addcmul(torch.ones((), device=t.device), t, t, value=-1.0, out=t))  # tanh' = 1 - tanh^2
+        if t is not None:
+            e.mul_(torch.addcmul(torch.ones((), device=t.device), t, t, value=-1.0, out=t))  # tanh' = 1 - tanh^2
     return loss, total, e
 
 
 def linear_cross_entropy(
-    hidden_ND: Tensor, table_VD: Tensor, target_N: Tensor, softcap: float | None, chunk_bytes: int = CHUNK_BYTES
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    target_N: Tensor,
+    softcap: float | None,
+    observed_N: Tensor | None = None,
+    bonus_N: Tensor | None = None,
+    is_ignored_N: Tensor | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """Cross-entropy of every token, fp32 [N], holding one chunk of logits whatever N."""
-    return _CrossEntropy.apply(hidden_ND, table_VD, target_N, softcap, chunk_bytes)
+    """Cross-entropy of every token, fp32 [N], holding one chunk of logits whatever N.
+
+    bonus_N (fp32, 0 to 40) is added to the soft-capped logit of token observed_N (int64) before the softmax; both or
+    neither. Rows where is_ignored_N have loss 0 and no gradient, whatever they and their targets hold.
+    """
+    if is_ignored_N is None:
+        return _CrossEntropy.apply(hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, chunk_bytes)
+    kept = (~is_ignored_N).nonzero().squeeze(-1)
+    observed, bonus = (None if x is None else x[kept] for x in (observed_N, bonus_N))
+    loss = _CrossEntropy.apply(hidden_ND[kept], table_VD, target_N[kept], softcap, observed, bonus, chunk_bytes)
+    return loss.new_zeros(hidden_ND.shape[0]).index_copy(0, kept, loss)
+
+
+@torch.no_grad()
+def token_scores(
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    target_N: Tensor,
+    softcap: float | None,
+    observed_N: Tensor | None = None,
+    bonus_N: Tensor | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy fp32 [N] and argmax int64 [N] of the same logits (the bonus included), without gradients."""
+    hidden, table = _autocast(hidden_ND, table_VD)
+    loss_N = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    argmax_N = torch.empty_like(target_N)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for rows in _chunks(hidden, table.shape[0], chunk_bytes):
+            z = logits(hidden[rows], table, softcap)
+            favoured = _rows_of(observed_N, bonus_N, rows)
+            if favoured is not None:
+                z[torch.arange(z.shape[0], device=z.device), favoured[0]] += favoured[1]
+            peak, argmax_N[rows] = z.max(-1)
+            of_target = z.gather(-1, target_N[rows, None]).squeeze(-1) - peak
+            loss_N[rows] = z.sub_(peak[:, None]).exp_().sum(-1).log() - of_target
+    return loss_N, argmax_N
 
 
 class _SoftEmbedding(torch.autograd.Function):
