@@ -31,7 +31,10 @@ FLOORS = {
 }
 # What a bare GPU machine imports, and all it may import beside the standard library when it does.
 LIGHT = {name for name, floor in FLOORS.items() if floor < 5} - {"data"} | {"sampling"}
-LIGHT_TRAINING = ("training", "training.objective", "training.losses", "training.optim")
+LIGHT_TRAINING = (
+    *("training", "training.objective", "training.losses", "training.optim"),
+    *("training.lr", "training.eight_bit", "training.freeze", "training.ema", "training.activations"),
+)
 THERE = {"blockdiff", "torch", "triton", "transformers", "safetensors", "tokenizers"}
 
 

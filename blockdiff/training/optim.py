@@ -1,32 +1,20 @@
-"""AdamW and its parameter groups, the learning rate as a function of the step, the gradient norm."""
+"""The optimiser and its parameter groups, the gradient norm and clipping. Schedules are in `lr`."""
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from blockdiff.errors import RunError
+from blockdiff.training.eight_bit import adamw_8bit
+from blockdiff.training.lr import WarmupCosine as WarmupCosine  # where it was before there were others
+
 EMBEDDING_TABLE = "vocabulary.table"
-
-
-@dataclass(frozen=True)
-class WarmupCosine:
-    """A line up to `peak` at `warmup_steps`, then half a cosine down to `final_ratio * peak` at `steps`."""
-
-    peak: float
-    steps: int
-    warmup_steps: int = 0
-    final_ratio: float = 0.1
-
-    def lr(self, step: int) -> float:
-        """The learning rate of optimiser step `step`, counted from 1; constant after the last one."""
-        if step < self.warmup_steps:
-            return self.peak * step / self.warmup_steps
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
-        return self.peak * (self.final_ratio + (1 - self.final_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
+_LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -39,13 +27,63 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.dim() > 1 and not name.endswith(EMBEDDING_TABLE)
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups for an optimiser: decayed and not decayed; empty ones are left out."""
-    named = trainable(module)
-    decayed = [parameter for name, parameter in named.items() if decays(name, parameter)]
-    free = [parameter for name, parameter in named.items() if not decays(name, parameter)]
-    groups = [(decayed, weight_decay), (free, 0.0)]
-    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+def lr_scale(name: str, layers: int, layer_decay: float) -> float:
+    """What a parameter's learning rate is multiplied by in a model of so many layers.
+
+    Layer n, counted from 0: `layer_decay ** (layers - 1 - n)`, so the last layer keeps the full rate. The table
+    stands below the first layer: `layer_decay ** layers`. The final norm and self-conditioning: 1 (arXiv 1801.06146
+    section 3.2 with one rate per layer, in the form of arXiv 2003.10555).
+    """
+    if name.endswith(EMBEDDING_TABLE):
+        return float(layer_decay**layers)
+    layer = _LAYER.search(name)
+    return float(layer_decay ** (layers - 1 - int(layer[1]))) if layer else 1.0
+
+
+def parameter_groups(module: nn.Module, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
+    """An optimiser's groups of trainable parameters, by decay and by `lr_scale`, which `set_lr` multiplies with.
+
+    Without layer decay these are two: decayed and not decayed. Empty ones are left out.
+    """
+    numbers = [int(layer[1]) for name, _ in module.named_parameters() if (layer := _LAYER.search(name))]
+    layers = max(numbers, default=-1) + 1
+    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    for name, parameter in trainable(module).items():
+        scale, is_decayed = lr_scale(name, layers, layer_decay), decays(name, parameter)
+        empty = {"params": [], "weight_decay": weight_decay if is_decayed else 0.0, "lr_scale": scale}
+        groups.setdefault((scale, is_decayed), empty)["params"].append(parameter)
+    return [groups[key] for key in sorted(groups, reverse=True)]
+
+
+def build(
+    module: nn.Module,
+    *,
+    name: str = "adamw",
+    lr: float,
+    betas: tuple[float, float] = (0.95, 0.99),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    layer_decay: float = 1.0,
+) -> torch.optim.Optimizer:
+    """The optimiser over what trains in `module`: "adamw", or "adamw_8bit" from a library that is installed.
+
+    AdamW (arXiv 1711.05101) runs in one fused kernel where torch has it (CPU and CUDA). Decay leaves norms, scales
+    and the embedding table alone; `layer_decay` < 1 lowers the rate of earlier layers (see `lr_scale`).
+    Raises RunError when nothing trains, or no library has the 8-bit one.
+    """
+    groups = parameter_groups(module, weight_decay, layer_decay)
+    if not groups:
+        raise RunError("no parameter trains; look at optim.freeze")
+    if name == "adamw_8bit":
+        optimiser = adamw_8bit(groups, lr, betas, eps)
+    elif name == "adamw":
+        devices = {parameter.device.type for group in groups for parameter in group["params"]}
+        fused = devices <= {"cpu", "cuda"}
+        optimiser = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused or None)
+    else:
+        raise RunError(f"optim.name: there is no optimiser {name!r}; choose adamw or adamw_8bit")
+    set_lr(optimiser, lr)
+    return optimiser
 
 
 def adamw(
@@ -54,19 +92,19 @@ def adamw(
     betas: tuple[float, float] = (0.95, 0.99),
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
-) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, in one fused kernel where torch has it (CPU and CUDA)."""
-    devices = {parameter.device.type for parameter in trainable(module).values()}
-    fused = devices <= {"cpu", "cuda"}
-    return torch.optim.AdamW(
-        parameter_groups(module, weight_decay), lr=lr, betas=betas, eps=eps, fused=fused or None
-    )
+) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters: `build` without a choice."""
+    return build(module, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def set_lr(optimiser: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group of the optimiser this learning rate."""
+    """Give every group of the optimiser this learning rate times its `lr_scale` (1 where it has none)."""
     for group in optimiser.param_groups:
-        group["lr"] = lr
+        rate = lr * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], Tensor):  # a compiled step reads it without being compiled again
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -1,0 +1,71 @@
+"""What trains and what stands still: freezing by pattern, and the table that shows it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+
+from blockdiff.errors import RunError
+
+_LAYER = re.compile(r"(?<![^.])layers\.\d+\.")
+
+
+class Trains(NamedTuple):
+    """One row of the table: a part of the model, its tensors, and how many parameters train and stand still."""
+
+    part: str
+    tensors: int
+    trained: int
+    frozen: int
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> dict[str, int]:
+    """Take the parameters whose names match (`*`, `?`, `[ab]`) out of training; returns parameters by pattern.
+
+    Call it after the objective was made, which decides about the routers. Raises RunError for a pattern that
+    matches nothing, naming close ones, and when nothing would be left to train.
+    """
+    named = dict(module.named_parameters())
+    counts: dict[str, int] = {}
+    for pattern in patterns:
+        matching = [name for name in named if fnmatchcase(name, pattern)]
+        if not matching:
+            raise RunError(f"optim.freeze: {pattern!r} matches no parameter{_close(pattern, list(named))}")
+        counts[pattern] = sum(named[name].numel() for name in matching)
+    frozen = {name for name in named if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    if not any(parameter.requires_grad and name not in frozen for name, parameter in named.items()):
+        raise RunError(f"optim.freeze: {', '.join(patterns)} leave nothing to train; freeze less")
+    for name in frozen:
+        named[name].requires_grad_(False)
+    return counts
+
+
+def trains_table(module: nn.Module) -> list[Trains]:
+    """The parameters of a module by part, in its order: layers are added up, their norms are one part."""
+    sums: dict[str, list[int]] = {}
+    for name, parameter in module.named_parameters():
+        row = sums.setdefault(part_of(name), [0, 0, 0])
+        row[0] += 1
+        row[1 if parameter.requires_grad else 2] += parameter.numel()
+    return [Trains(part, *row) for part, row in sums.items()]
+
+
+def part_of(name: str) -> str:
+    """The part a parameter belongs to, by its name: `layers.3.mlp.up.weight` -> "layers: mlp"."""
+    layer = _LAYER.search(name)
+    if layer is None:
+        return name.removeprefix("model.").partition(".")[0]
+    module = name[layer.end() :].partition(".")[0]
+    return "layers: norms" if module.endswith("norm") else f"layers: {module}"
+
+
+def _close(pattern: str, names: list[str]) -> str:
+    """What may have been meant: names of one kind look alike, so layers are written as `*` and shown once."""
+    kinds = list(dict.fromkeys(_LAYER.sub("layers.*.", name) for name in names))
+    close = get_close_matches(pattern, kinds, n=3, cutoff=0.4)
+    return f"; close are {', '.join(close)}" if close else f"; names look like {', '.join(kinds[:3])}"
