@@ -8,25 +8,27 @@ from typing import Annotated
 
 import typer
 
-TASKS = ("sudoku",)
+from blockdiff.evals import TASKS
+from blockdiff.evals import task as find_task
 
 
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory or a hub id.")],
-    task: Annotated[str, typer.Option(help="The task: sudoku.")],
+    task: Annotated[str, typer.Option(help=f"What is right: {', '.join(TASKS)}.")],
     data: Annotated[Path, typer.Option(help="Rows of the task, such as data/sudoku4/test.jsonl.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="JSON to write the numbers to.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON to write the numbers to.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Most denoising steps per canvas.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a response (default: what the task's responses need).")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows that run together.")] = 100,
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16, float16 or float64.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, triton or torch.")] = "auto",
 ) -> None:
-    """Solve a task's rows: accuracy and denoising steps per canvas together.
+    """Answer a task's rows: accuracy and denoising steps per canvas together.
 
     Both, because a fine-tune can win one and lose the other.
     """
@@ -34,13 +36,17 @@ def evaluate(
         raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}", param_hint="--task")
     from blockdiff.cli.loading import load_sampler, make_parent
     from blockdiff.data.rows import read_rows
-    from blockdiff.evals import sudoku
+    from blockdiff.evals import run
 
     rows = read_rows(data)[:limit]
+    kind = find_task(task)
+    run.ask(rows, kind)  # refused now rather than after the weights are read
     make_parent(output)
     sampler = load_sampler(model, dtype, device, kernels)
     most = steps or sampler.generation.max_steps
-    numbers = sudoku.evaluate(sampler, rows, batch_size=batch_size, seed=seed, max_steps=steps)
+    numbers = run.evaluate(
+        sampler, rows, kind, batch_size=batch_size, seed=seed, max_steps=steps, max_new_tokens=max_new_tokens
+    )
     if output is not None:
         settings = {"model": model, "data": str(data), "max_steps": most}
         output.write_text(json.dumps({**settings, **numbers}, indent=1) + "\n", encoding="utf-8")
@@ -48,6 +54,6 @@ def evaluate(
     print(f"solved            {numbers['solved']} of {numbers['count']} ({numbers['solved_share']:.1%})")
     print(f"steps per canvas  {numbers['steps_per_canvas']:.2f} (at most {most})")
     print(f"tokens per step   {numbers['tokens_per_forward']:.2f}")
-    print(f"time              {numbers['seconds']:.1f} s, {per_second:.1f} puzzles/s, {batch_size} at a time")
+    print(f"time              {numbers['seconds']:.1f} s, {per_second:.1f} rows/s, {batch_size} at a time")
     if numbers["errors"]:
         print(f"not answered      {numbers['errors']}")

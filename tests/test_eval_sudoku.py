@@ -1,4 +1,4 @@
-"""The sudoku evaluation counts exact solutions and what they cost."""
+"""The sudoku task: exact solutions count, and rows of another task are refused."""
 
 from __future__ import annotations
 
@@ -10,34 +10,15 @@ from blockdiff.data.rows import Row
 from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
-from blockdiff.evals.sudoku import evaluate
-from blockdiff.sampling.request import Result
+from blockdiff.evals import task
+from blockdiff.evals.run import evaluate
+from tests.scripted_sampler import ScriptedSampler
+
+SUDOKU = task("sudoku")
 
 
-class Scripted:
-    """Stands in for a sampler: answers with prepared texts and step counts, and keeps what it was asked."""
-
-    def __init__(self, answers):
-        self.tokenizer = character_tokenizer(alphabet(4))
-        self.answers = answers
-        self.asked = None
-
-    def generate(self, prompts, seed, max_new_tokens, max_steps, batch_size, on_canvas):
-        self.asked = {
-            "prompts": prompts,
-            "seed": seed,
-            "max_new_tokens": max_new_tokens,
-            "max_steps": max_steps,
-            "batch_size": batch_size,
-        }
-        results = []
-        for place, (text, steps) in enumerate(self.answers):
-            if text is None:
-                results.append(Result(place, "", [], "error", [], error="no"))
-                continue
-            tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], 1]
-            results.append(Result(place, text, tokens, "eos", steps))
-        return results
+def scripted(answers):
+    return ScriptedSampler(character_tokenizer(alphabet(4)), answers)
 
 
 @pytest.fixture
@@ -48,35 +29,50 @@ def rows():
 
 def test_only_exact_solutions_count(rows):
     right = [row.response for row in rows]
-    sampler = Scripted([(right[0], [3]), (right[0], [2, 5]), (right[2][:-1], [4]), (None, [])])
-    report = evaluate(sampler, rows, batch_size=7, seed=11, max_steps=9)
+    sampler = scripted([(right[0], [3]), (right[0], [2, 5]), (right[2][:-1], [4]), (None, [])])
+    report = evaluate(sampler, rows, SUDOKU, batch_size=7, seed=11, max_steps=9)
     assert [record["is_solved"] for record in report["records"]] == [True, False, False, False]
     assert (report["count"], report["solved"], report["solved_share"], report["errors"]) == (4, 1, 0.25, 1)
     assert report["steps_per_canvas"] == (3 + 2 + 5 + 4) / 4
     assert report["tokens_per_forward"] == (17 + 17 + 16) / 14
     assert report["seconds"] >= 0
+    assert [request.prompt for request in sampler.requests] == [row.prompt for row in rows]
     assert sampler.asked == {
-        "prompts": [row.prompt for row in rows],
         "seed": 11,
-        "max_new_tokens": 17,
+        "max_new_tokens": 17,  # the longest solution and its eos
         "max_steps": 9,
         "batch_size": 7,
+        "on_canvas": None,
     }
 
 
 def test_every_puzzle_has_a_record_and_the_report_is_json(rows):
-    report = evaluate(Scripted([(row.response, [2]) for row in rows]), rows)
-    assert report["solved_share"] == 1.0
+    report = evaluate(scripted([(row.response, [2]) for row in rows]), rows, SUDOKU)
+    assert (report["task"], report["solved_share"]) == ("sudoku", 1.0)
     first = json.loads(json.dumps(report))["records"][0]
     assert first == {
         "id": 0,
         "prompt": rows[0].prompt,
+        "reference": rows[0].response,
         "text": rows[0].response,
         "is_solved": True,
         "givens": sum(cell.isdigit() for cell in rows[0].prompt),
         "steps": [2],
+        "length": 17,
         "finish_reason": "eos",
     }
+
+
+def test_a_puzzle_asked_in_a_conversation_is_the_last_message(rows):
+    puzzle, solution = rows[0].prompt, rows[0].response
+    messages = (
+        {"role": "system", "content": "Solve it."},
+        {"role": "user", "content": puzzle},
+        {"role": "assistant", "content": solution},
+    )
+    report = evaluate(scripted([(solution, [2])]), [Row("f:1", messages=messages)], SUDOKU)
+    assert report["solved"] == 1
+    assert report["records"][0]["prompt"] == list(messages[:2])
 
 
 @pytest.mark.parametrize(
@@ -84,14 +80,12 @@ def test_every_puzzle_has_a_record_and_the_report_is_json(rows):
     [
         Row("f.jsonl:3", prompt="2+2=", response="4"),
         Row("f.jsonl:3", prompt="." * 16 + "=", response="1234" * 4),
-        Row("f.jsonl:3", messages=({"role": "assistant", "content": "1"},)),
+        Row(
+            "f.jsonl:3",
+            messages=({"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}),
+        ),
     ],
 )
 def test_rows_of_another_task_are_refused(rows, row):
     with pytest.raises(DataError, match=r"f.jsonl:3: not a sudoku"):
-        evaluate(Scripted([]), [*rows, row])
-
-
-def test_nothing_to_evaluate_is_refused():
-    with pytest.raises(DataError, match="no puzzles"):
-        evaluate(Scripted([]), [])
+        evaluate(scripted([]), [*rows, row], SUDOKU)

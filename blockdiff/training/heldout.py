@@ -1,14 +1,118 @@
-"""The held-out losses: the objective over fixed batches, whose addressed draws are the same every time."""
+"""The held-out losses and accuracies: over all of it, and by noise level.
+
+The draws of held-out batches are addressed by example and never change, so two evaluations differ by the weights only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blockdiff.canvas import Batch
+from blockdiff.training.evaluating import evaluating
+from blockdiff.training.metrics import Record
 from blockdiff.training.parallel import Parallel, autocast
+
+if TYPE_CHECKING:
+    from blockdiff.training.objective import Evaluation, Objective
+
+PARTS = ("kept", "corrupted")  # by is_corrupted as an index
+MEASURES = ("loss", "accuracy", "loss_no_signal", "accuracy_no_signal")
+
+
+def heldout(
+    objective: Objective,
+    batches: Iterable[Batch],
+    parallel: Parallel,
+    precision: str | None = None,
+    noise_levels: int = 5,
+) -> Record:
+    """Token means over the batches of all ranks, losses in nats; a mean of nothing is left out.
+
+    - `heldout_canvas_loss`, `heldout_canvas_accuracy`: scored canvas positions, each canvas with or without the
+      self-conditioning signal as its fixed coin says. Plain cross-entropy: neither `objective.weight`,
+      `objective.positions` nor the normalisation changes it, so runs that vary them can be compared.
+    - `heldout_ar_loss`, `heldout_ar_accuracy`: next tokens of the clean rows.
+    - `heldout_{corrupted,kept}_{loss,accuracy}`: the scored positions that the noise drew for replacement, and the
+      others, every canvas with the signal; `..._no_signal`: every canvas without it.
+    - `heldout_levels`: the same by t, in `noise_levels` equal parts of [0, 1]: a list of {t_from, t_to} with
+      {corrupted,kept}_{count,loss,accuracy,loss_no_signal,accuracy_no_signal}.
+
+    Ranks may bring different numbers of batches, or none. Sums are float64 and added up over the ranks once.
+    """
+    levels = torch.zeros(noise_levels, len(PARTS), 1 + len(MEASURES), dtype=torch.float64, device=parallel.device)
+    by_coin, ar = (torch.zeros(3, dtype=torch.float64, device=parallel.device) for _ in range(2))
+    with evaluating(objective):
+        for batch in batches:
+            batch = batch.to(parallel.device)
+            with autocast(parallel.device, precision):
+                measured = objective.evaluate(batch)
+            levels += _by_level(measured, batch, noise_levels)
+            by_coin += _by_coin(measured, batch)
+            ar += _sums(batch.is_ar_scored_BS, measured.ar_loss_BS, measured.ar_is_correct_BS)
+    flat = parallel.sum(torch.cat([levels.flatten(), by_coin, ar]))
+    levels, by_coin, ar = flat[:-6].view_as(levels).cpu(), flat[-6:-3].cpu(), flat[-3:].cpu()
+    record = {
+        **_means("heldout_canvas_", by_coin, MEASURES[:2]),
+        **_means("heldout_ar_", ar, MEASURES[:2]),
+        **_of_parts("heldout_", levels.sum(0)),
+    }
+    edges = torch.linspace(0, 1, noise_levels + 1, dtype=torch.float64).tolist()
+    record["heldout_levels"] = [
+        {
+            "t_from": round(edges[number], 6),
+            "t_to": round(edges[number + 1], 6),
+            **{f"{part}_count": int(sums[0]) for part, sums in zip(PARTS, level, strict=True)},
+            **_of_parts("", level),
+        }
+        for number, level in enumerate(levels)
+    ]
+    return record
+
+
+def _by_level(measured: Evaluation, batch: Batch, noise_levels: int) -> Tensor:
+    """Counts and the sums of every measure [noise_levels, parts, 1 + measures] over a batch."""
+    is_scored_BCL = batch.is_scored_BCL
+    level_BC = (batch.t_BC.double() * noise_levels).long().clamp(0, noise_levels - 1)
+    place_N = (level_BC[..., None] * len(PARTS) + measured.is_corrupted_BCL)[is_scored_BCL]
+    columns = (
+        torch.ones_like(measured.loss_BCL),
+        measured.signal_loss_BCL,
+        measured.signal_is_correct_BCL,
+        measured.loss_BCL,
+        measured.is_correct_BCL,
+    )
+    values = torch.stack([column[is_scored_BCL].double() for column in columns], 1)
+    sums = values.new_zeros(noise_levels * len(PARTS), len(columns)).index_add_(0, place_N, values)
+    return sums.view(noise_levels, len(PARTS), len(columns))
+
+
+def _by_coin(measured: Evaluation, batch: Batch) -> Tensor:
+    coin_BC1 = batch.coin_BC[..., None]
+    return _sums(
+        batch.is_scored_BCL,
+        measured.signal_loss_BCL.where(coin_BC1, measured.loss_BCL),
+        measured.signal_is_correct_BCL.where(coin_BC1, measured.is_correct_BCL),
+    )
+
+
+def _sums(is_scored: Tensor, *columns: Tensor) -> Tensor:
+    """How many positions are scored, and the sum of every column over them: float64 [1 + columns]."""
+    return torch.stack([is_scored.sum().double(), *(column[is_scored].double().sum() for column in columns)])
+
+
+def _means(prefix: str, sums: Tensor, names: tuple[str, ...]) -> dict[str, float]:
+    count, *totals = sums.tolist()
+    return {prefix + name: total / count for name, total in zip(names, totals, strict=True)} if count else {}
+
+
+def _of_parts(prefix: str, sums: Tensor) -> dict[str, float]:
+    """Means of [parts, 1 + measures], corrupted first."""
+    named = [_means(f"{prefix}{part}_", of_part, MEASURES) for part, of_part in zip(PARTS, sums, strict=True)]
+    return named[1] | named[0]
 
 
 @torch.no_grad()

@@ -1,0 +1,230 @@
+"""Running a task: rows become questions, a sampler answers them, and what is right is counted with what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from blockdiff.data.rows import Row
+from blockdiff.errors import DataError
+from blockdiff.sampling.request import Request, Result
+
+if TYPE_CHECKING:
+    from blockdiff.data.chat import Encoder
+    from blockdiff.sampling.sampler import Sampler
+
+Message = dict[str, str]
+CLOSES_REASONING = "<channel|>"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row's last response and all that comes before it.
+
+    `place` among the rows addresses the draws. `tokens` is the prompt as training lays it out, and `length` how many
+    tokens the reference and its end take there; without an encoder both are unknown.
+    """
+
+    place: int
+    where: str
+    id: str | int
+    prompt: str | tuple[Message, ...]
+    reference: str
+    has_reasoning: bool = False
+    tokens: tuple[int, ...] | None = None
+    length: int | None = None
+
+    @property
+    def asked(self) -> str:
+        """The prompt, or the last message of the conversation."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+
+    def request(self) -> Request:
+        """What the sampler is asked."""
+        if self.tokens is not None:
+            return Request(self.place, tokens=self.tokens)
+        if isinstance(self.prompt, str):
+            return Request(self.place, prompt=self.prompt)
+        return Request(self.place, messages=self.prompt)
+
+
+class Task(Protocol):
+    """Which rows are of this task and which texts are right; `is_open` if one longer than the reference can be."""
+
+    @property
+    def name(self) -> str:
+        """How the command line and recipes call it."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a text longer than the reference can be right."""
+
+    def check(self, question: Question) -> None:
+        """Raises DataError naming the row if it is none of this task."""
+
+    def is_solved(self, question: Question, text: str) -> bool:
+        """Whether `text` answers the question."""
+
+    def facts(self, question: Question, text: str) -> dict[str, Any]:
+        """What else the record of an answer says."""
+
+
+def evaluate(
+    sampler: Sampler,
+    rows: Sequence[Row],
+    task: Task,
+    *,
+    batch_size: int = 100,
+    seed: int = 0,
+    max_steps: int | None = None,
+    max_new_tokens: int | None = None,
+    on_canvas: Callable[[Any], object] | None = None,
+    encoder: Encoder | None = None,
+) -> dict[str, Any]:
+    """Answer the question of every row by sampling and count what is right.
+
+    Returns `task, count, solved, solved_share, errors, steps_per_canvas` (mean over canvases), `tokens_per_forward`
+    (tokens up to eos per denoising step of their row), `seconds, seed` and `records` (one per row, in order). The
+    longest reference bounds the responses, where longer ones can be right the sampler's own limit, unless
+    `max_new_tokens` is given. With `encoder` a prompt has the tokens that training gives it (system prompt, thinking).
+    Raises DataError for rows that are not of the task.
+    """
+    questions = ask(rows, task, encoder)
+    started = time.perf_counter()
+    records = answer(
+        sampler,
+        questions,
+        task,
+        batch_size=batch_size,
+        seed=seed,
+        max_steps=max_steps,
+        max_new_tokens=max_new_tokens or room(sampler, questions, task),
+        on_canvas=on_canvas,
+    )
+    seconds = time.perf_counter() - started
+    return {"task": task.name, **summary(records), "seconds": seconds, "seed": seed, "records": records}
+
+
+def ask(rows: Sequence[Row], task: Task, encoder: Encoder | None = None) -> list[Question]:
+    """The question of every row; raises DataError for rows that the task does not take, and for no rows."""
+    if not rows:
+        raise DataError("no rows to evaluate; name a file with at least one")
+    questions = [_question(row, place) for place, row in enumerate(rows)]
+    for question in questions:
+        task.check(question)
+    return questions if encoder is None else _laid_out(questions, rows, encoder)
+
+
+def room(sampler: Sampler, questions: Sequence[Question], task: Task) -> int:
+    """The most new tokens a response needs: those of the longest reference and its end, or more if `is_open`."""
+    lengths = [question.length for question in questions if question.length is not None]
+    if len(lengths) < len(questions):
+        lengths = [_tokens(sampler, question) + 1 for question in questions]
+    # Without an encoder nobody knows what the chat template puts around reasoning.
+    is_open = task.is_open or any(question.has_reasoning and question.length is None for question in questions)
+    return max(*lengths, sampler.generation.max_new_tokens) if is_open else max(lengths)
+
+
+def answer(
+    sampler: Sampler,
+    questions: Sequence[Question],
+    task: Task,
+    *,
+    batch_size: int,
+    seed: int,
+    max_steps: int | None,
+    max_new_tokens: int,
+    on_canvas: Callable[[Any], object] | None = None,
+) -> list[dict[str, Any]]:
+    """One record per question: `id, prompt, reference, text, is_solved, steps, length, finish_reason`, task facts."""
+    results = sampler.generate(
+        [question.request() for question in questions],
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        max_steps=max_steps,
+        batch_size=batch_size,
+        on_canvas=on_canvas,
+    )
+    return [_record(q, result, task, sampler) for q, result in zip(questions, results, strict=True)]
+
+
+def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`count, solved, solved_share, errors, steps_per_canvas, tokens_per_forward` of some records."""
+    solved = sum(bool(record["is_solved"]) for record in records)
+    steps = [count for record in records for count in record["steps"]]
+    return {
+        "count": len(records),
+        "solved": solved,
+        "solved_share": solved / len(records),
+        "errors": sum(record["finish_reason"] == "error" for record in records),
+        "steps_per_canvas": sum(steps) / max(1, len(steps)),
+        "tokens_per_forward": sum(record["length"] for record in records) / max(1, sum(steps)),
+    }
+
+
+def _question(row: Row, place: int) -> Question:
+    name = row.id if row.id is not None else place
+    if row.messages is None:
+        return Question(place, row.where, name, row.prompt or "", row.response or "")
+    roles = [message["role"] for message in row.messages]
+    end = len(roles) - roles[::-1].index("assistant")
+    start = end - 1
+    while start and roles[start - 1] == "assistant":  # one turn in several messages
+        start -= 1
+    if not start:
+        raise DataError(
+            f"{row.where}: nothing comes before the assistant's message, so nothing is asked; put the question first"
+        )
+    said = row.messages[start:end]
+    reference = "".join(message["content"].strip() for message in said)
+    has_reasoning = any("reasoning" in message for message in said)
+    return Question(place, row.where, name, tuple(row.messages[:start]), reference, has_reasoning)
+
+
+def _laid_out(questions: list[Question], rows: Sequence[Row], encoder: Encoder) -> list[Question]:
+    examples, _ = replace(encoder, max_length=None).encode(rows)
+    laid_out = []
+    for question, example in zip(questions, examples, strict=True):
+        start, end = example.responses[-1]
+        laid_out.append(replace(question, tokens=tuple(example.tokens[:start]), length=end - start))
+    return laid_out
+
+
+def _tokens(sampler: Sampler, question: Question) -> int:
+    """How many tokens a reference takes; characters bound them where there is no tokenizer."""
+    if sampler.tokenizer is None:
+        return len(question.reference)
+    try:
+        return len(sampler.tokenizer(question.reference, add_special_tokens=False)["input_ids"])
+    except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
+        raise DataError(f"{question.where}: the tokenizer cannot encode the response ({error})") from None
+
+
+def _record(question: Question, result: Result, task: Task, sampler: Sampler) -> dict[str, Any]:
+    text = _said(result, sampler)
+    record = {
+        "id": question.id,
+        "prompt": question.prompt if isinstance(question.prompt, str) else list(question.prompt),
+        "reference": question.reference,
+        "text": result.text,
+        "is_solved": result.error is None and task.is_solved(question, text),
+        **task.facts(question, text),
+        "steps": list(result.steps),
+        "length": len(result.tokens),
+        "finish_reason": result.finish_reason,
+    }
+    return record if result.error is None else {**record, "error": result.error}
+
+
+def _said(result: Result, sampler: Sampler) -> str:
+    """The text without the reasoning before it, which the reference does not have."""
+    tokenizer = sampler.tokenizer
+    if tokenizer is None or result.error is not None:
+        return result.text
+    mark = tokenizer.convert_tokens_to_ids(CLOSES_REASONING)
+    if mark is None or mark == tokenizer.unk_token_id or mark not in result.tokens:
+        return result.text
+    after = result.tokens[len(result.tokens) - result.tokens[::-1].index(mark) :]
+    return str(tokenizer.decode(after, skip_special_tokens=True))
