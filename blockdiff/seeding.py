@@ -37,6 +37,8 @@ class Stream(IntEnum):
     WEIGHTS = 10
     DATA = 11
     TIME_ROTATION = 12
+    MIXTURE = 13
+    WINDOW = 14
 
 
 def uniform(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from blockdiff.canvas import cut
 from blockdiff.data.rows import Row
@@ -157,6 +157,9 @@ class Encoder:
     canvas_length: int
     max_length: int | None = None
     enable_thinking: bool = False
+    turns: Literal["all", "last"] = "all"
+    system: str | None = None
+    too_long: Literal["truncate", "drop", "refuse"] = "truncate"
 
     @cached_property
     def template(self) -> str:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 import torch
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, cut, fill, lay_out
 from blockdiff.data.chat import Example
+from blockdiff.data.plan import Plan
 from blockdiff.diffusion.schedule import TimeDraw
 from blockdiff.errors import DataError
-from blockdiff.seeding import Stream, permutation, uniform
+from blockdiff.seeding import Stream, uniform
 
 HELDOUT = -1  # epoch and optimiser step of held-out evaluation: its draws never change
 
@@ -102,29 +102,6 @@ class Collator:
             sorted(sorted(range(count), key=own.__getitem__)[: self.canvases])
             for count, own in zip(counts, keys, strict=True)
         ]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which examples each optimiser step takes: epoch after epoch, each in its own order, no step cut short.
-
-    It keeps no state, so resuming needs the step only.
-    """
-
-    examples: int
-    batch_size: int
-    seed: int
-
-    def __call__(self, step: int) -> list[tuple[int, int]]:
-        """(epoch, index of the example) for every slot of the global batch of `step`, counted from 1."""
-        first = (step - 1) * self.batch_size
-        places = (divmod(place, self.examples) for place in range(first, first + self.batch_size))
-        return [(epoch, _order(self.seed, epoch, self.examples)[place]) for epoch, place in places]
-
-
-@lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, examples: int) -> tuple[int, ...]:
-    return tuple(permutation(seed, Stream.ORDER, (epoch,), examples).tolist())
 
 
 def slots_of(rank: int, world: int, total: int) -> range:
