@@ -137,7 +137,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["sample", "m", "--prompt", "a", "--chat", "b"], "give exactly one of"),
         (["sample", "m", "--prompt", "a", "--steps", "0"], "--steps"),
         (["sample", "m", "--prompt", "a", "--trace", "x.gif"], "x.gif ends in none of .html, .jsonl, .png"),
-        (["eval", "m", "--task", "chess", "--data", "d.jsonl"], "'chess' is none of sudoku"),
+        (["eval", "m", "--task", "chess", "--data", "d.jsonl"], "'chess' is none of exact, gsm8k, sudoku"),
         (["data", "sudoku", "--size", "5", "--count", "3", "--output", "o"], "5 is neither 4 nor 9"),
         (["data", "sudoku", "--output", "o"], "say how many puzzles"),
         (["data", "sudoku", "--split", "train", "--output", "o"], "'train' is not NAME=N"),
