@@ -1,0 +1,80 @@
+"""Which texts are right: exact match and GSM8K's marked answer."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+
+from blockdiff.errors import DataError
+from blockdiff.evals import TASKS, task
+from blockdiff.evals.gsm8k import answer
+from blockdiff.evals.run import Question
+
+
+def question(reference: str) -> Question:
+    return Question(0, "f.jsonl:3", 0, "how many?", reference)
+
+
+def test_every_task_is_found_by_its_name():
+    assert [task(name).name for name in TASKS] == list(TASKS)
+    with pytest.raises(ValueError, match="'chess' is none of exact, gsm8k, sudoku"):
+        task("chess")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [("a cat", True), (" a cat\n", True), ("a  cat", False), ("A cat", False), ("a cat.", False), ("", False)],
+)
+def test_exact_is_the_reference_but_for_white_space_around_it(text, is_right):
+    assert task("exact").is_solved(question("a cat\n"), text) is is_right
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("16 - 3 = <<16-3=13>>13 eggs.\n#### 13", "13"),
+        ("#### 13.", "13"),
+        ("####13 eggs", "13"),
+        ("####\n13", "13"),
+        ("#### 1,234,567", "1234567"),
+        ("#### $1,200.50", "1200.50"),
+        ("#### -5", "-5"),
+        ("#### -$5", "-5"),
+        ("#### $-5", "-5"),
+        ("#### $.50", "0.5"),
+        ("#### 18.00", "18"),
+        ("#### 25%", "25"),
+        ("#### 7, or maybe 8", "7"),
+        ("#### 1\nno, wait\n#### 2", "2"),  # the last answer is the answer
+    ],
+)
+def test_the_answer_is_the_number_after_the_last_mark(text, number):
+    assert answer(text) == Decimal(number)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "13", "The answer is 13.", "#### ", "#### thirteen", "### 13", "#### 13\n####", "#### 3/4"]
+)
+def test_without_a_marked_number_there_is_no_answer(text):
+    assert answer(text) is None
+
+
+@pytest.mark.parametrize("text", ["#### 31/4", "#### 18.5/2", "#### 1,000/4", "#### --5", "#### $$5"])
+def test_no_part_of_something_else_is_taken_for_a_number(text):
+    assert answer(text) is None
+
+
+def test_gsm8k_compares_values_and_forgets_how_the_text_came_to_them():
+    gsm8k = task("gsm8k")
+    reference = question("She has 2 * 600 = <<2*600=1200>>1200.\n#### 1,200")
+    assert gsm8k.is_solved(reference, "I guess.\n#### $1200.00")
+    assert not gsm8k.is_solved(reference, "2 * 600 = 1200\n#### 120")
+    assert not gsm8k.is_solved(reference, "1200")
+    assert gsm8k.facts(reference, "#### 1,300") == {"answer": "1300"}
+    assert gsm8k.facts(reference, "nothing") == {"answer": None}
+
+
+def test_a_row_without_an_answer_is_not_gsm8k():
+    with pytest.raises(DataError, match=r"f.jsonl:3: .*no number after ####.*'#### number'"):
+        task("gsm8k").check(question("It is twelve."))
