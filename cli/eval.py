@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from blockdiff.cli.columns import HELP, parse_columns
 from blockdiff.evals import TASKS
 from blockdiff.evals import task as find_task
 
@@ -15,8 +17,10 @@ from blockdiff.evals import task as find_task
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory or a hub id.")],
     task: Annotated[str, typer.Option(help=f"What is right: {', '.join(TASKS)}.")],
-    data: Annotated[Path, typer.Option(help="Rows of the task, such as data/sudoku4/test.jsonl.")],
+    data: Annotated[str, typer.Option(help="Rows of the task: a file, a directory, a pattern or a hub id.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON to write the numbers to.")] = None,
+    columns: Annotated[str | None, typer.Option(metavar="ROLE=COLUMN,...", help=HELP)] = None,
+    split: Annotated[str, typer.Option(help="Of a hub data set.")] = "test",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Most denoising steps per canvas.")] = None,
     max_new_tokens: Annotated[
@@ -35,10 +39,11 @@ def evaluate(
     if task not in TASKS:
         raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}", param_hint="--task")
     from blockdiff.cli.loading import load_sampler, make_parent
-    from blockdiff.data.rows import read_rows
+    from blockdiff.data.sources import SourceSpec, rows_of
     from blockdiff.evals import run
 
-    rows = read_rows(data)[:limit]
+    source = SourceSpec(data, split=split, columns=parse_columns(columns))
+    rows = list(islice(rows_of(source), limit))
     kind = find_task(task)
     run.ask(rows, kind)  # refused now rather than after the weights are read
     make_parent(output)
@@ -48,7 +53,7 @@ def evaluate(
         sampler, rows, kind, batch_size=batch_size, seed=seed, max_steps=steps, max_new_tokens=max_new_tokens
     )
     if output is not None:
-        settings = {"model": model, "data": str(data), "max_steps": most}
+        settings = {"model": model, "data": data, "max_steps": most}
         output.write_text(json.dumps({**settings, **numbers}, indent=1) + "\n", encoding="utf-8")
     per_second = numbers["count"] / max(numbers["seconds"], 1e-9)
     print(f"solved            {numbers['solved']} of {numbers['count']} ({numbers['solved_share']:.1%})")
