@@ -33,7 +33,8 @@ class Canvas:
     """One canvas before it becomes a column of tensors.
 
     `tokens` has the canvas length; the first `length` of them (default: all) are valid and scored.
-    `start` and `doc_start` are columns of the row; `address` is (epoch, sample id, index within the sample).
+    `start` and `doc_start` are columns of the row; `address` is (epoch, sample id, index within the sample);
+    `weight` is what each scored position counts for.
     """
 
     tokens: Sequence[int]
@@ -43,16 +44,38 @@ class Canvas:
     t: float = 0.0
     coin: bool = False
     address: tuple[int, int, int] = (0, 0, 0)
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class CleanRow:
-    """One row of a batch: clean tokens, the columns where its documents start, and the canvases to run."""
+    """One row of a batch: clean tokens, the columns where its documents start, and the canvases to run.
+
+    `ar_weights` says for each column what the pair of its token and the next counts for, 0 = not scored (None: every
+    pair within a document counts 1). `sample_id` is the first document's.
+    """
 
     tokens: Sequence[int]
     canvases: Sequence[Canvas]
     sample_id: int = 0
     doc_starts: Sequence[int] = (0,)
+    ar_weights: Sequence[float] | None = None
+
+
+def joined(rows: Sequence[CleanRow]) -> CleanRow:
+    """Rows packed into one: their documents side by side, each with its own canvases and weights."""
+    tokens: list[int] = []
+    doc_starts: list[int] = []
+    canvases: list[Canvas] = []
+    weights: list[float] = []
+    for row in rows:
+        first = len(tokens)
+        tokens += row.tokens
+        doc_starts += [first + start for start in row.doc_starts]
+        canvases += [replace(c, start=first + c.start, doc_start=first + c.doc_start) for c in row.canvases]
+        weights += [1.0] * len(row.tokens) if row.ar_weights is None else row.ar_weights
+    is_plain = all(row.ar_weights is None for row in rows)
+    return CleanRow(tokens, canvases, rows[0].sample_id, doc_starts, None if is_plain else weights)
 
 
 @dataclass(frozen=True)
@@ -61,12 +84,15 @@ class Batch:
 
     B rows, S clean columns, C canvases per row (sorted by document, then start), L canvas length.
     Padding columns have `doc_start_BS` -1, position 0 and the pad token; absent canvases have `length_BC` 0.
+    `weight_BC` and `ar_weight_BS` say what each scored position of a canvas and each scored pair counts for: 1 where
+    the loss is a mean over tokens, 1 / (scored positions of the example) where it is a mean over examples.
     """
 
     tokens_BS: Tensor
     positions_BS: Tensor
     doc_start_BS: Tensor
     is_ar_scored_BS: Tensor
+    ar_weight_BS: Tensor
     sample_id_B: Tensor
     canvas_BCL: Tensor
     start_BC: Tensor
@@ -76,18 +102,19 @@ class Batch:
     t_BC: Tensor
     coin_BC: Tensor
     address_BC3: Tensor
+    weight_BC: Tensor
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on another device."""
         return Batch(*(getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)))
 
-    def canvas_count(self) -> int:
-        """How many canvas positions are scored."""
-        return int(self.is_scored_BCL.sum())
+    def canvas_count(self) -> float:
+        """What the canvas loss is divided by: the weights of the scored canvas positions, added up."""
+        return float((self.is_scored_BCL.sum(-1) * self.weight_BC.double()).sum())
 
-    def ar_count(self) -> int:
-        """How many next-token pairs of the clean rows are scored."""
-        return int(self.is_ar_scored_BS.sum())
+    def ar_count(self) -> float:
+        """What the AR loss is divided by: the weights of the scored next-token pairs, added up."""
+        return float(self.ar_weight_BS[self.is_ar_scored_BS].double().sum())
 
     def keep(self, is_kept_BC: Tensor) -> tuple[Batch, Tensor]:
         """The batch with only the marked canvases, in their order.
@@ -126,12 +153,13 @@ CANVAS_FIELDS = (
     "t_BC",
     "coin_BC",
     "address_BC3",
+    "weight_BC",
 )
 
 
 def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
     """Right-pad rows and their canvases into a `Batch` on the CPU; positions restart with every document."""
-    width = max((len(row.tokens) for row in rows), default=0)
+    width = max((max(1, len(row.tokens)) for row in rows), default=0)
     most = max((len(row.canvases) for row in rows), default=0)
     absent = Canvas([0] * canvas_length, start=0, length=0)
     # One tensor per field from nested lists: a tensor per row or canvas would cost more than the draws.
@@ -152,14 +180,20 @@ def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
     doc_start_BS = torch.tensor(doc_starts, dtype=torch.int64).reshape(len(rows), width)
     length_BC = collect(lambda canvas: canvas_length if canvas.length is None else canvas.length)
     t = [[canvas.t for canvas in of_row] for of_row in canvases]
+    weight = [[canvas.weight for canvas in of_row] for of_row in canvases]
     is_valid_BS = doc_start_BS >= 0
     is_ar_scored_BS = torch.zeros_like(is_valid_BS)
     is_ar_scored_BS[:, :-1] = is_valid_BS[:, :-1] & (doc_start_BS[:, :-1] == doc_start_BS[:, 1:])
+    ar_weight_BS = torch.ones(is_valid_BS.shape)
+    for b, row in enumerate(rows):
+        if row.ar_weights is not None:
+            ar_weight_BS[b, : len(row.tokens)] = torch.tensor(row.ar_weights, dtype=torch.float32)
     return Batch(
         tokens_BS=torch.tensor(tokens, dtype=torch.int64).reshape(len(rows), width),
         positions_BS=torch.where(is_valid_BS, torch.arange(width) - doc_start_BS, 0),
         doc_start_BS=doc_start_BS,
-        is_ar_scored_BS=is_ar_scored_BS,
+        is_ar_scored_BS=is_ar_scored_BS & (ar_weight_BS > 0),
+        ar_weight_BS=ar_weight_BS,
         sample_id_B=torch.tensor([row.sample_id for row in rows], dtype=torch.int64),
         canvas_BCL=collect(lambda canvas: list(canvas.tokens), canvas_length),
         start_BC=collect(lambda canvas: canvas.start),
@@ -169,4 +203,5 @@ def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
         t_BC=torch.tensor(t, dtype=torch.float32).reshape(len(rows), most),
         coin_BC=collect(lambda canvas: canvas.coin).bool(),
         address_BC3=collect(lambda canvas: canvas.address, 3),
+        weight_BC=torch.tensor(weight, dtype=torch.float32).reshape(len(rows), most),
     )

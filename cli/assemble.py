@@ -15,7 +15,8 @@ from blockdiff.checkpoint.create import fitted, preset_config
 from blockdiff.checkpoint.files import CONFIG, GENERATION, config_from, find, read_json
 from blockdiff.cli.loading import load_tokenizer
 from blockdiff.data.chat import Encoder, Example
-from blockdiff.data.collate import Collator, Plan
+from blockdiff.data.collate import Collator
+from blockdiff.data.plan import Plan
 from blockdiff.data.rows import read_rows
 from blockdiff.data.statistics import Statistics
 from blockdiff.diffusion.corruption import UniformCorruption

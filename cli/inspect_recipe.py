@@ -47,7 +47,7 @@ def show_recipe(recipe: Recipe, console: Console, step: int, rows: int) -> None:
     content_BC = content_lengths(batch, examples)
     corrupted = int((is_corrupted_BCL & batch.is_scored_BCL).sum())
     coins = int((batch.coin_BC & is_present_BC).sum())
-    scored = batch.canvas_count()
+    scored = int(batch.is_scored_BCL.sum())
     console.print()
     console.print(
         f"batch of optimiser step {step}: {len(batch.tokens_BS)} rows, {batch.tokens_BS.shape[1]} columns, "
@@ -57,7 +57,8 @@ def show_recipe(recipe: Recipe, console: Console, step: int, rows: int) -> None:
         f"  {int(is_present_BC.sum())} canvases, {coins} with self-conditioning; "
         f"{scored} positions scored, {scored - int(content_BC.sum())} of them fill; {corrupted} corrupted"
     )
-    console.print(f"  {batch.ar_count()} next-token pairs scored, weight {recipe.objective.ar_weight:g}")
+    pairs = int(batch.is_ar_scored_BS.sum())
+    console.print(f"  {pairs} next-token pairs scored, weight {recipe.objective.ar_weight:g}")
     decode = decoder(base.tokenizer)
     console.print("  " + "; ".join(LEGEND))
     for row in range(min(rows, len(batch.tokens_BS))):

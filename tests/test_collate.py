@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from blockdiff.data.chat import Example
-from blockdiff.data.collate import Collator, Plan, heldout_batches, micro_batches, slots_of
+from blockdiff.data.collate import Collator, heldout_batches, micro_batches, slots_of
+from blockdiff.data.plan import Plan
 from blockdiff.diffusion.schedule import StratifiedTime, UniformTime
 from blockdiff.errors import DataError
 

@@ -12,23 +12,28 @@ from typing import Literal
 
 import torch
 
-from blockdiff.canvas import Batch, Canvas, CleanRow, cut, fill, lay_out
+from blockdiff.canvas import Batch, Canvas, CleanRow, cut, fill, joined, lay_out
 from blockdiff.data.chat import Example
-from blockdiff.data.plan import Plan
+from blockdiff.data.packing import best_fit, deal
+from blockdiff.data.plan import AnyPlan
 from blockdiff.diffusion.schedule import TimeDraw
 from blockdiff.errors import DataError
 from blockdiff.seeding import Stream, uniform
 
 HELDOUT = -1  # epoch and optimiser step of held-out evaluation: its draws never change
+NOTHING = CleanRow((), (), sample_id=-1, doc_starts=())  # a rank without examples takes part with a row of padding
 
 
 @dataclass(frozen=True)
 class Collator:
     """Makes a `Batch` of examples: chooses canvases, draws noise levels and coins, lays everything out.
 
-    `canvases` of each example are run (all where it has fewer), filled up with `eos_id`; `coin_probability`
-    is the chance that a canvas gets the self-conditioning signal. Without `scores_ar` (an AR weight of 0) no pair of
-    the clean row is scored, and columns that no canvas sees are left out.
+    `canvases` of each example are run (all where it has fewer): `which` says whether a random choice or its first or
+    last ones; they are filled up with `eos_id`. `coin_probability` is the chance that a canvas gets the
+    self-conditioning signal. `ar_scope` says which next-token pairs are scored: all, or those whose target lies in a
+    response. Without `scores_ar` (an AR weight of 0) none is, and columns that no canvas sees are left out.
+    `normalisation` says what the losses are means over: scored tokens (a position weighs 1) or examples (a position
+    weighs 1 / scored positions of its example in this optimiser step, as in Google's recipe).
     """
 
     canvas_length: int
@@ -39,6 +44,9 @@ class Collator:
     canvases: int | Literal["all"] = 1
     coin_probability: float = 0.5
     scores_ar: bool = True
+    which: Literal["random", "first", "last"] = "random"
+    normalisation: Literal["token", "example"] = "token"
+    ar_scope: Literal["all", "response"] = "all"
 
     def __call__(
         self,
@@ -54,6 +62,26 @@ class Collator:
         `epoch` is one number or one per example. Canvas choice and coin are addressed by (epoch, sample,
         canvas), noise levels by (step, slot, rank of the canvas among the chosen).
         """
+        rows = self.rows(examples, epoch=epoch, step=step, slots=slots, total_slots=total_slots)
+        return self.lay_out(rows)
+
+    def lay_out(self, rows: Sequence[CleanRow]) -> Batch:
+        """The tensors of rows, packed or not."""
+        batch = lay_out(rows, self.canvas_length, self.pad_id)
+        if not self.scores_ar:
+            batch = replace(batch, is_ar_scored_BS=torch.zeros_like(batch.is_ar_scored_BS))
+        return batch
+
+    def rows(
+        self,
+        examples: Sequence[Example],
+        *,
+        epoch: int | Sequence[int],
+        step: int,
+        slots: Sequence[int],
+        total_slots: int,
+    ) -> list[CleanRow]:
+        """One row per example with its canvases and everything drawn for them; addressed as the batch."""
         epochs = [epoch] * len(examples) if isinstance(epoch, int) else list(epoch)
         pieces = [
             [piece for span in example.responses for piece in cut(span, self.canvas_length)]
@@ -76,24 +104,44 @@ class Collator:
             example = examples[row]
             tokens = fill(example.tokens[start:end], self.canvas_length, self.eos_id)
             address = (epochs[row], example.sample_id, canvas)
-            canvases_of[row].append(Canvas(tokens, start, t=t, coin=coin, address=address))
-        rows = [
-            CleanRow(self._seen(example, canvases), canvases, example.sample_id)
+            weight = 1.0 if self.normalisation == "token" else 1 / (len(chosen[row]) * self.canvas_length)
+            canvases_of[row].append(Canvas(tokens, start, t=t, coin=coin, address=address, weight=weight))
+        return [
+            CleanRow(
+                self._seen(example, canvases), canvases, example.sample_id, ar_weights=self._ar_weights(example)
+            )
             for example, canvases in zip(examples, canvases_of, strict=True)
         ]
-        batch = lay_out(rows, self.canvas_length, self.pad_id)
-        if not self.scores_ar:
-            batch = replace(batch, is_ar_scored_BS=torch.zeros_like(batch.is_ar_scored_BS))
-        return batch
 
     def _seen(self, example: Example, canvases: Sequence[Canvas]) -> Sequence[int]:
         """The clean tokens that a loss or a canvas reads."""
         return example.tokens if self.scores_ar else example.tokens[: max(canvas.start for canvas in canvases)]
 
+    def _ar_weights(self, example: Example) -> list[float] | None:
+        """What each column's pair counts for; None where all count 1."""
+        if not self.scores_ar or (self.ar_scope == "all" and self.normalisation == "token"):
+            return None
+        pairs = len(example.tokens) - 1
+        spans = example.responses if self.ar_scope == "response" else [(1, pairs + 1)]
+        columns = [column - 1 for start, end in spans for column in range(max(start, 1), end)]  # before their targets
+        weights = [0.0] * (pairs + 1)
+        for column in columns:
+            weights[column] = 1.0 if self.normalisation == "token" else 1 / len(columns)
+        return weights
+
+    def canvas_tokens(self, length: int) -> int:
+        """Canvas positions to expect of an example of `length` tokens: for dealing out work, not for laying out."""
+        most = max(1, length // self.canvas_length)
+        return self.canvas_length * (most if self.canvases == "all" else min(self.canvases, most))
+
     def _choose(self, examples: Sequence[Example], epochs: list[int], counts: list[int]) -> list[list[int]]:
-        """For each example the canvases to run, in order: those with the smallest of one key per canvas."""
+        """For each example the canvases to run, in order; a random choice takes those with the smallest keys."""
         if self.canvases == "all" or max(counts) <= self.canvases:
             return [list(range(count)) for count in counts]
+        if self.which == "first":
+            return [list(range(min(count, self.canvases))) for count in counts]
+        if self.which == "last":
+            return [list(range(max(0, count - self.canvases), count)) for count in counts]
         sample_B = torch.tensor([example.sample_id for example in examples])
         keys = uniform(
             self.seed, Stream.CANVAS_CHOICE, (torch.tensor(epochs), sample_B), max(counts)
@@ -111,35 +159,61 @@ def slots_of(rank: int, world: int, total: int) -> range:
 
 def micro_batches(
     examples: Sequence[Example],
-    plan: Plan,
+    plan: AnyPlan,
     collator: Collator,
     step: int,
     *,
     micro_batch_size: int | None = None,
     rank: int = 0,
     world: int = 1,
+    pack: int | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> list[Batch]:
     """This rank's part of the global batch of an optimiser step (from 1), in micro-batches on the CPU.
 
-    Raises DataError when there are fewer rows than ranks.
+    `plan(step)` gives (epoch, index of the example) for every slot. A micro-batch has `micro_batch_size` rows (None:
+    all). With `pack`, examples share rows of at most so many tokens (`best_fit`), dealt to the ranks by their work; the
+    optimiser step sees the same examples with the same draws, so losses and gradients are those of the unpacked one.
+    `lengths`: tokens of every example, where that is cheaper to know than to read them. Several micro-batches are made
+    of rows of similar length. A rank for which no packed row is left gets a batch of padding.
+    Raises DataError when there are fewer examples than ranks.
     """
-    if plan.batch_size < world:
-        raise DataError(
-            f"batch_size {plan.batch_size} is less than {world} processes; raise train.batch_size"
-        )
     taken = plan(step)
-    slots = slots_of(rank, world, plan.batch_size)
-    size = micro_batch_size or len(slots)
-    return [
-        collator(
-            [examples[taken[slot][1]] for slot in part],
-            epoch=[taken[slot][0] for slot in part],
-            step=step,
-            slots=part,
-            total_slots=plan.batch_size,
-        )
-        for part in (slots[start : start + size] for start in range(0, len(slots), size))
-    ]
+    total = len(taken)
+    if total < world:
+        raise DataError(f"batch_size {total} is less than {world} processes; raise train.batch_size")
+
+    read: dict[int, Example] = {}  # in the order of the slots, for a stream goes forward only
+
+    def example_of(slot: int) -> Example:
+        if slot not in read:
+            read[slot] = examples[taken[slot][1]]
+        return read[slot]
+
+    def length_of(slot: int) -> int:
+        return len(example_of(slot).tokens) if lengths is None else int(lengths[taken[slot][1]])
+
+    if pack is None:
+        groups = [[slot] for slot in slots_of(rank, world, total)]
+    else:
+        tokens = [length_of(slot) for slot in range(total)]
+        packed = best_fit(tokens, pack)
+        work = [sum(tokens[slot] + collator.canvas_tokens(tokens[slot]) for slot in row) for row in packed]
+        groups = [packed[row] for row in deal(work, world)[rank]]
+    size = micro_batch_size or max(1, len(groups))
+    if len(groups) > size:
+        groups.sort(key=lambda row: -sum(map(length_of, row)))  # less padding; largest first, so memory peaks early
+    slots = sorted(slot for row in groups for slot in row)
+    rows = collator.rows(
+        [example_of(slot) for slot in slots],
+        epoch=[taken[slot][0] for slot in slots],
+        step=step,
+        slots=slots,
+        total_slots=total,
+    )
+    row_of = dict(zip(slots, rows, strict=True))
+    laid_out = [joined([row_of[slot] for slot in row]) for row in groups] or [NOTHING]
+    return [collator.lay_out(laid_out[first : first + size]) for first in range(0, len(laid_out), size)]
 
 
 def heldout_batches(

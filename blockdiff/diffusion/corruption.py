@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from blockdiff.seeding import Stream, integers, uniform
+
+
+class Corruption(Protocol):
+    """Replaces each token of a canvas with probability 1 - alpha, independently; the address decides the draws."""
+
+    def corrupt(self, canvas_BCL: Tensor, alpha_BC: Tensor, address_BC3: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """The noisy canvas int64 [B, C, L] and is_corrupted [B, C, L]: which tokens were replaced.
+
+        `address_BC3` is (epoch, sample id, canvas index) and addresses the draws.
+        """
 
 
 @dataclass(frozen=True)
@@ -18,16 +30,30 @@ class UniformCorruption:
 
     vocab_size: int
 
-    def corrupt(
-        self, canvas_BCL: Tensor, alpha_BC: Tensor, address_BC3: Tensor, seed: int
-    ) -> tuple[Tensor, Tensor]:
-        """The noisy canvas int64 [B, C, L] and is_corrupted [B, C, L]: which tokens were replaced.
-
-        `address_BC3` is (epoch, sample id, canvas index) and addresses the draws.
-        """
+    def corrupt(self, canvas_BCL: Tensor, alpha_BC: Tensor, address_BC3: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """Noisy tokens from the whole vocabulary; is_corrupted also where the true token was drawn again."""
+        is_corrupted_BCL = _is_corrupted(canvas_BCL, alpha_BC, address_BC3, seed)
         length = canvas_BCL.shape[-1]
-        address = address_BC3.unbind(-1)
-        where_BCL = uniform(seed, Stream.CORRUPT_WHERE, address, length)
-        token_BCL = integers(seed, Stream.CORRUPT_TOKEN, address, length, self.vocab_size)
-        is_corrupted_BCL = where_BCL < (1 - alpha_BC).unsqueeze(-1)
+        token_BCL = integers(seed, Stream.CORRUPT_TOKEN, address_BC3.unbind(-1), length, self.vocab_size)
         return token_BCL.where(is_corrupted_BCL, canvas_BCL), is_corrupted_BCL
+
+
+@dataclass(frozen=True)
+class MaskCorruption:
+    """Every token is replaced with probability 1 - alpha by the mask token (absorbing kernel, arXiv 2107.03006).
+
+    q(x_t | x) = alpha [x_t = x] + (1 - alpha) [x_t = mask_id], independently for each position; the positions are
+    those that `UniformCorruption` replaces at the same address.
+    """
+
+    mask_id: int
+
+    def corrupt(self, canvas_BCL: Tensor, alpha_BC: Tensor, address_BC3: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """Noisy tokens, the mask token wherever is_corrupted."""
+        is_corrupted_BCL = _is_corrupted(canvas_BCL, alpha_BC, address_BC3, seed)
+        return torch.where(is_corrupted_BCL, self.mask_id, canvas_BCL), is_corrupted_BCL
+
+
+def _is_corrupted(canvas_BCL: Tensor, alpha_BC: Tensor, address_BC3: Tensor, seed: int) -> Tensor:
+    where_BCL = uniform(seed, Stream.CORRUPT_WHERE, address_BC3.unbind(-1), canvas_BCL.shape[-1])
+    return where_BCL < (1 - alpha_BC).unsqueeze(-1)

@@ -59,6 +59,25 @@ class Cosine:
 
 
 @dataclass(frozen=True)
+class Polynomial:
+    """alpha(t) = 1 - t^power (arXiv 2406.04329): power 1 is linear; above 1 more time is spent at low noise."""
+
+    power: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.power > 0:
+            raise ValueError(f"power must be more than 0, got {self.power}")
+
+    def alpha(self, t: Tensor) -> Tensor:
+        """1 - t^power."""
+        return 1 - t**self.power
+
+    def derivative(self, t: Tensor) -> Tensor:
+        """-power t^(power - 1); minus infinity at 0 for a power below 1."""
+        return -self.power * t ** (self.power - 1)
+
+
+@dataclass(frozen=True)
 class UniformTime:
     """t ~ U(eps, 1 - eps), every canvas on its own, addressed (step, slot, canvas)."""
 
@@ -81,13 +100,39 @@ class StratifiedTime:
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
         """t = eps + (1 - 2 eps) ((slot + rotation(step, canvas)) mod total + u) / total."""
-        rotation_N = integers(seed, Stream.TIME_ROTATION, (step, canvas_N), 1, total)[..., 0]
-        part_N = (slot_N + rotation_N) % total
-        return _into_range((part_N + _own_uniform(seed, step, slot_N, canvas_N)) / total, self.eps)
+        return _into_range(_stratified_uniform(seed, step, slot_N, canvas_N, total), self.eps)
+
+
+@dataclass(frozen=True)
+class LogitNormalTime:
+    """logit(t) ~ N(mean, std^2), cut off at eps and 1 - eps: the middle noise levels more often than the ends.
+
+    As diffusion models of images draw it (arXiv 2403.03206, section 3.1). The quantiles are stratified over the
+    global batch like those of `StratifiedTime`.
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+    eps: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if not self.std > 0:
+            raise ValueError(f"std must be more than 0, got {self.std}")
+
+    def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
+        """t = sigmoid(mean + std Phi^-1(u)), within [eps, 1 - eps]; u is stratified, Phi the normal distribution."""
+        normal_N = torch.special.ndtri(_stratified_uniform(seed, step, slot_N, canvas_N, total))
+        return torch.sigmoid(self.mean + self.std * normal_N).clamp(self.eps, 1 - self.eps).float()
 
 
 def _own_uniform(seed: int, step: int, slot_N: Tensor, canvas_N: Tensor) -> Tensor:
     return uniform(seed, Stream.TIME, (step, slot_N, canvas_N), 1)[..., 0].double()
+
+
+def _stratified_uniform(seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
+    rotation_N = integers(seed, Stream.TIME_ROTATION, (step, canvas_N), 1, total)[..., 0]
+    part_N = (slot_N + rotation_N) % total
+    return (part_N + _own_uniform(seed, step, slot_N, canvas_N)) / total
 
 
 def _into_range(u: Tensor, eps: float) -> Tensor:

@@ -85,7 +85,7 @@ def train(
         clip_gradients(weights, norm, options.clip)
         set_lr(optimiser, lr(step))
         optimiser.step()
-        clock.count(counts[2])
+        clock.count(counts[2].long())
         if parallel.is_main and on_step:
             on_step(step)
         if options.is_due(step, options.log_every):
@@ -108,7 +108,7 @@ def scored_and_processed(window: Sequence[Batch]) -> Tensor:
     """[scored canvas positions, scored AR pairs, clean and canvas tokens but padding] of micro-batches."""
     processed = sum(int((batch.doc_start_BS >= 0).sum() + batch.length_BC.sum()) for batch in window)
     canvas_count = sum(batch.canvas_count() for batch in window)
-    return torch.tensor([canvas_count, sum(batch.ar_count() for batch in window), processed])
+    return torch.tensor([canvas_count, sum(batch.ar_count() for batch in window), processed], dtype=torch.float64)
 
 
 def global_losses(sums: list[Tensor], counts: Tensor, ar_weight: float, parallel: Parallel) -> Record:

@@ -1,0 +1,51 @@
+"""What the loss of a canvas is multiplied by, as a function of its noise level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blockdiff.diffusion.schedule import Schedule
+
+# The weight grows like 1 / t towards the data; below this t it is held.
+SMALLEST_T = 1e-6
+
+
+class TimeWeight(Protocol):
+    """A weight in t. It multiplies the loss, never the count that the loss is divided by."""
+
+    def of(self, schedule: Schedule, t_BC: Tensor) -> Tensor:
+        """The weight of each canvas, float32 [B, C], from the noise levels [B, C]."""
+
+
+@dataclass(frozen=True)
+class NoWeight:
+    """w(t) = 1: plain cross-entropy at every noise level (Google's recipe)."""
+
+    def of(self, schedule: Schedule, t_BC: Tensor) -> Tensor:
+        """Ones."""
+        return torch.ones_like(t_BC, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class ElboWeight:
+    """w(t) = -alpha'(t) / (1 - alpha(t)), at most `limit` (arXiv 2406.04329, eq. 5).
+
+    With mask corruption, the loss of corrupted positions only and t uniform in (0, 1), the weighted cross-entropy is
+    an upper bound of the negative log-likelihood. w is 1 / t for the linear schedule and power / t for t^power.
+    """
+
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and not self.limit > 0:
+            raise ValueError(f"limit must be more than 0, got {self.limit}")
+
+    def of(self, schedule: Schedule, t_BC: Tensor) -> Tensor:
+        """The weight, with t taken as at least 1e-6: finite for every t."""
+        t = t_BC.double().clamp(min=SMALLEST_T)  # in fp32, 1 - alpha of a small t has few digits left, or none
+        weight_BC = -schedule.derivative(t) / (1 - schedule.alpha(t)).clamp(min=1e-12)
+        return weight_BC.clamp(max=self.limit).float()
