@@ -60,6 +60,7 @@ NATIVE = Kernels(
 # The module that holds an op's Triton implementation, under the name of the op; imported when it is asked for.
 # An op whose native form is already the best one (a single product, say) names its native module.
 TRITON: dict[str, str] = {
+    "span_attention": "blockdiff.kernels.span_attention.triton",
     "rms_norms": "blockdiff.kernels.norm_rope.triton",
     "add_rms_norm": "blockdiff.kernels.norm_rope.triton",
     "norm_rope": "blockdiff.kernels.norm_rope.triton",
