@@ -33,8 +33,9 @@ def heldout(
     """Token means over the batches of all ranks, losses in nats; a mean of nothing is left out.
 
     - `heldout_canvas_loss`, `heldout_canvas_accuracy`: scored canvas positions, each canvas with or without the
-      self-conditioning signal as its fixed coin says. Plain cross-entropy: neither `objective.weight`,
-      `objective.positions` nor the normalisation changes it, so runs that vary them can be compared.
+      self-conditioning signal as its fixed coin says. Plain cross-entropy, so that runs can be compared which weight,
+      normalise or choose positions differently.
+    - `heldout_weighted_loss`: the canvas loss as training has it, with its weights, positions and normalisation.
     - `heldout_ar_loss`, `heldout_ar_accuracy`: next tokens of the clean rows.
     - `heldout_{corrupted,kept}_{loss,accuracy}`: the scored positions that the noise drew for replacement, and the
       others, every canvas with the signal; `..._no_signal`: every canvas without it.
@@ -44,19 +45,25 @@ def heldout(
     Ranks may bring different numbers of batches, or none. Sums are float64 and added up over the ranks once.
     """
     levels = torch.zeros(noise_levels, len(PARTS), 1 + len(MEASURES), dtype=torch.float64, device=parallel.device)
-    by_coin, ar = (torch.zeros(3, dtype=torch.float64, device=parallel.device) for _ in range(2))
+    by_coin, weighted, ar = (torch.zeros(n, dtype=torch.float64, device=parallel.device) for n in (3, 2, 3))
     with evaluating(objective):
         for batch in batches:
             batch = batch.to(parallel.device)
             with autocast(parallel.device, precision):
                 measured = objective.evaluate(batch)
-            levels += _by_level(measured, batch, noise_levels)
-            by_coin += _by_coin(measured, batch)
+            if batch.is_scored_BCL.any():
+                levels += _by_level(measured, batch, noise_levels)
+                by_coin += _by_coin(measured, batch)
+                weighted += _weighted(measured, batch)
             ar += _sums(batch.is_ar_scored_BS, measured.ar_loss_BS, measured.ar_is_correct_BS)
-    flat = parallel.sum(torch.cat([levels.flatten(), by_coin, ar]))
-    levels, by_coin, ar = flat[:-6].view_as(levels).cpu(), flat[-6:-3].cpu(), flat[-3:].cpu()
+    sums = [levels, by_coin, weighted, ar]
+    flat = parallel.sum(torch.cat([each.flatten() for each in sums])).cpu()
+    levels, by_coin, weighted, ar = (
+        part.view_as(each) for part, each in zip(flat.split([each.numel() for each in sums]), sums, strict=True)
+    )
     record = {
         **_means("heldout_canvas_", by_coin, MEASURES[:2]),
+        **_means("heldout_weighted_", weighted, MEASURES[:1]),
         **_means("heldout_ar_", ar, MEASURES[:2]),
         **_of_parts("heldout_", levels.sum(0)),
     }
@@ -90,13 +97,24 @@ def _by_level(measured: Evaluation, batch: Batch, noise_levels: int) -> Tensor:
     return sums.view(noise_levels, len(PARTS), len(columns))
 
 
-def _by_coin(measured: Evaluation, batch: Batch) -> Tensor:
+def _at_coin(measured: Evaluation, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Loss and hit of every position [B, C, L], with the signal where the canvas's coin is true."""
     coin_BC1 = batch.coin_BC[..., None]
-    return _sums(
-        batch.is_scored_BCL,
+    return (
         measured.signal_loss_BCL.where(coin_BC1, measured.loss_BCL),
         measured.signal_is_correct_BCL.where(coin_BC1, measured.is_correct_BCL),
     )
+
+
+def _by_coin(measured: Evaluation, batch: Batch) -> Tensor:
+    return _sums(batch.is_scored_BCL, *_at_coin(measured, batch))
+
+
+def _weighted(measured: Evaluation, batch: Batch) -> Tensor:
+    """Count and sum of the canvas loss that training would divide."""
+    loss_BCL, _ = _at_coin(measured, batch)
+    total = (measured.factor_BCL.double() * loss_BCL).sum()
+    return torch.stack([total.new_tensor(float(batch.canvas_count())), total])
 
 
 def _sums(is_scored: Tensor, *columns: Tensor) -> Tensor:
