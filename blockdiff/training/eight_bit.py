@@ -1,6 +1,7 @@
 """AdamW with 8-bit moments (arXiv 2110.02861) from a library, and its state as tensors that a file can hold.
 
-torchao works on CPU and CUDA and compiles its step; bitsandbytes has kernels of its own.
+bitsandbytes has kernels of its own. torchao compiles its step, which takes a while for every new shape and on the CPU
+needs a C++ compiler; its state is made of tensor subclasses.
 """
 
 from __future__ import annotations
@@ -12,34 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RunError
 
-LIBRARIES = ("torchao", "bitsandbytes")
+LIBRARIES = ("bitsandbytes", "torchao")  # in this order
 _PART = "|"  # parts a state's key from the name of one of its plain tensors
 
 
 def adamw_8bit(
     groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
-    """AdamW whose moments are 8-bit in blocks, from the first of torchao and bitsandbytes that is installed.
+    """AdamW whose moments are 8-bit in blocks, from the first of bitsandbytes and torchao that is installed.
 
     Moments of fewer than 4,096 numbers stay as they are in both. Raises RunError when neither is there.
     """
     found = next((library for library in LIBRARIES if find_spec(library)), None)
     if found is None:
         raise RunError(
-            "optim.name: adamw_8bit needs torchao or bitsandbytes, and neither is installed; "
-            "`pip install torchao`, or choose adamw"
+            "optim.name: adamw_8bit needs bitsandbytes or torchao, and neither is installed; "
+            "`pip install bitsandbytes` or choose adamw"
         )
     try:
-        if found == "torchao":
-            from torchao.optim import AdamW8bit
-        else:
+        if found == "bitsandbytes":
             from bitsandbytes.optim import AdamW8bit
+        else:
+            from torchao.optim import AdamW8bit
     except Exception as error:  # a library built for another torch fails in its own ways
         raise RunError(
-            f"optim.name: adamw_8bit: {found} is installed and cannot be imported "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); choose adamw"
+            f"optim.name: adamw_8bit: {found} cannot be imported ({first_line(error)}); mend it or choose adamw"
         ) from error
     optimiser: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
     return optimiser
