@@ -1,4 +1,4 @@
-"""Learning rate, parameter groups, gradient norm and clipping."""
+"""Parameter groups and their learning rates, the optimiser, gradient norm and clipping."""
 
 from __future__ import annotations
 
@@ -8,34 +8,19 @@ import pytest
 import torch
 from torch import nn
 
+from blockdiff.checkpoint.create import init
+from blockdiff.errors import RunError
 from blockdiff.training.optim import (
-    WarmupCosine,
     adamw,
+    build,
     clip_gradients,
     gradient_norm,
     parameter_groups,
+    set_lr,
     trainable,
 )
+from tests.oracle import tiny_config
 from tests.toy_objective import ToyObjective
-
-
-def test_the_learning_rate_rises_in_a_line_and_falls_in_half_a_cosine():
-    schedule = WarmupCosine(peak=2.0, steps=110, warmup_steps=10, final_ratio=0.1)
-    assert [schedule.lr(step) for step in (1, 5, 10)] == pytest.approx([0.2, 1.0, 2.0])
-    assert schedule.lr(60) == pytest.approx(2.0 * 0.55)
-    assert schedule.lr(110) == pytest.approx(0.2)
-    assert schedule.lr(10_000) == pytest.approx(0.2)
-    fall = [schedule.lr(step) for step in range(10, 111)]
-    assert fall == sorted(fall, reverse=True)
-
-
-def test_without_warmup_the_first_step_is_close_to_the_peak():
-    assert WarmupCosine(peak=1.0, steps=1000).lr(1) == pytest.approx(1.0, abs=1e-4)
-
-
-def test_a_run_shorter_than_its_warmup_still_has_a_learning_rate():
-    schedule = WarmupCosine(peak=1.0, steps=5, warmup_steps=10)
-    assert [schedule.lr(step) for step in range(1, 6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 
 
 def test_weight_decay_leaves_norms_scales_and_the_embedding_table_alone():
@@ -52,6 +37,44 @@ def test_frozen_parameters_are_in_no_group():
     module.signal.requires_grad_(False)
     assert list(trainable(module)) == ["norm", "vocabulary.table", "mix.weight"]
     assert sum(len(group["params"]) for group in parameter_groups(module, 0.1)) == 3
+
+
+def test_with_layer_decay_earlier_layers_have_smaller_rates_and_the_table_the_smallest():
+    model = init(tiny_config(), seed=0, device="cpu", kernels="torch")
+    optimiser = build(nn.ModuleDict({"model": model}), lr=1.0, weight_decay=0.1, layer_decay=0.5)
+    set_lr(optimiser, 2.0)
+    rate = {id(p): group["lr"] for group in optimiser.param_groups for p in group["params"]}
+    found = {name: rate[id(p)] for name, p in model.named_parameters()}
+    assert found.pop("vocabulary.table") == 2.0 / 16
+    for name, lr in found.items():
+        layer = name.startswith("layers.") and int(name.split(".")[1])
+        assert lr == (2.0 if layer is False else 2.0 * 0.5 ** (3 - layer)), name
+    assert len(rate) == len(list(model.parameters()))  # every one in one group
+    undecayed = {id(p) for group in optimiser.param_groups if not group["weight_decay"] for p in group["params"]}
+    assert undecayed == {id(p) for n, p in model.named_parameters() if p.dim() == 1 or n == "vocabulary.table"}
+
+
+def test_frozen_layers_count_as_layers():
+    model = init(tiny_config(), seed=0, device="cpu", kernels="torch")
+    model.layers[3].requires_grad_(False)
+    scales = {group["lr_scale"] for group in parameter_groups(model, 0.1, layer_decay=0.5)}
+    assert scales == {1.0, 0.5, 0.25, 0.125, 0.0625}  # the final norm 1, layers 2, 1, 0, the table
+
+
+def test_the_learning_rate_reaches_optimisers_that_keep_it_in_a_tensor():
+    optimiser = build(ToyObjective(), lr=1.0)
+    held = torch.tensor(1.0)
+    optimiser.param_groups[0]["lr"] = held
+    set_lr(optimiser, 0.25)
+    assert held == 0.25 and optimiser.param_groups[0]["lr"] is held
+
+
+def test_adamw_is_fused_and_an_unknown_optimiser_or_nothing_to_train_is_refused():
+    assert build(ToyObjective(), lr=1.0).defaults["fused"] is True
+    with pytest.raises(RunError, match="there is no optimiser 'lion'; choose adamw or adamw_8bit"):
+        build(ToyObjective(), name="lion", lr=1.0)
+    with pytest.raises(RunError, match="no parameter trains"):
+        build(ToyObjective().requires_grad_(False), lr=1.0)
 
 
 def test_adamw_takes_the_step_of_its_formula():

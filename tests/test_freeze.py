@@ -1,0 +1,85 @@
+"""Freezing by pattern, and the table of what trains."""
+
+from __future__ import annotations
+
+import pytest
+
+from blockdiff.checkpoint.create import init
+from blockdiff.errors import RunError
+from blockdiff.training.freeze import freeze, part_of, trains_table
+from tests.oracle import tiny_config
+
+
+@pytest.fixture
+def model():
+    return init(tiny_config(), seed=0, device="cpu", kernels="torch")
+
+
+def still(model):
+    return {name for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def test_what_matches_a_pattern_stands_still_and_nothing_else(model):
+    counts = freeze(model, ["vocabulary.*", "layers.[01].attention.*"])
+    expected = {n for n, _ in model.named_parameters() if n.startswith(("layers.0.attention.", "layers.1.attention."))}
+    assert still(model) == expected | {"vocabulary.table"}
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    assert counts == {
+        "vocabulary.*": sizes["vocabulary.table"],
+        "layers.[01].attention.*": sum(sizes[name] for name in expected),
+    }
+
+
+def test_no_patterns_freeze_nothing(model):
+    assert freeze(model, []) == {} and not still(model)
+
+
+def test_a_pattern_that_matches_nothing_is_refused_naming_close_ones_and_freezes_nothing(model):
+    with pytest.raises(
+        RunError, match=r"'layers\.\*\.atention\.q_proj\.\*' matches no parameter; close are .*attention"
+    ):
+        freeze(model, ["vocabulary.*", "layers.*.atention.q_proj.*"])
+    assert not still(model)
+
+
+def test_letters_are_told_apart_as_in_names(model):
+    with pytest.raises(RunError, match="matches no parameter"):
+        freeze(model, ["Vocabulary.*"])
+
+
+def test_freezing_everything_is_refused(model):
+    with pytest.raises(RunError, match=r"optim\.freeze: layers\.\*, \[!l\]\* leave nothing to train"):
+        freeze(model, ["layers.*", "[!l]*"])
+    assert not still(model)
+
+
+def test_what_stood_still_before_does_not_count_as_something_left_to_train(model):
+    freeze(model, ["layers.*"])
+    with pytest.raises(RunError, match="leave nothing to train"):
+        freeze(model, ["[!l]*"])
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("vocabulary.table", "vocabulary"),
+        ("model.vocabulary.table", "vocabulary"),
+        ("self_conditioning.pre_norm.weight", "self_conditioning"),
+        ("layers.11.attention.q_norm.weight", "layers: attention"),
+        ("model.layers.3.post_ff_norm.weight", "layers: norms"),
+        ("layers.0.router.scale", "layers: router"),
+        ("norm.weight", "norm"),
+    ],
+)
+def test_parts_are_named_for_what_is_in_them(name, part):
+    assert part_of(name) == part
+
+
+def test_the_table_counts_every_parameter_once_and_shows_parts_that_train_by_half(model):
+    freeze(model, ["layers.0.*", "norm.*"])
+    rows = {row.part: row for row in trains_table(model)}
+    assert sum(row.tensors for row in rows.values()) == len(list(model.parameters()))
+    assert sum(row.trained + row.frozen for row in rows.values()) == sum(p.numel() for p in model.parameters())
+    assert (rows["norm"].trained, rows["norm"].frozen) == (0, 64)
+    assert rows["layers: experts"].frozen * 3 == rows["layers: experts"].trained > 0
+    assert rows["vocabulary"].frozen == 0
