@@ -79,6 +79,10 @@ class OptimState8bit(Tensor):
     def __tensor_unflatten__(cls, parts, extra, size=None, stride=None):
         return cls(parts["codes"], parts["scale"], *extra)
 
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        raise NotImplementedError(op)
+
 
 def test_a_quantised_tensor_is_taken_apart_and_put_together(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace())
