@@ -1,0 +1,121 @@
+"""What evaluating costs beside training: seconds of an optimiser step, of a held-out evaluation, of sampled prompts.
+
+    python -m benchmarks.evaluation --rows 256 --prompts 32 --every 250
+
+Trains the quickstart's model on puzzles made here, on one process: no files, no download.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from blockdiff.checkpoint.create import fitted, init, preset_config
+from blockdiff.data.chat import Encoder
+from blockdiff.data.collate import Collator, heldout_batches, micro_batches
+from blockdiff.data.plan import Plan
+from blockdiff.data.rows import Row
+from blockdiff.data.sudoku import alphabet, make_splits
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear, StratifiedTime
+from blockdiff.evals import task
+from blockdiff.evals.prompts import sample_prompts
+from blockdiff.sampling import Generation, Sampler
+from blockdiff.training.heldout import heldout
+from blockdiff.training.loop import Options, train
+from blockdiff.training.objective import Objective
+from blockdiff.training.optim import adamw
+from blockdiff.training.parallel import Parallel
+
+BATCH = 64
+
+
+def measure(rows: int, prompts: int, every: int, steps: int, repeats: int = 3) -> dict[str, Any]:
+    """Seconds of each part (medians), and the shares of a run that evaluates and samples `every` optimiser steps.
+
+    Sampling is measured before and after `steps` optimiser steps: the better a model knows its task, the fewer
+    denoising steps it takes.
+    """
+    alone = Parallel(torch.device("cpu"))
+    made = make_splits(4, {"train": max(BATCH * steps, 64), "test": max(rows, prompts)}, seed=0)
+    sets = {name: [Row(f"{name}:{n}", **row) for n, row in enumerate(split)] for name, split in made.items()}
+    tokenizer = character_tokenizer(alphabet(4))
+    config = fitted(preset_config("sudoku4"), tokenizer)
+    model = init(config, seed=0, dtype="float32", device="cpu", kernels="torch")
+    encoder = Encoder(tokenizer, eos_id=1, canvas_length=int(config.canvas_length))
+    examples = {name: encoder.encode(split)[0] for name, split in sets.items()}
+    collator = Collator(int(config.canvas_length), 0, 1, seed=0, time=StratifiedTime(1e-4), scores_ar=False)
+    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), train_router=True)
+    optimiser = adamw(objective, 3e-3, (0.9, 0.99), 1e-8, 1e-4)
+    plan = Plan(len(examples["train"]), BATCH, 0)
+    records: list[dict[str, Any]] = []
+
+    def batches(step: int) -> Any:
+        return micro_batches(examples["train"], plan, collator, step)
+
+    def learn() -> None:
+        options = Options(steps, ar_weight=0.0, log_every=max(1, steps // 10))
+        train(objective, optimiser, lambda _: 3e-3, batches, options, alone, log=records.append)
+
+    def evaluate() -> Any:
+        return heldout(objective, heldout_batches(examples["test"][:rows], collator, BATCH), alone)
+
+    def sample() -> Any:
+        sampler = Sampler(model, tokenizer, Generation(entropy_bound=0.02, confidence=0.02, eos_ids=(1,)))
+        return sample_prompts(sampler, sets["test"][:prompts], task("sudoku"), alone).record
+
+    untrained = seconds_of(sample, repeats)
+    before = sample()
+    learn()
+    ends = [(0, 0.0), *((record["step"], record["seconds"]) for record in records)]
+    step = statistics.median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(ends))
+    held, sampled = seconds_of(evaluate, repeats), seconds_of(sample, repeats)
+    total = every * step + held + sampled
+    return {
+        "optimiser_step_seconds": step,
+        "heldout_seconds": held,
+        "heldout_rows_per_second": rows / held,
+        "sample_seconds_untrained": untrained,
+        "sample_steps_per_canvas_untrained": before["sample_steps_per_canvas"],
+        "sample_seconds": sampled,
+        "sample_steps_per_canvas": sample()["sample_steps_per_canvas"],
+        "heldout_share": held / total,
+        "sample_share": sampled / total,
+        "settings": {"rows": rows, "prompts": prompts, "every": every, "steps": steps, "batch_size": BATCH},
+        "machine": machine.describe(torch.device("cpu")),
+    }
+
+
+def seconds_of(work: Callable[[], object], repeats: int) -> float:
+    """The median of `repeats` runs."""
+    taken = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the figures as JSON."""
+    parser = argparse.ArgumentParser(description="The cost of evaluating beside training, on the CPU.")
+    parser.add_argument("--rows", type=int, default=256, help="held-out rows (256)")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts sampled (32)")
+    parser.add_argument("--every", type=int, default=250, help="optimiser steps between evaluations (250)")
+    parser.add_argument("--steps", type=int, default=100, help="optimiser steps to train (100)")
+    given = parser.parse_args(words)
+    print(json.dumps(measure(given.rows, given.prompts, given.every, given.steps), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
