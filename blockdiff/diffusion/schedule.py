@@ -15,11 +15,14 @@ from blockdiff.seeding import Stream, integers, uniform
 class Schedule(Protocol):
     """alpha(t): the probability that a token is kept at time t in [0, 1]; alpha(0) = 1, alpha(1) = 0.
 
-    Both verbs are elementwise: float [*] in, float [*] out.
+    All verbs are elementwise: float [*] in, float [*] out.
     """
 
     def alpha(self, t: Tensor) -> Tensor:
         """The probability that a token is kept."""
+
+    def noise(self, t: Tensor) -> Tensor:
+        """1 - alpha(t), the probability that a token is replaced, with all its digits where it is small."""
 
     def derivative(self, t: Tensor) -> Tensor:
         """d alpha / d t, never positive."""
@@ -40,6 +43,10 @@ class Linear:
         """1 - t."""
         return 1 - t
 
+    def noise(self, t: Tensor) -> Tensor:
+        """t."""
+        return t
+
     def derivative(self, t: Tensor) -> Tensor:
         """-1."""
         return -torch.ones_like(t)
@@ -51,7 +58,11 @@ class Cosine:
 
     def alpha(self, t: Tensor) -> Tensor:
         """1 - sin(pi t / 2)."""
-        return 1 - torch.sin(t * (math.pi / 2))
+        return 1 - self.noise(t)
+
+    def noise(self, t: Tensor) -> Tensor:
+        """sin(pi t / 2)."""
+        return torch.sin(t * (math.pi / 2))
 
     def derivative(self, t: Tensor) -> Tensor:
         """-(pi / 2) cos(pi t / 2)."""
@@ -70,7 +81,11 @@ class Polynomial:
 
     def alpha(self, t: Tensor) -> Tensor:
         """1 - t^power."""
-        return 1 - t**self.power
+        return 1 - self.noise(t)
+
+    def noise(self, t: Tensor) -> Tensor:
+        """t^power."""
+        return t**self.power
 
     def derivative(self, t: Tensor) -> Tensor:
         """-power t^(power - 1); minus infinity at 0 for a power below 1."""
@@ -107,7 +122,7 @@ class StratifiedTime:
 class LogitNormalTime:
     """logit(t) ~ N(mean, std^2), cut off at eps and 1 - eps: the middle noise levels more often than the ends.
 
-    As diffusion models of images draw it (arXiv 2403.03206, section 3.1). The quantiles are stratified over the
+    As diffusion models of images draw it (arXiv 2403.03206). The quantiles are stratified over the
     global batch like those of `StratifiedTime`.
     """
 

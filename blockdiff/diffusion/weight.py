@@ -46,6 +46,6 @@ class ElboWeight:
 
     def of(self, schedule: Schedule, t_BC: Tensor) -> Tensor:
         """The weight, with t taken as at least 1e-6: finite for every t."""
-        t = t_BC.double().clamp(min=SMALLEST_T)  # in fp32, 1 - alpha of a small t has few digits left, or none
-        weight_BC = -schedule.derivative(t) / (1 - schedule.alpha(t)).clamp(min=1e-12)
+        t = t_BC.double().clamp(min=SMALLEST_T)  # high powers of a small t are no fp32 numbers
+        weight_BC = -schedule.derivative(t) / schedule.noise(t)
         return (weight_BC if self.limit is None else weight_BC.clamp(max=self.limit)).float()
