@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 from jinja2 import TemplateError
 
-from blockdiff.data.chat import (
-    Encoder,
-    merged,
-    packaged_template,
-    render,
-    token_spans,
-    training_template,
-    truncated,
-)
+from blockdiff.data.chat import Encoder, truncated
 from blockdiff.data.rows import Row
 from blockdiff.data.sudoku import alphabet
+from blockdiff.data.template import merged, packaged_template, render, token_spans, training_template
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 from tests.chat_tokenizer import chat_tokenizer

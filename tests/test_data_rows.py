@@ -117,5 +117,6 @@ def test_files_that_hold_nothing_are_refused(tmp_path):
         read_rows(empty)
     with pytest.raises(DataError, match="no such file"):
         read_rows(tmp_path / "missing.jsonl")
-    with pytest.raises(DataError, match="is a directory"):
-        read_rows(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="folder: a directory without rows"):
+        read_rows(tmp_path / "folder")

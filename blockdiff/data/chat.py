@@ -2,127 +2,37 @@
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from blockdiff.canvas import cut
 from blockdiff.data.rows import Row
-from blockdiff.data.statistics import Statistics
+from blockdiff.data.statistics import Statistics, Tally
+from blockdiff.data.template import Span, render, template_error, token_spans, training_template
 from blockdiff.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
-
-TURN_TOKENS = ("<|turn>", "<turn|>")
-GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Rendered by a template to see whether it writes the Gemma 4 turn format.
-PROBES: tuple[list[dict[str, str]], ...] = (
-    [{"role": "user", "content": " a\n"}, {"role": "assistant", "content": " b\n"}],
-    [
-        {"role": "system", "content": " s "},
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "d"},
-    ],
-)
 CHUNK = 128  # rows given to the tokenizer in one call; their offsets are many small objects
 
 
 @dataclass(frozen=True)
 class Example:
-    """A row as tokens, with the columns [start, end) of its responses; `sample_id` is its row number."""
+    """A row as tokens, with the columns [start, end) of its responses; `sample_id` is its row number.
+
+    Of several sources, row numbers go on from one to the next.
+    """
 
     sample_id: int
     tokens: list[int]
     responses: list[Span]
     is_truncated: bool = False
     where: str = ""
-
-
-def packaged_template() -> str:
-    """The chat template of the Gemma 4 turn format, with generation tags."""
-    return (files("blockdiff.data") / "templates" / "gemma4.jinja").read_text(encoding="utf-8")
-
-
-def training_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The template that marks the assistant turns: the tokenizer's own if it has generation tags.
-
-    One that writes the Gemma 4 turn format without tags (as the released one), or none at all beside a
-    vocabulary with that format's turn tokens, gives the packaged template. Raises DataError for any other:
-    without tags nothing says exactly where a response starts and ends.
-    """
-    own = tokenizer.get_chat_template() if tokenizer.chat_template else None
-    if own is None:
-        vocabulary = tokenizer.get_vocab()
-        if all(token in vocabulary for token in TURN_TOKENS):
-            return packaged_template()
-        raise DataError(
-            "the tokenizer has no chat template, so messages rows cannot be rendered; "
-            "set one with {% generation %} tags, or write prompt/response rows"
-        )
-    if GENERATION_TAG.search(own):
-        return own
-    packaged = packaged_template()
-    if all(_text_or_none(tokenizer, own, probe) == render(tokenizer, packaged, probe)[0] for probe in PROBES):
-        return packaged
-    raise DataError(
-        "the tokenizer's chat template has no {% generation %} tags, so it cannot mark assistant turns; "
-        "add them around each assistant turn and its end token, or write prompt/response rows"
-    )
-
-
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    messages: Sequence[dict[str, str]],
-    enable_thinking: bool = False,
-) -> tuple[str, list[Span]]:
-    """The text of a conversation and the character spans the template marks, touching ones merged."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    texts, spans = render_jinja_template(
-        conversations=[list(messages)],
-        chat_template=template,
-        return_assistant_tokens_mask=bool(GENERATION_TAG.search(template)),
-        enable_thinking=enable_thinking,
-        **tokenizer.special_tokens_map,
-    )
-    return texts[0], merged(spans[0]) if spans else []
-
-
-def merged(spans: Sequence[Span]) -> list[Span]:
-    """Spans in order, those that touch made one and empty ones left out."""
-    result: list[Span] = []
-    for start, end in sorted(spans):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(end, result[-1][1]))
-        elif end > start:
-            result.append((start, end))
-    return result
-
-
-def token_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
-    """Character spans as token columns, given every token's character offsets.
-
-    Raises ValueError when a token reaches over the edge of a span, for then no column is exact.
-    """
-    starts = [start for start, _ in offsets]
-    result = []
-    for start, end in spans:
-        first, last = bisect_left(starts, start), bisect_left(starts, end)
-        if any(column and offsets[column - 1][1] > edge for column, edge in ((first, start), (last, end))):
-            raise ValueError("a token reaches over the edge of an assistant turn")
-        if last > first:
-            result.append((first, last))
-    return result
 
 
 def truncated(
@@ -149,7 +59,9 @@ class Encoder:
     """Turns rows into examples for one tokenizer, canvas length and largest row.
 
     `eos_id` is the first configured eos id: it ends prompt/response rows (chat turns end by their template)
-    and fills last canvases.
+    and fills last canvases. `turns`: every assistant turn is a response, or the last one only. `system` is put
+    before conversations without a system message. `too_long`: rows of more than `max_length` tokens are cut at a
+    canvas boundary, left out, or refused by name.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -166,107 +78,137 @@ class Encoder:
         """The chat template that marks assistant turns; looked up when the first messages row comes."""
         return training_template(self.tokenizer)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that decides which tokens a row becomes."""
+        if not self.tokenizer.is_fast:
+            raise _slow()
+        backend = self._backend()
+        try:
+            template = self.template
+        except DataError:  # only conversations need one
+            template = ""
+        options = (self.eos_id, self.canvas_length, self.max_length, self.enable_thinking, self.turns, self.system)
+        more = (self.too_long, self.tokenizer.special_tokens_map, self.tokenizer.bos_token_id)
+        text = json.dumps([template, options, more, bool(self.tokenizer.split_special_tokens)], default=str)
+        return hashlib.blake2b((text + backend.to_str()).encode(), digest_size=16).hexdigest()
+
     def encode(self, rows: Sequence[Row]) -> tuple[list[Example], Statistics]:
         """The examples of `rows` in order, and what became of the rows.
 
         Raises DataError naming file and line where a row cannot be tokenised, and when no row is left.
         """
-        examples = []
-        unfit = cut_rows = cut_tokens = 0
-        for sample_id, (row, (tokens, responses)) in enumerate(zip(rows, self._spans(rows), strict=True)):
-            fitted = (
-                (tokens, responses)
-                if self.max_length is None
-                else truncated(tokens, responses, self.max_length, self.canvas_length)
-            )
-            if fitted is None:
-                unfit += 1
-                continue
-            is_cut = len(fitted[0]) < len(tokens)
-            cut_rows += is_cut
-            cut_tokens += len(tokens) - len(fitted[0])
-            examples.append(Example(sample_id, fitted[0], fitted[1], is_cut, row.where))
+        tally = Tally(self.canvas_length)
+        examples = list(self.examples(rows, tally))
         if not examples:
-            raise DataError(
-                f"none of {len(rows)} rows has room for a canvas of {self.canvas_length} tokens "
-                f"within max_length {self.max_length}; raise data.max_length"
-            )
-        spans = [span for example in examples for span in example.responses]
-        statistics = Statistics(
-            rows=len(rows),
-            dropped=unfit,
-            truncated=cut_rows,
-            cut_tokens=cut_tokens,
-            responses=len(spans),
-            canvases=sum(len(cut(span, self.canvas_length)) for span in spans),
-            response_tokens=sum(end - start for start, end in spans),
-            clean_tokens=sum(len(example.tokens) for example in examples),
-            longest=max(len(example.tokens) for example in examples),
-            canvas_length=self.canvas_length,
-        )
-        return examples, statistics
+            raise self.nothing_left(tally.rows)
+        return examples, tally.statistics()
 
-    def _spans(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span]]]:
-        for start in range(0, len(rows), CHUNK):
-            chunk = rows[start : start + CHUNK]
-            pairs, chats = (
-                [row for row in chunk if row.messages is None],
-                [row for row in chunk if row.messages],
+    def examples(self, rows: Iterable[Row], tally: Tally) -> Iterator[Example]:
+        """The examples of `rows` one after the other, counted in `tally`; `sample_id` counts rows from 0.
+
+        Raises DataError naming file and line where a row cannot be tokenised or is longer than it may be.
+        """
+        for sample_id, (row, tokens, responses, turns) in enumerate(self._encoded(rows)):
+            tally.row(is_conversation=row.messages is not None, unscored_turns=turns - len(responses))
+            fitted = self._fitted(tokens, responses, row.where)
+            if fitted is None:
+                tally.dropped += 1
+                continue
+            tally.example(fitted[0], fitted[1], cut_tokens=len(tokens) - len(fitted[0]))
+            yield Example(sample_id, fitted[0], fitted[1], len(fitted[0]) < len(tokens), row.where)
+
+    def nothing_left(self, rows: int, where: str = "") -> DataError:
+        """The error for data of which no row is left."""
+        room = "is short enough" if self.too_long == "drop" else f"has room for a canvas of {self.canvas_length} tokens"
+        return DataError(
+            f"{where and where + ': '}none of {rows} rows {room} within max_length {self.max_length}; "
+            "raise data.max_length"
+        )
+
+    def _fitted(
+        self, tokens: list[int], responses: list[Span], where: str
+    ) -> tuple[list[int], list[Span]] | None:
+        if self.max_length is None or len(tokens) <= self.max_length:
+            return tokens, responses
+        if self.too_long == "refuse":
+            raise DataError(
+                f"{where}: {len(tokens)} tokens, more than data.max_length {self.max_length}; "
+                "shorten it, raise the limit, or choose data.too_long truncate or drop"
             )
-            encoded_pairs, encoded_chats = iter(self._pairs(pairs)), iter(self._chats(chats))
+        if self.too_long == "drop":
+            return None
+        return truncated(tokens, responses, self.max_length, self.canvas_length)
+
+    def _encoded(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[int], list[Span], int]]:
+        """Every row with its tokens, its responses, and how many turns of the assistant it has."""
+        if not self.tokenizer.is_fast:
+            raise _slow()
+        rows = iter(rows)
+        while chunk := list(islice(rows, CHUNK)):
+            pairs = [row for row in chunk if row.messages is None]
+            encoded_pairs = iter(self._pairs(pairs))
+            encoded_chats = iter(self._chats([row for row in chunk if row.messages]))
             for row in chunk:
-                yield next(encoded_pairs if row.messages is None else encoded_chats)
+                tokens, responses = next(encoded_pairs if row.messages is None else encoded_chats)
+                chosen = responses if self.turns == "all" else responses[-1:]
+                yield row, tokens, chosen, len(responses)
 
     def _pairs(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span]]]:
         """Raw text: bos and prompt, then response and eos, tokenised apart so that no token joins them."""
-        if not rows:
-            return
         bos = self.tokenizer.bos_token_id
         head = [] if bos is None else [bos]
-        prompts = self._tokenise([row.prompt for row in rows], rows)["input_ids"]
-        responses = self._tokenise([row.response for row in rows], rows)["input_ids"]
+        prompts = self._tokenise([row.prompt or "" for row in rows], rows)
+        responses = self._tokenise([row.response or "" for row in rows], rows)
         for prompt, response in zip(prompts, responses, strict=True):
-            start = prompt if prompt[:1] == head else [*head, *prompt]
-            tokens = [*start, *response, self.eos_id]
+            start = prompt.ids if prompt.ids[:1] == head else [*head, *prompt.ids]
+            tokens = [*start, *response.ids, self.eos_id]
             yield tokens, [(len(start), len(tokens))]
 
     def _chats(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span]]]:
-        if not rows:
-            return
-        rendered = []
-        for row in rows:
+        rendered = [self._rendered(row) for row in rows]
+        encoded = self._tokenise([text for text, _ in rendered], rows, needs_offsets=True)
+        for row, encoding, (_, spans) in zip(rows, encoded, rendered, strict=True):
             try:
-                rendered.append(
-                    render(self.tokenizer, self.template, row.messages or (), self.enable_thinking)
-                )
-            except _template_error() as error:
-                raise DataError(
-                    f"{row.where}: the chat template refuses it ({error}); change the row"
-                ) from None
-        encoded = self._tokenise([text for text, _ in rendered], rows, return_offsets_mapping=True)
-        for row, tokens, offsets, (_, spans) in zip(
-            rows, encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True
-        ):
-            try:
-                responses = token_spans(offsets, spans)
+                responses = token_spans(encoding.offsets, spans)
             except ValueError as error:
                 raise DataError(f"{row.where}: {error}; change the chat template") from None
             if not responses:
                 raise DataError(
                     f"{row.where}: the chat template marks no assistant turn; change the template"
                 )
-            yield tokens, responses
+            yield encoding.ids, responses
 
-    def _tokenise(self, texts: Sequence[str | None], rows: Sequence[Row], **options: Any) -> Any:
-        if not self.tokenizer.is_fast:
-            raise DataError("the tokenizer has no character offsets; use a fast one (tokenizer.json)")
-        options = {"add_special_tokens": False, "verbose": False, **options}
+    def _rendered(self, row: Row) -> tuple[str, list[Span]]:
+        messages = row.messages or ()
+        if self.system is not None and messages[0]["role"] != "system":
+            messages = ({"role": "system", "content": self.system}, *messages)
         try:
-            return self.tokenizer(list(texts), **options)
+            return render(self.tokenizer, self.template, messages, self.enable_thinking)
+        except template_error() as error:
+            raise DataError(f"{row.where}: the chat template refuses it ({error}); change the row") from None
+
+    def _backend(self) -> Any:
+        """The tokenizer's Rust half in the state in which transformers calls it to encode one text."""
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = self.tokenizer.split_special_tokens
+        return backend
+
+    def _tokenise(self, texts: Sequence[str], rows: Sequence[Row], needs_offsets: bool = False) -> list[Any]:
+        """An encoding with `ids` (and `offsets`) for every text, without transformers' dictionaries of lists."""
+        if not texts:
+            return []
+        backend = self._backend()
+        encode = backend.encode_batch if needs_offsets else backend.encode_batch_fast
+        try:
+            encoded: list[Any] = encode(list(texts), add_special_tokens=False)
+            return encoded
         except Exception:  # tokenizers raises nothing narrower; find the row it comes from
             for text, row in zip(texts, rows, strict=True):
                 try:
-                    self.tokenizer(text, **options)
+                    backend.encode(text, add_special_tokens=False)
                 except Exception as error:
                     raise DataError(
                         f"{row.where}: the tokenizer cannot encode it ({error}); change the row"
@@ -274,16 +216,5 @@ class Encoder:
             raise
 
 
-def _text_or_none(
-    tokenizer: PreTrainedTokenizerBase, template: str, messages: Sequence[dict[str, str]]
-) -> str | None:
-    try:
-        return render(tokenizer, template, messages)[0]
-    except _template_error():
-        return None
-
-
-def _template_error() -> type[Exception]:
-    from jinja2 import TemplateError
-
-    return TemplateError
+def _slow() -> DataError:
+    return DataError("the tokenizer has no character offsets; use a fast one (tokenizer.json)")

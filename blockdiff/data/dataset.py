@@ -1,19 +1,30 @@
-"""From sources to the examples of a run, in memory-mapped files."""
+"""From sources to the examples of a run: read, checked and encoded once, then mapped from disk."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from blockdiff.data.cache import cached, key_of, temporary
 from blockdiff.data.chat import Encoder, Example
+from blockdiff.data.examples import Examples, Joined, write_examples
 from blockdiff.data.plan import AnyPlan, MixturePlan, Plan
-from blockdiff.data.sources import SourceSpec, rows_of
-from blockdiff.data.statistics import Statistics
+from blockdiff.data.sources import Source, SourceSpec, open_source
+from blockdiff.data.statistics import Statistics, Tally
+from blockdiff.errors import DataError
+
+TOTAL = "total"
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
 
 
 @dataclass(frozen=True)
@@ -21,7 +32,8 @@ class Dataset:
     """The examples of one or more sources, one source after the other.
 
     `lengths` [N] are tokens per example; `statistics` has a line for each source and, of several, the total;
-    `fingerprint` says what the examples were made from and how, wherever the files lie.
+    `fingerprint` says what the examples were made from and how, wherever the files lie. `sizes` and `weights` are
+    the sources' numbers of examples and parts of the mixture.
     """
 
     examples: Sequence[Example]
@@ -34,6 +46,22 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.examples)
 
+    @property
+    def total(self) -> Statistics:
+        """What became of all rows together."""
+        return self.statistics[-1][1]
+
+    def to_record(self) -> dict[str, Any]:
+        """What the data are, for JSON: counts, shares and quantiles of the lengths of every source, and of all."""
+        ends = np.cumsum([0, *self.sizes])
+        sources = []
+        for index, (name, statistics) in enumerate(self.statistics[: len(self.sizes)]):
+            own = self.lengths[ends[index] : ends[index + 1]]
+            lengths = {f"p{100 * q:g}": int(np.quantile(own, q, method="inverted_cdf")) for q in QUANTILES}
+            share = self.weights[index] / sum(self.weights)
+            sources.append({"name": name, "share": share, **statistics.to_record(), "lengths": lengths})
+        return {"fingerprint": self.fingerprint, "sources": sources, TOTAL: self.total.to_record()}
+
 
 def load_dataset(
     sources: Sequence[SourceSpec],
@@ -42,16 +70,61 @@ def load_dataset(
     cache: Path | None,
     first: AbstractContextManager[object] | None = None,
 ) -> Dataset:
-    """Read, check and encode the rows of every source, or take them from the cache.
+    """Read, check and encode the rows of every source, or take them from `cache`, a directory.
 
-    `first` is a context that one process enters before the others, so that only one does the work. Raises
-    DataError with file and line for a row that cannot be used.
+    Without one they go into a temporary file. `first` is a context that one process enters before the others,
+    so that only one fills the cache. Raises DataError with file and line for a row that cannot be used, for a
+    source of which nothing is left, and for options that need conversations where there are none.
     """
-    with first or nullcontext():
-        rows = [row for source in sources for row in rows_of(source)]
-        examples, statistics = encoder.encode(rows)
-    lengths = np.array([len(example.tokens) for example in examples])
-    return Dataset(examples, lengths, [("total", statistics)], "", [len(examples)], [1.0])
+    parts: list[Examples] = []
+    found: list[Statistics] = []
+    hashes: list[str] = []
+    with (first if first is not None and cache is not None else nullcontext()):
+        for spec in sources:
+            source = open_source(spec)
+            write = partial(_write, source=source, encoder=encoder)
+            first_id = sum(statistics.rows for statistics in found)
+            key = key_of(source, encoder)
+            if cache is None:
+                examples, statistics = temporary(write, source.files, first_id)
+            else:
+                examples, statistics = cached(cache, key, write, source.files, first_id)
+            parts.append(examples)
+            found.append(statistics)
+            hashes.append(f"{key} {spec.weight!r}")
+    together = reduce(add, found)
+    check_conversations(encoder, together)
+    return Dataset(
+        examples=parts[0] if len(parts) == 1 else Joined(parts),
+        lengths=np.concatenate([part.lengths for part in parts]),
+        statistics=[*zip(titles(sources), found, strict=True), *([(TOTAL, together)] if len(found) > 1 else [])],
+        fingerprint=hashlib.blake2b("\n".join(hashes).encode(), digest_size=16).hexdigest(),
+        sizes=[len(part) for part in parts],
+        weights=[spec.weight for spec in sources],
+    )
+
+
+def _write(file: IO[bytes], source: Source, encoder: Encoder) -> Statistics:
+    tally = Tally(encoder.canvas_length)
+    if not write_examples(file, encoder.examples(source.rows(), tally), source.files):
+        raise encoder.nothing_left(tally.rows, source.files[0])
+    return tally.statistics()
+
+
+def check_conversations(encoder: Encoder, statistics: Statistics) -> None:
+    """Raise DataError for options that change nothing because no row is a conversation."""
+    for key, is_set in (("system", encoder.system is not None), ("thinking", encoder.enable_thinking)):
+        if is_set and not statistics.conversations:
+            raise DataError(
+                f"data.{key}: is set, but no row is a conversation; write messages rows, or leave data.{key} out"
+            )
+
+
+def titles(sources: Iterable[SourceSpec]) -> list[str]:
+    """What to call the sources: their names, or whole paths where names would be the same."""
+    sources = list(sources)
+    counts = Counter(spec.title for spec in sources)
+    return [spec.title if counts[spec.title] == 1 else spec.name or spec.path for spec in sources]
 
 
 def plan(dataset: Dataset, batch_size: int, seed: int) -> AnyPlan:

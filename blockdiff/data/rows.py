@@ -1,9 +1,9 @@
-"""Reading training rows from JSONL; bad ones are refused with file, line, reason and remedy."""
+"""What a training row is: every row of every file passes here, or is refused with place, reason and remedy."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,16 @@ ROLES = {
     "assistant": "assistant",
     "model": "assistant",
 }
+# The names that conversations in the ShareGPT form give the roles.
+SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
 REASONING_KEYS = ("reasoning", "reasoning_content")
+CONVERSATION_KEYS = ("messages", "conversations")
+KEYS = ("prompt", "response", "messages", "system", "id")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One training row: either `prompt` and `response`, or `messages`; `where` is "file:line"."""
+    """One training row: either `prompt` and `response`, or `messages`; `where` is "file:line" or "file:row N"."""
 
     where: str
     prompt: str | None = None
@@ -31,61 +35,80 @@ class Row:
     id: str | None = None
 
 
-def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a JSONL file, in order; lines of only white space are passed over.
+def read_rows(path: str | Path, columns: Mapping[str, str] | None = None) -> list[Row]:
+    """The rows of a file, directory or pattern in order, with `columns` as in `check_row`.
 
     Raises DataError "file:line: reason; what to do" at the first bad row, and for a file without any row.
     """
-    path = Path(path)
-    rows = [parse_row(text, where) for where, text in _lines(path)]
-    if not rows:
-        raise DataError(f"{path}: has no rows; write one JSON object per line")
-    return rows
+    from blockdiff.data.sources import SourceSpec, open_source
+
+    return list(open_source(SourceSpec(str(path), columns=columns or {})).rows())
 
 
-def parse_row(text: str, where: str) -> Row:
-    """Check one line and make it a `Row`; raises DataError naming `where`."""
+def parse_row(text: str, where: str, columns: Mapping[str, str] | None = None) -> Row:
+    """Check one line of JSON and make it a `Row`; raises DataError naming `where`."""
+    return check_row(parse_json(text, where), where, columns)
+
+
+def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None) -> Row:
+    """Check one row, whatever file it comes from, and make it a `Row`; raises DataError naming `where`.
+
+    `columns` maps keys of KEYS to the column that holds them; without an entry a key is looked up by its name.
+    Conversations may be in the ShareGPT form too: `conversations` of `from` and `value`.
+    """
     try:
-        return _row(json.loads(text, parse_constant=_refuse_constant), where)
+        return _row(_picked(value, columns) if columns else value, where)
+    except _BadRow as bad:
+        raise DataError(f"{where}: {bad}") from None
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value of one JSON text, duplicate keys and NaN refused; raises DataError naming `where`."""
+    try:
+        return DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one object per line"
         ) from None
     except RecursionError:
         raise DataError(f"{where}: JSON is nested too deeply; write one flat object per line") from None
-    except _BadRow as bad:
-        raise DataError(f"{where}: {bad}") from None
+    except ValueError as error:  # the two refusals below, and integers of thousands of digits
+        raise DataError(f"{where}: {error}") from None
 
 
 class _BadRow(Exception):
-    """Why a row is refused; `parse_row` puts the place in front."""
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                where = f"{path}:{number}"
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                try:
-                    text = line.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise DataError(
-                        f"{where}: not valid UTF-8 (byte {error.start + 1}); save it as UTF-8"
-                    ) from None
-                if text.strip():
-                    yield where, text
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; check the path") from None
-    except IsADirectoryError:
-        raise DataError(f"{path}: is a directory; name a JSONL file in it") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check the file") from None
+    """Why a row is refused; `check_row` puts the place in front."""
 
 
 def _refuse_constant(name: str) -> Any:
-    raise _BadRow(f"{name} is not JSON; write a number or null")
+    raise ValueError(f"{name} is not JSON; write a number or null")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} appears twice, and only one can count; remove the other")
+    return value
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
+
+
+def _picked(value: Any, columns: Mapping[str, str]) -> Any:
+    """The row with its columns under the names they have here; what `columns` asks for is the form that counts."""
+    if not isinstance(value, dict):
+        return value
+    for key, column in columns.items():
+        if column not in value:
+            there = ", ".join(map(repr, value)) or "none"
+            raise _BadRow(f"column {column!r}, to be {key}, is not there (columns: {there}); correct columns")
+    others: tuple[str, ...] = CONVERSATION_KEYS if {"prompt", "response"} & columns.keys() else ()
+    if "messages" in columns:
+        others = ("prompt", "response", *CONVERSATION_KEYS)
+    kept = {key: value[key] for key in (*KEYS, *CONVERSATION_KEYS) if key in value and key not in others}
+    return {**kept, **{key: value[column] for key, column in columns.items()}}
 
 
 def _row(value: Any, where: str) -> Row:
@@ -98,55 +121,80 @@ def _row(value: Any, where: str) -> Row:
         raise _BadRow(f"id is {_kind(identity)}; make it a string or an integer")
     identity = None if identity is None else str(identity)
     has_pair = "prompt" in value or "response" in value
-    if "messages" in value:
+    system = value.get("system")
+    conversations = [key for key in CONVERSATION_KEYS if key in value]
+    if conversations:
         if has_pair:
-            raise _BadRow("both messages and prompt/response are there; keep one form")
-        return Row(where, messages=_messages(value["messages"]), id=identity)
+            raise _BadRow(f"both {conversations[0]} and prompt/response are there; keep one form")
+        if len(conversations) > 1:
+            raise _BadRow("both messages and conversations are there; keep one")
+        messages = _messages(value[conversations[0]], conversations[0])
+        return Row(where, messages=_with_system(messages, system), id=identity)
     if not has_pair:
         keys = ", ".join(map(repr, value)) or "none"
-        raise _BadRow(f"neither messages nor prompt and response (keys: {keys}); add them")
+        raise _BadRow(
+            f"neither messages nor prompt and response (keys: {keys}); add them, or say with columns what they are"
+        )
     for key in ("prompt", "response"):
         if key not in value:
             raise _BadRow(f"{key} is missing; a row needs prompt and response")
+    if system is not None and system != "":
+        raise _BadRow("system is there, but prompt/response rows have no turns; put it into prompt or write messages")
     prompt, response = _text(value["prompt"], "prompt"), _text(value["response"], "response")
     if not response:
         raise _BadRow("response is empty, so nothing can be learnt; fill it or remove the row")
     return Row(where, prompt=prompt, response=response, id=identity)
 
 
-def _messages(value: Any) -> tuple[dict[str, str], ...]:
+def _messages(value: Any, name: str) -> tuple[dict[str, str], ...]:
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a CSV file has no lists
+        try:
+            value = DECODER.decode(value)
+        except (ValueError, RecursionError) as error:
+            raise _BadRow(f"{name} is a string that is not valid JSON ({error}); write a JSON list") from None
     if not isinstance(value, list):
-        raise _BadRow(f"messages is {_kind(value)}; make it a list of objects with role and content")
-    messages = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(value))
+        raise _BadRow(f"{name} is {_kind(value)}; make it a list of objects with role and content")
+    messages = tuple(_message(message, f"{name}[{index}]") for index, message in enumerate(value))
     if not any(message["role"] == "assistant" for message in messages):
         raise _BadRow("no assistant message, so nothing can be learnt; add one or remove the row")
     for index, message in enumerate(messages):
         if message["role"] == "system" and index > 0:
-            raise _BadRow(f"messages[{index}] has role system; only the first message can")
+            raise _BadRow(f"{name}[{index}] has role system; only the first message can")
     return messages
+
+
+def _with_system(messages: tuple[dict[str, str], ...], system: Any) -> tuple[dict[str, str], ...]:
+    """The conversation with the row's own system text, which some files keep beside the messages."""
+    if system is None or system == "":
+        return messages
+    if messages[0]["role"] == "system":
+        raise _BadRow("system is there and a system message too; keep one")
+    return ({"role": "system", "content": _text(system, "system")}, *messages)
 
 
 def _message(value: Any, name: str) -> dict[str, str]:
     if not isinstance(value, dict):
         raise _BadRow(f"{name} is {_kind(value)}; make it an object with role and content")
-    for key in ("role", "content"):
+    is_sharegpt = "from" in value and "role" not in value
+    role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
+    for key in (role_key, content_key):
         if key not in value:
             raise _BadRow(f"{name} has no {key}; add it")
-    role = value["role"]
-    if not isinstance(role, str) or role not in ROLES:
-        raise _BadRow(f"{name} has role {role!r}; use one of {', '.join(ROLES)}")
+    role, roles = value[role_key], {**ROLES, **SPEAKERS} if is_sharegpt else ROLES
+    if not isinstance(role, str) or role not in roles:
+        raise _BadRow(f"{name} has {'role' if not is_sharegpt else 'from'} {role!r}; use one of {', '.join(roles)}")
     if value.get("tool_calls"):
         raise _BadRow(
             f"{name} has tool_calls, which are not supported; write them into content or remove the row"
         )
-    message = {"role": ROLES[role], "content": _content(value["content"], f"{name}.content")}
+    message = {"role": roles[role], "content": _content(value[content_key], f"{name}.{content_key}")}
     for key in REASONING_KEYS:
         if value.get(key) is not None:
             if message["role"] != "assistant":
                 raise _BadRow(f"{name} has {key} but role {role}; only an assistant message can have it")
             message["reasoning"] = _text(value[key], f"{name}.{key}")
     if message["role"] == "assistant" and not message["content"].strip():
-        raise _BadRow(f"{name}.content of the assistant is empty; fill it or remove the message")
+        raise _BadRow(f"{name}.{content_key} of the assistant is empty; fill it or remove the message")
     return message
 
 
@@ -175,4 +223,5 @@ def _text(value: Any, name: str) -> str:
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+    number = "a number" if isinstance(value, int | float) else type(value).__name__
+    return names.get(type(value), number)

@@ -1,0 +1,124 @@
+"""The text of a conversation and where the assistant speaks in it, by the tokenizer's chat template."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from blockdiff.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]
+
+TURN_TOKENS = ("<|turn>", "<turn|>")
+GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Rendered by a template to see whether it writes the Gemma 4 turn format.
+PROBES: tuple[list[dict[str, str]], ...] = (
+    [{"role": "user", "content": " a\n"}, {"role": "assistant", "content": " b\n"}],
+    [
+        {"role": "system", "content": " s "},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ],
+)
+
+
+def packaged_template() -> str:
+    """The chat template of the Gemma 4 turn format, with generation tags."""
+    return (files("blockdiff.data") / "templates" / "gemma4.jinja").read_text(encoding="utf-8")
+
+
+def training_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The template that marks the assistant turns: the tokenizer's own if it has generation tags.
+
+    One that writes the Gemma 4 turn format without tags (as the released one), or none at all beside a
+    vocabulary with that format's turn tokens, gives the packaged template. Raises DataError for any other:
+    without tags nothing says exactly where a response starts and ends.
+    """
+    own = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    if own is None:
+        vocabulary = tokenizer.get_vocab()
+        if all(token in vocabulary for token in TURN_TOKENS):
+            return packaged_template()
+        raise DataError(
+            "the tokenizer has no chat template, so messages rows cannot be rendered; "
+            "set one with {% generation %} tags, or write prompt/response rows"
+        )
+    if GENERATION_TAG.search(own):
+        return own
+    packaged = packaged_template()
+    if all(_text_or_none(tokenizer, own, probe) == render(tokenizer, packaged, probe)[0] for probe in PROBES):
+        return packaged
+    raise DataError(
+        "the tokenizer's chat template has no {% generation %} tags, so it cannot mark assistant turns; "
+        "add them around each assistant turn and its end token, or write prompt/response rows"
+    )
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    messages: Sequence[dict[str, str]],
+    enable_thinking: bool = False,
+) -> tuple[str, list[Span]]:
+    """The text of a conversation and the character spans the template marks, touching ones merged."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, spans = render_jinja_template(
+        conversations=[list(messages)],
+        chat_template=template,
+        return_assistant_tokens_mask=bool(GENERATION_TAG.search(template)),
+        enable_thinking=enable_thinking,
+        **tokenizer.special_tokens_map,
+    )
+    return texts[0], merged(spans[0]) if spans else []
+
+
+def merged(spans: Sequence[Span]) -> list[Span]:
+    """Spans in order, those that touch made one and empty ones left out."""
+    result: list[Span] = []
+    for start, end in sorted(spans):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        elif end > start:
+            result.append((start, end))
+    return result
+
+
+def token_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
+    """Character spans as token columns, given every token's character offsets.
+
+    Raises ValueError when a token reaches over the edge of a span, for then no column is exact.
+    """
+    starts = [start for start, _ in offsets]
+    result = []
+    for start, end in spans:
+        first, last = bisect_left(starts, start), bisect_left(starts, end)
+        if any(column and offsets[column - 1][1] > edge for column, edge in ((first, start), (last, end))):
+            raise ValueError("a token reaches over the edge of an assistant turn")
+        if last > first:
+            result.append((first, last))
+    return result
+
+
+def _text_or_none(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: Sequence[dict[str, str]]
+) -> str | None:
+    try:
+        return render(tokenizer, template, messages)[0]
+    except template_error():
+        return None
+
+
+def template_error() -> type[Exception]:
+    """What a template raises that refuses a conversation."""
+    from jinja2 import TemplateError
+
+    return TemplateError
