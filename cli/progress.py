@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blockdiff.cli.loading import console
 
+if TYPE_CHECKING:
+    from blockdiff.training.freeze import Trains
+
 
 class Progress:
-    """Lines and, while `running`, a bar with true tokens/s and the time left."""
+    """Lines and, while `running`, a bar with losses, true tokens/s, memory and the time left."""
 
     def __init__(self, steps: int, is_shown: bool):
         self.steps, self.is_shown = steps, is_shown
@@ -24,6 +27,20 @@ class Progress:
         """Print one line, above the bar where there is one."""
         if self.is_shown:
             self.console.print(text)
+
+    def trains(self, rows: Sequence[Trains]) -> None:
+        """Print what trains and what stands still, by part of the model (`training.freeze.trains_table`)."""
+        if not self.is_shown:
+            return
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False, padding=(0, 1))
+        table.add_column("part", no_wrap=True)
+        for name in ("tensors", "trains", "frozen"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for part, *counts in [*rows, ("total", *(sum(row[i] for row in rows) for i in (1, 2, 3)))]:
+            table.add_row(str(part), *(f"{count:,}" if count else "-" for count in counts))
+        self.console.print(table)
 
     @contextmanager
     def running(self, start: int) -> Iterator[None]:
@@ -53,27 +70,61 @@ class Progress:
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
 
-    def record(self, record: dict[str, Any]) -> None:
-        """Show a metrics record: as one line, and its speed and loss beside the bar."""
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Show a metrics record as one line, and its losses, speed and memory beside the bar."""
         step = record["step"]
         words = [f"step {step:>{len(str(self.steps))}}/{self.steps}"]
-        if "heldout_canvas_loss" in record or "heldout_ar_loss" in record:
-            held = (("canvas", "heldout_canvas_loss"), ("next token", "heldout_ar_loss"))
-            words += ["held out:", *(f"{word} {record[key]:.4f}" for word, key in held if key in record)]
+        if held := _heldout(record):
+            words += ["held out:", held]
+        if "sample_accuracy" in record:
+            words += ["sampled:", _sampled(record)]
         if "canvas_loss" in record:
-            words.append(f"canvas {record['canvas_loss']:.4f}")
-            if record["ar_loss"]:  # 0 where the recipe gives it no weight
-                words.append(f"next token {record['ar_loss']:.4f}")
-            words.append(f"grad {record['grad_norm']:.2f}  lr {record['lr']:.1e}")
-            words.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+            losses, speed = _losses(record), _speed(record)
+            words += [losses, f"grad {record['grad_norm']:.2f}  lr {record['lr']:.1e}", speed]
+            if record.get("skipped"):
+                words.append(f"skipped {record['skipped']}")
             if self.bar is None:
                 words.append(f"left {self._left(step)}")
             else:
-                speed = f"{record['tokens_per_second']:,.0f} tokens/s"
-                self.bar.update(self.task, description=f"canvas {record['canvas_loss']:.3f}", speed=speed)
-        self.line("  ".join(words))
+                self.bar.update(self.task, description=losses, speed=speed)
+        if len(words) > 1:
+            self.line("  ".join(words))
 
     def _left(self, step: int) -> str:
         done = max(1, step - self.first)
         seconds = int((time.perf_counter() - self.began) / done * (self.steps - step))
         return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def _losses(record: Mapping[str, Any]) -> str:
+    if not record["ar_loss"]:  # 0 where the recipe gives it no weight: then the canvas loss is all there is
+        return f"canvas {record['canvas_loss']:.4f}"
+    return f"loss {record['loss']:.4f} (canvas {record['canvas_loss']:.4f}, next token {record['ar_loss']:.4f})"
+
+
+def _speed(record: Mapping[str, Any]) -> str:
+    """Tokens processed (clean and canvas, no padding) and scored, and the most memory so far."""
+    speed = f"{record['tokens_per_second']:,.0f} tokens/s"
+    if "scored_tokens_per_second" in record:
+        speed += f" ({record['scored_tokens_per_second']:,.0f} scored)"
+    return speed + (f"  {record['memory_gib']:.1f} GiB" if "memory_gib" in record else "")
+
+
+def _heldout(record: Mapping[str, Any]) -> str:
+    """Loss and accuracy of each part that was measured; "corrupted" are the tokens that noise replaced."""
+    words = []
+    for word, part in (("canvas", "canvas"), ("corrupted", "corrupted"), ("next token", "ar")):
+        if f"heldout_{part}_loss" in record:
+            share = record.get(f"heldout_{part}_accuracy")
+            right = "" if share is None else f" ({share:.1%} right)"
+            words.append(f"{word} {record[f'heldout_{part}_loss']:.4f}{right}")
+    return "  ".join(words)
+
+
+def _sampled(record: Mapping[str, Any]) -> str:
+    words = [f"{record['sample_accuracy']:.1%} of {record['sample_count']} right"]
+    if record.get("sample_steps_per_canvas") is not None:
+        words.append(f"{record['sample_steps_per_canvas']:.1f} steps per canvas")
+    if record.get("sample_tokens_per_forward") is not None:
+        words.append(f"{record['sample_tokens_per_forward']:.1f} tokens per forward")
+    return ", ".join(words)
