@@ -186,6 +186,70 @@ def test_a_sample_never_has_probability_zero():
     assert stats.sample.tolist() == [1, 1]
 
 
+def masked_case(N: int, V: int):
+    """Hidden states, a table, temperatures, uniform numbers, and allowed tokens of every kind of row."""
+    hidden, table, given = case(N, V, 24)
+    g = torch.Generator().manual_seed(7)
+    is_allowed = torch.rand(N, V, generator=g) < torch.rand(N, 1, generator=g)
+    is_allowed[0], is_allowed[1] = True, False
+    is_allowed[torch.arange(N), torch.randint(0, V, (N,), generator=g)] = True
+    return hidden, table, given, torch.linspace(0.1, 2.0, N), torch.rand(N, generator=g), is_allowed
+
+
+@pytest.mark.parametrize("V", [31, 32, 203])
+@pytest.mark.parametrize("rows_per_chunk", [5, 1000])
+def test_stats_of_the_allowed_tokens(V, rows_per_chunk, monkeypatch):
+    N = 37
+    monkeypatch.setattr(native, "CPU_BYTES", rows_per_chunk * 4 * V)
+    hidden, table, given, temperature, uniform, is_allowed = masked_case(N, V)
+    allowed = native.pack_allowed(is_allowed)
+    stats = native.token_stats(hidden, table, 30.0, temperature, uniform, given, allowed)
+    log_p = reference.log_probabilities(hidden.double(), table.double(), 30.0, temperature, is_allowed)
+    p = log_p.exp()
+    assert torch.allclose(stats.entropy.double(), torch.special.entr(p).sum(-1), atol=1e-5)
+    assert torch.equal(stats.argmax, log_p.argmax(-1))
+    assert relative(stats.soft_embedding, p @ table.double()) < 1e-5
+    its = log_p.gather(-1, given[:, None]).squeeze(-1)
+    assert torch.equal(stats.log_probability.isinf(), ~is_allowed.gather(-1, given[:, None]).squeeze(-1))
+    assert torch.allclose(stats.log_probability.double(), its, rtol=1e-5, atol=1e-5)
+    assert is_allowed.gather(-1, stats.sample[:, None]).all()
+    assert stats.sample[1] == is_allowed[1].nonzero().item()
+    cdf = torch.nn.functional.pad(p.cumsum(-1), (1, 0))
+    low, high = (cdf.gather(-1, stats.sample[:, None] + i).squeeze(-1) for i in (0, 1))
+    assert (low - 1e-6 <= uniform).all() and (uniform <= high + 1e-6).all()
+
+
+def test_everything_allowed_changes_no_bit():
+    hidden, table, given, temperature, uniform, is_allowed = masked_case(37, 203)
+    allowed = native.pack_allowed(torch.ones_like(is_allowed))
+    plain = native.token_stats(hidden, table, 30.0, temperature, uniform, given)
+    masked = native.token_stats(hidden, table, 30.0, temperature, uniform, given, allowed)
+    assert all(torch.equal(a, b) for a, b in zip(plain, masked, strict=True))
+
+
+def test_without_a_given_token_the_log_probability_is_that_of_the_sample():
+    hidden, table, _, temperature, uniform, _ = masked_case(37, 203)
+    stats = native.token_stats(hidden, table, 30.0, temperature, uniform)
+    given = native.token_stats(hidden, table, 30.0, temperature, uniform, stats.sample)
+    assert torch.equal(stats.log_probability, given.log_probability)
+
+
+@pytest.mark.parametrize("op", ["linear_cross_entropy", "soft_embedding", "token_stats", "token_scores"])
+def test_no_tokens_give_empty_results(op):
+    hidden, table, target = case(0, 11, 8)
+    rest = dict(
+        linear_cross_entropy=(target, 30.0),
+        soft_embedding=(30.0, 1.0),
+        token_stats=(30.0, 1.0, torch.rand(0)),
+        token_scores=(target, 30.0),
+    )[op]
+    out = getattr(native, op)(hidden.requires_grad_(), table.requires_grad_(), *rest)
+    assert all(x.shape[0] == 0 for x in (out if isinstance(out, tuple) else (out,)))
+    if op in ("linear_cross_entropy", "soft_embedding"):
+        out.sum().backward()
+        assert (table.grad == 0).all()
+
+
 class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
     """Tracks the storage that live tensors hold beyond those that existed before."""
 

@@ -60,6 +60,11 @@ NATIVE = Kernels(
 # The module that holds an op's Triton implementation, under the name of the op; imported when it is asked for.
 # An op whose native form is already the best one (a single product, say) names its native module.
 TRITON: dict[str, str] = {
+    "logits": "blockdiff.kernels.vocabulary.native",
+    "linear_cross_entropy": "blockdiff.kernels.vocabulary.triton",
+    "soft_embedding": "blockdiff.kernels.vocabulary.triton",
+    "token_stats": "blockdiff.kernels.vocabulary.triton",
+    "token_scores": "blockdiff.kernels.vocabulary.triton",
     "span_attention": "blockdiff.kernels.span_attention.triton",
     "rms_norms": "blockdiff.kernels.norm_rope.triton",
     "add_rms_norm": "blockdiff.kernels.norm_rope.triton",

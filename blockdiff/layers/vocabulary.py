@@ -67,16 +67,31 @@ class Vocabulary(nn.Module):
         """`softmax(z) E sqrt(D)` [..., D] of given logits [..., V]."""
         return logits.softmax(-1, dtype=torch.float32).to(self.table.dtype) @ self.table * self._scale(self.table.dtype)
 
-    def stats(self, hidden_BLD: Tensor, temperature: Tensor | float, uniform_BL: Tensor) -> Stats:
-        """Entropy, argmax, sample and soft embedding of z / T at every position, in one sweep.
+    def stats(
+        self,
+        hidden_BLD: Tensor,
+        temperature: Tensor | float,
+        uniform_BL: Tensor,
+        given_BL: Tensor | None = None,
+        allowed_BLW: Tensor | None = None,
+    ) -> Stats:
+        """Entropy, argmax, sample, soft embedding and a log-probability of z / T at every position, in one sweep.
 
-        temperature: one number, or one per row [B]; uniform_BL: numbers in [0, 1) that pick the samples.
+        temperature: one number, or one per row [B]; uniform_BL: numbers in [0, 1) that pick the samples; given_BL:
+        int64 tokens to have the log-probability of, else the samples; allowed_BLW: the tokens allowed at each
+        position, int32, packed by `kernels.vocabulary.pack_allowed`.
         """
         B, L, D = hidden_BLD.shape
         if isinstance(temperature, Tensor):
             temperature = temperature[:, None].expand(B, L).reshape(-1)
-        entropy, argmax, sample, soft = self.kernels.token_stats(
-            hidden_BLD.reshape(-1, D), self.table, self.softcap, temperature, uniform_BL.reshape(-1)
+        stats = self.kernels.token_stats(
+            hidden_BLD.reshape(-1, D),
+            self.table,
+            self.softcap,
+            temperature,
+            uniform_BL.reshape(-1),
+            None if given_BL is None else given_BL.reshape(-1),
+            None if allowed_BLW is None else allowed_BLW.flatten(0, 1),
         )
-        soft = soft.mul_(self._scale(self.table.dtype)).view(B, L, D)
-        return Stats(entropy.view(B, L), argmax.view(B, L), sample.view(B, L), soft)
+        stats.soft_embedding.mul_(self._scale(self.table.dtype))
+        return Stats(*(column.view(B, L, *column.shape[1:]) for column in stats))

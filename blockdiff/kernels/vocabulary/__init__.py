@@ -1,5 +1,5 @@
 """The vocabulary ops: everything that touches [tokens, V], computed in chunks from hidden states and the table."""
 
-from blockdiff.kernels.vocabulary.native import Stats
+from blockdiff.kernels.vocabulary.native import Stats, pack_allowed
 
-__all__ = ["Stats"]
+__all__ = ["Stats", "pack_allowed"]

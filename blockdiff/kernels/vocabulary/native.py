@@ -14,12 +14,13 @@ CPU_BYTES = 8 << 20  # chunks on a CPU
 
 
 class Stats(NamedTuple):
-    """What one denoising step needs of the logits z / T of every position."""
+    """What one denoising step needs of the logits z / T of every position; tokens not allowed have z = -inf."""
 
     entropy: Tensor  # fp32 [...], nats
     argmax: Tensor  # int64 [...], ties to the lower id
     sample: Tensor  # int64 [...], by inverse CDF
     soft_embedding: Tensor  # [..., D], in the table's dtype
+    log_probability: Tensor  # fp32 [...], nats: of the given token, of the sample where none is given
 
 
 def logits(hidden: Tensor, table_VD: Tensor, softcap: float | None) -> Tensor:
@@ -34,7 +35,7 @@ def _chunks(hidden_ND: Tensor, vocabulary: int, chunk_bytes: int) -> Iterator[sl
     """Row slices whose fp32 logits fill a chunk, on a CPU one that stays in its caches."""
     rows = max(1, (min(chunk_bytes, CPU_BYTES) if hidden_ND.is_cpu else chunk_bytes) // (4 * vocabulary))
     rows = max(rows, min(64, chunk_bytes // (4 * vocabulary)))  # the product needs some rows to be efficient
-    for lo in range(0, hidden_ND.shape[0], rows):
+    for lo in range(0, max(hidden_ND.shape[0], 1), rows):
         yield slice(lo, min(lo + rows, hidden_ND.shape[0]))
 
 
@@ -56,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
         bonus_N: Tensor | None,
         chunk_bytes: int,
     ) -> Tensor:
-        hidden, table = _autocast(hidden_ND, table_VD)
+        hidden, table = in_autocast(hidden_ND, table_VD)
         N, V = hidden.shape[0], table.shape[0]
         wants_hidden, wants_table = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden and not wants_table else None
@@ -113,7 +114,7 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_table.to(ctx.dtypes[1]), *[None] * 5
 
 
-def _autocast(hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+def in_autocast(hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Both in the dtype that autocast, where it is on, computes products in: cast once, not per chunk."""
     if not torch.is_autocast_enabled(hidden.device.type):
         return hidden, table
@@ -202,7 +203,7 @@ def token_scores(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy fp32 [N] and argmax int64 [N] of the same logits (the bonus included), without gradients."""
-    hidden, table = _autocast(hidden_ND, table_VD)
+    hidden, table = in_autocast(hidden_ND, table_VD)
     loss_N = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     argmax_N = torch.empty_like(target_N)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -268,26 +269,52 @@ def soft_embedding(
     return _SoftEmbedding.apply(hidden_ND, table_VD, softcap, temperature, chunk_bytes)
 
 
+def pack_allowed(is_allowed_NV: Tensor) -> Tensor:
+    """A mask as token_stats takes it, int32 [N, ceil(V / 32)]: token v is bit v % 32 of word v // 32."""
+    N, V = is_allowed_NV.shape
+    bits = F.pad(is_allowed_NV.long(), (0, -V % 32)).view(N, -1, 32)
+    words = (bits << torch.arange(32, device=bits.device)).sum(-1)
+    return torch.where(words >> 31 > 0, words - (1 << 32), words).int()
+
+
+def _is_forbidden(allowed_NW: Tensor, vocabulary: int) -> Tensor:
+    places = torch.arange(32, dtype=torch.int32, device=allowed_NW.device)
+    return ((allowed_NW[..., None] >> places) & 1 == 0).flatten(-2)[:, :vocabulary]
+
+
 def token_stats(
     hidden_ND: Tensor,
     table_VD: Tensor,
     softcap: float | None,
     temperature_N: Tensor | float,
     uniform_N: Tensor,
+    given_N: Tensor | None = None,
+    allowed_NW: Tensor | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Stats:
-    """Entropy, argmax, a sample at the given uniform number, and the soft embedding of z / T, in one sweep."""
+    """Entropy, argmax, a sample at the given uniform number, and the soft embedding of z / T, in one sweep.
+
+    given_N: int64 tokens whose log-probability is wanted instead of the samples'; allowed_NW: the tokens allowed at
+    every position, packed by `pack_allowed`, at least one each. Tokens not allowed are never sampled.
+    """
     parts = []
     with torch.no_grad():
         for rows in _chunks(hidden_ND, table_VD.shape[0], chunk_bytes):
             z = logits(hidden_ND[rows], table_VD, softcap)
+            is_forbidden = None if allowed_NW is None else _is_forbidden(allowed_NW[rows], z.shape[-1])
+            if is_forbidden is not None:
+                z.masked_fill_(is_forbidden, -torch.inf)
             z.div_(temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N)
             log_p = z.log_softmax(-1)
             p = log_p.exp()
-            entropy = -(p * log_p).sum(-1)
+            entropy = -(p * (log_p if is_forbidden is None else log_p.masked_fill(is_forbidden, 0.0))).sum(-1)
             cdf = p.cumsum(-1)
             threshold = uniform_N[rows, None].to(cdf.dtype) * cdf[:, -1:]
-            sample = torch.searchsorted(cdf, threshold, right=True).squeeze(-1).clamp_(max=z.shape[-1] - 1)
+            sample = torch.searchsorted(cdf, threshold, right=True).clamp_(max=z.shape[-1] - 1)
+            argmax = z.argmax(-1)
+            if is_forbidden is not None:  # a parallel cumsum can step back by a rounding, onto a forbidden token
+                sample = torch.where(is_forbidden.gather(-1, sample), argmax[:, None], sample)
+            log_probability = log_p.gather(-1, sample if given_N is None else given_N[rows, None]).squeeze(-1)
             soft = torch.mm(p.to(table_VD.dtype), table_VD)
-            parts.append(Stats(entropy, z.argmax(-1), sample, soft))
+            parts.append(Stats(entropy, argmax, sample.squeeze(-1), soft, log_probability))
     return parts[0] if len(parts) == 1 else Stats(*(torch.cat(column) for column in zip(*parts, strict=True)))

@@ -38,3 +38,15 @@ def soft_embedding(hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, t
 def entropy(hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float) -> Tensor:
     """The entropy of softmax(z / T), nats [N]."""
     return torch.distributions.Categorical(logits=logits(hidden_ND, table_VD, softcap) / temperature).entropy()
+
+
+def log_probabilities(
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    softcap: float | None,
+    temperature_N: Tensor,
+    is_allowed_NV: Tensor | None = None,
+) -> Tensor:
+    """log softmax(z / T) over the allowed tokens, nats [N, V]; -inf for the others."""
+    z = logits(hidden_ND, table_VD, softcap) / temperature_N[:, None].to(hidden_ND.dtype)
+    return (z if is_allowed_NV is None else z.masked_fill(~is_allowed_NV, -torch.inf)).log_softmax(-1)
