@@ -62,14 +62,15 @@ def test_a_number_that_json_cannot_hold_is_refused(tmp_path):
 
 def test_the_clock_leaves_evaluation_out_and_goes_on_from_earlier_seconds():
     clock = Clock(torch.device("cpu"), seconds=100.0)
-    clock.count(torch.tensor(500))
+    clock.count(torch.tensor([500, 100]))
     time.sleep(0.05)
     with clock.stopped():
         time.sleep(0.3)
     first = clock.read()
     assert 100.05 <= first["seconds"] < 100.25
     assert first["tokens_per_second"] == pytest.approx(500 / (first["seconds"] - 100), rel=0.05)
-    clock.count(torch.tensor(7))
+    assert first["scored_tokens_per_second"] == pytest.approx(first["tokens_per_second"] / 5, rel=0.01)
+    clock.count(torch.tensor([7, 1]))
     time.sleep(0.02)
     second = clock.read()
     assert 0 < second["tokens_per_second"] <= 7 / 0.02

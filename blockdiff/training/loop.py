@@ -1,23 +1,25 @@
-"""The training loop. Data, evaluation, saving and what is shown come in as callables.
+"""The training loop. Data, evaluation, sampling, saving and what is shown come in as callables.
 
-It keeps nothing but the step: model, optimiser state and step are all that a resumed run needs.
+It keeps nothing but the step: weights, optimiser state, step and the log so far are all that a resumed run needs.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from blockdiff.canvas import Batch
-from blockdiff.errors import RunError
-from blockdiff.training.metrics import Clock, Record
-from blockdiff.training.optim import clip_gradients, fill_gradients, gradient_norm, set_lr, trainable
-from blockdiff.training.parallel import Parallel, autocast
+from blockdiff.training.metrics import Clock, Record, memory_gib
+from blockdiff.training.optim import clip_gradients, set_lr, trainable
+from blockdiff.training.parallel import Parallel
+from blockdiff.training.signals import Stopped
+from blockdiff.training.step import Counts, Skips, backpropagate
+
+HELDOUT, SAMPLE = "heldout_", "sample_"  # how keys of the records of `evaluate` and `sample` begin
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,10 @@ class Options:
     autocast: Literal["bfloat16"] | None = None
     log_every: int = 10
     eval_every: int = 0
+    sample_every: int = 0
     save_every: int = 0
+    non_finite: Literal["stop", "skip"] = "stop"  # what a loss or gradient that is not finite does to the run
+    steps_per_epoch: float | None = None  # for the records' `epoch`; None = not known, as of a stream
 
     def is_due(self, step: int, every: int) -> bool:
         """Whether something done `every` so many optimiser steps is done after this one."""
@@ -47,95 +52,133 @@ def train(
     *,
     log: Callable[[Record], None],
     evaluate: Callable[[int], Record] | None = None,
+    sample: Callable[[int], Record] | None = None,
     save: Callable[[int], object] | None = None,
     on_step: Callable[[int], None] | None = None,
+    after_step: Callable[[int], None] | None = None,
+    is_best: Callable[[int], bool] | None = None,
+    should_stop: Callable[[int], bool] | None = None,
+    is_stopping: Callable[[], int] | None = None,
+    logged: Sequence[Record] | None = None,
     start: int = 0,
     seconds: float = 0.0,
-) -> None:
-    """Take optimiser steps `start + 1` to `options.steps`, counted from 1.
+) -> int:
+    """Take optimiser steps `start + 1` to `options.steps`, counted from 1, and return the last one reached.
 
-    `objective(batch)` returns losses with `canvas_sum` and `ar_sum`; `batches(step)` this rank's
-    micro-batches, on the CPU. `log` and `on_step` run on the main process, `evaluate` and `save` on all.
-    `seconds` were spent before `start`. Raises RunError when the gradient is not finite; the weights stay.
+    `objective(batch)` returns losses with `canvas_sum` and `ar_sum`; `batches(step)` this rank's micro-batches, on
+    the CPU, and never none with several ranks. `after_step` comes after each step that was taken (EMA), on all ranks.
+    `evaluate` and `sample` run on all ranks; the keys of their records begin with "heldout_" and "sample_".
+    `is_best(step)` after them asks for a checkpoint even where none is due, `should_stop(step)` for an early end; both
+    read the log, and the main process decides. `is_stopping()` is the number of a signal caught on this rank, 0 = none.
+    `log` and `on_step` run on the main process. `logged`: the log up to `start` (of the main process); what is due
+    after step `start` and not in it is made first (None: nothing). `seconds` were spent before `start`.
+    Raises RunError when losses or gradient are not finite and are not skipped (the weights stay), and when a rank is
+    lost; Stopped, after saving, when a signal asks for it.
     """
     module, weights = parallel.wrap(objective), list(trainable(objective).values())
     clock = Clock(parallel.device, seconds)
-    if evaluate and options.eval_every and start == 0:
-        with clock.stopped():
-            report(log, parallel, {"step": 0, **evaluate(0)})
+    milestones = Milestones(options, parallel, log, evaluate, sample, save, is_best, should_stop, is_stopping)
+    skips = Skips(options.non_finite, parallel.agree([r["step"] for r in logged or () if "not_finite" in r]))
+    with clock.stopped():
+        if milestones.after_restart(start, logged):
+            return start
     for step in range(start + 1, options.steps + 1):
         window = batches(step)
-        counts = parallel.sum(scored_and_processed(window))
-        canvas_count, ar_count = counts[:2].clamp(min=1)
-        optimiser.zero_grad(set_to_none=True)
-        sums = []
-        for index, batch in enumerate(window):
-            with parallel.synchronise(module, now=index == len(window) - 1):
-                with autocast(parallel.device, options.autocast):
-                    losses = module(batch.to(parallel.device))
-                # The one place that divides; DDP averages over ranks, hence the factor.
-                mean = losses.canvas_sum / canvas_count + options.ar_weight * losses.ar_sum / ar_count
-                if mean.requires_grad:
-                    (parallel.world * mean).backward()
-            sums.append(torch.stack([losses.canvas_sum.detach(), losses.ar_sum.detach()]))
-        fill_gradients(weights)
-        norm = gradient_norm(weights)
-        if not math.isfinite(norm):
-            raise not_finite(step, window, sums, parallel)
-        clip_gradients(weights, norm, options.clip)
-        set_lr(optimiser, lr(step))
-        optimiser.step()
-        clock.count(counts[2].long())
+        with parallel.guarded(f"step {step}"):
+            counts = Counts.of(window, bool(is_stopping and is_stopping()), parallel)
+            if counts.is_stopping:
+                milestones.stop(step - 1)
+            optimiser.zero_grad(set_to_none=True)
+            gradient = backpropagate(module, weights, window, counts, options.ar_weight, options.autocast, parallel)
+            clock.count(counts.tokens_2)
+            if gradient.is_finite:
+                clip_gradients(weights, gradient.norm, options.clip)
+                set_lr(optimiser, lr(step))
+                optimiser.step()
+                if after_step:
+                    after_step(step)
+                if options.is_due(step, options.log_every):
+                    rates = {**clock.read(), "memory_gib": memory_gib(parallel.device)}
+                    record = {"step": step, **gradient.losses, "grad_norm": gradient.norm, "lr": lr(step)}
+                    if options.steps_per_epoch:
+                        record["epoch"] = round(step / options.steps_per_epoch, 4)
+                    milestones.report({**record, "skipped": len(skips.steps), **rates})
+            else:
+                milestones.report(skips.note(step, window, gradient, parallel))
         if parallel.is_main and on_step:
             on_step(step)
-        if options.is_due(step, options.log_every):
-            record = {"step": step, **global_losses(sums, counts, options.ar_weight, parallel)}
-            report(log, parallel, {**record, "grad_norm": norm, "lr": lr(step), **clock.read()})
         with clock.stopped():
-            if save and options.is_due(step, options.save_every):  # first: an evaluation that fails loses nothing
-                save(step)
-            if evaluate and options.is_due(step, options.eval_every):
-                report(log, parallel, {"step": step, **evaluate(step)})
+            if milestones.after(step):
+                return step
+    return options.steps
 
 
-def report(log: Callable[[Record], None], parallel: Parallel, record: Record) -> None:
-    """Hand a record to the log on the main process."""
-    if parallel.is_main:
-        log(record)
+@dataclass
+class Milestones:
+    """What comes between optimiser steps: saving, held-out evaluation, sampled prompts, and the decision to end."""
 
+    options: Options
+    parallel: Parallel
+    log: Callable[[Record], None]
+    evaluate: Callable[[int], Record] | None
+    sample: Callable[[int], Record] | None
+    save: Callable[[int], object] | None
+    is_best: Callable[[int], bool] | None
+    should_stop: Callable[[int], bool] | None
+    is_stopping: Callable[[], int] | None
+    saved: int = 0  # the last step that was saved; before the first one there is nothing to save
 
-def scored_and_processed(window: Sequence[Batch]) -> Tensor:
-    """[scored canvas positions, scored AR pairs, clean and canvas tokens but padding] of micro-batches."""
-    processed = sum(int((batch.doc_start_BS >= 0).sum() + batch.length_BC.sum()) for batch in window)
-    canvas_count = sum(batch.canvas_count() for batch in window)
-    return torch.tensor([canvas_count, sum(batch.ar_count() for batch in window), processed], dtype=torch.float64)
+    def after_restart(self, start: int, logged: Sequence[Record] | None) -> bool:
+        """Make what is due after step `start` and was not logged before the kill; True when training is over."""
+        self.saved = start
+        if start > 0 and logged is None:
+            return False
+        keys = {key for record in logged or () if record["step"] == start for key in record}
+        made = [prefix for prefix in (HELDOUT, SAMPLE) if any(key.startswith(prefix) for key in keys)]
+        return self.after(start, made=self.parallel.agree(made))
 
+    def after(self, step: int, made: Sequence[str] = ()) -> bool:
+        """Save and measure what is due and not `made` yet; True when training is over."""
+        o, done = self.options, set(made)
+        if o.is_due(step, o.save_every):
+            self.keep(step)  # first: an evaluation that fails loses nothing
+        self.measure(step, done)
+        if step == o.steps:
+            return True
+        if not (o.is_due(step, o.eval_every) or o.is_due(step, o.sample_every)):
+            return False
+        if self.is_best and self.parallel.agree(self.is_best(step)):
+            self.keep(step)
+        if not (self.should_stop and self.parallel.agree(self.should_stop(step))):
+            return False
+        self.keep(step)
+        self.measure(step, done, is_end=True)
+        return True
 
-def global_losses(sums: list[Tensor], counts: Tensor, ar_weight: float, parallel: Parallel) -> Record:
-    """The token means of an optimiser step over all its micro-batches and ranks."""
-    totals = parallel.sum(torch.stack(sums).double().sum(0)).tolist()
-    canvas_loss, ar_loss = (total / max(1, n) for total, n in zip(totals, counts[:2].tolist(), strict=True))
-    return {"loss": canvas_loss + ar_weight * ar_loss, "canvas_loss": canvas_loss, "ar_loss": ar_loss}
+    def keep(self, step: int) -> None:
+        """Save a step that has not been saved."""
+        if self.save and step > self.saved:
+            self.save(step)
+            self.saved = step
 
+    def measure(self, step: int, done: set[str], is_end: bool = False) -> None:
+        """Evaluate and sample where due, or both at the end, unless `done`."""
+        o = self.options
+        kinds = ((HELDOUT, self.evaluate, o.eval_every), (SAMPLE, self.sample, o.sample_every))
+        for prefix, take, every in kinds:
+            if take and prefix not in done and (is_end or o.is_due(step, every)):
+                if self.is_stopping and any(self.parallel.gather(self.is_stopping())):
+                    self.stop(step)  # a resumed run measures here
+                with self.parallel.guarded(f"the evaluation after step {step}"):
+                    self.report({"step": step, **take(step)})
+                done.add(prefix)
 
-def not_finite(step: int, window: Sequence[Batch], sums: list[Tensor], parallel: Parallel) -> RunError:
-    """The error for a step whose gradient is not finite: which part went wrong, in which samples.
+    def report(self, record: Record) -> None:
+        """Hand a record to the log on the main process."""
+        if self.parallel.is_main:
+            self.log(record)
 
-    Every rank sees the same gradient norm, so all come here together.
-    """
-    parts: dict[str, list[int]] = {"canvas loss": [], "AR loss": [], "gradient": []}
-    for batch, pair in zip(window, torch.stack(sums).isfinite().tolist(), strict=True):
-        ids = batch.sample_id_B.tolist()
-        parts["gradient"] += ids
-        for part, is_finite in zip(parts, pair, strict=False):
-            parts[part] += [] if is_finite else ids
-    gathered = parallel.gather(parts)
-    for part in parts:
-        ids = sorted({sample_id for rank in gathered for sample_id in rank[part]})
-        if ids:
-            break
-    named = ", ".join(map(str, ids[:64])) + (", ..." if len(ids) > 64 else "")
-    return RunError(
-        f"step {step}: the {part} is not finite (sample ids {named}); "
-        "look at these samples, or resume from the last checkpoint with a lower optim.lr"
-    )
+    def stop(self, step: int) -> NoReturn:
+        """Save and leave, all ranks together."""
+        self.keep(step)
+        raise Stopped(step, max(self.parallel.gather(self.is_stopping() if self.is_stopping else 0)))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,12 @@ def read(path: Path) -> list[Record]:
     return records
 
 
+def reproducible(records: Iterable[Record]) -> list[Record]:
+    """The records without what clocks and machines say: the rest of a resumed run equals an uninterrupted one's."""
+    measured = ("seconds", "_per_second", "memory_gib")
+    return [{key: value for key, value in record.items() if not key.endswith(measured)} for record in records]
+
+
 class Clock:
     """Seconds spent on optimiser steps and the tokens they processed; evaluation and saving stand apart."""
 
@@ -72,20 +79,24 @@ class Clock:
         self._since = time.perf_counter()
         self._seconds_at_reading = seconds
         # Stays on the device, so that counting never waits for it.
-        self._tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(2, dtype=torch.float64, device=device)
 
     def count(self, tokens: Tensor) -> None:
-        """Add the tokens of one optimiser step."""
+        """Add the tokens of one optimiser step: [processed, scored]."""
         self._tokens += tokens
 
     def read(self) -> dict[str, float]:
-        """`tokens_per_second` since the last reading and `seconds` so far; waits for the device."""
-        tokens = int(self._tokens)
+        """Processed and scored tokens per second since the last reading, `seconds` so far; waits for the device."""
+        processed, scored = self._tokens.tolist()
         seconds = self._seconds + time.perf_counter() - self._since
-        speed = tokens / max(seconds - self._seconds_at_reading, 1e-9)
+        since = max(seconds - self._seconds_at_reading, 1e-9)
         self._seconds_at_reading = seconds
         self._tokens.zero_()
-        return {"tokens_per_second": round(speed, 1), "seconds": round(seconds, 3)}
+        return {
+            "tokens_per_second": round(processed / since, 1),
+            "scored_tokens_per_second": round(scored / since, 1),
+            "seconds": round(seconds, 3),
+        }
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -95,3 +106,13 @@ class Clock:
             yield
         finally:
             self._since = time.perf_counter()
+
+
+def memory_gib(device: torch.device) -> float:
+    """The most memory used so far in GiB: by tensors on a CUDA device, elsewhere by the whole process."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
+    import resource  # not on Windows, where nothing else here needs it either
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)

@@ -6,11 +6,14 @@ Accelerate starts the processes and names the device; the wrapping is ours. One 
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from inspect import signature
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -20,14 +23,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from blockdiff.errors import RunError
 
+BEAT = 2.0  # seconds between two signs of life of a rank that the others wait for
+_LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|socket|gloo|nccl", re.IGNORECASE)
+_HUNG = re.compile(r"timed? ?out", re.IGNORECASE)
+_DONE, _FAILED = 1, 2
+
 
 @dataclass(frozen=True)
 class Parallel:
-    """One rank of `world` processes that train one model on one global batch."""
+    """One rank of `world` processes that train one model on one global batch.
+
+    timeout: seconds after which a rank that does not answer counts as hung. beats: a gloo group of its own, over which
+    the ranks wait for work that may take longer.
+    """
 
     device: torch.device
     rank: int = 0
     world: int = 1
+    timeout: float = 600.0
+    beats: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -46,13 +60,75 @@ class Parallel:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.beats)
         return values
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's `value` (plain Python data), on all ranks."""
+        return self.gather(value)[0]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.world > 1:
             dist.barrier()
+
+    @contextmanager
+    def main_first(self, doing: str = "the main process's work") -> Iterator[None]:
+        """Rank 0 runs the body while the others wait, then they run it: reading data into a cache, writing files.
+
+        It may take longer than the timeout: rank 0 gives signs of life meanwhile, and only their absence counts.
+        Raises RunError on the ranks that wait when rank 0 fails or is lost, and on rank 0 when another one is lost.
+        """
+        if self.world == 1:
+            yield
+            return
+        if not self.is_main:
+            with self.guarded(doing):
+                while not (state := self._beat(0)):
+                    pass
+            if state == _FAILED:
+                raise RunError(f"the main process failed during {doing}; its own message says why")
+            yield
+            return
+        is_over, errors = Event(), []
+
+        def beat() -> None:
+            try:
+                while not is_over.wait(BEAT):
+                    self._beat(0)
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = Thread(target=beat, daemon=True)
+        thread.start()
+        state = _FAILED
+        try:
+            yield
+            state = _DONE
+        finally:
+            is_over.set()
+            thread.join()
+            with self.guarded(doing) if state == _DONE else suppress(RuntimeError):
+                if errors:
+                    raise errors[0]
+                self._beat(state)
+
+    def _beat(self, state: int) -> int:
+        """What rank 0 has to say: 0 = goes on, else it is done. All ranks call it together."""
+        said = torch.tensor(state)
+        dist.all_reduce(said, group=self.beats)
+        return int(said)
+
+    @contextmanager
+    def guarded(self, doing: str) -> Iterator[None]:
+        """Makes one RunError of the errors inside that mean that another rank is gone or does not answer."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.world == 1 or not (_LOST.search(str(error)) or isinstance(error, dist.DistError)):
+                raise
+            what = f"hung for {self.timeout:g} s" if _HUNG.search(str(error)) else "was lost"
+            raise RunError(f"rank {self.rank}: another rank {what} during {doing}; go on with --resume") from error
 
     def wrap(self, objective: nn.Module) -> nn.Module:
         """What the loop calls: the objective itself, or with several ranks DDP, which averages gradients."""
@@ -76,17 +152,22 @@ class Parallel:
             dist.destroy_process_group()
 
 
-def from_accelerate(cpu: bool = False) -> Parallel:
+def from_accelerate(cpu: bool = False, timeout: float = 600.0) -> Parallel:
     """Join the processes that `accelerate launch` or torchrun started; alone, a world of one.
 
     Without CUDA, or with `cpu`, they run on the CPU and talk through gloo (MPS has no float64, in which losses are
-    summed). Raises RunError when processes were started that would not know of each other.
+    summed). timeout: seconds that a rank waits for the others. Raises RunError when processes were started that would
+    not know of each other, or when not all of them come.
     """
     from accelerate import PartialState
 
     asked_for_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    state = PartialState(cpu=cpu or asked_for_cpu or not torch.cuda.is_available())
     started = int(os.environ.get("WORLD_SIZE", "1"))
+    on_cpu, limit = cpu or asked_for_cpu or not torch.cuda.is_available(), timedelta(seconds=timeout)
+    try:
+        state = PartialState(cpu=on_cpu, **({"timeout": limit} if started > 1 else {}))
+    except dist.DistError:
+        raise RunError(f"not all of the {started} processes joined within {timeout:g} s; start them again") from None
     if started != state.num_processes:
         raise RunError(f"{started} processes started, {state.num_processes} joined; check the launcher")
     if started == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
@@ -97,7 +178,9 @@ def from_accelerate(cpu: bool = False) -> Parallel:
             stacklevel=2,
         )
     device = torch.device("cpu") if state.device.type == "cpu" else state.device
-    return Parallel(device, state.process_index, state.num_processes)
+    world = state.num_processes
+    beats = dist.new_group(backend="gloo", timeout=limit) if world > 1 else None
+    return Parallel(device, state.process_index, world, timeout, beats)
 
 
 def autocast(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:

@@ -1,7 +1,7 @@
 """What a run keeps on disk to go on: `checkpoints/step-N` directories, written beside, fsynced, renamed.
 
-A checkpoint holds weights, optimiser state and step, and no random state: every draw is addressed. No pickle:
-tensors are safetensors, the rest is JSON. Models in Hub layout are written by `blockdiff.checkpoint`.
+A checkpoint holds weights, optimiser state, averaged weights and step, and no random state: every draw is addressed.
+No pickle: tensors are safetensors, the rest is JSON. Models in Hub layout are written by `blockdiff.checkpoint`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blockdiff.errors import RunError
+from blockdiff.training.eight_bit import flattened, unflattened
+from blockdiff.training.ema import Ema
 from blockdiff.training.metrics import FILE_NAME
 from blockdiff.training.parallel import Parallel
 
 FOLDER = "checkpoints"
 MODEL, OPTIMISER, TRAINER = "model.safetensors", "optimiser.safetensors", "trainer.json"
+AVERAGE = "ema.safetensors"
 SIGNS_OF_A_RUN = (FOLDER, FILE_NAME, "recipe.yaml")
 _COMPLETE = re.compile(r"step-(\d+)")
 
@@ -65,58 +69,124 @@ def save(
     facts: Facts,
     keep: int,
     parallel: Parallel,
+    *,
+    ema: Ema | None = None,
+    keep_every: int = 0,
+    protect: Collection[int] = (),
 ) -> Path:
-    """Write `checkpoints/step-N`, then remove all but the newest `keep`; only the main process writes.
+    """Write `checkpoints/step-N`, then remove the older ones that `prune` does not keep; rank 0 writes, all wait.
 
     `facts` (JSON values, such as seed and recipe) are compared by `restore`. A kill at any moment leaves the
     earlier checkpoints as they were and at most a hidden directory that `enter` removes.
     """
     final = run / FOLDER / f"step-{step}"
-    if parallel.is_main:
-        beside = final.with_name(f".{final.name}.partial")
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        tensors, values = _pack(model, optimiser)
-        save_file({name: t.detach().contiguous() for name, t in model.state_dict().items()}, beside / MODEL)
-        save_file(tensors, beside / OPTIMISER)
-        trainer = {"step": step, "facts": dict(facts), "optimiser": values}
-        (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
-        for path in (*beside.iterdir(), beside):
-            _fsync(path)
-        _remove(final)
-        beside.rename(final)
-        _fsync(final.parent)
-        saved = steps_saved(run)
-        for old in sorted(saved)[: -max(keep, 1)]:
-            _remove(saved[old])
-    parallel.barrier()
+    with parallel.main_first(f"saving step {step}"):
+        if parallel.is_main:
+            beside = final.with_name(f".{final.name}.partial")
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
+            tensors, values = _pack(model, optimiser)
+            save_file({name: t.detach().contiguous() for name, t in model.state_dict().items()}, beside / MODEL)
+            save_file(tensors, beside / OPTIMISER)
+            if ema is not None:
+                save_file({name: t.contiguous() for name, t in ema.state().items()}, beside / AVERAGE)
+            trainer = {"step": step, "world": parallel.world, "facts": dict(facts), "optimiser": values}
+            (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
+            for path in (*beside.iterdir(), beside):
+                _fsync(path)
+            if (run / FILE_NAME).exists():
+                _fsync(run / FILE_NAME)  # a checkpoint never outlives the records of its steps
+            _remove(final)
+            beside.rename(final)
+            _fsync(final.parent)
+            prune(run, keep, keep_every=keep_every, protect=protect)
     return final
 
 
-def restore(checkpoint: Path, model: nn.Module, optimiser: torch.optim.Optimizer, facts: Facts) -> int:
-    """Load a checkpoint into a model and its optimiser, bit for bit, and return its step.
+def prune(run: Path, keep: int, *, keep_every: int = 0, protect: Collection[int] = ()) -> None:
+    """Remove checkpoints but the newest `keep` (at least 1), multiples of `keep_every`, and steps to `protect`."""
+    saved = steps_saved(run)
+    for step in list(saved)[: -max(keep, 1)]:
+        if step not in protect and not (keep_every and step % keep_every == 0):
+            _remove(saved[step])
 
-    Raises RunError naming the first fact or tensor in which the run to resume differs from this one.
+
+def restore(
+    checkpoint: Path,
+    model: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    facts: Facts,
+    *,
+    ema: Ema | None = None,
+    parallel: Parallel | None = None,
+) -> int:
+    """Load a checkpoint into a model, its optimiser and its average, bit for bit, and return its step.
+
+    Raises RunError naming every fact, or the first tensor, in which the run to resume differs from this one. Another
+    number of processes is one warning: the draws stay the same, sums are rounded differently.
     """
     try:
         trainer = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
         weights = load_file(checkpoint / MODEL)
         tensors = load_file(checkpoint / OPTIMISER)
+        averages = None if ema is None else load_file(checkpoint / AVERAGE)
     except (OSError, ValueError, SafetensorError) as error:
+        raise RunError(f"{checkpoint}: cannot be read ({error}); remove it to go on from an earlier one") from None
+    _refuse_other_facts(checkpoint, trainer["facts"], json.loads(json.dumps(dict(facts))))
+    world = trainer.get("world", 1)
+    if parallel is not None and parallel.is_main and parallel.world != world:
+        warnings.warn(
+            f"{checkpoint}: saved by {world} processes, resumed by {parallel.world}: "
+            "the same batches and draws, but sums are rounded differently",
+            stacklevel=2,
+        )
+    _load_weights(checkpoint / MODEL, model, weights)
+    _unpack(checkpoint / OPTIMISER, model, optimiser, tensors, trainer["optimiser"])
+    if ema is not None and averages is not None:
+        ema.load(averages)
+    return int(trainer["step"])
+
+
+def restore_weights(checkpoint: Path, model: nn.Module, ema: Ema | None = None) -> None:
+    """Load only the weights of a checkpoint, and their average: the best ones, to export."""
+    try:
+        weights = load_file(checkpoint / MODEL)
+        averages = None if ema is None else load_file(checkpoint / AVERAGE)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{checkpoint}: cannot be read ({error})") from None
+    _load_weights(checkpoint / MODEL, model, weights)
+    if ema is not None and averages is not None:
+        ema.load(averages)
+
+
+def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
+    was, now = _leaves(was), _leaves(now)
+    differing = [
+        f"{name} {json.dumps(was.get(name))}, not {json.dumps(now.get(name))}"
+        for name in sorted({*was, *now})
+        if was.get(name) != now.get(name)
+    ]
+    if differing:
         raise RunError(
-            f"{checkpoint}: cannot be read ({error}); remove it to go on from an earlier one"
-        ) from None
-    for name in sorted({*facts, *trainer["facts"]}):
-        was, now = trainer["facts"].get(name), json.loads(json.dumps(facts.get(name)))
-        if was != now:
-            raise RunError(f"{checkpoint}: the run was started with {name} {was!r}, not {now!r}; keep it")
+            f"{checkpoint}: the run was started with {'; '.join(differing)}; "
+            "keep what it was started with, or start another run with --output"
+        )
+
+
+def _leaves(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested facts by dotted name."""
+    leaves: dict[str, Any] = {}
+    for name, value in facts.items():
+        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
+    return leaves
+
+
+def _load_weights(path: Path, model: nn.Module, weights: dict[str, Tensor]) -> None:
     state = model.state_dict()
-    _refuse_difference(checkpoint / MODEL, _shapes(state), _shapes(weights))
+    _refuse_difference(path, _shapes(state), _shapes(weights))
     with torch.no_grad():
         for name, tensor in state.items():
             tensor.copy_(weights[name])
-    _unpack(checkpoint / OPTIMISER, model, optimiser, tensors, trainer["optimiser"])
-    return int(trainer["step"])
 
 
 def _pack(model: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -124,7 +194,7 @@ def _pack(model: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[dict[str,
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        for key, value in optimiser.state.get(parameter, {}).items():
+        for key, value in flattened(optimiser.state.get(parameter, {})).items():
             if isinstance(value, Tensor):
                 tensors[f"{name}/{key}"] = value.detach().contiguous()
             else:
@@ -152,6 +222,7 @@ def _unpack(
             raise RunError(f"{path}: {name} was trained in the run to resume and is not trained now")
         state.setdefault(place[parameter], {})[key] = value
     # load_state_dict puts every tensor where this optimiser wants it (the step counter of a fused one, say).
+    state = {index: unflattened(flat) for index, flat in state.items()}
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
 
 

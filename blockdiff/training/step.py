@@ -1,0 +1,133 @@
+"""One optimiser step's losses and gradients over its micro-batches and ranks, and what to do when they are not finite.
+
+Nothing here touches the weights: the loop decides whether the gradient is taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from blockdiff.canvas import Batch
+from blockdiff.errors import RunError
+from blockdiff.training.metrics import Record
+from blockdiff.training.optim import fill_gradients, gradient_norm
+from blockdiff.training.parallel import Parallel, autocast
+
+MOST_SKIPS = 20  # so many steps in a row without a finite gradient end a run that skips them
+NAMED_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What an optimiser step counts over all micro-batches and ranks."""
+
+    canvas: float  # what the canvas loss is divided by
+    ar: float  # what the AR loss is divided by
+    tokens_2: Tensor  # [clean and canvas tokens but padding, canvas positions and next-token pairs scored]
+    is_stopping: bool  # a rank wants to stop
+
+    @classmethod
+    def of(cls, window: Sequence[Batch], is_stopping: bool, parallel: Parallel) -> Counts:
+        """Count this rank's micro-batches and add up the ranks' counts: the first thing they do together in a step."""
+        mine = [
+            sum(batch.canvas_count() for batch in window),
+            sum(batch.ar_count() for batch in window),
+            sum(int((batch.doc_start_BS >= 0).sum() + batch.length_BC.sum()) for batch in window),
+            sum(int(batch.is_scored_BCL.sum() + batch.is_ar_scored_BS.sum()) for batch in window),
+            float(is_stopping),
+        ]
+        counts = parallel.sum(torch.tensor(mine, dtype=torch.float64))
+        canvas, ar, _, _, stopping = counts.tolist()
+        return cls(canvas, ar, counts[2:4], stopping > 0)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What the backward passes of an optimiser step left in the parameters, and the losses it comes from."""
+
+    sums: Tensor  # float64 [micro-batches of this rank, 2]: canvas and AR loss, summed
+    losses: Record  # loss, canvas_loss, ar_loss: means over all ranks
+    norm: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether losses and gradient are: every rank sees the same global numbers, so all agree."""
+        return all(math.isfinite(value) for value in (*self.losses.values(), self.norm))
+
+
+def backpropagate(
+    module: nn.Module,
+    weights: list[nn.Parameter],
+    window: Sequence[Batch],
+    counts: Counts,
+    ar_weight: float,
+    precision: str | None,
+    parallel: Parallel,
+) -> Gradient:
+    """Fill the gradients of `weights` from this rank's micro-batches, averaged as one global batch."""
+    canvas_count, ar_count = counts.canvas or 1.0, counts.ar or 1.0
+    sums = torch.zeros(max(1, len(window)), 2, dtype=torch.float64, device=parallel.device)
+    for index, batch in enumerate(window):
+        with parallel.synchronise(module, now=index == len(window) - 1):
+            with autocast(parallel.device, precision):
+                losses = module(batch.to(parallel.device))
+            # The one place that divides; DDP averages over ranks, hence the factor.
+            mean = losses.canvas_sum / canvas_count + ar_weight * losses.ar_sum / ar_count
+            if mean.requires_grad:
+                (parallel.world * mean).backward()
+        sums[index] = torch.stack([losses.canvas_sum.detach(), losses.ar_sum.detach()])
+    fill_gradients(weights)
+    canvas_sum, ar_sum = parallel.sum(sums.sum(0)).tolist()
+    canvas_loss, ar_loss = canvas_sum / canvas_count, ar_sum / ar_count
+    values = {"loss": canvas_loss + ar_weight * ar_loss, "canvas_loss": canvas_loss, "ar_loss": ar_loss}
+    return Gradient(sums, values, gradient_norm(weights))
+
+
+class Skips:
+    """Optimiser steps that were not taken because something was not finite, as the log has them."""
+
+    def __init__(self, policy: Literal["stop", "skip"], steps: Sequence[int] = ()) -> None:
+        self.policy, self.steps = policy, list(steps)
+
+    def note(self, step: int, window: Sequence[Batch], gradient: Gradient, parallel: Parallel) -> Record:
+        """The record of a step that is not taken. Raises RunError when it should stop the run instead.
+
+        Every rank sees the same gradient, so all come here together.
+        """
+        part, samples = culprit(window, gradient.sums, parallel)
+        named = ", ".join(map(str, samples[:NAMED_SAMPLES])) + (", ..." if len(samples) > NAMED_SAMPLES else "")
+        what = f"step {step}: the {part} is not finite (sample ids {named})"
+        if self.policy == "stop":
+            raise RunError(f"{what}; look at these samples, or resume from the last checkpoint with a lower optim.lr")
+        self.steps.append(step)
+        if self.steps[-MOST_SKIPS:] == list(range(step - MOST_SKIPS + 1, step + 1)):
+            raise RunError(f"{what}, nor was anything in the {MOST_SKIPS - 1} steps before; lower optim.lr")
+        return {"step": step, "skipped": len(self.steps), "not_finite": part, "not_finite_ids": samples[:NAMED_SAMPLES]}
+
+
+def culprit(window: Sequence[Batch], sums: Tensor, parallel: Parallel) -> tuple[str, list[int]]:
+    """Which part of a step is not finite, and the samples of the micro-batches in which it is not, over all ranks."""
+    parts: dict[str, list[int]] = {"canvas loss": [], "AR loss": [], "gradient": []}
+    for batch, pair in zip(window, sums.isfinite().tolist(), strict=False):
+        ids = samples_of(batch)
+        parts["gradient"] += ids
+        for part, is_finite in zip(parts, pair, strict=False):
+            parts[part] += [] if is_finite else ids
+    gathered = parallel.gather(parts)
+    for part in parts:
+        ids = sorted({sample_id for rank in gathered for sample_id in rank[part]})
+        if ids:
+            break
+    return part, ids
+
+
+def samples_of(batch: Batch) -> list[int]:
+    """The ids of all samples in a batch; a packed row holds several, which its canvases name."""
+    canvases = batch.address_BC3[..., 1][batch.length_BC > 0].tolist()
+    return sorted({sample_id for sample_id in [*batch.sample_id_B.tolist(), *canvases] if sample_id >= 0})
