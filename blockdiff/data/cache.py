@@ -27,12 +27,6 @@ STALE = 24 * 3600.0  # seconds after which what a killed process left is removed
 Write = Callable[[IO[bytes]], Statistics]
 
 
-def default_directory() -> Path:
-    """The user's cache directory: $XDG_CACHE_HOME/blockdiff, or ~/.cache/blockdiff."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "blockdiff"
-
-
 def key_of(source: Source, encoder: Encoder) -> str:
     """A hash of the content of a source and of everything that turns it into examples, wherever it lies."""
     text = f"{VERSION} {source.fingerprint()} {encoder.fingerprint}"

@@ -60,12 +60,12 @@ class MixturePlan:
     def __call__(self, step: int) -> list[tuple[int, int]]:
         """(epoch of its source, index of the example) for every slot of the global batch of `step`, from 1."""
         first = (step - 1) * self.batch_size
-        counts = shares(self.weights, BLOCK)
+        counts = mixture_counts(self.weights)
         starts = np.cumsum((0, *self.sizes))
         slots = []
         for place in range(first, first + self.batch_size):
             block, inside = divmod(place, BLOCK)
-            source, rank = _block(self.seed, block, counts)[inside].tolist()
+            source, rank = mixture_block(self.seed, block, counts)[inside].tolist()
             epoch, at = divmod(block * counts[source] + rank, self.sizes[source])
             order = _order(self.seed, epoch, source, self.sizes[source])
             slots.append((epoch, int(starts[source] + order[at])))
@@ -84,28 +84,27 @@ class SequentialPlan:
         return [(0, place) for place in range(first, first + self.batch_size)]
 
 
-def shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
-    """`total` places dealt out in proportion to positive weights by largest remainder, at least one to each."""
-    exact = [weight / sum(weights) * total for weight in weights]
+def mixture_counts(weights: Sequence[float]) -> tuple[int, ...]:
+    """The places of each source in a block: in proportion to positive weights by largest remainder, at least one."""
+    exact = [weight / sum(weights) * BLOCK for weight in weights]
     counts = [max(1, int(share)) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda source: counts[source] - exact[source])
-    for turn in range(total - sum(counts)):
+    for turn in range(BLOCK - sum(counts)):
         counts[by_remainder[turn % len(counts)]] += 1
-    while sum(counts) > total:
-        counts[max(range(len(counts)), key=lambda source: counts[source])] -= 1
+    while sum(counts) > BLOCK:  # sources whose share is less than one place took it from the largest
+        counts[counts.index(max(counts))] -= 1
     return tuple(counts)
 
 
 @lru_cache(maxsize=4)
-def _block(seed: int, block: int, counts: tuple[int, ...]) -> NDArray[np.int64]:
-    """For every place of a block its source and its rank among that source's places: [BLOCK, 2]."""
-    ranked = np.concatenate([np.stack((np.full(n, source), np.arange(n)), 1) for source, n in enumerate(counts)])
+def mixture_block(seed: int, block: int, counts: tuple[int, ...]) -> NDArray[np.int64]:
+    """For every place of a block its source and its rank among that source's places there: [places, 2]."""
     order = permutation(seed, Stream.MIXTURE, (block,), sum(counts)).numpy()
-    sources = ranked[order, 0]
-    for source in range(len(counts)):
-        ranked[sources == source, 1] = np.arange(counts[source])
-    ranked[:, 0] = sources
-    return ranked
+    sources = np.repeat(np.arange(len(counts)), counts)[order]
+    ranks = np.empty_like(sources)
+    for source, count in enumerate(counts):
+        ranks[sources == source] = np.arange(count)
+    return np.stack((sources, ranks), 1)
 
 
 @lru_cache(maxsize=16)

@@ -40,9 +40,9 @@ def read_rows(path: str | Path, columns: Mapping[str, str] | None = None) -> lis
 
     Raises DataError "file:line: reason; what to do" at the first bad row, and for a file without any row.
     """
-    from blockdiff.data.sources import SourceSpec, open_source
+    from blockdiff.data.sources import SourceSpec, rows_of
 
-    return list(open_source(SourceSpec(str(path), columns=columns or {})).rows())
+    return list(rows_of(SourceSpec(str(path), columns=columns or {})))
 
 
 def parse_row(text: str, where: str, columns: Mapping[str, str] | None = None) -> Row:

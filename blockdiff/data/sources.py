@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 from blockdiff.data.formats import FORMATS, Skip, format_of, values
 from blockdiff.data.rows import CONVERSATION_KEYS, KEYS, Row, check_row
@@ -22,6 +23,7 @@ SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev", "heldout"),
 }
+SAMPLE = 1 << 16  # bytes of each end of a file that its quick fingerprint looks at
 ARROW_STATE = "state.json"  # beside the Arrow files that `datasets` saves
 
 
@@ -66,12 +68,15 @@ class Source(Protocol):
 
     files: list[str]
 
-    def rows(self, skip: int = 0) -> Iterator[Row]:
-        """Its rows in order but the first `skip`; DataError "file:line: reason; what to do" for a bad one."""
+    def rows(self, skip: Skip | None = None) -> Iterator[Row]:
+        """Its rows in order but those that `skip` takes; DataError "file:line: reason; what to do" for a bad one."""
         ...
 
-    def fingerprint(self) -> str:
-        """A hash of its content and of how columns are read, the same wherever the files lie."""
+    def fingerprint(self, is_quick: bool = False) -> str:
+        """A hash of its content and of how columns are read, the same wherever the files lie.
+
+        `is_quick`: of sizes and samples instead of everything.
+        """
         ...
 
 
@@ -85,6 +90,11 @@ def open_source(spec: SourceSpec, streaming: bool = False) -> Source:
     from blockdiff.data.hub import HubSource
 
     return HubSource(spec, streaming)
+
+
+def rows_of(spec: SourceSpec) -> Iterator[Row]:
+    """The rows of a source in order; raises DataError "file:line: reason; what to do" at the first bad one."""
+    yield from open_source(spec).rows()
 
 
 def local_files(spec: SourceSpec) -> list[Path] | None:
@@ -131,25 +141,34 @@ class Files:
         self.spec, self.paths = spec, paths
         self.files = [str(path) for path in paths]
 
-    def rows(self, skip: int = 0) -> Iterator[Row]:
-        """Their rows in order but the first `skip`; a file without any row is refused."""
-        to_skip = Skip(skip)
+    def rows(self, skip: Skip | None = None) -> Iterator[Row]:
+        """Their rows in order but those that `skip` takes; a file without any row is refused."""
+        skip = skip or Skip()
         for path in self.paths:
-            is_empty, before = True, to_skip.left
-            for place, value in values(path, to_skip, self.spec.kept):
+            is_empty, before = True, skip.left
+            for place, value in values(path, skip, self.spec.kept):
                 is_empty = False
                 yield check_row(value, f"{path}:{place}", self.spec.columns)
-            if is_empty and to_skip.left == before:
+            if is_empty and skip.left == before:
                 raise DataError(f"{path}: has no rows; write one JSON object per line")
 
-    def fingerprint(self) -> str:
-        """A hash of the bytes of the files, in order, and of the column names."""
+    def fingerprint(self, is_quick: bool = False) -> str:
+        """A hash of the bytes of the files, in order, and of the column names; quick: of sizes, heads and tails."""
         total = hashlib.blake2b(repr(sorted(self.spec.columns.items())).encode(), digest_size=16)
         for path in self.paths:
             try:
                 with path.open("rb") as file:
-                    digest = hashlib.file_digest(file, "blake2b")
+                    digest = _ends(file) if is_quick else hashlib.file_digest(file, "blake2b").hexdigest()
             except OSError as error:
                 raise DataError(f"{path}: cannot be read ({error.strerror}); check the file") from None
-            total.update(f"{format_of(path)} {digest.hexdigest()}".encode())
+            total.update(f"{format_of(path)} {digest}".encode())
         return total.hexdigest()
+
+
+def _ends(file: IO[bytes]) -> str:
+    size = file.seek(0, os.SEEK_END)
+    digest = hashlib.blake2b(str(size).encode())
+    for start in (0, max(0, size - SAMPLE)):
+        file.seek(start)
+        digest.update(file.read(SAMPLE))
+    return digest.hexdigest()

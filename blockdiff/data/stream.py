@@ -1,21 +1,141 @@
-"""Examples read while training goes on, for data that nobody wants to tokenise or hold first."""
+"""Examples read while training goes on, for data that nobody wants to tokenise or download first."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
 
 from blockdiff.data.chat import Encoder, Example
-from blockdiff.data.plan import SequentialPlan
-from blockdiff.data.sources import SourceSpec, rows_of
+from blockdiff.data.dataset import TOTAL, check_conversations, titles
+from blockdiff.data.formats import Skip
+from blockdiff.data.plan import mixture_block, mixture_counts
+from blockdiff.data.sources import SourceSpec, open_source
+from blockdiff.data.statistics import Statistics, Tally
+from blockdiff.seeding import Stream as Draw
+from blockdiff.seeding import permutation
 
-__all__ = ["SequentialPlan", "Stream"]
+WINDOWS = 2  # kept, for a global batch may reach over the edge of one
 
 
 class Stream:
-    """The examples of endless passes over the sources: `stream[place]`, places in rising order."""
+    """The examples of endless passes over the sources, mixed by weight: `stream[place]`, places from 0 in rising order.
+
+    Places form windows of `shuffle_buffer` examples, each in a random order of its own (address: the window), so what
+    stands at a place depends on nothing but the data, the options and the seed. `sample_id` is the running number of
+    an example, so a second pass over the data has fresh noise. Places in a window before the last two are
+    reached by reading from the start again.
+    """
 
     def __init__(self, sources: Sequence[SourceSpec], encoder: Encoder, shuffle_buffer: int, seed: int) -> None:
-        self._examples, self.statistics = encoder.encode([row for source in sources for row in rows_of(source)])
+        self.encoder, self.shuffle_buffer, self.seed = encoder, shuffle_buffer, seed
+        self._titles = titles(sources)
+        self._runs = [_Run(spec, encoder) for spec in sources]
+        self._counts = mixture_counts([spec.weight for spec in sources])
+        self._windows: dict[int, list[Example]] = {}
+        self._next = 0  # the running number of the example that is read next
 
     def __getitem__(self, place: int) -> Example:
-        return self._examples[place % len(self._examples)]
+        window, inside = divmod(place, self.shuffle_buffer)
+        if window not in self._windows:
+            self._read(window)
+        order = self._windows[window]
+        example = order[inside]
+        return replace(example, tokens=list(example.tokens))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What the examples are made from and how, by the sizes and ends of files only, for reading all takes long."""
+        sources = [f"{run.source.fingerprint(is_quick=True)} {run.spec.weight!r}" for run in self._runs]
+        text = "\n".join([self.encoder.fingerprint, *sources])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def statistics(self) -> list[tuple[str, Statistics]]:
+        """What became of the rows read so far (repeated passes count again), as in `Dataset`."""
+        found = [run.tally.statistics() for run in self._runs]
+        total = [(TOTAL, sum(found[1:], start=found[0]))] if len(found) > 1 else []
+        return [*zip(self._titles, found, strict=True), *total]
+
+    def _read(self, window: int) -> None:
+        first = window * self.shuffle_buffer
+        if first < self._next:
+            self._next = 0
+            for run in self._runs:
+                run.restart()
+        self._skip_to(first)
+        taken = [self._take() for _ in range(self.shuffle_buffer)]
+        order = permutation(self.seed, Draw.WINDOW, (window,), self.shuffle_buffer).tolist()
+        self._windows[window] = [taken[number] for number in order]
+        for old in sorted(self._windows)[:-WINDOWS]:
+            del self._windows[old]
+        check_conversations(self.encoder, self.statistics[-1][1])
+
+    def _skip_to(self, number: int) -> None:
+        """Pass over the examples before `number`, each source as cheaply as it can."""
+        for source, run in enumerate(self._runs):
+            run.skip(self._given(source, number) - self._given(source, self._next))
+        self._next = number
+
+    def _given(self, source: int, number: int) -> int:
+        """How many of the examples before `number` come from a source."""
+        blocks, rest = divmod(number, sum(self._counts))
+        inside = mixture_block(self.seed, blocks, self._counts)[:rest, 0] == source
+        return blocks * self._counts[source] + int(np.count_nonzero(inside))
+
+    def _take(self) -> Example:
+        example = next(self._runs[self._owner(self._next)])
+        # Held as machine integers: a window is many examples, and Python integers are eight times as large.
+        compact = replace(example, sample_id=self._next, tokens=array("i", example.tokens))  # type: ignore[arg-type]
+        self._next += 1
+        return compact
+
+    def _owner(self, number: int) -> int:
+        """The source that gives the example with a running number."""
+        block, inside = divmod(number, sum(self._counts))
+        return int(mixture_block(self.seed, block, self._counts)[inside, 0])
+
+
+class _Run:
+    """Endless passes over one source."""
+
+    def __init__(self, spec: SourceSpec, encoder: Encoder) -> None:
+        self.spec, self.encoder = spec, encoder
+        self.source = open_source(spec, streaming=True)
+        self.tally = Tally(encoder.canvas_length)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again with the first row."""
+        self._examples: Iterator[Example] | None = None
+
+    def __next__(self) -> Example:
+        if self._examples is None:
+            self._examples = self.encoder.examples(self.source.rows(), self.tally)
+        example = next(self._examples, None)
+        if example is None:  # the end of a pass
+            self._examples = self.encoder.examples(self.source.rows(), self.tally)
+            example = next(self._examples, None)
+        if example is None:
+            raise self.encoder.nothing_left(self.tally.rows, self.source.files[0])
+        return example
+
+    def skip(self, count: int) -> None:
+        """Pass over `count` examples: without looking at the rows where each is sure to become an example."""
+        if self._examples is None and self.encoder.max_length is None:
+            skip = Skip(count)
+            while self._examples is None:
+                before, rows = skip.left, self.source.rows(skip)
+                first = next(rows, None)
+                if first is not None:
+                    self._examples = self.encoder.examples(chain([first], rows), self.tally)
+                else:  # a whole pass was skipped, and so can be all the others
+                    skip.left %= before - skip.left
+            return
+        for _ in range(count):
+            next(self)
