@@ -61,10 +61,25 @@ class ScriptedModel:
         prefix.step += 1
         return logits_BLV
 
-    def stats(self, hidden_BLV: Tensor, temperature: float, uniform_BL: Tensor) -> Stats:
+    def stats(
+        self,
+        hidden_BLV: Tensor,
+        temperature: float,
+        uniform_BL: Tensor,
+        given_BL: Tensor | None = None,
+        allowed_BLW: Tensor | None = None,
+    ) -> Stats:
         """What `Vocabulary.stats` gives, with softmax(z / T) itself as the soft embedding."""
         B, L, V = hidden_BLV.shape
-        flat = token_stats(hidden_BLV.reshape(-1, V), torch.eye(V), None, temperature, uniform_BL.reshape(-1))
+        flat = token_stats(
+            hidden_BLV.reshape(-1, V),
+            torch.eye(V),
+            None,
+            temperature,
+            uniform_BL.reshape(-1),
+            None if given_BL is None else given_BL.reshape(-1),
+            None if allowed_BLW is None else allowed_BLW.flatten(0, 1),
+        )
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in flat))
 
 

@@ -21,6 +21,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+CHOICES = "blockdiff.json"  # what the model was trained for (`sampling.choices`)
 # What lies beside config and weights, and is carried from the checkpoint loaded to the one saved.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -31,7 +32,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-SIDE_FILES = (GENERATION, *TOKENIZER_FILES, "processor_config.json", "preprocessor_config.json")
+SIDE_FILES = (GENERATION, CHOICES, *TOKENIZER_FILES, "processor_config.json", "preprocessor_config.json")
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

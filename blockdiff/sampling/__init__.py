@@ -1,5 +1,6 @@
 """From a model and prompts to text: requests in, results out, and what happened in between."""
 
+from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.generation import Generation
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
@@ -7,6 +8,7 @@ from blockdiff.sampling.trace import Canvas, Recorder, Step, Trace, read_traces,
 
 __all__ = [
     "Canvas",
+    "Choices",
     "Generation",
     "Recorder",
     "Request",

@@ -5,14 +5,19 @@ Each request draws from its own seed, so its draws do not depend on which other 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from blockdiff.errors import RequestError
+from blockdiff.checkpoint.files import CHOICES
+from blockdiff.errors import CheckpointError, RequestError
+from blockdiff.kernels.vocabulary import Stats, pack_allowed
+from blockdiff.sampling.choices import Choices, carried_over
 from blockdiff.sampling.draws import Draws
 from blockdiff.sampling.generation import FILE, Generation
 from blockdiff.sampling.request import Prompt, Result, Row, as_request, as_row
@@ -33,7 +38,8 @@ class Sampler:
 
     `tokenizer` may be None when every request brings its tokens. Without `generation` the settings are those beside
     the weights the model was loaded from, else transformers' defaults. Where they name no eos, the tokenizer's is
-    used; with neither, every response runs to its full length.
+    used; with neither, every response runs to its full length. Without `choices` the model is taken for what the
+    blockdiff.json beside its weights says, else for a plain denoiser of uniform noise.
     """
 
     def __init__(
@@ -41,9 +47,20 @@ class Sampler:
         model: DiffusionGemma,
         tokenizer: PreTrainedTokenizerBase | None = None,
         generation: Generation | None = None,
+        choices: Choices | None = None,
     ):
         self.model, self.tokenizer = model, tokenizer
         self.generation = generation or _settings_of(model)
+        self.choices = choices or _choices_of(model)
+        mask_id = self.choices.mask_id
+        if mask_id is not None and mask_id >= model.vocab_size:
+            raise CheckpointError(f"{CHOICES}: mask_id {mask_id} is none of the model's {model.vocab_size} tokens")
+        if self.choices.prediction == "leave_one_out":
+            warnings.warn(
+                "this model was trained to predict each token from the others alone (leave_one_out) and is sampled as "
+                "a plain denoiser, as transformers and vLLM do",
+                stacklevel=2,
+            )
         if not self.generation.eos_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
             self.generation = replace(self.generation, eos_ids=(tokenizer.eos_token_id,))
 
@@ -121,7 +138,7 @@ class Sampler:
         model, device = self.model, self.model.device
         seed_B = torch.tensor([_signed(row.seed) for row in rows], device=device)
         draws = Draws(seed_B, number, model.canvas_length, model.vocab_size)
-        acceptance, stopping = generation.acceptance, generation.stopping
+        acceptance, stopping, mask_id = generation.acceptance, generation.stopping, self.choices.mask_id
         final_BL = torch.empty(len(rows), model.canvas_length, dtype=torch.int64, device=device)
         steps = [0] * len(rows)
 
@@ -131,11 +148,13 @@ class Sampler:
         is_accepted_BL = stats = None
         for step, temperature in enumerate(generation.temperature.of_steps(generation.max_steps).tolist()):
             uniform_BL, canvas_BL = draws.of_step(step)
+            if mask_id is not None:
+                canvas_BL = torch.full_like(canvas_BL, mask_id)
             if stats is not None and is_accepted_BL is not None:
                 canvas_BL = stats.sample.where(is_accepted_BL, canvas_BL)
             previous_BL, soft_BLD = (None, None) if stats is None else (stats.argmax, stats.soft_embedding)
             hidden_BLD = model.denoise(canvas_BL, prefix, soft_BLD)
-            stats = model.vocabulary.stats(hidden_BLD, temperature, uniform_BL)
+            stats = self._stats(hidden_BLD, temperature, uniform_BL, canvas_BL)
             is_accepted_BL = acceptance.accept(stats.entropy)
             is_stopped_B, unchanged_B = stopping.stop(stats.argmax, previous_BL, unchanged_B, stats.entropy)
             if on_step is not None:
@@ -163,6 +182,18 @@ class Sampler:
             prefix = prefix.select(kept)
             draws.select(kept)
         return final_BL, steps
+
+    def _stats(self, hidden_BLD: Tensor, temperature: float, uniform_BL: Tensor, canvas_BL: Tensor) -> Stats:
+        """What a step needs of every position; with mask noise, masks are never predicted and other tokens stay."""
+        vocabulary, mask_id = self.model.vocabulary, self.choices.mask_id
+        if mask_id is None:
+            return vocabulary.stats(hidden_BLD, temperature, uniform_BL)
+        tokens_V = torch.arange(self.model.vocab_size, device=canvas_BL.device)
+        allowed_1W = pack_allowed((tokens_V != mask_id)[None])
+        allowed_BLW = allowed_1W.expand(*canvas_BL.shape, -1)
+        return carried_over(
+            vocabulary.stats(hidden_BLD, temperature, uniform_BL, allowed_BLW=allowed_BLW), canvas_BL, mask_id
+        )
 
     def _commit(
         self,
@@ -204,10 +235,21 @@ class Sampler:
 
 def _settings_of(model: DiffusionGemma) -> Generation:
     """What the generation_config.json of the checkpoint that a model came from says."""
+    folder = _folder_of(model, FILE)
+    return Generation() if folder is None else Generation.from_pretrained(folder)
+
+
+def _choices_of(model: DiffusionGemma) -> Choices:
+    """What the blockdiff.json of the checkpoint that a model came from says."""
+    folder = _folder_of(model, CHOICES)
+    return Choices() if folder is None else Choices.from_pretrained(folder)
+
+
+def _folder_of(model: DiffusionGemma, name: str) -> Path | None:
+    """Where the file called `name` lies that the model's checkpoint brought, if it brought one."""
     carried = getattr(model, "carried", None)
     files = () if carried is None else carried.side_files
-    folder = next((file.parent for file in files if file.name == FILE), None)
-    return Generation() if folder is None else Generation.from_pretrained(folder)
+    return next((file.parent for file in files if file.name == name), None)
 
 
 def _signed(seed: int) -> int:

@@ -1,0 +1,73 @@
+"""What a model was trained for, as far as sampling must know it: `blockdiff.json` beside the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from blockdiff.checkpoint.files import CHOICES, read_json
+from blockdiff.errors import CheckpointError
+from blockdiff.kernels.vocabulary import Stats
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices of the training objective that sampling follows, and for the record all the others.
+
+    prediction: what the logits mean; corruption: what a canvas starts from and what stands where nothing is accepted,
+    uniform tokens or the mask token `mask_id`; objective: the recipe's section, which nothing reads. The defaults are
+    those of the released model, whose directory has no such file.
+    """
+
+    prediction: Literal["posterior", "leave_one_out"] = "posterior"
+    corruption: Literal["uniform", "mask"] = "uniform"
+    mask_id: int | None = None
+    objective: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.prediction not in ("posterior", "leave_one_out"):
+            raise ValueError(f"prediction must be posterior or leave_one_out, not {self.prediction!r}")
+        if self.corruption not in ("uniform", "mask"):
+            raise ValueError(f"corruption must be uniform or mask, not {self.corruption!r}")
+        is_id = isinstance(self.mask_id, int) and not isinstance(self.mask_id, bool) and self.mask_id >= 0
+        if is_id != (self.corruption == "mask"):
+            raise ValueError(f"mask_id must be a token id with mask corruption, else null, not {self.mask_id!r}")
+
+    def save(self, directory: str | Path) -> None:
+        """Write `blockdiff.json` into a checkpoint directory, whole or not at all."""
+        file = Path(directory) / CHOICES
+        beside = file.with_name(f".{CHOICES}.partial")
+        beside.write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        beside.replace(file)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> Choices:
+        """The choices of a checkpoint directory; without the file, the defaults. CheckpointError if unusable."""
+        file = Path(directory) / CHOICES
+        if not file.is_file():
+            return cls()
+        values = read_json(file)
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        try:
+            return cls(**known)
+        except ValueError as error:
+            raise CheckpointError(f"{file}: {error}") from None
+
+
+def carried_over(stats: Stats, canvas_BL: Tensor, mask_id: int) -> Stats:
+    """Statistics in which a token that is not masked stays what it is, with certainty (entropy 0).
+
+    Under mask noise a visible token is the true one, so the reverse process never changes it (carry-over unmasking,
+    arXiv 2406.07524): what is accepted stays, and masks are filled in the order of their entropies.
+    """
+    is_masked_BL = canvas_BL == mask_id
+    return stats._replace(
+        entropy=stats.entropy * is_masked_BL,
+        argmax=stats.argmax.where(is_masked_BL, canvas_BL),
+        sample=stats.sample.where(is_masked_BL, canvas_BL),
+    )
