@@ -244,10 +244,10 @@ def _one_line(error: ValidationError, origins: Mapping[str, tuple[str, Path]], p
         return f"{origin}: {key}: missing; every recipe has to say it"
     value = _get(first["input"], "") if isinstance(first["input"], dict) else first["input"]
     got = "" if value is None and isinstance(first["input"], dict) else f" (got {value!r})"
-    numbers = [place for place, word in enumerate(first["loc"]) if isinstance(word, int) and place > 1]
     inside = ""
-    if numbers and key in FILE_KEYS:  # of one source of a list
-        inside = f" source {first['loc'][numbers[0]] + 1}: {'.'.join(words[numbers[0] + 1 :])}:"
+    place = next((place for place, word in enumerate(first["loc"]) if isinstance(word, int)), None)
+    if place is not None and key in FILE_KEYS:  # of one source of a list
+        inside = f" source {int(words[place]) + 1}: {'.'.join(words[place + 1 :])}:"
     return f"{origin}: {key}:{inside} {reason}{got}"
 
 

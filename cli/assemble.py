@@ -1,8 +1,7 @@
-"""From a recipe to the things it names: tokenizer, config, examples, collator, model and objective."""
+"""From a recipe to the things it names: tokenizer, config, model, objective and optimiser; data is `assemble_data`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,36 +13,28 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.create import fitted, preset_config
 from blockdiff.checkpoint.files import CONFIG, GENERATION, config_from, find, read_json
 from blockdiff.cli.loading import load_tokenizer
-from blockdiff.data.chat import Encoder, Example
-from blockdiff.data.collate import Collator
-from blockdiff.data.plan import Plan
-from blockdiff.data.rows import read_rows
-from blockdiff.data.statistics import Statistics
-from blockdiff.diffusion.corruption import UniformCorruption
-from blockdiff.diffusion.schedule import Cosine, Linear, Schedule, StratifiedTime, TimeDraw, UniformTime
+from blockdiff.diffusion.corruption import Corruption, MaskCorruption, UniformCorruption
+from blockdiff.diffusion.schedule import (
+    Cosine,
+    Linear,
+    LogitNormalTime,
+    Polynomial,
+    Schedule,
+    StratifiedTime,
+    TimeDraw,
+    UniformTime,
+)
+from blockdiff.diffusion.weight import ElboWeight, NoWeight
 from blockdiff.errors import RecipeError
 from blockdiff.recipe import Recipe
 from blockdiff.sampling.generation import Generation
+from blockdiff.training import lr, optim
+from blockdiff.training.activations import checkpoint_activations
+from blockdiff.training.freeze import freeze
 from blockdiff.training.objective import Objective
 
 if TYPE_CHECKING:
     from blockdiff.models.diffusion_gemma import DiffusionGemma
-
-SCHEDULES: dict[str, Callable[[], Schedule]] = {"linear": Linear, "cosine": Cosine}
-TIMES: dict[str, Callable[[float], TimeDraw]] = {"stratified": StratifiedTime, "uniform": UniformTime}
-
-
-@dataclass(frozen=True)
-class Data:
-    """What a recipe trains on: examples with their statistics, and how they become batches."""
-
-    train: list[Example]
-    statistics: Statistics
-    heldout: list[Example]
-    heldout_statistics: Statistics | None
-    collator: Collator
-    plan: Plan
-
 
 @dataclass(frozen=True)
 class Basis:
@@ -93,32 +84,6 @@ def basis(recipe: Recipe) -> Basis:
     return Basis(tokenizer, config, eos_id, 0 if pad_id is None else int(pad_id))
 
 
-def data(recipe: Recipe, base: Basis) -> Data:
-    """Read and encode the rows of a recipe. Raises DataError with file and line for what cannot be used."""
-    encoder = Encoder(base.tokenizer, base.eos_id, base.canvas_length, recipe.data.max_length)
-    rows = read_rows(recipe.data.train)
-    train, statistics = encoder.encode(rows)
-    heldout: list[Example] = []
-    heldout_statistics = None
-    if recipe.data.heldout is not None:
-        heldout, heldout_statistics = encoder.encode(read_rows(recipe.data.heldout))
-    if any(row.messages for row in rows):  # the model learns this format: the tokenizer saved beside it writes it
-        base.tokenizer.chat_template = encoder.template
-    objective = recipe.objective
-    collator = Collator(
-        canvas_length=base.canvas_length,
-        pad_id=base.pad_id,
-        eos_id=base.eos_id,
-        seed=recipe.seed,
-        time=TIMES[objective.time](objective.eps),
-        canvases=recipe.data.canvases,
-        coin_probability=objective.coin,
-        scores_ar=objective.ar_weight > 0,
-    )
-    plan = Plan(len(train), recipe.train.batch_size, recipe.seed)
-    return Data(train, statistics, heldout, heldout_statistics, collator, plan)
-
-
 def model(recipe: Recipe, base: Basis, device: torch.device | str) -> DiffusionGemma:
     """The model that a recipe starts from, on a device."""
     dtype, kernels = recipe.model.dtype, recipe.model.kernels
@@ -149,39 +114,89 @@ def trains_router(recipe: Recipe) -> bool:
     return recipe.objective.router == "trained"
 
 
-def objective(recipe: Recipe, loaded: DiffusionGemma) -> Objective:
-    """The objective that trains `loaded`; compiles the layers where the recipe says so."""
+def schedule(recipe: Recipe) -> Schedule:
+    """alpha(t) as a recipe has it."""
+    kinds: dict[str, Callable[[], Schedule]] = {
+        "linear": Linear,
+        "cosine": Cosine,
+        "polynomial": lambda: Polynomial(recipe.objective.power),
+    }
+    return kinds[recipe.objective.schedule]()
+
+
+def time(recipe: Recipe) -> TimeDraw:
+    """How noise levels are drawn."""
+    o = recipe.objective
+    kinds: dict[str, Callable[[], TimeDraw]] = {
+        "stratified": lambda: StratifiedTime(o.eps),
+        "uniform": lambda: UniformTime(o.eps),
+        "logit_normal": lambda: LogitNormalTime(o.time_mean, o.time_std, o.eps),
+    }
+    return kinds[o.time]()
+
+
+def corruption(recipe: Recipe, base: Basis) -> Corruption:
+    """What a corrupted token becomes. Raises RecipeError where a mask token is asked for and there is none."""
+    if recipe.objective.corruption == "uniform":
+        return UniformCorruption(base.config.text_config.vocab_size)
+    named = recipe.objective.mask_token
+    if named is None:
+        mask_id = base.tokenizer.mask_token_id
+    else:
+        mask_id = base.tokenizer.get_vocab().get(named)
+    if mask_id is None:
+        said = "the tokenizer has no mask token" if named is None else f"{named!r} is no token of the tokenizer"
+        raise RecipeError(f"objective.mask_token: {said}; name one of its tokens that no text contains")
+    return MaskCorruption(int(mask_id))
+
+
+def objective(recipe: Recipe, base: Basis, loaded: DiffusionGemma) -> Objective:
+    """The objective that trains `loaded`: what is frozen does not train, layers are compiled or recomputed as said.
+
+    Raises RecipeError for choices that do not go together and for `optim.freeze` patterns that match nothing.
+    """
+    o = recipe.objective
+    made = Objective(
+        loaded,
+        schedule(recipe),
+        corruption(recipe, base),
+        seed=recipe.seed,
+        train_router=trains_router(recipe),
+        weight=ElboWeight(o.weight_max) if o.weight == "elbo" else NoWeight(),
+        prediction=o.prediction,
+        positions=o.positions,
+        stop_gradient=o.stop_gradient,
+    )
+    freeze(loaded, recipe.optim.freeze)
+    if recipe.train.activation_checkpointing:
+        checkpoint_activations(loaded)
     if recipe.model.compile:
         for layer in loaded.layers:
             layer.compile()
-    return Objective(
-        loaded,
-        SCHEDULES[recipe.objective.schedule](),
-        UniformCorruption(loaded.vocab_size),
-        seed=recipe.seed,
-        train_router=trains_router(recipe),
+    return made
+
+
+def optimiser(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimiser over what trains in `module`."""
+    o = recipe.optim
+    return optim.build(
+        module,
+        name=o.name,
+        lr=o.lr,
+        betas=o.betas,
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+        layer_decay=o.layer_decay,
     )
 
 
-def what_trains(module: nn.Module) -> str:
-    """One line: how many parameters train, and which kinds stand still."""
-    total = sum(p.numel() for p in module.parameters())
-    frozen: dict[str, int] = {}
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            kind = "router" if ".router." in name else name.rpartition(".")[0] or name
-            frozen[kind] = frozen.get(kind, 0) + parameter.numel()
-    trained = total - sum(frozen.values())
-    still = "".join(f"; frozen: {kind} ({count:,})" for kind, count in frozen.items())
-    return f"trains {trained:,} of {total:,} parameters{still}"
-
-
-def facts(recipe: Recipe, data: Data) -> dict[str, Any]:
-    """What must be the same for a run to be resumed as the same run (paths may move, logging may change)."""
-    free = {"output", "steps", "log_every", "eval_every", "save_every", "keep", "micro_batch_size"}
-    free |= {"path", "tokenizer", "train", "heldout", "kernels", "compile"}
-    known: dict[str, Any] = {"examples": len(data.train), "seed": recipe.seed}
-    for section, keys in json.loads(recipe.model_dump_json()).items():
-        if isinstance(keys, dict):
-            known |= {f"{section}.{key}": value for key, value in keys.items() if key not in free}
-    return known
+def learning_rate(recipe: Recipe) -> Callable[[int], float]:
+    """The learning rate of each optimiser step, counted from 1."""
+    o, steps = recipe.optim, recipe.train.steps
+    decay_steps = max(1, steps // 10) if o.decay_steps is None else o.decay_steps
+    if o.schedule == "constant":
+        return lr.WarmupConstant(o.lr, o.warmup_steps).lr
+    if o.schedule == "wsd":
+        return lr.WarmupStableDecay(o.lr, steps, o.warmup_steps, decay_steps, o.final_lr_ratio).lr
+    curve = lr.WarmupCosine if o.schedule == "cosine" else lr.WarmupLinear
+    return curve(o.lr, steps, o.warmup_steps, o.final_lr_ratio).lr

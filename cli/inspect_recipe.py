@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blockdiff.cli import assemble
+from blockdiff.cli import assemble, assemble_data
 from blockdiff.cli.inspect_model import parts, show_config, show_parts
 from blockdiff.cli.loading import decoder
-from blockdiff.data.collate import micro_batches
-from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.plots.moments import visible
 
 if TYPE_CHECKING:
@@ -34,16 +32,15 @@ def show_recipe(recipe: Recipe, console: Console, step: int, rows: int) -> None:
     show_parts(parts(shapes), base.config, console)
     console.print(f"router: {'trained' if assemble.trains_router(recipe) else 'frozen'}")
     console.print()
-    data = assemble.data(recipe, base)
-    console.print(f"data      {data.statistics}")
-    if data.heldout_statistics is not None:
-        console.print(f"held out  {data.heldout_statistics}")
-    batch = micro_batches(data.train, data.plan, data.collator, step)[0]
-    alpha = assemble.SCHEDULES[recipe.objective.schedule]().alpha(batch.t_BC)
-    corruption = UniformCorruption(base.config.text_config.vocab_size)
+    data = assemble_data.data(recipe, base)
+    for line in data.lines():
+        console.print(line)
+    batch = data.batches(step, rank=0, world=1)[0]
+    alpha = assemble.schedule(recipe).alpha(batch.t_BC)
+    corruption = assemble.corruption(recipe, base)
     noisy_BCL, is_corrupted_BCL = corruption.corrupt(batch.canvas_BCL, alpha, batch.address_BC3, recipe.seed)
     is_present_BC = batch.length_BC > 0
-    examples = {example.sample_id: example for example in data.train}
+    examples = data.examples_of(step)
     content_BC = content_lengths(batch, examples)
     corrupted = int((is_corrupted_BCL & batch.is_scored_BCL).sum())
     coins = int((batch.coin_BC & is_present_BC).sum())
@@ -62,10 +59,10 @@ def show_recipe(recipe: Recipe, console: Console, step: int, rows: int) -> None:
     decode = decoder(base.tokenizer)
     console.print("  " + "; ".join(LEGEND))
     for row in range(min(rows, len(batch.tokens_BS))):
-        sample = int(batch.sample_id_B[row])
+        samples = dict.fromkeys(batch.address_BC3[row, is_present_BC[row], 1].tolist())  # several in a packed row
+        cut = {sample: ", cut at max_length" if examples[sample].is_truncated else "" for sample in samples}
         console.print()
-        is_cut = examples[sample].is_truncated
-        console.print(f"row {row}: {examples[sample].where}{', cut at max_length' if is_cut else ''}")
+        console.print(f"row {row}: " + "; ".join(examples[sample].where + cut[sample] for sample in samples))
         console.print(row_text(batch, row, content_BC, decode))
         for canvas in range(int(is_present_BC[row].sum())):
             console.print(canvas_text(batch, (row, canvas), noisy_BCL, is_corrupted_BCL, content_BC, decode))
@@ -79,8 +76,8 @@ def content_lengths(batch: Batch, examples: Mapping[int, Example]) -> torch.Tens
     L = batch.canvas_BCL.shape[-1]
     lengths_BC = torch.zeros_like(batch.length_BC)
     for row, canvas in (batch.length_BC > 0).nonzero().tolist():
-        start = int(batch.start_BC[row, canvas])
-        responses = examples[int(batch.sample_id_B[row])].responses
+        start = int(batch.start_BC[row, canvas] - batch.doc_start_BC[row, canvas])
+        responses = examples[int(batch.address_BC3[row, canvas, 1])].responses
         end = next(end for begin, end in responses if begin <= start < end)
         lengths_BC[row, canvas] = min(L, end - start)
     return lengths_BC

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,7 @@ from blockdiff.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
     from blockdiff.recipe import Recipe
+    from blockdiff.training.parallel import Parallel
 
 
 def train(
@@ -41,131 +42,70 @@ def train(
 
     from blockdiff.cli.loading import quiet
     from blockdiff.training.parallel import from_accelerate
-    from blockdiff.training.state import steps_saved
+    from blockdiff.training.signals import Stopped
 
     quiet()
-    parallel = from_accelerate()
+    parallel = from_accelerate(timeout=settled.train.timeout)
     try:
         _train(settled, run, resume, parallel)
-    except KeyboardInterrupt:
+    except Stopped as stopped:
         if parallel.is_main:
-            reached = max(steps_saved(run), default=0)
-            print(f"stopped; `--resume --output {where}` goes on from step {reached}")
-        raise
+            print(f"{stopped}; `--resume --output {where}` goes on from there", file=sys.stderr)
+        raise typer.Exit(stopped.exit_code) from None
     finally:
         parallel.close()
 
 
-def _train(recipe: Recipe, run: Path, resume: bool, parallel: Any) -> None:
-    from blockdiff import checkpoint
+def _train(recipe: Recipe, run: Path, resume: bool, parallel: Parallel) -> None:
     from blockdiff.cli import assemble
     from blockdiff.cli.progress import Progress
-    from blockdiff.data.collate import heldout_batches, micro_batches
-    from blockdiff.plots.curves import draw_curves
-    from blockdiff.training import loop, optim, state
-    from blockdiff.training.heldout import heldout_losses
-    from blockdiff.training.metrics import FILE_NAME, MetricsLog
+    from blockdiff.cli.run import prepare, refuse_early
+    from blockdiff.training import loop, state
+    from blockdiff.training.signals import caught
 
-    show = Progress(recipe.train.steps, is_shown=parallel.is_main)
-    base = assemble.basis(recipe)
-    assemble.generation(recipe, base)  # refused now rather than after the training
-    data = assemble.data(recipe, base)
-    show.line(f"data      {data.statistics}")
-    if data.heldout_statistics is not None:
-        show.line(f"held out  {data.heldout_statistics}")
-
+    t = recipe.train
+    show = Progress(t.steps, is_shown=parallel.is_main)
+    refuse_early(recipe)
     found = state.enter(run, resume, parallel)
     try:
-        model = assemble.model(recipe, base, parallel.device)
-        objective = assemble.objective(recipe, model)
+        parts = prepare(recipe, run, parallel, show)
     except BaseException:
-        _leave_nothing(run)
+        if parallel.is_main:
+            _leave_nothing(run)
         raise
-    origin = recipe.model.path or f"preset {recipe.model.preset}"
-    show.line(f"model     {origin}: {assemble.what_trains(model)}; {model.dtype}".replace("torch.", ""))
-    show.line(f"run       {run}: {_plan_line(recipe, len(data.train))}, {parallel.world} x {parallel.device}")
-
-    o, t = recipe.optim, recipe.train
-    optimiser = optim.adamw(objective, o.lr, o.betas, o.eps, o.weight_decay)
-    known = assemble.facts(recipe, data)
-    start = state.restore(found, model, optimiser, known) if found is not None else 0
-    if start > t.steps:
-        raise RunError(f"{run}: already at step {start}, past train.steps = {t.steps}; raise train.steps to go on")
-    log = MetricsLog(run / FILE_NAME)
-    seconds = 0.0
-    if parallel.is_main:
-        (run / "recipe.yaml").write_text(recipe.resolved(), encoding="utf-8")
-        kept = log.cut(start if found is not None else -1)  # from the beginning, evaluation at step 0 comes again
-        seconds = max((record.get("seconds", 0.0) for record in kept), default=0.0)
+    start = 0
     if found is not None:
+        start = state.restore(
+            found, parts.model, parts.optimiser, parts.facts, ema=parts.ema, parallel=parallel
+        )
+        if start > t.steps:
+            raise RunError(f"{run}: already at step {start}, past train.steps = {t.steps}; raise train.steps to go on")
         show.line(f"resumed   {found}")
-    rank, world = parallel.rank, parallel.world
-
-    def batches(step: int) -> Any:
-        return micro_batches(
-            data.train,
-            data.plan,
-            data.collator,
-            step,
-            micro_batch_size=t.micro_batch_size,
-            rank=rank,
-            world=world,
-        )
-
-    def evaluate(step: int) -> dict[str, float]:
-        rows = t.micro_batch_size or max(1, t.batch_size // world)
-        held = heldout_batches(data.heldout, data.collator, rows, rank=rank, world=world)
-        return heldout_losses(objective, held, parallel, t.autocast)
-
-    def record(values: dict[str, Any]) -> None:
-        log.append(values)
-        show.record(values)
-
-    def save(step: int) -> None:
-        state.save(run, step, model, optimiser, known, t.keep, parallel)
-
-    options = loop.Options(
-        steps=t.steps,
-        ar_weight=recipe.objective.ar_weight,
-        clip=o.clip,
-        autocast=t.autocast,
-        log_every=t.log_every,
-        eval_every=t.eval_every,
-        save_every=t.save_every,
-    )
-    began = time.perf_counter()
-    with show.running(start):
-        loop.train(
-            objective,
-            optimiser,
-            optim.WarmupCosine(o.lr, t.steps, o.warmup_steps, o.final_lr_ratio).lr,
-            batches,
-            options,
+    logged = parts.begin(start if found is not None else None)
+    with caught(speaks=parallel.is_main) as signals, show.running(start):
+        reached = loop.train(
+            parts.objective,
+            parts.optimiser,
+            assemble.learning_rate(recipe),
+            parts.batches,
+            parts.options(),
             parallel,
-            log=record,
-            evaluate=evaluate if data.heldout else None,
-            save=save,
+            log=parts.record,
+            evaluate=parts.evaluate if parts.data.heldout is not None else None,
+            sample=parts.sample if parts.data.prompts else None,
+            save=parts.save,
             on_step=show.step,
+            after_step=parts.after_step,
+            is_best=parts.is_best,
+            should_stop=parts.should_stop,
+            is_stopping=signals.is_stopping,
+            logged=logged,
             start=start,
-            seconds=seconds,
+            seconds=max((record.get("seconds", 0.0) for record in logged), default=0.0),
         )
-    if parallel.is_main:
-        settings = assemble.generation(recipe, base)
-        checkpoint.save(model, run / "model", tokenizer=base.tokenizer, generation_config=settings, overwrite=True)
-        draw_curves(run / FILE_NAME, run / "curves.png", title=run.name)
-        took = time.perf_counter() - began
-        show.line(
-            f"done      {t.steps - start} optimiser steps in {took:.1f} s: {run}/model, {run}/curves.png"
-        )
-    parallel.barrier()
-
-
-def _plan_line(recipe: Recipe, examples: int) -> str:
-    t = recipe.train
-    epochs = t.steps * t.batch_size / examples
-    count = recipe.data.canvases
-    scored = f"{count} canvas{'es' * (count != 1)}"
-    return f"{t.steps} optimiser steps of {t.batch_size} rows, {scored} per row, {epochs:.1f} epochs"
+    with parallel.main_first("exporting the model"):
+        if parallel.is_main:
+            parts.finish(reached)
 
 
 def _leave_nothing(run: Path) -> None:
