@@ -1,21 +1,24 @@
-"""`blockdiff data`: make the data of a task."""
+"""`blockdiff data`: make the data of a task, or a tokenizer from data."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from blockdiff.cli.columns import HELP, parse_columns
+
 data = typer.Typer(
-    help="Make the data of a task.",
+    help="Make the data of a task, or a tokenizer from data.",
     epilog="Example: blockdiff data sudoku --size 4 --split train=20000 --split test=1000 --output data/s4",
 )
 
 
 @data.callback()
 def tasks() -> None:
-    """Make the data of a task."""
+    """Make the data of a task, or a tokenizer from data."""
 
 
 @data.command(
@@ -44,6 +47,54 @@ def sudoku(
 
     for written in write_splits(output, size, counts, seed):
         print(written)
+    print(f"written to {output}")
+
+
+@data.command(
+    epilog="Example: blockdiff data tokenizer train.jsonl --columns prompt=question,response=answer "
+    "--vocab-size 4096 --output data/gsm8k/tokenizer"
+)
+def tokenizer(
+    sources: Annotated[
+        list[str], typer.Argument(metavar="SOURCE...", help="Files, directories, patterns or hub ids.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the tokenizer's files.")],
+    columns: Annotated[str | None, typer.Option(metavar="ROLE=COLUMN,...", help=HELP)] = None,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Tokens in all.")] = 4096,
+    subset: Annotated[str | None, typer.Option(help="Configuration of a hub data set.")] = None,
+    split: Annotated[str, typer.Option(help="Of a hub data set or a directory.")] = "train",
+) -> None:
+    """A byte-level BPE tokenizer learnt from the texts of rows.
+
+    It has pad, eos, bos and mask tokens and those of the Gemma 4 turn format, so prompt/response rows and
+    conversations can be trained on.
+    """
+    from blockdiff.cli.loading import quiet
+    from blockdiff.data.rows import texts_of
+    from blockdiff.data.sources import SourceSpec, rows_of
+    from blockdiff.data.tokenizer import byte_level_bpe
+    from blockdiff.errors import BlockdiffError
+
+    quiet()
+    chosen = parse_columns(columns)
+    specs = [SourceSpec(source, subset=subset, split=split, columns=chosen) for source in sources]
+    count = characters = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal count, characters
+        for spec in specs:
+            for row in rows_of(spec):
+                count += 1
+                for text in texts_of(row):
+                    characters += len(text)
+                    yield text
+
+    made = byte_level_bpe(texts(), vocab_size)
+    try:
+        made.save_pretrained(output)
+    except OSError as error:
+        raise BlockdiffError(f"{output}: cannot be written ({error.strerror}); choose another place") from None
+    print(f"{len(made):,} tokens from {count:,} rows, {characters:,} characters")
     print(f"written to {output}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,15 @@ def read_rows(path: str | Path, columns: Mapping[str, str] | None = None) -> lis
     from blockdiff.data.sources import SourceSpec, rows_of
 
     return list(rows_of(SourceSpec(str(path), columns=columns or {})))
+
+
+def texts_of(row: Row) -> Iterator[str]:
+    """Everything a row says, role names and turn tokens left out."""
+    for text in (row.prompt, row.response):
+        if text:
+            yield text
+    for message in row.messages or ():
+        yield from (message[key] for key in ("reasoning", "content") if message.get(key))
 
 
 def parse_row(text: str, where: str, columns: Mapping[str, str] | None = None) -> Row:

@@ -1,15 +1,21 @@
-"""A tokenizer with one token per character, for tasks that bring no tokenizer of their own."""
+"""Tokenizers made here: one token per character for small tasks, byte-level BPE from a text for everything else."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from blockdiff.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>")  # ids 0, 1, 2 as in Gemma
+MASK = "<mask>"
+TURN_TOKENS = ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>")  # the Gemma 4 turn format
+BYTES = 256
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -19,16 +25,60 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     alphabet raises; decoding joins the characters without spaces. `save_pretrained` writes it, and
     `AutoTokenizer` reads it back without remote code.
     """
-    from transformers import PreTrainedTokenizerFast
-
     if len(set(alphabet)) != len(alphabet):
         raise ValueError(f"alphabet {alphabet!r} repeats a character")
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    return _wrapped(tokenizer, vocabulary["<bos>"])
+
+
+def byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE (Sennrich et al. 2016 on bytes, as GPT-2) learnt from `texts`, of `vocab_size` tokens.
+
+    Pad 0, eos 1, bos 2, a mask token, the tokens of the Gemma 4 turn format, every byte, then merges; digits stay
+    single, as in Gemma. Any text can be written and comes back as it was. It has fewer tokens if the texts give no
+    more merges. Raises DataError for a size without room for the bytes, and for texts without a character.
+    """
+    specials = (*SPECIAL_TOKENS, MASK, *TURN_TOKENS)
+    least = BYTES + len(specials)
+    if vocab_size < least:
+        raise DataError(f"a vocabulary of {vocab_size} has no room for every byte; ask for at least {least}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in specials],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    seen = 0
+
+    def counted() -> Iterable[str]:
+        nonlocal seen
+        for text in texts:
+            seen += len(text)
+            yield text
+
+    tokenizer.train_from_iterator(counted(), trainer)
+    if not seen:
+        raise DataError("the texts have no characters, so nothing can be learnt from them; give other rows")
+    return _wrapped(tokenizer, tokenizer.token_to_id("<bos>"), mask_token=MASK)
+
+
+def _wrapped(tokenizer: Tokenizer, bos_id: int, **special: str) -> PreTrainedTokenizerFast:
+    """The tokenizer as transformers knows one; like Gemma's it puts bos before a text unless told not to."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", vocabulary["<bos>"])]
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", bos_id)]
     )
     pad, eos, bos = SPECIAL_TOKENS
     return PreTrainedTokenizerFast(
@@ -37,4 +87,5 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
         eos_token=eos,
         bos_token=bos,
         clean_up_tokenization_spaces=False,
+        **special,
     )
