@@ -26,11 +26,16 @@ class HubSource:
         try:
             found: Any = datasets.load_dataset(spec.path, spec.subset, split=spec.split, streaming=streaming)
         except Exception as error:  # whatever network, hub and builders raise
-            raise self._refused("cannot be loaded", error) from None
+            subset = f", subset {spec.subset}" if spec.subset else ""
+            raise DataError(
+                f"{spec.path}: no such file, and as a data set of the hub (split {spec.split}{subset}) it cannot be "
+                f"loaded ({_reason(error)}); correct the name, subset or split, or see to the network"
+            ) from None
         names = found.column_names
         self.data = found if names is None else found.select_columns(spec.kept(list(names)))
-        # A stream has no fingerprint of its content.
-        self._fingerprint, self._version = getattr(found, "_fingerprint", None), str(found.info.version)
+        self._content = [spec.path, spec.subset, spec.split, str(found.info.version)]
+        if not streaming:  # a stream has a random one
+            self._content = [found._fingerprint]
 
     def rows(self, skip: Skip | None = None) -> Iterator[Row]:
         """Its rows in order but those that `skip` takes; DataError "owner/name:split:row N: reason; what to do"."""
@@ -48,21 +53,17 @@ class HubSource:
             raise DataError(f"{self.files[0]}: has no rows; choose another split")
 
     def _values(self, skip: int) -> Iterator[Any]:
+        is_past_the_end = hasattr(self.data, "__len__") and skip >= len(self.data)
         try:
-            yield from self.data.skip(skip) if skip else self.data
+            yield from () if is_past_the_end else self.data.skip(skip) if skip else self.data
         except Exception as error:
-            raise self._refused("cannot be read", error) from None
+            raise DataError(f"{self.files[0]}: cannot be read ({_reason(error)}); see to the network") from None
 
     def fingerprint(self, is_quick: bool = False) -> str:
         """A hash of what `datasets` knows the content by, and of the column names."""
-        content = self._fingerprint or (self.spec.path, self.spec.subset, self.spec.split, self._version)
-        text = repr((content, sorted(self.spec.columns.items())))
+        text = repr((self._content, sorted(self.spec.columns.items())))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _refused(self, what: str, error: Exception) -> DataError:
-        subset = f", subset {self.spec.subset}" if self.spec.subset else ""
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        return DataError(
-            f"{self.spec.path}: no such file, and as a data set of the hub (split {self.spec.split}{subset}) it {what} "
-            f"({reason}); correct the name, subset or split, or see to the network"
-        )
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
