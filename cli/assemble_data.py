@@ -51,14 +51,14 @@ class Data:
     collator: Collator
     plan: AnyPlan
 
-    def batches(self, step: int, rank: int, world: int) -> list[Batch]:
-        """The micro-batches of one rank and optimiser step, counted from 1."""
+    def batches(self, step: int, rank: int = 0, world: int = 1, rows: int | None = None) -> list[Batch]:
+        """The micro-batches of one rank and optimiser step, counted from 1, of at most `rows` rows (None: all)."""
         return micro_batches(
             self.indexed,
             self.plan,
             self.collator,
             step,
-            micro_batch_size=self.recipe.train.micro_batch_size,
+            micro_batch_size=rows,
             rank=rank,
             world=world,
             pack=self.recipe.data.pack,

@@ -35,7 +35,7 @@ def show_recipe(recipe: Recipe, console: Console, step: int, rows: int) -> None:
     data = assemble_data.data(recipe, base)
     for line in data.lines():
         console.print(line)
-    batch = data.batches(step, rank=0, world=1)[0]
+    batch = data.batches(step)[0]
     alpha = assemble.schedule(recipe).alpha(batch.t_BC)
     corruption = assemble.corruption(recipe, base)
     noisy_BCL, is_corrupted_BCL = corruption.corrupt(batch.canvas_BCL, alpha, batch.address_BC3, recipe.seed)

@@ -14,6 +14,7 @@ from blockdiff.cli.data import data
 from blockdiff.cli.eval import evaluate
 from blockdiff.cli.init import init
 from blockdiff.cli.inspect import inspect
+from blockdiff.cli.plot import plot
 from blockdiff.cli.sample import sample
 from blockdiff.cli.train import train
 from blockdiff.errors import BlockdiffError
@@ -81,6 +82,7 @@ app.command(epilog="Example: blockdiff init sudoku4 fresh-model")(init)
 app.command(epilog="Examples: blockdiff inspect runs/a/model; blockdiff inspect recipes/quickstart.yaml")(
     inspect
 )
+app.command(epilog="Example: blockdiff plot runs/a runs/b --output compared.png")(plot)
 
 
 def _print_version(is_asked: bool) -> None:

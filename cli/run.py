@@ -81,7 +81,8 @@ class Run:
 
     def batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of an optimiser step."""
-        return self.data.batches(step, self.parallel.rank, self.parallel.world)
+        rows = self.recipe.train.micro_batch_size
+        return self.data.batches(step, self.parallel.rank, self.parallel.world, rows)
 
     def options(self) -> Options:
         """What the loop has to know of the recipe."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("markexpr") != "gpu" or collection_path.suffix != ".py":
         return None
     return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs started by tests keep their tokens out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BLOCKDIFF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
