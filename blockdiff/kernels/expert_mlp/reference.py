@@ -7,6 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """The activation's formula; swiglu_oai is that of gpt-oss."""
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    if activation == "silu":
+        return gate / (1 + torch.exp(-gate)) * up
+    assert activation == "swiglu_oai"
+    gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
 def expert_mlp(
     x_ND: Tensor,
     gate_up_EFD: Tensor,
@@ -15,12 +26,11 @@ def expert_mlp(
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
 ) -> Tensor:
-    """`sum_k weight_k * down_e(act(gate_e x) * up_e x)` with e = index_k; index E contributes nothing."""
-    assert activation == "gelu_tanh"
+    """`sum_k weight_k * down_e(gated(gate_e x, up_e x))` with e = index_k; index E contributes nothing."""
     out = torch.zeros_like(x_ND)
     for e in range(gate_up_EFD.shape[0]):
         gate, up = (x_ND @ gate_up_EFD[e].T).chunk(2, -1)
-        y = (F.gelu(gate, approximate="tanh") * up) @ down_EDF[e].T
+        y = gated(gate, up, activation) @ down_EDF[e].T
         weight = torch.where(expert_index_Nk == e, expert_weight_Nk, 0.0).sum(-1, keepdim=True)
         out = out + y * weight
     return out

@@ -1,0 +1,63 @@
+"""The gated activations of expert_mlp by name: `f(gate) * g(up)`. The Triton kernels hold their own forms of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockdiff.errors import BlockdiffError
+
+OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
+
+
+@dataclass(frozen=True)
+class Activation:
+    """`gate` is f, `gate_backward(grad, gate)` its gradient; `up` and `up_backward` likewise (None: g(up) = up)."""
+
+    gate: Callable[[Tensor], Tensor]
+    gate_backward: Callable[[Tensor, Tensor], Tensor]
+    up: Callable[[Tensor], Tensor] | None = None
+    up_backward: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def linear(self, up: Tensor) -> Tensor:
+        """g(up)."""
+        return up if self.up is None else self.up(up)
+
+
+def _oai_gate(gate: Tensor) -> Tensor:
+    gate = gate.clamp(max=OAI_LIMIT)
+    return gate * torch.sigmoid(OAI_ALPHA * gate)
+
+
+def _oai_gate_backward(grad: Tensor, gate: Tensor) -> Tensor:
+    clamped = gate.clamp(max=OAI_LIMIT)
+    share = torch.sigmoid(OAI_ALPHA * clamped)
+    slope = share * (1 + OAI_ALPHA * clamped * (1 - share))
+    return torch.where(gate <= OAI_LIMIT, grad * slope, 0.0)
+
+
+ACTIVATIONS = {
+    "gelu_tanh": Activation(
+        gate=lambda gate: F.gelu(gate, approximate="tanh"),
+        gate_backward=lambda grad, gate: torch.ops.aten.gelu_backward(grad, gate, approximate="tanh"),
+    ),
+    "silu": Activation(gate=F.silu, gate_backward=torch.ops.aten.silu_backward),
+    # gpt-oss: the gate clamped from above, up both ways, gate * sigmoid(1.702 gate) * (up + 1)
+    "swiglu_oai": Activation(
+        gate=_oai_gate,
+        gate_backward=_oai_gate_backward,
+        up=lambda up: up.clamp(-OAI_LIMIT, OAI_LIMIT) + 1,
+        up_backward=lambda grad, up: torch.where(up.abs() <= OAI_LIMIT, grad, 0.0),
+    ),
+}
+
+
+def activation_of(name: str) -> Activation:
+    """The activation of that name; BlockdiffError where there is none."""
+    if name not in ACTIVATIONS:
+        raise BlockdiffError(f"expert_mlp: activation {name!r} is not known; there are: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]

@@ -1,0 +1,332 @@
+"""The Triton kernels of expert_mlp: sort slots by expert, grouped products with fused epilogues, ordered sums.
+
+A slot is one of the N * k choices of an expert, in the order of expert_index_Nk; a row is its place after sorting.
+What is stored by row is only there for rows below starts[E]: slots without an expert have none. The row tiles of
+all experts are listed on the device, in a list as long as the most there can be, so no launch depends on the routing.
+
+A low-rank delta of an expert would enter `_gate_up_sums` and `scattered_product` as a second loop before the
+epilogue: the same rows of (x A^T), the matrix B of the same expert.
+"""
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# -- activations: f(gate) * g(up), f(gate) = gate * sigmoid(s(gate)) ------------------------------------------------
+
+OAI_ALPHA = tl.constexpr(1.702)
+OAI_LIMIT = tl.constexpr(7.0)
+GELU_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
+GELU_CUBE = tl.constexpr(0.044715)
+
+
+@triton.jit
+def _gate(gate, ACTIVATION: tl.constexpr):
+    """f(gate) and its slope."""
+    if ACTIVATION == "gelu_tanh":  # (1 + tanh z) / 2 = sigmoid(2 z)
+        square = gate * gate
+        share = tl.sigmoid(gate * (2.0 * GELU_SCALE) * (1.0 + square * GELU_CUBE))
+        slope = share + gate * share * (1.0 - share) * (2.0 * GELU_SCALE) * (1.0 + square * (3.0 * GELU_CUBE))
+        return gate * share, slope
+    elif ACTIVATION == "silu":
+        share = tl.sigmoid(gate)
+        return gate * share, share * (1.0 + gate * (1.0 - share))
+    else:
+        tl.static_assert(ACTIVATION == "swiglu_oai")
+        clamped = tl.minimum(gate, OAI_LIMIT)
+        share = tl.sigmoid(clamped * OAI_ALPHA)
+        slope = share * (1.0 + clamped * OAI_ALPHA * (1.0 - share))
+        return clamped * share, tl.where(gate <= OAI_LIMIT, slope, 0.0)
+
+
+@triton.jit
+def _up(up, ACTIVATION: tl.constexpr):
+    """g(up) and its slope."""
+    if ACTIVATION == "swiglu_oai":
+        clamped = tl.minimum(tl.maximum(up, -OAI_LIMIT), OAI_LIMIT)
+        return clamped + 1.0, tl.where(clamped == up, 1.0, 0.0)
+    else:
+        return up, tl.full(up.shape, 1.0, tl.float32)
+
+
+# -- sorting: stable, by counting ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _chosen(index, slot, S, E):
+    """The expert of each slot, -1 where there is none."""
+    expert = tl.load(index + slot, mask=slot < S, other=-1).to(tl.int32)
+    return tl.where(expert < E, expert, -1)
+
+
+@triton.jit
+def count_slots(index, counts, S, E, CHUNK: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr):
+    """counts[program, expert] of the program's CHUNK slots; EXPERTS is E rounded up to a power of two."""
+    program = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    count = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, CHUNK, PART):
+        chosen = _chosen(index, program * CHUNK + first + tl.arange(0, PART), S, E)
+        count += tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), 0)
+    tl.store(counts + program * EXPERTS + expert, count)
+
+
+@triton.jit
+def sort_slots(
+    index, counts, order, starts, tile_expert, tile_row, S, E, tiles, programs,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """order: the slot of each row; starts [E + 1]: first row of each expert; of each row tile its expert and row.
+
+    Tiles hold ROWS rows of one expert; those left over get expert E.
+    """
+    program = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    count = tl.zeros([EXPERTS], tl.int32)
+    before = tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, programs, 32):
+        other = first + tl.arange(0, 32)
+        is_there = (other < programs)[:, None]
+        some = tl.load(counts + other[:, None] * EXPERTS + expert[None, :], mask=is_there, other=0)
+        count += tl.sum(some, 0)
+        before += tl.sum(tl.where((other < program)[:, None], some, 0), 0)
+    start = tl.cumsum(count, 0) - count
+    if program == 0:
+        tl.store(starts + expert, start, mask=expert < E)
+        tl.store(starts + E, tl.sum(count, 0))
+
+    free = start + before  # the next row of each expert
+    for first in range(0, CHUNK, PART):
+        slot = program * CHUNK + first + tl.arange(0, PART)
+        chosen = _chosen(index, slot, S, E)
+        is_chosen = (chosen[:, None] == expert[None, :]).to(tl.int32)
+        row = tl.sum(is_chosen * (free[None, :] + tl.cumsum(is_chosen, 0) - 1), 1)
+        tl.store(order + row, slot, mask=chosen >= 0)
+        free += tl.sum(is_chosen, 0)
+
+    needed = tl.cdiv(count, ROWS)
+    last = tl.cumsum(needed, 0)
+    for first in range(program * PART, tiles, programs * PART):
+        tile = first + tl.arange(0, PART)
+        owner = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), 1)
+        is_owner = expert[None, :] == owner[:, None]
+        row = tl.sum(tl.where(is_owner, start[None, :] + (tile[:, None] - (last - needed)[None, :]) * ROWS, 0), 1)
+        tl.store(tile_expert + tile, tl.minimum(owner, E), mask=tile < tiles)
+        tl.store(tile_row + tile, row, mask=tile < tiles)
+
+
+# -- grouped products ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load(pointers, inner, limit, is_column, AXIS: tl.constexpr, INNER_MASK: tl.constexpr, COLUMN_MASK: tl.constexpr):
+    """A tile of a product's operand whose axis AXIS is summed over; what lies outside is 0."""
+    if INNER_MASK and COLUMN_MASK:
+        is_there = tl.expand_dims(inner < limit, 1 - AXIS) & tl.expand_dims(is_column, AXIS)
+        return tl.load(pointers, mask=is_there, other=0.0)
+    elif INNER_MASK:
+        return tl.load(pointers, mask=tl.expand_dims(inner < limit, 1 - AXIS), other=0.0)
+    elif COLUMN_MASK:
+        return tl.load(pointers, mask=tl.expand_dims(is_column, AXIS), other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _rows(tile, expert, order, starts, tile_row, ROWS: tl.constexpr):
+    """The rows of a tile, their slots, and which are there; the others repeat the expert's last row."""
+    row = tl.load(tile_row + tile) + tl.arange(0, ROWS)
+    end = tl.load(starts + expert + 1)
+    is_row = row < end
+    row = tl.minimum(row, end - 1)
+    return row.to(tl.int64), tl.load(order + row), is_row
+
+
+@triton.jit
+def _product(
+    left, right, K: tl.constexpr, N: tl.constexpr, right_k: tl.constexpr, right_n: tl.constexpr, column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """left [ROWS, K] (pointers to the rows' first elements) times right [K, COLUMNS], in fp32."""
+    inner = tl.arange(0, INNER)
+    is_column = column < N
+    lefts = left[:, None] + inner[None, :]
+    rights = right + inner[:, None] * right_k + column[None, :] * right_n
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, K, INNER):
+        a = _load(lefts, inner, K - first, is_column, 1, K % INNER != 0, False)
+        b = _load(rights, inner, K - first, is_column, 0, K % INNER != 0, N % COLUMNS != 0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        lefts += INNER
+        rights += INNER * right_k
+    return total
+
+
+@triton.jit
+def _gate_up_sums(
+    left, right, D: tl.constexpr, F: tl.constexpr, column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """left [ROWS, D] times some gate rows of right [2F, D], and times the up rows that belong to them, in fp32."""
+    inner = tl.arange(0, INNER)
+    is_column = column < F
+    lefts = left[:, None] + inner[None, :]
+    gates = right + inner[:, None] + column[None, :] * D
+    ups = gates + F * D
+    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, D, INNER):
+        a = _load(lefts, inner, D - first, is_column, 1, D % INNER != 0, False)
+        b = _load(gates, inner, D - first, is_column, 0, D % INNER != 0, F % COLUMNS != 0)
+        gate = tl.dot(a, b, gate, input_precision=PRECISION)
+        b = _load(ups, inner, D - first, is_column, 0, D % INNER != 0, F % COLUMNS != 0)
+        up = tl.dot(a, b, up, input_precision=PRECISION)
+        lefts += INNER
+        gates += INNER
+        ups += INNER
+    return gate, up
+
+
+@triton.jit
+def gate_up(
+    x, weights, h, a, order, starts, tile_expert, tile_row,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, KEEPS_H: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """a[row] = f(gate) * g(up), and where kept h[row] = (gate, up), of the row's token; weights [E, 2F, D]."""
+    program = tl.program_id(0)
+    tile = program // tl.cdiv(F, COLUMNS)  # programs side by side read the same tokens and the same expert
+    expert = tl.load(tile_expert + tile)
+    if expert >= E:
+        return
+    row, slot, is_row = _rows(tile, expert, order, starts, tile_row, ROWS)
+    column = program % tl.cdiv(F, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    left = x + (slot // TOP_K).to(tl.int64) * D
+    right = weights + expert.to(tl.int64) * (2 * F * D)
+    gate, up = _gate_up_sums(left, right, D, F, column, ROWS, COLUMNS, INNER, PRECISION)
+    is_there = is_row[:, None] & (column < F)[None, :]
+    if KEEPS_H:
+        at = h + row[:, None] * (2 * F) + column[None, :]
+        tl.store(at, gate.to(h.dtype.element_ty), mask=is_there)
+        tl.store(at + F, up.to(h.dtype.element_ty), mask=is_there)
+    activated, _ = _gate(gate, ACTIVATION)
+    linear, _ = _up(up, ACTIVATION)
+    tl.store(a + row[:, None] * F + column[None, :], (activated * linear).to(a.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def scattered_product(
+    left, weights, scale, out, order, starts, tile_expert, tile_row,
+    E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, WEIGHT_K: tl.constexpr, WEIGHT_N: tl.constexpr,
+    HAS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """out[slot, N] = left[row, K] times the expert's matrix [K, N] (strides WEIGHT_K, WEIGHT_N), times scale[slot]."""
+    program = tl.program_id(0)
+    tile = program // tl.cdiv(N, COLUMNS)
+    expert = tl.load(tile_expert + tile)
+    if expert >= E:
+        return
+    row, slot, is_row = _rows(tile, expert, order, starts, tile_row, ROWS)
+    column = program % tl.cdiv(N, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    right = weights + expert.to(tl.int64) * (K * N)
+    total = _product(left + row * K, right, K, N, WEIGHT_K, WEIGHT_N, column, ROWS, COLUMNS, INNER, PRECISION)
+    if HAS_SCALE:
+        total *= tl.load(scale + slot).to(tl.float32)[:, None]
+    is_there = is_row[:, None] & (column < N)[None, :]
+    tl.store(out + slot.to(tl.int64)[:, None] * N + column[None, :], total.to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def activation_gradient(
+    grad, weights, scale, h, grad_h, scaled_a, partial, order, starts, tile_expert, tile_row,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    NEEDS_H: tl.constexpr, NEEDS_A: tl.constexpr, NEEDS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """Back through the down product and the activation; weights [E, D, F], grad [N, D] of the tokens' outputs.
+
+    NEEDS_H: grad_h[row, 2F]; NEEDS_A: scaled_a[row, F] = scale * a, which the gradient of `down` takes;
+    NEEDS_SCALE: partial[slot, column tile], whose sum over tiles is the gradient of scale[slot].
+    """
+    program = tl.program_id(0)
+    tile = program // tl.cdiv(F, COLUMNS)
+    expert = tl.load(tile_expert + tile)
+    if expert >= E:
+        return
+    row, slot, is_row = _rows(tile, expert, order, starts, tile_row, ROWS)
+    column = program % tl.cdiv(F, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    is_there = is_row[:, None] & (column < F)[None, :]
+    grad_a = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if NEEDS_H or NEEDS_SCALE:
+        left = grad + (slot // TOP_K).to(tl.int64) * D
+        right = weights + expert.to(tl.int64) * (D * F)
+        grad_a = _product(left, right, D, F, F, 1, column, ROWS, COLUMNS, INNER, PRECISION)
+
+    at = row[:, None] * (2 * F) + column[None, :]
+    gate = tl.load(h + at, mask=is_there, other=0.0).to(tl.float32)
+    up = tl.load(h + at + F, mask=is_there, other=0.0).to(tl.float32)
+    activated, gate_slope = _gate(gate, ACTIVATION)
+    linear, up_slope = _up(up, ACTIVATION)
+    factor = tl.load(scale + slot).to(tl.float32)[:, None]
+    if NEEDS_SCALE:
+        tile_sum = tl.sum(grad_a * activated * linear, 1)
+        at_slot = slot.to(tl.int64) * tl.cdiv(F, COLUMNS) + program % tl.cdiv(F, COLUMNS)
+        tl.store(partial + at_slot, tile_sum, mask=is_row)
+    if NEEDS_A:
+        a = (factor * activated * linear).to(scaled_a.dtype.element_ty)
+        tl.store(scaled_a + row[:, None] * F + column[None, :], a, mask=is_there)
+    if NEEDS_H:
+        grad_a *= factor
+        tl.store(grad_h + at, (grad_a * linear * gate_slope).to(grad_h.dtype.element_ty), mask=is_there)
+        tl.store(grad_h + at + F, (grad_a * activated * up_slope).to(grad_h.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def outer_product(
+    left, right, out, order, starts,
+    M: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, LEFT_BY_TOKEN: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """out[expert, M, N] = sum over the expert's rows of left^T right; one of the two stands by token, not by row."""
+    per_expert: tl.constexpr = tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS)
+    program = tl.program_id(0)
+    expert = program // per_expert
+    m = program % per_expert // tl.cdiv(N, COLUMNS) * ROWS + tl.arange(0, ROWS)
+    n = program % tl.cdiv(N, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    end = tl.load(starts + expert + 1)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(tl.load(starts + expert), end, INNER):
+        row = first + tl.arange(0, INNER)
+        is_row = row < end
+        token = tl.load(order + row, mask=is_row, other=0) // TOP_K
+        left_row = token if LEFT_BY_TOKEN else row
+        right_row = row if LEFT_BY_TOKEN else token
+        lefts = left + left_row.to(tl.int64)[:, None] * M + m[None, :]
+        rights = right + right_row.to(tl.int64)[:, None] * N + n[None, :]
+        a = _load(lefts, row, end, m < M, 0, True, M % ROWS != 0)
+        b = _load(rights, row, end, n < N, 0, True, N % COLUMNS != 0)
+        total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
+    at = out + expert.to(tl.int64) * (M * N) + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def sum_slots(
+    y, index, out, tokens, E, D: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """out[token] = the sum of y over the token's slots that have an expert, first slot first."""
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_there = (token < tokens)[:, None] & (column < D)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in tl.static_range(TOP_K):
+        slot = token.to(tl.int64) * TOP_K + i
+        has_expert = _chosen(index, slot, tokens.to(tl.int64) * TOP_K, E) >= 0
+        at = slot[:, None] * D + column[None, :]
+        total += tl.load(y + at, mask=is_there & has_expert[:, None], other=0.0).to(tl.float32)
+    at = token.to(tl.int64)[:, None] * D + column[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=is_there)
