@@ -1,0 +1,26 @@
+"""`blockdiff plot`: curves of one run, or of several compared, as a PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories of `blockdiff train`.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The PNG to write.")],
+) -> None:
+    """Draw what runs measured: losses, also by noise level, sampled prompts and their steps per canvas, speed.
+
+    Several runs share every panel, each in its own colour. A run may still be going on.
+    """
+    from blockdiff.cli.loading import make_parent
+    from blockdiff.plots.curves import draw_comparison
+
+    if output.suffix.lower() != ".png":
+        raise typer.BadParameter(f"{output} is no .png file", param_hint="--output")
+    make_parent(output)
+    draw_comparison(runs, output)
+    print(f"{output}: {len(runs)} run{'s' * (len(runs) != 1)}")
