@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from benchmarks.evaluation import main
+from benchmarks.evaluation import measure
 
 
-def test_the_shares_are_those_of_the_seconds(capsys):
-    assert main(["--rows", "6", "--prompts", "2", "--every", "10", "--steps", "2"]) == 0
-    figures = json.loads(capsys.readouterr().out)
+def test_the_shares_are_those_of_the_seconds():
+    figures = measure(rows=6, prompts=2, every=10, steps=2, repeats=1)
     parts = {name: figures[name] for name in ("heldout_seconds", "sample_seconds")}
     total = 10 * figures["optimiser_step_seconds"] + sum(parts.values())
     assert figures["heldout_share"] == pytest.approx(parts["heldout_seconds"] / total)

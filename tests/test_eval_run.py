@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from blockdiff.data.chat import Encoder, packaged_template
+from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import Row
+from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 from blockdiff.evals import task
@@ -98,6 +99,7 @@ def test_a_prompt_of_the_encoder_is_what_the_sampler_makes_of_the_messages():
     for without, question in zip(plain, laid_out, strict=True):
         expected = as_row(without.request(), 0, 0, tokenizer, len(tokenizer)).prompt_tokens
         assert list(question.request().tokens) == expected
+        assert question.request().id == without.request().id == question.place  # what the draws are addressed by
     turn_end = tokenizer.convert_tokens_to_ids("<turn|>")
     ends = [[turn_end, *tokenizer("\n", add_special_tokens=False)["input_ids"]]] * 2 + [[1]]
     for row, question, end in zip(("hello", "d", " upon"), laid_out, ends, strict=True):

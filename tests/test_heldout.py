@@ -233,6 +233,12 @@ def test_the_canvas_loss_is_that_of_training(objective):
     assert record["heldout_ar_loss"] == pytest.approx(float(losses.ar_sum) / batch.ar_count(), rel=1e-6)
 
 
+def test_a_batch_without_canvases_has_an_ar_loss_only(objective):
+    record = heldout(objective, batches([ROWS[4:5]]), ALONE)
+    assert set(record) == {"heldout_ar_loss", "heldout_ar_accuracy", "heldout_levels"}
+    assert not any(level["corrupted_count"] or level["kept_count"] for level in record["heldout_levels"])
+
+
 def test_a_weight_changes_the_weighted_loss_only(objective):
     plain = held(objective, 7)
     weighted = Objective(objective.model, Linear(), UniformCorruption(384), seed=11, weight=ElboWeight())
