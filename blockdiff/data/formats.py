@@ -269,13 +269,12 @@ def _values(batch: Any, before: int, path: Path, skip: Skip) -> Iterator[Value]:
     """The rows of a record batch as objects; `before` rows of the file come before it."""
     passed = min(skip.left, batch.num_rows)
     skip.left -= passed
-    batch, row = batch.slice(passed), before + passed
+    batch, first = batch.slice(passed), before + passed + 1
     try:
         rows = batch.to_pylist()
-    except UnicodeDecodeError:
-        rows = (_value(batch, index, f"{path}:row {row + index + 1}") for index in range(batch.num_rows))
-    for value in rows:
-        row += 1
+    except UnicodeDecodeError:  # one row at a time, to say which
+        rows = (_value(batch, index, f"{path}:row {first + index}") for index in range(batch.num_rows))
+    for row, value in enumerate(rows, start=first):
         yield f"row {row}", value
 
 
