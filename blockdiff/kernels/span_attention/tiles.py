@@ -28,29 +28,31 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of the three kernels; `joint`: whether one launch makes both grad_k and grad_v.
+    """The tiles of the kernels for one kind of head, and how fp32 products are made (of no meaning to others).
 
-    At 512 both accumulators would take all registers: two launches each recompute the scores instead.
+    backward_kv: one launch for both gradients, or one for each (grad_k, grad_v; N is the same): at 512 both
+    accumulators would take every register there is, so that computing the scores twice is cheaper.
     """
 
     forward: Tile
     backward_q: Tile
-    backward_kv: Tile
-    joint: bool = True
+    backward_kv: tuple[Tile] | tuple[Tile, Tile]
+    precision: str = "tf32"
 
 
-# head size up to -> tiles; bytes of shared memory and registers as compiled for sm_90: docs/kernels/span_attention.md
+# Head size up to -> tiles. What they compile to for sm_90 (shared memory, registers): docs/kernels/span_attention.md.
 HALF = {
-    64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-    256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 8, 2)),
-    512: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1), joint=False),
+    64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), (Tile(64, 128, 8, 2),)),
+    128: Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), (Tile(64, 128, 8, 2),)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), (Tile(64, 64, 8, 2),)),
+    512: Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), (Tile(32, 64, 8, 1), Tile(32, 64, 8, 2))),
 }
+# fp32 as three tf32 products on the tensor cores, about as exact as fp32 itself; wide heads have no registers for it.
 FULL = {
-    64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2)),
-    128: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 64, 8, 1)),
-    256: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-    512: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), joint=False),
+    64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), (Tile(32, 32, 4, 1),), "tf32x3"),
+    128: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), (Tile(32, 32, 8, 1),), "tf32x3"),
+    256: Tiles(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), (Tile(16, 16, 4, 1),), "ieee"),
+    512: Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)), "ieee"),
 }
 
 

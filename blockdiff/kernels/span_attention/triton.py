@@ -70,11 +70,6 @@ def _dense_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _precision(x: Tensor) -> str:
-    """fp32 products are made of three tf32 ones, as good as fp32 arithmetic; half precision ignores this."""
-    return "tf32x3" if x.dtype == torch.float32 else "tf32"
-
-
 def _grid(rows: int, tile: Tile, B: int, K: int, splits: int = 1) -> tuple[int, int, int]:
     return triton.cdiv(rows, tile.M), B * K, splits
 
@@ -101,7 +96,8 @@ def _span_attention(
     lse = torch.empty(B, T, h, dtype=torch.float32, device=q_BThd.device)
     if not out.numel():
         return out, lse
-    tile = tiles_of(d, q_BThd.element_size()).forward.fitted(T * h // K)
+    tiles = tiles_of(d, q_BThd.element_size())
+    tile = tiles.forward.fitted(T * h // K)
     grid = _grid(T * h // K, tile, B, K)
     if not splits:
         key_tiles = triton.cdiv(prefix_keys, tile.N) + triton.cdiv(own_keys, tile.N)
@@ -114,7 +110,7 @@ def _span_attention(
     strides = [stride for x in sources for stride in _strides(x)]
     triton_kernels.forward[*grid[:2], splits](
         *sources, bounds_BT4.contiguous(), parts, part_lse, *strides, B, T, prefix_keys, own_keys, scale,
-        K=K, G=h // K, D=d, SPLITS=splits, PRECISION=_precision(q_BThd), **_options(tile),
+        K=K, G=h // K, D=d, SPLITS=splits, PRECISION=tiles.precision, **_options(tile),
     )  # fmt: skip
     if splits > 1:
         rows, M = B * T * h, ROW_ELEMENTS // d
@@ -142,7 +138,8 @@ def _span_attention_backward(
     inputs = (q_BThd, prefix_k, prefix_v, own_k, own_v)
     grads = [_gradient_of(x, need) for x, need in zip(inputs, needs, strict=True)]
     if not out_BThd.numel():
-        return tuple(grad.zero_() for grad in grads)  # type: ignore[return-value]
+        q, pk, pv, ok, ov = (grad.zero_() for grad in grads)
+        return q, pk, pv, ok, ov
     B, T, h, d = q_BThd.shape
     K, G = own_k.shape[2], h // own_k.shape[2]
     q, *sources = (_dense_heads(x) for x in inputs)
@@ -153,7 +150,7 @@ def _span_attention_backward(
         out_BThd, grad_out, lse_BTh, grad_lse.contiguous(), delta, rows, D=d, M=M, num_warps=4
     )
     tiles = tiles_of(d, q.element_size())
-    shape: dict[str, Any] = dict(K=K, G=G, D=d, PRECISION=_precision(q))
+    shape: dict[str, Any] = dict(K=K, G=G, D=d, PRECISION=tiles.precision)
     if needs[0]:
         tile = tiles.backward_q.fitted(T * G)
         strides = [stride for x in (q, *sources) for stride in _strides(x)]
@@ -162,12 +159,12 @@ def _span_attention_backward(
             B, T, prefix_k.shape[1], own_k.shape[1], scale, **shape, **_options(tile),
         )  # fmt: skip
     for first in (0, 2):  # where a source's span stands in `bounds`, and its k among the sources
-        k, v, need_k, need_v = *sources[first : first + 2], *needs[first + 1 : first + 3]
-        if k.numel() and (need_k or need_v):
-            grad_k, grad_v = grads[first + 1 : first + 3]
-            numbers = (bounds, lse_BTh, delta, grad_out)
-            _launch_backward_kv(q, k, v, numbers, grad_k, grad_v, scale, first, (need_k, need_v), tiles, shape)
-    return tuple(grads)  # type: ignore[return-value]
+        k, v, needs_kv = sources[first], sources[first + 1], (needs[first + 1], needs[first + 2])
+        if k.numel() and any(needs_kv):
+            numbers, grads_kv = (bounds, lse_BTh, delta, grad_out), (grads[first + 1], grads[first + 2])
+            _launch_backward_kv(q, k, v, numbers, grads_kv, scale, first, needs_kv, tiles, shape)
+    q, pk, pv, ok, ov = grads
+    return q, pk, pv, ok, ov
 
 
 def _launch_backward_kv(
@@ -175,8 +172,7 @@ def _launch_backward_kv(
     k: Tensor,
     v: Tensor,
     numbers: tuple[Tensor, Tensor, Tensor, Tensor],
-    grad_k: Tensor,
-    grad_v: Tensor,
+    grads: tuple[Tensor, Tensor],
     scale: float,
     first: int,
     needs: tuple[bool, bool],
@@ -184,15 +180,17 @@ def _launch_backward_kv(
     shape: dict[str, Any],
 ) -> None:
     """grad_k and grad_v of one source of keys, in one launch or in two."""
-    (B, T), keys, tile = q.shape[:2], k.shape[1], tiles.backward_kv
-    key_tiles = triton.cdiv(keys, tile.N)
+    (B, T), keys = q.shape[:2], k.shape[1]
+    N = tiles.backward_kv[0].N
+    key_tiles = triton.cdiv(keys, N)
     interval = torch.empty(B, key_tiles, 2, dtype=torch.int32, device=q.device)
-    triton_kernels.seeing_queries[key_tiles, B](numbers[0], interval, T, key_tiles, FIRST=first, N=tile.N)
-    for with_k, with_v in [needs] if tiles.joint else [(needs[0], False), (False, needs[1])]:
+    triton_kernels.seeing_queries[key_tiles, B](numbers[0], interval, first, T, key_tiles, N=N)
+    which = [needs] if len(tiles.backward_kv) == 1 else [(needs[0], False), (False, needs[1])]
+    for tile, (with_k, with_v) in zip(tiles.backward_kv, which, strict=True):
         if with_k or with_v:
             triton_kernels.backward_kv[key_tiles, B * k.shape[2]](
-                q, k, v, *numbers, interval, grad_k, grad_v, *_strides(q), *_strides(k), *_strides(v),
-                T, keys, scale, FIRST=first, WITH_K=with_k, WITH_V=with_v, **shape, **_options(tile),
+                q, k, v, *numbers, interval, *grads, *_strides(q), *_strides(k), *_strides(v),
+                first, T, keys, scale, WITH_K=with_k, WITH_V=with_v, **shape, **_options(tile),
             )  # fmt: skip
 
 

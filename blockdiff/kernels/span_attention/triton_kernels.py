@@ -27,10 +27,19 @@ def _rows(tile, T, G: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(pointer, t, g, is_row, stride_t, stride_h, D: tl.constexpr):
-    """A tile [M, D] of a [T, h, D] tensor whose first head of the group `pointer` points at."""
-    at = t.to(tl.int64) * stride_t + g * stride_h
-    return tl.load(pointer + at[:, None] + tl.arange(0, D)[None, :], mask=is_row[:, None], other=0.0)
+def _load_rows(pointer, tile, T, stride_t, stride_h, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
+    """A tile [M, D] of the rows of a [T, h, D] tensor whose first head of the group `pointer` points at."""
+    first = tile * M // G  # 64-bit only where it must be: registers
+    t, g, is_row = _rows(tile, T, G, M)
+    at = (t - first)[:, None] * stride_t + g[:, None] * stride_h + tl.arange(0, D)[None, :]
+    return tl.load(pointer + tl.cast(first, tl.int64) * stride_t + at, mask=is_row[:, None], other=0.0)
+
+
+@triton.jit
+def _load_keys(pointer, start, stride, is_near, N: tl.constexpr, D: tl.constexpr):
+    """A tile [N, D] of the keys (or values) of one head, from key `start` on."""
+    at = tl.arange(0, N)[:, None] * stride + tl.arange(0, D)[None, :]  # 64-bit only where it must be: registers
+    return tl.load(pointer + start.to(tl.int64) * stride + at, mask=is_near[:, None], other=0.0)
 
 
 @triton.jit
@@ -71,7 +80,7 @@ def forward(
     prefix_lo, prefix_hi, own_lo, own_hi = _load_spans(bounds + b * T * 4, t, is_row, prefix_keys, own_keys)
     p_first, p_last, p_tiles, p_full_lo, p_full_hi = _hull(prefix_lo, prefix_hi, prefix_keys, is_row, N)
     o_first, o_last, o_tiles, o_full_lo, o_full_hi = _hull(own_lo, own_hi, own_keys, is_row, N)
-    q_MD = _load_rows(q + b * q_sb + kh * G * q_sh, t, g, is_row, q_st, q_sh, D)
+    q_MD = _load_rows(q + b * q_sb + kh * G * q_sh, tile, T, q_st, q_sh, G, M, D)
     pk += b * pk_sb + kh * pk_sh
     pv += b * pv_sb + kh * pv_sh
     ok += b * ok_sb + kh * ok_sh
@@ -89,10 +98,7 @@ def forward(
         start = tl.where(in_prefix, p_first // N + i, o_first // N + i - p_tiles) * N
         key = start + tl.arange(0, N)
         is_near = (key >= tl.where(in_prefix, p_first, o_first)) & (key < tl.where(in_prefix, p_last, o_last))
-        k_at = key.to(tl.int64) * tl.where(in_prefix, pk_sn, ok_sn)
-        k_ND = tl.load(
-            tl.where(in_prefix, pk, ok) + k_at[:, None] + column[None, :], mask=is_near[:, None], other=0.0
-        )
+        k_ND = _load_keys(tl.where(in_prefix, pk, ok), start, tl.where(in_prefix, pk_sn, ok_sn), is_near, N, D)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale
         full_lo, full_hi = tl.where(in_prefix, p_full_lo, o_full_lo), tl.where(in_prefix, p_full_hi, o_full_hi)
         if (start < full_lo) | (start + N > full_hi):
@@ -103,10 +109,7 @@ def forward(
         p_MN = tl.exp2(s_MN - shift_M[:, None])
         shrink_M = tl.exp2(peak_M - shift_M)
         sum_M = sum_M * shrink_M + tl.sum(p_MN, 1)
-        v_at = key.to(tl.int64) * tl.where(in_prefix, pv_sn, ov_sn)
-        v_ND = tl.load(
-            tl.where(in_prefix, pv, ov) + v_at[:, None] + column[None, :], mask=is_near[:, None], other=0.0
-        )
+        v_ND = _load_keys(tl.where(in_prefix, pv, ov), start, tl.where(in_prefix, pv_sn, ov_sn), is_near, N, D)
         acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * shrink_M[:, None], input_precision=PRECISION)
         peak_M = new_peak_M
 
@@ -182,10 +185,10 @@ def backward_q(
     prefix_lo, prefix_hi, own_lo, own_hi = _load_spans(bounds + b * T * 4, t, is_row, prefix_keys, own_keys)
     p_first, p_last, p_tiles, p_full_lo, p_full_hi = _hull(prefix_lo, prefix_hi, prefix_keys, is_row, N)
     o_first, o_last, o_tiles, o_full_lo, o_full_hi = _hull(own_lo, own_hi, own_keys, is_row, N)
-    q_MD = _load_rows(q + b * q_sb + kh * G * q_sh, t, g, is_row, q_st, q_sh, D)
+    q_MD = _load_rows(q + b * q_sb + kh * G * q_sh, tile, T, q_st, q_sh, G, M, D)
     at = (b * T + t) * (K * G) + kh * G + g
     column = tl.arange(0, D)
-    grad_MD = tl.load(grad_out + at[:, None] * D + column[None, :], mask=is_row[:, None], other=0.0)
+    grad_MD = _load_rows(grad_out + (b * T * K + kh) * G * D, tile, T, K * G * D, D, G, M, D)
     lse_M, delta_M = _load_row_numbers(lse, delta, at, is_row)
     pk += b * pk_sb + kh * pk_sh
     pv += b * pv_sb + kh * pv_sh
@@ -198,14 +201,8 @@ def backward_q(
         start = tl.where(in_prefix, p_first // N + i, o_first // N + i - p_tiles) * N
         key = start + tl.arange(0, N)
         is_near = (key >= tl.where(in_prefix, p_first, o_first)) & (key < tl.where(in_prefix, p_last, o_last))
-        k_at = key.to(tl.int64) * tl.where(in_prefix, pk_sn, ok_sn)
-        k_ND = tl.load(
-            tl.where(in_prefix, pk, ok) + k_at[:, None] + column[None, :], mask=is_near[:, None], other=0.0
-        )
-        v_at = key.to(tl.int64) * tl.where(in_prefix, pv_sn, ov_sn)
-        v_ND = tl.load(
-            tl.where(in_prefix, pv, ov) + v_at[:, None] + column[None, :], mask=is_near[:, None], other=0.0
-        )
+        k_ND = _load_keys(tl.where(in_prefix, pk, ok), start, tl.where(in_prefix, pk_sn, ok_sn), is_near, N, D)
+        v_ND = _load_keys(tl.where(in_prefix, pv, ov), start, tl.where(in_prefix, pv_sn, ov_sn), is_near, N, D)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * (scale * LOG2E)
         p_MN = tl.exp2(s_MN - lse_M[:, None])
         full_lo, full_hi = tl.where(in_prefix, p_full_lo, o_full_lo), tl.where(in_prefix, p_full_hi, o_full_hi)
@@ -220,17 +217,17 @@ def backward_q(
 
 
 @triton.jit
-def seeing_queries(bounds, interval, T, tiles, FIRST: tl.constexpr, N: tl.constexpr):
+def seeing_queries(bounds, interval, first, T, tiles, N: tl.constexpr):
     """The queries [begin, end) between the first and the last that see a key of a tile: int32 [B, tiles, 2].
 
-    FIRST: where the span stands in `bounds` (0: prefix, 2: own). Queries between them that see none of the keys are
+    first: where the span stands in `bounds` (0: prefix, 2: own). Queries between them that see none of the keys are
     masked later, so any order of queries is right; one in which the seeing queries are neighbours is fast.
     """
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     begin, end = T, 0
     for start in range(0, T, SCAN):
         t = start + tl.arange(0, SCAN)
-        at = bounds + (b * T + t) * 4 + FIRST
+        at = bounds + (b * T + t) * 4 + first
         lo, hi = tl.load(at, mask=t < T, other=0), tl.load(at + 1, mask=t < T, other=0)
         sees = (tl.maximum(lo, tile * N) < tl.minimum(hi, tile * N + N)) & (t < T)
         begin = tl.minimum(begin, tl.min(tl.where(sees, t, T), 0))
@@ -244,8 +241,8 @@ def seeing_queries(bounds, interval, T, tiles, FIRST: tl.constexpr, N: tl.conste
 def backward_kv(
     q, k, v, bounds, lse, delta, grad_out, interval, grad_k, grad_v,
     q_sb, q_st, q_sh, k_sb, k_sn, k_sh, v_sb, v_sn, v_sh,
-    T, keys, scale,
-    FIRST: tl.constexpr, WITH_K: tl.constexpr, WITH_V: tl.constexpr,
+    first, T, keys, scale,
+    WITH_K: tl.constexpr, WITH_V: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """grad_k and grad_v [B, keys, K, D] of one source, summed over the group in the order of the queries."""
@@ -254,13 +251,12 @@ def backward_kv(
     key = tile * N + tl.arange(0, N)
     is_key = key < keys
     column = tl.arange(0, D)
-    k_at = k + b * k_sb + kh * k_sh + key.to(tl.int64)[:, None] * k_sn + column[None, :]
-    k_ND = tl.load(k_at, mask=is_key[:, None], other=0.0)
+    k_ND = _load_keys(k + b * k_sb + kh * k_sh, tile * N, k_sn, is_key, N, D)
     if WITH_K:
-        v_at = v + b * v_sb + kh * v_sh + key.to(tl.int64)[:, None] * v_sn + column[None, :]
-        v_ND = tl.load(v_at, mask=is_key[:, None], other=0.0)
+        v_ND = _load_keys(v + b * v_sb + kh * v_sh, tile * N, v_sn, is_key, N, D)
     q += b * q_sb + kh * G * q_sh
-    bounds += b * T * 4 + FIRST
+    grad_out += (b * T * K + kh) * G * D
+    bounds += b * T * 4 + first
     at_tile = interval + (b * tl.num_programs(0) + tile) * 2
     begin, end = tl.load(at_tile) * G // M, tl.cdiv(tl.load(at_tile + 1) * G, M)
 
@@ -270,9 +266,9 @@ def backward_kv(
         t, g, is_row = _rows(i, T, G, M)
         lo = tl.load(bounds + t.to(tl.int64) * 4, mask=is_row, other=0)
         hi = tl.load(bounds + t.to(tl.int64) * 4 + 1, mask=is_row, other=0)
-        q_MD = _load_rows(q, t, g, is_row, q_st, q_sh, D)
+        q_MD = _load_rows(q, i, T, q_st, q_sh, G, M, D)
         at = (b * T + t) * (K * G) + kh * G + g
-        grad_MD = tl.load(grad_out + at[:, None] * D + column[None, :], mask=is_row[:, None], other=0.0)
+        grad_MD = _load_rows(grad_out, i, T, K * G * D, D, G, M, D)
         lse_M, delta_M = _load_row_numbers(lse, delta, at, is_row)
         s_NM = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION) * (scale * LOG2E)
         is_seen = (key[:, None] >= lo[None, :]) & (key[:, None] < tl.minimum(hi, keys)[None, :])
@@ -281,7 +277,8 @@ def backward_kv(
             acc_v_ND = tl.dot(p_NM.to(grad_MD.dtype), grad_MD, acc_v_ND, input_precision=PRECISION)
         if WITH_K:
             grad_p_NM = tl.dot(v_ND, tl.trans(grad_MD), input_precision=PRECISION)
-            grad_s_NM = (p_NM * (grad_p_NM - delta_M[None, :])).to(q_MD.dtype)
+            # a choice, not a product with 0: keys that nobody sees may hold anything
+            grad_s_NM = tl.where(p_NM > 0.0, p_NM * (grad_p_NM - delta_M[None, :]), 0.0).to(q_MD.dtype)
             acc_k_ND = tl.dot(grad_s_NM, q_MD, acc_k_ND, input_precision=PRECISION)
     out_at = ((b * keys + key) * K + kh)[:, None] * D + column[None, :]
     if WITH_K:
