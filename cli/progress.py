@@ -76,6 +76,9 @@ class Progress:
         words = [f"step {step:>{len(str(self.steps))}}/{self.steps}"]
         if held := _heldout(record):
             words += ["held out:", held]
+        if "not_finite" in record:
+            ids = ", ".join(map(str, record["not_finite_ids"]))
+            words.append(f"skipped: the {record['not_finite']} is not finite (sample ids {ids})")
         if "sample_accuracy" in record:
             words += ["sampled:", _sampled(record)]
         if "canvas_loss" in record:

@@ -43,7 +43,7 @@ def run_report(
         "steps": steps,
         "examples_seen": steps * batch_size,
         "epochs": round(steps * batch_size / examples, 3) if examples else None,
-        "skipped": sum(record.get("skipped", 0) for record in trained),
+        "skipped": max((record.get("skipped", 0) for record in records), default=0),
         **{key: last.get(key) for key in ("loss", "canvas_loss", "ar_loss")},
     }
     report |= _of(records, "heldout_canvas_loss", min) | _of(records, "heldout_ar_loss", min)

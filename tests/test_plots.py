@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from blockdiff.plots.curves import draw_curves, series, smooth
+from blockdiff.errors import RunError
+from blockdiff.plots.curves import draw_comparison, draw_curves, smooth
 from blockdiff.plots.denoising import draw_page, page
 from blockdiff.plots.moments import (
     grid_moments,
@@ -18,6 +19,7 @@ from blockdiff.plots.moments import (
     pictures,
     visible,
 )
+from blockdiff.plots.panels import LEVEL, Run, by_level, named_apart, panels_comparing, panels_of, read_run, series
 from blockdiff.plots.picture import draw_picture, heat
 from blockdiff.sampling.trace import Canvas, Step, Trace
 
@@ -218,3 +220,117 @@ def test_no_records_no_picture(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
+
+
+LEVELS = [
+    {"t_from": 0.0, "t_to": 0.5, "corrupted_loss": 1.0, "kept_loss": 0.1, "corrupted_accuracy": 0.9},
+    {"t_from": 0.5, "t_to": 1.0, "corrupted_loss": 3.0, "kept_count": 0},
+]
+
+
+def measured(scale: float = 1.0, ar: float = 0.0, **more: object) -> list[dict]:
+    """Two training records, an evaluation between them and one at the end."""
+    rates = {"grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 100.0 * scale}
+    held = {"heldout_canvas_loss": 2.5 * scale, "heldout_levels": LEVELS, **more}
+    return [
+        {"step": 1, "canvas_loss": 4.0 * scale, "ar_loss": ar, **rates},
+        {"step": 1, "heldout_canvas_loss": 3.5, "heldout_levels": [{**LEVELS[0], "corrupted_loss": 9.0}]},
+        {"step": 2, "canvas_loss": 2.0 * scale, "ar_loss": ar, **rates},
+        {"step": 2, **held},
+    ]
+
+
+def write_run(directory: Path, records: list[dict]) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return directory
+
+
+def test_noise_levels_are_those_of_the_last_evaluation_and_empty_ones_are_left_out() -> None:
+    assert by_level(measured(), "corrupted_loss") == ([0.25, 0.75], [1.0, 3.0])
+    assert by_level(measured(), "kept_loss") == ([0.25], [0.1])
+    assert by_level([{"step": 1}], "kept_loss") == ([], [])
+
+
+def test_one_run_shows_what_it_measured_and_nothing_else() -> None:
+    panels = {panel.title: panel for panel in panels_of(Run("a", measured(sample_steps_per_canvas=None)))}
+    assert list(panels) == [
+        "loss per token",
+        "held-out loss by noise level",
+        "held-out accuracy by noise level",
+        "gradient norm before clipping",
+        "learning rate",
+        "tokens per second",
+    ]
+    losses = panels["loss per token"].lines  # the AR loss, 0 throughout, has no line
+    assert [(line.label, line.points) for line in losses] == [
+        ("canvas", ([1, 2], [4.0, 2.0])),
+        ("canvas, held out", ([1, 2], [3.5, 2.5])),
+    ]
+    assert [line.label for line in panels["held-out loss by noise level"].lines] == ["corrupted", "kept"]
+    assert panels["held-out accuracy by noise level"].is_share and panels["held-out loss by noise level"].x == LEVEL
+
+
+def test_compared_runs_keep_their_colour_in_every_panel() -> None:
+    sampled = {"sample_accuracy": 0.5, "sample_steps_per_canvas": 7.0}
+    panels = panels_comparing([Run("a", measured(ar=1.0, **sampled)), Run("b", measured(0.5)), Run("c", measured())])
+    assert [panel.title for panel in panels] == [
+        "canvas loss (dashed: held out)",
+        "next-token loss",
+        "held-out loss, corrupted (dashed: kept)",
+        "held-out accuracy, corrupted (dashed: kept)",
+        "sampled prompts right",
+        "steps per canvas of sampled prompts",
+        "tokens per second",
+    ]
+    colours = {(line.label, line.colour) for panel in panels for line in panel.lines if line.label}
+    assert len(colours) == 3 and {label for label, _ in colours} == {"a", "b", "c"}
+    canvas = panels[0].lines
+    assert [line.points[1] for line in canvas if line.is_dashed] == [[3.5, 2.5], [3.5, 1.25], [3.5, 2.5]]
+    assert [line.colour for line in canvas[:3]] == [line.colour for line in canvas[3:]]
+
+
+def test_runs_are_called_by_as_much_of_their_directory_as_tells_them_apart(tmp_path: Path) -> None:
+    def names(*directories: str) -> list[str]:
+        return [run.name for run in named_apart([Run(str(tmp_path / each), []) for each in directories])]
+
+    assert names("x/a", "y/b") == ["a", "b"]
+    assert names("x/a", "y/a") == ["x/a", "y/a"]
+    assert names("x/a", "x/a") == ["a", "a"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_any_number_of_runs_is_drawn(tmp_path: Path, count: int) -> None:
+    runs = [write_run(tmp_path / f"run-{n}", measured(1 + n, ar=1.0, sample_accuracy=0.1)) for n in range(count)]
+    draw_comparison(runs, tmp_path / "runs.png")
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_directory_without_a_run_is_refused_by_name(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "whole", measured())
+    (tmp_path / "empty").mkdir()
+    silent = write_run(tmp_path / "silent", [])
+    for directory, message in (
+        (tmp_path / "absent", "absent: not a directory; name the --output directory of a `blockdiff train`"),
+        (tmp_path / "empty", r"empty: no metrics\.jsonl in it; name the --output directory"),
+        (silent, r"silent: nothing is logged yet in metrics\.jsonl; wait for the first record"),
+    ):
+        with pytest.raises(RunError, match=message):
+            draw_comparison([whole, directory], tmp_path / "runs.png")
+    assert not (tmp_path / "runs.png").exists()
+    assert read_run(whole).records == measured()
+
+
+def test_the_command_writes_the_picture_and_says_one_line_when_it_cannot(tmp_path: Path, capsys) -> None:
+    from blockdiff.cli.main import app
+
+    write_run(tmp_path / "a", measured())
+    with pytest.raises(SystemExit) as done:
+        app([*("plot", str(tmp_path / "a"), "--output", str(tmp_path / "deep" / "a.png"))])
+    assert done.value.code == 0 and (tmp_path / "deep" / "a.png").is_file()
+    assert capsys.readouterr().out == f"{tmp_path}/deep/a.png: 1 run\n"
+    for words, code in ((["absent", "--output", "x.png"], 1), ([str(tmp_path / "a"), "--output", "x.jpg"], 2)):
+        with pytest.raises(SystemExit) as done:
+            app(["plot", *words])
+        printed = capsys.readouterr()
+        assert done.value.code == code and printed.out == "" and len(printed.err.splitlines()) == 1

@@ -51,6 +51,11 @@ def test_skipped_steps_are_counted_where_there_are_any():
     assert "skipped" not in shown(TRAINED, skipped=0)
 
 
+def test_a_skipped_step_is_told_with_its_part_and_samples():
+    record = {"step": 7, "skipped": 2, "not_finite": "AR loss", "not_finite_ids": [5, 12]}
+    assert shown(record) == "step   7/100  skipped: the AR loss is not finite (sample ids 5, 12)\n"
+
+
 def test_held_out_losses_come_with_their_accuracies():
     record = {"step": 50, "heldout_canvas_loss": 2.0, "heldout_canvas_accuracy": 0.5, "heldout_ar_loss": 3.0}
     record |= {"heldout_corrupted_loss": 4.0, "heldout_corrupted_accuracy": 0.125}

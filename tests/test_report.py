@@ -22,6 +22,8 @@ RECORDS = [
     {"step": 0, "heldout_canvas_loss": 5.0, "heldout_ar_loss": 6.0},
     trained(10, 10.0, 1000.0, 3.0) | {"memory_gib": 2.0},
     {"step": 10, "heldout_canvas_loss": 2.5, "heldout_ar_loss": 3.0, "sample_accuracy": 0.5},
+    {"step": 12, "skipped": 1, "not_finite": "canvas loss", "not_finite_ids": [4]},
+    {"step": 13, "skipped": 2, "not_finite": "canvas loss", "not_finite_ids": [4]},
     trained(20, 110.0, 100.0, 2.0) | {"memory_gib": 2.5, "skipped": 2},
     {"step": 20, "heldout_canvas_loss": 2.75, "heldout_ar_loss": 2.5},
     {"step": 20, "sample_accuracy": 0.25, "sample_steps_per_canvas": 6.04, "sample_tokens_per_forward": 2.0},
