@@ -20,7 +20,8 @@ def evaluate(
     data: Annotated[str, typer.Option(help="Rows of the task: a file, a directory, a pattern or a hub id.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON to write the numbers to.")] = None,
     columns: Annotated[str | None, typer.Option(metavar="ROLE=COLUMN,...", help=HELP)] = None,
-    split: Annotated[str, typer.Option(help="Of a hub data set.")] = "test",
+    subset: Annotated[str | None, typer.Option(help="Configuration of a hub data set.")] = None,
+    split: Annotated[str, typer.Option(help="Of a hub data set or a directory.")] = "test",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Most denoising steps per canvas.")] = None,
     max_new_tokens: Annotated[
@@ -42,7 +43,7 @@ def evaluate(
     from blockdiff.data.sources import SourceSpec, rows_of
     from blockdiff.evals import run
 
-    source = SourceSpec(data, split=split, columns=parse_columns(columns))
+    source = SourceSpec(data, subset=subset, split=split, columns=parse_columns(columns))
     rows = list(islice(rows_of(source), limit))
     kind = find_task(task)
     run.ask(rows, kind)  # refused now rather than after the weights are read

@@ -1,0 +1,102 @@
+"""`blockdiff eval` from data files to numbers, for every task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from blockdiff import checkpoint
+from blockdiff.checkpoint.create import init
+from blockdiff.cli.main import app
+from blockdiff.data.template import packaged_template
+from blockdiff.sampling import Generation
+from tests.chat_tokenizer import chat_tokenizer
+from tests.oracle import tiny_config
+
+GSM8K = [
+    {"question": "What is 2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
+    {"question": "What is 2 * 3?", "answer": "#### 6"},
+]
+CHAT = {"messages": [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]}
+
+
+def run(*words: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def refusal(*words: str | Path) -> str:
+    result = run(*words)
+    assert result.exit_code in (1, 2) and len(result.stderr.splitlines()) == 1, result.output
+    return str(result.stderr)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    config = tiny_config(canvas_length=8, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    folder = tmp_path_factory.mktemp("eval") / "model"
+    made = init(config, seed=3, device="cpu", kernels="torch")
+    settings = Generation(max_steps=3, max_new_tokens=16, eos_ids=(1,))
+    checkpoint.save(made, folder, tokenizer=chat_tokenizer(packaged_template()), generation_config=settings)
+    return folder
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_gsm8k_needs_no_script(model, tmp_path):
+    data, output = write(tmp_path / "test.jsonl", GSM8K), tmp_path / "e.json"
+    columns = ("--columns", "prompt=question,response=answer")
+    result = run("eval", model, "--task", "gsm8k", "--data", data, *columns, "--output", output, "--seed", "4")
+    assert result.exit_code == 0, result.output
+    numbers = json.loads(output.read_text())
+    assert (numbers["task"], numbers["count"], numbers["seed"], numbers["max_steps"]) == ("gsm8k", 2, 4, 3)
+    assert [record["prompt"] for record in numbers["records"]] == [row["question"] for row in GSM8K]
+    assert [record["reference"] for record in numbers["records"]] == [row["answer"] for row in GSM8K]
+    assert {"answer", "text", "is_solved", "steps"} <= numbers["records"][0].keys()
+    # 26 tokens of the longest reference are 4 canvases of 8, more than the model's own limit of 16.
+    assert {len(record["steps"]) for record in numbers["records"]} == {4}
+    assert f"solved            {numbers['solved']} of 2" in result.stdout
+    assert f"{numbers['steps_per_canvas']:.2f} (at most 3)" in result.stdout
+
+
+def test_exact_takes_conversations_and_a_limit_on_tokens(model, tmp_path):
+    data, output = write(tmp_path / "test.jsonl", [CHAT] * 3), tmp_path / "e.json"
+    words = ("eval", model, "--task", "exact", "--data", data, "--output", output, "--limit", "2")
+    assert run(*words).exit_code == 0
+    numbers = json.loads(output.read_text())
+    assert (numbers["count"], numbers["errors"]) == (2, 0)
+    assert {len(record["steps"]) for record in numbers["records"]} == {1}
+    assert run(*words, "--max-new-tokens", "17").exit_code == 0
+    assert {len(record["steps"]) for record in json.loads(output.read_text())["records"]} == {3}
+
+
+def test_the_same_seed_gives_the_same_answers(model, tmp_path):
+    data, output = write(tmp_path / "test.jsonl", GSM8K), tmp_path / "e.json"
+    texts = []
+    for seed in ("1", "1", "2"):
+        words = ("--columns", "prompt=question,response=answer", "--output", output, "--seed", seed)
+        assert run("eval", model, "--task", "gsm8k", "--data", data, *words).exit_code == 0
+        texts.append([record["text"] for record in json.loads(output.read_text())["records"]])
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "expected"),
+    [
+        ([GSM8K[0]], ("--task", "gsm8k"), "question"),
+        ([{"prompt": "a", "response": "b"}], ("--task", "gsm8k"), "rows.jsonl:1: the response has no number after"),
+        ([CHAT, {"prompt": "a", "response": "b"}], ("--task", "sudoku"), "rows.jsonl:1: not a sudoku prompt"),
+        ([CHAT], ("--task", "exact", "--columns", "question"), "'question' is not ROLE=COLUMN"),
+        ([CHAT], ("--task", "exact", "--columns", "ask=question"), "one of prompt, response, messages"),
+        ([CHAT], ("--task", "exact", "--columns", "id=a,id=b"), "id appears twice"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line_before_the_model_is_read(tmp_path, rows, words, expected):
+    data = write(tmp_path / "rows.jsonl", rows)
+    assert expected in refusal("eval", tmp_path / "no-model", "--data", data, *words)
