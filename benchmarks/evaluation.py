@@ -47,7 +47,7 @@ def measure(rows: int, prompts: int, every: int, steps: int, repeats: int = 3) -
     """
     alone = Parallel(torch.device("cpu"))
     made = make_splits(4, {"train": max(BATCH * steps, 64), "test": max(rows, prompts)}, seed=0)
-    sets = {name: [Row(f"{name}:{n}", **row) for n, row in enumerate(split)] for name, split in made.items()}
+    sets = {name: [row_of(row, f"{name}:{n}") for n, row in enumerate(split)] for name, split in made.items()}
     tokenizer = character_tokenizer(alphabet(4))
     config = fitted(preset_config("sudoku4"), tokenizer)
     model = init(config, seed=0, dtype="float32", device="cpu", kernels="torch")
@@ -93,6 +93,11 @@ def measure(rows: int, prompts: int, every: int, steps: int, repeats: int = 3) -
         "settings": {"rows": rows, "prompts": prompts, "every": every, "steps": steps, "batch_size": BATCH},
         "machine": machine.describe(torch.device("cpu")),
     }
+
+
+def row_of(puzzle: dict[str, str], where: str) -> Row:
+    """A puzzle as a row."""
+    return Row(where, prompt=puzzle["prompt"], response=puzzle["response"])
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> float:

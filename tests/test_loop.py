@@ -13,7 +13,6 @@ from blockdiff.checkpoint.create import init
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RunError
-from blockdiff.training.heldout import heldout_losses
 from blockdiff.training.loop import Options, train
 from blockdiff.training.objective import Objective
 from blockdiff.training.optim import WarmupCosine, adamw
@@ -228,27 +227,6 @@ def test_bfloat16_autocast_reaches_the_objective_and_leaves_weights_in_fp32():
     run(objective, toy_batches([range(4)], 4), autocast="bfloat16")
     assert seen == [torch.bfloat16]
     assert {gradient.dtype for gradient in gradients(objective).values()} == {torch.float32}
-
-
-def test_heldout_losses_are_token_means_over_all_batches_without_gradients():
-    objective = ToyObjective()
-    parts = [toy_batch([0, 1, 2]), toy_batch([3]), toy_batch([4, 5])]
-    whole = toy_batch([0, 1, 2, 3, 4, 5])
-    got = heldout_losses(objective, parts, ALONE)
-    losses = objective(whole)
-    assert got["heldout_canvas_loss"] == pytest.approx(
-        losses.canvas_sum.item() / whole.canvas_count(), rel=1e-5
-    )
-    assert got["heldout_ar_loss"] == pytest.approx(losses.ar_sum.item() / whole.ar_count(), rel=1e-5)
-    assert objective.training
-    assert not gradients(objective)
-    assert heldout_losses(objective, parts, ALONE) == got
-
-
-def test_a_heldout_loss_that_nothing_was_scored_for_is_left_out():
-    assert list(heldout_losses(ToyObjective(), [toy_batch([1], canvases=False)], ALONE)) == [
-        "heldout_ar_loss"
-    ]
 
 
 def test_the_real_objective_overfits_one_batch():

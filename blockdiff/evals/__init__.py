@@ -15,4 +15,5 @@ def task(name: str) -> Task:
     """The task called `name`, one of TASKS."""
     if name not in TASKS:
         raise ValueError(f"{name!r} is none of {', '.join(TASKS)}")
-    return import_module(f"blockdiff.evals.{name}").TASK  # type: ignore[no-any-return]
+    found: Task = import_module(f"blockdiff.evals.{name}").TASK
+    return found

@@ -61,7 +61,7 @@ def heldout(
     levels, by_coin, weighted, ar = (
         part.view_as(each) for part, each in zip(flat.split([each.numel() for each in sums]), sums, strict=True)
     )
-    record = {
+    record: Record = {
         **_means("heldout_canvas_", by_coin, MEASURES[:2]),
         **_means("heldout_weighted_", weighted, MEASURES[:1]),
         **_means("heldout_ar_", ar, MEASURES[:2]),
