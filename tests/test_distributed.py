@@ -1,4 +1,4 @@
-"""Two processes started by `accelerate launch` (gloo) train as one process does on the same global batch."""
+"""Two and four processes of `accelerate launch` (gloo) train as one process does on the same global batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from blockdiff.errors import RunError
 from blockdiff.training.parallel import Parallel, from_accelerate
-from tests.two_ranks import everything
+from tests.ranks import differences, everything
 
 LAUNCH = [
     *(sys.executable, "-m", "accelerate.commands.launch"),
-    *("--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+    *("--multi_gpu", "--num_machines", "1"),
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
 ]
 
@@ -32,11 +32,9 @@ def one(tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("two")
+def launch(world: int, directory: Path) -> Path:
     subprocess.run(
-        [*LAUNCH, "--module", "tests.two_ranks", str(directory)],
+        [*LAUNCH, "--num_processes", str(world), "--module", "tests.ranks", str(directory)],
         cwd=Path(__file__).parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
         timeout=240,
@@ -45,53 +43,55 @@ def two(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launch(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return launch(4, tmp_path_factory.mktemp("four"))
+
+
 def found(directory: Path, rank: int = 0) -> dict:
     return json.loads((directory / f"found-{rank}.json").read_text())
 
 
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got - expected).norm() / expected.norm().clamp(min=1e-12))
-
-
-def test_the_launcher_made_two_ranks(two):
+def test_the_launcher_made_the_ranks(two, four):
     assert [(found(two, rank)["world"], found(two, rank)["device"]) for rank in (0, 1)] == [(2, "cpu")] * 2
+    assert [found(four, rank)["world"] for rank in range(4)] == [4] * 4
 
 
-@pytest.mark.parametrize("scenario", ["toy", "lopsided", "real"])
-def test_two_ranks_log_the_losses_of_one(one, two, scenario):
-    expected, got = found(one)[scenario], found(two)[scenario]
-    assert [record["step"] for record in got] == [1, 2, 3, 4, 5]
-    for before, after in zip(expected, got, strict=True):
-        for key in ("loss", "canvas_loss", "ar_loss"):
-            assert after[key] == pytest.approx(before[key], rel=1e-5), (after["step"], key)
-    assert found(two, rank=1)[scenario] == []  # only the main process logs
+@pytest.fixture(params=["two", "four"])
+def several(request):
+    """The run on several ranks."""
+    return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("scenario", ["toy", "lopsided", "real"])
-def test_two_ranks_have_the_gradients_and_the_weights_of_one(one, two, scenario):
-    expected = load_file(one / f"{scenario}-0.safetensors")
-    for rank in (0, 1):
-        got = load_file(two / f"{scenario}-{rank}.safetensors")
-        weights = [name for name in expected if name.startswith("weight")]
-        # The real model's second gradient is taken at weights that already differ by rounding.
-        compared = "gradient 1" if scenario == "real" else "gradient"
-        gradients = [name for name in expected if name.startswith(compared)]
-        assert set(got) == set(expected)
-        for name in gradients:
-            assert relative_error(got[name], expected[name]) < 1e-5, name
-        for name in weights:
-            torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-6)
+def test_any_number_of_ranks_has_the_losses_gradients_and_weights_of_one(one, several):
+    # Uneven micro-batches, a rank without canvases or coins, a rank without rows: see the scenarios.
+    for scenario, figures in differences(one, several).items():
+        # Rounding alone is 3e-6 in the fp32 gradient of the real model: in fp64 (but for its norms) 1e-7 is left.
+        limit = 1e-5 if scenario in ("real", "real_short") else 1e-6
+        assert figures["loss"] < 1e-6, scenario
+        assert figures["gradient"] < limit, scenario
+        assert figures["tensor"] < 2 * limit, scenario
+        assert figures["weight"] < 1e-6, scenario
+
+
+def test_every_rank_has_the_same_weights_and_only_the_main_process_logs(several):
+    for scenario in differences(several, several):
+        ours = load_file(several / f"{scenario}-0.safetensors")
+        for rank in range(1, found(several)["world"]):
+            theirs = load_file(several / f"{scenario}-{rank}.safetensors")
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+            assert found(several, rank)[scenario] == []
 
 
 def test_a_gradient_that_one_rank_spoils_stops_both_with_the_sample_named(one, two):
     expected = found(one)["failing"]
     assert "step 1: the AR loss is not finite (sample ids 5)" in expected
     assert [found(two, rank)["failing"] for rank in (0, 1)] == [expected] * 2
-
-
-def test_heldout_losses_are_those_of_one_process_on_every_rank(one, two):
-    for rank in (0, 1):
-        assert found(two, rank)["heldout"] == pytest.approx(found(one)["heldout"], rel=1e-6)
 
 
 def test_ranks_save_refuse_and_resume_together(two):

@@ -94,7 +94,7 @@ class Parallel:
 
         def beat() -> None:
             try:
-                while not is_over.wait(BEAT):
+                while not is_over.wait(min(BEAT, self.timeout / 4)):
                     self._beat(0)
             except RuntimeError as error:
                 errors.append(error)

@@ -1,4 +1,7 @@
-"""What `test_distributed.py` runs on one process and on two: the same batches through the same loop."""
+"""What `test_distributed.py` runs on one process, on two and on four: the same batches through the same loop.
+
+`python -m tests.ranks DIR` runs it as this rank; `python -m tests.ranks DIR OTHER` prints how far two runs are apart.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.create import init
+from blockdiff.data.collate import NOTHING
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RunError
 from blockdiff.training import state
-from blockdiff.training.heldout import heldout_losses
 from blockdiff.training.loop import Options, train
 from blockdiff.training.metrics import MetricsLog
 from blockdiff.training.objective import Objective
@@ -66,9 +69,21 @@ def lopsided(parallel: Parallel) -> tuple[list[dict], Tensors]:
     return train_plainly(ToyObjective(), batches, parallel, 0.1)
 
 
-def real(parallel: Parallel) -> tuple[list[dict], Tensors]:
+def short(parallel: Parallel) -> tuple[list[dict], Tensors]:
+    """Three rows a step: of four ranks one has none, and of two the one has twice as many as the other."""
+
+    def batches(step: int) -> list[Batch]:
+        parts = slots(parallel, 3, 2) or [range(0)]
+        return [toy_batch([3 * step + slot for slot in part], canvases=bool(part)) for part in parts]
+
+    return train_plainly(ToyObjective(), batches, parallel, 0.1)
+
+
+def real(parallel: Parallel, rows: int = BATCH, is_double: bool = False) -> tuple[list[dict], Tensors]:
     """The model and the objective themselves, several canvases per row, routers trained."""
     model = init(tiny_config(canvas_length=8), seed=3, device="cpu", kernels="torch")
+    if is_double:
+        model.double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("router.proj.weight"):
@@ -90,9 +105,20 @@ def real(parallel: Parallel) -> tuple[list[dict], Tensors]:
         return CleanRow(tokens, canvases, sample_id=sample)
 
     def batches(step: int) -> list[Batch]:
-        return [lay_out([row(slot) for slot in part], 8, pad_id=0) for part in slots(parallel, BATCH, 2)]
+        parts = slots(parallel, rows, 2) or [range(0)]
+        return [lay_out([row(slot) for slot in part] or [NOTHING], 8, pad_id=0) for part in parts]
 
     return train_plainly(objective, batches, parallel, 5e-4)
+
+
+def real_short(parallel: Parallel) -> tuple[list[dict], Tensors]:
+    """The same with three rows a step: of four ranks one has none."""
+    return real(parallel, rows=3)
+
+
+def real_double(parallel: Parallel) -> tuple[list[dict], Tensors]:
+    """The same in fp64, where rounding does not hide a mistake."""
+    return real(parallel, rows=3, is_double=True)
 
 
 def failing(parallel: Parallel) -> str:
@@ -108,12 +134,6 @@ def failing(parallel: Parallel) -> str:
     except RunError as error:
         return str(error)
     return "finished"
-
-
-def heldout(parallel: Parallel) -> dict[str, float]:
-    """Three held-out batches: two on the first of two ranks, one on the other."""
-    parts = [toy_batch([0, 1, 2]), toy_batch([3]), toy_batch([4, 5])]
-    return heldout_losses(ToyObjective(), parts[parallel.rank :: parallel.world], parallel)
 
 
 def resumed(parallel: Parallel, run: Path) -> list[str]:
@@ -141,10 +161,44 @@ def resumed(parallel: Parallel, run: Path) -> list[str]:
     return [*seen, f"same weights {same}"]
 
 
+SCENARIOS = (toy, lopsided, short, real, real_short, real_double)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """The norm of the difference as a share of the norm."""
+    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12))
+
+
+def differences(one: Path, other: Path) -> dict[str, dict[str, float]]:
+    """By scenario the relative differences: losses (largest of any step), first gradient, its worst tensor, weights."""
+    records = [json.loads((directory / "found-0.json").read_text()) for directory in (one, other)]
+    table = {}
+    for name in (scenario.__name__ for scenario in SCENARIOS):
+        losses = [
+            abs(after[key] / before[key] - 1)
+            for before, after in zip(*(record[name] for record in records), strict=True)
+            for key in ("loss", "canvas_loss", "ar_loss")
+        ]
+        expected, got = (load_file(directory / f"{name}-0.safetensors") for directory in (one, other))
+        assert expected.keys() == got.keys()
+        gradient, weights = ([key for key in expected if key.startswith(kind)] for kind in ("gradient 1", "weight"))
+
+        def together(tensors: Tensors, keys: list[str]) -> Tensor:
+            return torch.cat([tensors[key].flatten() for key in keys])
+
+        table[name] = {
+            "loss": max(losses),
+            "gradient": relative_error(together(got, gradient), together(expected, gradient)),
+            "tensor": max(relative_error(got[key], expected[key]) for key in gradient),
+            "weight": relative_error(together(got, weights), together(expected, weights)),
+        }
+    return table
+
+
 def everything(parallel: Parallel, directory: Path) -> None:
     """Run all of it and write what this rank found to `directory`."""
     found: dict[str, Any] = {}
-    for scenario in (toy, lopsided, real):
+    for scenario in SCENARIOS:
         torch.manual_seed(parallel.rank)
         found[scenario.__name__], tensors = scenario(parallel)
         save_file(
@@ -152,13 +206,16 @@ def everything(parallel: Parallel, directory: Path) -> None:
             directory / f"{scenario.__name__}-{parallel.rank}.safetensors",
         )
     found["failing"] = failing(parallel)
-    found["heldout"] = heldout(parallel)
     found["resumed"] = resumed(parallel, directory / "run")
     found["world"], found["device"] = parallel.world, str(parallel.device)
     (directory / f"found-{parallel.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    ranks = from_accelerate()
-    everything(ranks, Path(sys.argv[1]))
-    ranks.close()
+    if len(sys.argv) == 3:
+        for name, figures in differences(Path(sys.argv[1]), Path(sys.argv[2])).items():
+            print(f"{name:12}", *(f"{kind} {value:.1e}" for kind, value in figures.items()))
+    else:
+        ranks = from_accelerate()
+        everything(ranks, Path(sys.argv[1]))
+        ranks.close()

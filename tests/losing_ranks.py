@@ -1,0 +1,184 @@
+"""What `test_lost_ranks.py` starts: two ranks of a toy run, of which one dies, hangs, is told to stop, or takes long.
+
+Forked after the imports, so that a scenario takes a second. Prints one JSON object per scenario.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockdiff.canvas import Batch
+from blockdiff.errors import RunError
+from blockdiff.training import state
+from blockdiff.training.loop import Options, train
+from blockdiff.training.metrics import MetricsLog
+from blockdiff.training.optim import adamw
+from blockdiff.training.parallel import Parallel, from_accelerate
+from blockdiff.training.signals import Stopped, caught
+from tests.toy_objective import ToyObjective, slots, toy_batches
+
+TIMEOUT = 3.0  # seconds: a hung rank is noticed after so many
+
+
+def toy_run(
+    parallel: Parallel, run: Path, disturb: Callable[[int], None] = lambda step: None, in_save: bool = False
+) -> None:
+    """Nine steps, saved after every third; `disturb(step)` comes between a step's batches or within a save."""
+    objective = ToyObjective()
+    optimiser = adamw(objective, lr=0.1)
+    found = state.enter(run, True, parallel)
+    start = state.restore(found, objective, optimiser, {}, parallel=parallel) if found else 0
+    draw = toy_batches(slots(parallel, 4), 4)
+    log = MetricsLog(run / "metrics.jsonl")
+    logged = log.cut(start) if parallel.is_main else []
+
+    def batches(step: int) -> list[Batch]:
+        if not in_save:
+            disturb(step)
+        return draw(step)
+
+    def save(step: int) -> None:
+        if in_save:
+            disturb(step)
+        state.save(run, step, objective, optimiser, {}, 2, parallel)
+
+    with caught(speaks=False) as signals:
+        train(
+            objective,
+            optimiser,
+            lambda _: 0.1,
+            batches,
+            Options(steps=9, log_every=1, save_every=3),
+            parallel,
+            log=log.append,
+            save=save,
+            is_stopping=signals.is_stopping,
+            logged=logged,
+            start=start,
+        )
+
+
+def on_rank(rank: int, number: int, at: int) -> Callable[[Parallel], Callable[[int], None]]:
+    """Something that sends rank `rank` a signal in step `at`."""
+
+    def disturb(parallel: Parallel) -> Callable[[int], None]:
+        return lambda step: os.kill(os.getpid(), number) if (parallel.rank, step) == (rank, at) else None
+
+    return disturb
+
+
+def killed(parallel: Parallel, run: Path) -> None:
+    toy_run(parallel, run, on_rank(1, signal.SIGKILL, 5)(parallel))
+
+
+def main_killed(parallel: Parallel, run: Path) -> None:
+    toy_run(parallel, run, on_rank(0, signal.SIGKILL, 5)(parallel))
+
+
+def killed_while_saving(parallel: Parallel, run: Path) -> None:
+    toy_run(parallel, run, on_rank(1, signal.SIGKILL, 6)(parallel), in_save=True)
+
+
+def main_killed_while_saving(parallel: Parallel, run: Path) -> None:
+    toy_run(parallel, run, on_rank(0, signal.SIGKILL, 6)(parallel), in_save=True)
+
+
+def hung(parallel: Parallel, run: Path) -> None:
+    toy_run(parallel, run, on_rank(1, signal.SIGSTOP, 5)(parallel))
+
+
+def told_to_stop(parallel: Parallel, run: Path) -> None:
+    toy_run(parallel, run, on_rank(1, signal.SIGTERM, 5)(parallel))
+
+
+def long_work(parallel: Parallel, run: Path) -> None:
+    """What one rank does before the others may take longer than the timeout."""
+    with parallel.main_first("reading the data"):
+        if parallel.is_main:
+            time.sleep(1.5 * TIMEOUT)
+            run.mkdir(exist_ok=True)
+            (run / "read").touch()
+        assert (run / "read").exists()
+    toy_run(parallel, run)
+
+
+def failed_work(parallel: Parallel, run: Path) -> None:
+    with parallel.main_first("reading the data"):
+        raise RunError("a bad row")
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        *(killed, main_killed, killed_while_saving, main_killed_while_saving),
+        *(hung, told_to_stop, long_work, failed_work),
+    )
+}
+
+
+def as_rank(rank: int, port: int, scenario: Callable[[Parallel, Path], None], run: Path) -> None:
+    """Be one rank of a scenario and end the process as the command line would."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1"}
+    words, code = "finished", 0
+    try:
+        parallel = from_accelerate(timeout=TIMEOUT)
+        scenario(parallel, run)
+        parallel.close()
+    except RunError as error:
+        words, code = str(error), 1
+    except Stopped as stopped:
+        words, code = str(stopped), stopped.exit_code
+    (run.parent / f"{run.name}-{rank}.txt").write_text(words)
+    os._exit(code)
+
+
+def outcome(name: str, directory: Path) -> dict[str, Any]:
+    """Run a scenario: exit codes (negative: the signal), last words of both ranks, seconds, checkpoints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run, began, codes = directory / name, time.perf_counter(), {}
+    children = {}
+    for rank in (0, 1):
+        child = os.fork()
+        if not child:
+            as_rank(rank, port, SCENARIOS[name], run)
+        children[child] = rank
+    while children:
+        child, status = os.waitpid(-1, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            stopped = child
+            continue
+        codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
+        if len(children) == 1 and name == "hung":
+            os.kill(stopped, signal.SIGKILL)
+    words = [path.read_text() if (path := directory / f"{name}-{rank}.txt").exists() else "" for rank in (0, 1)]
+    seconds = round(time.perf_counter() - began, 1)
+    return {
+        "name": name,
+        "codes": [codes[0], codes[1]],
+        "words": words,
+        "seconds": seconds,
+        "saved": list(state.steps_saved(run)),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # Before the forks, what joining and DDP would import in each of them.
+    import accelerate  # noqa: F401
+    import torch._dynamo
+
+    for each in sys.argv[2:] or SCENARIOS:
+        print(json.dumps(outcome(each, Path(sys.argv[1]))), flush=True)
