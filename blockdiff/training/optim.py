@@ -118,14 +118,15 @@ def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """The 2-norm of all gradients together, in fp32; waits for the device.
+    """The 2-norm of all gradients together, at least in fp32; waits for the device.
 
     Under DDP every rank holds the averaged gradient, so every rank gets the norm of the global gradient.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return 0.0
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch._foreach_norm(gradients, 2, dtype=dtype)
     return float(torch.linalg.vector_norm(torch.stack(list(norms))))
 
 
