@@ -66,6 +66,7 @@ TRITON: dict[str, str] = {
     "token_stats": "blockdiff.kernels.vocabulary.triton",
     "token_scores": "blockdiff.kernels.vocabulary.triton",
     "span_attention": "blockdiff.kernels.span_attention.triton",
+    "expert_mlp": "blockdiff.kernels.expert_mlp.triton",
     "rms_norms": "blockdiff.kernels.norm_rope.triton",
     "add_rms_norm": "blockdiff.kernels.norm_rope.triton",
     "norm_rope": "blockdiff.kernels.norm_rope.triton",

@@ -50,19 +50,31 @@ TABLE: dict[tuple[int, float], Tiles] = {
     (2, 192): Tiles(
         gate_up=Tile(64, 64, 64, 4, 4),
         down=Tile(64, 256, 64, 4, 3),
-        activation=Tile(64, 64, 64, 4, 4),
+        activation=Tile(64, 64, 64, 8, 4),
         grad_x=Tile(64, 256, 64, 4, 3),
         outer=Tile(128, 256, 64, 8, 3),
     ),
     (2, float("inf")): Tiles(
         gate_up=Tile(128, 128, 64, 8, 4),
         down=Tile(128, 256, 64, 8, 3),
-        activation=Tile(128, 128, 64, 8, 3),
+        activation=Tile(128, 64, 64, 8, 4),
         grad_x=Tile(128, 256, 64, 8, 3),
         outer=Tile(128, 256, 64, 8, 3),
     ),
-    (4, 24): Tiles(*[Tile(32, 64, 32, 4, 2)] * 4, outer=Tile(64, 64, 32, 4, 2)),
-    (4, float("inf")): Tiles(*[Tile(64, 64, 32, 4, 2)] * 4, outer=Tile(64, 64, 32, 4, 2)),
+    (4, 24): Tiles(
+        gate_up=Tile(32, 64, 32, 4, 2),
+        down=Tile(32, 64, 32, 4, 2),
+        activation=Tile(32, 64, 32, 4, 2),
+        grad_x=Tile(32, 64, 32, 4, 2),
+        outer=Tile(64, 64, 32, 4, 2),
+    ),
+    (4, float("inf")): Tiles(
+        gate_up=Tile(64, 64, 32, 4, 2),
+        down=Tile(64, 64, 32, 4, 2),
+        activation=Tile(64, 32, 32, 4, 2),
+        grad_x=Tile(64, 64, 32, 4, 2),
+        outer=Tile(64, 64, 32, 4, 2),
+    ),
 }
 
 
