@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from blockdiff.errors import RunError
-from blockdiff.training import eight_bit, optim
+from blockdiff.training import eight_bit, optim, state
 from blockdiff.training.eight_bit import flattened, unflattened
+from blockdiff.training.parallel import Parallel
 
 
 def net():
@@ -45,21 +45,17 @@ def test_it_learns_like_adamw_with_a_quarter_of_the_moments():
     assert sizes[1] < 0.3 * sizes[0]
 
 
-def test_through_a_file_it_goes_on_to_the_bit():
+def test_from_a_checkpoint_it_goes_on_to_the_bit(tmp_path):
     whole = net()
     expected = learn(whole, optim.build(whole, name="adamw_8bit", lr=1e-2), range(1, 31))
     module = net()
     optimiser = optim.build(module, name="adamw_8bit", lr=1e-2)
     learn(module, optimiser, range(1, 16))
-    order = [p for group in optimiser.param_groups for p in group["params"]]
-    state = {}
-    for place, p in enumerate(order):
-        flat = flattened(optimiser.state[p])
-        tensors = load(save({key: value for key, value in flat.items() if isinstance(value, Tensor)}))
-        state[place] = unflattened(flat | tensors)
-    again = optim.build(module, name="adamw_8bit", lr=1e-2)
-    again.load_state_dict({"state": state, "param_groups": again.state_dict()["param_groups"]})
-    assert learn(module, again, range(16, 31)) == expected[15:]
+    saved = state.save(tmp_path, 15, module, optimiser, {}, 1, Parallel(torch.device("cpu")))
+    again = net()
+    fresh = optim.build(again, name="adamw_8bit", lr=1e-2)
+    assert state.restore(saved, again, fresh, {}) == 15
+    assert learn(again, fresh, range(16, 31)) == expected[15:]
 
 
 class OptimState8bit(Tensor):
@@ -89,12 +85,12 @@ def test_a_quantised_tensor_is_taken_apart_and_put_together(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", SimpleNamespace(OptimState8bit=OptimState8bit))
     codes, scale = torch.arange(6, dtype=torch.uint8).view(2, 3), torch.tensor([0.5, 2.0])
-    state = {"step": torch.tensor(3.0), "exp_avg": OptimState8bit(codes, scale, True, torch.bfloat16)}
-    flat = flattened(state)
+    moments = {"step": torch.tensor(3.0), "exp_avg": OptimState8bit(codes, scale, True, torch.bfloat16)}
+    flat = flattened(moments)
     assert {key for key, value in flat.items() if type(value) is Tensor} == {"step", "exp_avg|codes", "exp_avg|scale"}
     assert flat["exp_avg|"] == ["OptimState8bit", True, "bfloat16"]
     back = unflattened(flat)
-    assert back.keys() == state.keys() and back["step"] == 3
+    assert back.keys() == moments.keys() and back["step"] == 3
     assert back["exp_avg"].signed and back["exp_avg"].dtype == torch.bfloat16
     assert torch.equal(back["exp_avg"].codes, codes) and torch.equal(back["exp_avg"].scale, scale)
 

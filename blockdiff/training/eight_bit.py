@@ -6,6 +6,7 @@ needs a C++ compiler; its state is made of tensor subclasses.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -17,6 +18,7 @@ from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RunError
 
 LIBRARIES = ("bitsandbytes", "torchao")  # in this order
+_TABLES = ("qmap1", "qmap2")  # of bitsandbytes: one tensor for all parameters
 _PART = "|"  # parts a state's key from the name of one of its plain tensors
 
 
@@ -33,6 +35,7 @@ def adamw_8bit(
             "optim.name: adamw_8bit needs bitsandbytes or torchao, and neither is installed; "
             "`pip install bitsandbytes` or choose adamw"
         )
+    logging.getLogger(found).setLevel(logging.ERROR)  # on a CPU they miss kernels that no optimiser needs
     try:
         if found == "bitsandbytes":
             from bitsandbytes.optim import AdamW8bit
@@ -47,14 +50,14 @@ def adamw_8bit(
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """One parameter's optimiser state with plain tensors only: a quantised one becomes its parts.
+    """One parameter's optimiser state as plain tensors that share no memory: a quantised one becomes its parts.
 
     The part `x` of a state `key` gets the name `key|x`; `key|` holds what is needed to put it together (JSON values).
     """
     flat: dict[str, Any] = {}
     for key, value in state.items():
         if type(value) is Tensor or not isinstance(value, Tensor):
-            flat[key] = value
+            flat[key] = value.clone() if key in _TABLES else value
             continue
         names, (is_signed, dtype) = value.__tensor_flatten__()  # type: ignore[attr-defined]
         flat |= {f"{key}{_PART}{name}": getattr(value, name) for name in names}
