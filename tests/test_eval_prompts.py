@@ -10,14 +10,22 @@ import pytest
 import torch
 
 from blockdiff.checkpoint.create import init
+from blockdiff.data.chat import Example
+from blockdiff.data.collate import Collator, heldout_batches, micro_batches
+from blockdiff.data.plan import Plan
 from blockdiff.data.rows import Row
 from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear, UniformTime
 from blockdiff.errors import DataError
 from blockdiff.evals import task
 from blockdiff.evals.prompts import FILE_NAME, sample_prompts
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.evaluating import evaluating
+from blockdiff.training.heldout import heldout
+from blockdiff.training.loop import Options, train
 from blockdiff.training.metrics import MetricsLog, read
+from blockdiff.training.objective import Objective
 from blockdiff.training.parallel import Parallel
 from tests.oracle import tiny_config
 from tests.scripted_sampler import ScriptedSampler
@@ -92,6 +100,35 @@ def test_training_goes_on_as_if_nothing_had_been_sampled(sampler):
     assert all(p.requires_grad or "router" in name for name, p in model.named_parameters())
     assert torch.equal(torch.get_rng_state(), generator)
     model.zero_grad()
+
+
+def test_a_run_that_evaluates_and_samples_ends_with_the_same_weights_to_the_bit():
+    def trained(looks: bool):
+        config = tiny_config(canvas_length=8, num_hidden_layers=1, layer_types=["full_attention"])
+        model = init(config, seed=3, dtype="float32", device="cpu", kernels="torch")
+        objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=1)
+        optimiser = torch.optim.AdamW([p for p in objective.parameters() if p.requires_grad], lr=1e-2)
+        examples = [Example(n, [2, *range(3 + n, 14 + n)], [(3, 12)]) for n in range(4)]
+        collator = Collator(8, pad_id=0, eos_id=1, seed=0, time=UniformTime(1e-4))
+        plan = Plan(4, 4, 0)
+        sampler = Sampler(model, LETTERS, Generation(max_steps=2, eos_ids=(1,)))
+        records: list = []
+        train(
+            objective,
+            optimiser,
+            lambda _: 1e-2,
+            lambda step: micro_batches(examples, plan, collator, step),
+            Options(3, log_every=1, eval_every=1, sample_every=1),
+            ALONE,
+            log=records.append,
+            evaluate=(lambda _: heldout(objective, heldout_batches(examples, collator, 2), ALONE)) if looks else None,
+            sample=(lambda _: sample_prompts(sampler, ROWS[:2], EXACT, ALONE).record) if looks else None,
+        )
+        return model.state_dict(), [record["loss"] for record in records if "loss" in record]
+
+    (watched, losses), (alone, expected) = trained(True), trained(False)
+    assert losses == expected and len(losses) == 3
+    assert all(torch.equal(watched[name], alone[name]) for name in alone)
 
 
 def test_the_model_is_in_eval_mode_while_it_samples_and_back_after_a_failure():

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blockdiff.canvas import Batch
 from blockdiff.training.evaluating import evaluating
@@ -131,27 +131,3 @@ def _of_parts(prefix: str, sums: Tensor) -> dict[str, float]:
     """Means of [parts, 1 + measures], corrupted first."""
     named = [_means(f"{prefix}{part}_", of_part, MEASURES) for part, of_part in zip(PARTS, sums, strict=True)]
     return named[1] | named[0]
-
-
-@torch.no_grad()
-def heldout_losses(
-    objective: nn.Module, batches: Iterable[Batch], parallel: Parallel, precision: str | None = None
-) -> dict[str, float]:
-    """`heldout_canvas_loss` and `heldout_ar_loss`, token means in nats over the batches of all ranks.
-
-    Ranks may bring different numbers of batches, or none. A loss that nothing was scored for is left out.
-    """
-    totals = torch.zeros(4, dtype=torch.float64, device=parallel.device)
-    was_training = objective.training
-    objective.eval()
-    for batch in batches:
-        with autocast(parallel.device, precision):
-            losses = objective(batch.to(parallel.device))
-        totals[0] += losses.canvas_sum
-        totals[1] += losses.ar_sum
-        totals[2] += batch.canvas_count()
-        totals[3] += batch.ar_count()
-    objective.train(was_training)
-    canvas_sum, ar_sum, canvas_count, ar_count = parallel.sum(totals).tolist()
-    means = {"heldout_canvas_loss": (canvas_sum, canvas_count), "heldout_ar_loss": (ar_sum, ar_count)}
-    return {name: total / count for name, (total, count) in means.items() if count}
