@@ -52,7 +52,7 @@ CORPUS: dict[str, tuple[str, str | bytes, str, str]] = {
     "a comma after each row": ("a.jsonl", raw(GOOD + ","), ":3: ", "not valid JSON"),
     "nested too deeply": ("a.jsonl", raw("[" * 100_000), ":3: ", "nested"),
     "not a number": ("a.jsonl", raw('{"prompt": "a", "response": NaN}'), ":3: ", "NaN"),
-    "a key twice": ("a.jsonl", raw('{"prompt": "a", "prompt": "b", "response": "c"}'), ":3: ", "'prompt' appears twice"),
+    "a key twice": ("a.jsonl", raw('{"prompt": "a", "prompt": "b", "response": "c"}'), ":3: ", "appears twice"),
     "an endless integer": ("a.jsonl", raw('{"id": ' + "1" * 5000 + "}"), ":3: ", "integer"),
     "a list": ("a.jsonl", raw("[1]"), ":3: ", "the row is a list"),
     "null": ("a.jsonl", raw("null"), ":3: ", "the row is null"),

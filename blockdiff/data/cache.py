@@ -107,8 +107,9 @@ def _sync(file: IO[bytes] | IO[str]) -> None:
 def _remove_stale(directory: Path) -> None:
     """Remove what processes left that were killed a day ago or earlier; younger ones may still be at work."""
     for partial in directory.glob(f"{PARTIAL}*"):
+        tokens = partial / TOKENS
         try:
-            if time.time() - (partial / TOKENS).stat().st_mtime > STALE:
+            if time.time() - (tokens if tokens.exists() else partial).stat().st_mtime > STALE:
                 shutil.rmtree(partial, ignore_errors=True)
-        except OSError:
+        except OSError:  # its process is done with it
             continue

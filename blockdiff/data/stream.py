@@ -72,7 +72,7 @@ class Stream:
         taken = [self._take() for _ in range(self.shuffle_buffer)]
         order = permutation(self.seed, Draw.WINDOW, (window,), self.shuffle_buffer).tolist()
         self._windows[window] = [taken[number] for number in order]
-        for old in sorted(self._windows)[:-WINDOWS]:
+        for old in list(self._windows)[:-WINDOWS]:  # the ones that were read first
             del self._windows[old]
         check_conversations(self.encoder, self.statistics[-1][1])
 
@@ -115,15 +115,16 @@ class _Run:
         self._examples: Iterator[Example] | None = None
 
     def __next__(self) -> Example:
-        if self._examples is None:
-            self._examples = self.encoder.examples(self.source.rows(), self.tally)
-        example = next(self._examples, None)
-        if example is None:  # the end of a pass
-            self._examples = self.encoder.examples(self.source.rows(), self.tally)
+        while True:
+            is_whole_pass = self._examples is None
+            if self._examples is None:
+                self._examples = self.encoder.examples(self.source.rows(), self.tally)
             example = next(self._examples, None)
-        if example is None:
-            raise self.encoder.nothing_left(self.tally.rows, self.source.files[0])
-        return example
+            if example is not None:
+                return example
+            if is_whole_pass:
+                raise self.encoder.nothing_left(self.tally.rows, self.source.files[0])
+            self._examples = None
 
     def skip(self, count: int) -> None:
         """Pass over `count` examples: without looking at the rows where each is sure to become an example."""

@@ -1,0 +1,288 @@
+"""Encoded examples are mapped from disk, found again by content, and never half there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+from blockdiff.data import cache as cache_file
+from blockdiff.data import examples as examples_file
+from blockdiff.data.chat import Encoder, Example
+from blockdiff.data.dataset import Dataset, load_dataset
+from blockdiff.data.examples import Examples, write_examples
+from blockdiff.data.rows import read_rows
+from blockdiff.data.sources import SourceSpec
+from blockdiff.data.statistics import Statistics
+from blockdiff.data.sudoku import alphabet
+from blockdiff.data.template import packaged_template
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.errors import DataError
+from tests.chat_tokenizer import chat_tokenizer
+
+ENCODER = Encoder(chat_tokenizer(), eos_id=1, canvas_length=8, max_length=60)
+TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+ROWS = [
+    {"prompt": "a", "response": "b" * 5},
+    {"messages": [*TALK, *TALK]},
+    {"prompt": "a" * 70, "response": "b"},  # no room
+    {"prompt": "c", "response": "d" * 80},  # cut
+]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def load(*paths: Path, cache: Path | None = None, encoder: Encoder = ENCODER, **options) -> Dataset:
+    return load_dataset([SourceSpec(str(path)) for path in paths], encoder, cache=cache, **options)
+
+
+@contextmanager
+def forbidden(monkeypatch: pytest.MonkeyPatch):
+    """Encoding anything is an error in here."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("encoded again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "examples", refuse)
+        yield
+
+
+def test_examples_are_those_of_the_encoder_with_and_without_a_cache(rows, tmp_path, monkeypatch):
+    expected, statistics = ENCODER.encode(read_rows(rows))
+    assert len(expected) == 3 and statistics.dropped == statistics.truncated == 1
+    for _ in range(2):
+        for cache in (None, tmp_path / "cache"):
+            found = load(rows, cache=cache)
+            assert list(found.examples) == expected == found.examples[:]
+            assert found.examples[-1] == expected[-1] and len(found) == 3
+            assert found.lengths.tolist() == [len(example.tokens) for example in expected]
+            assert found.lengths.dtype == np.int64
+            assert found.statistics == [("rows.jsonl", statistics)]
+            with pytest.raises(IndexError):
+                found.examples[3]
+
+
+def test_a_second_start_encodes_nothing_and_follows_a_file_that_moved(rows, tmp_path, monkeypatch):
+    first = load(rows, cache=tmp_path / "cache")
+    moved = rows.rename(tmp_path / "elsewhere.jsonl")
+    with forbidden(monkeypatch):
+        again = load(moved, cache=tmp_path / "cache")
+    assert again.fingerprint == first.fingerprint
+    assert [example.where for example in again.examples] == [f"{moved}:{line}" for line in (1, 2, 4)]
+    assert load(moved).fingerprint == first.fingerprint
+
+
+def test_whatever_changes_the_tokens_changes_the_fingerprint(rows, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text(rows.read_text().replace("hello", "hallo"))
+    tagged = chat_tokenizer(packaged_template().replace("model\\n", "robot\\n"))
+    variants = [
+        replace(ENCODER, eos_id=0),
+        replace(ENCODER, canvas_length=4),
+        replace(ENCODER, max_length=50),
+        replace(ENCODER, enable_thinking=True),
+        replace(ENCODER, turns="last"),
+        replace(ENCODER, system="x"),
+        replace(ENCODER, too_long="drop"),
+        replace(ENCODER, tokenizer=tagged),
+    ]
+    found = [load(rows), load(other), *(load(rows, encoder=encoder) for encoder in variants)]
+    columns = SourceSpec(str(rows), columns={"id": "prompt"})
+    with pytest.raises(DataError, match="'prompt', to be id, is not there"):
+        load_dataset([columns], ENCODER, cache=None)
+    assert len({data.fingerprint for data in found}) == len(found)
+    assert load(rows, encoder=replace(ENCODER, tokenizer=chat_tokenizer())).fingerprint == found[0].fingerprint
+    weighted = load_dataset([SourceSpec(str(rows), weight=2.0)], ENCODER, cache=None)
+    assert weighted.fingerprint != found[0].fingerprint
+
+
+def test_the_fingerprint_outlives_the_calls_of_the_tokenizer(rows):
+    tokenizer = chat_tokenizer()
+    before = Encoder(tokenizer, eos_id=1, canvas_length=8).fingerprint
+    tokenizer(["a", "longer"], truncation=True, padding=True, max_length=4)
+    tokenizer.chat_template = packaged_template()  # what training leaves in it
+    assert Encoder(tokenizer, eos_id=1, canvas_length=8).fingerprint == before
+
+
+def test_sample_ids_go_on_from_one_source_to_the_next(rows, tmp_path):
+    for _ in range(2):
+        found = load(rows, rows, cache=tmp_path / "cache")
+        assert [example.sample_id for example in found.examples] == [0, 1, 3, 4, 5, 7]
+        assert found.examples[4].tokens == found.examples[1].tokens and found.examples[-6] == found.examples[0]
+        assert found.sizes == [3, 3] and len(found) == len(found.lengths) == 6
+    with pytest.raises(IndexError):
+        found.examples[6]
+
+
+def test_sources_are_told_apart_and_summed_up(rows, tmp_path):
+    other = tmp_path / "sub" / "rows.jsonl"
+    other.parent.mkdir()
+    other.write_text('{"prompt": "a", "response": "b"}\n')
+    specs = [SourceSpec(str(rows), weight=3.0), SourceSpec(str(other)), SourceSpec(str(other), name="b")]
+    found = load_dataset(specs, ENCODER, cache=None)
+    assert [name for name, _ in found.statistics] == [str(rows), str(other), "b", "total"]
+    assert found.total.rows == 6 and found.total.examples == 5 and found.total.conversations == 1
+    assert found.total.longest == max(found.lengths) and found.weights == [3.0, 1.0, 1.0]
+    record = json.loads(json.dumps(found.to_record()))
+    assert [source["share"] for source in record["sources"]] == [0.6, 0.2, 0.2]
+    assert record["sources"][0]["lengths"] == {"p50": 35, "p90": 58, "p99": 58, "p100": 58}
+    assert record["sources"][0]["dropped"] == record["total"]["dropped"] == 1
+    assert record["total"]["fill_share"] == found.total.fill_share
+
+
+def test_statistics_of_other_canvases_do_not_add_up():
+    one = Statistics(1, 0, 0, 0, 1, 1, 3, 5, 5, canvas_length=4)
+    assert one + one == Statistics(2, 0, 0, 0, 2, 2, 6, 10, 5, canvas_length=4)
+    with pytest.raises(ValueError, match="do not add up"):
+        one + replace(one, canvas_length=8)
+
+
+def test_datasets_opens_what_is_cached(rows, tmp_path):
+    load(rows, cache=tmp_path / "cache")
+    (file,) = tmp_path.glob("cache/*/tokens.arrow")
+    opened = datasets.Dataset.from_file(str(file))
+    expected = ENCODER.encode(read_rows(rows))[0]
+    assert opened["tokens"][:] == [example.tokens for example in expected]
+    assert opened["responses"][1] == [edge for span in expected[1].responses for edge in span]
+
+
+def test_writing_holds_a_part_of_the_examples_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(examples_file, "BATCH", 10)
+    with (tmp_path / "e.arrow").open("wb") as file:
+
+        def stream():
+            for number in range(100):
+                if number % 10 == 5:
+                    written.append(file.tell())
+                yield Example(number, [number] * (number % 7 + 1), [(0, 1)], number % 3 == 0, f"f:{number}")
+
+        written: list[int] = []
+        assert write_examples(file, stream(), ["f"]) == 100
+    assert len(set(written)) == 10
+    with (tmp_path / "e.arrow").open("rb") as file:
+        examples = Examples(file, ["g"], first_id=1000)
+    (tmp_path / "e.arrow").unlink()
+    assert [example.sample_id for example in examples] == list(range(1000, 1100))
+    assert examples[37] == Example(1037, [37] * 3, [(0, 1)], False, "g:37")
+
+
+def test_without_a_cache_no_file_stays_behind(rows, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    data = load(rows)
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert len(data.examples[0].tokens) == 8
+
+
+def entry_of(cache: Path) -> Path:
+    (entry,) = cache.iterdir()
+    assert re.fullmatch(r"[0-9a-f]{32}", entry.name)
+    assert {file.name for file in entry.iterdir()} == {"tokens.arrow", "facts.json"}
+    return entry
+
+
+@pytest.mark.parametrize("damage", ["cut", "no facts", "half facts", "zeros", "old facts"])
+def test_a_damaged_entry_is_made_again(rows, tmp_path, damage):
+    cache = tmp_path / "cache"
+    expected = list(load(rows, cache=cache).examples)
+    tokens, facts = entry_of(cache) / "tokens.arrow", entry_of(cache) / "facts.json"
+    content = tokens.read_bytes()
+    if damage == "cut":
+        tokens.write_bytes(content[:-8])
+    elif damage == "zeros":
+        tokens.write_bytes(b"\0" * len(content))
+    elif damage == "no facts":
+        facts.unlink()
+    elif damage == "half facts":
+        facts.write_text(facts.read_text()[:20])
+    else:
+        facts.write_text(facts.read_text().replace("canvases", "pictures"))
+    assert list(load(rows, cache=cache).examples) == expected
+    assert tokens.read_bytes() == content and entry_of(cache)
+
+
+@pytest.mark.parametrize("place", [1, 2], ids=["tokens not synced", "facts not synced"])
+def test_a_process_killed_while_writing_leaves_nothing_that_is_taken_for_complete(rows, tmp_path, place):
+    cache = tmp_path / "cache"
+    child = os.fork()
+    if not child:
+        try:
+            calls = itertools.count(1)
+            cache_file._sync = lambda _: next(calls) == place and os.kill(os.getpid(), signal.SIGKILL)
+            load(rows, cache=cache)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = cache.iterdir()
+    assert left.name.startswith(cache_file.PARTIAL) and (left / "tokens.arrow").exists()
+    assert list(load(rows, cache=cache).examples) == ENCODER.encode(read_rows(rows))[0]
+    assert left.exists()  # its process might still be at work
+    os.utime(left / "tokens.arrow", (0, 0))  # a day later it cannot be
+    load(rows, rows, cache=cache, encoder=replace(ENCODER, max_length=None))
+    assert not left.exists()
+
+
+def test_of_two_processes_that_write_the_same_one_wins_and_both_read(rows, tmp_path, monkeypatch):
+    write, cache = cache_file._sync, tmp_path / "cache"
+
+    def slow(file) -> None:
+        monkeypatch.setattr(cache_file, "_sync", write)
+        load(rows, cache=cache)  # the other process is done first
+        write(file)
+
+    monkeypatch.setattr(cache_file, "_sync", slow)
+    assert len(load(rows, cache=cache)) == 3 and entry_of(cache)
+
+
+def test_a_cache_that_cannot_be_written_is_said_in_one_line(rows, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file.*token cache cannot be written .*; set data.cache"):
+        load(rows, cache=tmp_path / "file")
+
+
+def test_the_work_is_done_inside_first_and_only_where_there_is_a_cache_to_share(rows, tmp_path, monkeypatch):
+    entered = []
+
+    @contextmanager
+    def first():
+        entered.append(sorted(tmp_path.glob("cache/*")))
+        yield
+        entered.append(sorted(tmp_path.glob("cache/*")))
+
+    load(rows, cache=tmp_path / "cache", first=first())
+    assert entered[0] == [] and len(entered[1]) == 1
+    load(rows, first=first())
+    assert len(entered) == 2
+
+
+@pytest.mark.parametrize("option, key", [({"system": "be kind"}, "system"), ({"enable_thinking": True}, "thinking")])
+def test_options_of_conversations_are_refused_where_there_are_none(tmp_path, option, key):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "1=", "response": "1"}\n')
+    encoder = Encoder(character_tokenizer(alphabet(4)), eos_id=1, canvas_length=4, **option)
+    with pytest.raises(DataError, match=rf"data.{key}: is set, but no row is a conversation"):
+        load(path, encoder=encoder)
+
+
+def test_a_source_of_which_nothing_is_left_is_named(rows, tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text('{"prompt": "' + "a" * 99 + '", "response": "b"}\n')
+    with pytest.raises(DataError, match=r"long.jsonl: none of 1 rows has room for a canvas of 8 tokens within"):
+        load(rows, path)
+    with pytest.raises(DataError, match=r"long.jsonl: none of 1 rows is short enough within max_length 60; raise"):
+        load(path, encoder=replace(ENCODER, too_long="drop"))

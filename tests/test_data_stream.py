@@ -1,0 +1,130 @@
+"""A stream gives the same example at a place whenever and wherever it is asked for."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pytest
+
+from blockdiff.data.chat import Encoder
+from blockdiff.data.plan import SequentialPlan
+from blockdiff.data.sources import Files, SourceSpec
+from blockdiff.data.stream import Stream
+from blockdiff.errors import DataError
+from tests.chat_tokenizer import chat_tokenizer
+
+ENCODER = Encoder(chat_tokenizer(), eos_id=1, canvas_length=8)
+TIGHT = Encoder(chat_tokenizer(), eos_id=1, canvas_length=8, max_length=14, too_long="drop")
+
+
+@pytest.fixture
+def path(tmp_path):
+    """23 rows, every fifth of them longer than 14 tokens."""
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{n:02}", "response": "x" * (30 if n % 5 == 4 else n % 7 + 1)} for n in range(23)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def stream(*paths, encoder=ENCODER, buffer=10, seed=0, **options):
+    return Stream([SourceSpec(str(path), **options) for path in paths], encoder, buffer, seed)
+
+
+def line(example):
+    return int(example.where.rpartition(":")[2])
+
+
+def test_every_pass_has_every_row_and_running_numbers_as_sample_ids(path):
+    rows = stream(path)
+    examples = [rows[place] for place in range(46)]
+    assert sorted(example.sample_id for example in examples[:40]) == list(range(40))
+    by_number = {example.sample_id: line(example) for example in examples}
+    assert all(row == number % 23 + 1 for number, row in by_number.items())
+    assert [example.sample_id for example in examples[:10]] != list(range(10))  # shuffled
+    assert all(isinstance(token, int) for token in examples[0].tokens) and type(examples[0].tokens) is list
+    assert rows.statistics[0][1].rows == 50
+
+
+def test_rows_are_shuffled_within_their_window_by_an_order_of_its_own(path):
+    orders = [[stream(path)[10 * window + place].sample_id - 10 * window for place in range(10)] for window in (0, 1)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(10)) and orders[0] != orders[1]
+    assert orders[0] != [stream(path, seed=1)[place].sample_id for place in range(10)]
+
+
+@pytest.mark.parametrize("encoder", [ENCODER, TIGHT], ids=["rows skipped", "rows replayed"])
+@pytest.mark.parametrize("sources", [1, 2])
+def test_a_restart_at_any_place_gives_the_same_examples(path, tmp_path, encoder, sources):
+    small = tmp_path / "small.jsonl"
+    small.write_text('{"prompt": "s", "response": "y"}\n{"prompt": "t", "response": "z"}\n')
+    paths = (path, small)[:sources]
+    whole = stream(*paths, encoder=encoder)
+    expected = [whole[place] for place in range(120)]
+    for place in (0, 9, 10, 57, 99, 119):
+        assert stream(*paths, encoder=encoder)[place] == expected[place]
+    forward = stream(*paths, encoder=encoder)
+    assert [forward[place] for place in (5, 61, 62, 110)] == [expected[place] for place in (5, 61, 62, 110)]
+    assert forward[5] == expected[5]  # backwards costs a restart, nothing else
+    if encoder is TIGHT:
+        assert all(len(example.tokens) <= 14 for example in expected)
+        assert whole.statistics[-1][1].dropped > 0
+    if sources == 2:
+        shares = [example.where.startswith(str(small)) for example in expected]
+        assert 40 < sum(shares) < 80
+
+
+def test_a_restart_far_away_looks_at_no_row_it_does_not_need(path, monkeypatch):
+    looked = []
+    examples = Encoder.examples
+
+    def counted(self, rows, tally):
+        return examples(self, (looked.append(row) or row for row in rows), tally)
+
+    monkeypatch.setattr(Encoder, "examples", counted)
+    opened = []
+    rows = Files.rows
+    monkeypatch.setattr(Files, "rows", lambda self, skip=None: opened.append(1) or rows(self, skip))
+    assert line(stream(path)[1_000_000]) == stream(path)[1_000_000].sample_id % 23 + 1
+    assert len(looked) < 100 and len(opened) < 10
+
+
+def test_a_batch_over_the_edge_of_a_window_may_be_taken_in_any_order(path):
+    whole = stream(path)
+    slots = [index for _, index in SequentialPlan(6)(2)]
+    assert slots == [6, 7, 8, 9, 10, 11]
+    expected = [stream(path)[place] for place in slots]
+    assert [whole[place] for place in (10, 7, 11, 6, 9, 8)] == [expected[place - 6] for place in (10, 7, 11, 6, 9, 8)]
+    assert whole.statistics[0][1].rows == 20  # nothing was read twice
+
+
+def test_a_stream_from_the_hub_is_skipped_and_passed_again(monkeypatch):
+    table = datasets.Dataset.from_list([{"prompt": str(n), "response": "r"} for n in range(7)])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **more: table.to_iterable_dataset())
+    whole = stream("owner/rows", buffer=4)
+    expected = [whole[place] for place in range(40)]
+    assert {line_of.where for line_of in expected} == {f"owner/rows:train:row {n}" for n in range(1, 8)}
+    for place in (3, 8, 21, 39):
+        assert stream("owner/rows", buffer=4)[place] == expected[place]
+    assert whole.fingerprint == stream("owner/rows", buffer=9).fingerprint
+
+
+def test_the_fingerprint_sees_other_data_and_other_options(path, tmp_path):
+    first = stream(path).fingerprint
+    moved = tmp_path / "moved.jsonl"
+    moved.write_bytes(path.read_bytes())
+    assert stream(moved).fingerprint == first
+    assert stream(path, encoder=TIGHT).fingerprint != first
+    assert stream(path, weight=2.0).fingerprint != first
+    moved.write_text(path.read_text().replace("00", "01"))
+    assert stream(moved).fingerprint != first
+
+
+def test_a_stream_of_which_nothing_is_left_ends(path):
+    none_fits = Encoder(chat_tokenizer(), eos_id=1, canvas_length=8, max_length=2)
+    with pytest.raises(DataError, match=r"rows.jsonl: none of 23 rows has room"):
+        stream(path, encoder=none_fits)[0]
+
+
+def test_options_of_conversations_are_refused_where_there_are_none(path):
+    with pytest.raises(DataError, match=r"data.system: is set, but no row is a conversation"):
+        stream(path, encoder=Encoder(chat_tokenizer(), eos_id=1, canvas_length=8, system="x"))[0]
