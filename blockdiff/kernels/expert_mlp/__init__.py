@@ -8,11 +8,12 @@ from torch import Tensor
 
 
 class ExpertMLP(Protocol):
-    """`sum_k weight_k * down_e(act(gate_e x) * up_e x)`, e = index_k, for every token.
+    """`sum_k weight_k * down_e(f(gate_e x) * g(up_e x))`, e = index_k, for every token.
 
     x_ND: tokens; gate_up_EFD: [E, 2F, D], gate rows first; down_EDF: [E, D, F]; expert_index_Nk: int64, E means "no
-    expert" (padding: no work, contributes 0); expert_weight_Nk: routing weights; activation: "gelu_tanh". Returns
-    [N, D] in x's dtype; gradients for x, the routing weights and whichever weights require them.
+    expert" (padding: no work, contributes 0); expert_weight_Nk: routing weights; activation: "gelu_tanh", "silu" or
+    "swiglu_oai" (activations.py). Returns [N, D] in x's dtype; gradients for x, the routing weights and whichever
+    weights require them, summed in an order that the inputs alone decide.
     """
 
     def __call__(

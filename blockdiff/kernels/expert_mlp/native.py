@@ -1,8 +1,8 @@
 """expert_mlp in plain torch: tokens sorted by expert, one matrix product per expert, a hand-written backward.
 
 Nothing that only a weight gradient needs is saved when the weights are frozen; on a GPU the activation is
-recomputed in the backward instead of saved. A handful of tokens without gradient runs all experts densely, which is
-a few launches rather than a few per expert.
+recomputed in the backward instead of saved, and where torch has a grouped product nothing waits for the host. A
+handful of tokens without gradient runs all experts densely, which is a few launches rather than a few per expert.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from blockdiff.kernels.expert_mlp.activations import Activation, activation_of
 
 DENSE_FLOPS = 3e7  # dense products up to this size cost less than sorting and one launch per expert
 
@@ -25,20 +27,35 @@ def _has_grouped_mm(x_M: Tensor, weights_E: Tensor) -> bool:
     return x_M.shape[0] > 0 and all(size % aligned == 0 for size in weights_E.shape[1:])
 
 
+def _trims(index_Nk: Tensor) -> bool:
+    """Whether slots without an expert are cut off: their number is then read, which on a GPU the host waits for."""
+    return index_Nk.is_cpu
+
+
 class _Groups:
-    """Where each expert's tokens stand after sorting the N * k assignments by expert ("no expert" last)."""
+    """Where each expert's tokens stand after sorting the N * k slots by expert ("no expert" last).
+
+    Rows at or after ends_E[-1] are cut off, or hold anything: `combine` and `to_slots` leave them out.
+    """
 
     def __init__(self, expert_index_Nk: Tensor, experts: int):
         flat = expert_index_Nk.reshape(-1)
-        self.k = expert_index_Nk.shape[1]
-        order = flat.argsort(stable=True)
-        self.ends_E = torch.bincount(flat, minlength=experts + 1)[:experts].cumsum(0).to(torch.int32)
-        self.slots, self.assigned = flat.numel(), int(self.ends_E[-1])
-        self.slot = order[: self.assigned]
-        self.token = torch.div(self.slot, self.k, rounding_mode="floor")
+        self.k, self.slots = expert_index_Nk.shape[1], flat.numel()
+        self.has_expert_Nk: Tensor | None = None
         place = torch.arange(self.slots, device=flat.device)
-        if self.assigned < self.slots:
-            place.clamp_(max=self.assigned)  # a row that counts for nothing
+        if _trims(flat):
+            order = flat.argsort(stable=True)
+            self.ends_E = torch.bincount(flat, minlength=experts + 1)[:experts].cumsum(0).to(torch.int32)
+            self.rows = int(self.ends_E[-1])
+            if self.rows < self.slots:
+                place.clamp_(max=self.rows)  # a row that counts for nothing
+        else:
+            chosen, order = flat.sort(stable=True)
+            expert_E = torch.arange(experts, device=flat.device, dtype=flat.dtype)
+            self.ends_E = torch.searchsorted(chosen, expert_E, right=True, out_int32=True)
+            self.rows, self.has_expert_Nk = self.slots, expert_index_Nk < experts
+        self.slot = order[: self.rows]
+        self.token = torch.div(self.slot, self.k, rounding_mode="floor")
         self.place_Nk = torch.empty_like(order).scatter_(0, order, place).view_as(expert_index_Nk)
 
     def bounds(self) -> list[tuple[int, int, int]]:
@@ -57,20 +74,32 @@ class _Groups:
 
     def outer(self, left_M: Tensor, right_M: Tensor, like: Tensor) -> Tensor:
         """Per expert left^T right: the gradient of its matrix."""
+        if self.has_expert_Nk is not None and _has_grouped_mm(left_M, like):
+            return F.grouped_mm(left_M.t(), right_M, offs=self.ends_E)
         grad = torch.zeros_like(like)
         for e, lo, hi in self.bounds():
             torch.mm(left_M[lo:hi].t(), right_M[lo:hi], out=grad[e])
         return grad
 
     def combine(self, y_M: Tensor, weight_Nk: Tensor | None) -> Tensor:
-        """The (weighted) sum over each token's k assignments, in a fixed order."""
-        if self.assigned < self.slots:
+        """The (weighted) sum over each token's k slots, in a fixed order."""
+        if self.rows < self.slots:
             y_M = F.pad(y_M, (0, 0, 0, 1))
         is_bag = y_M.is_cpu and y_M.dtype == torch.float32 and (weight_Nk is None or weight_Nk.dtype == y_M.dtype)
-        if self.slots and is_bag:
+        if self.slots and is_bag and self.has_expert_Nk is None:
             return F.embedding_bag(self.place_Nk, y_M, mode="sum", per_sample_weights=weight_Nk)
         y_NkD = y_M.index_select(0, self.place_Nk.reshape(-1)).view(-1, self.k, y_M.shape[1])
-        return (y_NkD if weight_Nk is None else y_NkD * weight_Nk[..., None]).sum(1)
+        if weight_Nk is not None:
+            y_NkD = y_NkD * weight_Nk[..., None]
+        if self.has_expert_Nk is not None:
+            y_NkD = torch.where(self.has_expert_Nk[..., None], y_NkD, 0.0)
+        return y_NkD.sum(1)
+
+    def to_slots(self, values_M: Tensor, like_Nk: Tensor) -> Tensor:
+        """One number for each row as one for each slot, 0 for slots without an expert."""
+        out_Nk = torch.zeros_like(like_Nk)
+        out_Nk.view(-1)[self.slot] = values_M.to(out_Nk.dtype)
+        return out_Nk if self.has_expert_Nk is None else torch.where(self.has_expert_Nk, out_Nk, 0.0)
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -82,14 +111,15 @@ class _ExpertMLP(torch.autograd.Function):
         down_EDF: Tensor,
         expert_index_Nk: Tensor,
         expert_weight_Nk: Tensor,
+        activation: Activation,
     ) -> Tensor:
         groups = _Groups(expert_index_Nk, gate_up_EFD.shape[0])
         h = groups.product(x_ND.index_select(0, groups.token), gate_up_EFD.transpose(1, 2))
         gate, up = h.chunk(2, -1)
-        activated = F.gelu(gate, approximate="tanh")
-        a = activated * up
+        activated = activation.gate(gate)
+        a = activated * activation.linear(up)
         y = groups.product(a, down_EDF.transpose(1, 2))
-        ctx.groups = groups
+        ctx.groups, ctx.activation = groups, activation
         kept = (activated, a) if x_ND.is_cpu else (None, None)
         ctx.save_for_backward(x_ND, h, *kept, gate_up_EFD, down_EDF, expert_weight_Nk)
         return groups.combine(y, expert_weight_Nk).to(x_ND.dtype)
@@ -98,22 +128,25 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, h, activated, a, gate_up_EFD, down_EDF, expert_weight_Nk = ctx.saved_tensors
         groups: _Groups = ctx.groups
+        activation: Activation = ctx.activation
         gate, up = h.chunk(2, -1)
+        linear = activation.linear(up)
         if activated is None:
-            activated = F.gelu(gate, approximate="tanh")
-            a = activated * up
+            activated = activation.gate(gate)
+            a = activated * linear
         grad_y = grad_ND.index_select(0, groups.token)
         weight_M1 = expert_weight_Nk.reshape(-1).index_select(0, groups.slot)[:, None].to(grad_y.dtype)
         grad_a = groups.product(grad_y, down_EDF)  # before the routing weight
         grad_weight = None
         if ctx.needs_input_grad[4]:
-            grad_weight = torch.zeros_like(expert_weight_Nk)
-            grad_weight.view(-1)[groups.slot] = (a * grad_a).sum(-1).to(grad_weight.dtype)
+            grad_weight = groups.to_slots((a * grad_a).sum(-1), expert_weight_Nk)
         grad_a.mul_(weight_M1)
         grad_h = torch.empty_like(h)
         grad_gate, grad_up = grad_h.chunk(2, -1)
         torch.mul(grad_a, activated, out=grad_up)
-        grad_gate.copy_(torch.ops.aten.gelu_backward(grad_a.mul_(up), gate, approximate="tanh"))
+        if activation.up_backward is not None:
+            grad_up.copy_(activation.up_backward(grad_up, up))
+        grad_gate.copy_(activation.gate_backward(grad_a.mul_(linear), gate))
         grad_x = grad_gate_up = grad_down = None
         if ctx.needs_input_grad[0]:
             grad_x = groups.combine(groups.product(grad_h, gate_up_EFD), None)
@@ -121,15 +154,17 @@ class _ExpertMLP(torch.autograd.Function):
             grad_gate_up = groups.outer(grad_h, x_ND.index_select(0, groups.token), gate_up_EFD)
         if ctx.needs_input_grad[2]:
             grad_down = groups.outer(grad_y.mul_(weight_M1), a, down_EDF)
-        return grad_x, grad_gate_up, grad_down, None, grad_weight
+        return grad_x, grad_gate_up, grad_down, None, grad_weight, None
 
 
-def _dense(x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, index_Nk: Tensor, weight_Nk: Tensor) -> Tensor:
+def _dense(
+    x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, index_Nk: Tensor, weight_Nk: Tensor, activation: Activation
+) -> Tensor:
     """Every expert on every token, weighted by the (mostly zero) routing matrix."""
     E, N = gate_up_EFD.shape[0], x_ND.shape[0]
     routing = weight_Nk.new_zeros(N, E + 1).scatter_(1, index_Nk, weight_Nk)[:, :E]
     gate, up = torch.matmul(x_ND, gate_up_EFD.transpose(1, 2)).chunk(2, -1)
-    y = torch.matmul(F.gelu(gate, approximate="tanh").mul_(up), down_EDF.transpose(1, 2))
+    y = torch.matmul(activation.gate(gate).mul_(activation.linear(up)), down_EDF.transpose(1, 2))
     return (y * routing.t()[:, :, None]).sum(0).to(x_ND.dtype)
 
 
@@ -142,11 +177,10 @@ def expert_mlp(
     activation: str = "gelu_tanh",
 ) -> Tensor:
     """The public op (see `ExpertMLP` for shapes)."""
-    if activation != "gelu_tanh":
-        raise NotImplementedError(f"expert_mlp: activation {activation!r}; gelu_tanh is what there is")
+    gated = activation_of(activation)
     if torch.is_autocast_enabled(x_ND.device.type):  # products into given buffers are not cast by autocast
         dtype = torch.get_autocast_dtype(x_ND.device.type)
         x_ND, gate_up_EFD, down_EDF = x_ND.to(dtype), gate_up_EFD.to(dtype), down_EDF.to(dtype)
     if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= DENSE_FLOPS:
-        return _dense(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)
-    return _ExpertMLP.apply(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)
+        return _dense(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk, gated)
+    return _ExpertMLP.apply(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk, gated)
