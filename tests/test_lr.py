@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from blockdiff.cli.assemble import learning_rate
+from blockdiff.sections import OptimSection
 from blockdiff.training.lr import WarmupConstant, WarmupCosine, WarmupLinear, WarmupStableDecay
 
 SCHEDULES = [
     WarmupCosine(2.0, 110, 10, 0.1),
     WarmupLinear(2.0, 110, 10, 0.1),
     WarmupConstant(2.0, 10),
-    WarmupStableDecay(2.0, 110, 20, 10, 0.1),
+    WarmupStableDecay(2.0, 110, 10, 20, 0.1),
 ]
 
 
@@ -44,12 +48,12 @@ def test_wsd_stays_level_and_decays_over_its_last_steps():
 
 
 def test_the_level_part_of_wsd_does_not_depend_on_how_long_the_run_is():
-    longer = WarmupStableDecay(2.0, 1000, 20, 10, 0.1)
+    longer = WarmupStableDecay(2.0, 1000, 10, 20, 0.1)
     assert rates(longer, *range(1, 91)) == rates(SCHEDULES[3], *range(1, 91))
 
 
 def test_a_wsd_decay_longer_than_the_run_begins_after_the_warmup():
-    schedule = WarmupStableDecay(1.0, 20, 500, warmup_steps=10, final_ratio=0.0)
+    schedule = WarmupStableDecay(1.0, 20, 10, 500, final_ratio=0.0)
     assert rates(schedule, 10, 15, 20) == pytest.approx([1.0, 0.5, 0.0])
 
 
@@ -62,3 +66,19 @@ def test_without_warmup_the_first_step_is_close_to_the_peak():
 def test_a_run_shorter_than_its_warmup_still_has_a_learning_rate(kind):
     schedule = kind(1.0, 5, 10)
     assert rates(schedule, 1, 2, 3, 4, 5) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"schedule": "cosine"}, SCHEDULES[0]),
+        ({"schedule": "linear"}, SCHEDULES[1]),
+        ({"schedule": "constant"}, SCHEDULES[2]),
+        ({"schedule": "wsd", "decay_steps": 20}, SCHEDULES[3]),
+        ({"schedule": "wsd"}, WarmupStableDecay(2.0, 110, 10, 11, 0.1)),
+    ],
+)
+def test_a_recipe_names_its_schedule(said, expected):
+    optim = OptimSection(lr=2.0, warmup_steps=10, final_lr_ratio=0.1, **said)
+    lr = learning_rate(SimpleNamespace(optim=optim, train=SimpleNamespace(steps=110)))
+    assert [lr(step) for step in range(1, 130)] == rates(expected, *range(1, 130))

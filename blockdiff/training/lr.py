@@ -65,8 +65,8 @@ class WarmupStableDecay:
 
     peak: float
     steps: int
+    warmup_steps: int
     decay_steps: int
-    warmup_steps: int = 0
     final_ratio: float = 0.1
 
     def lr(self, step: int) -> float:
