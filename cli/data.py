@@ -91,6 +91,7 @@ def tokenizer(
 
     made = byte_level_bpe(texts(), vocab_size)
     try:
+        output.mkdir(parents=True, exist_ok=True)
         made.save_pretrained(output)
     except OSError as error:
         raise BlockdiffError(f"{output}: cannot be written ({error.strerror}); choose another place") from None

@@ -211,6 +211,62 @@ def test_a_file_whose_every_row_is_too_long_is_refused():
         encoder.encode([Row("f:1", prompt="1=", response="1234")])
 
 
+def test_only_the_last_turn_can_be_a_response_and_the_others_are_context(tokenizer):
+    whole = encode(tokenizer, USER, ASSISTANT, USER, ASSISTANT, {"role": "assistant", "content": "more"})
+    last = encode(tokenizer, USER, ASSISTANT, USER, ASSISTANT, {"role": "assistant", "content": "more"}, turns="last")
+    assert last.tokens == whole.tokens and last.responses == whole.responses[-1:]
+    assert responses(tokenizer, last) == ["hi theremore<turn|>\n"]
+    encoder = Encoder(tokenizer, eos_id=1, canvas_length=8, turns="last")
+    _, statistics = encoder.encode([Row("f:1", messages=(USER, ASSISTANT) * 3), Row("f:2", prompt="a", response="b")])
+    assert (statistics.responses, statistics.unscored_turns, statistics.conversations) == (2, 2, 1)
+    assert "2 responses (2 assistant turns as context only)" in str(statistics)
+
+
+def test_a_system_prompt_is_put_before_conversations_without_one(tokenizer):
+    given = encode(tokenizer, {"role": "system", "content": "be kind"}, USER, ASSISTANT)
+    added = encode(tokenizer, USER, ASSISTANT, system="be kind")
+    assert added.tokens == given.tokens and added.responses == given.responses
+    own = encode(tokenizer, SYSTEM, USER, ASSISTANT, system="be kind")
+    assert own.tokens == encode(tokenizer, SYSTEM, USER, ASSISTANT).tokens
+    raw, _ = Encoder(tokenizer, eos_id=1, canvas_length=8, system="x").encode([Row("f:1", prompt="a", response="b")])
+    assert tokenizer.decode(raw[0].tokens) == "<bos>ab<eos>"
+
+
+def test_thinking_opens_the_system_turn_and_reasoning_is_part_of_the_response(tokenizer):
+    thoughtful = {**ASSISTANT, "reasoning": "so"}
+    example = encode(tokenizer, USER, thoughtful, enable_thinking=True, system="be kind")
+    assert tokenizer.decode(example.tokens).startswith("<bos><|turn>system\n<|think|>\nbe kind<turn|>\n<|turn>user")
+    assert responses(tokenizer, example) == ["<|channel>thought\nso\n<channel|>hi there<turn|>\n"]
+
+
+def test_rows_that_are_too_long_are_cut_left_out_or_refused(tokenizer):
+    rows = [Row("f:1", prompt="a", response="b" * 20), Row("f:2", prompt="a", response="b")]
+    options = dict(eos_id=1, canvas_length=8, max_length=20)
+    cut, statistics = Encoder(tokenizer, **options).encode(rows)
+    assert [len(example.tokens) for example in cut] == [18, 4] and statistics.truncated == 1
+    kept, statistics = Encoder(tokenizer, **options, too_long="drop").encode(rows)
+    assert kept == cut[1:] and (statistics.dropped, statistics.truncated, statistics.cut_tokens) == (1, 0, 0)
+    assert kept[0].sample_id == 1
+    with pytest.raises(DataError, match=r"f:1: 23 tokens, more than data.max_length 20; shorten it, raise"):
+        Encoder(tokenizer, **options, too_long="refuse").encode(rows)
+    assert Encoder(tokenizer, eos_id=1, canvas_length=8, max_length=23, too_long="refuse").encode(rows)
+
+
+def test_tokens_are_those_of_the_tokenizer_whatever_it_was_used_for_before():
+    tokenizer = chat_tokenizer()
+    row = Row("f:1", prompt="<|turn>user", response="x<eos>")
+    first = Encoder(tokenizer, eos_id=1, canvas_length=8).encode([row])[0][0]
+    assert first.tokens == [2, *tokenizer("<|turn>user", add_special_tokens=False)["input_ids"], *tokenizer(
+        "x<eos>", add_special_tokens=False)["input_ids"], 1]  # fmt: skip
+    tokenizer(["a", "longer"], truncation=True, padding=True, max_length=2)
+    assert Encoder(tokenizer, eos_id=1, canvas_length=8).encode([row])[0][0] == first
+    split = chat_tokenizer()
+    split.split_special_tokens = True
+    apart = Encoder(split, eos_id=1, canvas_length=8).encode([row])[0][0]
+    assert apart.tokens[1:-1] == [*split("<|turn>user", add_special_tokens=False)["input_ids"], *split(
+        "x<eos>", add_special_tokens=False)["input_ids"]] != first.tokens[1:-1]  # fmt: skip
+
+
 def test_spans_that_touch_are_merged_and_empty_ones_left_out():
     assert merged([(0, 2), (2, 5), (7, 7), (8, 9)]) == [(0, 5), (8, 9)]
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from blockdiff.data.rows import read_rows
+from blockdiff.data.rows import Row, read_rows, texts_of
 from blockdiff.errors import DataError
 
 GOOD = '{"prompt": "1+1=", "response": "2"}'
@@ -50,6 +50,26 @@ def test_role_names_reasoning_names_and_text_parts_come_out_in_one_form(tmp_path
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "c", "reasoning": "so"},
     )
+
+
+def test_conversations_in_the_sharegpt_form_are_the_same_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    lines = [
+        {"conversations": [{"from": "system", "value": "s"}, *turns]},
+        {"system": "s", "conversations": turns},
+        {"system": "s", "messages": [user("a"), assistant("b")]},
+        {"system": "", "messages": turns},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    expected = ({"role": "system", "content": "s"}, user("a"), assistant("b"))
+    assert [row.messages for row in read_rows(path)] == [expected] * 3 + [expected[1:]]
+
+
+def test_the_texts_of_a_row_are_all_that_somebody_wrote():
+    talk = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "c"})
+    assert list(texts_of(Row("f:1", messages=talk))) == ["a", "c", "b"]
+    assert list(texts_of(Row("f:1", prompt="", response="b"))) == ["b"]
 
 
 @pytest.mark.parametrize(

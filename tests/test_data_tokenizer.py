@@ -1,0 +1,102 @@
+"""A tokenizer learnt from rows writes any text, and fits rows of both forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from blockdiff.cli.main import app
+from blockdiff.data.chat import Encoder
+from blockdiff.data.rows import Row
+from blockdiff.data.template import packaged_template, training_template
+from blockdiff.data.tokenizer import MASK, TURN_TOKENS, byte_level_bpe
+from blockdiff.errors import DataError
+
+TEXTS = ["Ann sold 48 clips in April.", "Half of 48 clips is <<48/2=24>>24 clips.\n#### 24"] * 5
+ODD = ["  two  spaces\tand a tab\n", "ü🙂 日本", "<|turn>model\nx<turn|>", "0123456789", "", "\x00\x7f"]
+
+
+def test_ids_of_special_tokens_are_those_of_gemma_and_every_byte_is_there():
+    tokenizer = byte_level_bpe(TEXTS, 280)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, 2)
+    assert tokenizer.mask_token == MASK and tokenizer.mask_token_id == 3
+    assert len(tokenizer) == 280 == max(tokenizer.get_vocab().values()) + 1
+    for token in (MASK, *TURN_TOKENS):
+        assert len(tokenizer(token, add_special_tokens=False)["input_ids"]) == 1
+
+
+def test_any_text_comes_back_as_it_was_also_after_saving(tmp_path):
+    tokenizer = byte_level_bpe(TEXTS, 320)
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    for text in (*ODD, *TEXTS[:2]):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == text
+        assert again(text, add_special_tokens=False)["input_ids"] == ids
+        assert again(text)["input_ids"] == [2, *ids]
+    assert again.mask_token_id == 3 and again.get_vocab() == tokenizer.get_vocab()
+
+
+def test_digits_stay_single_and_frequent_words_become_one_token():
+    tokenizer = byte_level_bpe(TEXTS, 320)
+    assert tokenizer.tokenize("24")[-2:] == ["2", "4"]
+    assert len(tokenizer.tokenize(" clips")) == 1
+
+
+def test_the_same_texts_give_the_same_tokenizer():
+    assert byte_level_bpe(TEXTS, 300).get_vocab() == byte_level_bpe(iter(TEXTS), 300).get_vocab()
+
+
+def test_conversations_can_be_encoded():
+    tokenizer = byte_level_bpe(TEXTS, 300)
+    assert training_template(tokenizer) == packaged_template()
+    messages = ({"role": "user", "content": "Ann?"}, {"role": "assistant", "content": "\u00fc 48", "reasoning": "so"})
+    (example,), _ = Encoder(tokenizer, eos_id=1, canvas_length=8).encode([Row("f:1", messages=messages)])
+    ((start, end),) = example.responses
+    assert tokenizer.decode(example.tokens[start:end]) == "<|channel>thought\nso\n<channel|>ü 48<turn|>\n"
+
+
+@pytest.mark.parametrize(
+    "texts, size, reason", [(TEXTS, 264, "ask for at least 265"), (["", ""], 300, "no characters")]
+)
+def test_what_gives_no_tokenizer_is_refused(texts, size, reason):
+    with pytest.raises(DataError, match=reason):
+        byte_level_bpe(texts, size)
+    assert len(byte_level_bpe(TEXTS, 265)) == 265
+
+
+def run(*words: str | Path):
+    return CliRunner().invoke(app, ["data", "tokenizer", *map(str, words)])
+
+
+def test_the_command_learns_from_the_texts_of_all_sources(tmp_path):
+    talk = [{"role": "user", "content": "unlikely"}, {"role": "assistant", "content": "unlikely", "reasoning": "zzz"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"question": "unlikely", "answer": "4"}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    words = ["--vocab-size", "275", "--output", tmp_path / "out"]
+    result = run(tmp_path / "a.jsonl", "--columns", "prompt=question,response=answer", *words)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0] == "272 tokens from 1 rows, 9 characters"  # all merges of "unlikely"
+    result = run(tmp_path / "b.jsonl", *words)
+    assert result.stdout.splitlines()[0] == "274 tokens from 1 rows, 19 characters"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(tokenizer) == 274 and tokenizer.tokenize("unlikely") == ["unlikely"]
+
+
+def test_the_command_refuses_in_one_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    (tmp_path / "file").write_text("")
+    for words, reason in [
+        ([tmp_path / "a.jsonl", "--vocab-size", "100", "--output", tmp_path / "out"], "no room for every byte"),
+        ([tmp_path / "no.jsonl", "--output", tmp_path / "out"], "no such file"),
+        ([tmp_path / "a.jsonl", "--output", tmp_path / "file"], "cannot be written"),
+        ([tmp_path / "a.jsonl", "--columns", "promt=a", "--output", tmp_path / "out"], "promt"),
+    ]:
+        result = run(*words)
+        (line,) = result.stderr.splitlines()
+        assert result.exit_code in (1, 2) and reason in line, line
+        assert not (tmp_path / "out").exists()
