@@ -19,6 +19,7 @@ from blockdiff.data.collate import Collator, heldout_batches
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.diffusion.weight import ElboWeight
+from blockdiff.errors import RunError
 from blockdiff.training.heldout import heldout
 from blockdiff.training.objective import Evaluation, Objective
 from blockdiff.training.parallel import Parallel
@@ -174,6 +175,19 @@ def test_t_of_one_is_in_the_last_level():
     canvas = replace(row(0).canvases[0], t=1.0, length=L)
     record = heldout(Known(), [lay_out([CleanRow([2, 3, 4, 5, 6], [canvas])], L, pad_id=0)], ALONE)
     assert [level["corrupted_count"] + level["kept_count"] for level in record["heldout_levels"]] == [0, 0, 0, 0, L]
+
+
+@pytest.mark.parametrize(
+    ("field", "part"), [("ar_loss_BS", "AR"), ("loss_BCL", "canvas"), ("signal_loss_BCL", "canvas")]
+)
+def test_a_loss_that_is_not_finite_is_an_error_that_says_which(field, part):
+    class Broken(Known):
+        def evaluate(self, batch):
+            measured = super().evaluate(batch)
+            return measured._replace(**{field: getattr(measured, field) * float("nan")})
+
+    with pytest.raises(RunError, match=f"the held-out {part} loss is not finite"):
+        heldout(Broken(), batches(PARTS), ALONE)
 
 
 def test_modes_come_back_as_they_were():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.canvas import Batch
+from blockdiff.errors import RunError
 from blockdiff.training.evaluating import evaluating
 from blockdiff.training.metrics import Record
 from blockdiff.training.parallel import Parallel, autocast
@@ -42,7 +43,8 @@ def heldout(
     - `heldout_levels`: the same by t, in `noise_levels` equal parts of [0, 1]: a list of {t_from, t_to} with
       {corrupted,kept}_{count,loss,accuracy,loss_no_signal,accuracy_no_signal}.
 
-    Ranks may bring different numbers of batches, or none. Sums are float64 and added up over the ranks once.
+    Ranks may bring different numbers of batches, or none. Sums are float64 and added up over the ranks once. Raises
+    RunError on every rank when one of them is not finite.
     """
     levels = torch.zeros(noise_levels, len(PARTS), 1 + len(MEASURES), dtype=torch.float64, device=parallel.device)
     by_coin, weighted, ar = (torch.zeros(n, dtype=torch.float64, device=parallel.device) for n in (3, 2, 3))
@@ -61,6 +63,12 @@ def heldout(
     levels, by_coin, weighted, ar = (
         part.view_as(each) for part, each in zip(flat.split([each.numel() for each in sums]), sums, strict=True)
     )
+    for part, of_part in {"canvas": levels, "AR": ar}.items():
+        if not of_part.isfinite().all():
+            raise RunError(
+                f"the held-out {part} loss is not finite: the weights are broken or a held-out row breaks them; "
+                "resume from an earlier checkpoint with a lower optim.lr, or look at the rows of data.heldout"
+            )
     record: Record = {
         **_means("heldout_canvas_", by_coin, MEASURES[:2]),
         **_means("heldout_weighted_", weighted, MEASURES[:1]),
@@ -72,7 +80,7 @@ def heldout(
         {
             "t_from": round(edges[number], 6),
             "t_to": round(edges[number + 1], 6),
-            **{f"{part}_count": int(sums[0]) for part, sums in zip(PARTS, level, strict=True)},
+            **{f"{part}_count": int(of_part[0]) for part, of_part in zip(PARTS, level, strict=True)},
             **_of_parts("", level),
         }
         for number, level in enumerate(levels)
