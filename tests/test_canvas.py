@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from blockdiff.canvas import Canvas, CleanRow, cut, fill, lay_out
+from blockdiff.canvas import Canvas, CleanRow, cut, fill, joined, lay_out
 
 
 def example_batch():
@@ -62,6 +62,43 @@ def test_counts_are_of_scored_positions():
     short = lay_out([CleanRow([2, 5, 6], [Canvas([5, 6, 0], start=1, length=2)])], canvas_length=3, pad_id=0)
     assert short.is_scored_BCL.tolist() == [[[True, True, False]]]
     assert short.canvas_count() == 2
+
+
+def test_counts_are_sums_of_weights():
+    row = CleanRow(
+        [2, 5, 6, 7],
+        [Canvas([6, 7], start=2, weight=0.5), Canvas([5, 6], start=1, weight=0.125)],
+        ar_weights=[0.25, 0.0, 0.5, 9.0],  # the last token of a document has no pair
+    )
+    batch = lay_out([row, CleanRow([2, 5], [])], canvas_length=2, pad_id=0)
+    assert batch.weight_BC[0].tolist() == [0.125, 0.5]
+    assert batch.canvas_count() == 2 * 0.125 + 2 * 0.5
+    assert batch.is_ar_scored_BS.tolist() == [[True, False, True, False], [True, False, False, False]]
+    assert batch.ar_count() == 0.25 + 0.5 + 1.0
+
+
+def test_joined_rows_keep_their_documents_canvases_and_weights():
+    first = CleanRow([2, 5, 6], [Canvas([6, 1], start=2, t=0.5, address=(0, 7, 0))], sample_id=7)
+    second = CleanRow([2, 8, 9, 4], [Canvas([8, 9], start=1, weight=0.5)], sample_id=8, ar_weights=[0.0, 1.0, 0.5, 0.0])
+    both = joined([first, second])
+    assert both.tokens == [2, 5, 6, 2, 8, 9, 4] and both.doc_starts == [0, 3] and both.sample_id == 7
+    assert [(c.start, c.doc_start, c.t, c.weight, c.address) for c in both.canvases] == [
+        (2, 0, 0.5, 1.0, (0, 7, 0)),
+        (4, 3, 0.0, 0.5, (0, 0, 0)),
+    ]
+    batch = lay_out([both], canvas_length=2, pad_id=0)
+    assert batch.positions_BS.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    assert batch.is_ar_scored_BS.long().tolist() == [[1, 1, 0, 0, 1, 1, 0]]
+    assert batch.ar_weight_BS[batch.is_ar_scored_BS].tolist() == [1.0, 1.0, 1.0, 0.5]
+    twice = joined([both, first])
+    assert twice.doc_starts == [0, 3, 7] and [c.start for c in twice.canvases] == [2, 4, 9]
+    assert joined([first]).ar_weights is None
+
+
+def test_a_row_without_tokens_is_a_row_of_padding():
+    batch = lay_out([CleanRow((), (), doc_starts=())], canvas_length=2, pad_id=5)
+    assert batch.tokens_BS.tolist() == [[5]] and batch.doc_start_BS.tolist() == [[-1]]
+    assert batch.canvas_count() == batch.ar_count() == 0
 
 
 def test_keeping_the_coin_canvases_drops_rows_without_any():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -158,6 +159,50 @@ def test_the_choice_does_not_depend_on_longer_neighbours():
     assert torch.equal(both.address_BC3[0], alone.address_BC3[0])
 
 
+@pytest.mark.parametrize("which, expected", [("first", [[0, 1], [0, 1], [0]]), ("last", [[3, 4], [1, 2], [0]])])
+def test_the_first_or_last_canvases_of_an_example_are_those(which, expected):
+    rows = [example(0, responses=(17,)), example(1, responses=(10,)), example(2, responses=(3,))]
+    for epoch in (0, 1):
+        batch = replace(collator(2), which=which)(rows, epoch=epoch, step=1, slots=range(3), total_slots=3)
+        chosen = [
+            [canvas for canvas, length in zip(row, lengths, strict=True) if length]
+            for row, lengths in zip(batch.address_BC3[..., 2].tolist(), batch.length_BC.tolist(), strict=True)
+        ]
+        assert chosen == expected
+
+
+@pytest.mark.parametrize("scope", ["all", "response"])
+@pytest.mark.parametrize("canvases", [1, 2, "all"])
+def test_normalised_by_example_every_example_weighs_one_in_both_losses(canvases, scope):
+    make = replace(collator(canvases), normalisation="example", ar_scope=scope)
+    batch = make(EXAMPLES, epoch=0, step=1, slots=range(20), total_slots=20)
+    per_row = (batch.weight_BC[..., None] * batch.is_scored_BCL).sum((1, 2))
+    torch.testing.assert_close(per_row, torch.ones(20))
+    torch.testing.assert_close((batch.ar_weight_BS * batch.is_ar_scored_BS).sum(1), torch.ones(20))
+    assert batch.canvas_count() == pytest.approx(20) and batch.ar_count() == pytest.approx(20)
+    for b in range(20):
+        assert len(batch.weight_BC[b][batch.length_BC[b] > 0].unique()) == 1
+        assert len(batch.ar_weight_BS[b][batch.is_ar_scored_BS[b]].unique()) == 1
+
+
+def test_normalised_by_token_every_position_weighs_one():
+    batch = collator("all")(EXAMPLES, epoch=0, step=1, slots=range(20), total_slots=20)
+    assert batch.canvas_count() == int(batch.is_scored_BCL.sum()) and (batch.weight_BC == 1).all()
+    assert batch.ar_count() == sum(len(each.tokens) - 1 for each in EXAMPLES) and (batch.ar_weight_BS == 1).all()
+
+
+def test_an_ar_scope_of_responses_scores_the_pairs_whose_target_is_in_one():
+    row = example(7, prompt=2, responses=(4, 2))
+    #     bos p p r r r r x x r r
+    assert row.responses == [(3, 7), (9, 11)] and len(row.tokens) == 11
+    batch = replace(collator(), ar_scope="response")([row], epoch=0, step=1, slots=[0], total_slots=1)
+    assert batch.is_ar_scored_BS[0].long().tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0]
+    assert batch.ar_count() == 6
+    from_the_start = Example(0, [2, 5, 6], [(0, 3)])  # nothing predicts the first token of a row
+    batch = replace(collator(), ar_scope="response")([from_the_start], epoch=0, step=1, slots=[0], total_slots=1)
+    assert batch.is_ar_scored_BS.tolist() == [[True, True, False]]
+
+
 @pytest.mark.parametrize("coin, share", [(0.0, 0.0), (1.0, 1.0)])
 def test_the_coin_probability_reaches_its_ends(coin, share):
     batch = collator(coin=coin)(EXAMPLES, epoch=0, step=1, slots=range(20), total_slots=20)
@@ -193,8 +238,6 @@ def test_fewer_rows_than_ranks_are_refused():
 
 
 def test_without_an_ar_loss_rows_end_where_the_last_canvas_starts():
-    from dataclasses import replace
-
     whole = collator()(EXAMPLES, epoch=0, step=1, slots=range(20), total_slots=20)
     cut_off = replace(collator(), scores_ar=False)(EXAMPLES, epoch=0, step=1, slots=range(20), total_slots=20)
     assert cut_off.ar_count() == 0 < whole.ar_count()

@@ -82,6 +82,8 @@ class Collator:
         total_slots: int,
     ) -> list[CleanRow]:
         """One row per example with its canvases and everything drawn for them; addressed as the batch."""
+        if not examples:
+            return []
         epochs = [epoch] * len(examples) if isinstance(epoch, int) else list(epoch)
         pieces = [
             [piece for span in example.responses for piece in cut(span, self.canvas_length)]

@@ -1,0 +1,56 @@
+"""What `test_packing.py` runs on one process and on two: packed steps of which the second rank may get nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from blockdiff.canvas import Batch
+from blockdiff.checkpoint.create import init
+from blockdiff.data.chat import Example
+from blockdiff.data.collate import Collator, micro_batches
+from blockdiff.data.plan import Plan
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear, StratifiedTime
+from blockdiff.training.objective import Objective
+from blockdiff.training.parallel import Parallel, from_accelerate
+from tests.oracle import tiny_config
+from tests.ranks import train_plainly
+
+L = 8
+
+
+def everything(parallel: Parallel, directory: Path) -> None:
+    """Five steps of six examples, packed into one row (odd steps) or two, and unpacked in step 5."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = tiny_config(canvas_length=L, num_hidden_layers=2, layer_types=kinds)
+    model = init(config, seed=3, device="cpu", kernels="torch")
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.router.proj.weight.mul_(100.0)  # wide margins: rounding alone must not choose other experts
+    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11, train_router=True)
+    examples = [Example(i, [2, *((7 * i + 3 * j) % 300 + 3 for j in range(12 + i))], [(4, 13 + i)]) for i in range(9)]
+    make = Collator(L, 0, 1, 3, StratifiedTime(), canvases="all")
+    rows: list[int] = []
+
+    def batches(step: int) -> list[Batch]:
+        pack = None if step == 5 else 500 if step % 2 else 60
+        window = micro_batches(
+            examples, Plan(9, 6, seed=1), make, step, pack=pack, rank=parallel.rank, world=parallel.world
+        )
+        rows.append(sum(int((batch.doc_start_BS[:, 0] >= 0).sum()) for batch in window))
+        return window
+
+    records, tensors = train_plainly(objective, batches, parallel, 5e-4)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / f"{parallel.rank}.safetensors")
+    (directory / f"{parallel.rank}.json").write_text(json.dumps({"records": records, "rows": rows}))
+
+
+if __name__ == "__main__":
+    ranks = from_accelerate()
+    everything(ranks, Path(sys.argv[1]))
+    ranks.close()
