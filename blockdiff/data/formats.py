@@ -116,6 +116,7 @@ def json_document(path: Path, skip: Skip, kept: Kept) -> Iterator[Value]:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}:{line}: not valid UTF-8; save it as UTF-8") from None
     begin = _blank(text, 0)
+    elements: Iterator[Value]
     if text[begin : begin + 1] == "{":
         first, end = _element(text, begin, f"{path}:{_line(text, begin)}")
         if _blank(text, end) < len(text):

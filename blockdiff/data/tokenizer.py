@@ -70,7 +70,7 @@ def byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
     tokenizer.train_from_iterator(counted(), trainer)
     if not seen:
         raise DataError("the texts have no characters, so nothing can be learnt from them; give other rows")
-    return _wrapped(tokenizer, tokenizer.token_to_id("<bos>"), mask_token=MASK)
+    return _wrapped(tokenizer, specials.index("<bos>"), mask_token=MASK)
 
 
 def _wrapped(tokenizer: Tokenizer, bos_id: int, **special: str) -> PreTrainedTokenizerFast:
