@@ -6,6 +6,8 @@ tokens). Nothing here knows about heads, layers or caches.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,14 @@ class Spans:
         self.bounds_BT4 = bounds_BT4
         self.sees_all = sees_all
         self._dense: dict[tuple[int, int], Tensor] = {}
+
+    @functools.cached_property
+    def padding_BT(self) -> Tensor | None:
+        """Which queries are padding, as booleans; None where the host knows without waiting that none is."""
+        if self.sees_all:
+            return None
+        padding_BT = self.bounds_BT4[..., 3] <= self.bounds_BT4[..., 2]  # every other query sees itself
+        return None if padding_BT.is_cpu and not padding_BT.any() else padding_BT
 
     def dense(self, prefix_tokens: int, own_tokens: int) -> Tensor:
         """The mask as booleans [B, T, prefix_tokens + own_tokens]: for tests, pictures and the SDPA path."""

@@ -34,11 +34,20 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The weights of all experts in the Hub's layout: gate_up [E, 2F, D] with gate rows first, down [E, D, F]."""
 
-    def __init__(self, experts: int, hidden: int, intermediate: int, kernels: Kernels):
+    def __init__(
+        self, experts: int, hidden: int, intermediate: int, kernels: Kernels, activation: str = "gelu_tanh"
+    ):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
-        self.kernels = kernels
+        self.kernels, self.activation = kernels, activation
 
-    def forward(self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor) -> Tensor:
-        return self.kernels.expert_mlp(x_ND, self.gate_up_proj, self.down_proj, index_Nk, weight_Nk)
+    def forward(
+        self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None
+    ) -> Tensor:
+        """The weighted sum of each token's experts; padding tokens go to none and give 0."""
+        if padding_N is not None:
+            index_Nk = index_Nk.masked_fill(padding_N[:, None], self.gate_up_proj.shape[0])
+        return self.kernels.expert_mlp(
+            x_ND, self.gate_up_proj, self.down_proj, index_Nk, weight_Nk, self.activation
+        )

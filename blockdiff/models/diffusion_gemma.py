@@ -78,7 +78,8 @@ class Layer(nn.Module):
         weights = (self.pre_mlp_norm.weight, self.pre_experts_norm.weight, None)
         for_mlp, for_experts, for_router = self.kernels.rms_norms(x_BTD, weights, self.eps)
         index_Nk, weight_Nk = self.router(for_router.flatten(0, 1))
-        routed = self.experts(for_experts.flatten(0, 1), index_Nk, weight_Nk).view_as(x_BTD)
+        padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
+        routed = self.experts(for_experts.flatten(0, 1), index_Nk, weight_Nk, padding_N).view_as(x_BTD)
         y_BTD = self.post_mlp_norm(self.mlp(for_mlp))
         y_BTD = self.kernels.add_rms_norm(y_BTD, routed, self.post_experts_norm.weight, self.eps)
         return self.kernels.add_rms_norm(x_BTD, y_BTD, self.post_ff_norm.weight, self.eps, scalar), kv
