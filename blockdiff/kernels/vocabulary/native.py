@@ -143,7 +143,7 @@ def _cross_entropy_chunk(
     row = torch.arange(z.shape[0], device=z.device)
     t = None if softcap is None else z.div_(softcap).tanh_()
     if t is None or softcap is None or softcap > 40:
-        z = z if t is None else t * softcap
+        z = z if t is None or softcap is None else t * softcap
         if favoured is not None:
             z[row, favoured[0]] += favoured[1]
         of_target = z[row, target]
@@ -301,8 +301,10 @@ def token_stats(
     with torch.no_grad():
         for rows in _chunks(hidden_ND, table_VD.shape[0], chunk_bytes):
             z = logits(hidden_ND[rows], table_VD, softcap)
-            is_forbidden = None if allowed_NW is None else _is_forbidden(allowed_NW[rows], z.shape[-1])
-            if is_forbidden is not None:
+            is_forbidden = None
+            if allowed_NW is not None:
+                own = slice(0, 1) if allowed_NW.stride(0) == 0 else rows  # one mask for all is unpacked once
+                is_forbidden = _is_forbidden(allowed_NW[own], z.shape[-1]).expand(z.shape)
                 z.masked_fill_(is_forbidden, -torch.inf)
             z.div_(temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N)
             log_p = z.log_softmax(-1)

@@ -311,8 +311,10 @@ def token_stats(
     """
     hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))
     temperature = torch.as_tensor(temperature_N, dtype=torch.float32, device=hidden.device).expand(hidden.shape[0])
-    vectors = (_contiguous(v) for v in (temperature, uniform_N.float(), given_N, allowed_NW))
-    stats = Stats(*_token_stats(hidden, table, softcap, *vectors, chunk_bytes))
+    vectors = (_contiguous(v) for v in (temperature, uniform_N.float(), given_N))
+    if allowed_NW is not None and allowed_NW.stride(1) != 1:  # but one mask expanded to all rows stays one
+        allowed_NW = allowed_NW.contiguous()
+    stats = Stats(*_token_stats(hidden, table, softcap, *vectors, allowed_NW, chunk_bytes))
     return stats._replace(soft_embedding=stats.soft_embedding.to(table_VD.dtype))
 
 

@@ -10,16 +10,20 @@ from torch import Tensor
 
 from blockdiff.kernels.vocabulary import triton_kernels
 
-TILE = 4096  # tokens of a program
+TILE = 4096  # elements of a program: tokens of one row, or of several rows where the vocabulary is smaller
 ALIGNED = 128  # slices of the vocabulary are multiples of this, for the products
 
 Favoured = tuple[Tensor, Tensor] | None  # observed tokens and their bonus
 
 
 def tile_of(vocabulary: int) -> dict[str, int]:
-    """Tokens and warps of a program; the size of the whole vocabulary decides, not that of a chunk or shard of it."""
-    tile = min(TILE, max(16, triton.next_power_of_2(vocabulary)))
-    return dict(TILE=tile, num_warps=max(1, min(8, tile // 512)))
+    """Tokens, rows and warps of a program; the whole vocabulary's size decides, not that of a chunk or shard of it."""
+    tokens = min(TILE, max(16, triton.next_power_of_2(vocabulary)))
+    return dict(TILE=tokens, ROWS=max(1, TILE // tokens), num_warps=max(1, min(8, TILE // 512)))
+
+
+def _grid(x: Tensor, tile: dict[str, int]) -> tuple[int, int]:
+    return triton.cdiv(x.shape[0], tile["ROWS"]), triton.cdiv(x.shape[1], tile["TILE"])
 
 
 def by_rows(
@@ -31,7 +35,8 @@ def by_rows(
     memory = torch.empty(step, V, dtype=table.dtype, device=table.device) if kept is None else kept
     for lo in range(0, N, step):
         rows = slice(lo, min(lo + step, N))
-        yield rows, torch.mm(hidden[rows], table.t(), out=memory[: rows.stop - lo])
+        x = memory[: rows.stop - lo] if kept is None else kept[rows]
+        yield rows, torch.mm(hidden[rows], table.t(), out=x)
 
 
 def by_tokens(hidden: Tensor, table: Tensor, chunk_bytes: int) -> Iterator[tuple[slice, Tensor]]:
@@ -52,12 +57,13 @@ class Tiles:
     def __init__(self, N: int, count: int, device: torch.device):
         self.peaks, self.sums, self.moments = torch.empty(3, N, count, dtype=torch.float32, device=device)
         self.bests = torch.empty(N, count, dtype=torch.int32, device=device)
-        self.count = count
+        self.N, self.count = N, count
 
-    @property
-    def power(self) -> int:
-        """The number of tiles, rounded up to a power of two."""
-        return triton.next_power_of_2(self.count)
+    def merging(self) -> tuple[tuple[int], dict[str, int]]:
+        """The grid of a kernel that merges them, and its constants."""
+        power = triton.next_power_of_2(self.count)
+        rows = max(1, TILE // 4 // power)
+        return (triton.cdiv(self.N, rows),), dict(TILES=power, ROWS=rows, num_warps=4)
 
 
 def tiles_of(
@@ -72,25 +78,26 @@ def tiles_of(
     with_best: bool = False,
 ) -> Tiles:
     """One pass over raw products x [N, width] of the tokens from `first` on."""
-    out = Tiles(x.shape[0], triton.cdiv(x.shape[1], tile["TILE"]), x.device)
-    observed, bonus = favoured or (x, x)
-    triton_kernels.tiles[x.shape[0], out.count](
-        x, _or(temperature, x), observed, bonus, _or(allowed, x), out.peaks, out.sums, out.moments, out.bests,
-        x.shape[1], first, 0 if allowed is None else allowed.shape[1], softcap or 0.0,
-        HAS_CAP=softcap is not None, HAS_TEMPERATURE=temperature is not None, HAS_BONUS=favoured is not None,
-        HAS_ALLOWED=allowed is not None, WITH_MOMENT=with_moment, WITH_BEST=with_best, **tile,
+    grid = _grid(x, tile)
+    out = Tiles(x.shape[0], grid[1], x.device)
+    triton_kernels.tiles[grid](
+        x, _or(temperature, x), *(favoured or (x, x)), _or(allowed, x), out.peaks, out.sums, out.moments, out.bests,
+        *x.shape, first, _words(allowed), softcap or 0.0, HAS_CAP=softcap is not None,
+        HAS_TEMPERATURE=temperature is not None, HAS_BONUS=favoured is not None, HAS_ALLOWED=allowed is not None,
+        WITH_MOMENT=with_moment, WITH_BEST=with_best, **tile,
     )  # fmt: skip
     return out
 
 
 def merge(tiles: Tiles, uniform: Tensor | None = None) -> dict[str, Tensor]:
     """Every row's peak and sum; with uniform numbers also entropy, argmax, the sample's tile and the sum within it."""
-    N, device = tiles.peaks.shape[0], tiles.peaks.device
-    peak, total, entropy, rest = torch.empty(4, N, dtype=torch.float32, device=device)
-    argmax, chosen = torch.empty(2, N, dtype=torch.int64, device=device)
-    triton_kernels.rows[N,](
+    grid, constants = tiles.merging()
+    device = tiles.peaks.device
+    peak, total, entropy, rest = torch.empty(4, tiles.N, dtype=torch.float32, device=device)
+    argmax, chosen = torch.empty(2, tiles.N, dtype=torch.int64, device=device)
+    triton_kernels.rows[grid](
         _or(uniform, peak), tiles.peaks, tiles.sums, tiles.moments, tiles.bests, peak, total, entropy, argmax, chosen,
-        rest, tiles.count, WITH_STATS=uniform is not None, TILES=tiles.power,
+        rest, tiles.N, tiles.count, WITH_STATS=uniform is not None, **constants,
     )  # fmt: skip
     return dict(peak=peak, total=total, entropy=entropy, argmax=argmax, chosen=chosen, rest=rest)
 
@@ -108,10 +115,10 @@ def pick(
     first: int = 0,
 ) -> None:
     """Write the samples, and the log-probabilities, that lie among the tokens of x."""
-    triton_kernels.tokens[x.shape[0],](
+    triton_kernels.tokens[_grid(x, tile)[:1]](
         x, temperature, _or(given, x), _or(allowed, x), merged["peak"], merged["total"], merged["chosen"],
-        merged["rest"], sample, log_probability, x.shape[1], first, 0 if allowed is None else allowed.shape[1],
-        softcap or 0.0, HAS_CAP=softcap is not None, HAS_TEMPERATURE=True, HAS_GIVEN=given is not None,
+        merged["rest"], sample, log_probability, *x.shape, first, _words(allowed), softcap or 0.0,
+        HAS_CAP=softcap is not None, HAS_TEMPERATURE=True, HAS_GIVEN=given is not None,
         HAS_ALLOWED=allowed is not None, **tile,
     )  # fmt: skip
 
@@ -127,9 +134,9 @@ def to_probabilities(
     first: int = 0,
 ) -> None:
     """softmax(z) in place of the raw products of the tokens from `first` on."""
-    triton_kernels.probabilities[x.shape[0], triton.cdiv(x.shape[1], tile["TILE"])](
-        x, temperature, _or(allowed, x), peak, total, x.shape[1], first, 0 if allowed is None else allowed.shape[1],
-        softcap or 0.0, HAS_CAP=softcap is not None, HAS_TEMPERATURE=True, HAS_ALLOWED=allowed is not None, **tile,
+    triton_kernels.probabilities[_grid(x, tile)](
+        x, temperature, _or(allowed, x), peak, total, *x.shape, first, _words(allowed), softcap or 0.0,
+        HAS_CAP=softcap is not None, HAS_TEMPERATURE=True, HAS_ALLOWED=allowed is not None, **tile,
     )  # fmt: skip
 
 
@@ -145,8 +152,8 @@ def to_gradients(
 ) -> None:
     """factor * dloss/dx in place of the raw products x of the tokens from `first` on."""
     tile = tile_of(x.shape[1])
-    triton_kernels.gradients[x.shape[0], triton.cdiv(x.shape[1], tile["TILE"])](
-        x, target, *(favoured or (x, x)), factor, peak, total, x.shape[1], first, softcap or 0.0,
+    triton_kernels.gradients[_grid(x, tile)](
+        x, target, *(favoured or (x, x)), factor, peak, total, *x.shape, first, softcap or 0.0,
         HAS_CAP=softcap is not None, HAS_BONUS=favoured is not None, **tile,
     )  # fmt: skip
 
@@ -162,15 +169,19 @@ def losses_of(
 ) -> None:
     """Write loss, peak and sum of every row, and the argmax where it is wanted."""
     tiles = tiles_of(x, softcap, tile_of(x.shape[1]), favoured=favoured, with_best=argmax is not None)
+    grid, constants = tiles.merging()
     loss, peak, total = out
-    triton_kernels.losses[x.shape[0],](
+    triton_kernels.losses[grid](
         x, target, *(favoured or (x, x)), _or(is_ignored, x), tiles.peaks, tiles.sums, tiles.bests, peak, total, loss,
-        _or(argmax, x), x.shape[1], tiles.count, softcap or 0.0, HAS_CAP=softcap is not None,
-        HAS_BONUS=favoured is not None, HAS_IGNORED=is_ignored is not None, WITH_BEST=argmax is not None,
-        TILES=tiles.power,
+        _or(argmax, x), *x.shape, tiles.count, softcap or 0.0, HAS_CAP=softcap is not None,
+        HAS_BONUS=favoured is not None, HAS_IGNORED=is_ignored is not None, WITH_BEST=argmax is not None, **constants,
     )  # fmt: skip
 
 
 def _or(tensor: Tensor | None, filler: Tensor) -> Tensor:
     """An argument of a kernel: what is absent is never read."""
     return filler if tensor is None else tensor
+
+
+def _words(allowed: Tensor | None) -> int:
+    return 0 if allowed is None else allowed.stride(0)
