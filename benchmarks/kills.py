@@ -1,0 +1,255 @@
+"""`python -m benchmarks.kills --count 100`: kill -9 a tiny training run again and again; what is left must be the same.
+
+A chain is one run directory: `blockdiff train --resume` is started and killed up to five times, then left to end. Its
+metrics, samples and weights must equal those of a run that nobody killed, to the bit. Half of the kills come after a
+random time, half at a random file operation of the run (inside saves, logs, exports, the token cache).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from blockdiff.training import state
+from blockdiff.training.metrics import FILE_NAME, read, reproducible
+
+IN_A_CHAIN = 5
+STEPS = 12
+OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")  # Python's audit events
+PRESET = {
+    "model_type": "diffusion_gemma",
+    "canvas_length": 9,
+    "text_config": {
+        "vocab_size": 16,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 8,
+        "use_bidirectional_attention": "vision",
+    },
+    "vision_config": {
+        "model_type": "gemma4_vision",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "position_embedding_size": 8,
+        "patch_size": 4,
+    },
+}
+RECIPE = f"""\
+seed: 1
+model: {{preset: {{folder}}/preset.json, tokenizer: {{folder}}/puzzles/tokenizer}}
+data: {{train: {{folder}}/puzzles/train.jsonl, heldout: {{folder}}/puzzles/test.jsonl, cache: {{folder}}/cache}}
+optim: {{lr: 1.0e-3, warmup_steps: 1, ema: 0.9}}
+train: {{steps: {STEPS}, batch_size: 6, micro_batch_size: 4, log_every: 1, eval_every: 2, save_every: 3,
+  keep: 1, keep_every: 6}}
+evaluation: {{prompts: {{folder}}/puzzles/test.jsonl, prompts_every: 4, prompts_count: 3, best: heldout_canvas_loss}}
+generation: {{max_steps: 4}}
+"""
+
+
+@dataclass
+class Kill:
+    """Where an attempt died: after so many seconds, or at its n-th file operation, and how far the run had got."""
+
+    kind: str
+    at: float
+    stage: str = ""
+
+
+@dataclass
+class Chain:
+    """What became of one run directory."""
+
+    kills: list[Kill] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)  # from the run that nobody killed; empty = nothing
+
+
+def main(words: list[str] | None = None) -> int:
+    """Returns 1 when a killed run differs from the one that nobody killed, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
+    parser.add_argument("--count", type=int, default=100, help="kills (default 100)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments to kill at")
+    parser.add_argument("--output", type=Path, help="a JSON file for the figures")
+    options = parser.parse_args(words)
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        chains = list(kill_many(Path(directory), options.count, options.seed))
+    kills = [kill for chain in chains for kill in chain.kills]
+    figures = {
+        "kills": len(kills),
+        "runs": len(chains),
+        "runs_that_differ": [chain.differs for chain in chains if chain.differs],
+        "stages": dict(Counter(kill.stage for kill in kills).most_common()),
+        "kinds": dict(Counter(kill.kind for kill in kills)),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    print(json.dumps(figures, indent=1))
+    if options.output:
+        options.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 1 if figures["runs_that_differ"] else 0
+
+
+def kill_many(folder: Path, count: int, seed: int) -> Iterator[Chain]:
+    """Run and kill chains until there were `count` kills; says on stderr how each ended."""
+    draw = random.Random(seed)
+    make_inputs(folder)
+    whole = folder / "whole"
+    attempt(folder, folder / "first", None)
+    for name in (folder / "modules").read_text().split():
+        with suppress(ImportError):
+            importlib.import_module(name)  # once here instead of in every child
+    began = time.perf_counter()
+    operations = attempt(folder, whole, None)
+    seconds, done, number = time.perf_counter() - began, 0, 0
+    print(f"nobody kills: {seconds:.1f} s, {operations} file operations", file=sys.stderr, flush=True)
+    while done < count:
+        number += 1
+        chain, run = Chain(), folder / f"run-{number}"
+        for _ in range(min(IN_A_CHAIN, count - done)):
+            kind = draw.choice(("time", "file"))
+            at = draw.uniform(0, 0.8 * seconds) if kind == "time" else float(draw.randrange(1, operations))
+            kill = Kill(kind, at)
+            if attempt(folder, run, kill) is not None:
+                break  # it got to its end before
+            kill.stage = stage_of(run)
+            chain.kills.append(kill)
+            done += 1
+        attempt(folder, run, None)
+        chain.differs = differences(whole, run)
+        told = ", ".join(f"{kill.kind} {kill.at:.3g} ({kill.stage})" for kill in chain.kills)
+        print(f"{'DIFFERS ' * bool(chain.differs)}{done}/{count}: {told}", file=sys.stderr, flush=True)
+        yield chain
+
+
+def make_inputs(folder: Path) -> None:
+    """Rows, tokenizer, preset and recipe of the tiny run."""
+    (folder / "preset.json").write_text(json.dumps(PRESET), encoding="utf-8")
+    (folder / "recipe.yaml").write_text(RECIPE.replace("{folder}", str(folder)), encoding="utf-8")
+    in_child(
+        folder, ["data", "sudoku", "--split", "train=24", "--split", "test=6", "--output", str(folder / "puzzles")]
+    )
+
+
+def attempt(folder: Path, run: Path, kill: Kill | None) -> int | None:
+    """`blockdiff train --resume` until it ends or is killed: the number of file operations, or None if it was killed.
+
+    Raises RuntimeError with what the process said when it failed.
+    """
+    words = ["train", str(folder / "recipe.yaml"), "--resume", "--output", str(run)]
+    words += ["--set", f"data.cache={run}.cache"]
+    return in_child(folder, words, kill)
+
+
+def in_child(folder: Path, words: list[str], kill: Kill | None = None) -> int | None:
+    """Run a `blockdiff` command in a process of its own, forked after the imports."""
+    from blockdiff.cli import run as training
+    from blockdiff.cli.main import app
+
+    counted, said = folder / "operations", folder / "said"
+    counted.unlink(missing_ok=True)
+    child = os.fork()
+    if not child:
+        code = 1
+        training.draw_curves = lambda *_, **__: None  # would take longer than the run, and nothing comes of it
+        try:
+            handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(handle, 1), os.dup2(handle, 2)
+            if kill and kill.kind == "time":
+                threading.Timer(kill.at, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            operations = die_at(folder, int(kill.at) if kill and kill.kind == "file" else None)
+            try:
+                app(words)
+            except SystemExit as end:
+                code = int(end.code or 0)
+            counted.write_text(str(operations()))
+            (folder / "modules").write_text("\n".join(sorted(sys.modules)))
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == -signal.SIGKILL and kill:
+        return None
+    if code:
+        raise RuntimeError(f"blockdiff {' '.join(words)}: exit code {code}: {said.read_text()[-2000:]}")
+    return int(counted.read_text())
+
+
+def die_at(folder: Path, number: int | None) -> Callable[[], int]:
+    """Make this process die before its `number`-th file operation under `folder`; returns what counts them."""
+    count, place = 0, str(folder)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event in OPERATIONS and isinstance(arguments[0], str | os.PathLike) and place in os.fspath(arguments[0]):
+            if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                return
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return lambda: count
+
+
+def stage_of(run: Path) -> str:
+    """How far a run got before it died, by what it left."""
+    records = read(run / FILE_NAME) if (run / FILE_NAME).exists() else []
+    if (run / "model").exists() or any(run.glob(".model*")) or (records and records[-1]["step"] == STEPS):
+        return "at the end"
+    if any((run / state.FOLDER).glob(".step-*")):
+        return "in a save"
+    if state.steps_saved(run):
+        return "after a checkpoint"
+    return "before the first checkpoint" if records else "before the first record"
+
+
+def differences(whole: Path, run: Path) -> list[str]:
+    """The names of what is not the same in two finished runs."""
+    names = [
+        file
+        for file in (FILE_NAME, "samples.jsonl")
+        if reproducible(read(whole / file)) != reproducible(read(run / file))
+    ]
+    last = Path(state.FOLDER) / f"step-{STEPS}"
+    for file in [*sorted(path.name for path in (whole / last).glob("*.safetensors")), "model/model.safetensors"]:
+        path = Path(file) if "/" in file else last / file
+        expected, got = load_file(whole / path), load_file(run / path)
+        same = expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
+        names += [] if same else [str(path)]
+    kept = [sorted(state.steps_saved(each)) for each in (whole, run)]
+    left = [path.name for path in (run / state.FOLDER).iterdir() if path.name.startswith(".")]
+    return names + ([f"checkpoints {kept}"] if kept[0] != kept[1] else []) + left
+
+
+if __name__ == "__main__":
+    sys.exit(main())
