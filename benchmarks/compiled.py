@@ -23,8 +23,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from blockdiff.kernels.expert_mlp.triton import expert_mlp
 from blockdiff.kernels.norm_rope.triton import add_rms_norm, norm_rope, rms_norms
 from blockdiff.kernels.span_attention.triton import span_attention
+from blockdiff.kernels.vocabulary import pack_allowed
+from blockdiff.kernels.vocabulary import triton as vocabulary_ops
 from blockdiff.spans import denoise_spans
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -57,11 +60,41 @@ def norms(dtype: torch.dtype) -> None:
         rms_norms(heads, (None,), 1e-6)[0].sum().backward()
 
 
+def experts(tokens: int, dtype: torch.dtype) -> None:
+    """The released model's experts (128, of which a token takes 8), forward and backward with everything trained."""
+    x, gate_up, down = (
+        torch.empty(*shape, dtype=dtype, requires_grad=True)  # gigabytes that are never touched
+        for shape in ((tokens, 2816), (128, 2 * 704, 2816), (128, 2816, 704))
+    )
+    index, weight = torch.zeros(tokens, 8, dtype=torch.int64), torch.zeros(tokens, 8, requires_grad=True)
+    expert_mlp(x, gate_up, down, index, weight).sum().backward()
+
+
+def vocabulary(dtype: torch.dtype) -> None:
+    """Every vocabulary op at the released model's 262,144 tokens, with all options and with none."""
+    N, V, D = 16, 262_144, 16
+    hidden, table = (torch.zeros(*shape, dtype=dtype, requires_grad=True) for shape in ((N, D), (V, D)))
+    tokens, vector = torch.zeros(N, dtype=torch.int64), torch.zeros(N)
+    options = tokens, vector, vector > 0
+    for chosen, chunk_bytes in (((), 1 << 24), (options, 1 << 20)):  # dloss/dx kept, and made again
+        loss = vocabulary_ops.linear_cross_entropy(hidden, table, tokens, 30.0, *chosen, chunk_bytes=chunk_bytes)
+        loss.sum().backward()
+        vocabulary_ops.token_scores(hidden, table, tokens, 30.0, *chosen[:2])
+        vocabulary_ops.soft_embedding(hidden, table, 30.0, 0.8, chunk_bytes).sum().backward()
+    allowed = pack_allowed(torch.ones(1, V, dtype=torch.bool)).expand(N, -1)
+    for given, mask in ((None, None), (tokens, allowed)):
+        vocabulary_ops.token_stats(hidden, table, 30.0, 0.8, vector, given, mask)
+
+
 # What is compiled under a name; each op adds its own.
 OPS: dict[str, Callable[[], None]] = {
     "span_attention, d = 256": lambda: attention(256, 8, torch.bfloat16),
     "span_attention, d = 512": lambda: attention(512, 2, torch.bfloat16),
     "norms": lambda: norms(torch.bfloat16),
+    "expert_mlp, 256 tokens": lambda: experts(256, torch.bfloat16),
+    "expert_mlp, 2048 tokens": lambda: experts(2048, torch.bfloat16),
+    "expert_mlp, 4096 tokens": lambda: experts(4096, torch.bfloat16),
+    "vocabulary": lambda: vocabulary(torch.bfloat16),
 }
 
 

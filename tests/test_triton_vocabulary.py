@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 1e-5  # relative
 OPS = ("linear_cross_entropy", "soft_embedding", "token_stats", "token_scores")
+KERNELS = ("tiles", "rows", "tokens", "losses", "probabilities", "gradients")
 EDGE = 1e-6  # how far rounding may move an edge of the CDF
 
 
@@ -368,7 +369,7 @@ def test_memory_holds_one_chunk_whatever_the_tokens(op, trains_table, monkeypatc
     """At V = 262,144: chunks, not [tokens, V]. The table's gradient is a tensor of its own."""
     V, D, chunk_bytes = 262_144, 8, 16 << 20
     if DEVICE == "cpu":
-        for name in ("tiles", "rows", "tokens", "losses", "probabilities", "gradients"):
+        for name in KERNELS:
             monkeypatch.setattr(launch.triton_kernels, name, _NoKernel())
 
     def peak(N: int) -> int:
@@ -482,59 +483,17 @@ def test_the_sampler_answers_as_with_native_ops(models):
 
 # -- compiled for an H200, which none is needed for -----------------------------------------------------------
 
-COMPILE = """
-import json, pathlib, re, subprocess, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from blockdiff.kernels.vocabulary import triton_kernels, triton_launch
-
-TYPES = dict(x="*bf16", observed="*i64", target="*i64", given="*i64", argmax="*i64", chosen="*i64", sample="*i64",
-             allowed="*i32", bests="*i32", is_ignored="*u1", softcap="fp32",
-             **dict.fromkeys(("N", "width", "first", "words", "count"), "i32"))
-TOOL = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
-
-def figures(kernel, num_warps, **constants):
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else TYPES.get(name, "*fp32") for name in names}
-    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in ("width", "words")]
-    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=num_warps))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        said = subprocess.run([TOOL, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-    used = dict(re.findall(r"(REG|STACK|LOCAL):(\\d+)", said))
-    return dict(name=kernel.__name__, warps=num_warps, shared=compiled.metadata.shared,
-                registers=int(used["REG"]), local=int(used["LOCAL"]) + int(used["STACK"]))
-
-
-k, tile = triton_kernels, triton_launch.tile_of(262_144)
-merging = triton_launch.Tiles(256, 262_144 // tile["TILE"], "cpu").merging()[1]
-of = dict(HAS_CAP=True, HAS_TEMPERATURE=True, HAS_ALLOWED=True, HAS_BONUS=False, **tile)
-without = lambda *names: {name: value for name, value in of.items() if name not in names}
-print(json.dumps([
-    figures(k.tiles, WITH_MOMENT=True, WITH_BEST=True, **of),
-    figures(k.tiles, WITH_MOMENT=False, WITH_BEST=True, **of | dict(HAS_TEMPERATURE=False, HAS_BONUS=True)),
-    figures(k.rows, WITH_STATS=True, **merging),
-    figures(k.tokens, HAS_GIVEN=True, **without("HAS_BONUS")),
-    figures(k.losses, HAS_CAP=True, HAS_BONUS=True, HAS_IGNORED=True, WITH_BEST=True, **merging),
-    figures(k.probabilities, **without("HAS_BONUS")),
-    figures(k.gradients, **without("HAS_TEMPERATURE", "HAS_ALLOWED") | dict(HAS_BONUS=True)),
-]))
-"""
-
 
 def test_every_kernel_compiles_for_an_h200_without_spills():
     """At the released model's vocabulary, in bf16; the compiler needs no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, cwd=ROOT)
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", "--json", "--only", "vocabulary"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    figures = json.loads(run.stdout.splitlines()[-1])
-    print(run.stdout)
-    assert len(figures) == 7
-    assert all(f["shared"] <= 227 << 10 and f["local"] == 0 for f in figures), figures
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {line["kernel"] for line in lines} == set(KERNELS)
+    for line in lines:
+        assert line["shared"] <= 227 * 1024 and line["stack"] == 0, line
 
 
 # -- on a GPU, in the model's dtype ---------------------------------------------------------------------------
