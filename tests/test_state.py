@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 
 from blockdiff.errors import RunError
 from blockdiff.training import state
+from blockdiff.training.ema import Ema
 from blockdiff.training.loop import Options, train
 from blockdiff.training.metrics import MetricsLog, read, reproducible
 from blockdiff.training.optim import WarmupCosine, adamw
@@ -103,6 +106,68 @@ def test_only_the_newest_checkpoints_stay(tmp_path):
     run_to(tmp_path, 9, keep=2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-8", "step-9"]
     assert list(state.steps_saved(tmp_path)) == [8, 9]
+
+
+def test_every_nth_checkpoint_and_the_protected_ones_stay_too(tmp_path):
+    objective = ToyObjective()
+    optimiser = adamw(objective, lr=0.1)
+    for step in range(1, 12):
+        state.save(
+            tmp_path, step, objective, optimiser, FACTS, 2, ALONE, keep_every=4, protect={3} if step < 9 else {7}
+        )
+    assert list(state.steps_saved(tmp_path)) == [4, 7, 8, 10, 11]  # 3 went when 7 became the best
+    state.save(tmp_path, 12, objective, optimiser, FACTS, 1, ALONE, protect={10})
+    assert list(state.steps_saved(tmp_path)) == [10, 12]
+
+
+def test_the_average_is_saved_and_goes_on_to_the_bit(tmp_path):
+    def averaged(seed, steps, checkpoint=None):
+        objective = ToyObjective(seed)
+        optimiser, ema = adamw(objective, lr=0.1), Ema(objective, 0.9)
+        start = state.restore(checkpoint, objective, optimiser, FACTS, ema=ema) if checkpoint else 0
+        batches = toy_batches(slots(ALONE, 4), 4)
+        settings = {"log": lambda record: None, "after_step": ema.update, "start": start}
+        train(objective, optimiser, lambda _: 0.1, batches, Options(steps), ALONE, **settings)
+        return objective, optimiser, ema
+
+    whole = averaged(0, 6)[2].state()
+    objective, optimiser, ema = averaged(0, 3)
+    path = state.save(tmp_path, 3, objective, optimiser, FACTS, 1, ALONE, ema=ema)
+    resumed = averaged(5, 6, path)[2].state()
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    other = ToyObjective(8)
+    average = Ema(other, 0.9)
+    state.restore_weights(path, other, average)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), objective.parameters(), strict=True))
+    assert all(torch.equal(ema.state()[name], average.state()[name]) for name in whole)
+
+
+def test_a_run_that_kept_no_average_cannot_go_on_with_one(tmp_path):
+    objective, optimiser = run_to(tmp_path, 2)
+    with pytest.raises(RunError, match=r"step-2: cannot be read .*ema\.safetensors"):
+        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, ema=Ema(objective, 0.9))
+
+
+def test_every_fact_that_differs_is_named_with_both_values(tmp_path):
+    objective, optimiser = run_to(tmp_path, 2)
+    changed = {"seed": 4, "recipe": {"optim": {"lr": 0.1, "clip": 2.0}}}
+    words = r"started with recipe\.optim\.clip null, not 2\.0; seed 3, not 4; keep what it was started with"
+    with pytest.raises(RunError, match=words):
+        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, changed)
+
+
+def test_another_number_of_processes_is_one_warning(tmp_path):
+    objective, optimiser = run_to(tmp_path, 2)
+    checkpoint = tmp_path / "checkpoints" / "step-2"
+    four = Parallel(torch.device("cpu"), rank=0, world=4)
+    with pytest.warns(UserWarning, match="saved by 1 processes, resumed by 4") as told:
+        assert state.restore(checkpoint, objective, optimiser, FACTS, parallel=four) == 2
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.restore(checkpoint, objective, optimiser, FACTS, parallel=ALONE)
+        state.restore(checkpoint, objective, optimiser, FACTS, parallel=replace(four, rank=1))
 
 
 def test_step_10_is_newer_than_step_9(tmp_path):

@@ -19,7 +19,7 @@ from blockdiff.training.metrics import Record
 from blockdiff.training.optim import fill_gradients, gradient_norm
 from blockdiff.training.parallel import Parallel, autocast
 
-MOST_SKIPS = 20  # so many steps in a row without a finite gradient end a run that skips them
+MOST_SKIPS = 20  # more steps in a row without a finite gradient end a run that skips them
 NAMED_SAMPLES = 64
 
 
@@ -106,8 +106,8 @@ class Skips:
         if self.policy == "stop":
             raise RunError(f"{what}; look at these samples, or resume from the last checkpoint with a lower optim.lr")
         self.steps.append(step)
-        if self.steps[-MOST_SKIPS:] == list(range(step - MOST_SKIPS + 1, step + 1)):
-            raise RunError(f"{what}, nor was anything in the {MOST_SKIPS - 1} steps before; lower optim.lr")
+        if self.steps[-MOST_SKIPS - 1 :] == list(range(step - MOST_SKIPS, step + 1)):
+            raise RunError(f"{what}, nor was anything in the {MOST_SKIPS} steps before; lower optim.lr")
         return {"step": step, "skipped": len(self.steps), "not_finite": part, "not_finite_ids": samples[:NAMED_SAMPLES]}
 
 

@@ -1,0 +1,52 @@
+"""The best evaluation and early stopping, from the log alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from blockdiff.errors import RunError
+from blockdiff.training.best import best_of, evaluations_since_best, is_higher_better
+
+RECORDS = [
+    {"step": 0, "heldout_canvas_loss": 0.1, "sample_accuracy": 0.9},
+    {"step": 1, "loss": 0.0},
+    {"step": 2, "heldout_canvas_loss": 3.0, "sample_accuracy": 0.2},
+    {"step": 4, "heldout_canvas_loss": 1.0, "sample_accuracy": 0.5},
+    {"step": 6, "heldout_canvas_loss": 1.0, "sample_accuracy": 0.5},
+    {"step": 8, "heldout_canvas_loss": 2.0, "sample_accuracy": 0.4},
+]
+
+
+def test_the_best_is_the_earliest_of_equals_and_never_the_start():
+    assert best_of(RECORDS, "heldout_canvas_loss") == (4, 1.0)
+    assert best_of(RECORDS, "sample_accuracy") == (4, 0.5)
+    assert best_of(RECORDS[:2], "sample_accuracy") is None
+
+
+def test_the_best_can_be_looked_for_among_some_steps():
+    assert best_of(RECORDS, "heldout_canvas_loss", among={2, 8}) == (8, 2.0)
+    assert best_of(RECORDS, "heldout_canvas_loss", among=()) is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        ("heldout_canvas_loss", False),
+        ("heldout_corrupted_loss_no_signal", False),
+        ("heldout_corrupted_accuracy_no_signal", True),
+        ("sample_steps_per_canvas", False),
+        ("sample_tokens_per_forward", True),
+        ("solved_share", True),
+    ],
+)
+def test_a_name_says_whether_more_is_better(metric, expected):
+    assert is_higher_better(metric) is expected
+
+
+def test_a_name_that_does_not_say_is_refused():
+    with pytest.raises(RunError, match="more or less of heldout_quality"):
+        is_higher_better("heldout_quality")
+
+
+def test_patience_counts_evaluations_after_the_best():
+    assert [evaluations_since_best(RECORDS[:n], "sample_accuracy") for n in range(1, 7)] == [0, 0, 0, 0, 1, 2]
