@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -19,6 +19,10 @@ from blockdiff.data.plan import AnyPlan
 from blockdiff.diffusion.schedule import TimeDraw
 from blockdiff.errors import DataError
 from blockdiff.seeding import Stream, uniform
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 HELDOUT = -1  # epoch and optimiser step of held-out evaluation: its draws never change
 NOTHING = CleanRow((), (), sample_id=-1, doc_starts=())  # a rank without examples takes part with a row of padding
@@ -169,7 +173,7 @@ def micro_batches(
     rank: int = 0,
     world: int = 1,
     pack: int | None = None,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[int] | NDArray[np.int64] | None = None,
 ) -> list[Batch]:
     """This rank's part of the global batch of an optimiser step (from 1), in micro-batches on the CPU.
 
