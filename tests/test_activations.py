@@ -102,7 +102,9 @@ def test_names_stay_and_a_copy_computes_with_its_own_weights():
     model = objective().model
     names = list(model.state_dict())
     checkpoint_activations(model)
-    checkpoint_activations(model)  # twice is once
+    once = [layer.forward for layer in model.layers]
+    checkpoint_activations(model)
+    assert all(layer.forward is forward for layer, forward in zip(model.layers, once, strict=True))
     assert list(model.state_dict()) == names
     copied = copy.deepcopy(model)
     with torch.no_grad():
