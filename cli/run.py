@@ -24,6 +24,7 @@ from blockdiff.data.dataset import Dataset
 from blockdiff.errors import RecipeError
 from blockdiff.evals.prompts import FILE_NAME as SAMPLES
 from blockdiff.evals.prompts import sample_prompts
+from blockdiff.evals.run import ask
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.plots.curves import draw_curves
 from blockdiff.recipe import Recipe
@@ -235,6 +236,8 @@ def prepare(recipe: Recipe, directory: Path, parallel: Parallel, show: Progress)
     data = assemble_data.data(recipe, base, lambda: parallel.main_first("reading the data"))
     for line in data.lines():
         show.line(line)
+    if data.prompts:
+        ask(data.prompts, evals.task(recipe.evaluation.task), data.encoder)  # a wrong row is refused before training
     model = assemble.model(recipe, base, parallel.device)
     objective = assemble.objective(recipe, base, model)
     origin = recipe.model.path or f"preset {recipe.model.preset}"

@@ -26,6 +26,7 @@ FLOORS = {
     "sampling": 5,
     "evals": 6,
     "plots": 6,
+    "sections": 7,
     "recipe": 7,
     "cli": 8,
 }
