@@ -1,0 +1,267 @@
+"""The vocabulary ops against transformers' way (all logits at once), Liger's fused loss and their own two products.
+
+Outputs are compared on the first rows, against fp32 where the dtype is half. Peers run as they would be used: whole
+where the logits fit, else in parts of PEER_ROWS tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.models import Size
+from benchmarks.result import Agreement, Result, half_precision_bound
+from benchmarks.settings import Settings
+from benchmarks.timing import contenders, interleaved, once, peak_memory, probe
+from blockdiff.kernels import Kernels, resolve
+
+SUITE = "vocabulary"
+SOFTCAP = 30.0
+TEMPERATURE = 0.6
+COMPARED_ROWS = 256
+PEER_ROWS = 4096  # transformers' way holds several fp32 [rows, V]
+FP32_BOUND = 1e-4
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """N tokens of D numbers, V tokens to choose from."""
+
+    name: str
+    N: int
+    V: int
+    D: int
+
+    def __str__(self) -> str:
+        return f"N {self.N:,} V {self.V:,} D {self.D:,}"
+
+
+CPU_SHAPES = (Shape("quickstart", 1088, 16, 96), Shape("15m", 512, 32_768, 384))
+CUDA_SHAPES = tuple(Shape("released", N, 262_144, 2816) for N in (256, 2048, 4096, 16_384))
+
+
+class Inputs(NamedTuple):
+    """What every candidate reads."""
+
+    hidden_ND: Tensor
+    table_VD: Tensor
+    target_N: Tensor
+    uniform_N: Tensor
+
+    def first(self, rows: int) -> Inputs:
+        """The same with fewer tokens."""
+        return Inputs(self.hidden_ND[:rows], self.table_VD, self.target_N[:rows], self.uniform_N[:rows])
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """Hidden states and table in another dtype."""
+        return self._replace(hidden_ND=self.hidden_ND.to(dtype), table_VD=self.table_VD.to(dtype))
+
+
+Candidate = Callable[[Inputs], dict[str, Tensor]]  # gives what is compared
+
+
+def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
+    """Every op at every shape that the device and the names of `sizes` ask for; `done` gets each line."""
+    is_cuda = settings.device.type == "cuda"
+    kernels, names = resolve(settings.kernels), {size.name for size in sizes}
+    for shape in (*CPU_SHAPES, *CUDA_SHAPES):
+        if shape in CUDA_SHAPES and not is_cuda:
+            print(f"{SUITE}, {shape}: needs a GPU", file=sys.stderr)
+        elif shape.name in names:
+            inputs = draw(shape, settings.device, torch.bfloat16 if is_cuda else torch.float32)
+            for result in measure(inputs, shape, kernels, settings):
+                done(result)
+
+
+def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Logits of a standard deviation of about 3."""
+    g = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(shape.N, shape.D, generator=g, device=device).mul_(3 / shape.D**0.5).to(dtype)
+    table = torch.randn(shape.V, shape.D, generator=g, device=device).to(dtype)
+    target = torch.randint(0, shape.V, (shape.N,), generator=g, device=device)
+    return Inputs(hidden, table, target, torch.rand(shape.N, generator=g, device=device))
+
+
+def measure(inputs: Inputs, shape: Shape, kernels: Kernels, settings: Settings) -> Iterator[Result]:
+    """Loss and gradients with a frozen and a trained table, soft embedding, and what a denoising step needs."""
+    liger = _liger() if settings.device.type == "cuda" else None
+    for trains_table in (False, True):
+        peers = {"transformers": _in_parts(partial(_unfused_loss, trains_table=trains_table))}
+        if liger is not None:
+            peers["Liger"] = partial(liger, trains_table=trains_table)
+        ours = partial(_our_loss, kernels=kernels, trains_table=trains_table)
+        case = f"cross-entropy, {'trained' if trains_table else 'frozen'} table"
+        yield from _compared(case, inputs, shape, ours, peers, settings)
+    with torch.no_grad():
+        for case, mine, unfused in (
+            ("soft embedding", _our_soft_embedding, _unfused_soft_embedding),
+            ("statistics", _our_stats, _unfused_stats),
+        ):
+            peers = {"transformers": _in_parts(unfused)}
+            yield from _compared(
+                case, inputs, shape, partial(mine, kernels=kernels), peers, settings, partial(_two_products, inputs)
+            )
+
+
+def _compared(
+    case: str,
+    inputs: Inputs,
+    shape: Shape,
+    ours: Candidate,
+    peers: Mapping[str, Candidate],
+    settings: Settings,
+    floor: Work | None = None,
+) -> Iterator[Result]:
+    """A line against the peers, and one against the floor where there is one (its "speed-up" is at most about 1)."""
+    device, name = settings.device, str(shape)
+    result = Result(SUITE, name, case, _agreement(inputs.first(COMPARED_ROWS), ours, peers["transformers"]))
+    if not result.agreement.is_met:
+        yield result
+        return
+    try:
+        works: dict[str, Work] = {peer: partial(candidate, inputs) for peer, candidate in peers.items()}
+        our_work = partial(ours, inputs)
+        probed = probe({peer: once(work, device) for peer, work in works.items()})
+        chosen = {peer: once(works[peer], device) for peer in contenders(probed)}
+        times = interleaved({"ours": once(our_work, device)} | chosen, settings.repeats)
+        our_times = times.pop("ours")
+        line = Result(SUITE, name, case, result.agreement, our_times, times, probed)
+        fastest = works[str(line.fastest_peer)]
+        memory = peak_memory(our_work, device), peak_memory(fastest, device)
+        yield Result(SUITE, name, case, result.agreement, our_times, times, probed, memory)
+        if floor is not None:
+            stopwatches = {"ours": once(our_work, device), "two products": once(floor, device)}
+            times = interleaved(stopwatches, settings.repeats)
+            yield Result(SUITE, name, f"{case}, floor", result.agreement, times.pop("ours"), times)
+    except torch.OutOfMemoryError as error:
+        print(f"{SUITE}, {shape}, {case}: not available: {str(error)[:200]}", file=sys.stderr)
+
+
+def _agreement(inputs: Inputs, ours: Candidate, peer: Candidate) -> Agreement:
+    """Relative errors in fp32 against the peer; in half precision against fp32, bounded by the peer's own error."""
+    mine, theirs = ours(inputs), peer(inputs)
+    if inputs.hidden_ND.dtype == torch.float32:
+        return Agreement({name: (_error(mine[name], theirs[name]), FP32_BOUND) for name in theirs})
+    truth = peer(inputs.to(torch.float32))
+    return Agreement(
+        {
+            name: (_error(mine[name], exact), half_precision_bound(_error(theirs[name], exact)))
+            for name, exact in truth.items()
+        }
+    )
+
+
+def _error(values: Tensor, truth: Tensor) -> float:
+    """Relative 2-norm error; of tokens the share that differs; infinite where anything is not a number."""
+    if not truth.is_floating_point():
+        return float((values != truth).float().mean())
+    error = float((values.float() - truth.float()).norm() / truth.float().norm())
+    return error if math.isfinite(error) else math.inf
+
+
+# -- ours ------------------------------------------------------------------------------------------------------
+
+
+def _leaves(inputs: Inputs, trains_table: bool) -> tuple[Tensor, Tensor]:
+    hidden, table = inputs.hidden_ND.detach().requires_grad_(), inputs.table_VD.detach()
+    return hidden, table.requires_grad_(trains_table)
+
+
+def _gradients(hidden: Tensor, table: Tensor) -> dict[str, Tensor]:
+    named = {"hidden gradient": hidden.grad, "table gradient": table.grad}
+    return {name: grad for name, grad in named.items() if grad is not None}
+
+
+def _our_loss(inputs: Inputs, kernels: Kernels, trains_table: bool) -> dict[str, Tensor]:
+    hidden, table = _leaves(inputs, trains_table)
+    loss = kernels.linear_cross_entropy(hidden, table, inputs.target_N, SOFTCAP).sum()
+    loss.backward()
+    return {"loss": loss.detach(), **_gradients(hidden, table)}
+
+
+def _our_soft_embedding(inputs: Inputs, kernels: Kernels) -> dict[str, Tensor]:
+    soft = kernels.soft_embedding(inputs.hidden_ND, inputs.table_VD, SOFTCAP, TEMPERATURE)
+    return {"soft embedding": soft}
+
+
+def _our_stats(inputs: Inputs, kernels: Kernels) -> dict[str, Tensor]:
+    stats = kernels.token_stats(inputs.hidden_ND, inputs.table_VD, SOFTCAP, TEMPERATURE, inputs.uniform_N)
+    return {"entropy": stats.entropy, "argmax": stats.argmax, "soft embedding": stats.soft_embedding}
+
+
+# -- the peers -------------------------------------------------------------------------------------------------
+
+
+def _logits(hidden: Tensor, table: Tensor) -> Tensor:
+    z = F.linear(hidden, table).float()
+    return torch.tanh(z / SOFTCAP) * SOFTCAP
+
+
+def _unfused_loss(inputs: Inputs, trains_table: bool) -> dict[str, Tensor]:
+    hidden, table = _leaves(inputs, trains_table)
+    loss = F.cross_entropy(_logits(hidden, table), inputs.target_N, reduction="sum")
+    loss.backward()
+    return {"loss": loss.detach(), **_gradients(hidden, table)}
+
+
+def _unfused_soft_embedding(inputs: Inputs) -> dict[str, Tensor]:
+    p = (_logits(inputs.hidden_ND, inputs.table_VD) / TEMPERATURE).softmax(-1)
+    return {"soft embedding": p.to(inputs.table_VD.dtype) @ inputs.table_VD}
+
+
+def _unfused_stats(inputs: Inputs) -> dict[str, Tensor]:
+    z = _logits(inputs.hidden_ND, inputs.table_VD) / TEMPERATURE
+    p = z.softmax(-1)
+    torch.multinomial(p, 1)
+    entropy = torch.distributions.Categorical(logits=z, validate_args=False).entropy()
+    return {"entropy": entropy, "argmax": z.argmax(-1), "soft embedding": p.to(inputs.table_VD.dtype) @ inputs.table_VD}
+
+
+def _in_parts(peer: Candidate) -> Candidate:
+    """Whole where the logits fit, as for the comparison, else part after part, as micro-batches."""
+
+    def in_parts(inputs: Inputs) -> dict[str, Tensor]:
+        out: dict[str, Tensor] = {}
+        for lo in range(0, len(inputs.hidden_ND), PEER_ROWS):
+            part = slice(lo, lo + PEER_ROWS)
+            out = peer(Inputs(inputs.hidden_ND[part], inputs.table_VD, inputs.target_N[part], inputs.uniform_N[part]))
+        return out
+
+    return in_parts
+
+
+def _liger() -> Callable[..., dict[str, Tensor]] | None:
+    """Liger's fused linear cross-entropy, where it is installed."""
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except Exception as error:  # it may also be installed and not import here
+        print(f"{SUITE}: Liger not available: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
+        return None
+    fused = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=SOFTCAP)
+
+    def loss_and_gradients(inputs: Inputs, trains_table: bool) -> dict[str, Tensor]:
+        hidden, table = _leaves(inputs, trains_table)
+        loss = fused(table, hidden, inputs.target_N)
+        loss.backward()
+        return {"loss": loss.detach(), **_gradients(hidden, table)}
+
+    return loss_and_gradients
+
+
+def _two_products(inputs: Inputs) -> Tensor:
+    """What no path can avoid: the logits, and their product with the table; by rows as ours, to hold one chunk."""
+    out = torch.empty_like(inputs.hidden_ND)
+    for lo in range(0, len(out), 512):
+        rows = slice(lo, lo + 512)
+        torch.mm(torch.mm(inputs.hidden_ND[rows], inputs.table_VD.t()), inputs.table_VD, out=out[rows])
+    return out
