@@ -246,9 +246,8 @@ def differences(whole: Path, run: Path) -> list[str]:
         expected, got = load_file(whole / path), load_file(run / path)
         same = expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
         names += [] if same else [str(path)]
-    kept = [sorted(state.steps_saved(each)) for each in (whole, run)]
-    left = [path.name for path in (run / state.FOLDER).iterdir() if path.name.startswith(".")]
-    return names + ([f"checkpoints {kept}"] if kept[0] != kept[1] else []) + left
+    there = [{str(path.relative_to(each)) for path in each.rglob("*")} for each in (whole, run)]
+    return names + sorted(there[0] ^ there[1])
 
 
 if __name__ == "__main__":
