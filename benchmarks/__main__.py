@@ -11,11 +11,16 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from benchmarks import denoise_step, kernel_vocabulary, machine, models, training_step
+from benchmarks import denoise_step, kernel_span_attention, kernel_vocabulary, machine, models, training_step
 from benchmarks.result import Result, table
 from benchmarks.settings import Settings
 
-SUITES = {"training": training_step.run, "denoise": denoise_step.run, "vocabulary": kernel_vocabulary.run}
+SUITES = {
+    "training": training_step.run,
+    "denoise": denoise_step.run,
+    "vocabulary": kernel_vocabulary.run,
+    "attention": kernel_span_attention.run,
+}
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.visited_tiles import visited
 from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.span_attention import native, reference, triton_kernels
 from blockdiff.kernels.span_attention.tiles import Tile, splits_of, tiles_of
@@ -266,6 +267,27 @@ def test_keys_outside_every_hull_are_never_loaded():
     )
     for x, y in zip(got, clean, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_the_picture_shows_what_the_forward_visits(window):
+    """Keys that it shows as not visited may be NaN: nothing changes; every seen key is shown as visited."""
+    spans, prefix, own = canvases(window)
+    tensors = [x[:1] for x in inputs(spans, prefix, own)]
+    first = Spans(spans.bounds_BT4[:1])
+    tile = tiles_of(16, 4).forward
+    is_visited = visited(first, prefix, own, tile.M // 2, tile.N)
+    assert (is_visited | ~first.dense(prefix, own)).all()
+    clean = with_lse(*on(tensors, torch.float32), moved(first), 1.0)[0]
+    for rows in (slice(0, tile.M // 2), slice(tile.M // 2, own)):  # one tile of queries, then the others
+        if window is None:
+            assert is_visited[0, rows].any(0).sum() < prefix + own
+        poisoned = [x.clone() for x in tensors]
+        never = ~is_visited[0, rows].any(0)
+        for x, keys in zip(poisoned[1:], (never[:prefix], never[:prefix], never[prefix:], never[prefix:]), strict=True):
+            x[:, keys] = float("nan")
+        out = with_lse(*on(poisoned, torch.float32), moved(first), 1.0)[0]
+        assert torch.equal(out[:, rows], clean[:, rows])
 
 
 def seeing(spans: Spans, first: int, keys: int, N: int) -> Tensor:
