@@ -258,8 +258,9 @@ def test_tokens_are_those_of_the_tokenizer_whatever_it_was_used_for_before():
     first = Encoder(tokenizer, eos_id=1, canvas_length=8).encode([row])[0][0]
     assert first.tokens == [2, *tokenizer("<|turn>user", add_special_tokens=False)["input_ids"], *tokenizer(
         "x<eos>", add_special_tokens=False)["input_ids"], 1]  # fmt: skip
-    tokenizer(["a", "longer"], truncation=True, padding=True, max_length=2)
-    assert Encoder(tokenizer, eos_id=1, canvas_length=8).encode([row])[0][0] == first
+    for leave in (lambda backend: backend.enable_truncation(1), lambda backend: backend.enable_padding(length=20)):
+        leave(tokenizer.backend_tokenizer)
+        assert Encoder(tokenizer, eos_id=1, canvas_length=8).encode([row])[0][0] == first
     split = chat_tokenizer()
     split.split_special_tokens = True
     apart = Encoder(split, eos_id=1, canvas_length=8).encode([row])[0][0]

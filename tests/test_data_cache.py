@@ -114,7 +114,8 @@ def test_whatever_changes_the_tokens_changes_the_fingerprint(rows, tmp_path):
 def test_the_fingerprint_outlives_the_calls_of_the_tokenizer(rows):
     tokenizer = chat_tokenizer()
     before = Encoder(tokenizer, eos_id=1, canvas_length=8).fingerprint
-    tokenizer(["a", "longer"], truncation=True, padding=True, max_length=4)
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding()
     tokenizer.chat_template = packaged_template()  # what training leaves in it
     assert Encoder(tokenizer, eos_id=1, canvas_length=8).fingerprint == before
 
@@ -237,15 +238,18 @@ def test_a_process_killed_while_writing_leaves_nothing_that_is_taken_for_complet
     assert not left.exists()
 
 
-def test_of_two_processes_that_write_the_same_one_wins_and_both_read(rows, tmp_path, monkeypatch):
-    write, cache = cache_file._sync, tmp_path / "cache"
+@pytest.mark.parametrize("moment", ["before it looks", "after it looked"])
+def test_of_two_processes_that_write_the_same_one_wins_and_both_read(rows, tmp_path, monkeypatch, moment):
+    cache = tmp_path / "cache"
+    owner, name = (cache_file, "_sync") if moment == "before it looks" else (Path, "rename")
+    original = getattr(owner, name)
 
-    def slow(file) -> None:
-        monkeypatch.setattr(cache_file, "_sync", write)
+    def late(*arguments):
+        monkeypatch.setattr(owner, name, original)
         load(rows, cache=cache)  # the other process is done first
-        write(file)
+        return original(*arguments)
 
-    monkeypatch.setattr(cache_file, "_sync", slow)
+    monkeypatch.setattr(owner, name, late)
     assert len(load(rows, cache=cache)) == 3 and entry_of(cache)
 
 

@@ -43,6 +43,12 @@ def test_a_mixture_has_every_source_in_its_share_and_each_in_epochs_of_its_own()
     assert all(abs(batch[0] - 50) < 20 and abs(batch[1] - 30) < 20 for batch in batches)
 
 
+def test_sources_of_one_size_are_in_different_orders():
+    slots = taken(MixturePlan((50, 50), (1.0, 1.0), 10, seed=0), range(1, 20))
+    orders = [[index % 50 for _, index in slots if index // 50 == source][:50] for source in (0, 1)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(50)) and orders[0] != orders[1]
+
+
 def test_a_mixture_goes_on_from_block_to_block_without_looking_back():
     plan = MixturePlan((300, 70), (1.0, 1.0), batch_size=33, seed=0)
     steps = range(1, 5 * BLOCK // 66)
