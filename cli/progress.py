@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from blockdiff.cli.loading import console
-
-if TYPE_CHECKING:
-    from blockdiff.training.freeze import Trains
+from blockdiff.training.freeze import Trains
 
 
 class Progress:
@@ -38,8 +36,9 @@ class Progress:
         table.add_column("part", no_wrap=True)
         for name in ("tensors", "trains", "frozen"):
             table.add_column(name, justify="right", no_wrap=True)
-        for part, *counts in [*rows, ("total", *(sum(row[i] for row in rows) for i in (1, 2, 3)))]:
-            table.add_row(str(part), *(f"{count:,}" if count else "-" for count in counts))
+        total = Trains("total", *(sum(counts) for counts in zip(*(row[1:] for row in rows), strict=True)))
+        for row in (*rows, total):
+            table.add_row(row.part, *(f"{count:,}" if count else "-" for count in row[1:]))
         self.console.print(table)
 
     @contextmanager

@@ -97,7 +97,9 @@ def series(records: Sequence[Record], key: str) -> Points:
 
 def by_level(records: Sequence[Record], key: str) -> Points:
     """Middles of the noise levels t and the values of `key` there, at the last evaluation that has levels."""
-    levels = next((record["heldout_levels"] for record in reversed(records) if record.get("heldout_levels")), [])
+    levels: list[Record] = next(
+        (record["heldout_levels"] for record in reversed(records) if record.get("heldout_levels")), []
+    )
     found = [
         ((level["t_from"] + level["t_to"]) / 2, float(level[key])) for level in levels if _is_number(level.get(key))
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,15 +38,12 @@ def adamw_8bit(
         )
     logging.getLogger(found).setLevel(logging.ERROR)  # on a CPU they miss kernels that no optimiser needs
     try:
-        if found == "bitsandbytes":
-            from bitsandbytes.optim import AdamW8bit
-        else:
-            from torchao.optim import AdamW8bit
+        kind = import_module(f"{found}.optim").AdamW8bit  # the same name and arguments in both
     except Exception as error:  # a library built for another torch fails in its own ways
         raise RunError(
             f"optim.name: adamw_8bit: {found} cannot be imported ({first_line(error)}); mend it or choose adamw"
         ) from error
-    optimiser: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+    optimiser: torch.optim.Optimizer = kind(groups, lr=lr, betas=betas, eps=eps)
     return optimiser
 
 
