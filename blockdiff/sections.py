@@ -78,6 +78,12 @@ class DataSection(Section):
     which: Literal["random", "first", "last"] = "random"
     cache: str = "auto"  # a directory, "auto" (the user's cache directory) or "off"
 
+    @field_validator("cache", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """YAML reads a bare off as false."""
+        return "off" if value is False else value
+
     @field_validator("train", "heldout", mode="before")
     @classmethod
     def _bare_names(cls, value: Any) -> Any:

@@ -106,6 +106,10 @@ def test_sources_columns_patterns_and_hub_ids_are_understood(folder: Path) -> No
     assert read_recipe(again) == recipe
 
 
+def test_a_bare_off_is_a_word(folder: Path) -> None:
+    assert read_recipe(folder / "base.yaml", ["data.cache=off"]).data.cache == "off"
+
+
 def test_a_wrong_source_or_column_is_named(folder: Path) -> None:
     base = folder / "base.yaml"
     bad = write(folder, "extends: base.yaml\ndata: {train: [{path: train.jsonl, weight: -1}]}\n")
