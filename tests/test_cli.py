@@ -17,7 +17,7 @@ from blockdiff import checkpoint
 from blockdiff.cli.main import app
 from blockdiff.recipe import read_recipe
 
-COMMANDS = [["train"], ["sample"], ["eval"], ["data"], ["data", "sudoku"], ["init"], ["inspect"]]
+COMMANDS = [["train"], ["sample"], ["eval"], ["data"], ["data", "sudoku"], ["data", "tokenizer"], ["init"], ["inspect"]]
 RECIPE = """\
 seed: 1
 model: {preset: little.json, tokenizer: puzzles/tokenizer}
