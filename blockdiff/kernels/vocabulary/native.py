@@ -139,34 +139,34 @@ def _cross_entropy_chunk(
     Capped logits lie in [-cap, cap], so for caps up to 40 exp needs no maximum taken off (e^40 * V < 1e24). A bonus b
     multiplies the exponential of the observed token by e^b: two numbers per row change, and no sweep is added.
     """
-    z = F.linear(hidden, table).float()
-    row = torch.arange(z.shape[0], device=z.device)
+    z, target = F.linear(hidden, table).float(), target[:, None]
     t = None if softcap is None else z.div_(softcap).tanh_()
+    observed, bonus = (None, None) if favoured is None else (x[:, None] for x in favoured)
     if t is None or softcap is None or softcap > 40:
         z = z if t is None or softcap is None else t * softcap
-        if favoured is not None:
-            z[row, favoured[0]] += favoured[1]
-        of_target = z[row, target]
+        if observed is not None and bonus is not None:
+            z.scatter_(1, observed, z.gather(1, observed) + bonus)
+        of_target = z.gather(1, target)
         peak = z.amax(-1, keepdim=True)
         e = z.sub_(peak).exp_()
-        total = e.sum(-1)
-        loss = total.log() + peak.squeeze(-1) - of_target
+        total = e.sum(-1, keepdim=True)
+        loss = total.log() + peak - of_target
     else:
-        of_target = t[row, target] * softcap
+        of_target = t.gather(1, target) * softcap
         e = (t * softcap).exp_()
-        total = e.sum(-1)
-        if favoured is not None:
-            observed, bonus = favoured
-            more = e[row, observed] * bonus.expm1()
-            e[row, observed] += more
+        total = e.sum(-1, keepdim=True)
+        if observed is not None and bonus is not None:
+            of_observed = e.gather(1, observed)
+            more = of_observed * bonus.expm1()
+            e.scatter_(1, observed, of_observed + more)
             total += more
             of_target += bonus * (observed == target)
         loss = total.log() - of_target
     if with_gradient:
-        e[row, target] -= total
+        e.scatter_(1, target, e.gather(1, target).sub_(total))
         if t is not None:
             e.mul_(torch.addcmul(torch.ones((), device=t.device), t, t, value=-1.0, out=t))  # tanh' = 1 - tanh^2
-    return loss, total, e
+    return loss.squeeze(-1), total.squeeze(-1), e
 
 
 def linear_cross_entropy(
@@ -211,7 +211,8 @@ def token_scores(
             z = logits(hidden[rows], table, softcap)
             favoured = _rows_of(observed_N, bonus_N, rows)
             if favoured is not None:
-                z[torch.arange(z.shape[0], device=z.device), favoured[0]] += favoured[1]
+                observed = favoured[0][:, None]
+                z.scatter_(1, observed, z.gather(1, observed) + favoured[1][:, None])
             peak, argmax_N[rows] = z.max(-1)
             of_target = z.gather(-1, target_N[rows, None]).squeeze(-1) - peak
             loss_N[rows] = z.sub_(peak[:, None]).exp_().sum(-1).log() - of_target
