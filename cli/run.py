@@ -166,19 +166,23 @@ class Run:
 
     def save(self, step: int) -> None:
         """Write a checkpoint; the best one so far stays."""
-        t, found = self.recipe.train, self._best_saved()
         state.save(
             self.directory,
             step,
             self.model,
             self.optimiser,
             self.facts,
-            t.keep,
+            self.recipe.train.keep,
             self.parallel,
             ema=self.ema,
-            keep_every=t.keep_every,
-            protect=() if found is None else (found[0],),
+            keep_every=self.recipe.train.keep_every,
+            protect=self._protected(),
         )
+
+    def _protected(self) -> tuple[int, ...]:
+        """The best step that is saved, which stays however old it gets."""
+        found = self._best_saved()
+        return () if found is None else (found[0],)
 
     def _best_saved(self) -> tuple[int, float] | None:
         metric = self.recipe.evaluation.best
@@ -208,6 +212,8 @@ class Run:
 
     def finish(self, reached: int) -> None:
         """Export the model, draw the curves, and say in one line what the run was."""
+        t = self.recipe.train  # a kill in the last save may have left what it was about to remove
+        state.prune(self.directory, t.keep, keep_every=t.keep_every, protect=self._protected())
         which = self.export()
         draw_curves(self.directory / FILE_NAME, self.directory / "curves.png", title=self.directory.name)
         if self.trackers is not None:

@@ -1,4 +1,4 @@
-"""`blockdiff train`, alone and on two ranks of `accelerate launch`: told to stop, or with a rank killed; then resumed."""
+"""`blockdiff train`, alone and on two ranks of a launcher: told to stop, or with a rank killed; then resumed."""
 
 from __future__ import annotations
 
