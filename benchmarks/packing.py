@@ -89,10 +89,12 @@ def measure(
 
     _compare(objective, [partial(run, batches(layout, 1)) for layout in layouts], layouts)
     laid_out = {layout: [batches(layout, step) for step in steps] for layout in layouts}
-    work = {
-        str(layout): once(lambda windows=windows: [run(window) for window in windows], device)  # type: ignore[misc]
-        for layout, windows in laid_out.items()
-    }
+
+    def run_all(windows: Sequence[Sequence[Batch]]) -> None:
+        for window in windows:
+            run(window)
+
+    work = {str(layout): once(partial(run_all, windows), device) for layout, windows in laid_out.items()}
     times = interleaved(work, options.repeats, warmup=1)
     lines = []
     for layout, windows in laid_out.items():
@@ -109,7 +111,9 @@ def measure(
     return lines
 
 
-def _compare(objective: Objective, runs: Sequence[Callable[[], tuple[float, float]]], layouts: Sequence[Layout]) -> None:
+def _compare(
+    objective: Objective, runs: Sequence[Callable[[], tuple[float, float]]], layouts: Sequence[Layout]
+) -> None:
     """Exit unless the losses and gradients of every layout are those of the first."""
 
     def gradients() -> torch.Tensor:
@@ -161,8 +165,8 @@ def main(words: list[str] | None = None) -> None:
     collator = Collator(model.canvas_length, 0, tokenizer.eos_token_id, 0, StratifiedTime(), canvases=canvases)
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), train_router=True)
     lengths = sorted(len(example.tokens) for example in examples)
-    few = options.micro_batch_size
-    layouts = [Layout(None, None), Layout(None, few), Layout(options.pack, None), Layout(options.pack, max(1, few // 2))]
+    few, pack = options.micro_batch_size, options.pack
+    layouts = [Layout(None, None), Layout(None, few), Layout(pack, None), Layout(pack, max(1, few // 2))]
     lines = measure(examples, collator, objective, layouts, options)
     if options.json:
         record = {**machine.describe(model.device), "options": {k: str(v) for k, v in vars(options).items()}}

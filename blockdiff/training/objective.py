@@ -121,8 +121,7 @@ class Objective(nn.Module):
         vocabulary, shape = self.model.vocabulary, noisy.canvas_BCL.shape
         ar = _scores(vocabulary.scores, hidden_BSD, batch.tokens_BS.roll(-1, dims=1), batch.is_ar_scored_BS)
         first_BTD = self._denoise(noisy, past, None)
-        soft_BCLD = vocabulary.soft_embedding(first_BTD).view(*shape, -1) * (batch.length_BC > 0)[..., None, None]
-        second_BTD = self._denoise(noisy, past, soft_BCLD.flatten(1, 2))
+        second_BTD = self._denoise(noisy, past, vocabulary.soft_embedding(first_BTD))
         bonus_BC = self._bonus(batch)
         extra = () if bonus_BC is None else (noisy.canvas_BCL, bonus_BC[..., None].expand(shape))
         without, with_signal = (
