@@ -68,6 +68,7 @@ class DataSection(Section):
     columns: Columns = Columns()
     streaming: bool = False
     shuffle_buffer: Positive = 10_000  # rows that streaming shuffles among themselves
+    chat: bool = False  # prompt and response are the user's and the assistant's turn, not raw text
     turns: Literal["all", "last"] = "all"
     system: str | None = None  # put before conversations that bring no system message
     thinking: bool = False

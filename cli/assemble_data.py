@@ -140,6 +140,7 @@ def encoder(recipe: Recipe, base: Basis) -> Encoder:
         turns=d.turns,
         system=d.system,
         too_long=d.too_long,
+        chat=d.chat,
     )
 
 

@@ -22,6 +22,7 @@ def evaluate(
     columns: Annotated[str | None, typer.Option(metavar="ROLE=COLUMN,...", help=HELP)] = None,
     subset: Annotated[str | None, typer.Option(help="Configuration of a hub data set.")] = None,
     split: Annotated[str, typer.Option(help="Of a hub data set or a directory.")] = "test",
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are the user's turn of a chat, not raw text.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Most denoising steps per canvas.")] = None,
     max_new_tokens: Annotated[
@@ -44,7 +45,7 @@ def evaluate(
     from blockdiff.evals import run
 
     source = SourceSpec(data, subset=subset, split=split, columns=parse_columns(columns))
-    rows = list(islice(rows_of(source), limit))
+    rows = [row.as_conversation() if chat else row for row in islice(rows_of(source), limit)]
     kind = find_task(task)
     run.ask(rows, kind)  # refused now rather than after the weights are read
     make_parent(output)

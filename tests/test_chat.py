@@ -239,6 +239,17 @@ def test_thinking_opens_the_system_turn_and_reasoning_is_part_of_the_response(to
     assert responses(tokenizer, example) == ["<|channel>thought\nso\n<channel|>hi there<turn|>\n"]
 
 
+def test_a_prompt_and_its_response_can_be_two_turns(tokenizer):
+    pair = Row("f.jsonl:1", prompt=USER["content"], response=ASSISTANT["content"])
+    as_chat = Encoder(tokenizer, eos_id=1, canvas_length=8, chat=True)
+    (example,), statistics = as_chat.encode([pair])
+    conversation = encode(tokenizer, USER, ASSISTANT)
+    assert (example.tokens, example.responses) == (conversation.tokens, conversation.responses)
+    assert statistics.conversations == 1
+    as_text = Encoder(tokenizer, eos_id=1, canvas_length=8)
+    assert as_text.encode([pair])[0][0].tokens != example.tokens and as_text.fingerprint != as_chat.fingerprint
+
+
 def test_rows_that_are_too_long_are_cut_left_out_or_refused(tokenizer):
     rows = [Row("f:1", prompt="a", response="b" * 20), Row("f:2", prompt="a", response="b")]
     options = dict(eos_id=1, canvas_length=8, max_length=20)

@@ -61,7 +61,7 @@ class Encoder:
     `eos_id` is the first configured eos id: it ends prompt/response rows (chat turns end by their template)
     and fills last canvases. `turns`: every assistant turn is a response, or the last one only. `system` is put
     before conversations without a system message. `too_long`: rows of more than `max_length` tokens are cut at a
-    canvas boundary, left out, or refused by name.
+    canvas boundary, left out, or refused by name. `chat`: prompt and response are a conversation of two turns.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -72,6 +72,7 @@ class Encoder:
     turns: Literal["all", "last"] = "all"
     system: str | None = None
     too_long: Literal["truncate", "drop", "refuse"] = "truncate"
+    chat: bool = False
 
     @cached_property
     def template(self) -> str:
@@ -89,7 +90,7 @@ class Encoder:
         except DataError:  # only conversations need one
             template = ""
         options = (self.eos_id, self.canvas_length, self.max_length, self.enable_thinking, self.turns, self.system)
-        more = (self.too_long, self.tokenizer.special_tokens_map, self.tokenizer.bos_token_id)
+        more = (self.too_long, self.chat, self.tokenizer.special_tokens_map, self.tokenizer.bos_token_id)
         text = json.dumps([template, options, more, bool(self.tokenizer.split_special_tokens)], default=str)
         return hashlib.blake2b((text + backend.to_str()).encode(), digest_size=16).hexdigest()
 
@@ -146,6 +147,8 @@ class Encoder:
             raise _slow()
         rows = iter(rows)
         while chunk := list(islice(rows, CHUNK)):
+            if self.chat:
+                chunk = [row.as_conversation() for row in chunk]
             pairs = [row for row in chunk if row.messages is None]
             encoded_pairs = iter(self._pairs(pairs))
             encoded_chats = iter(self._chats([row for row in chunk if row.messages]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,14 @@ class Row:
     response: str | None = None
     messages: tuple[dict[str, str], ...] | None = None
     id: str | None = None
+
+    def as_conversation(self) -> Row:
+        """The same with a prompt as the user's turn and its response as the assistant's."""
+        if self.messages is not None:
+            return self
+        said = (("user", self.prompt), ("assistant", self.response))
+        messages = tuple({"role": role, "content": text or ""} for role, text in said)
+        return replace(self, prompt=None, response=None, messages=messages)
 
 
 def read_rows(path: str | Path, columns: Mapping[str, str] | None = None) -> list[Row]:
