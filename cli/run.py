@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -208,6 +209,8 @@ class Run:
                 overwrite=True,
             )
         self.choices.save(self.directory / "model")
+        for leftover in self.directory.glob(".model.*"):  # of an export that was killed
+            shutil.rmtree(leftover)
         return which
 
     def finish(self, reached: int) -> None:
