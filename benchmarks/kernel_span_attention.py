@@ -162,8 +162,8 @@ def measure(
     spans = Spans(shape.spans.bounds_BT4.to(device), shape.spans.sees_all)
     tensors, grad_out = draw(shape, device, dtype)
 
-    def ours(*x: Tensor) -> Tensor:
-        out = attend(*x, spans=spans, scale=1.0)
+    def ours(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, own_k: Tensor, own_v: Tensor) -> Tensor:
+        out = attend(q, prefix_k, prefix_v, own_k, own_v, spans, 1.0)
         assert isinstance(out, Tensor)
         return out
 
@@ -258,9 +258,9 @@ def _truth(spans: Spans, tensors: list[Tensor], grad_out: Tensor, backward: bool
         some = Spans(spans.bounds_BT4[:1, queries])
         for head in range(tensors[3].shape[2]):
             of_group = slice(head * group, (head + 1) * group)
-            parts = [wide[0][:, queries, of_group], *(x[:, :, head : head + 1] for x in wide[1:])]
+            pk, pv, ok, ov = (x[:, :, head : head + 1] for x in wide[1:])
             with torch.set_grad_enabled(backward):
-                part, _ = reference.span_attention(*parts, some, 1.0)
+                part, _ = reference.span_attention(wide[0][:, queries, of_group], pk, pv, ok, ov, some, 1.0)
             if backward:
                 part.backward(grad_out[:, queries, of_group].float())
             out[:, queries, of_group] = part.detach()
@@ -287,9 +287,12 @@ def peers(shape: Shape, spans: Spans, tensors: list[Tensor]) -> Peers:
     dense = spans.dense(shape.prefix, shape.own)[:, None]
     found: Peers = {}
     if tensors[0].is_cuda:
-        mask, backends = dense, {"efficient": SDPBackend.EFFICIENT_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
-        if spans.sees_all:
-            mask, backends = None, {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+        mask = None if spans.sees_all else dense
+        backends = {"cuDNN": SDPBackend.CUDNN_ATTENTION}
+        if mask is None:
+            backends["flash"] = SDPBackend.FLASH_ATTENTION
+        else:
+            backends["efficient"] = SDPBackend.EFFICIENT_ATTENTION
         for name, backend in backends.items():
             found[f"SDPA {name}, {'no' if mask is None else 'dense'} mask"] = partial(_sdpa, mask, backend), repeated
         try:
