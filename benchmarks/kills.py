@@ -1,8 +1,9 @@
 """`python -m benchmarks.kills --count 100`: kill -9 a tiny training run again and again; what is left must be the same.
 
 A chain is one run directory: `blockdiff train --resume` is started and killed up to five times, then left to end. Its
-metrics, samples and weights must equal those of a run that nobody killed, to the bit. Half of the kills come after a
-random time, half at a random file operation of the run (inside saves, logs, exports, the token cache).
+metrics, samples and weights must equal those of a run that nobody killed, to the bit. A third of the kills come after
+a random time, a third at a random file operation of the run (logs, samples, export, token cache), a third at one in
+the folder of the checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,9 +80,9 @@ generation: {{max_steps: 4}}
 
 @dataclass
 class Kill:
-    """Where an attempt died: after so many seconds, or at its n-th file operation, and how far the run had got."""
+    """Where an attempt died: after so many seconds or at its n-th file operation, and how far the run had got."""
 
-    kind: str
+    kind: str  # "time", "file" (anywhere), "save" (among the checkpoints)
     at: float
     stage: str = ""
 
@@ -132,13 +133,13 @@ def kill_many(folder: Path, count: int, seed: int) -> Iterator[Chain]:
     began = time.perf_counter()
     operations = attempt(folder, whole, None)
     seconds, done, number = time.perf_counter() - began, 0, 0
-    print(f"nobody kills: {seconds:.1f} s, {operations} file operations", file=sys.stderr, flush=True)
+    print(f"nobody kills: {seconds:.1f} s, file operations: {operations}", file=sys.stderr, flush=True)
     while done < count:
         number += 1
         chain, run = Chain(), folder / f"run-{number}"
         for _ in range(min(IN_A_CHAIN, count - done)):
-            kind = draw.choice(("time", "file"))
-            at = draw.uniform(0, 0.8 * seconds) if kind == "time" else float(draw.randrange(1, operations))
+            kind = draw.choice(("time", *operations))
+            at = draw.uniform(0, 0.8 * seconds) if kind == "time" else draw.randint(1, operations[kind])
             kill = Kill(kind, at)
             if attempt(folder, run, kill) is not None:
                 break  # it got to its end before
@@ -161,8 +162,8 @@ def make_inputs(folder: Path) -> None:
     )
 
 
-def attempt(folder: Path, run: Path, kill: Kill | None) -> int | None:
-    """`blockdiff train --resume` until it ends or is killed: the number of file operations, or None if it was killed.
+def attempt(folder: Path, run: Path, kill: Kill | None) -> dict[str, int] | None:
+    """`blockdiff train --resume` until it ends or is killed: the file operations there were, or None if it was killed.
 
     Raises RuntimeError with what the process said when it failed.
     """
@@ -171,7 +172,7 @@ def attempt(folder: Path, run: Path, kill: Kill | None) -> int | None:
     return in_child(folder, words, kill)
 
 
-def in_child(folder: Path, words: list[str], kill: Kill | None = None) -> int | None:
+def in_child(folder: Path, words: list[str], kill: Kill | None = None) -> dict[str, int] | None:
     """Run a `blockdiff` command in a process of its own, forked after the imports."""
     from blockdiff.cli import run as training
     from blockdiff.cli.main import app
@@ -187,12 +188,12 @@ def in_child(folder: Path, words: list[str], kill: Kill | None = None) -> int | 
             os.dup2(handle, 1), os.dup2(handle, 2)
             if kill and kill.kind == "time":
                 threading.Timer(kill.at, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            operations = die_at(folder, int(kill.at) if kill and kill.kind == "file" else None)
+            operations = die_at(folder, kill)
             try:
                 app(words)
             except SystemExit as end:
                 code = int(end.code or 0)
-            counted.write_text(str(operations()))
+            counted.write_text(json.dumps(operations))
             (folder / "modules").write_text("\n".join(sorted(sys.modules)))
         finally:
             os._exit(code)
@@ -201,24 +202,26 @@ def in_child(folder: Path, words: list[str], kill: Kill | None = None) -> int | 
         return None
     if code:
         raise RuntimeError(f"blockdiff {' '.join(words)}: exit code {code}: {said.read_text()[-2000:]}")
-    return int(counted.read_text())
+    return dict(json.loads(counted.read_text()))
 
 
-def die_at(folder: Path, number: int | None) -> Callable[[], int]:
-    """Make this process die before its `number`-th file operation under `folder`; returns what counts them."""
-    count, place = 0, str(folder)
+def die_at(folder: Path, kill: Kill | None) -> dict[str, int]:
+    """Make this process die before the file operation a kill names; returns the counts by kind, which go on."""
+    counts = {"file": 0, "save": 0}
+    places = {"file": str(folder), "save": f"{os.sep}{state.FOLDER}{os.sep}"}
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal count
-        if event in OPERATIONS and isinstance(arguments[0], str | os.PathLike) and place in os.fspath(arguments[0]):
-            if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                return
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if event not in OPERATIONS or not isinstance(arguments[0], str | os.PathLike):
+            return
+        path = os.fspath(arguments[0])
+        for kind in counts:
+            if places["file"] in path and places[kind] in path:
+                counts[kind] += 1
+                if kill and (kill.kind, kill.at) == (kind, counts[kind]):
+                    os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    return lambda: count
+    return counts
 
 
 def stage_of(run: Path) -> str:
