@@ -181,7 +181,7 @@ def micro_batches(
     all). With `pack`, examples share rows of at most so many tokens (`best_fit`), dealt to the ranks by their work; the
     optimiser step sees the same examples with the same draws, so losses and gradients are those of the unpacked one.
     `lengths`: tokens of every example, where that is cheaper to know than to read them. Several micro-batches are made
-    of rows of similar length. A rank for which no packed row is left gets a batch of padding.
+    of rows of similar size. A rank for which no packed row is left gets a batch of padding.
     Raises DataError when there are fewer examples than ranks.
     """
     taken = plan(step)
@@ -206,9 +206,6 @@ def micro_batches(
         packed = best_fit(tokens, pack)
         work = [sum(tokens[slot] + collator.canvas_tokens(tokens[slot]) for slot in row) for row in packed]
         groups = [packed[row] for row in deal(work, world)[rank]]
-    size = micro_batch_size or max(1, len(groups))
-    if len(groups) > size:
-        groups.sort(key=lambda row: -sum(map(length_of, row)))  # less padding; largest first, so memory peaks early
     slots = sorted(slot for row in groups for slot in row)
     rows = collator.rows(
         [example_of(slot) for slot in slots],
@@ -219,6 +216,9 @@ def micro_batches(
     )
     row_of = dict(zip(slots, rows, strict=True))
     laid_out = [joined([row_of[slot] for slot in row]) for row in groups] or [NOTHING]
+    size = micro_batch_size or len(laid_out)
+    if len(laid_out) > size:  # less padding; the largest first, so that memory peaks early
+        laid_out.sort(key=lambda row: -len(row.tokens) - len(row.canvases) * collator.canvas_length)
     return [collator.lay_out(laid_out[first : first + size]) for first in range(0, len(laid_out), size)]
 
 
