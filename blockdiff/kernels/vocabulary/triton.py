@@ -68,7 +68,7 @@ def _cross_entropy_table_gradient(
     hidden = _without_ignored(hidden, is_ignored)
     if kept.shape[0] == hidden.shape[0]:
         return torch.mm(kept.t(), (hidden * grad_loss[:, None]).to(table.dtype), out=grad_table)
-    factor = grad_loss.contiguous() if is_ignored is None else grad_loss.masked_fill(is_ignored, 0.0)
+    factor = grad_loss.contiguous()
     for tokens, x in launch.by_tokens(hidden, table, chunk_bytes):
         launch.to_gradients(x, target, softcap, _pair(observed, bonus), factor, peak, total, tokens.start)
         torch.mm(x.t(), hidden, out=grad_table[tokens])
