@@ -11,7 +11,15 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from benchmarks import denoise_step, kernel_span_attention, kernel_vocabulary, machine, models, training_step
+from benchmarks import (
+    denoise_step,
+    kernel_expert_mlp,
+    kernel_span_attention,
+    kernel_vocabulary,
+    machine,
+    models,
+    training_step,
+)
 from benchmarks.result import Result, table
 from benchmarks.settings import Settings
 
@@ -20,6 +28,7 @@ SUITES = {
     "denoise": denoise_step.run,
     "vocabulary": kernel_vocabulary.run,
     "attention": kernel_span_attention.run,
+    "experts": kernel_expert_mlp.run,
 }
 RESULTS = Path(__file__).parent / "results"
 

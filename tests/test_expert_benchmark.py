@@ -1,0 +1,91 @@
+"""The benchmark of the experts: every peer computes what we compute, and a wrong kernel quotes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import kernel_expert_mlp as benchmark
+from benchmarks.expert_roofline import Point, floors, points
+from benchmarks.kernel_expert_mlp import FORWARD, FROZEN, TRAINED, Shape
+from benchmarks.models import sizes
+from benchmarks.settings import Settings
+from blockdiff.kernels.expert_mlp.native import expert_mlp
+
+CPU = torch.device("cpu")
+SHAPE = Shape("quickstart", 40, 8, 2, 24, 16)
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("kind", [FORWARD, FROZEN, TRAINED])
+def test_every_peer_computes_what_we_compute(kind, skewed):
+    shape = replace(SHAPE, skewed=skewed)
+    inputs = benchmark.draw(shape, CPU, torch.float32)
+    ours = benchmark._work(expert_mlp, inputs, kind)()
+    assert len(ours) == {FORWARD: 1, FROZEN: 3, TRAINED: 5}[kind]
+    peers = dict(benchmark._peers(shape, kind, inputs))
+    assert peers.keys() == {"transformers eager", "transformers grouped_mm", "padded bmm"}
+    for name, work in peers.items():
+        assert benchmark._computes(name, work, ours)
+        assert all(benchmark._error(x, y) < 1e-6 for x, y in zip(work(), ours, strict=True)), name
+
+
+def test_a_routing_never_repeats_an_expert_and_a_skewed_one_prefers_some():
+    spread = []
+    for skewed in (False, True):
+        index = benchmark.draw(replace(SHAPE, N=4000, skewed=skewed), CPU, torch.float32).index_Nk
+        assert (index[:, 0] != index[:, 1]).all()
+        counts = index.flatten().bincount(minlength=8)
+        spread.append(float(counts.max() / counts.min()))
+    assert spread[0] < 1.2 and spread[1] > 3
+
+
+def test_a_wrong_kernel_leaves_no_speed_up_to_quote():
+    def wrong(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, *rest: str) -> Tensor:
+        return expert_mlp(x, gate_up, down, index, weight * 1.001)
+
+    inputs = benchmark.draw(SHAPE, CPU, torch.float32)
+    for op, agrees in ((wrong, False), (expert_mlp, True)):
+        result = benchmark.measure(SHAPE, FROZEN, inputs, op, Settings(CPU, 1), None)
+        assert result.agreement.is_met == agrees and (result.speedup is not None) == agrees
+
+
+def test_a_peer_that_cannot_run_is_named_and_left_out(capsys):
+    def refuse() -> list[Tensor]:
+        raise NotImplementedError("not on this device")
+
+    assert not benchmark._computes("theirs", refuse, [])
+    assert "theirs: not available: NotImplementedError: not on this device" in capsys.readouterr().err
+    assert not benchmark._computes("theirs", lambda: [torch.ones(2)], [torch.zeros(2) + 0.5])
+    assert "theirs: left out, it differs by 1" in capsys.readouterr().err
+
+
+def test_on_a_cpu_the_released_shapes_are_named_but_not_run(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "CPU_SHAPES", (replace(SHAPE, kinds=(FORWARD,)),))
+    lines = []
+    benchmark.run(list(sizes(CPU).values()), Settings(CPU, 1), lines.append)
+    assert len(lines) == 1 and lines[0].speedup is not None
+    assert capsys.readouterr().err.count("needs a GPU") == len(benchmark.CUDA_SHAPES)
+
+
+def test_the_floor_is_the_weights_for_few_tokens_and_the_products_for_many():
+    few, many = floors(256), floors(32_768)
+    assert few.bytes_seconds > few.flops_seconds and many.flops_seconds > many.bytes_seconds
+    weights = 128 * 3 * 2816 * 704 * 2
+    assert few.bytes_seconds == pytest.approx(weights / 4.3e12, rel=0.01)
+    assert many.flops_seconds == pytest.approx(6 * 32_768 * 8 * 2816 * 704 / 780e12)
+
+
+def test_points_are_read_from_a_results_file(tmp_path):
+    file = tmp_path / "results.json"
+    file.write_text(
+        '{"results": [{"suite": "experts", "size": "released", "fastest_peer": "them",'
+        '"case": "2,048 tokens, 8 of 128 experts, uniform, forward; 300 TFLOP/s",'
+        '"ours_seconds": [1, 3, 2], "peer_seconds": {"them": [4, 6, 5]}},'
+        '{"suite": "experts", "size": "15m", "case": "64 tokens, forward", "ours_seconds": [1]},'
+        '{"suite": "vocabulary", "size": "released", "case": "x", "ours_seconds": [1]}]}'
+    )
+    assert points(str(file)) == [Point(2048, 2.0, "them", 5.0)]
