@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -161,7 +161,7 @@ def main(words: list[str] | None = None) -> None:
     )
     rows = rows[: options.batch_size * options.steps]
     examples, made = Encoder(tokenizer, tokenizer.eos_token_id, model.canvas_length).encode(rows)
-    canvases = "all" if options.canvases == "all" else int(options.canvases)
+    canvases: int | Literal["all"] = "all" if options.canvases == "all" else int(options.canvases)
     collator = Collator(model.canvas_length, 0, tokenizer.eos_token_id, 0, StratifiedTime(), canvases=canvases)
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), train_router=True)
     lengths = sorted(len(example.tokens) for example in examples)

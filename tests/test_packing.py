@@ -164,7 +164,7 @@ def test_an_example_longer_than_a_packed_row_has_one_to_itself():
 
 @pytest.mark.parametrize("pack", [None, 64])
 def test_rows_of_one_micro_batch_have_similar_sizes(pack):
-    batches = micro_batches(EXAMPLES, PLAN, collator(canvases="all"), STEP, micro_batch_size=3, pack=pack)
+    batches = micro_batches(EXAMPLES, PLAN, collator(canvases="all"), STEP, micro_batch_size=2, pack=pack)
     sizes = [sorted(((batch.doc_start_BS >= 0).sum(1) + batch.length_BC.sum(1)).tolist()) for batch in batches]
     assert len(sizes) > 1 and all(after[-1] <= before[0] for before, after in pairwise(sizes))
 
