@@ -47,7 +47,8 @@ def train(
     quiet()
     parallel = from_accelerate(timeout=settled.train.timeout)
     try:
-        _train(settled, run, resume, parallel)
+        with parallel.guarded("the start or the end of the run"):
+            _train(settled, run, resume, parallel)
     except Stopped as stopped:
         if parallel.is_main:
             print(f"{stopped}; `--resume --output {where}` goes on from there", file=sys.stderr)
