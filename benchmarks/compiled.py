@@ -77,7 +77,8 @@ def vocabulary(dtype: torch.dtype) -> None:
     tokens, vector = torch.zeros(N, dtype=torch.int64), torch.zeros(N)
     options = tokens, vector, vector > 0
     for chosen, chunk_bytes in (((), 1 << 24), (options, 1 << 20)):  # dloss/dx kept, and made again
-        loss = vocabulary_ops.linear_cross_entropy(hidden, table, tokens, 30.0, *chosen, chunk_bytes=chunk_bytes)
+        cross_entropy: Callable[..., Tensor] = vocabulary_ops.linear_cross_entropy
+        loss = cross_entropy(hidden, table, tokens, 30.0, *chosen, chunk_bytes=chunk_bytes)
         loss.sum().backward()
         vocabulary_ops.token_scores(hidden, table, tokens, 30.0, *chosen[:2])
         vocabulary_ops.soft_embedding(hidden, table, 30.0, 0.8, chunk_bytes).sum().backward()
@@ -117,11 +118,11 @@ def launches_compile(found: list[dict[str, Any]]) -> Iterator[None]:
             figures = dict(shared=compiled.metadata.shared, **_resources(compiled.asm["cubin"]))
             found.append(dict(kernel=kernel.__name__, **figures, constants=sizes | options))
 
-    JITFunction.run = run  # type: ignore[method-assign]
+    JITFunction.run = run
     try:
         yield
     finally:
-        JITFunction.run = launch  # type: ignore[method-assign]
+        JITFunction.run = launch
 
 
 def _type(value: Any) -> str:
