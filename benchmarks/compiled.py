@@ -60,13 +60,13 @@ def norms(dtype: torch.dtype) -> None:
         rms_norms(heads, (None,), 1e-6)[0].sum().backward()
 
 
-def experts(tokens: int, dtype: torch.dtype) -> None:
-    """The released model's experts (128, of which a token takes 8), forward and backward with everything trained."""
+def experts(tokens: int, dtype: torch.dtype, E: int = 128, k: int = 8, D: int = 2816, F: int = 704) -> None:
+    """Experts of the released model's sizes, forward and backward with everything trained."""
     x, gate_up, down = (
         torch.empty(*shape, dtype=dtype, requires_grad=True)  # gigabytes that are never touched
-        for shape in ((tokens, 2816), (128, 2 * 704, 2816), (128, 2816, 704))
+        for shape in ((tokens, D), (E, 2 * F, D), (E, D, F))
     )
-    index, weight = torch.zeros(tokens, 8, dtype=torch.int64), torch.zeros(tokens, 8, requires_grad=True)
+    index, weight = torch.zeros(tokens, k, dtype=torch.int64), torch.zeros(tokens, k, requires_grad=True)
     expert_mlp(x, gate_up, down, index, weight).sum().backward()
 
 
@@ -95,6 +95,7 @@ OPS: dict[str, Callable[[], None]] = {
     "expert_mlp, 256 tokens": lambda: experts(256, torch.bfloat16),
     "expert_mlp, 2048 tokens": lambda: experts(2048, torch.bfloat16),
     "expert_mlp, 4096 tokens": lambda: experts(4096, torch.bfloat16),
+    "expert_mlp, all ones": lambda: experts(1, torch.bfloat16, E=1, k=1, D=16, F=16),
     "vocabulary": lambda: vocabulary(torch.bfloat16),
 }
 
@@ -108,7 +109,7 @@ def launches_compile(found: list[dict[str, Any]]) -> Iterator[None]:
     def run(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
         options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
-        constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
+        constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr or _is_one(values[p.name])}
         signature = {name: "constexpr" if name in constants else _type(values[name]) for name in kernel.arg_names}
         source = ASTSource(kernel, signature, constants, _divisible(kernel, values, constants))
         if (key := f"{kernel.__name__} {signature} {constants} {options}") not in seen:
@@ -123,6 +124,11 @@ def launches_compile(found: list[dict[str, Any]]) -> Iterator[None]:
         yield
     finally:
         JITFunction.run = launch
+
+
+def _is_one(value: Any) -> bool:
+    """Triton makes a constant of every integer that happens to be 1."""
+    return type(value) is int and value == 1
 
 
 def _type(value: Any) -> str:

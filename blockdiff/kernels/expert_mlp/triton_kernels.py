@@ -325,7 +325,7 @@ def sum_slots(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for i in tl.static_range(TOP_K):
         slot = token.to(tl.int64) * TOP_K + i
-        has_expert = _chosen(index, slot, tokens.to(tl.int64) * TOP_K, E) >= 0
+        has_expert = _chosen(index, slot, tokens * TOP_K, E) >= 0
         at = slot[:, None] * D + column[None, :]
         total += tl.load(y + at, mask=is_there & has_expert[:, None], other=0.0).to(tl.float32)
     at = token.to(tl.int64)[:, None] * D + column[None, :]
