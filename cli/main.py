@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+import blockdiff
 from blockdiff import __version__
 from blockdiff.cli.data import data
 from blockdiff.cli.eval import evaluate
@@ -18,6 +21,8 @@ from blockdiff.cli.plot import plot
 from blockdiff.cli.sample import sample
 from blockdiff.cli.train import train
 from blockdiff.errors import BlockdiffError
+
+OURS = (Path(blockdiff.__file__).parent, Path(__file__).parent)
 
 
 class Commands(TyperGroup):
@@ -31,6 +36,8 @@ class Commands(TyperGroup):
         debug = "--debug" in words[:end]
         words = [word for i, word in enumerate(words) if word != "--debug" or i > end] or ["--help"]
         extra["standalone_mode"] = False
+        if not debug:
+            warnings.showwarning = _show_warning
         try:
             code = super().main(args=words, prog_name=prog_name or "blockdiff", **extra)
         except Exception as error:
@@ -38,6 +45,14 @@ class Commands(TyperGroup):
                 raise
             sys.exit(report(error))
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+    """One line for our own warnings; others' come as they are."""
+    if issubclass(category, UserWarning) and any(Path(filename).is_relative_to(home) for home in OURS):
+        print("blockdiff: warning: " + " ".join(str(message).split()), file=sys.stderr)
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
 
 
 def report(error: Exception) -> int:

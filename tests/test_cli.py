@@ -442,3 +442,12 @@ def test_the_documentation_names_every_option() -> None:
         for parameter in command.params:
             option = next((word for word in parameter.opts if word.startswith("--")), None)
             assert option is None or f"`{option}" in text or f" {option}" in text, f"{name} {option}"
+
+
+def test_our_warnings_are_one_line_and_those_of_others_stay_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    from blockdiff.cli import main
+
+    main._show_warning(UserWarning("two\n  lines"), UserWarning, main.__file__, 7)
+    main._show_warning(UserWarning("theirs"), UserWarning, "/elsewhere/library.py", 7)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["blockdiff: warning: two lines", "/elsewhere/library.py:7: UserWarning: theirs"]

@@ -35,6 +35,8 @@ LIGHT = {name for name, floor in FLOORS.items() if floor < 5} - {"data"} | {"sam
 LIGHT_TRAINING = (
     *("training", "training.objective", "training.losses", "training.optim"),
     *("training.lr", "training.eight_bit", "training.freeze", "training.ema", "training.activations"),
+    *("training.loop", "training.step", "training.state", "training.signals", "training.best", "training.metrics"),
+    *("training.parallel", "training.heldout", "training.evaluating"),
 )
 THERE = {"blockdiff", "torch", "triton", "transformers", "safetensors", "tokenizers"}
 
