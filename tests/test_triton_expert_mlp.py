@@ -177,6 +177,17 @@ def test_activations_stay_finite_far_out():
             assert value.isfinite().all()
 
 
+def test_nothing_beyond_the_end_of_an_input_is_used():
+    tensors, index = case(9, 2, 1, 33, 20)
+
+    def before_nans(t: Tensor) -> Tensor:
+        return torch.cat([t.flatten(), torch.full((500,), float("nan"))])[: t.numel()].view_as(t)
+
+    got = run(ours.expert_mlp, [before_nans(t).to(DEVICE).requires_grad_() for t in tensors], index)
+    truth = run(ours.expert_mlp, leaves(tensors, torch.float32), index)
+    assert all(torch.equal(a, b) for a, b in zip(got, truth, strict=True))
+
+
 def test_any_layout_is_taken():
     tensors, index = case(37, 3, 2)
     strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors]
@@ -226,13 +237,15 @@ def test_frozen_experts_keep_nothing_that_only_their_gradient_needs():
     assert any(t.shape == x.shape for t in saved_by(ALL)[1])
 
 
-def test_without_a_gradient_gate_and_up_are_not_stored():
+def test_gate_and_up_are_stored_for_a_gradient_alone(monkeypatch):
+    sizes, op = [], ours._expert_mlp
+    monkeypatch.setattr(ours, "_expert_mlp", lambda *a: (outs := op(*a), sizes.append(outs[1].numel()))[0])
     tensors, index = case(37, 3, 2)
-    x, gate_up, down, weight = leaves(tensors, torch.float32)
-    with torch.no_grad():
-        out = ours.expert_mlp(x, gate_up, down, index.to(DEVICE), weight)
-    _, h, _ = torch.ops.blockdiff.expert_mlp(x, gate_up, down, index.to(DEVICE), weight, "gelu_tanh", False)
-    assert not out.requires_grad and not h.numel()
+    for needs, with_grad in (((True, False, False, False), True), ((False,) * 4, True), (ALL, False)):
+        x, gate_up, down, weight = leaves(tensors, torch.float32, needs=needs)
+        with torch.set_grad_enabled(with_grad):
+            ours.expert_mlp(x, gate_up, down, index.to(DEVICE), weight)
+    assert sizes == [37 * 2 * 2 * 20, 0, 0]
 
 
 # -- as torch sees it ----------------------------------------------------------------------------------------------
