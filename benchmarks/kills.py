@@ -131,7 +131,7 @@ def kill_many(folder: Path, count: int, seed: int) -> Iterator[Chain]:
         with suppress(ImportError):
             importlib.import_module(name)  # once here instead of in every child
     began = time.perf_counter()
-    operations = attempt(folder, whole, None)
+    operations = attempt(folder, whole, None) or {}
     seconds, done, number = time.perf_counter() - began, 0, 0
     print(f"nobody kills: {seconds:.1f} s, file operations: {operations}", file=sys.stderr, flush=True)
     while done < count:
