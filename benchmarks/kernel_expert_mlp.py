@@ -176,8 +176,8 @@ def _work(mix: Mix, inputs: Inputs, kind: str) -> Work:
     wanted = trained if kind == TRAINED else trained[:2]
 
     def both() -> list[Tensor]:
-        frozen = trained[2:] if kind == TRAINED else [gate_up, down]
-        out = mix(trained[0], *frozen, index, trained[1])
+        first, second = trained[2:] if kind == TRAINED else (gate_up, down)
+        out = mix(trained[0], first, second, index, trained[1])
         return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
 
     return forward if kind in (FORWARD, GRAPH) else both
