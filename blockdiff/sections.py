@@ -58,6 +58,13 @@ class Source(Section):
     columns: Columns | None = None  # null = data.columns
 
 
+def _sources(value: Any) -> Any:
+    """A source that says no more than its path may be written as that."""
+    if not isinstance(value, list):
+        return value
+    return [{"path": each} if isinstance(each, str) else each for each in value]
+
+
 class DataSection(Section):
     """Which rows, how they become tokens, and how many canvases of each example an optimiser step scores."""
 
@@ -88,10 +95,7 @@ class DataSection(Section):
     @field_validator("train", "heldout", mode="before")
     @classmethod
     def _bare_names(cls, value: Any) -> Any:
-        """A source that says no more than its path may be written as that."""
-        if not isinstance(value, list):
-            return value
-        return [{"path": each} if isinstance(each, str) else each for each in value]
+        return _sources(value)
 
     @model_validator(mode="after")
     def _no_empty_mixture(self) -> DataSection:
@@ -164,12 +168,17 @@ class EvaluationSection(Section):
 
     rows: Positive | None = None  # of data.heldout; null = all
     noise_levels: Positive = 5  # equal parts of t that losses and accuracies are reported for
-    prompts: str | None = None  # rows whose prompts are sampled and whose responses are the reference
+    prompts: str | list[Source] | None = None  # rows whose prompts are sampled and whose responses are the reference
     prompts_every: Count = 0  # 0 = at the end only
     prompts_count: Positive = 32
     task: Literal["exact", "gsm8k", "sudoku"] = "exact"
     best: str | None = None  # the metric whose best checkpoint is kept and becomes model/
     patience: Positive | None = None  # evaluations without a better `best` before training ends
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _bare_names(cls, value: Any) -> Any:
+        return _sources(value)
 
 
 class GenerationSection(Section):

@@ -147,6 +147,9 @@ def corruption(recipe: Recipe, base: Basis) -> Corruption:
     if mask_id is None:
         said = "the tokenizer has no mask token" if named is None else f"{named!r} is no token of the tokenizer"
         raise RecipeError(f"objective.mask_token: {said}; name one of its tokens that no text contains")
+    if mask_id in (base.eos_id, base.pad_id, base.tokenizer.bos_token_id):
+        said = repr(base.tokenizer.convert_ids_to_tokens(mask_id))
+        raise RecipeError(f"objective.mask_token: {said} is the bos, eos or pad token; name a token of its own")
     return MaskCorruption(int(mask_id))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ FREE = {
     "data.train",  # compared by content
     "data.heldout",
     "data.cache",
-    "evaluation.prompts",
+    "evaluation.prompts",  # likewise
     "evaluation.prompts_every",
     *(f"train.{key}" for key in ("steps", "log_every", "eval_every", "save_every", "keep", "keep_every")),
     *(f"train.{key}" for key in ("trackers", "timeout")),
@@ -194,7 +195,7 @@ def data(recipe: Recipe, base: Basis, first: Callable[[], AbstractContextManager
     return Data(recipe, encode, train, heldout, prompts, collator(recipe, base), order)
 
 
-def facts(recipe: Recipe, data: Data) -> dict[str, Any]:
+def facts(recipe: Recipe, base: Basis, data: Data) -> dict[str, Any]:
     """What must be the same for a run to be resumed as the same run, by recipe key."""
     known: dict[str, Any] = {}
     for name, section in json.loads(recipe.model_dump_json()).items():
@@ -202,6 +203,13 @@ def facts(recipe: Recipe, data: Data) -> dict[str, Any]:
         if isinstance(section, dict):
             leaves = {f"{name}.{key}": value for key, value in section.items()}
         known |= {key: value for key, value in leaves.items() if key not in FREE}
+    # By content, wherever it lies: the shape of the model, the examples, the prompts.
+    known["model"] = _hash(base.config.to_dict())
+    known["evaluation.prompts"] = _hash([asdict(replace(row, where="")) for row in data.prompts])
     known["data.train"] = data.train.fingerprint
     known["data.heldout"] = None if data.heldout is None else data.heldout.fingerprint
     return known
+
+
+def _hash(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

@@ -47,7 +47,9 @@ class Commands(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
+) -> None:
     """One line for our own warnings; others' come as they are."""
     if issubclass(category, UserWarning) and any(Path(filename).is_relative_to(home) for home in OURS):
         print("blockdiff: warning: " + " ".join(str(message).split()), file=sys.stderr)

@@ -20,9 +20,7 @@ from blockdiff.cli.assemble_data import Data
 from blockdiff.cli.progress import Progress
 from blockdiff.cli.report import report_line, run_report
 from blockdiff.cli.trackers import Trackers
-from blockdiff.cli.trackers import check as check_trackers
 from blockdiff.data.dataset import Dataset
-from blockdiff.errors import RecipeError
 from blockdiff.evals.prompts import FILE_NAME as SAMPLES
 from blockdiff.evals.prompts import sample_prompts
 from blockdiff.evals.run import ask
@@ -207,8 +205,8 @@ class Run:
                 tokenizer=self.base.tokenizer,
                 generation_config=self.generation,
                 overwrite=True,
+                choices=self.choices,
             )
-        self.choices.save(self.directory / "model")
         for leftover in self.directory.glob(".model.*"):  # of an export that was killed
             shutil.rmtree(leftover)
         return which
@@ -255,7 +253,8 @@ def prepare(recipe: Recipe, directory: Path, parallel: Parallel, show: Progress)
     t, count = recipe.train, recipe.data.canvases
     scored = f"{count} canvas{'es' * (count != 1)}"
     epochs = f", {t.steps * t.batch_size / len(data.train):.1f} epochs" if isinstance(data.train, Dataset) else ""
-    plan = f"{t.steps} optimiser steps of {t.batch_size} examples, {scored} of each{epochs}"
+    saved = f"saved every {t.save_every}" if t.save_every else "saved at the end only"
+    plan = f"{t.steps} optimiser steps of {t.batch_size} examples, {scored} of each{epochs}, {saved}"
     show.line(f"run       {directory}: {plan}, {parallel.world} x {parallel.device}")
     return Run(
         recipe,
@@ -270,24 +269,8 @@ def prepare(recipe: Recipe, directory: Path, parallel: Parallel, show: Progress)
         Ema(objective, recipe.optim.ema) if recipe.optim.ema is not None else None,
         generation,
         chosen,
-        assemble_data.facts(recipe, data),
+        assemble_data.facts(recipe, base, data),
     )
-
-
-def refuse_early(recipe: Recipe) -> None:
-    """Raise RecipeError for what would only fail, or silently do nothing, after a long training."""
-    check_trackers(recipe.train.trackers)
-    said = recipe.evaluation
-    if said.patience is not None and said.best is None:
-        raise RecipeError("evaluation.patience: needs evaluation.best, the metric it waits for")
-    if said.best is not None:
-        best.is_higher_better(said.best)
-        needs = {"heldout_": ("data.heldout", recipe.data.heldout), "sample_": ("evaluation.prompts", said.prompts)}
-        there = [key for start, (key, _) in needs.items() if said.best.startswith(start)]
-        if not there:
-            raise RecipeError(f"evaluation.best: no metric {said.best!r}; their names begin with heldout_ or sample_")
-        if not any(value for start, (_, value) in needs.items() if said.best.startswith(start)):
-            raise RecipeError(f"evaluation.best: {said.best} is measured on {there[0]}, which is not set")
 
 
 def choices(recipe: Recipe, base: Basis) -> Choices:

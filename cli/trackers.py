@@ -56,13 +56,13 @@ class Trackers:
                 del self._open[name]
 
     def finish(self) -> None:
-        """Write out what is still on its way, and close."""
-        for name, tracker in self._open.items():
+        """Write out what is still on its way, and close each tracker once, however often this is called."""
+        while self._open:
+            name, tracker = self._open.popitem()
             try:
                 tracker.finish()
             except Exception as error:  # the run is complete without it
                 warnings.warn(f"{name} did not finish ({first_line(error)})", stacklevel=2)
-        self._open = {}
 
 
 def check(names: Sequence[str]) -> None:
@@ -126,9 +126,17 @@ def _make(name: str, run_dir: Path, start: int) -> Any:
 def _identity(run_dir: Path) -> str:
     """What a server knows the run by: drawn once, so that a resumed run goes on in the same place."""
     file = run_dir / IDENTITY
-    if not file.is_file():
-        file.write_text(json.dumps({"id": uuid.uuid4().hex[:12]}) + "\n", encoding="utf-8")
-    return str(json.loads(file.read_text(encoding="utf-8"))["id"])
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["id"])
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError):
+        warnings.warn(f"{file}: does not say what trackers know the run by; it gets a new page there", stacklevel=2)
+    drawn = uuid.uuid4().hex[:12]
+    beside = file.with_name(f".{IDENTITY}.partial")  # a kill leaves the whole file or none
+    beside.write_text(json.dumps({"id": drawn}) + "\n", encoding="utf-8")
+    beside.replace(file)
+    return drawn
 
 
 def _flat_config(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -60,13 +60,16 @@ def train(
 def _train(recipe: Recipe, run: Path, resume: bool, parallel: Parallel) -> None:
     from blockdiff.cli import assemble
     from blockdiff.cli.progress import Progress
-    from blockdiff.cli.run import prepare, refuse_early
+    from blockdiff.cli.refuse import refuse, without_effect
+    from blockdiff.cli.run import prepare
     from blockdiff.training import loop, state
     from blockdiff.training.signals import caught
 
     t = recipe.train
     show = Progress(t.steps, is_shown=parallel.is_main)
-    refuse_early(recipe)
+    refuse(recipe, parallel.world)
+    for line in without_effect(recipe):
+        show.line(f"note      {line}")
     found = state.enter(run, resume, parallel)
     try:
         parts = prepare(recipe, run, parallel, show)
@@ -82,6 +85,8 @@ def _train(recipe: Recipe, run: Path, resume: bool, parallel: Parallel) -> None:
         if start > t.steps:
             raise RunError(f"{run}: already at step {start}, past train.steps = {t.steps}; raise train.steps to go on")
         show.line(f"resumed   {found}")
+    elif resume:
+        show.line(f"resumed   nothing: {run} has no checkpoint, so this starts at step 0")
     logged = parts.begin(start if found is not None else None)
     with caught(speaks=parallel.is_main) as signals, show.running(start):
         reached = loop.train(

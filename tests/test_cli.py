@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from blockdiff import checkpoint
 from blockdiff.cli.main import app
+from blockdiff.cli.refuse import HELDOUT
 from blockdiff.recipe import read_recipe
 
 COMMANDS = [["train"], ["sample"], ["eval"], ["data"], ["data", "sudoku"], ["data", "tokenizer"], ["init"], ["inspect"]]
@@ -265,6 +266,11 @@ def test_a_run_directory_is_complete(workshop: Path) -> None:
     files = {path.name for path in (folder / "model").iterdir()}
     assert {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json"} <= files
     assert checkpoint.load(folder / "model", dtype="auto").canvas_length == 9
+
+
+def test_the_metrics_that_can_decide_are_those_that_are_measured(workshop: Path) -> None:
+    held = [record for record in metrics(workshop / "run") if "heldout_canvas_loss" in record]
+    assert {key for record in held for key in record} == {*HELDOUT, "step", "heldout_levels"}
 
 
 def test_the_recipe_in_a_run_directory_repeats_the_run(workshop: Path, tmp_path: Path) -> None:

@@ -45,13 +45,15 @@ def save(
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    choices: Any = None,
 ) -> Path:
     """Write `model` to `directory`, which appears complete or not at all; returns the directory.
 
     tokenizer: anything with `save_pretrained`; None carries the files of the checkpoint the model came from.
     generation_config: a mapping, or anything with `to_dict`; None carries the old one or writes the defaults.
     dtype: cast the text tensors (None: as they are). Image tensors are written as they were read.
-    overwrite: replace a checkpoint that stands there. Raises CheckpointError.
+    overwrite: replace a checkpoint that stands there. choices: what sampling has to know beyond that (anything with
+    `save`, such as `sampling.choices.Choices`). Raises CheckpointError.
     """
     target = Path(directory).expanduser().absolute()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -63,6 +65,8 @@ def save(
     try:
         fresh.mkdir(parents=True)
         _write(model, fresh, tokenizer, generation_config, dtype, shard_bytes)
+        if choices is not None:
+            choices.save(fresh)
         _put_in_place(fresh, target)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{target}: cannot be written ({first_line(error)})") from error
