@@ -149,6 +149,13 @@ def test_a_run_that_kept_no_average_cannot_go_on_with_one(tmp_path):
         state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, ema=Ema(objective, 0.9))
 
 
+def test_an_average_asked_for_since_is_refused_by_its_key_not_by_a_missing_file(tmp_path):
+    objective, optimiser = run_to(tmp_path, 2)
+    facts = {**FACTS, "optim.ema": 0.9}
+    with pytest.raises(RunError, match=r"was started with optim\.ema null, not 0\.9; keep what it was started with"):
+        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, facts, ema=Ema(objective, 0.9))
+
+
 def test_every_fact_that_differs_is_named_with_both_values(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
     changed = {"seed": 4, "recipe": {"optim": {"lr": 0.1, "clip": 2.0}}}

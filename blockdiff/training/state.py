@@ -127,12 +127,13 @@ def restore(
     """
     try:
         trainer = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
+        # Before any tensors: with other options there may be other files.
+        _refuse_other_facts(checkpoint, trainer["facts"], json.loads(json.dumps(dict(facts))))
         weights = load_file(checkpoint / MODEL)
         tensors = load_file(checkpoint / OPTIMISER)
         averages = None if ema is None else load_file(checkpoint / AVERAGE)
     except (OSError, ValueError, SafetensorError) as error:
         raise RunError(f"{checkpoint}: cannot be read ({error}); remove it to go on from an earlier one") from None
-    _refuse_other_facts(checkpoint, trainer["facts"], json.loads(json.dumps(dict(facts))))
     world = trainer.get("world", 1)
     if parallel is not None and parallel.is_main and parallel.world != world:
         warnings.warn(
