@@ -6,7 +6,9 @@ from collections import Counter
 
 import pytest
 
+from blockdiff.data import plan as plan_module
 from blockdiff.data.plan import BLOCK, MixturePlan, Plan, SequentialPlan, mixture_counts
+from blockdiff.seeding import Stream, permutation
 
 
 def taken(plan, steps):
@@ -72,6 +74,22 @@ def test_a_mixture_goes_on_from_block_to_block_without_looking_back():
 )
 def test_weights_become_whole_places_and_nobody_is_left_out(weights, counts):
     assert mixture_counts(weights) == counts and sum(counts) == BLOCK
+
+
+def test_every_order_of_many_sources_is_drawn_once_and_few_are_kept(monkeypatch):
+    drawn = []
+
+    def counted(seed, stream, address, size):
+        drawn.extend([address] if stream == Stream.ORDER else [])
+        return permutation(seed, stream, address, size)
+
+    monkeypatch.setattr(plan_module, "permutation", counted)
+    plan = MixturePlan((60,) * 40, (1.0,) * 40, batch_size=32, seed=1)
+    slots = taken(plan, range(1, 301))
+    used = {(epoch, index // 60) for epoch, index in slots}
+    assert len(used) > 100 and sorted(drawn) == sorted(used)
+    kept = [list(epochs) for epochs in plan.orders._kept.values()]
+    assert len(kept) == 40 and all(len(epochs) <= 2 and max(epochs) >= 2 for epochs in kept)
 
 
 def test_a_sequential_plan_counts():

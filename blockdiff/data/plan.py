@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from blockdiff.seeding import Stream, permutation
 
 BLOCK = 10_000  # places of a mixture in which every source has exactly its share
+EPOCHS = 2  # of each source whose orders are kept, for a global batch may reach over the edge of one
 
 
 class AnyPlan(Protocol):
@@ -28,6 +29,22 @@ class AnyPlan(Protocol):
         ...
 
 
+class Orders:
+    """The orders of a plan's examples in the epochs that were asked for last, of every source."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, dict[int, NDArray[np.int64]]] = {}
+
+    def of(self, seed: int, epoch: int, source: int, examples: int) -> NDArray[np.int64]:
+        """Which example stands at each place of an epoch [examples]."""
+        kept = self._kept.setdefault(source, {})
+        if epoch not in kept:
+            kept[epoch] = permutation(seed, Stream.ORDER, (epoch, source), examples).numpy()
+            for old in list(kept)[:-EPOCHS]:  # the ones that were made first
+                del kept[old]
+        return kept[epoch]
+
+
 @dataclass(frozen=True)
 class Plan:
     """One source, epoch after epoch, each in its own order, no step cut short."""
@@ -35,12 +52,13 @@ class Plan:
     examples: int
     batch_size: int
     seed: int
+    orders: Orders = field(default_factory=Orders, init=False, repr=False, compare=False)
 
     def __call__(self, step: int) -> list[tuple[int, int]]:
         """(epoch, index of the example) for every slot of the global batch of `step`, counted from 1."""
         first = (step - 1) * self.batch_size
         places = (divmod(place, self.examples) for place in range(first, first + self.batch_size))
-        return [(epoch, int(_order(self.seed, epoch, 0, self.examples)[place])) for epoch, place in places]
+        return [(epoch, int(self.orders.of(self.seed, epoch, 0, self.examples)[place])) for epoch, place in places]
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,7 @@ class MixturePlan:
     weights: tuple[float, ...]
     batch_size: int
     seed: int
+    orders: Orders = field(default_factory=Orders, init=False, repr=False, compare=False)
 
     def __call__(self, step: int) -> list[tuple[int, int]]:
         """(epoch of its source, index of the example) for every slot of the global batch of `step`, from 1."""
@@ -67,7 +86,7 @@ class MixturePlan:
             block, inside = divmod(place, BLOCK)
             source, rank = mixture_block(self.seed, block, counts)[inside].tolist()
             epoch, at = divmod(block * counts[source] + rank, self.sizes[source])
-            order = _order(self.seed, epoch, source, self.sizes[source])
+            order = self.orders.of(self.seed, epoch, source, self.sizes[source])
             slots.append((epoch, int(starts[source] + order[at])))
         return slots
 
@@ -105,8 +124,3 @@ def mixture_block(seed: int, block: int, counts: tuple[int, ...]) -> NDArray[np.
     for source, count in enumerate(counts):
         ranks[sources == source] = np.arange(count)
     return np.stack((sources, ranks), 1)
-
-
-@lru_cache(maxsize=16)
-def _order(seed: int, epoch: int, source: int, examples: int) -> NDArray[np.int64]:
-    return permutation(seed, Stream.ORDER, (epoch, source), examples).numpy()
