@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import warnings
+from pathlib import Path
+
 import pytest
 from accelerate import tracking
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from blockdiff.cli.trackers import Trackers, check, numbers
+from blockdiff.cli.trackers import IDENTITY, Trackers, _identity, check, numbers
 from blockdiff.errors import RunError
 
 LEVELS = [
@@ -122,3 +126,57 @@ def test_a_resumed_run_is_the_same_run_on_a_server(monkeypatch, tmp_path):
     (project, first), (_, second) = opened
     assert project == "blockdiff" and first["name"] == "chat" and first["resume"] == "allow"
     assert first["id"] == second["id"]
+
+
+@pytest.mark.parametrize("broken", ["", '{"id": "ab', "[]", '{"name": 1}', b"\xff"])
+def test_a_broken_identity_is_made_anew_with_a_warning(tmp_path, broken):
+    (tmp_path / IDENTITY).write_bytes(broken if isinstance(broken, bytes) else broken.encode())
+    with pytest.warns(UserWarning, match=r"tracker\.json: does not say what trackers know the run by") as told:
+        anew = _identity(tmp_path)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _identity(tmp_path) == anew == json.loads((tmp_path / IDENTITY).read_text())["id"]
+
+
+def test_a_kill_while_the_identity_is_written_leaves_no_half_of_it(monkeypatch, tmp_path):
+    def half(self, text, **settings):
+        self.write_bytes(text[: len(text) // 2].encode())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as dying:
+        dying.setattr(Path, "write_text", half)
+        with pytest.raises(KeyboardInterrupt):
+            _identity(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _identity(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [IDENTITY]
+
+
+def test_every_tracker_is_finished_once_even_if_the_first_try_is_broken_off(monkeypatch, tmp_path):
+    finished = []
+
+    def server(called):
+        class Server(tracking.GeneralTracker):
+            name, requires_logging_directory, tracker = called, False, None
+
+            def __init__(self, *_, **settings):
+                pass
+
+            def finish(self):
+                finished.append(called)
+                if len(finished) == 1:
+                    raise KeyboardInterrupt
+
+        return Server
+
+    for name in ("aim", "swanlab"):
+        monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, server(name))
+    monkeypatch.setattr(tracking, "_available_trackers", ["aim", "swanlab"])
+    trackers = Trackers(["aim", "swanlab"], tmp_path, {})
+    with pytest.raises(KeyboardInterrupt):
+        trackers.finish()
+    trackers.finish()
+    trackers.finish()
+    assert sorted(finished) == ["aim", "swanlab"]
