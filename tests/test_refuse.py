@@ -58,7 +58,8 @@ def test_keys_without_effect_are_named() -> None:
     assert without_effect(recipe()) == []
     changed = recipe(
         data={"canvases": "all", "which": "last", "shuffle_buffer": 5, "too_long": "drop"},
-        objective={"power": 3, "time_mean": 1, "weight_max": 5, "mask_token": "x", "ar_weight": 0, "ar_scope": "response"},
+        objective={"power": 3, "time_mean": 1, "weight_max": 5, "mask_token": "x"}
+        | {"ar_weight": 0, "ar_scope": "response"},
         optim={"decay_steps": 3, "schedule": "constant", "final_lr_ratio": 0.5},
         train={"keep_every": 7, "save_every": 5, "eval_every": 3},
         evaluation={"prompts_every": 4},
