@@ -108,15 +108,35 @@ def test_a_stream_from_the_hub_is_skipped_and_passed_again(monkeypatch):
     assert whole.fingerprint == stream("owner/rows", buffer=9).fingerprint
 
 
-def test_the_fingerprint_sees_other_data_and_other_options(path, tmp_path):
+def test_the_fingerprint_sees_other_options_and_a_corrected_row_is_the_same_stream(path, tmp_path):
     first = stream(path).fingerprint
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(path.read_bytes())
     assert stream(moved).fingerprint == first
     assert stream(path, encoder=TIGHT).fingerprint != first
     assert stream(path, weight=2.0).fingerprint != first
-    moved.write_text(path.read_text().replace("00", "01"))
-    assert stream(moved).fingerprint != first
+    assert stream(path, columns={"prompt": "response"}).fingerprint != first
+    assert stream(path, moved).fingerprint != first
+    moved.write_text(path.read_text().replace('"00"', '"first"').replace('"22"', '"the last"'))
+    assert stream(moved).fingerprint == first
+
+
+def test_the_fingerprint_sees_another_data_set_of_the_hub(monkeypatch):
+    table = datasets.Dataset.from_list([{"prompt": "p", "response": "r"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **more: table.to_iterable_dataset())
+    named = [("a/rows", {}), ("b/rows", {}), ("a/rows", {"subset": "x"}), ("a/rows", {"split": "test"})]
+    assert len({stream(name, **options).fingerprint for name, options in named}) == 4
+
+
+def test_a_restart_among_rows_that_are_no_conversations_goes_on_like_the_whole_stream(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    said = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    rows = [{"messages": said}, *({"prompt": "p", "response": "r"} for _ in range(39))]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encoder = Encoder(chat_tokenizer(), eos_id=1, canvas_length=8, system="s")
+    whole = stream(file, encoder=encoder)
+    expected = [whole[place] for place in range(40)]
+    assert stream(file, encoder=encoder)[35] == expected[35]
 
 
 def test_a_stream_of_which_nothing_is_left_ends(path):

@@ -59,7 +59,7 @@ class HubSource:
         except Exception as error:
             raise DataError(f"{self.files[0]}: cannot be read ({_reason(error)}); see to the network") from None
 
-    def fingerprint(self, is_quick: bool = False) -> str:
+    def fingerprint(self) -> str:
         """A hash of what `datasets` knows the content by, and of the column names."""
         text = repr((self._content, sorted(self.spec.columns.items())))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from blockdiff.data.formats import FORMATS, Skip, format_of, values
 from blockdiff.data.rows import CONVERSATION_KEYS, KEYS, Row, check_row
@@ -23,7 +22,6 @@ SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev", "heldout"),
 }
-SAMPLE = 1 << 16  # bytes of each end of a file that its quick fingerprint looks at
 ARROW_STATE = "state.json"  # beside the Arrow files that `datasets` saves
 
 
@@ -72,11 +70,8 @@ class Source(Protocol):
         """Its rows in order but those that `skip` takes; DataError "file:line: reason; what to do" for a bad one."""
         ...
 
-    def fingerprint(self, is_quick: bool = False) -> str:
-        """A hash of its content and of how columns are read, the same wherever the files lie.
-
-        `is_quick`: of sizes and samples instead of everything.
-        """
+    def fingerprint(self) -> str:
+        """A hash of its content and of how columns are read, the same wherever the files lie."""
         ...
 
 
@@ -152,23 +147,14 @@ class Files:
             if is_empty and skip.left == before:
                 raise DataError(f"{path}: has no rows; write one JSON object per line")
 
-    def fingerprint(self, is_quick: bool = False) -> str:
-        """A hash of the bytes of the files, in order, and of the column names; quick: of sizes, heads and tails."""
+    def fingerprint(self) -> str:
+        """A hash of the bytes of the files, in order, and of the column names."""
         total = hashlib.blake2b(repr(sorted(self.spec.columns.items())).encode(), digest_size=16)
         for path in self.paths:
             try:
                 with path.open("rb") as file:
-                    digest = _ends(file) if is_quick else hashlib.file_digest(file, "blake2b").hexdigest()
+                    digest = hashlib.file_digest(file, "blake2b").hexdigest()
             except OSError as error:
                 raise DataError(f"{path}: cannot be read ({error.strerror}); check the file") from None
             total.update(f"{format_of(path)} {digest}".encode())
         return total.hexdigest()
-
-
-def _ends(file: IO[bytes]) -> str:
-    size = file.seek(0, os.SEEK_END)
-    digest = hashlib.blake2b(str(size).encode())
-    for start in (0, max(0, size - SAMPLE)):
-        file.seek(start)
-        digest.update(file.read(SAMPLE))
-    return digest.hexdigest()

@@ -15,7 +15,7 @@ from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.dataset import TOTAL, check_conversations, titles
 from blockdiff.data.formats import Skip
 from blockdiff.data.plan import mixture_block, mixture_counts
-from blockdiff.data.sources import SourceSpec, open_source
+from blockdiff.data.sources import Files, SourceSpec, open_source
 from blockdiff.data.statistics import Statistics, Tally
 from blockdiff.seeding import Stream as Draw
 from blockdiff.seeding import permutation
@@ -50,9 +50,13 @@ class Stream:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What the examples are made from and how, by the sizes and ends of files only, for reading all takes long."""
-        sources = [f"{run.source.fingerprint(is_quick=True)} {run.spec.weight!r}" for run in self._runs]
-        text = "\n".join([self.encoder.fingerprint, *sources])
+        """The options that examples are made with, by which a run to resume is known.
+
+        Of the sources: weights, columns, subsets, splits, and the ids of those on the hub. Neither where files lie
+        nor what is in them: a row that ended a run may be corrected before it goes on, and reading all takes long. So
+        nobody notices other rows behind the same options.
+        """
+        text = "\n".join([self.encoder.fingerprint, *(run.options for run in self._runs)])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
@@ -74,7 +78,8 @@ class Stream:
         self._windows[window] = [taken[number] for number in order]
         for old in list(self._windows)[:-WINDOWS]:  # the ones that were read first
             del self._windows[old]
-        check_conversations(self.encoder, self.statistics[-1][1])
+        if not window:  # a restart further on has not seen the rows before, which were enough for the run so far
+            check_conversations(self.encoder, self.statistics[-1][1])
 
     def _skip_to(self, number: int) -> None:
         """Pass over the examples before `number`, each source as cheaply as it can."""
@@ -109,6 +114,13 @@ class _Run:
         self.source = open_source(spec, streaming=True)
         self.tally = Tally(encoder.canvas_length)
         self.restart()
+
+    @property
+    def options(self) -> str:
+        """How its rows are chosen and read, the same wherever files lie."""
+        spec = self.spec
+        name = None if isinstance(self.source, Files) else spec.path
+        return repr((name, spec.subset, spec.split, sorted(spec.columns.items()), spec.weight))
 
     def restart(self) -> None:
         """Begin again with the first row."""
