@@ -27,6 +27,7 @@ from blockdiff.training.loop import Options, train
 from blockdiff.training.metrics import MetricsLog, read
 from blockdiff.training.objective import Objective
 from blockdiff.training.parallel import Parallel
+from blockdiff.training.signals import Interrupted, interruptible
 from tests.oracle import tiny_config
 from tests.scripted_sampler import ScriptedSampler
 
@@ -61,6 +62,9 @@ def test_rows_are_dealt_to_the_ranks_and_every_rank_has_all_answers_in_order():
             answers[self.rank] = value
             together.wait(timeout=20)
             return list(answers)
+
+        def at_own_pace(self, doing):
+            return ALONE.at_own_pace(doing)
 
     samplers = [ScriptedSampler(LETTERS, ANSWERS) for _ in range(3)]
 
@@ -167,3 +171,15 @@ def test_texts_are_kept_by_step_and_cut_back_on_resume(tmp_path):
     log.cut(10)
     kept = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert [(record["step"], record["text"]) for record in kept] == [(10, "defgh"), (10, "no"), (10, "fgh")]
+
+
+def test_a_signal_is_looked_for_after_every_canvas(sampler):
+    asked = []
+
+    def is_stopping():
+        asked.append(1)
+        return 15 * (len(asked) == 3)
+
+    with interruptible(is_stopping), pytest.raises(Interrupted):
+        sample_prompts(sampler, ROWS, EXACT, ALONE, batch_size=1)
+    assert len(asked) == 3

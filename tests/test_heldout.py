@@ -23,6 +23,7 @@ from blockdiff.errors import RunError
 from blockdiff.training.heldout import heldout
 from blockdiff.training.objective import Evaluation, Objective
 from blockdiff.training.parallel import Parallel
+from blockdiff.training.signals import Interrupted, interruptible
 from tests.oracle import tiny_config
 
 ALONE = Parallel(torch.device("cpu"))
@@ -151,6 +152,9 @@ def test_ranks_with_uneven_batches_or_none_get_the_figures_of_one_process():
             sent[self.rank] = values
             together.wait(timeout=20)
             return torch.stack(sent).sum(0)
+
+        def at_own_pace(self, doing):
+            return ALONE.at_own_pace(doing)
 
     shares = [batches(PARTS[:3]), batches(PARTS[3:]), []]
 
@@ -291,3 +295,19 @@ def test_a_model_that_copies_knows_the_kept_tokens_and_only_guesses_the_others(o
     assert record["heldout_corrupted_accuracy_no_signal"] < 0.05
     assert record["heldout_kept_accuracy"] == record["heldout_corrupted_accuracy"] == 1.0
     assert all(math.isfinite(value) for name, value in record.items() if name != "heldout_levels")
+
+
+def test_a_signal_is_looked_for_between_batches():
+    objective, read = Known(), []
+
+    def asked():
+        return 15 * (len(read) == 2)
+
+    def watched():
+        for batch in batches(PARTS):
+            read.append(batch)
+            yield batch
+
+    with interruptible(asked), pytest.raises(Interrupted):
+        heldout(objective, watched(), ALONE)
+    assert len(read) == 2 and objective.training

@@ -154,6 +154,36 @@ def test_a_signal_before_an_evaluation_leaves_it_to_the_resumed_run():
     assert again.calls == ["evaluate 3", "save 6", "evaluate 6", "sample 6"]
 
 
+@pytest.mark.parametrize("kind", ["evaluate", "sample"])
+def test_a_signal_within_an_evaluation_leaves_it_between_two_pieces_and_saves(kind):
+    caught, pieces = [], []
+
+    def take(step):
+        with ALONE.at_own_pace("measuring") as look:
+            for piece in range(4):
+                look()
+                pieces.append((step, piece))
+                if step == 3 and piece == 1:
+                    caught.append(signal.SIGTERM)
+        return {"heldout_ar_loss": 1.0} if kind == "evaluate" else {"sample_accuracy": 1.0}
+
+    every = {"eval_every": 3, "sample_every": 3}
+    loop = Loop(**every, **{kind: take}, is_stopping=lambda: int(bool(caught) and caught[0]))
+    with pytest.raises(Stopped, match="stopped by SIGTERM after step 3"):
+        loop.run()
+    assert [piece for piece in pieces if piece[0] == 3] == [(3, 0), (3, 1)]
+    assert loop.calls[-1] == "save 3"  # though none was due
+    assert not any(("heldout" if kind == "evaluate" else "sample") in str(r) for r in loop.records if r["step"] == 3)
+    again = Loop(start=3, logged=loop.records, **every)
+    again.run()
+    assert f"{kind} 3" in again.calls
+
+
+def test_outside_a_run_nothing_interrupts_an_evaluation():
+    with ALONE.at_own_pace("measuring") as look:
+        look()
+
+
 class Spoilt(ToyObjective):
     """Gives a canvas loss that is not finite when one of some samples is in the batch."""
 

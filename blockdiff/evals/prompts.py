@@ -43,11 +43,12 @@ def sample_prompts(
     The record has `sample_accuracy, sample_steps_per_canvas, sample_tokens_per_forward, sample_count, sample_errors`
     and `sample_seconds` (until the last rank is done). Draws are addressed by `seed` and a row's place, so the world
     size changes nothing beyond rounding; weights, modes, gradients and torch's generators stay as they are.
-    Raises DataError for rows that are not of the task.
+    Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank is to stop.
     """
     started = time.perf_counter()
     questions = ask(rows, task, encoder)
-    with evaluating(sampler.model), autocast(parallel.device, precision):
+    pace = parallel.at_own_pace("the sampling of prompts")
+    with evaluating(sampler.model), autocast(parallel.device, precision), pace as look:
         mine = answer(
             sampler,
             questions[parallel.rank :: parallel.world],
@@ -56,6 +57,7 @@ def sample_prompts(
             seed=seed,
             max_steps=None,
             max_new_tokens=room(sampler, questions, task),
+            on_canvas=lambda _: look(),
         )
     dealt = parallel.gather(mine)
     records = [dealt[place % parallel.world][place // parallel.world] for place in range(len(questions))]

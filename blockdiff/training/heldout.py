@@ -44,12 +44,13 @@ def heldout(
       {corrupted,kept}_{count,loss,accuracy,loss_no_signal,accuracy_no_signal}.
 
     Ranks may bring different numbers of batches, or none. Sums are float64 and added up over the ranks once. Raises
-    RunError on every rank when one of them is not finite.
+    RunError on every rank when one of them is not finite, and Interrupted between batches when a rank is to stop.
     """
     levels = torch.zeros(noise_levels, len(PARTS), 1 + len(MEASURES), dtype=torch.float64, device=parallel.device)
     by_coin, weighted, ar = (torch.zeros(n, dtype=torch.float64, device=parallel.device) for n in (3, 2, 3))
-    with evaluating(objective):
+    with evaluating(objective), parallel.at_own_pace("the held-out evaluation") as look:
         for batch in batches:
+            look()
             batch = batch.to(parallel.device)
             with autocast(parallel.device, precision):
                 measured = objective.evaluate(batch)

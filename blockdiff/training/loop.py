@@ -16,7 +16,7 @@ from blockdiff.canvas import Batch
 from blockdiff.training.metrics import Clock, Record, memory_gib
 from blockdiff.training.optim import clip_gradients, set_lr, trainable
 from blockdiff.training.parallel import Parallel
-from blockdiff.training.signals import Stopped
+from blockdiff.training.signals import Interrupted, Stopped, interruptible
 from blockdiff.training.step import Counts, Skips, backpropagate
 
 HELDOUT, SAMPLE = "heldout_", "sample_"  # how keys of the records of `evaluate` and `sample` begin
@@ -169,8 +169,12 @@ class Milestones:
             if take and prefix not in done and (is_end or o.is_due(step, every)):
                 if self.is_stopping and any(self.parallel.gather(self.is_stopping())):
                     self.stop(step)  # a resumed run measures here
-                with self.parallel.guarded(f"the evaluation after step {step}"):
-                    self.report({"step": step, **take(step)})
+                try:
+                    with self.parallel.guarded(f"the evaluation after step {step}"), interruptible(self.is_stopping):
+                        record = take(step)
+                except Interrupted:
+                    self.stop(step)  # as here
+                self.report({"step": step, **record})
                 done.add(prefix)
 
     def report(self, record: Record) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from blockdiff.errors import RunError
+from blockdiff.training.signals import ASKED, Interrupted
 
 BEAT = 2.0  # seconds between two signs of life of a rank that the others wait for
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|socket|gloo|nccl", re.IGNORECASE)
 _HUNG = re.compile(r"timed? ?out", re.IGNORECASE)
-_DONE, _FAILED = 1, 2
+_DONE, _FAILED, _INTERRUPTED = 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,29 @@ class Parallel:
                     raise errors[0]
                 self._beat(state)
 
+    @contextmanager
+    def at_own_pace(self, doing: str) -> Iterator[Callable[[], None]]:
+        """Surrounds work that every rank does by itself, without the others: measuring, sampling.
+
+        It may take any rank longer than the timeout: all give signs of life until the last one is done, and only
+        their absence counts. Gives `look`, to be called between pieces of the work. Raises Interrupted on all ranks
+        when one was asked to stop before the last was done (`signals.interruptible`), RunError on the others when one
+        fails, and what gloo raises when one is lost, for `guarded`.
+        """
+        pace = _Pace(self, ASKED.get(), doing)
+        pace.begin()
+        state = _FAILED
+        try:
+            yield pace.look
+            state = _DONE
+        except Interrupted:
+            state = _INTERRUPTED
+        finally:
+            pace.end(state)
+        pace.refuse_failure()
+        if pace.count[_INTERRUPTED] or state == _INTERRUPTED:
+            raise Interrupted
+
     def _beat(self, state: int) -> int:
         """What rank 0 has to say: 0 = goes on, else it is done. All ranks call it together."""
         said = torch.tensor(state)
@@ -150,6 +174,58 @@ class Parallel:
         """Leave the process group, if there is one."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+class _Pace:
+    """What the ranks tell each other while each works at its own pace, from a thread beside the work."""
+
+    def __init__(self, parallel: Parallel, is_asked: Callable[[], int], doing: str) -> None:
+        self.parallel, self.is_asked, self.doing = parallel, is_asked, doing
+        self.state = 0
+        self.count = [0, 0, 0, 0, 0]  # ranks in each state, and those asked to stop
+        self._is_over = Event()
+        self._errors: list[Exception] = []
+        self._thread = Thread(target=self._run, daemon=True) if parallel.world > 1 else None
+
+    def begin(self) -> None:
+        """Give the first sign of life."""
+        if self._thread:
+            self._thread.start()
+
+    def look(self) -> None:
+        """Raise Interrupted if a rank was asked to stop, or the error that says that one has failed or is lost."""
+        if self._errors:
+            raise self._errors[0]
+        self.refuse_failure()
+        if self.is_asked() or self.count[-1]:
+            raise Interrupted
+
+    def refuse_failure(self) -> None:
+        """Raise RunError if the work of another rank has failed."""
+        if self.count[_FAILED]:
+            raise RunError(f"another rank failed during {self.doing}; its own message says why")
+
+    def end(self, state: int) -> None:
+        """Say how this rank's work ended and wait for the others."""
+        self.state = state
+        if self._thread:
+            self._is_over.set()
+            self._thread.join()
+        if self._errors and state != _FAILED:
+            raise self._errors[0]
+
+    def _run(self) -> None:
+        # All ranks beat together, so one that is done waits within a beat and learns at once who else is.
+        try:
+            while self.count[_FAILED] == 0 and self.count[_DONE] + self.count[_INTERRUPTED] < self.parallel.world:
+                self._is_over.wait(min(BEAT, self.parallel.timeout / 4))
+                said = torch.zeros(len(self.count), dtype=torch.int64)
+                said[self.state] = 1
+                said[-1] = bool(self.is_asked())
+                dist.all_reduce(said, group=self.parallel.beats)
+                self.count = said.tolist()
+        except Exception as error:  # the work's own thread raises it
+            self._errors.append(error)
 
 
 def from_accelerate(cpu: bool = False, timeout: float = 600.0) -> Parallel:
