@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +19,13 @@ from typing import Any
 import torch
 
 from blockdiff.canvas import Batch
-from blockdiff.errors import RunError
+from blockdiff.errors import DataError, RunError
 from blockdiff.training import state
 from blockdiff.training.loop import Options, train
 from blockdiff.training.metrics import MetricsLog
 from blockdiff.training.optim import adamw
 from blockdiff.training.parallel import Parallel, from_accelerate
-from blockdiff.training.signals import Stopped, caught
+from blockdiff.training.signals import Interrupted, Stopped, caught, interruptible
 from tests.toy_objective import ToyObjective, slots, toy_batches
 
 TIMEOUT = 3.0  # seconds: a hung rank is noticed after so many
@@ -117,11 +118,86 @@ def failed_work(parallel: Parallel, run: Path) -> None:
         raise RunError("a bad row")
 
 
+def measuring(parallel: Parallel, run: Path, work: Callable[[int], None]) -> None:
+    """Rank 1 is done at once; rank 0 has six pieces of work, each half a timeout long, and tells of each."""
+    with (
+        caught(speaks=False) as signals,
+        interruptible(signals.is_stopping),
+        parallel.guarded("the evaluation after step 5"),
+    ):
+        try:
+            with parallel.at_own_pace("measuring") as look:
+                for piece in range(6 if parallel.is_main else 0):
+                    look()
+                    (run.parent / f"{run.name}-piece-{piece}").touch()
+                    time.sleep(TIMEOUT / 2)
+                    work(piece)
+        except Interrupted:
+            raise Stopped(5, max(parallel.gather(signals.is_stopping()))) from None
+        assert parallel.gather(parallel.rank) == [0, 1]
+        assert parallel.sum(torch.tensor(parallel.rank)) == 1
+
+
+def long_measuring(parallel: Parallel, run: Path) -> None:
+    measuring(parallel, run, lambda piece: None)
+
+
+def failed_measuring(parallel: Parallel, run: Path) -> None:
+    def fail(piece: int) -> None:
+        raise RunError("the held-out loss is not finite")
+
+    measuring(parallel, run, fail)
+
+
+def killed_measuring(parallel: Parallel, run: Path) -> None:
+    measuring(parallel, run, lambda piece: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def killed_while_waiting(parallel: Parallel, run: Path) -> None:
+    """Rank 1, which waits, is lost: the work ends before its next piece."""
+    after(parallel, 0.8 * TIMEOUT, signal.SIGKILL)
+    measuring(parallel, run, lambda piece: None)
+
+
+def hung_measuring(parallel: Parallel, run: Path) -> None:
+    measuring(parallel, run, lambda piece: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def told_to_stop_measuring(parallel: Parallel, run: Path) -> None:
+    """The rank that waits is told to stop, and the one that works leaves."""
+    after(parallel, 0.2 * TIMEOUT, signal.SIGTERM)
+    measuring(parallel, run, lambda piece: None)
+
+
+def after(parallel: Parallel, seconds: float, number: int) -> None:
+    """Send rank 1 a signal some seconds from now."""
+    if not parallel.is_main:
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+
+
+def bad_row(parallel: Parallel, run: Path, ranks: tuple[int, ...] = (0, 1)) -> None:
+    """The row is met while step 5 is read, after the save of step 3."""
+
+    def meet(step: int) -> None:
+        if step == 5 and parallel.rank in ranks:
+            raise DataError(f"rows.jsonl:{7 + parallel.rank}: not valid JSON")
+
+    toy_run(parallel, run, meet)
+
+
+def bad_row_on_one_rank(parallel: Parallel, run: Path) -> None:
+    bad_row(parallel, run, ranks=(1,))
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         *(killed, main_killed, killed_while_saving, main_killed_while_saving),
         *(hung, told_to_stop, long_work, failed_work),
+        *(long_measuring, failed_measuring, killed_measuring, killed_while_waiting, hung_measuring),
+        *(told_to_stop_measuring, bad_row, bad_row_on_one_rank),
     )
 }
 
@@ -135,7 +211,7 @@ def as_rank(rank: int, port: int, scenario: Callable[[Parallel, Path], None], ru
         parallel = from_accelerate(timeout=TIMEOUT)
         scenario(parallel, run)
         parallel.close()
-    except RunError as error:
+    except (RunError, DataError) as error:
         words, code = str(error), 1
     except Stopped as stopped:
         words, code = str(stopped), stopped.exit_code
@@ -161,15 +237,17 @@ def outcome(name: str, directory: Path) -> dict[str, Any]:
             stopped = child
             continue
         codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
-        if len(children) == 1 and name == "hung":
+        if len(children) == 1 and name.startswith("hung"):
             os.kill(stopped, signal.SIGKILL)
     words = [path.read_text() if (path := directory / f"{name}-{rank}.txt").exists() else "" for rank in (0, 1)]
+    pieces = len(list(directory.glob(f"{name}-piece-*")))
     seconds = round(time.perf_counter() - began, 1)
     return {
         "name": name,
         "codes": [codes[0], codes[1]],
         "words": words,
         "seconds": seconds,
+        "pieces": pieces,
         "saved": list(state.steps_saved(run)),
     }
 

@@ -82,6 +82,49 @@ def test_the_others_do_not_wait_for_a_main_process_that_failed(found):
     assert outcome["words"][1].startswith("the main process failed during reading the data")
 
 
+def test_a_rank_that_measures_longer_than_the_timeout_is_waited_for(found):
+    outcome = found["long_measuring"]
+    assert outcome["codes"] == [0, 0] and outcome["pieces"] == 6
+    assert outcome["seconds"] > 2.5 * TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "words", "most_pieces"),
+    [
+        ("killed_measuring", [KILLED, 1], "rank 1: another rank was lost", 1),
+        ("killed_while_waiting", [1, KILLED], "rank 0: another rank was lost", 4),
+        ("hung_measuring", [KILLED, 1], f"rank 1: another rank hung for {TIMEOUT:g} s", 1),
+    ],
+)
+def test_a_rank_lost_while_it_measures_or_waits_ends_the_other(found, name, codes, words, most_pieces):
+    outcome = found[name]
+    assert outcome["codes"] == codes and outcome["pieces"] <= most_pieces
+    said = f"{words} during the evaluation after step 5; go on with --resume"
+    assert [line for line in outcome["words"] if line] == [said]
+
+
+def test_the_others_do_not_wait_for_a_rank_whose_measuring_failed(found):
+    outcome = found["failed_measuring"]
+    assert outcome["codes"] == [1, 1]
+    assert outcome["words"][0] == "the held-out loss is not finite"
+    assert outcome["words"][1] == "another rank failed during measuring; its own message says why"
+
+
+def test_a_signal_to_a_rank_that_waits_makes_the_one_that_measures_leave(found):
+    outcome = found["told_to_stop_measuring"]
+    assert outcome["codes"] == [143, 143] and outcome["pieces"] <= 3
+    assert outcome["words"] == ["stopped by SIGTERM after step 5"] * 2
+
+
+@pytest.mark.parametrize(("name", "line"), [("bad_row", 7), ("bad_row_on_one_rank", 8)])
+def test_a_bad_row_in_the_middle_of_a_run_saves_the_steps_before_it_whichever_ranks_meet_it(found, name, line):
+    outcome = found[name]
+    assert outcome["codes"] == [1, 1]
+    assert outcome["saved"] == [3, 4]
+    said = f"rows.jsonl:{line}: not valid JSON; the run is saved at step 4, go on with --resume"
+    assert outcome["words"] == [said] * 2
+
+
 def test_other_errors_are_not_taken_for_a_lost_rank():
     with (
         pytest.raises(RuntimeError, match="shapes do not match"),

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from blockdiff.errors import RunError
+from blockdiff.errors import DataError, RunError
 from blockdiff.training.loop import Options, train
 from blockdiff.training.metrics import reproducible
 from blockdiff.training.optim import adamw
@@ -182,6 +182,36 @@ def test_a_signal_within_an_evaluation_leaves_it_between_two_pieces_and_saves(ki
 def test_outside_a_run_nothing_interrupts_an_evaluation():
     with ALONE.at_own_pace("measuring") as look:
         look()
+
+
+@pytest.mark.parametrize(
+    ("at", "settings", "end", "saves"),
+    [
+        (4, {"save_every": 2}, "; the run is saved at step 3, go on with --resume", ["save 2", "save 3"]),
+        (3, {"save_every": 2}, "; the run is saved at step 2, go on with --resume", ["save 2"]),
+        (1, {}, "", []),
+        (3, {"save": None}, "", []),
+    ],
+)
+def test_data_that_cannot_be_read_in_the_middle_of_a_run_saves_the_steps_before(monkeypatch, at, settings, end, saves):
+    loop = Loop(evaluate=None, sample=None, **settings)
+    draw = toy_batches
+
+    def meeting(*parts):
+        read = draw(*parts)
+
+        def batches(step):
+            if step == at:
+                raise DataError("rows.jsonl:7: not valid JSON")
+            return read(step)
+
+        return batches
+
+    monkeypatch.setitem(globals(), "toy_batches", meeting)
+    with pytest.raises(DataError) as refused:
+        loop.run()
+    assert str(refused.value) == "rows.jsonl:7: not valid JSON" + end
+    assert loop.calls == saves
 
 
 class Spoilt(ToyObjective):

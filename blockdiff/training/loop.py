@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from blockdiff.canvas import Batch
+from blockdiff.errors import DataError
 from blockdiff.training.metrics import Clock, Record, memory_gib
 from blockdiff.training.optim import clip_gradients, set_lr, trainable
 from blockdiff.training.parallel import Parallel
@@ -73,7 +74,7 @@ def train(
     `log` and `on_step` run on the main process. `logged`: the log up to `start` (of the main process); what is due
     after step `start` and not in it is made first (None: nothing). `seconds` were spent before `start`.
     Raises RunError when losses or gradient are not finite and are not skipped (the weights stay), and when a rank is
-    lost; Stopped, after saving, when a signal asks for it.
+    lost; after saving, Stopped when a signal asks for it and DataError when `batches` raises one on any rank.
     """
     module, weights = parallel.wrap(objective), list(trainable(objective).values())
     clock = Clock(parallel.device, seconds)
@@ -83,11 +84,13 @@ def train(
         if milestones.after_restart(start, logged):
             return start
     for step in range(start + 1, options.steps + 1):
-        window = batches(step)
+        window, refusal = _read(batches, step)
         with parallel.guarded(f"step {step}"):
-            counts = Counts.of(window, bool(is_stopping and is_stopping()), parallel)
+            counts = Counts.of(window, bool(is_stopping and is_stopping()), refusal is not None, parallel)
             if counts.is_stopping:
                 milestones.stop(step - 1)
+            if counts.is_failing:
+                milestones.refuse(step - 1, refusal)
             optimiser.zero_grad(set_to_none=True)
             gradient = backpropagate(module, weights, window, counts, options.ar_weight, options.autocast, parallel)
             clock.count(counts.tokens_2)
@@ -111,6 +114,14 @@ def train(
             if milestones.after(step):
                 return step
     return options.steps
+
+
+def _read(batches: Callable[[int], Sequence[Batch]], step: int) -> tuple[Sequence[Batch], str | None]:
+    """This rank's micro-batches, or none and what is wrong with the data."""
+    try:
+        return batches(step), None
+    except DataError as error:
+        return [], str(error)
 
 
 @dataclass
@@ -181,6 +192,13 @@ class Milestones:
         """Hand a record to the log on the main process."""
         if self.parallel.is_main:
             self.log(record)
+
+    def refuse(self, step: int, refusal: str | None) -> NoReturn:
+        """Save and raise what is wrong with the data on the first rank that says so, all ranks together."""
+        said = next(line for line in self.parallel.gather(refusal) if line is not None)
+        self.keep(step)
+        saved = f"; the run is saved at step {step}, go on with --resume" if self.saved == step > 0 else ""
+        raise DataError(said + saved)
 
     def stop(self, step: int) -> NoReturn:
         """Save and leave, all ranks together."""

@@ -31,9 +31,10 @@ class Counts:
     ar: float  # what the AR loss is divided by
     tokens_2: Tensor  # [clean and canvas tokens but padding, canvas positions and next-token pairs scored]
     is_stopping: bool  # a rank wants to stop
+    is_failing: bool  # a rank could not read its micro-batches
 
     @classmethod
-    def of(cls, window: Sequence[Batch], is_stopping: bool, parallel: Parallel) -> Counts:
+    def of(cls, window: Sequence[Batch], is_stopping: bool, is_failing: bool, parallel: Parallel) -> Counts:
         """Count this rank's micro-batches and add up the ranks' counts: the first thing they do together in a step."""
         mine = [
             sum(batch.canvas_count() for batch in window),
@@ -41,10 +42,11 @@ class Counts:
             sum(int((batch.doc_start_BS >= 0).sum() + batch.length_BC.sum()) for batch in window),
             sum(int(batch.is_scored_BCL.sum() + batch.is_ar_scored_BS.sum()) for batch in window),
             float(is_stopping),
+            float(is_failing),
         ]
         counts = parallel.sum(torch.tensor(mine, dtype=torch.float64))
-        canvas, ar, _, _, stopping = counts.tolist()
-        return cls(canvas, ar, counts[2:4], stopping > 0)
+        canvas, ar, _, _, stopping, failing = counts.tolist()
+        return cls(canvas, ar, counts[2:4], stopping > 0, failing > 0)
 
 
 @dataclass(frozen=True)
