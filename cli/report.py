@@ -74,11 +74,11 @@ def report_line(report: Mapping[str, Any]) -> str:
         if all(report.get(key) is not None for key in keys):
             told.append(text.format(**report))
 
-    tell("{steps:,} steps")
+    tell("{steps:,} optimiser steps")
     tell("{examples_seen:,} examples", "examples_seen")
     tell("{epochs:.1f} epochs", "epochs")
     if report.get("skipped"):
-        tell("{skipped} steps skipped")
+        tell("{skipped} optimiser steps skipped")
     tell("canvas loss {canvas_loss:.4f}", "canvas_loss")
     if report.get("ar_loss"):
         tell("AR loss {ar_loss:.4f}")

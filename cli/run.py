@@ -217,8 +217,6 @@ class Run:
         state.prune(self.directory, t.keep, keep_every=t.keep_every, protect=self._protected())
         which = self.export()
         draw_curves(self.directory / FILE_NAME, self.directory / "curves.png", title=self.directory.name)
-        if self.trackers is not None:
-            self.trackers.finish()
         report = run_report(
             self.records,
             run=self.directory.name,
@@ -233,6 +231,11 @@ class Run:
         end = "" if reached == self.recipe.train.steps else f", ended early at step {reached}"
         self.show.line(f"done      {self.directory}/model: {which}{end}; curves.png, report.json")
         self.show.line(f"report    {report_line(report)}")
+
+    def close(self) -> None:
+        """Let the trackers write out what they have, however the run ended."""
+        if self.trackers is not None:
+            self.trackers.finish()
 
 
 def prepare(recipe: Recipe, directory: Path, parallel: Parallel, show: Progress) -> Run:

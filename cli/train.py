@@ -88,30 +88,33 @@ def _train(recipe: Recipe, run: Path, resume: bool, parallel: Parallel) -> None:
     elif resume:
         show.line(f"resumed   nothing: {run} has no checkpoint, so this starts at step 0")
     logged = parts.begin(start if found is not None else None)
-    with caught(speaks=parallel.is_main) as signals, show.running(start):
-        reached = loop.train(
-            parts.objective,
-            parts.optimiser,
-            assemble.learning_rate(recipe),
-            parts.batches,
-            parts.options(),
-            parallel,
-            log=parts.record,
-            evaluate=parts.evaluate if parts.data.heldout is not None else None,
-            sample=parts.sample if parts.data.prompts else None,
-            save=parts.save,
-            on_step=show.step,
-            after_step=parts.after_step,
-            is_best=parts.is_best,
-            should_stop=parts.should_stop,
-            is_stopping=signals.is_stopping,
-            logged=logged,
-            start=start,
-            seconds=max((record.get("seconds", 0.0) for record in logged), default=0.0),
-        )
-    with parallel.main_first("exporting the model"):
-        if parallel.is_main:
-            parts.finish(reached)
+    try:
+        with caught(speaks=parallel.is_main) as signals, show.running(start):
+            reached = loop.train(
+                parts.objective,
+                parts.optimiser,
+                assemble.learning_rate(recipe),
+                parts.batches,
+                parts.options(),
+                parallel,
+                log=parts.record,
+                evaluate=parts.evaluate if parts.data.heldout is not None else None,
+                sample=parts.sample if parts.data.prompts else None,
+                save=parts.save,
+                on_step=show.step,
+                after_step=parts.after_step,
+                is_best=parts.is_best,
+                should_stop=parts.should_stop,
+                is_stopping=signals.is_stopping,
+                logged=logged,
+                start=start,
+                seconds=max((record.get("seconds", 0.0) for record in logged), default=0.0),
+            )
+        with parallel.main_first("exporting the model"):
+            if parallel.is_main:
+                parts.finish(reached)
+    finally:
+        parts.close()
 
 
 def _leave_nothing(run: Path) -> None:
