@@ -36,8 +36,6 @@ class Commands(TyperGroup):
         debug = "--debug" in words[:end]
         words = [word for i, word in enumerate(words) if word != "--debug" or i > end] or ["--help"]
         extra["standalone_mode"] = False
-        if not debug:
-            warnings.showwarning = _show_warning
         try:
             code = super().main(args=words, prog_name=prog_name or "blockdiff", **extra)
         except Exception as error:
@@ -122,4 +120,5 @@ def options(
 
 def main() -> None:
     """Entry point of the console script and of `python -m blockdiff`."""
+    warnings.showwarning = _show_warning
     app()
