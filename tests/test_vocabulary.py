@@ -150,6 +150,17 @@ def test_stats_and_soft_embedding_match_the_reference(temperature):
     assert torch.equal(stats.argmax, reference.logits(hidden, table, 30.0).argmax(-1))
 
 
+@pytest.mark.parametrize("autocasts", [True, False])
+def test_the_soft_embedding_without_gradients_has_the_same_bits(autocasts):
+    hidden, table, _ = case(63, 101, 48)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        with_gradients = native.soft_embedding(hidden, table.requires_grad_(), 30.0, 0.8)
+        with torch.no_grad():
+            without = native.soft_embedding(hidden, table, 30.0, 0.8)
+    assert with_gradients.requires_grad and not without.requires_grad
+    assert without.dtype == with_gradients.dtype and torch.equal(without, with_gradients)
+
+
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 1000])
 def test_the_soft_embedding_trains_its_table_with_the_logits_given(rows_per_chunk, monkeypatch):
     N, V, D = 37, 203, 24

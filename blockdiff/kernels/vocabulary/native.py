@@ -31,10 +31,14 @@ def logits(hidden: Tensor, table_VD: Tensor, softcap: float | None) -> Tensor:
     return z.div(softcap).tanh().mul(softcap) if z.requires_grad else z.div_(softcap).tanh_().mul_(softcap)
 
 
-def _chunks(hidden_ND: Tensor, vocabulary: int, chunk_bytes: int) -> Iterator[slice]:
-    """Row slices whose fp32 logits fill a chunk, on a CPU one that stays in its caches."""
+def _chunk_rows(hidden_ND: Tensor, vocabulary: int, chunk_bytes: int) -> int:
+    """How many rows' fp32 logits fill a chunk, on a CPU one that stays in its caches."""
     rows = max(1, (min(chunk_bytes, CPU_BYTES) if hidden_ND.is_cpu else chunk_bytes) // (4 * vocabulary))
-    rows = max(rows, min(64, chunk_bytes // (4 * vocabulary)))  # the product needs some rows to be efficient
+    return max(rows, min(64, chunk_bytes // (4 * vocabulary)))  # the product needs some rows to be efficient
+
+
+def _chunks(hidden_ND: Tensor, vocabulary: int, chunk_bytes: int) -> Iterator[slice]:
+    rows = _chunk_rows(hidden_ND, vocabulary, chunk_bytes)
     for lo in range(0, max(hidden_ND.shape[0], 1), rows):
         yield slice(lo, min(lo + rows, hidden_ND.shape[0]))
 
@@ -267,6 +271,10 @@ def soft_embedding(
     hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float, chunk_bytes: int = CHUNK_BYTES
 ) -> Tensor:
     """`softmax(z / T) E` [N, D], without the factor sqrt(D); a gradient flows to E, none through z."""
+    is_plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(hidden_ND.device.type))
+    if is_plain and hidden_ND.shape[0] <= _chunk_rows(hidden_ND, table_VD.shape[0], chunk_bytes):
+        # where tokens are few, the calls around these two lines cost as much as they do
+        return torch.mm(_probabilities(hidden_ND, table_VD, softcap, temperature), table_VD)
     return _SoftEmbedding.apply(hidden_ND, table_VD, softcap, temperature, chunk_bytes)
 
 
