@@ -192,7 +192,8 @@ def test_what_the_hub_refuses_is_one_line_with_the_reason(hub):
         list(rows_of(SourceSpec("owner/sums")))
 
 
-def test_a_name_that_is_no_file_and_no_hub_id_is_refused_without_asking_the_hub(hub, tmp_path):
+def test_a_name_that_is_no_file_and_no_hub_id_is_refused_without_asking_the_hub(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for name in (str(tmp_path / "no.jsonl"), "data/train.jsonl", "data"):
         with pytest.raises(DataError, match="no such file"):
             list(rows_of(SourceSpec(name)))
