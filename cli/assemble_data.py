@@ -78,7 +78,7 @@ class Data:
         if self.heldout is not None:
             examples, most = self.heldout.examples, self.recipe.evaluation.rows
             if most is not None:
-                examples = [examples[index] for index in range(min(most, len(examples)))]
+                examples = examples[:most]
             yield from heldout_batches(examples, self.collator, rows, rank=rank, world=world)
 
     def examples_of(self, step: int) -> dict[int, Example]:

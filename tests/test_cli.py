@@ -298,6 +298,24 @@ def test_training_says_what_trains_and_what_the_data_are(workshop: Path, tmp_pat
     assert re.search(r"router +\d+ +- +[\d,]+\n", text)
 
 
+def test_resuming_compares_the_model_and_the_rows_by_content_wherever_they_lie(workshop: Path, tmp_path: Path) -> None:
+    for name in ("run", "puzzles"):
+        shutil.copytree(workshop / name, tmp_path / name)
+    again = ["train", workshop / "recipe.yaml", "--resume", "--output", tmp_path / "run"]
+    moved = [*again, "--set", f"data.train={tmp_path}/puzzles/train.jsonl"]
+    assert "resumed" in works(*moved)
+    rows = (tmp_path / "puzzles" / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "puzzles" / "train.jsonl").write_text("".join([*rows[1:], rows[0]]))
+    assert "data.train" in refusal(*moved)
+    other = json.loads(json.dumps(LITTLE))
+    other["text_config"]["sliding_window"] = 4
+    try:
+        (workshop / "little.json").write_text(json.dumps(other))
+        assert 'with model "' in refusal(*again)
+    finally:
+        (workshop / "little.json").write_text(json.dumps(LITTLE))
+
+
 def test_a_resumed_run_ends_where_the_whole_one_does(workshop: Path, tmp_path: Path) -> None:
     stopped = ["train", str(workshop / "recipe.yaml"), "--output", str(tmp_path / "run")]
     works(

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from blockdiff.cli import assemble
 from blockdiff.cli.refuse import refuse, without_effect
+from blockdiff.diffusion.corruption import MaskCorruption
 from blockdiff.errors import BlockdiffError
 from blockdiff.recipe import Recipe
 
@@ -52,6 +54,19 @@ def test_more_processes_than_examples_of_a_step_are_refused() -> None:
     refuse(recipe(), world=2)
     with pytest.raises(BlockdiffError, match="2 is less than 3 processes"):
         refuse(recipe(), world=3)
+
+
+@pytest.mark.parametrize("token", ["<eos>", "<pad>", "<bos>", "nowhere"])
+def test_a_mask_token_that_texts_contain_is_refused(token: str) -> None:
+    from types import SimpleNamespace
+
+    from blockdiff.data.tokenizer import character_tokenizer
+
+    base = assemble.Basis(character_tokenizer("ab?"), SimpleNamespace(), eos_id=1, pad_id=0)
+    chosen = assemble.corruption(recipe(objective={"corruption": "mask", "mask_token": "?"}), base)
+    assert isinstance(chosen, MaskCorruption) and chosen.mask_id == 5
+    with pytest.raises(BlockdiffError, match=r"objective\.mask_token: "):
+        assemble.corruption(recipe(objective={"corruption": "mask", "mask_token": token}), base)
 
 
 def test_keys_without_effect_are_named() -> None:

@@ -60,19 +60,13 @@ def _lists(rows: Sequence[Sequence[int]]) -> Any:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(flat, np.int32)))
 
 
-class Examples(Sequence[Example]):
-    """The examples of a file that `write_examples` wrote; `first_id` is added to every sample id.
+class _InParts(Sequence[Example]):
+    """Examples that lie in parts one after the other; `_ends` [parts + 1] are where the parts begin, and the end."""
 
-    The file object may be closed, and the file removed, as soon as this is made.
-    """
+    _ends: NDArray[np.int64]
 
-    def __init__(self, file: IO[bytes], files: Sequence[str], first_id: int = 0) -> None:
-        self.files, self.first_id = list(files), first_id
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._batches = [_Batch(batch) for batch in pa.ipc.open_stream(pa.py_buffer(mapped))]
-        self._ends = np.cumsum([0, *(len(batch) for batch in self._batches)])
-        per_batch = [np.diff(batch.token_edges) for batch in self._batches]
-        self.lengths: NDArray[np.int64] = np.concatenate([np.empty(0, np.int64), *per_batch])
+    def _at(self, part: int, inside: int) -> Example:
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -87,8 +81,26 @@ class Examples(Sequence[Example]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         index %= len(self)
-        batch = int(np.searchsorted(self._ends, index, side="right")) - 1
-        return self._batches[batch].example(index - int(self._ends[batch]), self.files, self.first_id)
+        part = int(np.searchsorted(self._ends, index, side="right")) - 1
+        return self._at(part, index - int(self._ends[part]))
+
+
+class Examples(_InParts):
+    """The examples of a file that `write_examples` wrote; `first_id` is added to every sample id.
+
+    The file object may be closed, and the file removed, as soon as this is made.
+    """
+
+    def __init__(self, file: IO[bytes], files: Sequence[str], first_id: int = 0) -> None:
+        self.files, self.first_id = list(files), first_id
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._batches = [_Batch(batch) for batch in pa.ipc.open_stream(pa.py_buffer(mapped))]
+        self._ends = np.cumsum([0, *(len(batch) for batch in self._batches)])
+        per_batch = [np.diff(batch.token_edges) for batch in self._batches]
+        self.lengths: NDArray[np.int64] = np.concatenate([np.empty(0, np.int64), *per_batch])
+
+    def _at(self, part: int, inside: int) -> Example:
+        return self._batches[part].example(inside, self.files, self.first_id)
 
 
 class _Batch:
@@ -118,25 +130,12 @@ class _Batch:
         )
 
 
-class Joined(Sequence[Example]):
+class Joined(_InParts):
     """The examples of several sources, one after the other."""
 
     def __init__(self, parts: Sequence[Sequence[Example]]) -> None:
         self.parts = list(parts)
         self._ends = np.cumsum([0, *map(len, self.parts)])
 
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
-        index %= len(self)
-        part = int(np.searchsorted(self._ends, index, side="right")) - 1
-        return self.parts[part][index - int(self._ends[part])]
+    def _at(self, part: int, inside: int) -> Example:
+        return self.parts[part][inside]
