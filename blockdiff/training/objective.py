@@ -23,6 +23,7 @@ from blockdiff.errors import RecipeError
 from blockdiff.layers.attention import KV
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.spans import Spans, denoise_spans, encode_spans
+from blockdiff.training.evaluating import evaluating
 from blockdiff.training.losses import Losses, ar_loss, canvas_loss
 
 
@@ -103,18 +104,13 @@ class Objective(nn.Module):
         bonus_BC = self._bonus(batch)
         return Losses(canvas_loss(vocabulary, hidden_BTD, batch, factor_BCL, noisy.canvas_BCL, bonus_BC), ar_sum)
 
-    @torch.no_grad()
     def evaluate(self, batch: Batch) -> Evaluation:
         """Losses and hits of every token of a batch, in eval mode and without gradients.
 
         Three passes, as in training: encode, denoise every canvas without a signal, denoise every canvas with it.
         """
-        was_training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             return self._evaluate(_complete(batch))
-        finally:
-            self.train(was_training)
 
     def _evaluate(self, batch: Batch) -> Evaluation:
         hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
