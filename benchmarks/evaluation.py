@@ -28,13 +28,13 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.evals import task
-from blockdiff.evals.prompts import sample_prompts
+from blockdiff.objective import Objective
+from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.heldout import heldout
 from blockdiff.training.loop import Options, train
-from blockdiff.training.objective import Objective
-from blockdiff.training.optim import adamw
-from blockdiff.training.parallel import Parallel
+from blockdiff.training.optimiser import adamw
+from blockdiff.training.samples import sample_prompts
 
 
 def measure(
@@ -45,7 +45,7 @@ def measure(
     Sampling is measured before and after `steps` optimiser steps of `batch` rows: the better a model knows its
     task, the fewer of `max_steps` denoising steps it takes.
     """
-    alone = Parallel(torch.device("cpu"))
+    alone = Ranks(torch.device("cpu"))
     made = make_splits(4, {"train": max(batch * steps, 64), "test": max(rows, prompts)}, seed=0)
     sets = {name: [row_of(row, f"{name}:{n}") for n, row in enumerate(split)] for name, split in made.items()}
     tokenizer = character_tokenizer(alphabet(4))

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from blockdiff.metrics import FILE_NAME, read, reproducible
 from blockdiff.training import state
-from blockdiff.training.metrics import FILE_NAME, read, reproducible
 
 IN_A_CHAIN = 5
 STEPS = 12
@@ -174,7 +174,7 @@ def attempt(folder: Path, run: Path, kill: Kill | None) -> dict[str, int] | None
 
 def in_child(folder: Path, words: list[str], kill: Kill | None = None) -> dict[str, int] | None:
     """Run a `blockdiff` command in a process of its own, forked after the imports."""
-    from blockdiff.cli import run as training
+    from blockdiff.training import run as training
     from blockdiff.cli.main import app
 
     counted, said = folder / "operations", folder / "said"

@@ -32,7 +32,7 @@ from blockdiff.data.rows import read_rows, texts_of
 from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
-from blockdiff.training.objective import Objective
+from blockdiff.objective import Objective
 
 LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-4  # relative, fp32; all gradients as one vector
 

@@ -24,8 +24,8 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.names import to_hub
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.training.objective import Objective
-from blockdiff.training.optim import adamw
+from blockdiff.objective import Objective
+from blockdiff.training.optimiser import adamw
 
 SUITE = "training step"
 # fp32 sums of thousands of terms in another order; half precision is judged by the peer's own error instead

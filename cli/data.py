@@ -69,11 +69,11 @@ def tokenizer(
     It has pad, eos, bos and mask tokens and those of the Gemma 4 turn format, so prompt/response rows and
     conversations can be trained on.
     """
-    from blockdiff.cli.loading import quiet
     from blockdiff.data.rows import texts_of
     from blockdiff.data.sources import SourceSpec, rows_of
     from blockdiff.data.tokenizer import byte_level_bpe
     from blockdiff.errors import BlockdiffError
+    from blockdiff.terminal import quiet
 
     quiet()
     chosen = parse_columns(columns)

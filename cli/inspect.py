@@ -25,7 +25,7 @@ def inspect(
     is_recipe = Path(target).suffix in (".yaml", ".yml")
     if set_ and not is_recipe:
         raise typer.BadParameter("only a recipe (a .yaml file) has keys to set", param_hint="--set")
-    from blockdiff.cli.loading import console, quiet
+    from blockdiff.terminal import console, quiet
 
     quiet()
     if not is_recipe:
@@ -34,6 +34,6 @@ def inspect(
         show_model(target, console())
         return
     from blockdiff.cli.inspect_recipe import show_recipe
-    from blockdiff.recipe import read_recipe
+    from blockdiff.training.recipe import read_recipe
 
     show_recipe(read_recipe(target, set_ or ()), console(), step, rows)

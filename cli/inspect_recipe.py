@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blockdiff.cli import assemble, assemble_data
 from blockdiff.cli.inspect_model import parts, show_config, show_parts
 from blockdiff.cli.loading import decoder
 from blockdiff.plots.moments import visible
+from blockdiff.training import assemble
+from blockdiff.training import data as assemble_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from blockdiff.canvas import Batch
     from blockdiff.data.chat import Example
-    from blockdiff.recipe import Recipe
+    from blockdiff.training.recipe import Recipe
 
 CANVAS_COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 

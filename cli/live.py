@@ -6,7 +6,8 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.cli.loading import console, decoder
+from blockdiff.cli.loading import decoder
+from blockdiff.terminal import console
 
 if TYPE_CHECKING:
     from rich.text import Text

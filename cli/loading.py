@@ -7,33 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.errors import BlockdiffError, DataError
+from blockdiff.errors import BlockdiffError
+from blockdiff.terminal import quiet
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from blockdiff.sampling import Sampler
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
-
-
-def load_tokenizer(path_or_hub_id: str | Path) -> Any:
-    """The tokenizer beside a checkpoint, in a directory of its own, or on the Hub; never runs remote code."""
-    from transformers import AutoTokenizer
-
-    from blockdiff.checkpoint.files import first_line
-
-    directory = Path(path_or_hub_id)
-    try:
-        # Without files transformers makes an empty tokenizer of the model's type, which knows no word.
-        if directory.is_dir() and not any((directory / name).is_file() for name in TOKENIZER_FILES):
-            raise FileNotFoundError(f"none of {', '.join(TOKENIZER_FILES)}")
-        return AutoTokenizer.from_pretrained(str(path_or_hub_id))
-    except Exception as error:  # transformers raises a dozen kinds for a directory without a tokenizer
-        raise DataError(
-            f"{path_or_hub_id}: no tokenizer to be read there ({first_line(error)[:200]}); "
-            "put tokenizer.json beside the weights or name another one"
-        ) from error
 
 
 def make_parent(path: Path | None) -> None:
@@ -46,27 +24,11 @@ def make_parent(path: Path | None) -> None:
         raise BlockdiffError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
 
 
-def console(stderr: bool = False) -> Console:
-    """A terminal that neither guesses at markup nor colours numbers of its own accord."""
-    from rich.console import Console
-
-    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
-
-
-def quiet() -> None:
-    """Keep libraries from drawing bars and warnings between our lines."""
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
-
-    hub_logging.set_verbosity(hub_logging.CRITICAL)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
 def load_sampler(path: str, dtype: str, device: str, kernels: str) -> Sampler:
     """A checkpoint's model, tokenizer and generation settings as a sampler."""
     from blockdiff import checkpoint
     from blockdiff.checkpoint.files import find
+    from blockdiff.data.tokenizer import load_tokenizer
     from blockdiff.sampling import Generation, Sampler
 
     quiet()

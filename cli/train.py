@@ -11,8 +11,8 @@ import typer
 from blockdiff.errors import RecipeError, RunError
 
 if TYPE_CHECKING:
-    from blockdiff.recipe import Recipe
-    from blockdiff.training.parallel import Parallel
+    from blockdiff.parallel.ranks import Ranks
+    from blockdiff.training.recipe import Recipe
 
 
 def train(
@@ -30,7 +30,7 @@ def train(
     The run directory gets recipe.yaml (as resolved), metrics.jsonl, checkpoints/step-N, model (Hub layout)
     and curves.png. Several processes: `accelerate launch -m blockdiff train ...`.
     """
-    from blockdiff.recipe import read_recipe
+    from blockdiff.training.recipe import read_recipe
 
     overrides = list(set_ or [])
     settled = read_recipe(recipe, overrides)
@@ -40,47 +40,46 @@ def train(
     run = Path(where).expanduser().absolute()
     settled = settled.model_copy(update={"output": str(run)})
 
-    from blockdiff.cli.loading import quiet
-    from blockdiff.training.parallel import from_accelerate
-    from blockdiff.training.signals import Stopped
+    from blockdiff.parallel.ranks import from_accelerate
+    from blockdiff.parallel.signals import Stopped
+    from blockdiff.terminal import quiet
 
     quiet()
-    parallel = from_accelerate(timeout=settled.train.timeout)
+    ranks = from_accelerate(timeout=settled.train.timeout)
     try:
-        with parallel.guarded("the start or the end of the run"):
-            _train(settled, run, resume, parallel)
+        with ranks.guarded("the start or the end of the run"):
+            _train(settled, run, resume, ranks)
     except Stopped as stopped:
-        if parallel.is_main:
+        if ranks.is_main:
             print(f"{stopped}; `--resume --output {where}` goes on from there", file=sys.stderr)
         raise typer.Exit(stopped.exit_code) from None
     finally:
-        parallel.close()
+        ranks.close()
 
 
-def _train(recipe: Recipe, run: Path, resume: bool, parallel: Parallel) -> None:
-    from blockdiff.cli import assemble
-    from blockdiff.cli.progress import Progress
-    from blockdiff.cli.refuse import refuse, without_effect
-    from blockdiff.cli.run import prepare
-    from blockdiff.training import loop, state
-    from blockdiff.training.signals import caught
+def _train(recipe: Recipe, run: Path, resume: bool, ranks: Ranks) -> None:
+    from blockdiff.parallel.signals import caught
+    from blockdiff.training import assemble, loop, state
+    from blockdiff.training.progress import Progress
+    from blockdiff.training.refuse import refuse, without_effect
+    from blockdiff.training.run import prepare
 
     t = recipe.train
-    show = Progress(t.steps, is_shown=parallel.is_main)
-    refuse(recipe, parallel.world)
+    show = Progress(t.steps, is_shown=ranks.is_main)
+    refuse(recipe, ranks.world)
     for line in without_effect(recipe):
         show.line(f"note      {line}")
-    found = state.enter(run, resume, parallel)
+    found = state.enter(run, resume, ranks)
     try:
-        parts = prepare(recipe, run, parallel, show)
+        parts = prepare(recipe, run, ranks, show)
     except BaseException:
-        if parallel.is_main:
+        if ranks.is_main:
             _leave_nothing(run)
         raise
     start = 0
     if found is not None:
         start = state.restore(
-            found, parts.model, parts.optimiser, parts.facts, ema=parts.ema, parallel=parallel
+            found, parts.model, parts.optimiser, parts.facts, ema=parts.ema, ranks=ranks
         )
         if start > t.steps:
             raise RunError(f"{run}: already at step {start}, past train.steps = {t.steps}; raise train.steps to go on")
@@ -89,14 +88,14 @@ def _train(recipe: Recipe, run: Path, resume: bool, parallel: Parallel) -> None:
         show.line(f"resumed   nothing: {run} has no checkpoint, so this starts at step 0")
     logged = parts.begin(start if found is not None else None)
     try:
-        with caught(speaks=parallel.is_main) as signals, show.running(start):
+        with caught(speaks=ranks.is_main) as signals, show.running(start):
             reached = loop.train(
                 parts.objective,
                 parts.optimiser,
                 assemble.learning_rate(recipe),
                 parts.batches,
                 parts.options(),
-                parallel,
+                ranks,
                 log=parts.record,
                 evaluate=parts.evaluate if parts.data.heldout is not None else None,
                 sample=parts.sample if parts.data.prompts else None,
@@ -110,8 +109,8 @@ def _train(recipe: Recipe, run: Path, resume: bool, parallel: Parallel) -> None:
                 start=start,
                 seconds=max((record.get("seconds", 0.0) for record in logged), default=0.0),
             )
-        with parallel.main_first("exporting the model"):
-            if parallel.is_main:
+        with ranks.main_first("exporting the model"):
+            if ranks.is_main:
                 parts.finish(reached)
     finally:
         parts.close()

@@ -15,11 +15,11 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.evals import task
-from blockdiff.evals.prompts import sample_prompts
+from blockdiff.objective import Objective
+from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.heldout import heldout
-from blockdiff.training.objective import Objective
-from blockdiff.training.parallel import Parallel, from_accelerate
+from blockdiff.training.samples import sample_prompts
 from tests.oracle import tiny_config
 
 EXAMPLES = [Example(n, [2, *range(3 + n, 20 + 2 * n)], [(4, 18 + n)]) for n in range(8)]
@@ -27,7 +27,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ROWS = [Row(f"f:{n}", prompt=LETTERS[: 1 + n], response=LETTERS[n : n + 9]) for n in range(5)]
 
 
-def figures(parallel: Parallel) -> dict[str, Any]:
+def figures(ranks: Ranks) -> dict[str, Any]:
     """Everything that evaluating in training gives on this rank: 8 examples and 5 prompts do not divide by 3."""
     config = tiny_config(canvas_length=8, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     model = init(config, seed=3, dtype="float64", device="cpu", kernels="torch")
@@ -35,15 +35,15 @@ def figures(parallel: Parallel) -> dict[str, Any]:
     collator = Collator(8, pad_id=0, eos_id=1, seed=5, time=StratifiedTime(1e-4), canvases=2)
 
     def batches(examples: int) -> Any:
-        return heldout_batches(EXAMPLES[:examples], collator, 2, rank=parallel.rank, world=parallel.world)
+        return heldout_batches(EXAMPLES[:examples], collator, 2, rank=ranks.rank, world=ranks.world)
 
     sampler = Sampler(model, character_tokenizer(LETTERS), Generation(max_steps=3, eos_ids=(1,)))
     exact = task("exact")
     return {
-        "heldout": heldout(objective, batches(8), parallel, noise_levels=3),
-        "fewer than ranks": heldout(objective, batches(2), parallel, noise_levels=3),
-        "sampled": sample_prompts(sampler, ROWS, exact, parallel, batch_size=2)._asdict(),
-        "fewer prompts than ranks": sample_prompts(sampler, ROWS[:2], exact, parallel)._asdict(),
+        "heldout": heldout(objective, batches(8), ranks, noise_levels=3),
+        "fewer than ranks": heldout(objective, batches(2), ranks, noise_levels=3),
+        "sampled": sample_prompts(sampler, ROWS, exact, ranks, batch_size=2)._asdict(),
+        "fewer prompts than ranks": sample_prompts(sampler, ROWS[:2], exact, ranks)._asdict(),
     }
 
 

@@ -20,28 +20,28 @@ import torch
 
 from blockdiff.canvas import Batch
 from blockdiff.errors import DataError, RunError
+from blockdiff.metrics import MetricsLog
+from blockdiff.parallel.ranks import Ranks, from_accelerate
+from blockdiff.parallel.signals import Interrupted, Stopped, caught, interruptible
 from blockdiff.training import state
 from blockdiff.training.loop import Options, train
-from blockdiff.training.metrics import MetricsLog
-from blockdiff.training.optim import adamw
-from blockdiff.training.parallel import Parallel, from_accelerate
-from blockdiff.training.signals import Interrupted, Stopped, caught, interruptible
+from blockdiff.training.optimiser import adamw
 from tests.toy_objective import ToyObjective, slots, toy_batches
 
 TIMEOUT = 3.0  # seconds: a hung rank is noticed after so many
 
 
 def toy_run(
-    parallel: Parallel, run: Path, disturb: Callable[[int], None] = lambda step: None, in_save: bool = False
+    ranks: Ranks, run: Path, disturb: Callable[[int], None] = lambda step: None, in_save: bool = False
 ) -> None:
     """Nine steps, saved after every third; `disturb(step)` comes between a step's batches or within a save."""
     objective = ToyObjective()
     optimiser = adamw(objective, lr=0.1)
-    found = state.enter(run, True, parallel)
-    start = state.restore(found, objective, optimiser, {}, parallel=parallel) if found else 0
-    draw = toy_batches(slots(parallel, 4), 4)
+    found = state.enter(run, True, ranks)
+    start = state.restore(found, objective, optimiser, {}, ranks=ranks) if found else 0
+    draw = toy_batches(slots(ranks, 4), 4)
     log = MetricsLog(run / "metrics.jsonl")
-    logged = log.cut(start) if parallel.is_main else []
+    logged = log.cut(start) if ranks.is_main else []
 
     def batches(step: int) -> list[Batch]:
         if not in_save:
@@ -51,7 +51,7 @@ def toy_run(
     def save(step: int) -> None:
         if in_save:
             disturb(step)
-        state.save(run, step, objective, optimiser, {}, 2, parallel)
+        state.save(run, step, objective, optimiser, {}, 2, ranks)
 
     with caught(speaks=False) as signals:
         train(
@@ -60,7 +60,7 @@ def toy_run(
             lambda _: 0.1,
             batches,
             Options(steps=9, log_every=1, save_every=3),
-            parallel,
+            ranks,
             log=log.append,
             save=save,
             is_stopping=signals.is_stopping,
@@ -69,126 +69,126 @@ def toy_run(
         )
 
 
-def on_rank(rank: int, number: int, at: int) -> Callable[[Parallel], Callable[[int], None]]:
+def on_rank(rank: int, number: int, at: int) -> Callable[[Ranks], Callable[[int], None]]:
     """Something that sends rank `rank` a signal in step `at`."""
 
-    def disturb(parallel: Parallel) -> Callable[[int], None]:
-        return lambda step: os.kill(os.getpid(), number) if (parallel.rank, step) == (rank, at) else None
+    def disturb(ranks: Ranks) -> Callable[[int], None]:
+        return lambda step: os.kill(os.getpid(), number) if (ranks.rank, step) == (rank, at) else None
 
     return disturb
 
 
-def killed(parallel: Parallel, run: Path) -> None:
-    toy_run(parallel, run, on_rank(1, signal.SIGKILL, 5)(parallel))
+def killed(ranks: Ranks, run: Path) -> None:
+    toy_run(ranks, run, on_rank(1, signal.SIGKILL, 5)(ranks))
 
 
-def main_killed(parallel: Parallel, run: Path) -> None:
-    toy_run(parallel, run, on_rank(0, signal.SIGKILL, 5)(parallel))
+def main_killed(ranks: Ranks, run: Path) -> None:
+    toy_run(ranks, run, on_rank(0, signal.SIGKILL, 5)(ranks))
 
 
-def killed_while_saving(parallel: Parallel, run: Path) -> None:
-    toy_run(parallel, run, on_rank(1, signal.SIGKILL, 6)(parallel), in_save=True)
+def killed_while_saving(ranks: Ranks, run: Path) -> None:
+    toy_run(ranks, run, on_rank(1, signal.SIGKILL, 6)(ranks), in_save=True)
 
 
-def main_killed_while_saving(parallel: Parallel, run: Path) -> None:
-    toy_run(parallel, run, on_rank(0, signal.SIGKILL, 6)(parallel), in_save=True)
+def main_killed_while_saving(ranks: Ranks, run: Path) -> None:
+    toy_run(ranks, run, on_rank(0, signal.SIGKILL, 6)(ranks), in_save=True)
 
 
-def hung(parallel: Parallel, run: Path) -> None:
-    toy_run(parallel, run, on_rank(1, signal.SIGSTOP, 5)(parallel))
+def hung(ranks: Ranks, run: Path) -> None:
+    toy_run(ranks, run, on_rank(1, signal.SIGSTOP, 5)(ranks))
 
 
-def told_to_stop(parallel: Parallel, run: Path) -> None:
-    toy_run(parallel, run, on_rank(1, signal.SIGTERM, 5)(parallel))
+def told_to_stop(ranks: Ranks, run: Path) -> None:
+    toy_run(ranks, run, on_rank(1, signal.SIGTERM, 5)(ranks))
 
 
-def long_work(parallel: Parallel, run: Path) -> None:
+def long_work(ranks: Ranks, run: Path) -> None:
     """What one rank does before the others may take longer than the timeout."""
-    with parallel.main_first("reading the data"):
-        if parallel.is_main:
+    with ranks.main_first("reading the data"):
+        if ranks.is_main:
             time.sleep(1.5 * TIMEOUT)
             run.mkdir(exist_ok=True)
             (run / "read").touch()
         assert (run / "read").exists()
-    toy_run(parallel, run)
+    toy_run(ranks, run)
 
 
-def failed_work(parallel: Parallel, run: Path) -> None:
-    with parallel.main_first("reading the data"):
+def failed_work(ranks: Ranks, run: Path) -> None:
+    with ranks.main_first("reading the data"):
         raise RunError("a bad row")
 
 
-def measuring(parallel: Parallel, run: Path, work: Callable[[int], None]) -> None:
+def measuring(ranks: Ranks, run: Path, work: Callable[[int], None]) -> None:
     """Rank 1 is done at once; rank 0 has six pieces of work, each half a timeout long, and tells of each."""
     with (
         caught(speaks=False) as signals,
         interruptible(signals.is_stopping),
-        parallel.guarded("the evaluation after step 5"),
+        ranks.guarded("the evaluation after step 5"),
     ):
         try:
-            with parallel.at_own_pace("measuring") as look:
-                for piece in range(6 if parallel.is_main else 0):
+            with ranks.at_own_pace("measuring") as look:
+                for piece in range(6 if ranks.is_main else 0):
                     look()
                     (run.parent / f"{run.name}-piece-{piece}").touch()
                     time.sleep(TIMEOUT / 2)
                     work(piece)
         except Interrupted:
-            raise Stopped(5, max(parallel.gather(signals.is_stopping()))) from None
-        assert parallel.gather(parallel.rank) == [0, 1]
-        assert parallel.sum(torch.tensor(parallel.rank)) == 1
+            raise Stopped(5, max(ranks.gather(signals.is_stopping()))) from None
+        assert ranks.gather(ranks.rank) == [0, 1]
+        assert ranks.sum(torch.tensor(ranks.rank)) == 1
 
 
-def long_measuring(parallel: Parallel, run: Path) -> None:
-    measuring(parallel, run, lambda piece: None)
+def long_measuring(ranks: Ranks, run: Path) -> None:
+    measuring(ranks, run, lambda piece: None)
 
 
-def failed_measuring(parallel: Parallel, run: Path) -> None:
+def failed_measuring(ranks: Ranks, run: Path) -> None:
     def fail(piece: int) -> None:
         raise RunError("the held-out loss is not finite")
 
-    measuring(parallel, run, fail)
+    measuring(ranks, run, fail)
 
 
-def killed_measuring(parallel: Parallel, run: Path) -> None:
-    measuring(parallel, run, lambda piece: os.kill(os.getpid(), signal.SIGKILL))
+def killed_measuring(ranks: Ranks, run: Path) -> None:
+    measuring(ranks, run, lambda piece: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def killed_while_waiting(parallel: Parallel, run: Path) -> None:
+def killed_while_waiting(ranks: Ranks, run: Path) -> None:
     """Rank 1, which waits, is lost: the work ends before its next piece."""
-    after(parallel, 0.8 * TIMEOUT, signal.SIGKILL)
-    measuring(parallel, run, lambda piece: None)
+    after(ranks, 0.8 * TIMEOUT, signal.SIGKILL)
+    measuring(ranks, run, lambda piece: None)
 
 
-def hung_measuring(parallel: Parallel, run: Path) -> None:
-    measuring(parallel, run, lambda piece: os.kill(os.getpid(), signal.SIGSTOP))
+def hung_measuring(ranks: Ranks, run: Path) -> None:
+    measuring(ranks, run, lambda piece: os.kill(os.getpid(), signal.SIGSTOP))
 
 
-def told_to_stop_measuring(parallel: Parallel, run: Path) -> None:
+def told_to_stop_measuring(ranks: Ranks, run: Path) -> None:
     """The rank that waits is told to stop, and the one that works leaves."""
-    after(parallel, 0.2 * TIMEOUT, signal.SIGTERM)
-    measuring(parallel, run, lambda piece: None)
+    after(ranks, 0.2 * TIMEOUT, signal.SIGTERM)
+    measuring(ranks, run, lambda piece: None)
 
 
-def after(parallel: Parallel, seconds: float, number: int) -> None:
+def after(ranks: Ranks, seconds: float, number: int) -> None:
     """Send rank 1 a signal some seconds from now."""
-    if not parallel.is_main:
+    if not ranks.is_main:
         timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
         timer.daemon = True
         timer.start()
 
 
-def bad_row(parallel: Parallel, run: Path, ranks: tuple[int, ...] = (0, 1)) -> None:
+def bad_row(ranks: Ranks, run: Path, broken: tuple[int, ...] = (0, 1)) -> None:
     """The row is met while step 5 is read, after the save of step 3."""
 
     def meet(step: int) -> None:
-        if step == 5 and parallel.rank in ranks:
-            raise DataError(f"rows.jsonl:{7 + parallel.rank}: not valid JSON")
+        if step == 5 and ranks.rank in broken:
+            raise DataError(f"rows.jsonl:{7 + ranks.rank}: not valid JSON")
 
-    toy_run(parallel, run, meet)
+    toy_run(ranks, run, meet)
 
 
-def bad_row_on_one_rank(parallel: Parallel, run: Path) -> None:
-    bad_row(parallel, run, ranks=(1,))
+def bad_row_on_one_rank(ranks: Ranks, run: Path) -> None:
+    bad_row(ranks, run, broken=(1,))
 
 
 SCENARIOS = {
@@ -202,15 +202,15 @@ SCENARIOS = {
 }
 
 
-def as_rank(rank: int, port: int, scenario: Callable[[Parallel, Path], None], run: Path) -> None:
+def as_rank(rank: int, port: int, scenario: Callable[[Ranks, Path], None], run: Path) -> None:
     """Be one rank of a scenario and end the process as the command line would."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1"}
     words, code = "finished", 0
     try:
-        parallel = from_accelerate(timeout=TIMEOUT)
-        scenario(parallel, run)
-        parallel.close()
+        ranks = from_accelerate(timeout=TIMEOUT)
+        scenario(ranks, run)
+        ranks.close()
     except (RunError, DataError) as error:
         words, code = str(error), 1
     except Stopped as stopped:

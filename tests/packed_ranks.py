@@ -16,15 +16,15 @@ from blockdiff.data.collate import Collator, micro_batches
 from blockdiff.data.plan import Plan
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
-from blockdiff.training.objective import Objective
-from blockdiff.training.parallel import Parallel, from_accelerate
+from blockdiff.objective import Objective
+from blockdiff.parallel.ranks import Ranks, from_accelerate
 from tests.oracle import tiny_config
 from tests.ranks import train_plainly
 
 L = 8
 
 
-def everything(parallel: Parallel, directory: Path) -> None:
+def everything(ranks: Ranks, directory: Path) -> None:
     """Five steps of six examples, packed into one row (odd steps) or two, and unpacked in step 5."""
     kinds = ["sliding_attention", "full_attention"]
     config = tiny_config(canvas_length=L, num_hidden_layers=2, layer_types=kinds)
@@ -40,14 +40,14 @@ def everything(parallel: Parallel, directory: Path) -> None:
     def batches(step: int) -> list[Batch]:
         pack = None if step == 5 else 500 if step % 2 else 60
         window = micro_batches(
-            examples, Plan(9, 6, seed=1), make, step, pack=pack, rank=parallel.rank, world=parallel.world
+            examples, Plan(9, 6, seed=1), make, step, pack=pack, rank=ranks.rank, world=ranks.world
         )
         rows.append(sum(int((batch.doc_start_BS[:, 0] >= 0).sum()) for batch in window))
         return window
 
-    records, tensors = train_plainly(objective, batches, parallel, 5e-4)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / f"{parallel.rank}.safetensors")
-    (directory / f"{parallel.rank}.json").write_text(json.dumps({"records": records, "rows": rows}))
+    records, tensors = train_plainly(objective, batches, ranks, 5e-4)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / f"{ranks.rank}.safetensors")
+    (directory / f"{ranks.rank}.json").write_text(json.dumps({"records": records, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from blockdiff.data.collate import NOTHING
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RunError
+from blockdiff.metrics import MetricsLog
+from blockdiff.objective import Objective
+from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.training import state
 from blockdiff.training.loop import Options, train
-from blockdiff.training.metrics import MetricsLog
-from blockdiff.training.objective import Objective
-from blockdiff.training.parallel import Parallel, from_accelerate
 from tests.oracle import tiny_config
 from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches, toy_row
 
@@ -34,7 +34,7 @@ Tensors = dict[str, Tensor]
 
 
 def train_plainly(
-    objective: nn.Module, batches: Callable[[int], list[Batch]], parallel: Parallel, rate: float
+    objective: nn.Module, batches: Callable[[int], list[Batch]], ranks: Ranks, rate: float
 ) -> tuple[list[dict], Tensors]:
     """Five plain SGD steps: the records, and the gradients of steps 1 and 2 and the last weights by name."""
     records: list[dict] = []
@@ -50,36 +50,36 @@ def train_plainly(
 
     optimiser.register_step_pre_hook(keep_gradients)
     options = Options(STEPS, ar_weight=0.5, clip=0.0, log_every=1)
-    train(objective, optimiser, lambda _: rate, batches, options, parallel, log=records.append)
+    train(objective, optimiser, lambda _: rate, batches, options, ranks, log=records.append)
     return records, kept | {f"weight {name}": p.detach() for name, p in objective.named_parameters()}
 
 
-def toy(parallel: Parallel) -> tuple[list[dict], Tensors]:
+def toy(ranks: Ranks) -> tuple[list[dict], Tensors]:
     """Uneven micro-batches, with accumulation on both ranks."""
-    return train_plainly(ToyObjective(), toy_batches(slots(parallel, BATCH, 2), BATCH), parallel, 0.1)
+    return train_plainly(ToyObjective(), toy_batches(slots(ranks, BATCH, 2), BATCH), ranks, 0.1)
 
 
-def lopsided(parallel: Parallel) -> tuple[list[dict], Tensors]:
+def lopsided(ranks: Ranks) -> tuple[list[dict], Tensors]:
     """Only the first slot of a step has a canvas, only in even steps a coin: the other rank has neither."""
 
     def batches(step: int) -> list[Batch]:
         rows = [toy_row(slot, epoch=step, canvases=slot == 0, coin=step % 2 == 0) for slot in range(BATCH)]
-        return [lay_out([rows[slot] for slot in part], 4, pad_id=0) for part in slots(parallel, BATCH, 2)]
+        return [lay_out([rows[slot] for slot in part], 4, pad_id=0) for part in slots(ranks, BATCH, 2)]
 
-    return train_plainly(ToyObjective(), batches, parallel, 0.1)
+    return train_plainly(ToyObjective(), batches, ranks, 0.1)
 
 
-def short(parallel: Parallel) -> tuple[list[dict], Tensors]:
+def short(ranks: Ranks) -> tuple[list[dict], Tensors]:
     """Three rows a step: of four ranks one has none, and of two the one has twice as many as the other."""
 
     def batches(step: int) -> list[Batch]:
-        parts = slots(parallel, 3, 2) or [range(0)]
+        parts = slots(ranks, 3, 2) or [range(0)]
         return [toy_batch([3 * step + slot for slot in part], canvases=bool(part)) for part in parts]
 
-    return train_plainly(ToyObjective(), batches, parallel, 0.1)
+    return train_plainly(ToyObjective(), batches, ranks, 0.1)
 
 
-def real(parallel: Parallel, rows: int = BATCH, is_double: bool = False) -> tuple[list[dict], Tensors]:
+def real(ranks: Ranks, rows: int = BATCH, is_double: bool = False) -> tuple[list[dict], Tensors]:
     """The model and the objective themselves, several canvases per row, routers trained."""
     model = init(tiny_config(canvas_length=8), seed=3, device="cpu", kernels="torch")
     if is_double:
@@ -105,23 +105,23 @@ def real(parallel: Parallel, rows: int = BATCH, is_double: bool = False) -> tupl
         return CleanRow(tokens, canvases, sample_id=sample)
 
     def batches(step: int) -> list[Batch]:
-        parts = slots(parallel, rows, 2) or [range(0)]
+        parts = slots(ranks, rows, 2) or [range(0)]
         return [lay_out([row(slot) for slot in part] or [NOTHING], 8, pad_id=0) for part in parts]
 
-    return train_plainly(objective, batches, parallel, 5e-4)
+    return train_plainly(objective, batches, ranks, 5e-4)
 
 
-def real_short(parallel: Parallel) -> tuple[list[dict], Tensors]:
+def real_short(ranks: Ranks) -> tuple[list[dict], Tensors]:
     """The same with three rows a step: of four ranks one has none."""
-    return real(parallel, rows=3)
+    return real(ranks, rows=3)
 
 
-def real_double(parallel: Parallel) -> tuple[list[dict], Tensors]:
+def real_double(ranks: Ranks) -> tuple[list[dict], Tensors]:
     """The same in fp64, where rounding does not hide a mistake."""
-    return real(parallel, rows=3, is_double=True)
+    return real(ranks, rows=3, is_double=True)
 
 
-def failing(parallel: Parallel) -> str:
+def failing(ranks: Ranks) -> str:
     """The error of a run whose last slot goes wrong: sample 5, which only one of two ranks has."""
 
     class Broken(ToyObjective):
@@ -130,30 +130,30 @@ def failing(parallel: Parallel) -> str:
             return losses._replace(ar_sum=losses.ar_sum * (float("nan") if 5 in batch.sample_id_B else 1.0))
 
     try:
-        train_plainly(Broken(), toy_batches(slots(parallel, BATCH, 1), BATCH), parallel, 0.1)
+        train_plainly(Broken(), toy_batches(slots(ranks, BATCH, 1), BATCH), ranks, 0.1)
     except RunError as error:
         return str(error)
     return "finished"
 
 
-def resumed(parallel: Parallel, run: Path) -> list[str]:
+def resumed(ranks: Ranks, run: Path) -> list[str]:
     """Save on every rank, be refused, resume; returns what each rank saw."""
-    objective = ToyObjective(parallel.rank)
+    objective = ToyObjective(ranks.rank)
     optimiser = torch.optim.SGD(objective.parameters(), lr=0.1)
-    seen = [str(state.enter(run, resume=False, parallel=parallel))]
+    seen = [str(state.enter(run, resume=False, ranks=ranks))]
     options = Options(2, save_every=1)
 
     def save(step: int) -> None:
-        state.save(run, step, objective, optimiser, {}, 1, parallel)
+        state.save(run, step, objective, optimiser, {}, 1, ranks)
 
     log = MetricsLog(run / "metrics.jsonl").append
-    batches = toy_batches(slots(parallel, BATCH), BATCH)
-    train(objective, optimiser, lambda _: 0.1, batches, options, parallel, log=log, save=save)
+    batches = toy_batches(slots(ranks, BATCH), BATCH)
+    train(objective, optimiser, lambda _: 0.1, batches, options, ranks, log=log, save=save)
     try:
-        state.enter(run, resume=False, parallel=parallel)
+        state.enter(run, resume=False, ranks=ranks)
     except RunError:
         seen.append("refused")
-    checkpoint = state.enter(run, resume=True, parallel=parallel)
+    checkpoint = state.enter(run, resume=True, ranks=ranks)
     assert checkpoint is not None
     again = ToyObjective(5)
     seen.append(str(state.restore(checkpoint, again, torch.optim.SGD(again.parameters(), lr=0.1), {})))
@@ -195,20 +195,20 @@ def differences(one: Path, other: Path) -> dict[str, dict[str, float]]:
     return table
 
 
-def everything(parallel: Parallel, directory: Path) -> None:
+def everything(ranks: Ranks, directory: Path) -> None:
     """Run all of it and write what this rank found to `directory`."""
     found: dict[str, Any] = {}
     for scenario in SCENARIOS:
-        torch.manual_seed(parallel.rank)
-        found[scenario.__name__], tensors = scenario(parallel)
+        torch.manual_seed(ranks.rank)
+        found[scenario.__name__], tensors = scenario(ranks)
         save_file(
             {name: t.contiguous() for name, t in tensors.items()},
-            directory / f"{scenario.__name__}-{parallel.rank}.safetensors",
+            directory / f"{scenario.__name__}-{ranks.rank}.safetensors",
         )
-    found["failing"] = failing(parallel)
-    found["resumed"] = resumed(parallel, directory / "run")
-    found["world"], found["device"] = parallel.world, str(parallel.device)
-    (directory / f"found-{parallel.rank}.json").write_text(json.dumps(found))
+    found["failing"] = failing(ranks)
+    found["resumed"] = resumed(ranks, directory / "run")
+    found["world"], found["device"] = ranks.world, str(ranks.device)
+    (directory / f"found-{ranks.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy, embedding
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.data.collate import slots_of
+from blockdiff.parallel.ranks import Ranks
 from blockdiff.seeding import Stream, integers, uniform
-from blockdiff.training.parallel import Parallel
 
 VOCABULARY, WIDTH, CANVAS = 13, 8, 4
 SEED = 7
@@ -84,9 +84,9 @@ def toy_batch(
     return lay_out([toy_row(sample, epoch, canvases, coin) for sample in samples], CANVAS, pad_id=0)
 
 
-def slots(parallel: Parallel, batch_size: int, micro_batch_size: int | None = None) -> list[range]:
+def slots(ranks: Ranks, batch_size: int, micro_batch_size: int | None = None) -> list[range]:
     """The slots of each micro-batch of this rank."""
-    mine = slots_of(parallel.rank, parallel.world, batch_size)
+    mine = slots_of(ranks.rank, ranks.world, batch_size)
     size = micro_batch_size or batch_size
     return [mine[start : start + size] for start in range(0, len(mine), size)]
 

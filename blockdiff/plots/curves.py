@@ -15,7 +15,7 @@ def draw_curves(metrics: str | Path, picture: str | Path, title: str | None = No
     Training values are noisy: they stay faint behind their moving average. Nothing is drawn when the file has no
     records.
     """
-    from blockdiff.training.metrics import read
+    from blockdiff.metrics import read
 
     records = read(Path(metrics))
     if records:

@@ -67,7 +67,7 @@ NOT_COMPARED = ("grad_norm", "lr")
 
 def read_run(directory: str | Path) -> Run:
     """The run in a directory. Raises RunError, naming it, when none is there or it has logged nothing yet."""
-    from blockdiff.training.metrics import FILE_NAME, read
+    from blockdiff.metrics import FILE_NAME, read
 
     path = Path(directory)
     if not (path / FILE_NAME).is_file():

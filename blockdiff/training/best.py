@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from blockdiff.errors import RunError
-from blockdiff.training.metrics import Record
+from blockdiff.metrics import Record
 
 HIGHER_IS_BETTER = ("accuracy", "solved", "share", "tokens_per")
 LOWER_IS_BETTER = ("loss", "steps", "error")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.errors import RunError
-from blockdiff.training.optim import trainable
+from blockdiff.training.optimiser import trainable
 
 
 class Ema:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from blockdiff.canvas import Batch
 from blockdiff.errors import RunError
-from blockdiff.training.evaluating import evaluating
-from blockdiff.training.metrics import Record
-from blockdiff.training.parallel import Parallel, autocast
+from blockdiff.metrics import Record
+from blockdiff.objective import evaluating
+from blockdiff.parallel.ranks import Ranks, autocast
 
 if TYPE_CHECKING:
-    from blockdiff.training.objective import Evaluation, Objective
+    from blockdiff.objective import Evaluation, Objective
 
 PARTS = ("kept", "corrupted")  # by is_corrupted as an index
 MEASURES = ("loss", "accuracy", "loss_no_signal", "accuracy_no_signal")
@@ -27,7 +27,7 @@ MEASURES = ("loss", "accuracy", "loss_no_signal", "accuracy_no_signal")
 def heldout(
     objective: Objective,
     batches: Iterable[Batch],
-    parallel: Parallel,
+    ranks: Ranks,
     precision: str | None = None,
     noise_levels: int = 5,
 ) -> Record:
@@ -46,13 +46,13 @@ def heldout(
     Ranks may bring different numbers of batches, or none. Sums are float64 and added up over the ranks once. Raises
     RunError on every rank when one of them is not finite, and Interrupted between batches when a rank is to stop.
     """
-    levels = torch.zeros(noise_levels, len(PARTS), 1 + len(MEASURES), dtype=torch.float64, device=parallel.device)
-    by_coin, weighted, ar = (torch.zeros(n, dtype=torch.float64, device=parallel.device) for n in (3, 2, 3))
-    with evaluating(objective), parallel.at_own_pace("the held-out evaluation") as look:
+    levels = torch.zeros(noise_levels, len(PARTS), 1 + len(MEASURES), dtype=torch.float64, device=ranks.device)
+    by_coin, weighted, ar = (torch.zeros(n, dtype=torch.float64, device=ranks.device) for n in (3, 2, 3))
+    with evaluating(objective), ranks.at_own_pace("the held-out evaluation") as look:
         for batch in batches:
             look()
-            batch = batch.to(parallel.device)
-            with autocast(parallel.device, precision):
+            batch = batch.to(ranks.device)
+            with autocast(ranks.device, precision):
                 measured = objective.evaluate(batch)
             if batch.is_scored_BCL.any():
                 levels += _by_level(measured, batch, noise_levels)
@@ -60,7 +60,7 @@ def heldout(
                 weighted += _weighted(measured, batch)
             ar += _sums(batch.is_ar_scored_BS, measured.ar_loss_BS, measured.ar_is_correct_BS)
     sums = [levels, by_coin, weighted, ar]
-    flat = parallel.sum(torch.cat([each.flatten() for each in sums])).cpu()
+    flat = ranks.sum(torch.cat([each.flatten() for each in sums])).cpu()
     levels, by_coin, weighted, ar = (
         part.view_as(each) for part, each in zip(flat.split([each.numel() for each in sums]), sums, strict=True)
     )

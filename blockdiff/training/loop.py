@@ -14,10 +14,11 @@ from torch import nn
 
 from blockdiff.canvas import Batch
 from blockdiff.errors import DataError
-from blockdiff.training.metrics import Clock, Record, memory_gib
-from blockdiff.training.optim import clip_gradients, set_lr, trainable
-from blockdiff.training.parallel import Parallel
-from blockdiff.training.signals import Interrupted, Stopped, interruptible
+from blockdiff.metrics import Record
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.signals import Interrupted, Stopped, interruptible
+from blockdiff.training.clock import Clock, memory_gib
+from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
 from blockdiff.training.step import Counts, Skips, backpropagate
 
 HELDOUT, SAMPLE = "heldout_", "sample_"  # how keys of the records of `evaluate` and `sample` begin
@@ -49,7 +50,7 @@ def train(
     lr: Callable[[int], float],
     batches: Callable[[int], Sequence[Batch]],
     options: Options,
-    parallel: Parallel,
+    ranks: Ranks,
     *,
     log: Callable[[Record], None],
     evaluate: Callable[[int], Record] | None = None,
@@ -76,23 +77,23 @@ def train(
     Raises RunError when losses or gradient are not finite and are not skipped (the weights stay), and when a rank is
     lost; after saving, Stopped when a signal asks for it and DataError when `batches` raises one on any rank.
     """
-    module, weights = parallel.wrap(objective), list(trainable(objective).values())
-    clock = Clock(parallel.device, seconds)
-    milestones = Milestones(options, parallel, log, evaluate, sample, save, is_best, should_stop, is_stopping)
-    skips = Skips(options.non_finite, parallel.agree([r["step"] for r in logged or () if "not_finite" in r]))
+    module, weights = ranks.wrap(objective), list(trainable(objective).values())
+    clock = Clock(ranks.device, seconds)
+    milestones = Milestones(options, ranks, log, evaluate, sample, save, is_best, should_stop, is_stopping)
+    skips = Skips(options.non_finite, ranks.agree([r["step"] for r in logged or () if "not_finite" in r]))
     with clock.stopped():
         if milestones.after_restart(start, logged):
             return start
     for step in range(start + 1, options.steps + 1):
         window, refusal = _read(batches, step)
-        with parallel.guarded(f"step {step}"):
-            counts = Counts.of(window, bool(is_stopping and is_stopping()), refusal is not None, parallel)
+        with ranks.guarded(f"step {step}"):
+            counts = Counts.of(window, bool(is_stopping and is_stopping()), refusal is not None, ranks)
             if counts.is_stopping:
                 milestones.stop(step - 1)
             if counts.is_failing:
                 milestones.refuse(step - 1, refusal)
             optimiser.zero_grad(set_to_none=True)
-            gradient = backpropagate(module, weights, window, counts, options.ar_weight, options.autocast, parallel)
+            gradient = backpropagate(module, weights, window, counts, options.ar_weight, options.autocast, ranks)
             clock.count(counts.tokens_2)
             if gradient.is_finite:
                 clip_gradients(weights, gradient.norm, options.clip)
@@ -101,14 +102,14 @@ def train(
                 if after_step:
                     after_step(step)
                 if options.is_due(step, options.log_every):
-                    rates = {**clock.read(), "memory_gib": memory_gib(parallel.device)}
+                    rates = {**clock.read(), "memory_gib": memory_gib(ranks.device)}
                     record = {"step": step, **gradient.losses, "grad_norm": gradient.norm, "lr": lr(step)}
                     if options.steps_per_epoch:
                         record["epoch"] = round(step / options.steps_per_epoch, 4)
                     milestones.report({**record, "skipped": len(skips.steps), **rates})
             else:
-                milestones.report(skips.note(step, window, gradient, parallel))
-        if parallel.is_main and on_step:
+                milestones.report(skips.note(step, window, gradient, ranks))
+        if ranks.is_main and on_step:
             on_step(step)
         with clock.stopped():
             if milestones.after(step):
@@ -129,7 +130,7 @@ class Milestones:
     """What comes between optimiser steps: saving, held-out evaluation, sampled prompts, and the decision to end."""
 
     options: Options
-    parallel: Parallel
+    ranks: Ranks
     log: Callable[[Record], None]
     evaluate: Callable[[int], Record] | None
     sample: Callable[[int], Record] | None
@@ -146,7 +147,7 @@ class Milestones:
             return False
         keys = {key for record in logged or () if record["step"] == start for key in record}
         made = [prefix for prefix in (HELDOUT, SAMPLE) if any(key.startswith(prefix) for key in keys)]
-        return self.after(start, made=self.parallel.agree(made))
+        return self.after(start, made=self.ranks.agree(made))
 
     def after(self, step: int, made: Sequence[str] = ()) -> bool:
         """Save and measure what is due and not `made` yet; True when training is over."""
@@ -158,9 +159,9 @@ class Milestones:
             return True
         if not (o.is_due(step, o.eval_every) or o.is_due(step, o.sample_every)):
             return False
-        if self.is_best and self.parallel.agree(self.is_best(step)):
+        if self.is_best and self.ranks.agree(self.is_best(step)):
             self.keep(step)
-        if not (self.should_stop and self.parallel.agree(self.should_stop(step))):
+        if not (self.should_stop and self.ranks.agree(self.should_stop(step))):
             return False
         self.keep(step)
         self.measure(step, done, is_end=True)
@@ -178,10 +179,10 @@ class Milestones:
         kinds = ((HELDOUT, self.evaluate, o.eval_every), (SAMPLE, self.sample, o.sample_every))
         for prefix, take, every in kinds:
             if take and prefix not in done and (is_end or o.is_due(step, every)):
-                if self.is_stopping and any(self.parallel.gather(self.is_stopping())):
+                if self.is_stopping and any(self.ranks.gather(self.is_stopping())):
                     self.stop(step)  # a resumed run measures here
                 try:
-                    with self.parallel.guarded(f"the evaluation after step {step}"), interruptible(self.is_stopping):
+                    with self.ranks.guarded(f"the evaluation after step {step}"), interruptible(self.is_stopping):
                         record = take(step)
                 except Interrupted:
                     self.stop(step)  # as here
@@ -190,12 +191,12 @@ class Milestones:
 
     def report(self, record: Record) -> None:
         """Hand a record to the log on the main process."""
-        if self.parallel.is_main:
+        if self.ranks.is_main:
             self.log(record)
 
     def refuse(self, step: int, refusal: str | None) -> NoReturn:
         """Save and raise what is wrong with the data on the first rank that says so, all ranks together."""
-        said = next(line for line in self.parallel.gather(refusal) if line is not None)
+        said = next(line for line in self.ranks.gather(refusal) if line is not None)
         self.keep(step)
         saved = f"; the run is saved at step {step}, go on with --resume" if self.saved == step > 0 else ""
         raise DataError(said + saved)
@@ -203,4 +204,4 @@ class Milestones:
     def stop(self, step: int) -> NoReturn:
         """Save and leave, all ranks together."""
         self.keep(step)
-        raise Stopped(step, max(self.parallel.gather(self.is_stopping() if self.is_stopping else 0)))
+        raise Stopped(step, max(self.ranks.gather(self.is_stopping() if self.is_stopping else 0)))

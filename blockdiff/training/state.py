@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blockdiff.errors import RunError
+from blockdiff.metrics import FILE_NAME
+from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.eight_bit import flattened, unflattened
 from blockdiff.training.ema import Ema
-from blockdiff.training.metrics import FILE_NAME
-from blockdiff.training.parallel import Parallel
 
 FOLDER = "checkpoints"
 MODEL, OPTIMISER, TRAINER = "model.safetensors", "optimiser.safetensors", "trainer.json"
@@ -41,7 +41,7 @@ def steps_saved(run: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
-def enter(run: Path, resume: bool, parallel: Parallel) -> Path | None:
+def enter(run: Path, resume: bool, ranks: Ranks) -> Path | None:
     """Open a run directory and return the checkpoint to go on from, None to start at step 0.
 
     Raises RunError when a run is there and `resume` is not asked for. All ranks call it, before any writes.
@@ -50,14 +50,14 @@ def enter(run: Path, resume: bool, parallel: Parallel) -> Path | None:
     if not resume and any((run / sign).exists() for sign in SIGNS_OF_A_RUN):
         reached = f"saved up to step {max(saved)}" if saved else "with no checkpoint yet"
         raise RunError(f"{run} already holds a run {reached}; go on with --resume or choose another --output")
-    latest = parallel.gather(max(saved, default=0))  # nobody goes on before everybody has looked
+    latest = ranks.gather(max(saved, default=0))  # nobody goes on before everybody has looked
     if len(set(latest)) > 1:
         raise RunError(f"{run}: processes see checkpoints up to steps {latest}; put it where all of them see the same")
-    if parallel.is_main:
+    if ranks.is_main:
         (run / FOLDER).mkdir(parents=True, exist_ok=True)
         for leftover in (run / FOLDER).glob(".step-*"):  # of a save or a removal that was killed
             shutil.rmtree(leftover)
-    parallel.barrier()
+    ranks.barrier()
     return saved[max(saved)] if saved else None
 
 
@@ -68,7 +68,7 @@ def save(
     optimiser: torch.optim.Optimizer,
     facts: Facts,
     keep: int,
-    parallel: Parallel,
+    ranks: Ranks,
     *,
     ema: Ema | None = None,
     keep_every: int = 0,
@@ -80,8 +80,8 @@ def save(
     earlier checkpoints as they were and at most a hidden directory that `enter` removes.
     """
     final = run / FOLDER / f"step-{step}"
-    with parallel.main_first(f"saving step {step}"):
-        if parallel.is_main:
+    with ranks.main_first(f"saving step {step}"):
+        if ranks.is_main:
             beside = final.with_name(f".{final.name}.partial")
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
@@ -90,7 +90,7 @@ def save(
             save_file(tensors, beside / OPTIMISER)
             if ema is not None:
                 save_file({name: t.contiguous() for name, t in ema.state().items()}, beside / AVERAGE)
-            trainer = {"step": step, "world": parallel.world, "facts": dict(facts), "optimiser": values}
+            trainer = {"step": step, "world": ranks.world, "facts": dict(facts), "optimiser": values}
             (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
             for path in (*beside.iterdir(), beside):
                 _fsync(path)
@@ -118,7 +118,7 @@ def restore(
     facts: Facts,
     *,
     ema: Ema | None = None,
-    parallel: Parallel | None = None,
+    ranks: Ranks | None = None,
 ) -> int:
     """Load a checkpoint into a model, its optimiser and its average, bit for bit, and return its step.
 
@@ -135,9 +135,9 @@ def restore(
     except (OSError, ValueError, SafetensorError) as error:
         raise RunError(f"{checkpoint}: cannot be read ({error}); remove it to go on from an earlier one") from None
     world = trainer.get("world", 1)
-    if parallel is not None and parallel.is_main and parallel.world != world:
+    if ranks is not None and ranks.is_main and ranks.world != world:
         warnings.warn(
-            f"{checkpoint}: saved by {world} processes, resumed by {parallel.world}: "
+            f"{checkpoint}: saved by {world} processes, resumed by {ranks.world}: "
             "the same batches and draws, but sums are rounded differently",
             stacklevel=2,
         )

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from blockdiff.canvas import Batch
 from blockdiff.errors import RunError
-from blockdiff.training.metrics import Record
-from blockdiff.training.optim import fill_gradients, gradient_norm
-from blockdiff.training.parallel import Parallel, autocast
+from blockdiff.metrics import Record
+from blockdiff.parallel.ranks import Ranks, autocast
+from blockdiff.training.optimiser import fill_gradients, gradient_norm
 
 MOST_SKIPS = 20  # more steps in a row without a finite gradient end a run that skips them
 NAMED_SAMPLES = 64
@@ -34,7 +34,7 @@ class Counts:
     is_failing: bool  # a rank could not read its micro-batches
 
     @classmethod
-    def of(cls, window: Sequence[Batch], is_stopping: bool, is_failing: bool, parallel: Parallel) -> Counts:
+    def of(cls, window: Sequence[Batch], is_stopping: bool, is_failing: bool, ranks: Ranks) -> Counts:
         """Count this rank's micro-batches and add up the ranks' counts: the first thing they do together in a step."""
         mine = [
             sum(batch.canvas_count() for batch in window),
@@ -44,7 +44,7 @@ class Counts:
             float(is_stopping),
             float(is_failing),
         ]
-        counts = parallel.sum(torch.tensor(mine, dtype=torch.float64))
+        counts = ranks.sum(torch.tensor(mine, dtype=torch.float64))
         canvas, ar, _, _, stopping, failing = counts.tolist()
         return cls(canvas, ar, counts[2:4], stopping > 0, failing > 0)
 
@@ -70,22 +70,22 @@ def backpropagate(
     counts: Counts,
     ar_weight: float,
     precision: str | None,
-    parallel: Parallel,
+    ranks: Ranks,
 ) -> Gradient:
     """Fill the gradients of `weights` from this rank's micro-batches, averaged as one global batch."""
     canvas_count, ar_count = counts.canvas or 1.0, counts.ar or 1.0
-    sums = torch.zeros(max(1, len(window)), 2, dtype=torch.float64, device=parallel.device)
+    sums = torch.zeros(max(1, len(window)), 2, dtype=torch.float64, device=ranks.device)
     for index, batch in enumerate(window):
-        with parallel.synchronise(module, now=index == len(window) - 1):
-            with autocast(parallel.device, precision):
-                losses = module(batch.to(parallel.device))
+        with ranks.synchronise(module, now=index == len(window) - 1):
+            with autocast(ranks.device, precision):
+                losses = module(batch.to(ranks.device))
             # The one place that divides; DDP averages over ranks, hence the factor.
             mean = losses.canvas_sum / canvas_count + ar_weight * losses.ar_sum / ar_count
             if mean.requires_grad:
-                (parallel.world * mean).backward()
+                (ranks.world * mean).backward()
         sums[index] = torch.stack([losses.canvas_sum.detach(), losses.ar_sum.detach()])
     fill_gradients(weights)
-    canvas_sum, ar_sum = parallel.sum(sums.sum(0)).tolist()
+    canvas_sum, ar_sum = ranks.sum(sums.sum(0)).tolist()
     canvas_loss, ar_loss = canvas_sum / canvas_count, ar_sum / ar_count
     values = {"loss": canvas_loss + ar_weight * ar_loss, "canvas_loss": canvas_loss, "ar_loss": ar_loss}
     return Gradient(sums, values, gradient_norm(weights))
@@ -97,12 +97,12 @@ class Skips:
     def __init__(self, policy: Literal["stop", "skip"], steps: Sequence[int] = ()) -> None:
         self.policy, self.steps = policy, list(steps)
 
-    def note(self, step: int, window: Sequence[Batch], gradient: Gradient, parallel: Parallel) -> Record:
+    def note(self, step: int, window: Sequence[Batch], gradient: Gradient, ranks: Ranks) -> Record:
         """The record of a step that is not taken. Raises RunError when it should stop the run instead.
 
         Every rank sees the same gradient, so all come here together.
         """
-        part, samples = culprit(window, gradient.sums, parallel)
+        part, samples = culprit(window, gradient.sums, ranks)
         named = ", ".join(map(str, samples[:NAMED_SAMPLES])) + (", ..." if len(samples) > NAMED_SAMPLES else "")
         what = f"step {step}: the {part} is not finite (sample ids {named})"
         if self.policy == "stop":
@@ -113,7 +113,7 @@ class Skips:
         return {"step": step, "skipped": len(self.steps), "not_finite": part, "not_finite_ids": samples[:NAMED_SAMPLES]}
 
 
-def culprit(window: Sequence[Batch], sums: Tensor, parallel: Parallel) -> tuple[str, list[int]]:
+def culprit(window: Sequence[Batch], sums: Tensor, ranks: Ranks) -> tuple[str, list[int]]:
     """Which part of a step is not finite, and the samples of the micro-batches in which it is not, over all ranks."""
     parts: dict[str, list[int]] = {"canvas loss": [], "AR loss": [], "gradient": []}
     for batch, pair in zip(window, sums.isfinite().tolist(), strict=False):
@@ -121,7 +121,7 @@ def culprit(window: Sequence[Batch], sums: Tensor, parallel: Parallel) -> tuple[
         parts["gradient"] += ids
         for part, is_finite in zip(parts, pair, strict=False):
             parts[part] += [] if is_finite else ids
-    gathered = parallel.gather(parts)
+    gathered = ranks.gather(parts)
     for part in parts:
         ids = sorted({sample_id for rank in gathered for sample_id in rank[part]})
         if ids:

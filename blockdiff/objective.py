@@ -1,0 +1,264 @@
+"""The objective: encode once, denoise without and with the self-conditioning signal, and both losses.
+
+This is what is wrapped (DDP, FSDP2) and trained, and what held-out evaluation measures token by token. Drawing t and
+coins is the batch's business, dividing the loop's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from blockdiff.canvas import CANVAS_FIELDS, Batch
+from blockdiff.diffusion.corruption import Corruption, UniformCorruption
+from blockdiff.diffusion.prediction import leave_one_out_bonus
+from blockdiff.diffusion.schedule import Schedule
+from blockdiff.diffusion.weight import NoWeight, TimeWeight
+from blockdiff.errors import RecipeError
+from blockdiff.layers.attention import KV
+from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.spans import Spans, denoise_spans, encode_spans
+
+
+class Losses(NamedTuple):
+    """Sums in nats, fp32 scalars with gradient; their counts are `batch.canvas_count()` and `batch.ar_count()`."""
+
+    canvas_sum: Tensor
+    ar_sum: Tensor
+
+
+class Evaluation(NamedTuple):
+    """What the objective says of every token; losses in nats, unweighted, fp32, 0 where nothing is scored.
+
+    Every canvas is run twice, whatever its coin: `loss`, `is_correct` without the self-conditioning signal,
+    `signal_loss`, `signal_is_correct` with it. An argmax is correct when it is the true token. `factor_BCL` is what
+    training multiplies a position's loss by (0 where it is not scored): `(factor * loss).sum() / canvas_count()` is
+    the canvas loss. For the leave-one-out objective losses and argmax are of the logits with the bonus.
+    """
+
+    is_corrupted_BCL: Tensor
+    loss_BCL: Tensor
+    is_correct_BCL: Tensor
+    signal_loss_BCL: Tensor
+    signal_is_correct_BCL: Tensor
+    ar_loss_BS: Tensor
+    ar_is_correct_BS: Tensor
+    factor_BCL: Tensor
+
+
+class _Encoded(NamedTuple):
+    """A batch after its encode pass: hidden states, the prefix of the canvases, and the noise put in."""
+
+    hidden_BSD: Tensor
+    past: list[KV]
+    noisy: Batch
+    is_corrupted_BCL: Tensor
+
+
+class Objective(nn.Module):
+    """The canvas and AR losses of a batch: `objective(batch) -> Losses` (formulas: docs/objective.md).
+
+    The defaults are Google's DiffusionGemma recipe.
+    seed: of the corruption draws, which are addressed by the batch's `address_BC3`; train_router: whether the
+    routers' parameters train (fine-tuning freezes them); weight: of the canvas loss in t; prediction: what the logits
+    mean, the posterior given the whole noisy canvas or (leave_one_out) the token given all others; positions: which
+    positions of a canvas have a loss, the counts stay; stop_gradient: the canvas loss does not train the encoder.
+    Raises RecipeError for leave_one_out with any but uniform noise, for which its bonus is no posterior.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionGemma,
+        schedule: Schedule,
+        corruption: Corruption,
+        seed: int = 0,
+        train_router: bool = False,
+        *,
+        weight: TimeWeight | None = None,
+        prediction: Literal["posterior", "leave_one_out"] = "posterior",
+        positions: Literal["all", "corrupted"] = "all",
+        stop_gradient: bool = False,
+    ):
+        super().__init__()
+        self.model, self.schedule, self.corruption, self.seed = model, schedule, corruption, seed
+        self.weight: TimeWeight = weight or NoWeight()
+        self.positions, self.stop_gradient = positions, stop_gradient
+        self.bonus_vocabulary: int | None = None  # V of the leave-one-out bonus; None: no bonus
+        if prediction == "leave_one_out":
+            if not isinstance(corruption, UniformCorruption):
+                raise RecipeError(
+                    "objective.prediction: leave_one_out is defined for objective.corruption: uniform only; "
+                    "with mask corruption a masked position tells nothing of itself, use posterior"
+                )
+            self.bonus_vocabulary = corruption.vocab_size
+        for p in model.router_parameters():
+            p.requires_grad_(train_router)
+
+    def forward(self, batch: Batch) -> Losses:
+        batch = _complete(batch)
+        hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
+        vocabulary = self.model.vocabulary
+        ar_sum = ar_loss(vocabulary, hidden_BSD, batch)
+        hidden_BTD = self._denoise(noisy, past, self._signal(noisy, past))
+        factor_BCL = self._factor(batch, is_corrupted_BCL)
+        bonus_BC = self._bonus(batch)
+        return Losses(canvas_loss(vocabulary, hidden_BTD, batch, factor_BCL, noisy.canvas_BCL, bonus_BC), ar_sum)
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        """Losses and hits of every token of a batch, in eval mode and without gradients.
+
+        Three passes, as in training: encode, denoise every canvas without a signal, denoise every canvas with it.
+        """
+        with evaluating(self):
+            return self._evaluate(_complete(batch))
+
+    def _evaluate(self, batch: Batch) -> Evaluation:
+        hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
+        vocabulary, shape = self.model.vocabulary, noisy.canvas_BCL.shape
+        ar = _scores(vocabulary.scores, hidden_BSD, batch.tokens_BS.roll(-1, dims=1), batch.is_ar_scored_BS)
+        first_BTD = self._denoise(noisy, past, None)
+        second_BTD = self._denoise(noisy, past, vocabulary.soft_embedding(first_BTD))
+        bonus_BC = self._bonus(batch)
+        extra = () if bonus_BC is None else (noisy.canvas_BCL, bonus_BC[..., None].expand(shape))
+        without, with_signal = (
+            _scores(vocabulary.scores, hidden.view(*shape, -1), batch.canvas_BCL, batch.is_scored_BCL, *extra)
+            for hidden in (first_BTD, second_BTD)
+        )
+        return Evaluation(is_corrupted_BCL, *without, *with_signal, *ar, self._factor(batch, is_corrupted_BCL))
+
+    def _encode(self, batch: Batch) -> _Encoded:
+        model = self.model
+        spans = {w: encode_spans(batch.doc_start_BS, w) for w in set(model.windows)}
+        hidden_BSD, kv = model.run_encode(batch.tokens_BS, batch.positions_BS, spans)
+        noisy_BCL, is_corrupted_BCL = self.corruption.corrupt(
+            batch.canvas_BCL, self.schedule.alpha(batch.t_BC), batch.address_BC3, self.seed
+        )
+        columns = int(batch.start_BC.max())  # no canvas sees a clean token at or after its start
+        past = [tuple((x.detach() if self.stop_gradient else x)[:, :columns] for x in layer) for layer in kv]
+        return _Encoded(hidden_BSD, past, replace(batch, canvas_BCL=noisy_BCL), is_corrupted_BCL)
+
+    def _factor(self, batch: Batch, is_corrupted_BCL: Tensor) -> Tensor:
+        """What the loss of each canvas position is multiplied by, fp32 [B, C, L]; 0 where it has none."""
+        has_loss_BCL = batch.is_scored_BCL
+        if self.positions == "corrupted":
+            has_loss_BCL = has_loss_BCL & is_corrupted_BCL
+        return (batch.weight_BC * self.weight.of(self.schedule, batch.t_BC))[..., None] * has_loss_BCL
+
+    def _bonus(self, batch: Batch) -> Tensor | None:
+        """What the observed tokens' logits gain, fp32 [B, C]; the signal is always made without it."""
+        if self.bonus_vocabulary is None:
+            return None
+        return leave_one_out_bonus(self.schedule, batch.t_BC, self.bonus_vocabulary)
+
+    def _denoise(self, noisy: Batch, past: list[KV], soft_BTD: Tensor | None) -> Tensor:
+        L = noisy.canvas_BCL.shape[-1]
+        spans: dict[int | None, Spans] = {
+            w: denoise_spans(noisy.start_BC, noisy.doc_start_BC, noisy.length_BC, L, w)
+            for w in set(self.model.windows)
+        }
+        positions_BCL = (noisy.start_BC - noisy.doc_start_BC)[..., None] + torch.arange(
+            L, device=noisy.start_BC.device
+        )
+        canvas_BT = noisy.canvas_BCL.flatten(1)
+        return self.model.run_denoise(canvas_BT, positions_BCL.flatten(1), spans, past, soft_BTD)
+
+    def _signal(self, noisy: Batch, past: list[KV]) -> Tensor:
+        """Pass one, for coin canvases only: their soft embeddings [B, T, D], zero everywhere else.
+
+        With several processes a rank without coins runs one canvas and discards it: the ranks of a sharded
+        model must gather its layers equally often.
+        """
+        has_signal_BC = noisy.coin_BC & (noisy.length_BC > 0)
+        D = self.model.vocabulary.table.shape[1]
+        shape = (*noisy.canvas_BCL.shape, D)
+        soft_BCLD = torch.zeros(shape, dtype=self.model.dtype, device=noisy.canvas_BCL.device)
+        if bool(has_signal_BC.any()):
+            kept, rows = noisy.keep(has_signal_BC)
+            soft_BCLD[has_signal_BC] = self._pass_one(kept, [tuple(x[rows] for x in layer) for layer in past])
+        elif torch.distributed.is_initialized():
+            first = replace(noisy, **{name: getattr(noisy, name)[:1, :1] for name in CANVAS_FIELDS})
+            self._pass_one(first, [tuple(x[:1] for x in layer) for layer in past])
+        return soft_BCLD.flatten(1, 2)
+
+    def _pass_one(self, noisy: Batch, past: list[KV]) -> Tensor:
+        """Soft embeddings [canvases, L, D] of the canvases present, in row-major order.
+
+        The logits carry no gradient; the table that embeds them does.
+        """
+        with torch.no_grad():
+            hidden_BTD = self._denoise(noisy, past, None)
+        soft_BTD = self.model.vocabulary.soft_embedding(hidden_BTD)
+        return soft_BTD.view(*noisy.canvas_BCL.shape, -1)[noisy.length_BC > 0]
+
+
+def _scores(
+    scores: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, target: Tensor, is_scored: Tensor, *extra: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Losses and whether the argmax is the target, both in the shape of `target`, 0 and False where not scored."""
+    loss_N, argmax_N = scores(hidden[is_scored], target[is_scored], *(x[is_scored] for x in extra))
+    loss = torch.zeros(target.shape, dtype=torch.float32, device=target.device)
+    is_correct = torch.zeros_like(is_scored)
+    loss[is_scored], is_correct[is_scored] = loss_N, argmax_N == target[is_scored]
+    return loss, is_correct
+
+
+def _complete(batch: Batch) -> Batch:
+    """A batch without canvases gets an absent one per row: every parameter is used, with a zero gradient."""
+    if batch.start_BC.numel():
+        return batch
+    empty = {name: getattr(batch, name) for name in CANVAS_FIELDS}
+    return replace(batch, **{name: x.new_zeros(x.shape[0], 1, *x.shape[2:]) for name, x in empty.items()})
+
+
+def canvas_loss(
+    vocabulary: Vocabulary,
+    hidden_BTD: Tensor,
+    batch: Batch,
+    factor_BCL: Tensor,
+    observed_BCL: Tensor | None = None,
+    bonus_BC: Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy of the true token at every canvas position whose factor is not 0, times that factor.
+
+    hidden_BTD: of pass two, T = C * L. observed_BCL, bonus_BC: the noisy tokens and what their logits gain (both or
+    neither). Returns the sum in nats, an fp32 scalar.
+    """
+    is_needed_BT = (factor_BCL != 0).flatten(1)
+    target_N, factor_N = batch.canvas_BCL.flatten(1)[is_needed_BT], factor_BCL.flatten(1)[is_needed_BT]
+    observed_N = bonus_N = None
+    if observed_BCL is not None and bonus_BC is not None:
+        observed_N = observed_BCL.flatten(1)[is_needed_BT]
+        bonus_N = bonus_BC[..., None].expand_as(factor_BCL).flatten(1)[is_needed_BT]
+    loss_N = vocabulary.cross_entropy(hidden_BTD[is_needed_BT], target_N, observed_N, bonus_N)
+    return (factor_N * loss_N).sum()
+
+
+def ar_loss(vocabulary: Vocabulary, hidden_BSD: Tensor, batch: Batch) -> Tensor:
+    """Next-token cross-entropy of the encode pass over every scored pair of the clean rows, times its weight.
+
+    hidden_BSD: after the final norm. Returns the sum in nats, an fp32 scalar.
+    """
+    is_scored_BS = batch.is_ar_scored_BS
+    target_BS = batch.tokens_BS.roll(-1, dims=1)
+    loss_N = vocabulary.cross_entropy(hidden_BSD[is_scored_BS], target_BS[is_scored_BS])
+    return (batch.ar_weight_BS[is_scored_BS] * loss_N).sum()
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Surrounds an evaluation: no gradient, every part in eval mode; afterwards each returns to its own mode."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, mode in modes:
+            part.training = mode

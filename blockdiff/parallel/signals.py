@@ -1,0 +1,82 @@
+"""SIGTERM and SIGINT during training: the first waits for the optimiser step to be done, a second ends at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+
+HANDLED = (signal.SIGTERM, signal.SIGINT)
+ECHO = 1.0  # seconds in which another signal is the same wish: launchers pass on what the terminal also sent
+
+
+ASKED: ContextVar[Callable[[], int]] = ContextVar("ASKED", default=lambda: 0)  # whether to leave work in its middle
+
+
+class Interrupted(Exception):
+    """Work that can be done again was left in its middle because a signal asks this rank or another one to stop."""
+
+
+class Stopped(Exception):
+    """Training ended early because a signal asked for it; everything up to `step` is saved."""
+
+    def __init__(self, step: int, signal_number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}")
+        self.step, self.signal_number = step, signal_number
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell expects of a process that a signal ended: 143 for SIGTERM, 130 for SIGINT."""
+        return 128 + self.signal_number
+
+
+class Signals:
+    """What has been caught: `is_stopping()` is 0 until then, afterwards the signal's number."""
+
+    def __init__(self, speaks: bool) -> None:
+        self._speaks, self._number, self._since = speaks, 0, 0.0
+
+    def is_stopping(self) -> int:
+        """The number of the signal that asked to stop, 0 = none has."""
+        return self._number
+
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
+        """Remember a first signal; end the process by a second one."""
+        now = time.monotonic()
+        if self._number and now - self._since > ECHO:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if not self._number:
+            self._number, self._since = number, now
+            if self._speaks:  # not print(): the signal may have come in the middle of one
+                name = signal.Signals(number).name
+                os.write(2, f"{name}: saving after this optimiser step; a second one ends at once\n".encode())
+
+
+@contextmanager
+def interruptible(is_stopping: Callable[[], int] | None) -> Iterator[None]:
+    """Inside, work at a rank's own pace (`Ranks.at_own_pace`) raises Interrupted once `is_stopping()` is not 0."""
+    token = ASKED.set(is_stopping or (lambda: 0))
+    try:
+        yield
+    finally:
+        ASKED.reset(token)
+
+
+@contextmanager
+def caught(speaks: bool = True) -> Iterator[Signals]:
+    """Surrounds training: signals inside are caught as `Signals` says, with a line on stderr if this one `speaks`.
+
+    For the main thread only, as Python has it. Handlers are put back at the end.
+    """
+    signals = Signals(speaks)
+    before = {number: signal.signal(number, signals.handle) for number in HANDLED}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

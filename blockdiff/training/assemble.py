@@ -1,0 +1,206 @@
+"""From a recipe to the things it names: tokenizer, config, model, objective and optimiser; data is `assemble_data`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from blockdiff import checkpoint
+from blockdiff.checkpoint.create import fitted, preset_config
+from blockdiff.checkpoint.files import CONFIG, GENERATION, config_from, find, read_json
+from blockdiff.data.tokenizer import load_tokenizer
+from blockdiff.diffusion.corruption import Corruption, MaskCorruption, UniformCorruption
+from blockdiff.diffusion.schedule import (
+    Cosine,
+    Linear,
+    LogitNormalTime,
+    Polynomial,
+    Schedule,
+    StratifiedTime,
+    TimeDraw,
+    UniformTime,
+)
+from blockdiff.diffusion.weight import ElboWeight, NoWeight
+from blockdiff.errors import RecipeError
+from blockdiff.objective import Objective
+from blockdiff.sampling.generation import Generation
+from blockdiff.training import optimiser as optim
+from blockdiff.training import schedule as lr
+from blockdiff.training.activations import checkpoint_activations
+from blockdiff.training.freeze import freeze
+from blockdiff.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from blockdiff.models.diffusion_gemma import DiffusionGemma
+
+@dataclass(frozen=True)
+class Basis:
+    """What is known without the weights: the tokenizer, the model's config, and the end and pad tokens."""
+
+    tokenizer: Any
+    config: Any
+    eos_id: int
+    pad_id: int
+
+    @property
+    def canvas_length(self) -> int:
+        """L of the model."""
+        return int(self.config.canvas_length or 256)
+
+
+def basis(recipe: Recipe) -> Basis:
+    """Tokenizer and config of the model a recipe starts from; reads no weights."""
+    path, preset, named = recipe.model.path, recipe.model.preset, recipe.model.tokenizer
+    if path is not None:
+        directory = find(path, with_weights=False)
+        config = config_from(read_json(directory / CONFIG), directory / CONFIG)
+        tokenizer = load_tokenizer(named or directory)
+        file = directory / GENERATION
+        configured = read_json(file).get("eos_token_id") if file.is_file() else None
+        if configured is None:
+            configured = config.text_config.eos_token_id
+    else:
+        if named is None:
+            raise RecipeError(
+                f"model.tokenizer: missing; the preset {preset} has random weights and no tokenizer, name one"
+            )
+        tokenizer = load_tokenizer(named)
+        config = fitted(preset_config(str(preset)), tokenizer)
+        configured = tokenizer.eos_token_id
+    if len(tokenizer) > config.text_config.vocab_size:
+        raise RecipeError(
+            f"model.tokenizer: {len(tokenizer)} tokens, but the model has {config.text_config.vocab_size}; "
+            "use the tokenizer the weights were trained with"
+        )
+    eos_id = configured[0] if isinstance(configured, list | tuple) and configured else configured
+    if not isinstance(eos_id, int):
+        raise RecipeError(
+            "model: neither generation_config.json nor the tokenizer names an eos token; set one"
+        )
+    pad_id = config.text_config.pad_token_id
+    return Basis(tokenizer, config, eos_id, 0 if pad_id is None else int(pad_id))
+
+
+def model(recipe: Recipe, base: Basis, device: torch.device | str) -> DiffusionGemma:
+    """The model that a recipe starts from, on a device."""
+    dtype, kernels = recipe.model.dtype, recipe.model.kernels
+    if recipe.model.path is not None:
+        return checkpoint.load(recipe.model.path, dtype=dtype, device=device, kernels=kernels)
+    dtype = "float32" if dtype == "auto" else dtype
+    return checkpoint.init(base.config, seed=recipe.seed, dtype=dtype, device=device, kernels=kernels)
+
+
+def generation(recipe: Recipe, base: Basis) -> Generation:
+    """What the trained model's generation_config.json will say: the recipe's settings over those it starts from."""
+    if recipe.model.path is not None:
+        start = Generation.from_pretrained(find(recipe.model.path))
+    else:
+        start = Generation.from_dict(checkpoint.default_generation(base.config))
+        start = replace(start, eos_ids=(base.eos_id,))
+    given = {key: value for key, value in recipe.generation.model_dump().items() if value is not None}
+    try:
+        return replace(start, **given)
+    except ValueError as error:
+        raise RecipeError(f"generation: {error}") from None
+
+
+def trains_router(recipe: Recipe) -> bool:
+    """Whether the routers train: by default only from scratch, where they have learnt nothing yet."""
+    if recipe.objective.router == "auto":
+        return recipe.model.path is None
+    return recipe.objective.router == "trained"
+
+
+def schedule(recipe: Recipe) -> Schedule:
+    """alpha(t) as a recipe has it."""
+    kinds: dict[str, Callable[[], Schedule]] = {
+        "linear": Linear,
+        "cosine": Cosine,
+        "polynomial": lambda: Polynomial(recipe.objective.power),
+    }
+    return kinds[recipe.objective.schedule]()
+
+
+def time(recipe: Recipe) -> TimeDraw:
+    """How noise levels are drawn."""
+    o = recipe.objective
+    kinds: dict[str, Callable[[], TimeDraw]] = {
+        "stratified": lambda: StratifiedTime(o.eps),
+        "uniform": lambda: UniformTime(o.eps),
+        "logit_normal": lambda: LogitNormalTime(o.time_mean, o.time_std, o.eps),
+    }
+    return kinds[o.time]()
+
+
+def corruption(recipe: Recipe, base: Basis) -> Corruption:
+    """What a corrupted token becomes. Raises RecipeError where a mask token is asked for and there is none."""
+    if recipe.objective.corruption == "uniform":
+        return UniformCorruption(base.config.text_config.vocab_size)
+    named = recipe.objective.mask_token
+    if named is None:
+        mask_id = base.tokenizer.mask_token_id
+    else:
+        mask_id = base.tokenizer.get_vocab().get(named)
+    if mask_id is None:
+        said = "the tokenizer has no mask token" if named is None else f"{named!r} is no token of the tokenizer"
+        raise RecipeError(f"objective.mask_token: {said}; name one of its tokens that no text contains")
+    if mask_id in (base.eos_id, base.pad_id, base.tokenizer.bos_token_id):
+        said = repr(base.tokenizer.convert_ids_to_tokens(mask_id))
+        raise RecipeError(f"objective.mask_token: {said} is the bos, eos or pad token; name a token of its own")
+    return MaskCorruption(int(mask_id))
+
+
+def objective(recipe: Recipe, base: Basis, loaded: DiffusionGemma) -> Objective:
+    """The objective that trains `loaded`: what is frozen does not train, layers are compiled or recomputed as said.
+
+    Raises RecipeError for choices that do not go together and for `optim.freeze` patterns that match nothing.
+    """
+    o = recipe.objective
+    made = Objective(
+        loaded,
+        schedule(recipe),
+        corruption(recipe, base),
+        seed=recipe.seed,
+        train_router=trains_router(recipe),
+        weight=ElboWeight(o.weight_max) if o.weight == "elbo" else NoWeight(),
+        prediction=o.prediction,
+        positions=o.positions,
+        stop_gradient=o.stop_gradient,
+    )
+    freeze(loaded, recipe.optim.freeze)
+    if recipe.train.activation_checkpointing:
+        checkpoint_activations(loaded)
+    if recipe.model.compile:
+        for layer in loaded.layers:
+            layer.compile()
+    return made
+
+
+def optimiser(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimiser over what trains in `module`."""
+    o = recipe.optim
+    return optim.build(
+        module,
+        name=o.name,
+        lr=o.lr,
+        betas=o.betas,
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+        layer_decay=o.layer_decay,
+    )
+
+
+def learning_rate(recipe: Recipe) -> Callable[[int], float]:
+    """The learning rate of each optimiser step, counted from 1."""
+    o, steps = recipe.optim, recipe.train.steps
+    decay_steps = max(1, steps // 10) if o.decay_steps is None else o.decay_steps
+    if o.schedule == "constant":
+        return lr.WarmupConstant(o.lr, o.warmup_steps).lr
+    if o.schedule == "wsd":
+        return lr.WarmupStableDecay(o.lr, steps, o.warmup_steps, decay_steps, o.final_lr_ratio).lr
+    curve = lr.WarmupCosine if o.schedule == "cosine" else lr.WarmupLinear
+    return curve(o.lr, steps, o.warmup_steps, o.final_lr_ratio).lr

@@ -1,0 +1,215 @@
+"""From a recipe to its data: sources, examples, how they become batches, and what must stay the same on resume."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from blockdiff.canvas import Batch
+from blockdiff.data.chat import Encoder, Example
+from blockdiff.data.collate import Collator, heldout_batches, micro_batches
+from blockdiff.data.dataset import Dataset, load_dataset, plan
+from blockdiff.data.plan import AnyPlan, SequentialPlan
+from blockdiff.data.rows import Row
+from blockdiff.data.sources import SourceSpec, rows_of
+from blockdiff.data.stream import Stream
+from blockdiff.training import assemble
+from blockdiff.training.assemble import Basis
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.sections import Source
+
+# What may change when a run is resumed: its length, what is shown and kept, and where things lie.
+FREE = {
+    "output",
+    "model.path",
+    "model.tokenizer",
+    "data.train",  # compared by content
+    "data.heldout",
+    "data.cache",
+    "evaluation.prompts",  # likewise
+    "evaluation.prompts_every",
+    *(f"train.{key}" for key in ("steps", "log_every", "eval_every", "save_every", "keep", "keep_every")),
+    *(f"train.{key}" for key in ("trackers", "timeout")),
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a recipe trains on and is measured on, and how it becomes batches."""
+
+    recipe: Recipe
+    encoder: Encoder
+    train: Dataset | Stream
+    heldout: Dataset | None
+    prompts: list[Row]
+    collator: Collator
+    plan: AnyPlan
+
+    def batches(self, step: int, rank: int = 0, world: int = 1, rows: int | None = None) -> list[Batch]:
+        """The micro-batches of one rank and optimiser step, counted from 1, of at most `rows` rows (None: all)."""
+        return micro_batches(
+            self.indexed,
+            self.plan,
+            self.collator,
+            step,
+            micro_batch_size=rows,
+            rank=rank,
+            world=world,
+            pack=self.recipe.data.pack,
+            lengths=self.train.lengths if isinstance(self.train, Dataset) else None,
+        )
+
+    @property
+    def indexed(self) -> Any:
+        """The training examples by the plan's index: a sequence, or a stream that is read in rising order."""
+        return self.train.examples if isinstance(self.train, Dataset) else self.train
+
+    def heldout_batches(self, rank: int, world: int) -> Iterator[Batch]:
+        """One rank's batches of the held-out examples, the same at every evaluation."""
+        t = self.recipe.train
+        rows = t.micro_batch_size or max(1, t.batch_size // world)
+        if self.heldout is not None:
+            examples, most = self.heldout.examples, self.recipe.evaluation.rows
+            if most is not None:
+                examples = examples[:most]
+            yield from heldout_batches(examples, self.collator, rows, rank=rank, world=world)
+
+    def examples_of(self, step: int) -> dict[int, Example]:
+        """The examples of an optimiser step by sample id."""
+        return {example.sample_id: example for example in (self.indexed[index] for _, index in self.plan(step))}
+
+    def lines(self) -> list[str]:
+        """What there is to train on and measured on, a line per source."""
+        sets = {"data": self.train, "held out": self.heldout}
+        said = [
+            f"{name:<9} {'' if title == 'total' else title + ': '}{statistics}"
+            for name, of in sets.items()
+            if isinstance(of, Dataset)
+            for title, statistics in of.statistics
+        ]
+        return said if isinstance(self.train, Dataset) else ["data      read while training goes on", *said]
+
+    def report(self) -> dict[str, Any]:
+        """What became of the rows, per source: for data.json in the run directory."""
+        sets = {"train": self.train, "heldout": self.heldout}
+        return {name: of.to_record() for name, of in sets.items() if isinstance(of, Dataset)}
+
+
+def sources(said: str | Sequence[Source], recipe: Recipe, split: str) -> list[SourceSpec]:
+    """The sources a recipe names; columns and split are the recipe's where a source has none of its own."""
+    listed = [Source(path=said)] if isinstance(said, str) else said
+    return [
+        SourceSpec(
+            path=source.path,
+            weight=source.weight,
+            name=source.name,
+            subset=source.subset,
+            split=source.split or split,
+            columns=(source.columns or recipe.data.columns).model_dump(exclude_none=True),
+        )
+        for source in listed
+    ]
+
+
+def cache_directory(said: str) -> Path | None:
+    """Where tokens are kept: `BLOCKDIFF_CACHE`, else blockdiff/ in the user's cache directory; None for "off"."""
+    if said == "off":
+        return None
+    if said != "auto":
+        return Path(said).expanduser().absolute()
+    own = os.environ.get("BLOCKDIFF_CACHE")
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(own).expanduser().absolute() if own else Path(user).expanduser() / "blockdiff"
+
+
+def encoder(recipe: Recipe, base: Basis) -> Encoder:
+    """How rows become tokens."""
+    d = recipe.data
+    return Encoder(
+        base.tokenizer,
+        base.eos_id,
+        base.canvas_length,
+        d.max_length,
+        enable_thinking=d.thinking,
+        turns=d.turns,
+        system=d.system,
+        too_long=d.too_long,
+        chat=d.chat,
+    )
+
+
+def collator(recipe: Recipe, base: Basis) -> Collator:
+    """How examples become batches."""
+    o = recipe.objective
+    return Collator(
+        canvas_length=base.canvas_length,
+        pad_id=base.pad_id,
+        eos_id=base.eos_id,
+        seed=recipe.seed,
+        time=assemble.time(recipe),
+        canvases=recipe.data.canvases,
+        coin_probability=o.coin,
+        scores_ar=o.ar_weight > 0,
+        which=recipe.data.which,
+        normalisation=o.normalisation,
+        ar_scope=o.ar_scope,
+    )
+
+
+def data(recipe: Recipe, base: Basis, first: Callable[[], AbstractContextManager[object]] | None = None) -> Data:
+    """Read and encode the rows of a recipe, or find them in the cache.
+
+    `first()` surrounds what one process does before the others. Raises DataError with file and line for what cannot
+    be used.
+    """
+    encode = encoder(recipe, base)
+    cache, d = cache_directory(recipe.data.cache), recipe.data
+    specs = sources(d.train, recipe, d.split)
+    train: Dataset | Stream
+    order: AnyPlan
+    if d.streaming:
+        train = Stream(specs, encode, d.shuffle_buffer, recipe.seed)
+        order = SequentialPlan(recipe.train.batch_size)
+    else:
+        train = load_dataset(specs, encode, cache=cache, first=first() if first else None)
+        order = plan(train, recipe.train.batch_size, recipe.seed)
+    heldout = None
+    if d.heldout is not None:
+        specs = sources(d.heldout, recipe, d.heldout_split)
+        heldout = load_dataset(specs, encode, cache=cache, first=first() if first else None)
+    if "template" in vars(encode) or (isinstance(train, Dataset) and train.total.conversations):
+        # The model learns this format: the tokenizer saved beside it writes it.
+        base.tokenizer.chat_template = encode.template
+    prompts = []
+    asked = recipe.evaluation.prompts
+    if asked is not None:
+        specs = sources(asked, recipe, d.heldout_split)
+        prompts = list(islice((row for spec in specs for row in rows_of(spec)), recipe.evaluation.prompts_count))
+    return Data(recipe, encode, train, heldout, prompts, collator(recipe, base), order)
+
+
+def facts(recipe: Recipe, base: Basis, data: Data) -> dict[str, Any]:
+    """What must be the same for a run to be resumed as the same run, by recipe key."""
+    known: dict[str, Any] = {}
+    for name, section in json.loads(recipe.model_dump_json()).items():
+        leaves = {name: section}
+        if isinstance(section, dict):
+            leaves = {f"{name}.{key}": value for key, value in section.items()}
+        known |= {key: value for key, value in leaves.items() if key not in FREE}
+    # By content, wherever it lies: the shape of the model, the examples, the prompts.
+    known["model"] = _hash(base.config.to_dict())
+    known["evaluation.prompts"] = _hash([asdict(replace(row, where="")) for row in data.prompts])
+    known["data.train"] = data.train.fingerprint
+    known["data.heldout"] = None if data.heldout is None else data.heldout.fingerprint
+    return known
+
+
+def _hash(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

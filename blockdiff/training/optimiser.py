@@ -1,0 +1,137 @@
+"""The optimiser and its parameter groups, the gradient norm and clipping. Schedules are in `lr`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blockdiff.errors import RunError
+from blockdiff.training.eight_bit import adamw_8bit
+from blockdiff.training.schedule import WarmupCosine as WarmupCosine  # where it was before there were others
+
+EMBEDDING_TABLE = "vocabulary.table"
+_LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that receive gradients, by name, in the module's order."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay pulls on a parameter: on matrices, not on norms, scales or the embedding table."""
+    return parameter.dim() > 1 and not name.endswith(EMBEDDING_TABLE)
+
+
+def lr_scale(name: str, layers: int, layer_decay: float) -> float:
+    """What a parameter's learning rate is multiplied by in a model of so many layers.
+
+    Layer n, counted from 0: `layer_decay ** (layers - 1 - n)`, so the last layer keeps the full rate. The table
+    stands below the first layer: `layer_decay ** layers`. The final norm and self-conditioning: 1 (arXiv 1801.06146
+    section 3.2 with one rate per layer, in the form of arXiv 2003.10555).
+    """
+    if name.endswith(EMBEDDING_TABLE):
+        return float(layer_decay**layers)
+    layer = _LAYER.search(name)
+    return float(layer_decay ** (layers - 1 - int(layer[1]))) if layer else 1.0
+
+
+def parameter_groups(module: nn.Module, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
+    """An optimiser's groups of trainable parameters, by decay and by `lr_scale`, which `set_lr` multiplies with.
+
+    Without layer decay these are two: decayed and not decayed. Empty ones are left out.
+    """
+    numbers = [int(layer[1]) for name, _ in module.named_parameters() if (layer := _LAYER.search(name))]
+    layers = max(numbers, default=-1) + 1
+    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    for name, parameter in trainable(module).items():
+        scale, is_decayed = lr_scale(name, layers, layer_decay), decays(name, parameter)
+        empty = {"params": [], "weight_decay": weight_decay if is_decayed else 0.0, "lr_scale": scale}
+        groups.setdefault((scale, is_decayed), empty)["params"].append(parameter)
+    return [groups[key] for key in sorted(groups, reverse=True)]
+
+
+def build(
+    module: nn.Module,
+    *,
+    name: str = "adamw",
+    lr: float,
+    betas: tuple[float, float] = (0.95, 0.99),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    layer_decay: float = 1.0,
+) -> torch.optim.Optimizer:
+    """The optimiser over what trains in `module`: "adamw", or "adamw_8bit" from a library that is installed.
+
+    AdamW (arXiv 1711.05101) runs in one fused kernel where torch has it (CPU and CUDA). Decay leaves norms, scales
+    and the embedding table alone; `layer_decay` < 1 lowers the rate of earlier layers (see `lr_scale`).
+    Raises RunError when nothing trains, or no library has the 8-bit one.
+    """
+    groups = parameter_groups(module, weight_decay, layer_decay)
+    if not groups:
+        raise RunError("no parameter trains; look at optim.freeze")
+    if name == "adamw_8bit":
+        optimiser = adamw_8bit(groups, lr, betas, eps)
+    elif name == "adamw":
+        devices = {parameter.device.type for group in groups for parameter in group["params"]}
+        fused = devices <= {"cpu", "cuda"}
+        optimiser = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused or None)
+    else:
+        raise RunError(f"optim.name: there is no optimiser {name!r}; choose adamw or adamw_8bit")
+    set_lr(optimiser, lr)
+    return optimiser
+
+
+def adamw(
+    module: nn.Module,
+    lr: float,
+    betas: tuple[float, float] = (0.95, 0.99),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters: `build` without a choice."""
+    return build(module, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def set_lr(optimiser: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group of the optimiser this learning rate times its `lr_scale` (1 where it has none)."""
+    for group in optimiser.param_groups:
+        rate = lr * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], Tensor):  # a compiled step reads it without being compiled again
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Give a zero gradient to parameters that no micro-batch reached, as DDP does.
+
+    An optimiser passes over a missing gradient, so momentum and decay would depend on the number of ranks.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """The 2-norm of all gradients together, at least in fp32; waits for the device.
+
+    Under DDP every rank holds the averaged gradient, so every rank gets the norm of the global gradient.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return 0.0
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch._foreach_norm(gradients, 2, dtype=dtype)
+    return float(torch.linalg.vector_norm(torch.stack(list(norms))))
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
+    """Scale all gradients, whose common norm is `norm`, down to a norm of at most `limit`; 0 = leave them."""
+    if limit > 0 and norm > limit:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        torch._foreach_mul_(gradients, limit / norm)

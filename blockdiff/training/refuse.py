@@ -1,0 +1,80 @@
+"""What is said of a recipe before anything is loaded: what would only fail late, and what has no effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blockdiff.errors import RecipeError
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.trackers import check as check_trackers
+
+_SIDES = ("loss", "accuracy", "loss_no_signal", "accuracy_no_signal")
+HELDOUT = (
+    *("heldout_canvas_loss", "heldout_canvas_accuracy", "heldout_weighted_loss"),
+    *("heldout_ar_loss", "heldout_ar_accuracy"),
+    *(f"heldout_{part}_{side}" for part in ("corrupted", "kept") for side in _SIDES),
+)
+SAMPLED = ("sample_accuracy", "sample_steps_per_canvas", "sample_tokens_per_forward")
+
+
+def refuse(recipe: Recipe, world: int = 1) -> None:
+    """Raise RecipeError for what would fail, or silently do nothing, after a long training."""
+    check_trackers(recipe.train.trackers)
+    if recipe.train.batch_size < world:
+        raise RecipeError(f"train.batch_size: {recipe.train.batch_size} is less than {world} processes; raise it")
+    metric, patience = recipe.evaluation.best, recipe.evaluation.patience
+    if metric is None:
+        if patience is not None:
+            raise RecipeError("evaluation.patience: needs evaluation.best, the metric it waits for")
+        return
+    if metric not in (*HELDOUT, *SAMPLED):
+        raise RecipeError(f"evaluation.best: no metric {metric!r}; choose one of {', '.join((*HELDOUT, *SAMPLED))}")
+    if metric in HELDOUT:
+        needs, there, key, every = "data.heldout", recipe.data.heldout, "train.eval_every", recipe.train.eval_every
+    else:
+        asked = recipe.evaluation
+        needs, there, key, every = "evaluation.prompts", asked.prompts, "evaluation.prompts_every", asked.prompts_every
+    if there is None:
+        raise RecipeError(f"evaluation.best: {metric} is measured on {needs}, which is not set")
+    if metric.startswith("heldout_ar_") and not recipe.objective.ar_weight:
+        raise RecipeError(f"evaluation.best: {metric} is not measured with objective.ar_weight 0")
+    if patience is not None and not every:
+        raise RecipeError(f"evaluation.patience: {metric} is measured at the end only; set {key}")
+
+
+def without_effect(recipe: Recipe) -> list[str]:
+    """A line for every key that was changed but does nothing beside the others."""
+    d, o, p, t, e = recipe.data, recipe.objective, recipe.optim, recipe.train, recipe.evaluation
+    keeps_some = not t.keep_every or (t.save_every > 0 and t.keep_every % t.save_every == 0)
+    # Which key needs what, and whether it is there.
+    needs: dict[str, tuple[bool, str]] = {
+        "data.which": (d.canvases != "all", "data.canvases as a number"),
+        "data.shuffle_buffer": (d.streaming, "data.streaming"),
+        "data.too_long": (d.max_length is not None, "data.max_length"),
+        "objective.power": (o.schedule == "polynomial", "objective.schedule: polynomial"),
+        "objective.time_mean": (o.time == "logit_normal", "objective.time: logit_normal"),
+        "objective.time_std": (o.time == "logit_normal", "objective.time: logit_normal"),
+        "objective.mask_token": (o.corruption == "mask", "objective.corruption: mask"),
+        "objective.weight_max": (o.weight == "elbo", "objective.weight: elbo"),
+        "objective.ar_scope": (o.ar_weight > 0, "objective.ar_weight above 0"),
+        "optim.decay_steps": (p.schedule == "wsd", "optim.schedule: wsd"),
+        "optim.final_lr_ratio": (p.schedule != "constant", "another optim.schedule than constant"),
+        "train.eval_every": (d.heldout is not None, "data.heldout"),
+        "train.keep_every": (keeps_some, "to be a multiple of train.save_every"),
+        "evaluation.rows": (d.heldout is not None, "data.heldout"),
+        "evaluation.noise_levels": (d.heldout is not None, "data.heldout"),
+        "evaluation.prompts_every": (e.prompts is not None, "evaluation.prompts"),
+        "evaluation.prompts_count": (e.prompts is not None, "evaluation.prompts"),
+        "evaluation.task": (e.prompts is not None, "evaluation.prompts"),
+    }
+    return [
+        f"{key} has no effect: it needs {what}"
+        for key, (is_there, what) in needs.items()
+        if not is_there and _is_changed(recipe, key)
+    ]
+
+
+def _is_changed(recipe: Recipe, path: str) -> bool:
+    name, _, key = path.partition(".")
+    section: Any = getattr(recipe, name)
+    return bool(getattr(section, key) != type(section).model_fields[key].default)

@@ -1,0 +1,151 @@
+"""The benchmarks: both sides compute the same thing, and nothing is quoted where they do not."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import denoise_step, models, training_step
+from benchmarks.result import Agreement, Result, table
+from benchmarks.settings import Settings
+from benchmarks.timing import Times, contenders, interleaved, peak_memory, probe
+from benchmarks.training_step import Case
+
+CPU = torch.device("cpu")
+# prompts longer than the window of 16: the peer cannot crop its cache and must encode in two calls
+TINY = models.Size("tiny", "tiny", rows=3, prompt=24, steps=(2, 4))
+WIDE = replace(TINY, text=dict(sliding_window=128))
+
+
+@pytest.fixture
+def only_tiny(monkeypatch):
+    monkeypatch.setattr(models, "sizes", lambda device: {"tiny": TINY})
+    monkeypatch.setattr(training_step, "cases", lambda size, device: [Case()])
+    monkeypatch.setattr(denoise_step, "BATCHES", (2,))
+
+
+def test_one_command_compares_times_and_writes_both_suites(only_tiny, tmp_path, capsys):
+    file = tmp_path / "out.json"
+    assert command.main(["--device", "cpu", "--repeats", "2", "--output", str(file)]) == 0
+    written = json.loads(file.read_text())
+    assert [result["suite"] for result in written["results"]] == ["training step", "denoising step"]
+    for result in written["results"]:
+        assert result["agrees"] and result["speedup"] is not None
+        assert len(result["ours_seconds"]) == 2
+        assert result["fastest_peer"] in result["peer_seconds"]
+        assert min(result["peak_bytes"].values()) > 0
+    assert written["machine"]["versions"]["torch"] == torch.__version__
+    printed = capsys.readouterr().out
+    assert printed == file.with_suffix(".md").read_text() + "\n"
+    assert printed.count("| tiny |") == 2
+
+
+def test_a_wrong_gradient_leaves_no_speed_up_to_quote(monkeypatch):
+    pair = models.pair(TINY, CPU)
+    broken = pair.ours.layers[1].attention.q_norm.weight
+    broken.register_hook(lambda gradient: gradient * 1.01)
+    result = training_step.measure(pair, TINY, Case(), Settings(CPU, 1))
+    loss_error, loss_bound = result.agreement.errors["losses"]
+    assert loss_error <= loss_bound  # only a gradient is wrong
+    assert not result.agreement.is_met
+    assert result.speedup is None and result.ours is None and result.to_record()["speedup"] is None
+    assert "DISAGREES" in table([result])
+
+
+def test_a_wrong_weight_fails_the_whole_command(only_tiny, monkeypatch, tmp_path):
+    def planted(*arguments, **options):
+        pair = models.pair(*arguments, **options)
+        with torch.no_grad():
+            pair.ours.norm.weight.mul_(1.001)
+        return pair
+
+    monkeypatch.setattr(denoise_step, "pair", planted)
+    file = tmp_path / "out.json"
+    assert command.main(["--device", "cpu", "--only", "denoise", "--repeats", "1", "--output", str(file)]) == 1
+    (result,) = json.loads(file.read_text())["results"]
+    assert not result["agrees"] and result["speedup"] is None and result["ours_seconds"] is None
+
+
+@pytest.mark.parametrize("case", [Case(canvases=4), Case(autocast=True), Case(torch.bfloat16)], ids=str)
+def test_other_cases_agree_with_the_peer(case):
+    result = training_step.measure(models.pair(WIDE, CPU, case.dtype), WIDE, case, Settings(CPU, 1))
+    assert result.agreement.is_met, result.agreement
+
+
+def test_a_speed_up_is_the_median_ratio_of_neighbours_against_the_fastest_variant():
+    agreement = Agreement({"losses": (0.0, 1.0)})
+    peers = {"slow": Times((9.0, 9.0, 9.0)), "fast": Times((2.0, 6.0, 4.0))}
+    result = Result("suite", "size", "case", agreement, Times((1.0, 2.0, 4.0)), peers)
+    assert result.fastest_peer == "fast"
+    assert result.speedup == pytest.approx((2.0, 1.5, 2.5))
+    assert replace(result, agreement=Agreement({"losses": (math.nan, 1.0)})).speedup is None
+
+
+def test_repeats_are_taken_in_turns_after_the_warm_up():
+    calls = []
+
+    def stopwatch(name):
+        return lambda: calls.append(name) or float(len(calls))
+
+    times = interleaved({name: stopwatch(name) for name in "AB"}, repeats=2, warmup=1)
+    assert "".join(calls) == "ABABAB"
+    assert times["A"].seconds == (3.0, 5.0)
+
+
+def test_slow_variants_of_the_peer_are_dropped():
+    probed = probe({"slow": lambda: 2.0, "fast": lambda: 1.0, "near": lambda: 1.01})
+    assert list(probed) == ["fast", "near", "slow"]
+    assert contenders(probed) == ["fast", "near"]
+
+
+def test_a_variant_that_cannot_run_is_left_out_unless_it_is_the_last_hope(capsys):
+    def refuse():
+        raise NotImplementedError("not on this device")
+
+    assert probe({"broken": refuse, "fine": lambda: 1.0}) == {"fine": 1.0}
+    assert "broken: left out, NotImplementedError: not on this device" in capsys.readouterr().err
+    with pytest.raises(NotImplementedError):
+        probe({"broken": refuse, "broken too": refuse})
+
+
+def test_peak_memory_counts_what_is_held_at_once():
+    def work():
+        first = torch.ones(2**18)  # 1 MiB
+        del first
+        return [torch.ones(2**18) for _ in range(2)]
+
+    assert peak_memory(work, CPU) == 2 * 2**20
+
+
+def test_the_benchmarks_need_nothing_that_a_bare_gpu_machine_lacks():
+    absent = "for name in ('accelerate', 'datasets', 'matplotlib', 'pydantic'): sys.modules[name] = None"
+    script = f"import sys\n{absent}\nimport benchmarks.__main__\nprint(*sys.modules)"
+    root = Path(__file__).resolve().parents[2]
+    run = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    loaded = run.stdout.split()
+    assert "blockdiff.objective" in loaded
+    assert not [name for name in loaded if name.startswith(("blockdiff.cli", "blockdiff.training", "blockdiff.data"))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [Case(), Case(torch.bfloat16), Case(torch.bfloat16, update=True)], ids=str)
+def test_training_steps_agree_on_the_gpu(case):
+    cuda = torch.device("cuda")
+    result = training_step.measure(models.pair(TINY, cuda, case.dtype), TINY, case, Settings(cuda, 1))
+    assert result.agreement.is_met, result.agreement
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_denoising_steps_agree_on_the_gpu(dtype):
+    cuda = torch.device("cuda")
+    result = denoise_step.measure(models.pair(TINY, cuda, dtype), TINY, 2, Settings(cuda, 1))
+    assert result.agreement.is_met, result.agreement

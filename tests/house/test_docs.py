@@ -1,0 +1,66 @@
+"""What the documents draw and point to is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from blockdiff.canvas import Canvas, CleanRow, lay_out
+from blockdiff.spans import Spans, denoise_spans, encode_spans
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROW, CANVASES = "pqrABCDstEF$", ("ABCD", "EF$$")
+
+
+def drawn(spans: Spans, prefix: str, own: str, queries: str) -> list[str]:
+    """The lines of a mask as docs/design.md draws it."""
+    bar = " | " if prefix else ""
+    lines = ["    " + " ".join(prefix) + bar + " ".join(own)]
+    for query, seen in zip(queries, spans.dense(len(prefix), len(own))[0].tolist(), strict=True):
+        marks = ["x" if is_seen else "." for is_seen in seen]
+        left, right = " ".join(marks[: len(prefix)]), " ".join(marks[len(prefix) :])
+        lines.append(f"{query}   {left}{bar}{right}")
+    return lines
+
+
+def test_the_masks_of_the_design_are_those_of_the_code() -> None:
+    canvases = [Canvas([*map(ord, CANVASES[0])], 3, 0), Canvas([*map(ord, CANVASES[1])], 9, 7)]
+    batch = lay_out([CleanRow([*map(ord, ROW)], canvases, doc_starts=(0, 7))], 4, 0)
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    block = next(block for block in re.findall(r"```\n(.*?)```", text, re.S) if "encode, window 3" in block)
+    encodings, denoisings = (part.splitlines()[1:] for part in block.split("\n\n"))
+    geometry = batch.start_BC, batch.doc_start_BC, batch.length_BC, 4
+    for place, window in enumerate((None, 3)):
+        encoding = drawn(encode_spans(batch.doc_start_BS, window), "", ROW, ROW)
+        assert [line[33 * place :][:27].rstrip() for line in encodings] == encoding
+        denoising = drawn(denoise_spans(*geometry, window), ROW, "".join(CANVASES), "".join(CANVASES))
+        assert [line[48 * place :][:45].rstrip() for line in denoisings] == denoising
+
+
+def headings(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub names them."""
+    lines = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_inside_the_repository_leads_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        assert target.exists(), link
+        assert not anchor or anchor in headings(target), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_a_document_names_in_full_exists(document: Path) -> None:
+    words = re.findall(
+        r"`((?:blockdiff|cli|tests|docs|recipes|benchmarks|notebooks)/[\w./-]+)`",
+        document.read_text(encoding="utf-8"),
+    )
+    assert not [word for word in words if not (ROOT / word).exists()]

@@ -1,0 +1,159 @@
+"""The house: lower floors never import higher ones, and importing is light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOORS = {
+    "errors": 0,
+    "files": 0,
+    "terminal": 0,
+    "metrics": 0,
+    "memory": 0,
+    "seeding": 0,
+    "spans": 0,
+    "canvas": 0,
+    "kernels": 1,
+    "diffusion": 1,
+    "data": 2,
+    "layers": 2,
+    "models": 3,
+    "checkpoint": 4,
+    "parallel": 4,
+    "objective": 5,
+    "sampling": 5,
+    "evals": 6,
+    "plots": 6,
+    "training": 7,
+    "cli": 8,
+}
+# What a bare GPU machine imports, and all it may import beside the standard library when it does.
+LIGHT = {name for name, floor in FLOORS.items() if floor < 6} - {"data"}
+LIGHT_TRAINING = (
+    *("training", "training.optimiser", "training.schedule", "training.eight_bit", "training.freeze", "training.ema"),
+    *("training.activations", "training.loop", "training.step", "training.state", "training.best", "training.clock"),
+    "training.heldout",
+)
+THERE = {"blockdiff", "torch", "triton", "transformers", "safetensors", "tokenizers"}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its installed name; `cli/` installs as blockdiff.cli."""
+    found = {}
+    for folder, prefix in (("blockdiff", "blockdiff"), ("cli", "blockdiff.cli")):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([prefix, *(part for part in parts if part != "__init__")])] = file
+    return found
+
+
+MODULES = modules()
+
+
+def floor_of(module: str) -> int | None:
+    """The floor of `blockdiff.x...`; None for the face of the package and for other packages."""
+    parts = module.split(".")
+    return FLOORS[parts[1]] if parts[0] == "blockdiff" and len(parts) > 1 and parts[1] != "__main__" else None
+
+
+def imported(module: str, tree: ast.AST, is_package: bool) -> Iterator[tuple[str, int]]:
+    """The modules that the nodes of `tree` import, as absolute names, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")
+            base = base[: len(base) - node.level + is_package] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            # `from blockdiff import canvas` imports blockdiff.canvas
+            names = [f"{origin}.{alias.name}" for alias in node.names]
+            yield from ((name if name in MODULES else origin, node.lineno) for name in names)
+
+
+def run_at_import(tree: ast.Module) -> ast.Module:
+    """The statements that importing a module runs: no function bodies, nothing under TYPE_CHECKING."""
+
+    class Strip(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
+
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+            if "TYPE_CHECKING" in ast.unparse(node.test):
+                return node.orelse
+            return self.generic_visit(node)
+
+    return Strip().visit(tree)
+
+
+def parse(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def imports_of(module: str, tree: ast.Module) -> set[tuple[str, int]]:
+    return set(imported(module, tree, MODULES[module].name == "__init__.py"))
+
+
+def test_every_room_has_a_floor():
+    assert {name.split(".")[1] for name in MODULES if name.count(".")} - {"__main__"} <= FLOORS.keys()
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_lower_floors_never_import_higher_ones(room):
+    wrong = [
+        f"{MODULES[module].relative_to(ROOT)}:{line} imports {name}"
+        for module in MODULES
+        if module.split(".")[1:2] == [room]
+        for name, line in imports_of(module, parse(module))
+        if (floor_of(name) or 0) > FLOORS[room]
+    ]
+    assert not wrong
+
+
+def is_light(module: str) -> bool:
+    inner = module.partition(".")[2]
+    return inner.partition(".")[0] in LIGHT or inner in LIGHT_TRAINING
+
+
+def test_light_rooms_import_only_what_a_bare_gpu_machine_has():
+    wrong = []
+    for module in filter(is_light, MODULES):
+        for name, line in imports_of(module, run_at_import(parse(module))):
+            top = name.partition(".")[0]
+            allowed = top in sys.stdlib_module_names or top in THERE
+            if not allowed or (name in MODULES and name.count(".") and not is_light(name)):
+                wrong.append(f"{MODULES[module].relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong
+
+
+def after_importing(code: str) -> set[str]:
+    script = f"import sys; {code}; print(*{{m.partition('.')[0] for m in sys.modules}})"
+    run = [sys.executable, "-c", script]
+    return set(subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_importing_blockdiff_imports_nothing_heavy():
+    loaded = after_importing("import blockdiff; blockdiff.__version__; dir(blockdiff)")
+    assert "blockdiff" in loaded
+    assert not loaded & {"torch", "numpy", "transformers", "safetensors", "yaml", "pydantic", "typer", "rich"}
+
+
+def test_the_public_names_resolve_on_first_use():
+    loaded = after_importing("import blockdiff as b; assert callable(b.load) and callable(b.Sampler)")
+    assert "torch" in loaded
+    assert not loaded & {"datasets", "pydantic", "matplotlib", "accelerate"}
+
+
+def test_no_model_is_ever_unpickled_or_run_from_the_hub():
+    forbidden = ("torch.load(", "import pickle", "trust_remote_code=True")
+    for module, file in MODULES.items():
+        text = file.read_text(encoding="utf-8")
+        assert not [word for word in forbidden if word in text], module

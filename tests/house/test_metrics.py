@@ -1,0 +1,77 @@
+"""metrics.jsonl: whole lines, cut back on resume; the clock that gives tokens per second."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from blockdiff.errors import RunError
+from blockdiff.metrics import MetricsLog, read
+from blockdiff.training.clock import Clock
+
+
+def test_records_come_back_as_they_were_written(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    records = [{"step": 1, "loss": 0.1 + 0.2}, {"step": 1, "heldout_ar_loss": 1e-30}]
+    for record in records:
+        log.append(record)
+    assert read(log.path) == records
+    assert [json.loads(line) for line in log.path.read_text().splitlines()] == records
+
+
+def test_cutting_back_keeps_what_the_checkpoint_had_seen(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in (2, 4, 6, 8):
+        log.append({"step": step, "loss": 1.0 / step})
+    assert [record["step"] for record in log.cut(5)] == [2, 4]
+    log.append({"step": 6, "loss": 0.5})
+    assert [record["step"] for record in read(log.path)] == [2, 4, 6]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_line_cut_short_by_a_kill_is_left_out_and_the_next_one_is_whole(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append({"step": 1, "loss": 1.0})
+    log.append({"step": 2, "loss": 12345.0})
+    # Cut inside the number: what is left would still be valid JSON with a brace, and a wrong value without.
+    log.path.write_bytes(log.path.read_bytes()[:-4])
+    assert [record["step"] for record in read(log.path)] == [1]
+    assert [record["step"] for record in log.cut(2)] == [1]
+    log.append({"step": 2, "loss": 0.5})
+    assert read(log.path)[-1] == {"step": 2, "loss": 0.5}
+
+
+def test_cutting_back_a_run_that_never_logged_is_fine(tmp_path):
+    assert MetricsLog(tmp_path / "metrics.jsonl").cut(0) == []
+
+
+@pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1.0}', "3"])
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(RunError, match=r"metrics\.jsonl:2: not a metrics record"):
+        read(path)
+
+
+def test_a_number_that_json_cannot_hold_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        MetricsLog(tmp_path / "metrics.jsonl").append({"step": 1, "loss": float("nan")})
+
+
+def test_the_clock_leaves_evaluation_out_and_goes_on_from_earlier_seconds():
+    clock = Clock(torch.device("cpu"), seconds=100.0)
+    clock.count(torch.tensor([500, 100]))
+    time.sleep(0.05)
+    with clock.stopped():
+        time.sleep(0.3)
+    first = clock.read()
+    assert 100.05 <= first["seconds"] < 100.25
+    assert first["tokens_per_second"] == pytest.approx(500 / (first["seconds"] - 100), rel=0.05)
+    assert first["scored_tokens_per_second"] == pytest.approx(first["tokens_per_second"] / 5, rel=0.01)
+    clock.count(torch.tensor([7, 1]))
+    time.sleep(0.02)
+    second = clock.read()
+    assert 0 < second["tokens_per_second"] <= 7 / 0.02

@@ -1,0 +1,469 @@
+"""span_attention in Triton against the dense reference in fp64, in the interpreter or on the GPU there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from benchmarks.visited_tiles import visited
+from blockdiff.errors import BlockdiffError
+from blockdiff.kernels.span_attention import native, reference, triton_kernels
+from blockdiff.kernels.span_attention.tiles import Tile, splits_of, tiles_of
+from blockdiff.kernels.span_attention.triton import span_attention
+from blockdiff.spans import Spans, denoise_spans, encode_spans
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP32 = 3e-6  # relative
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    a, b = a.detach().cpu().double(), b.detach().cpu().double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+def inputs(spans: Spans, prefix: int, own: int, h: int = 2, K: int = 1, d: int = 16) -> list[Tensor]:
+    """q, prefix k and v, own k and v on the CPU, fp32; scores are about as large as normed heads make them."""
+    g = torch.Generator().manual_seed(0)
+    B, T = spans.bounds_BT4.shape[:2]
+    shapes = [(B, T, h, d), *[(B, prefix, K, d)] * 2, *[(B, own, K, d)] * 2]
+    q, *keys = (torch.randn(*shape, generator=g) for shape in shapes)
+    return [q * 2 / d**0.5, *keys]
+
+
+def on(tensors: list[Tensor], dtype: torch.dtype, device: str = DEVICE) -> list[Tensor]:
+    return [x.detach().to(device, dtype).requires_grad_() for x in tensors]
+
+
+def splitting(splits: int) -> Callable[..., Any]:
+    """The op with its keys in so many parts."""
+
+    def op(*arguments: Any) -> Any:
+        *tensors, spans, scale = arguments
+        return torch.ops.blockdiff.span_attention(*tensors, spans.bounds_BT4, scale, splits)
+
+    return op
+
+
+def with_lse(*arguments: Any) -> Any:
+    return span_attention(*arguments, return_lse=True)
+
+
+def outputs_and_gradients(op: Callable[..., Any], tensors: list[Tensor], spans: Spans, scale: float) -> list[Tensor]:
+    """Output, log-sum-exp, and the five gradients of an arbitrary function of both."""
+    out, lse = op(*tensors, spans, scale)
+    is_finite = lse.isfinite()
+    ((out.double().sin() * 3).sum() + lse[is_finite].double().cos().sum()).backward()
+    return [out, lse.where(is_finite, 0), *(x.grad for x in tensors)]
+
+
+def moved(spans: Spans) -> Spans:
+    return Spans(spans.bounds_BT4.to(DEVICE))
+
+
+def compare(spans: Spans, tensors: list[Tensor], op: Callable[..., Any] = with_lse, scale: float = 0.9) -> None:
+    """Outputs, log-sum-exp and every gradient; rows that see nothing are exactly zero."""
+    got = outputs_and_gradients(op, on(tensors, torch.float32), moved(spans), scale)
+    truth = outputs_and_gradients(reference.span_attention, on(tensors, torch.float64, "cpu"), spans, scale)
+    for x, y in zip(got, truth, strict=True):
+        assert x.isfinite().all() and relative(x, y) < FP32
+    sees_nothing_BT = ~spans.dense(tensors[1].shape[1], tensors[3].shape[1]).any(-1)
+    assert not got[0].cpu()[sees_nothing_BT].any() and not got[2].cpu()[sees_nothing_BT].any()
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def fill(*size: Any, **named: Any) -> Tensor:
+            out = make(*size, **named)
+            return out.fill_(float("nan")) if out.is_floating_point() and out.device.type != "meta" else out
+
+        return fill
+
+    monkeypatch.setattr(torch, "empty", filled(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
+
+
+# -- geometries ----------------------------------------------------------------------------------------------------
+
+
+def documents(T: int, *starts: int, padding: int = 0) -> Tensor:
+    """One row: the column at which every token's document starts, -1 for the last `padding` tokens."""
+    row = torch.zeros(T, dtype=torch.int64)
+    for start in starts:
+        row[start:] = start
+    row[T - padding :] = -1
+    return row
+
+
+def packed(T: int) -> Tensor:
+    """Three documents in one row; a shorter row with padding; a row of padding only."""
+    return torch.stack(
+        [documents(T, T // 3, T // 2), documents(T, T // 4, padding=T // 4), documents(T, padding=T)]
+    )
+
+
+def canvases(window: int | None, L: int = 13) -> tuple[Spans, int, int]:
+    """Rows of packed documents with canvases sorted by (document, start), one of them absent or partly filled."""
+    doc_start_BC = torch.tensor([[0, 0, 30, 30, 90], [0, 40, 40, 70, 0]])
+    start_BC = torch.tensor([[9, 25, 33, 80, 90], [40, 41, 60, 99, 0]])
+    length_BC = torch.tensor([[L, L, L, 4, L], [L, 1, L, L, 0]])
+    return denoise_spans(start_BC, doc_start_BC, length_BC, L, window), 100, 5 * L
+
+
+def arbitrary(T: int, prefix: int, own: int) -> Spans:
+    """Any spans, empty ones and ones beyond the keys among them, in no order."""
+    g = torch.Generator().manual_seed(T)
+    lo = torch.stack([torch.randint(-3, n + 3, (2, T), generator=g) for n in (prefix, own)], -1)
+    hi = lo + torch.randint(-2, max(prefix, own) // 2 + 2, (2, T, 2), generator=g)
+    return Spans(torch.stack([lo, hi], -1).flatten(-2).to(torch.int32))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("T", [1, 63, 65, 100, 257])
+def test_causal_rows_of_packed_documents(T, window):
+    spans = encode_spans(packed(T)[:2] if T == 257 else packed(T), window)
+    compare(spans, inputs(spans, 0, T))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("T,past", [(1, 65), (33, 100)])
+def test_a_later_chunk_sees_what_was_cached_before_it(T, past, window):
+    spans = encode_spans(torch.zeros(3, T, dtype=torch.int64), window, torch.tensor([past, past // 2, 0]))
+    compare(spans, inputs(spans, past, T))
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_many_canvases_over_packed_documents(window):
+    spans, prefix, own = canvases(window)
+    compare(spans, inputs(spans, prefix, own))
+
+
+@pytest.mark.parametrize("T,prefix,own", [(1, 1, 1), (65, 63, 100), (40, 0, 63), (40, 65, 0), (3, 0, 0)])
+def test_arbitrary_spans_over_arbitrary_keys(T, prefix, own):
+    spans = arbitrary(T, prefix, own)
+    compare(spans, inputs(spans, prefix, own))
+
+
+def test_rows_that_see_nothing_are_zero_even_when_all_of_them_do():
+    spans = Spans(torch.zeros(2, 7, 4, dtype=torch.int32))
+    compare(spans, inputs(spans, 5, 9))
+
+
+def test_no_queries_and_no_rows():
+    for B, T in ((2, 0), (0, 3)):
+        spans = Spans(torch.zeros(B, T, 4, dtype=torch.int32, device=DEVICE))
+        tensors = on(inputs(spans, 5, 9), torch.float32)
+        out = span_attention(*tensors, spans, 1.0)
+        assert isinstance(out, Tensor) and out.shape == (B, T, 2, 16)
+        out.sum().backward()
+        assert all(not x.grad.any() for x in tensors)
+
+
+def test_a_missing_prefix_is_an_empty_one():
+    spans = moved(encode_spans(packed(20)))
+    q, _, _, k, v = on(inputs(spans, 0, 20), torch.float32)
+    without, empty = ((None, None), (k[:, :0], v[:, :0]))
+    assert torch.equal(*(span_attention(q, *prefix, k, v, spans, 1.0) for prefix in (without, empty)))
+
+
+# -- heads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("h,K", [(1, 1), (4, 4), (4, 2), (8, 1)])
+def test_queries_share_key_heads(h, K):
+    spans = arbitrary(37, 20, 33)
+    compare(spans, inputs(spans, 20, 33, h, K))
+
+
+@pytest.mark.parametrize("d", [32, 64, 128, 256, 512, 8, 24])
+def test_every_head_size(d):
+    spans = arbitrary(9, 20, 17)
+    compare(spans, inputs(spans, 20, 17, 4, 2, d))
+
+
+def test_views_and_gradients_of_any_layout():
+    spans = arbitrary(21, 20, 17)
+    tensors = inputs(spans, 30, 17, 4, 2)
+    tensors[1:3] = [x[:, 5:25] for x in tensors[1:3]]  # columns of a buffer with room to grow
+    truth = outputs_and_gradients(reference.span_attention, on(tensors, torch.float64, "cpu"), spans, 1.0)
+    leaves = on(tensors, torch.float32)
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves[:3]]
+    views += [torch.stack([x, x], -1)[..., 0] for x in leaves[3:]]
+    assert not any(x.is_contiguous() for x in views)
+    out, lse = with_lse(*views, moved(spans), 1.0)
+    is_finite = lse.isfinite()
+    ((out.transpose(1, 2).double().sin() * 3).sum() + lse[is_finite].double().cos().sum()).backward()
+    for x, y in zip([out, lse.where(is_finite, 0), *(x.grad for x in leaves)], truth, strict=True):
+        assert relative(x, y) < FP32
+
+
+# -- splits and merges ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splits", [2, 3, 9])
+def test_keys_in_several_parts_give_the_same(splits):
+    """Nine are more than there are key tiles: the last parts are empty."""
+    spans = arbitrary(37, 100, 40)
+    compare(spans, inputs(spans, 100, 40), splitting(splits))
+
+
+def test_few_programs_are_split_until_they_fill_the_device():
+    assert splits_of(programs=200, key_tiles=1000, multiprocessors=132) == 1
+    assert splits_of(programs=64, key_tiles=1000, multiprocessors=132) == 2
+    assert splits_of(programs=44, key_tiles=1000, multiprocessors=132) == 3
+    assert splits_of(programs=1, key_tiles=1000, multiprocessors=132) == 32
+    assert splits_of(programs=1, key_tiles=9, multiprocessors=132) == 1
+
+
+def test_halves_of_the_keys_merge_by_their_log_sum_exp_in_both_directions():
+    """As block-sparse families do: each half's output is weighted with exp(its lse - the lse of the whole)."""
+    spans = arbitrary(23, 20, 33)
+    whole = on(inputs(spans, 20, 33), torch.float32)
+    halves = on(inputs(spans, 20, 33), torch.float32)
+    bounds = spans.bounds_BT4.to(DEVICE)
+    only_prefix, only_own = (bounds * torch.tensor(keep, device=DEVICE) for keep in ([1, 1, 0, 0], [0, 0, 1, 1]))
+
+    def merged(*arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, _, scale = arguments
+        parts = [with_lse(*tensors, Spans(part.int()), scale) for part in (only_prefix, only_own)]
+        lse = torch.logaddexp(parts[0][1], parts[1][1])
+        shares = [torch.where(lse.isfinite(), (part_lse - lse).exp(), 0) for _, part_lse in parts]
+        return sum(out * share[..., None] for (out, _), share in zip(parts, shares, strict=True)), lse  # type: ignore[return-value]
+
+    # gradients through logaddexp of two -inf are not numbers: those rows are left out of the function
+    is_seen = spans.dense(20, 33).any(-1).to(DEVICE)
+    assert is_seen.any() and not is_seen.all()
+    for tensors, op in ((whole, with_lse), (halves, merged)):
+        out, lse = op(*tensors, moved(spans), 0.9)
+        (out[is_seen].sin().sum() + lse[is_seen].cos().sum()).backward()
+    for x, y in zip(halves, whole, strict=True):
+        assert relative(x.grad.nan_to_num(), y.grad) < 1e-5
+
+
+# -- what is loaded ------------------------------------------------------------------------------------------------
+
+
+def test_keys_outside_every_hull_are_never_loaded():
+    """They hold NaN here: a product with 0 would show."""
+    spans = encode_spans(torch.tensor([[70] * 20]), 8, torch.tensor([90]))  # sees prefix columns 83 .. 89
+    q, *keys = inputs(spans, 200, 20)
+    for x in keys[:2]:
+        x[:, :83], x[:, 90:] = float("nan"), float("nan")
+    got = outputs_and_gradients(with_lse, on([q, *keys], torch.float32), moved(spans), 1.0)
+    clean = outputs_and_gradients(
+        with_lse, on([q, *(x.nan_to_num() for x in keys)], torch.float32), moved(spans), 1.0
+    )
+    for x, y in zip(got, clean, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_the_picture_shows_what_the_forward_visits(window):
+    """Keys that it shows as not visited may be NaN: nothing changes; every seen key is shown as visited."""
+    spans, prefix, own = canvases(window)
+    tensors = [x[:1] for x in inputs(spans, prefix, own)]
+    first = Spans(spans.bounds_BT4[:1])
+    tile = tiles_of(16, 4).forward
+    is_visited = visited(first, prefix, own, tile.M // 2, tile.N)
+    assert (is_visited | ~first.dense(prefix, own)).all()
+    clean = with_lse(*on(tensors, torch.float32), moved(first), 1.0)[0]
+    for rows in (slice(0, tile.M // 2), slice(tile.M // 2, own)):  # one tile of queries, then the others
+        if window is None:
+            assert is_visited[0, rows].any(0).sum() < prefix + own
+        poisoned = [x.clone() for x in tensors]
+        never = ~is_visited[0, rows].any(0)
+        for x, keys in zip(poisoned[1:], (never[:prefix], never[:prefix], never[prefix:], never[prefix:]), strict=True):
+            x[:, keys] = float("nan")
+        out = with_lse(*on(poisoned, torch.float32), moved(first), 1.0)[0]
+        assert torch.equal(out[:, rows], clean[:, rows])
+
+
+def seeing(spans: Spans, first: int, keys: int, N: int) -> Tensor:
+    tiles = triton.cdiv(keys, N)
+    bounds = spans.bounds_BT4.contiguous().to(DEVICE)
+    interval = torch.full((bounds.shape[0], tiles, 2), -7, dtype=torch.int32, device=DEVICE)
+    triton_kernels.seeing_queries[tiles, bounds.shape[0]](bounds, interval, first, bounds.shape[1], tiles, N=N)
+    return interval.cpu()
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_the_queries_that_see_a_key_are_neighbours(window):
+    """Causal rows and sorted canvases: between the first and the last query that sees a key, all of its document do."""
+    denoised, prefix, _ = canvases(window)
+    encoded = encode_spans(packed(40), window)
+    for spans, first, keys in ((denoised, 0, prefix), (encoded, 2, 40)):
+        is_seen_BTS = spans.dense(keys if first == 0 else 0, 0 if first == 0 else keys)
+        interval_BS2 = seeing(spans, first, keys, 1)
+        for b, row in enumerate(interval_BS2):
+            for s, (begin, end) in enumerate(row.tolist()):
+                queries = is_seen_BTS[b, :, s].nonzero().flatten()
+                assert (begin, end) == ((int(queries[0]), int(queries[-1]) + 1) if len(queries) else (0, 0))
+        between_B1S = (interval_BS2[..., 1] - interval_BS2[..., 0]).sum()
+        valid_BT = is_seen_BTS.any(-1)
+        holes = sum(  # queries inside an interval that see nothing at all (padding) are no loss of order
+            int((~valid_BT[b, begin:end]).sum()) for b, row in enumerate(interval_BS2) for begin, end in row.tolist()
+        )
+        assert between_B1S == is_seen_BTS.sum() + holes
+
+
+def test_queries_in_any_order_have_the_same_gradients():
+    """The intervals are then hulls with strangers in them, which are masked."""
+    spans, prefix, own = canvases(8)
+    q, *keys = inputs(spans, prefix, own)
+    order = torch.randperm(own, generator=torch.Generator().manual_seed(1))
+    shuffled = Spans(spans.bounds_BT4[:, order])
+    compare(shuffled, [q[:, order], *keys])
+
+
+def test_more_queries_than_one_scan_looks_at(monkeypatch):
+    monkeypatch.setattr(triton_kernels, "SCAN", triton.language.constexpr(16))
+    spans = encode_spans(packed(65), 9)
+    compare(spans, inputs(spans, 0, 65))
+
+
+# -- dtypes, errors ------------------------------------------------------------------------------------------------
+
+
+def test_under_autocast_everything_is_cast_to_one_dtype():
+    spans = moved(arbitrary(7, 5, 9))
+    tensors = on(inputs(spans, 5, 9), torch.float32)
+    mixed = [x if i in (0, 1, 3) else x.detach().bfloat16() for i, x in enumerate(tensors)]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = span_attention(*mixed, spans, 1.0)
+    assert isinstance(out, Tensor) and out.dtype == torch.bfloat16
+
+
+def test_what_the_kernels_cannot_take_is_refused_in_words():
+    spans = moved(arbitrary(3, 4, 5))
+    with pytest.raises(BlockdiffError, match=r"takes float32, bfloat16 or float16 .* not float64"):
+        span_attention(*on(inputs(spans, 4, 5), torch.float64), spans, 1.0)
+    with pytest.raises(BlockdiffError, match="heads of up to 512, not float32 and 520"):
+        span_attention(*on(inputs(spans, 4, 5, d=520), torch.float32), spans, 1.0)
+    q, *keys = on(inputs(spans, 4, 5), torch.float32)
+    with pytest.raises(BlockdiffError, match="not bfloat16, float32 and 16"):
+        span_attention(q.bfloat16(), *keys, spans, 1.0)
+
+
+def test_the_same_inputs_give_the_same_bits():
+    spans = arbitrary(33, 20, 33)
+    tensors = inputs(spans, 20, 33)
+    first, second = (
+        outputs_and_gradients(splitting(3), on(tensors, torch.float32), moved(spans), 1.0) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_gradients_that_are_not_asked_for_are_not_made():
+    spans = moved(arbitrary(9, 20, 17))
+    tensors = [x.to(DEVICE) for x in inputs(spans, 20, 17)]
+    truth = outputs_and_gradients(with_lse, on(tensors, torch.float32), spans, 1.0)[2:]
+    for wanted in ({0}, {2}, {3}, {1, 4}):
+        chosen = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(tensors)]
+        out, lse = with_lse(*chosen, spans, 1.0)
+        ((out.double().sin() * 3).sum() + lse[lse.isfinite()].double().cos().sum()).backward()
+        for i, x in enumerate(chosen):
+            assert (x.grad is None) == (i not in wanted)
+            assert x.grad is None or torch.equal(x.grad, truth[i])
+
+
+# -- as torch sees it ----------------------------------------------------------------------------------------------
+
+
+def test_torch_sees_one_sound_op():
+    spans = moved(arbitrary(9, 20, 17))
+    tensors = on(inputs(spans, 20, 17), torch.float32)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    arguments = (*tensors, spans.bounds_BT4, 1.0, 0)
+    torch.library.opcheck(torch.ops.blockdiff.span_attention, arguments, test_utils=checks)
+
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    attend = torch.compile(lambda *x: span_attention(*x, spans, 1.0), backend=backend, fullgraph=True)
+    assert torch.equal(attend(*tensors), span_attention(*tensors, spans, 1.0))
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum("span_attention" in name for name in called) == 1 and len(graphs) == 1
+
+
+def test_a_checkpointed_layer_recomputes_the_same_gradients():
+    spans = arbitrary(9, 20, 17)
+
+    def checkpointed(*arguments: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(with_lse, *arguments, use_reentrant=False)
+
+    got, truth = (
+        outputs_and_gradients(op, on(inputs(spans, 20, 17), torch.float32), moved(spans), 1.0)
+        for op in (checkpointed, with_lse)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, truth, strict=True))
+
+
+# -- what it compiles to -------------------------------------------------------------------------------------------
+
+
+def test_the_released_models_kernels_compile_for_an_h200_and_fit():
+    """Compiled, not run: every kernel of both layer kinds, forward, split and backward, in bf16."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", "--json"]
+    command += ["--only", "span_attention, d = 256", "--only", "span_attention, d = 512", "--only", "norms"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    heads = {(line["kernel"], line["constants"].get("D")) for line in lines}
+    names = {"forward", "merge", "backward_rows", "backward_q", "backward_kv"}
+    assert heads >= {(name, d) for name in names for d in (256, 512)}
+    for line in lines:
+        assert line["shared"] <= 227 * 1024, line
+        assert line["stack"] <= (0 if line["op"] == "norms" else 2048), line
+
+
+def test_tiles_of_few_rows_are_small():
+    assert tiles_of(256, 2).forward.fitted(8) == Tile(16, 64, 8, 2)
+    assert tiles_of(256, 2).forward.fitted(33).M == 64
+    assert tiles_of(256, 2).forward.fitted(10_000) == tiles_of(256, 2).forward
+    assert tiles_of(65, 4) == tiles_of(128, 4)
+
+
+# -- on a GPU, in the model's dtype --------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("h,K,d", [(16, 8, 256), (16, 2, 512), (8, 2, 128), (4, 4, 64)])
+@pytest.mark.parametrize("geometry", ["causal", "window", "canvases", "split"])
+def test_bf16_is_about_as_close_to_fp64_as_torch_in_bf16(geometry, h, K, d):
+    """Twice torch's own error is allowed: the order of sums differs, the roundings of p and ds are the same kind."""
+    spans, prefix, own = canvases(None, 64)
+    if geometry in ("causal", "window"):
+        spans, prefix, own = encode_spans(packed(600), None if geometry == "causal" else 100), 0, 600
+    op = splitting(3) if geometry == "split" else with_lse
+    tensors = [x.bfloat16() for x in inputs(spans, prefix, own, h, K, d)]
+    on_gpu = moved(spans)
+    got = outputs_and_gradients(op, on(tensors, torch.bfloat16), on_gpu, 1.0)
+    torchs = outputs_and_gradients(
+        lambda *a: native.span_attention(*a, return_lse=True), on(tensors, torch.bfloat16), on_gpu, 1.0
+    )
+    truth = outputs_and_gradients(reference.span_attention, on(tensors, torch.float64), on_gpu, 1.0)
+    for x, y, exact in zip(got, torchs, truth, strict=True):
+        assert x.isfinite().all() and relative(x, exact) <= 2 * relative(y, exact) + 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [16, 32, 64, 128, 256, 512])
+def test_fp32_on_the_gpu_is_fp32(d):
+    spans, prefix, own = canvases(8)
+    compare(spans, inputs(spans, prefix, own, 4, 2, d))

@@ -1,0 +1,160 @@
+"""The whole line on Triton: which kernels a choice gives, and one training step and one denoise beside native ops."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from blockdiff import kernels
+from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear
+from blockdiff.errors import BlockdiffError
+from blockdiff.kernels import NATIVE, TRITON, Kernels, resolve
+from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.objective import Objective
+from tests.oracle import oracle, ours, tiny_config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+L, V = 8, 384
+
+
+# -- which kernels a choice gives ----------------------------------------------------------------------------------
+
+
+def test_every_op_has_a_line_and_every_line_a_function():
+    assert TRITON.keys() == {op.name for op in fields(Kernels)}
+    chosen = resolve("triton")
+    for op in TRITON:
+        assert callable(getattr(chosen, op)) and getattr(chosen, op).__name__ == op
+    assert chosen.span_attention is not NATIVE.span_attention
+
+
+def test_a_kernels_object_is_taken_as_it_is():
+    assert resolve(NATIVE) is NATIVE and resolve("torch") is NATIVE
+
+
+def test_an_unknown_choice_names_the_known_ones():
+    with pytest.raises(BlockdiffError, match='"auto", "torch" or "triton"'):
+        resolve("cuda")
+
+
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+
+
+def with_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+
+
+def test_triton_is_refused_where_it_cannot_run(monkeypatch):
+    without_a_gpu(monkeypatch)
+    with pytest.raises(BlockdiffError, match="needs a CUDA device"):
+        resolve("triton")
+    assert resolve("auto") is NATIVE
+    with_a_gpu(monkeypatch, (7, 5))
+    with pytest.raises(BlockdiffError, match=r"compute capability 8\.0, this GPU has 7\.5"):
+        resolve("triton")
+    with pytest.warns(UserWarning, match="native ops only"):
+        assert resolve("auto") is NATIVE
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BlockdiffError, match="triton package is not installed"):
+        resolve("triton")
+
+
+def test_an_op_without_a_kernel_is_refused_by_triton_and_named_once_by_auto(monkeypatch):
+    monkeypatch.setattr(kernels, "TRITON", {op: module for op, module in TRITON.items() if op != "expert_mlp"})
+    with pytest.raises(BlockdiffError, match="no Triton kernel yet for expert_mlp"):
+        resolve("triton")
+    with_a_gpu(monkeypatch)
+    with pytest.warns(UserWarning, match="expert_mlp run natively") as warned:
+        chosen = resolve("auto")
+    assert chosen.expert_mlp is NATIVE.expert_mlp and len(warned) == 1
+
+
+def test_auto_on_a_gpu_machine_leaves_cpu_tensors_and_fp64_to_native_ops(monkeypatch):
+    with_a_gpu(monkeypatch)
+    chosen = resolve("auto")
+    x = torch.randn(3, 8)
+    assert torch.equal(chosen.rms_norms(x, (None,), 1e-6)[0], NATIVE.rms_norms(x, (None,), 1e-6)[0])
+    assert chosen.rms_norms(x.double(), (None,), 1e-6)[0].dtype == torch.float64
+
+
+# -- one step beside native ops ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[DiffusionGemma, DiffusionGemma, DiffusionGemma]:
+    """The same weights of one sliding and one full layer: native in fp64, native in fp32, on Triton in fp32."""
+    kinds = dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], num_experts=4)
+    truth = ours(oracle(tiny_config(canvas_length=L, **kinds))).to(DEVICE)
+    native, on_triton = (DiffusionGemma(truth.config, kernels=kind).to(DEVICE) for kind in ("torch", "triton"))
+    for model in (native, on_triton):
+        model.load_state_dict(truth.state_dict())
+    return truth, native.eval(), on_triton.eval()
+
+
+def close(values: list[Tensor]) -> bool:
+    """(fp64, fp32, Triton): Triton is about as far from fp64 as torch's fp32 is; single sums may be luckier."""
+    truth, native, on_triton = (x.detach().double() for x in values)
+    return bool((on_triton - truth).norm() <= 4 * (native - truth).norm() + 1e-6 * truth.norm())
+
+
+def tokens(n: int, seed: int) -> list[int]:
+    return torch.randint(3, 380, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def batch() -> Batch:
+    """Unequal rows longer and shorter than the window (16), two documents in one of them, coins and none."""
+
+    def canvas(sample: int, row: list[int], start: int, doc: int = 0, coin: bool = False) -> Canvas:
+        filled = [*row[start : start + L], *[1] * L][:L]
+        return Canvas(filled, start, doc, None, 0.3 + 0.1 * sample, coin, address=(0, sample, start))
+
+    a, b = tokens(40, 1), tokens(27, 2)
+    return lay_out(
+        [
+            CleanRow(a, [canvas(0, a, 9), canvas(0, a, 28, 18, coin=True)], 0, doc_starts=(0, 18)),
+            CleanRow(b, [canvas(1, b, 19, coin=True)], 1),
+        ],
+        L,
+        pad_id=0,
+    ).to(DEVICE)
+
+
+def test_one_training_step_is_the_same_on_triton(models):
+    """Both losses and every gradient, the routers' too."""
+    losses, gradients = [], []
+    for model in models:
+        objective = Objective(model, Linear(), UniformCorruption(V), seed=5, train_router=True)
+        sums = objective(batch())
+        (sums.canvas_sum / 16 + sums.ar_sum / 60).backward()
+        losses.append((sums.canvas_sum, sums.ar_sum))
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    assert all(close(list(values)) for values in zip(*losses, strict=True))
+    assert gradients[0].keys() == gradients[1].keys() == gradients[2].keys() >= {"vocabulary.table"}
+    for name, truth in gradients[0].items():
+        assert truth.any() and close([of_model[name] for of_model in gradients]), name
+
+
+@torch.no_grad()
+def test_a_denoise_after_a_chunked_encode_is_the_same_on_triton(models):
+    """What sampling runs: unequal rows, a second chunk, a canvas with a signal."""
+    first, second, canvas = (
+        torch.tensor([tokens(n, seed), tokens(n, seed + 1)], device=DEVICE) for n, seed in ((21, 3), (7, 5), (L, 7))
+    )
+    logits = []
+    for model in models:
+        prefix = model.encode(first, torch.tensor([21, 3], device=DEVICE))
+        prefix = model.encode(second, torch.tensor([5, 7], device=DEVICE), prefix)
+        soft = model.soft_embedding(model.unembed(model.denoise(canvas, prefix)))
+        logits.append(model.unembed(model.denoise(canvas, prefix, soft)))
+    assert close(logits)

@@ -1,0 +1,556 @@
+"""The vocabulary ops in Triton against their reference in fp64, in the interpreter or on the GPU there is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.timing import peak_memory
+from blockdiff.canvas import Canvas, CleanRow, lay_out
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear
+from blockdiff.kernels.vocabulary import native, pack_allowed, reference, triton
+from blockdiff.kernels.vocabulary import triton_launch as launch
+from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.objective import Objective
+from blockdiff.sampling.generation import Generation
+from blockdiff.sampling.request import Request
+from blockdiff.sampling.sampler import Sampler
+from tests.oracle import oracle, ours, tiny_config
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP32 = 1e-5  # relative
+OPS = ("linear_cross_entropy", "soft_embedding", "token_stats", "token_scores")
+KERNELS = ("tiles", "rows", "tokens", "losses", "probabilities", "gradients")
+EDGE = 1e-6  # how far rounding may move an edge of the CDF
+
+
+def case(N: int, V: int, D: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 hidden states and table, and int64 tokens."""
+    g = torch.Generator().manual_seed(N + V + D)
+    hidden, table = torch.randn(N, D, generator=g) * scale, torch.randn(V, D, generator=g)
+    return hidden.to(DEVICE), table.to(DEVICE), torch.randint(0, V, (N,), generator=g).to(DEVICE)
+
+
+def bonus_case(target: Tensor, V: int) -> tuple[Tensor, Tensor]:
+    """Half of the targets are observed; bonuses from 0 to 30."""
+    n = torch.arange(len(target), device=DEVICE)
+    return torch.where(n % 2 == 0, target, (target * 7 + 3) % V), torch.linspace(0.0, 30.0, len(target), device=DEVICE)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+def loss_and_gradients(op: Any, hidden: Tensor, table: Tensor, *rest: Any, **named: Any) -> list[Tensor]:
+    """Losses and the gradients of a weighted sum; the table's only where `trains_table` is not False."""
+    trains_table = named.pop("trains_table", True)
+    hidden, table = hidden.clone().requires_grad_(), table.clone().requires_grad_(trains_table)
+    loss = op(hidden, table, *rest, **named)
+    weight = torch.linspace(0.5, 1.5, len(hidden), dtype=loss.dtype, device=DEVICE)
+    (loss * weight).sum().backward()
+    return [loss, hidden.grad, *([table.grad] if trains_table else [])]
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def filled(*size: Any, **named: Any) -> Tensor:
+        out = empty(*size, **named)
+        if out.device.type == "meta" or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return out
+        return out.fill_(float("nan") if out.is_floating_point() else -(2**20))
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tiles for a small vocabulary, and several programs for a few rows."""
+
+    def tile_of(vocabulary: int) -> dict[str, int]:
+        return dict(TILE=32, ROWS=16, num_warps=4)
+
+    monkeypatch.setattr(launch, "tile_of", tile_of)
+    monkeypatch.setattr(launch, "ALIGNED", 16)
+
+
+# -- cross-entropy --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [30.0, 50.0, None])
+@pytest.mark.parametrize("trains_table", [True, False])
+@pytest.mark.parametrize("N,V,D,scale", [(1, 3, 8, 1.0), (63, 101, 48, 0.3), (40, 257, 31, 2.0)])
+@pytest.mark.parametrize("chunk", ["whole", "parts"])
+def test_cross_entropy_and_its_gradients(softcap, trains_table, N, V, D, scale, chunk, small_tiles):
+    hidden, table, target = case(N, V, D, scale)
+    truth = loss_and_gradients(reference.linear_cross_entropy, hidden.double(), table.double(), target, softcap)
+    chunk_bytes = 1 << 20 if chunk == "whole" else 4 * V * 7
+    got = loss_and_gradients(
+        triton.linear_cross_entropy, hidden, table, target, softcap, chunk_bytes=chunk_bytes, trains_table=trains_table
+    )
+    for x, y in zip(got, truth, strict=False):
+        assert relative(x, y) < FP32
+
+
+@pytest.mark.parametrize("N,V,D", [(257, 300, 40), (3, 4099, 2816), (2, 8192, 48)])
+def test_cross_entropy_in_tiles_of_full_size(N, V, D):
+    hidden, table, target = case(N, V, D, 0.1)
+    truth = loss_and_gradients(reference.linear_cross_entropy, hidden.double(), table.double(), target, 30.0)
+    got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, target, 30.0)
+    assert all(relative(x, y) < FP32 for x, y in zip(got, truth, strict=True))
+
+
+@pytest.mark.parametrize("softcap", [30.0, None])
+@pytest.mark.parametrize("chunk", ["whole", "parts"])
+def test_the_bonus_on_the_observed_token_and_its_gradients(softcap, chunk, small_tiles):
+    N, V, D = 63, 101, 48
+    hidden, table, target = case(N, V, D)
+    arguments = target, softcap, *bonus_case(target, V)
+    truth = loss_and_gradients(reference.linear_cross_entropy, hidden.double(), table.double(), *arguments)
+    chunk_bytes = 1 << 20 if chunk == "whole" else 4 * V * 7
+    got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, *arguments, chunk_bytes=chunk_bytes)
+    assert all(relative(x, y) < FP32 for x, y in zip(got, truth, strict=True))
+    assert (got[0] - truth[0]).abs().max() < 2e-5  # also of rows predicted with near certainty
+
+
+@pytest.mark.parametrize("chunk", ["whole", "parts"])
+def test_ignored_rows_have_no_loss_and_no_gradient_whatever_they_hold(chunk, small_tiles):
+    N, V, D = 63, 101, 48
+    hidden, table, target = case(N, V, D)
+    is_ignored = torch.arange(N, device=DEVICE) % 3 == 1
+    arguments = 30.0, *bonus_case(target, V), is_ignored
+    truth = loss_and_gradients(reference.linear_cross_entropy, hidden.double(), table.double(), target, *arguments)
+    hidden[is_ignored], target[is_ignored] = torch.nan, -100
+    chunk_bytes = 1 << 20 if chunk == "whole" else 4 * V * 7
+    got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, target, *arguments, chunk_bytes=chunk_bytes)
+    assert (got[0][is_ignored] == 0).all() and (got[1][is_ignored] == 0).all()
+    assert all(relative(x, y) < FP32 for x, y in zip(got, truth, strict=True))
+
+
+def test_a_row_of_nan_and_a_target_that_is_no_token_have_a_loss_of_nan():
+    hidden, table, target = case(5, 40, 8)
+    hidden[1], target[3] = torch.nan, 40
+    loss = triton.linear_cross_entropy(hidden, table, target, 30.0)
+    assert loss.isnan().tolist() == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize("with_bonus", [True, False])
+def test_extreme_logits_stay_finite_and_exact(with_bonus, small_tiles):
+    """One token at the cap and the others at its negative, all at the cap, all equal."""
+    V = 101
+    hidden = torch.tensor([[1e3, 0.0], [0.0, 1e3], [0.0, 0.0]], device=DEVICE).repeat(7, 1)
+    table = torch.cat([torch.full((V, 1), -1.0), torch.ones(V, 1)], 1).to(DEVICE)
+    table[70, 0] = 1.0
+    target = torch.tensor([70, 5, 100], device=DEVICE).repeat(7)
+    arguments = target, 30.0, *(bonus_case(target, V) if with_bonus else ())
+    truth = loss_and_gradients(reference.linear_cross_entropy, hidden.double(), table.double(), *arguments)
+    got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, *arguments)
+    assert (got[0] - truth[0]).abs().max() < 1e-5
+    assert all((x - y).abs().max() < 1e-4 for x, y in zip(got[1:], truth[1:], strict=True))
+
+
+@pytest.mark.parametrize("softcap", [30.0, None])
+@pytest.mark.parametrize("with_bonus", [True, False])
+def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(softcap, with_bonus, small_tiles):
+    N, V, D = 63, 101, 48
+    hidden, table, target = case(N, V, D)
+    favoured = bonus_case(target, V) if with_bonus else ()
+    loss, argmax = triton.token_scores(
+        hidden.requires_grad_(), table, target, softcap, *favoured, chunk_bytes=4 * V * 7
+    )
+    truth, best = native.token_scores(hidden, table, target, softcap, *favoured)
+    assert not loss.requires_grad and relative(loss, truth) < 1e-6 and torch.equal(argmax, best)
+
+
+# -- soft embedding -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.8, 2.0])
+@pytest.mark.parametrize("chunk", ["whole", "parts"])
+def test_the_soft_embedding_and_its_tables_gradient(temperature, chunk, small_tiles):
+    N, V, D = 37, 203, 24
+    hidden, table, _ = case(N, V, D)
+    direction = torch.randn(N, D, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    truth = table.double().requires_grad_()
+    p = (reference.logits(hidden.double(), table.double(), 30.0) / temperature).softmax(-1)
+    ((p @ truth) * direction).sum().backward()
+    hidden.requires_grad_()
+    table.requires_grad_()
+    chunk_bytes = 1 << 20 if chunk == "whole" else 4 * V * 7
+    soft = triton.soft_embedding(hidden, table, 30.0, temperature, chunk_bytes)
+    (soft * direction).sum().backward()
+    assert relative(soft, p @ truth) < FP32 and relative(table.grad, truth.grad) < FP32
+    assert hidden.grad is None
+
+
+# -- statistics and samples -----------------------------------------------------------------------------------
+
+
+def stats_case(N: int, V: int, D: int = 24) -> tuple[Tensor, ...]:
+    """Hidden states, a table, tokens, a temperature for each row, uniform numbers."""
+    g = torch.Generator().manual_seed(N)
+    hidden, table, given = case(N, V, D)
+    uniform = torch.rand(N, generator=g)
+    uniform[0], uniform[-1] = 0.0, 1.0 - 2.0**-24
+    return hidden, table, given, torch.linspace(0.1, 2.0, N, device=DEVICE), uniform.to(DEVICE)
+
+
+def compare_stats(stats: native.Stats, log_p: Tensor, table: Tensor, token: Tensor, uniform: Tensor) -> None:
+    p = log_p.exp()
+    assert torch.allclose(stats.entropy.double(), torch.special.entr(p).sum(-1), rtol=0.0, atol=1e-5)
+    assert torch.equal(stats.argmax, log_p.argmax(-1))
+    assert relative(stats.soft_embedding, p @ table.double()) < FP32
+    its = log_p.gather(-1, token[:, None]).squeeze(-1)
+    assert torch.allclose(stats.log_probability.double(), its, rtol=1e-5, atol=1e-5)
+    cdf = torch.nn.functional.pad(p.cumsum(-1), (1, 0))
+    low, high = (cdf.gather(-1, stats.sample[:, None] + i).squeeze(-1) for i in (0, 1))
+    assert (low - EDGE <= uniform).all() and (uniform <= high + EDGE).all()
+    assert (p.gather(-1, stats.sample[:, None]) > 0).all()
+
+
+@pytest.mark.parametrize("softcap", [30.0, None])
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("N,V", [(1, 17), (63, 203)])
+def test_stats_match_the_reference(softcap, is_given, N, V, small_tiles):
+    hidden, table, given, temperature, uniform = stats_case(N, V)
+    stats = triton.token_stats(
+        hidden, table, softcap, temperature, uniform, given if is_given else None, chunk_bytes=4 * V * 13
+    )
+    log_p = reference.log_probabilities(hidden.double(), table.double(), softcap, temperature)
+    compare_stats(stats, log_p, table, given if is_given else stats.sample, uniform)
+
+
+def test_stats_in_tiles_of_full_size():
+    hidden, table, given, temperature, uniform = stats_case(5, 9001, 48)
+    stats = triton.token_stats(hidden * 0.1, table, 30.0, temperature, uniform, given)
+    log_p = reference.log_probabilities(hidden.double() * 0.1, table.double(), 30.0, temperature)
+    compare_stats(stats, log_p, table, given, uniform)
+
+
+@pytest.mark.parametrize("V", [31, 64, 203])
+def test_stats_of_the_allowed_tokens(V, small_tiles):
+    N = 37
+    hidden, table, given, temperature, uniform = stats_case(N, V)
+    g = torch.Generator().manual_seed(7)
+    is_allowed = torch.rand(N, V, generator=g) < torch.rand(N, 1, generator=g)
+    is_allowed[0], is_allowed[1], is_allowed[2, : V // 2] = True, False, False
+    is_allowed[torch.arange(N), torch.randint(0, V, (N,), generator=g)] = True
+    is_allowed = is_allowed.to(DEVICE)
+    stats = triton.token_stats(hidden, table, 30.0, temperature, uniform, given, pack_allowed(is_allowed))
+    log_p = reference.log_probabilities(hidden.double(), table.double(), 30.0, temperature, is_allowed)
+    compare_stats(stats, log_p, table, given, uniform)
+    one_for_all = pack_allowed(is_allowed[3:4]).expand(N, -1)
+    stats = triton.token_stats(hidden, table, 30.0, temperature, uniform, given, one_for_all)
+    compare_stats(
+        stats,
+        reference.log_probabilities(hidden.double(), table.double(), 30.0, temperature, is_allowed[3:4]),
+        table,
+        given,
+        uniform,
+    )
+
+
+def test_samples_are_those_of_torch_away_from_the_edges(small_tiles):
+    N, V = 300, 203
+    hidden, table, _, _, uniform = stats_case(N, V, 8)
+    temperature = torch.full((N,), 1.3, device=DEVICE)
+    mine = triton.token_stats(hidden, table, 30.0, temperature, uniform).sample
+    torchs = native.token_stats(hidden, table, 30.0, temperature, uniform).sample
+    cdf = reference.log_probabilities(hidden.double(), table.double(), 30.0, temperature).exp().cumsum(-1)
+    is_clear = (cdf - uniform[:, None]).abs().amin(-1) > EDGE
+    assert is_clear.float().mean() > 0.9 and torch.equal(mine[is_clear], torchs[is_clear])
+
+
+def test_evenly_spaced_uniform_numbers_give_every_token_its_share(small_tiles):
+    n, V = 400, 40
+    hidden, table, _ = case(1, V, 8, 0.5)
+    uniform = (torch.arange(n, device=DEVICE) + 0.5) / n
+    sample = triton.token_stats(hidden.expand(n, -1), table, 30.0, 0.7, uniform).sample
+    p = (reference.logits(hidden.double(), table.double(), 30.0) / 0.7).softmax(-1)[0]
+    counts = torch.bincount(sample, minlength=V)
+    assert (counts - n * p).abs().max() <= 1.0 + 1e-3
+
+
+def test_samples_follow_the_distribution(small_tiles):
+    n, V = 1000, 6
+    hidden, table, _ = case(1, V, 8, 0.5)
+    uniform = torch.rand(n, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    stats = triton.token_stats(hidden.expand(n, -1), table, 30.0, 0.7, uniform)
+    p = (reference.logits(hidden.double(), table.double(), 30.0) / 0.7).softmax(-1)[0]
+    counts = torch.bincount(stats.sample, minlength=V)
+    assert ((counts - n * p) ** 2 / (n * p)).sum() < 20.5  # 5 degrees of freedom, p = 0.001
+
+
+def test_a_position_does_not_depend_on_what_else_is_in_the_batch(small_tiles):
+    """With the identity as table the products are exact, so everything else must be, too."""
+    N, V = 12, 100
+    logits, _, _, temperature, uniform = stats_case(N, V, V)
+    table = torch.eye(V, device=DEVICE)
+    together = triton.token_stats(logits, table, 30.0, temperature, uniform)
+    for n in (0, 5, 11):
+        row = slice(n, n + 1)
+        alone = triton.token_stats(logits[row], table, 30.0, temperature[row], uniform[row])
+        assert all(torch.equal(a, b[row]) for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("softcap", [30.0, None])
+def test_ties_in_argmax_go_to_the_lower_id(softcap, small_tiles):
+    V = 100
+    logits = torch.zeros(3, V, device=DEVICE)
+    logits[1, 40:] = logits[2, [31, 64, 99]] = 2.0
+    target, table = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.eye(V, device=DEVICE)
+    uniform = torch.rand(3, device=DEVICE)
+    assert triton.token_stats(logits, table, softcap, 1.0, uniform).argmax.tolist() == [0, 40, 31]
+    assert triton.token_scores(logits, table, target, softcap)[1].tolist() == [0, 40, 31]
+
+
+def test_shards_of_the_vocabulary_combine_to_the_same_bits(small_tiles):
+    N, V, cut = 20, 203, 96
+    hidden, table, given, temperature, uniform = stats_case(N, V)
+    tile, x = launch.tile_of(V), hidden @ table.T
+    parts = [x[:, :cut].contiguous(), x[:, cut:].contiguous()]
+
+    def tiles_of(x: Tensor, first: int) -> launch.Tiles:
+        return launch.tiles_of(x, 30.0, tile, temperature, first=first, with_moment=True, with_best=True)
+
+    whole, shards = tiles_of(x, 0), [tiles_of(parts[0], 0), tiles_of(parts[1], cut)]
+    joined = launch.Tiles(N, whole.count, x.device)
+    for name in ("peaks", "sums", "moments", "bests"):
+        setattr(joined, name, torch.cat([getattr(shard, name) for shard in shards], 1))
+    merged, truth = launch.merge(joined, uniform), launch.merge(whole, uniform)
+    assert all(torch.equal(merged[name], truth[name]) for name in truth)
+
+    def picks(pieces: list[tuple[Tensor, int]], given: Tensor | None) -> list[Tensor]:
+        sample, log_p = torch.empty(N, dtype=torch.int64, device=DEVICE), torch.empty(N, device=DEVICE)
+        for piece, first in pieces:
+            launch.pick(piece, merged, sample, log_p, 30.0, tile, temperature, given, None, first)
+        return [sample, log_p]
+
+    for wanted in (given, None):
+        in_shards, at_once = picks([(parts[0], 0), (parts[1], cut)], wanted), picks([(x, 0)], wanted)
+        assert all(torch.equal(a, b) for a, b in zip(in_shards, at_once, strict=True))
+
+
+# -- memory, and as torch sees the ops ------------------------------------------------------------------------
+
+
+class _NoKernel:
+    """In place of a kernel where only memory counts: the interpreter keeps tensors alive until a collection."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **named: None
+
+
+def arguments_of(op: str, target: Tensor) -> tuple[Any, ...]:
+    """What follows hidden states and table."""
+    if op == "soft_embedding":
+        return 30.0, 0.5
+    return (30.0, 0.5, torch.full(target.shape, 0.5, device=DEVICE)) if op == "token_stats" else (target, 30.0)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("trains_table", [True, False])
+def test_memory_holds_one_chunk_whatever_the_tokens(op, trains_table, monkeypatch):
+    """At V = 262,144: chunks, not [tokens, V]. The table's gradient is a tensor of its own."""
+    V, D, chunk_bytes = 262_144, 8, 16 << 20
+    if DEVICE == "cpu":
+        for name in KERNELS:
+            monkeypatch.setattr(launch.triton_kernels, name, _NoKernel())
+
+    def peak(N: int) -> int:
+        hidden, table, target = case(N, V, D)
+        hidden.requires_grad_()
+        table.requires_grad_(trains_table)
+
+        def work() -> None:
+            out = getattr(triton, op)(hidden, table, *arguments_of(op, target), chunk_bytes=chunk_bytes)
+            if isinstance(out, Tensor) and out.requires_grad:
+                out.sum().backward()
+            table.grad = None
+
+        has_gradient = trains_table and op in ("linear_cross_entropy", "soft_embedding")
+        return peak_memory(work, torch.device(DEVICE)) - has_gradient * 4 * V * D
+
+    kept, few, many = peak(16), peak(20), peak(60)
+    assert min(kept, few) >= 0.99 * chunk_bytes, "the trace missed the chunk itself"
+    assert max(kept, few, many) < 1.02 * chunk_bytes
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_tokens_give_empty_results(op):
+    hidden, table, target = case(0, 11, 8)
+    out = getattr(triton, op)(hidden.requires_grad_(), table.requires_grad_(), *arguments_of(op, target))
+    assert all(x.shape[0] == 0 for x in (out if isinstance(out, tuple) else (out,)))
+    if op in ("linear_cross_entropy", "soft_embedding"):
+        out.sum().backward()
+        assert (table.grad == 0).all()
+
+
+def test_torch_sees_sound_ops():
+    hidden, table, target = case(5, 20, 8)
+    observed, bonus = bonus_case(target, 20)
+    hidden.requires_grad_(), table.requires_grad_()
+    temperature = uniform = torch.rand(5, device=DEVICE) * 0.9
+    ops, is_ignored = torch.ops.blockdiff, torch.arange(5, device=DEVICE) == 2
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    for keeps in (True, False):
+        cross_entropy = (hidden, table, target, 30.0, observed, bonus, is_ignored, True, keeps, 1 << 20)
+        torch.library.opcheck(ops.cross_entropy, cross_entropy, test_utils=checks)
+        torch.library.opcheck(ops.soft_embedding, (hidden.detach(), table, 30.0, 0.5, keeps, 200), test_utils=checks)
+    flat = hidden.detach(), table.detach()
+    torch.library.opcheck(ops.token_scores, (*flat, target, 30.0, observed, bonus, 200), test_utils=checks)
+    torch.library.opcheck(ops.token_stats, (*flat, 30.0, temperature, uniform, None, None, 200), test_utils=checks)
+
+
+def test_a_checkpointed_loss_has_the_same_gradients():
+    hidden, table, target = case(9, 40, 8)
+
+    def checkpointed(hidden: Tensor, table: Tensor, target: Tensor, softcap: float) -> Tensor:
+        op = triton.linear_cross_entropy
+        return torch.utils.checkpoint.checkpoint(op, hidden, table, target, softcap, use_reentrant=False)
+
+    got, truth = (
+        loss_and_gradients(f, hidden, table, target, 30.0) for f in (checkpointed, triton.linear_cross_entropy)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, truth, strict=True))
+
+
+@pytest.mark.parametrize("trains_table", [True, False])
+def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_parameters(trains_table):
+    hidden, table, target = case(40, 101, 48, 0.3)
+    truth = loss_and_gradients(triton.linear_cross_entropy, hidden, table, target, 30.0, trains_table=trains_table)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, target, 30.0, trains_table=trains_table)
+        soft = triton.soft_embedding(hidden, table, 30.0, 0.5)
+    assert soft.dtype == torch.float32 and relative(soft, triton.soft_embedding(hidden, table, 30.0, 0.5)) < 0.02
+    for x, y in zip(got, truth, strict=True):
+        assert x.dtype == torch.float32 and 1e-6 < relative(x, y) < 0.02
+
+
+# -- in the trainer and the sampler ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[DiffusionGemma, DiffusionGemma]:
+    """The same tiny model with native vocabulary ops and with those in Triton; everything else is native."""
+    native_model = ours(oracle(tiny_config(canvas_length=8), dtype=torch.float32)).to(DEVICE)
+    triton_model = copy.deepcopy(native_model)
+    vocabulary = triton_model.vocabulary
+    vocabulary.kernels = replace(vocabulary.kernels, **{name: getattr(triton, name) for name in OPS})
+    return native_model, triton_model
+
+
+def test_an_optimiser_step_moves_the_model_as_with_native_ops(models):
+    row = torch.randint(3, 380, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    canvases = [Canvas(row[s : s + 8], s, 0, None, 0.3 + 0.01 * s, s == 24, address=(0, 0, s)) for s in (16, 24)]
+    batch = lay_out([CleanRow(row, canvases, 0)], 8, pad_id=0).to(DEVICE)
+    moves = []
+    for model in copy.deepcopy(models):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), prediction="leave_one_out")
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
+        losses = objective(batch)
+        (losses.canvas_sum / batch.canvas_count() + losses.ar_sum / batch.ar_count()).backward()
+        optimiser.step()
+        moves.append({name: p.detach() - before[name] for name, p in model.named_parameters() if p.requires_grad})
+    assert moves[0]["vocabulary.table"].norm() > 0 and moves[0]["self_conditioning.up_proj.weight"].norm() > 0
+    for name, move in moves[0].items():
+        assert (moves[1][name] - move).norm() <= 1e-4 * move.norm() + 1e-7, name
+
+
+def test_the_sampler_answers_as_with_native_ops(models):
+    requests = [Request(n, tokens=[2, *range(5, 9 + n)], seed=n) for n in range(3)]
+    generation = Generation(max_steps=4, max_new_tokens=16)
+    mine, torchs = (Sampler(model, None, generation).generate(requests) for model in reversed(models))
+    assert [(r.tokens, r.steps) for r in mine] == [(r.tokens, r.steps) for r in torchs]
+    assert len({tuple(r.tokens) for r in mine}) == 3
+
+
+# -- compiled for an H200, which none is needed for -----------------------------------------------------------
+
+
+def test_every_kernel_compiles_for_an_h200_without_spills():
+    """At the released model's vocabulary, in bf16; the compiler needs no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", "--json", "--only", "vocabulary"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {line["kernel"] for line in lines} == set(KERNELS)
+    for line in lines:
+        assert line["shared"] <= 227 * 1024 and line["stack"] == 0, line
+
+
+# -- on a GPU, in the model's dtype ---------------------------------------------------------------------------
+
+
+def bf16_case(N: int, V: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, table, target = case(N, V, D, 3.0 / D**0.5)
+    return hidden.bfloat16(), table.bfloat16(), target
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trains_table", [True, False])
+@pytest.mark.parametrize("N,V,D", [(257, 20_000, 2816), (1000, 9001, 256), (600, 262_144, 64)])
+def test_bf16_cross_entropy_is_as_close_to_fp64_as_torch_in_bf16(trains_table, N, V, D):
+    """Both read the same bf16 numbers; `parts` also goes through the slices of the vocabulary."""
+    hidden, table, target = bf16_case(N, V, D)
+    favoured = bonus_case(target, V)
+    truth = loss_and_gradients(
+        native.linear_cross_entropy, hidden.float(), table.float(), target, 30.0, *favoured, trains_table=trains_table
+    )  # its own error is 1e-4 of what bf16 rounds away
+    for chunk_bytes in (launch.TILE * N * 2, 1 << 30):
+        arguments = hidden, table, target, 30.0, *favoured
+        named = dict(trains_table=trains_table, chunk_bytes=chunk_bytes)
+        mine = loss_and_gradients(triton.linear_cross_entropy, *arguments, **named)
+        torchs = loss_and_gradients(native.linear_cross_entropy, *arguments, **named)
+        for x, y, exact in zip(mine, torchs, truth, strict=True):
+            assert x.isfinite().all() and relative(x, exact) <= 1.2 * relative(y, exact) + 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N,V,D", [(257, 20_000, 2816), (256, 262_144, 64)])
+def test_bf16_stats_are_as_close_to_fp64_as_torch_in_bf16(N, V, D):
+    hidden, table, given = bf16_case(N, V, D)
+    uniform = torch.rand(N, generator=torch.Generator().manual_seed(0)).cuda()
+    mine = triton.token_stats(hidden, table, 30.0, 0.6, uniform, given)
+    torchs = native.token_stats(hidden, table, 30.0, 0.6, uniform, given)
+    exact = native.token_stats(hidden.float(), table.float(), 30.0, 0.6, uniform, given)
+    for name in ("entropy", "soft_embedding", "log_probability"):
+        x, y, truth = (getattr(stats, name) for stats in (mine, torchs, exact))
+        assert relative(x, truth) <= 1.2 * relative(y, truth) + 1e-6
+    # chunks of other sizes may round a product otherwise, which moves an edge of the CDF or breaks a tie
+    assert (mine.argmax == torchs.argmax).float().mean() >= 0.98
+    assert (mine.sample == torchs.sample).float().mean() >= 0.98
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_at_4k_tokens_of_the_released_model_memory_is_a_chunk(op):
+    """The unfused path holds more than 12 GiB here."""
+    N, V, D = 4096, 262_144, 2816
+    hidden, table, target = bf16_case(N, V, D)
+    hidden.requires_grad_()
+
+    def work() -> None:
+        out = getattr(triton, op)(hidden, table, *arguments_of(op, target))
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.sum().backward()
+        hidden.grad = None
+
+    assert peak_memory(work, torch.device(DEVICE)) <= 600 << 20

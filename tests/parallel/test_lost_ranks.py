@@ -1,0 +1,147 @@
+"""Two ranks of which one dies, hangs, is told to stop or takes long: the other one ends in time with one clear line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockdiff.errors import RunError
+from blockdiff.parallel.ranks import Ranks
+from tests.losing_ranks import TIMEOUT
+
+KILLED = -9
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The outcome of every scenario of `losing_ranks`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.losing_ranks", str(tmp_path_factory.mktemp("runs"))],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    return {outcome["name"]: outcome for outcome in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "words", "saved"),
+    [
+        ("killed", [1, KILLED], "rank 0: another rank was lost during step 5; go on with --resume", [3]),
+        ("main_killed", [KILLED, 1], "rank 1: another rank was lost during step 5; go on with --resume", [3]),
+        (
+            *("killed_while_saving", [1, KILLED]),
+            *("rank 0: another rank was lost during saving step 6; go on with --resume", [3, 6]),
+        ),
+        (
+            *("main_killed_while_saving", [KILLED, 1]),
+            *("rank 1: another rank was lost during saving step 6; go on with --resume", [3]),
+        ),
+    ],
+)
+def test_a_killed_rank_ends_the_other_at_once_with_a_line_that_says_when(found, name, codes, words, saved):
+    outcome = found[name]
+    assert outcome["codes"] == codes
+    assert [said for said in outcome["words"] if said] == [words]
+    assert outcome["saved"] == saved
+
+
+def test_a_hung_rank_ends_the_other_after_the_timeout(found):
+    outcome = found["hung"]
+    assert outcome["codes"] == [1, KILLED]  # the one that hangs is the test's to kill
+    assert outcome["words"][0] == f"rank 0: another rank hung for {TIMEOUT:g} s during step 5; go on with --resume"
+    assert outcome["seconds"] > TIMEOUT
+
+
+def test_a_signal_to_one_rank_saves_and_ends_both_after_the_same_step(found):
+    outcome = found["told_to_stop"]
+    assert outcome["codes"] == [143, 143]
+    assert outcome["words"] == ["stopped by SIGTERM after step 4"] * 2
+    assert outcome["saved"] == [3, 4]
+
+
+def test_work_of_the_main_process_may_take_longer_than_the_timeout(found):
+    assert found["long_work"]["codes"] == [0, 0]
+    assert found["long_work"]["saved"] == [6, 9]
+
+
+def test_the_others_do_not_wait_for_a_main_process_that_failed(found):
+    outcome = found["failed_work"]
+    assert outcome["codes"] == [1, 1]
+    assert outcome["words"][0] == "a bad row"
+    assert outcome["words"][1].startswith("the main process failed during reading the data")
+
+
+def test_a_rank_that_measures_longer_than_the_timeout_is_waited_for(found):
+    outcome = found["long_measuring"]
+    assert outcome["codes"] == [0, 0] and outcome["pieces"] == 6
+    assert outcome["seconds"] > 2.5 * TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "words", "most_pieces"),
+    [
+        ("killed_measuring", [KILLED, 1], "rank 1: another rank was lost", 1),
+        ("killed_while_waiting", [1, KILLED], "rank 0: another rank was lost", 4),
+        ("hung_measuring", [KILLED, 1], f"rank 1: another rank hung for {TIMEOUT:g} s", 1),
+    ],
+)
+def test_a_rank_lost_while_it_measures_or_waits_ends_the_other(found, name, codes, words, most_pieces):
+    outcome = found[name]
+    assert outcome["codes"] == codes and outcome["pieces"] <= most_pieces
+    said = f"{words} during the evaluation after step 5; go on with --resume"
+    assert [line for line in outcome["words"] if line] == [said]
+
+
+def test_the_others_do_not_wait_for_a_rank_whose_measuring_failed(found):
+    outcome = found["failed_measuring"]
+    assert outcome["codes"] == [1, 1]
+    assert outcome["words"][0] == "the held-out loss is not finite"
+    assert outcome["words"][1] == "another rank failed during measuring; its own message says why"
+
+
+def test_a_signal_to_a_rank_that_waits_makes_the_one_that_measures_leave(found):
+    outcome = found["told_to_stop_measuring"]
+    assert outcome["codes"] == [143, 143] and outcome["pieces"] <= 3
+    assert outcome["words"] == ["stopped by SIGTERM after step 5"] * 2
+
+
+@pytest.mark.parametrize(("name", "line"), [("bad_row", 7), ("bad_row_on_one_rank", 8)])
+def test_a_bad_row_in_the_middle_of_a_run_saves_the_steps_before_it_whichever_ranks_meet_it(found, name, line):
+    outcome = found[name]
+    assert outcome["codes"] == [1, 1]
+    assert outcome["saved"] == [3, 4]
+    said = f"rows.jsonl:{line}: not valid JSON; the run is saved at step 4, go on with --resume"
+    assert outcome["words"] == [said] * 2
+
+
+def test_other_errors_are_not_taken_for_a_lost_rank():
+    with (
+        pytest.raises(RuntimeError, match="shapes do not match"),
+        Ranks(torch.device("cpu"), 0, 2).guarded("step 1"),
+    ):
+        raise RuntimeError("shapes do not match")
+
+
+def test_alone_no_error_is_a_lost_rank():
+    with (
+        pytest.raises(RuntimeError, match="Connection closed by peer"),
+        Ranks(torch.device("cpu")).guarded("step 1"),
+    ):
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_lost_rank_is_known_by_what_gloo_says():
+    lost = pytest.raises(RunError, match="rank 0: another rank was lost during step 1")
+    with lost, Ranks(torch.device("cpu"), 0, 2).guarded("step 1"):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1234")

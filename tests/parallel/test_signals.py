@@ -1,0 +1,52 @@
+"""SIGTERM and SIGINT: the first is remembered, its echo ignored, a second ends the process; handlers are put back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from blockdiff.parallel.signals import Stopped, caught
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_first_signal_is_remembered_with_one_line(number, capfd):
+    before = signal.getsignal(number)
+    with caught() as signals:
+        assert signals.is_stopping() == 0
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # as a launcher passes it on, right after
+        assert signals.is_stopping() == number
+    assert signal.getsignal(number) is before
+    assert capfd.readouterr().err.splitlines() == [
+        f"{signal.Signals(number).name}: saving after this optimiser step; a second one ends at once"
+    ]
+
+
+def test_other_ranks_say_nothing(capfd):
+    with caught(speaks=False) as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.is_stopping() == signal.SIGTERM
+    assert capfd.readouterr().err == ""
+
+
+def test_a_second_signal_ends_the_process_by_that_signal():
+    code = (
+        "import os, signal, time\n"
+        "from blockdiff.parallel import signals\n"
+        "with signals.caught():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    signals.time.monotonic = lambda now=time.monotonic(): now + signals.ECHO + 0.1\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(30)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True)
+    assert done.returncode == -signal.SIGINT
+
+
+def test_the_exit_code_is_what_a_shell_expects():
+    assert [Stopped(3, number).exit_code for number in (signal.SIGTERM, signal.SIGINT)] == [143, 130]
+    assert str(Stopped(3, signal.SIGINT)) == "stopped by SIGINT after step 3"

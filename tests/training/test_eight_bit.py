@@ -1,0 +1,117 @@
+"""8-bit AdamW: it learns, its state fits a safetensors file and goes on to the bit, and how it is refused."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blockdiff.errors import RunError
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.training import eight_bit, state
+from blockdiff.training import optimiser as optim
+from blockdiff.training.eight_bit import flattened, unflattened
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128, bias=False), nn.Tanh(), nn.Linear(128, 64))
+
+
+def learn(module, optimiser, steps):
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    losses = []
+    for step in steps:
+        optim.set_lr(optimiser, 1e-2 * min(1, step / 5))
+        optimiser.zero_grad()
+        loss = (module(x) - x.roll(1, 1)).square().mean()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_it_learns_like_adamw_with_a_quarter_of_the_moments():
+    plain, small = net(), net()
+    optimisers = [optim.build(plain, lr=1e-2), optim.build(small, name="adamw_8bit", lr=1e-2)]
+    expected, got = (learn(m, o, range(1, 31)) for m, o in zip((plain, small), optimisers, strict=True))
+    assert got[-1] == pytest.approx(expected[-1], rel=0.05) and expected[-1] < 0.1 * expected[0]
+    sizes = [
+        sum(v.nbytes for v in optimiser.state[module[0].weight].values() if isinstance(v, Tensor) and v.numel() > 256)
+        for module, optimiser in zip((plain, small), optimisers, strict=True)
+    ]
+    assert sizes[1] < 0.3 * sizes[0]
+
+
+def test_from_a_checkpoint_it_goes_on_to_the_bit(tmp_path):
+    whole = net()
+    expected = learn(whole, optim.build(whole, name="adamw_8bit", lr=1e-2), range(1, 31))
+    module = net()
+    optimiser = optim.build(module, name="adamw_8bit", lr=1e-2)
+    learn(module, optimiser, range(1, 16))
+    saved = state.save(tmp_path, 15, module, optimiser, {}, 1, Ranks(torch.device("cpu")))
+    again = net()
+    fresh = optim.build(again, name="adamw_8bit", lr=1e-2)
+    assert state.restore(saved, again, fresh, {}) == 15
+    assert learn(again, fresh, range(16, 31)) == expected[15:]
+
+
+class OptimState8bit(Tensor):
+    """A quantised tensor with the interface of torchao's."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, signed, dtype):
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype)
+
+    def __init__(self, codes, scale, signed, dtype):
+        self.codes, self.scale, self.signed = codes, scale, signed
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], [self.signed, self.dtype]
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, extra, size=None, stride=None):
+        return cls(parts["codes"], parts["scale"], *extra)
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        raise NotImplementedError(op)
+
+
+def test_a_quantised_tensor_is_taken_apart_and_put_together(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torchao.optim", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", SimpleNamespace(OptimState8bit=OptimState8bit))
+    codes, scale = torch.arange(6, dtype=torch.uint8).view(2, 3), torch.tensor([0.5, 2.0])
+    moments = {"step": torch.tensor(3.0), "exp_avg": OptimState8bit(codes, scale, True, torch.bfloat16)}
+    flat = flattened(moments)
+    assert {key for key, value in flat.items() if type(value) is Tensor} == {"step", "exp_avg|codes", "exp_avg|scale"}
+    assert flat["exp_avg|"] == ["OptimState8bit", True, "bfloat16"]
+    back = unflattened(flat)
+    assert back.keys() == moments.keys() and back["step"] == 3
+    assert back["exp_avg"].signed and back["exp_avg"].dtype == torch.bfloat16
+    assert torch.equal(back["exp_avg"].codes, codes) and torch.equal(back["exp_avg"].scale, scale)
+
+
+def test_state_of_a_library_that_is_missing_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", None)
+    with pytest.raises(RunError, match="made by torchao, which is missing; `pip install torchao` to go on"):
+        unflattened({"exp_avg|codes": torch.ones(2), "exp_avg|": ["OptimState8bit", True, "float32"]})
+    with pytest.raises(RunError, match="holds a Strange, which is not known here"):
+        unflattened({"exp_avg|": ["Strange", True, "float32"]})
+
+
+def test_without_a_library_it_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(eight_bit, "find_spec", lambda name: None)
+    with pytest.raises(RunError, match=r"optim\.name: adamw_8bit needs bitsandbytes or torchao, and neither is inst"):
+        optim.build(net(), name="adamw_8bit", lr=0.1)
+
+
+def test_a_library_that_cannot_be_imported_is_named_with_its_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(RunError, match=r"adamw_8bit: bitsandbytes cannot be imported \(.*\); mend it or choose adamw"):
+        optim.build(net(), name="adamw_8bit", lr=0.1)

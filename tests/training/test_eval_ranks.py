@@ -1,0 +1,57 @@
+"""Three processes evaluate and sample as one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdiff.parallel.ranks import Ranks
+from tests.eval_ranks import figures
+
+WORLD = 3
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("ranks")
+    launch = ["--multi_gpu", "--num_processes", str(WORLD), "--num_machines", "1", "--mixed_precision", "no"]
+    launch += ["--dynamo_backend", "no", "--main_process_port", "0", "--module", "tests.eval_ranks"]
+    subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *launch, str(directory)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
+        timeout=240,
+        check=True,
+    )
+    return [json.loads((directory / f"found-{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return json.loads(json.dumps(figures(Ranks(torch.device("cpu")))))
+
+
+@pytest.mark.parametrize("part", ["heldout", "fewer than ranks"])
+def test_every_rank_has_the_heldout_figures_of_one_process(found, alone, part):
+    for rank in found:
+        assert rank[part] == found[0][part]
+        assert rank[part].keys() == alone[part].keys()
+        for name, value in alone[part].items():
+            if name != "heldout_levels":
+                assert rank[part][name] == pytest.approx(value, rel=1e-6), name
+        for level, expected in zip(rank[part]["heldout_levels"], alone[part]["heldout_levels"], strict=True):
+            assert level == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("part", ["sampled", "fewer prompts than ranks"])
+def test_every_rank_has_the_texts_and_figures_of_one_process(found, alone, part):
+    expected = alone[part]
+    for rank in found:
+        assert rank[part]["texts"] == expected["texts"]
+        assert {**rank[part]["record"], "sample_seconds": 0} == {**expected["record"], "sample_seconds": 0}

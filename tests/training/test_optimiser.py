@@ -1,0 +1,114 @@
+"""Parameter groups and their learning rates, the optimiser, gradient norm and clipping."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from blockdiff.checkpoint.create import init
+from blockdiff.errors import RunError
+from blockdiff.training.optimiser import (
+    adamw,
+    build,
+    clip_gradients,
+    gradient_norm,
+    parameter_groups,
+    set_lr,
+    trainable,
+)
+from tests.oracle import tiny_config
+from tests.toy_objective import ToyObjective
+
+
+def test_weight_decay_leaves_norms_scales_and_the_embedding_table_alone():
+    module = ToyObjective()
+    decayed, free = parameter_groups(module, weight_decay=0.5)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    assert [names[id(p)] for p in decayed["params"]] == ["mix.weight", "signal.weight"]
+    assert sorted(names[id(p)] for p in free["params"]) == ["norm", "signal.bias", "vocabulary.table"]
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.5, 0.0)
+
+
+def test_frozen_parameters_are_in_no_group():
+    module = ToyObjective()
+    module.signal.requires_grad_(False)
+    assert list(trainable(module)) == ["norm", "vocabulary.table", "mix.weight"]
+    assert sum(len(group["params"]) for group in parameter_groups(module, 0.1)) == 3
+
+
+def test_with_layer_decay_earlier_layers_have_smaller_rates_and_the_table_the_smallest():
+    model = init(tiny_config(), seed=0, device="cpu", kernels="torch")
+    optimiser = build(nn.ModuleDict({"model": model}), lr=1.0, weight_decay=0.1, layer_decay=0.5)
+    set_lr(optimiser, 2.0)
+    rate = {id(p): group["lr"] for group in optimiser.param_groups for p in group["params"]}
+    found = {name: rate[id(p)] for name, p in model.named_parameters()}
+    assert found.pop("vocabulary.table") == 2.0 / 16
+    for name, lr in found.items():
+        layer = name.startswith("layers.") and int(name.split(".")[1])
+        assert lr == (2.0 if layer is False else 2.0 * 0.5 ** (3 - layer)), name
+    assert len(rate) == len(list(model.parameters()))  # every one in one group
+    undecayed = {id(p) for group in optimiser.param_groups if not group["weight_decay"] for p in group["params"]}
+    assert undecayed == {id(p) for n, p in model.named_parameters() if p.dim() == 1 or n == "vocabulary.table"}
+
+
+def test_frozen_layers_count_as_layers():
+    model = init(tiny_config(), seed=0, device="cpu", kernels="torch")
+    model.layers[3].requires_grad_(False)
+    scales = {group["lr_scale"] for group in parameter_groups(model, 0.1, layer_decay=0.5)}
+    assert scales == {1.0, 0.5, 0.25, 0.125, 0.0625}  # the final norm 1, layers 2, 1, 0, the table
+
+
+def test_the_learning_rate_reaches_optimisers_that_keep_it_in_a_tensor():
+    optimiser = build(ToyObjective(), lr=1.0)
+    held = torch.tensor(1.0)
+    optimiser.param_groups[0]["lr"] = held
+    set_lr(optimiser, 0.25)
+    assert held == 0.25 and optimiser.param_groups[0]["lr"] is held
+
+
+def test_adamw_is_fused_and_an_unknown_optimiser_or_nothing_to_train_is_refused():
+    assert build(ToyObjective(), lr=1.0).defaults["fused"] is True
+    with pytest.raises(RunError, match="there is no optimiser 'lion'; choose adamw or adamw_8bit"):
+        build(ToyObjective(), name="lion", lr=1.0)
+    with pytest.raises(RunError, match="no parameter trains"):
+        build(ToyObjective().requires_grad_(False), lr=1.0)
+
+
+def test_adamw_takes_the_step_of_its_formula():
+    module = nn.Linear(3, 2, bias=False)
+    before = module.weight.detach().clone()
+    module.weight.grad = torch.tensor([[1.0, -2.0, 0.5], [0.1, 0.0, 3.0]])
+    adamw(module, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.2).step()
+    expected = before * (1 - 0.1 * 0.2) - 0.1 * module.weight.grad.sign()
+    torch.testing.assert_close(module.weight.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_norm_is_over_all_parameters_and_skips_those_without_a_gradient():
+    a, b, c = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    assert gradient_norm([a, b, c]) == pytest.approx(5.0)
+    assert gradient_norm([c]) == 0.0
+
+
+def test_the_gradient_norm_of_bfloat16_gradients_is_an_fp32_number():
+    p, q = (nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in (2, 1))
+    p.grad, q.grad = torch.tensor([1.0, 16.0]).bfloat16(), torch.tensor([1.0]).bfloat16()
+    assert gradient_norm([p, q]) == pytest.approx(math.sqrt(258), rel=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_shows_in_the_norm():
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([1.0, float("nan")])
+    assert math.isnan(gradient_norm([p]))
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1.0, [0.6, 0.8]), (10.0, [3.0, 4.0]), (0.0, [3.0, 4.0])])
+def test_clipping_scales_down_to_the_limit_and_never_up(limit, expected):
+    p, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([3.0, 4.0])
+    clip_gradients([p, unused], gradient_norm([p, unused]), limit)
+    assert p.grad.tolist() == pytest.approx(expected)
+    assert unused.grad is None

@@ -1,0 +1,93 @@
+"""What training prints: the lines for each kind of record, the table of what trains, the bar on a terminal."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from blockdiff.training.freeze import Trains
+from blockdiff.training.progress import Progress
+
+TRAINED = {
+    "step": 20,
+    "loss": 4.5,
+    "canvas_loss": 3.25,
+    "ar_loss": 1.25,
+    "grad_norm": 0.5,
+    "lr": 1.5e-4,
+    "tokens_per_second": 12345.6,
+    "scored_tokens_per_second": 2345.6,
+    "memory_gib": 3.21,
+}
+
+
+def shown(*records, is_shown=True, is_terminal=False, rows=None, **changes):
+    show = Progress(100, is_shown)
+    out = io.StringIO()
+    show.console = Console(file=out, width=200, force_terminal=is_terminal, highlight=False, soft_wrap=True)
+    if rows is not None:
+        show.trains(rows)
+    with show.running(0):
+        for record in records:
+            show.step(record["step"])
+            show.record(record | changes)
+    return out.getvalue()
+
+
+def test_a_line_has_the_loss_and_its_parts_the_rate_both_speeds_the_memory_and_the_time_left():
+    assert shown(TRAINED).startswith(
+        "step  20/100  loss 4.5000 (canvas 3.2500, next token 1.2500)  grad 0.50  lr 1.5e-04  "
+        "12,346 tokens/s (2,346 scored)  3.2 GiB  left 0:00:0"
+    )
+
+
+def test_without_an_ar_loss_the_canvas_loss_stands_alone():
+    assert "20/100  canvas 3.2500  grad" in shown(TRAINED, ar_loss=0.0)
+
+
+def test_skipped_steps_are_counted_where_there_are_any():
+    assert "skipped 2" in shown(TRAINED, skipped=2)
+    assert "skipped" not in shown(TRAINED, skipped=0)
+
+
+def test_a_skipped_step_is_told_with_its_part_and_samples():
+    record = {"step": 7, "skipped": 2, "not_finite": "AR loss", "not_finite_ids": [5, 12]}
+    assert shown(record) == "step   7/100  skipped: the AR loss is not finite (sample ids 5, 12)\n"
+
+
+def test_held_out_losses_come_with_their_accuracies():
+    record = {"step": 50, "heldout_canvas_loss": 2.0, "heldout_canvas_accuracy": 0.5, "heldout_ar_loss": 3.0}
+    record |= {"heldout_corrupted_loss": 4.0, "heldout_corrupted_accuracy": 0.125}
+    assert shown(record) == (
+        "step  50/100  held out:  canvas 2.0000 (50.0% right)  corrupted 4.0000 (12.5% right)  next token 3.0000\n"
+    )
+
+
+def test_sampled_prompts_show_accuracy_and_steps_per_canvas():
+    record = {"step": 50, "sample_accuracy": 0.25, "sample_count": 32, "sample_steps_per_canvas": 6.04}
+    assert shown(record | {"sample_tokens_per_forward": 2.46}) == (
+        "step  50/100  sampled:  25.0% of 32 right, 6.0 steps per canvas, 2.5 tokens per forward\n"
+    )
+    nothing = shown(record | {"sample_tokens_per_forward": None, "sample_steps_per_canvas": None})
+    assert nothing == "step  50/100  sampled:  25.0% of 32 right\n"
+
+
+def test_the_table_of_what_trains_adds_up():
+    table = shown(rows=[Trains("vocabulary", 1, 0, 24576), Trains("layers: mlp", 12, 1000, 24)])
+    assert [line.split() for line in table.splitlines()] == [
+        ["part", "tensors", "trains", "frozen"],
+        ["vocabulary", "1", "-", "24,576"],
+        ["layers:", "mlp", "12", "1,000", "24"],
+        ["total", "13", "1,000", "24,600"],
+    ]
+
+
+def test_other_ranks_show_nothing():
+    assert shown(TRAINED, is_shown=False, is_terminal=True, rows=[Trains("norm", 1, 1, 0)]) == ""
+
+
+def test_on_a_terminal_a_bar_has_the_losses_and_the_speed():
+    drawn = shown(TRAINED, is_terminal=True)
+    bar = drawn[drawn.rindex("next token") :]
+    assert "━" in bar and "20/100" in bar and "12,346 tokens/s (2,346 scored)  3.2 GiB" in bar and "left" in bar

@@ -1,0 +1,302 @@
+"""Checkpoints of a run: complete or absent, exact, and never a way into another run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from blockdiff.errors import RunError
+from blockdiff.metrics import MetricsLog, read, reproducible
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.training import state
+from blockdiff.training.ema import Ema
+from blockdiff.training.loop import Options, train
+from blockdiff.training.optimiser import WarmupCosine, adamw
+from tests.toy_objective import ToyObjective, slots, toy_batches
+
+ALONE = Ranks(torch.device("cpu"))
+FACTS = {"seed": 3, "recipe": {"optim": {"lr": 0.1}}}
+
+
+def run_to(run: Path, stop: int, resume: bool = False, seed: int = 0, keep: int = 2):
+    """Train a toy run of 9 steps up to step `stop`, saving every 2, as the command line would."""
+    objective = ToyObjective(seed)
+    optimiser = adamw(objective, lr=0.1)
+    log = MetricsLog(run / "metrics.jsonl")
+    checkpoint = state.enter(run, resume, ALONE)
+    start = state.restore(checkpoint, objective, optimiser, FACTS) if checkpoint else 0
+    log.cut(start)
+    schedule = WarmupCosine(peak=0.1, steps=9, warmup_steps=3)
+    train(
+        objective,
+        optimiser,
+        schedule.lr,
+        toy_batches(slots(ALONE, 4, 2), 4),
+        Options(steps=stop, log_every=1, save_every=2),
+        ALONE,
+        log=log.append,
+        save=lambda step: state.save(run, step, objective, optimiser, FACTS, keep, ALONE),
+        start=start,
+    )
+    return objective, optimiser
+
+
+def numbers(run: Path) -> list[dict]:
+    return reproducible(read(run / "metrics.jsonl"))
+
+
+def tensors_of(run: Path, step: int) -> dict[str, torch.Tensor]:
+    folder = run / "checkpoints" / f"step-{step}"
+    return {**load_file(folder / "model.safetensors"), **load_file(folder / "optimiser.safetensors")}
+
+
+def test_an_interrupted_run_equals_an_uninterrupted_one_to_the_bit(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run_to(whole, 9)
+    run_to(broken, 5)
+    shutil.rmtree(broken / "checkpoints" / "step-5")  # killed after step 5, last saved at step 4
+    run_to(broken, 9, resume=True, seed=99)  # whatever the weights were before the restore
+    assert numbers(broken) == numbers(whole)
+    assert [record["step"] for record in numbers(broken)] == list(range(1, 10))
+    expected, got = tensors_of(whole, 9), tensors_of(broken, 9)
+    assert expected.keys() == got.keys()
+    assert "signal.weight/exp_avg_sq" in got
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_a_run_killed_before_its_first_checkpoint_resumes_at_step_0(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run_to(whole, 3)
+    broken.mkdir()
+    (broken / "recipe.yaml").write_text("seed: 3\n")
+    MetricsLog(broken / "metrics.jsonl").append({"step": 1, "loss": 123.0})
+    run_to(broken, 3, resume=True)
+    assert numbers(broken) == numbers(whole)
+
+
+@pytest.mark.parametrize("sign", ["recipe.yaml", "metrics.jsonl", "checkpoints"])
+def test_an_existing_run_is_not_started_over(tmp_path, sign):
+    (tmp_path / sign).mkdir() if sign == "checkpoints" else (tmp_path / sign).write_text("")
+    with pytest.raises(RunError, match="already holds a run with no checkpoint yet; go on with --resume"):
+        state.enter(tmp_path, resume=False, ranks=ALONE)
+
+
+def test_the_refusal_says_how_far_the_run_got(tmp_path):
+    run_to(tmp_path, 4)
+    with pytest.raises(RunError, match="saved up to step 4"):
+        state.enter(tmp_path, resume=False, ranks=ALONE)
+
+
+def test_a_directory_with_other_files_can_be_used(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert state.enter(tmp_path, resume=False, ranks=ALONE) is None
+
+
+def test_only_the_newest_checkpoints_stay(tmp_path):
+    run_to(tmp_path, 9, keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-8", "step-9"]
+    assert list(state.steps_saved(tmp_path)) == [8, 9]
+
+
+def test_every_nth_checkpoint_and_the_protected_ones_stay_too(tmp_path):
+    objective = ToyObjective()
+    optimiser = adamw(objective, lr=0.1)
+    for step in range(1, 12):
+        state.save(
+            tmp_path, step, objective, optimiser, FACTS, 2, ALONE, keep_every=4, protect={3} if step < 9 else {7}
+        )
+    assert list(state.steps_saved(tmp_path)) == [4, 7, 8, 10, 11]  # 3 went when 7 became the best
+    state.save(tmp_path, 12, objective, optimiser, FACTS, 1, ALONE, protect={10})
+    assert list(state.steps_saved(tmp_path)) == [10, 12]
+
+
+def test_the_average_is_saved_and_goes_on_to_the_bit(tmp_path):
+    def averaged(seed, steps, checkpoint=None):
+        objective = ToyObjective(seed)
+        optimiser, ema = adamw(objective, lr=0.1), Ema(objective, 0.9)
+        start = state.restore(checkpoint, objective, optimiser, FACTS, ema=ema) if checkpoint else 0
+        batches = toy_batches(slots(ALONE, 4), 4)
+        settings = {"log": lambda record: None, "after_step": ema.update, "start": start}
+        train(objective, optimiser, lambda _: 0.1, batches, Options(steps), ALONE, **settings)
+        return objective, optimiser, ema
+
+    whole = averaged(0, 6)[2].state()
+    objective, optimiser, ema = averaged(0, 3)
+    path = state.save(tmp_path, 3, objective, optimiser, FACTS, 1, ALONE, ema=ema)
+    resumed = averaged(5, 6, path)[2].state()
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    other = ToyObjective(8)
+    average = Ema(other, 0.9)
+    state.restore_weights(path, other, average)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), objective.parameters(), strict=True))
+    assert all(torch.equal(ema.state()[name], average.state()[name]) for name in whole)
+
+
+def test_a_run_that_kept_no_average_cannot_go_on_with_one(tmp_path):
+    objective, optimiser = run_to(tmp_path, 2)
+    with pytest.raises(RunError, match=r"step-2: cannot be read .*ema\.safetensors"):
+        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, ema=Ema(objective, 0.9))
+
+
+def test_an_average_asked_for_since_is_refused_by_its_key_not_by_a_missing_file(tmp_path):
+    objective, optimiser = run_to(tmp_path, 2)
+    facts = {**FACTS, "optim.ema": 0.9}
+    with pytest.raises(RunError, match=r"was started with optim\.ema null, not 0\.9; keep what it was started with"):
+        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, facts, ema=Ema(objective, 0.9))
+
+
+def test_every_fact_that_differs_is_named_with_both_values(tmp_path):
+    objective, optimiser = run_to(tmp_path, 2)
+    changed = {"seed": 4, "recipe": {"optim": {"lr": 0.1, "clip": 2.0}}}
+    words = r"started with recipe\.optim\.clip null, not 2\.0; seed 3, not 4; keep what it was started with"
+    with pytest.raises(RunError, match=words):
+        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, changed)
+
+
+def test_another_number_of_processes_is_one_warning(tmp_path):
+    objective, optimiser = run_to(tmp_path, 2)
+    checkpoint = tmp_path / "checkpoints" / "step-2"
+    four = Ranks(torch.device("cpu"), rank=0, world=4)
+    with pytest.warns(UserWarning, match="saved by 1 processes, resumed by 4") as told:
+        assert state.restore(checkpoint, objective, optimiser, FACTS, ranks=four) == 2
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.restore(checkpoint, objective, optimiser, FACTS, ranks=ALONE)
+        state.restore(checkpoint, objective, optimiser, FACTS, ranks=replace(four, rank=1))
+
+
+def test_step_10_is_newer_than_step_9(tmp_path):
+    for step in (9, 10):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    assert state.enter(tmp_path, resume=True, ranks=ALONE) == tmp_path / "checkpoints" / "step-10"
+
+
+def test_a_checkpoint_holds_no_pickle(tmp_path):
+    run_to(tmp_path, 2)
+    names = sorted(path.name for path in (tmp_path / "checkpoints" / "step-2").iterdir())
+    assert names == ["model.safetensors", "optimiser.safetensors", "trainer.json"]
+
+
+def test_saving_the_same_step_again_replaces_it(tmp_path):
+    objective, optimiser = run_to(tmp_path, 2)
+    with torch.no_grad():
+        objective.norm.fill_(4.0)
+    state.save(tmp_path, 2, objective, optimiser, FACTS, 2, ALONE)
+    assert tensors_of(tmp_path, 2)["norm"].tolist() == [4.0] * 8
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from blockdiff.training import state
+from tests import test_state
+
+def dying(function):
+    def call(*args, **kwargs):
+        global calls
+        calls += 1
+        if calls == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return call
+
+test_state.run_to(Path(sys.argv[1]) / "0", 1)  # imports what a first step imports, once
+for moment in range(1, 40):
+    child = os.fork()
+    if child:
+        status = os.waitpid(child, 0)[1]
+        if status != signal.SIGKILL:
+            sys.exit(status)  # that save went through: every moment has been died at
+        continue
+    run, calls = Path(sys.argv[1]) / str(moment), 0
+    objective, optimiser = test_state.run_to(run, 4)
+    # Every write, sync, rename and removal of a save is a moment to die at.
+    state.save_file = dying(state.save_file)
+    state._fsync = dying(state._fsync)
+    state.shutil.rmtree = dying(state.shutil.rmtree)
+    Path.rename = dying(Path.rename)
+    Path.write_text = dying(Path.write_text)
+    state.save(run, 6, objective, optimiser, test_state.FACTS, 2, test_state.ALONE)
+    os._exit(0)
+"""
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, timeout=120, check=True)
+    runs = sorted((run for run in tmp_path.iterdir() if run.name != "0"), key=lambda run: int(run.name))
+    assert len(runs) > 10
+    reached = []
+    for run in runs:
+        checkpoint = state.enter(run, resume=True, ranks=ALONE)
+        objective = ToyObjective(5)
+        reached.append(state.restore(checkpoint, objective, adamw(objective, 0.1), FACTS))
+        assert all(path.name.startswith("step-") for path in (run / "checkpoints").iterdir())
+    assert reached == sorted(reached)
+    assert set(reached) == {4, 6}
+
+
+def test_a_run_does_not_resume_into_another_one(tmp_path):
+    objective, optimiser = run_to(tmp_path, 2)
+    checkpoint = tmp_path / "checkpoints" / "step-2"
+    with pytest.raises(RunError, match="was started with seed 3, not 4"):
+        state.restore(checkpoint, objective, optimiser, {**FACTS, "seed": 4})
+    with pytest.raises(RunError, match="was started with world null, not 2"):
+        state.restore(checkpoint, objective, optimiser, {**FACTS, "world": 2})
+
+
+def test_another_model_is_refused_by_the_name_of_a_tensor_and_left_alone(tmp_path):
+    run_to(tmp_path, 2)
+    checkpoint = tmp_path / "checkpoints" / "step-2"
+    wider = ToyObjective()
+    wider.mix = torch.nn.Linear(8, 9, bias=False)
+    before = {name: tensor.clone() for name, tensor in wider.state_dict().items()}
+    with pytest.raises(RunError, match=r"mix\.weight is .*\[8, 8\] there and .*\[9, 8\] in the model"):
+        state.restore(checkpoint, wider, adamw(wider, 0.1), FACTS)
+    assert all(torch.equal(before[name], tensor) for name, tensor in wider.state_dict().items())
+
+
+def test_a_parameter_frozen_since_is_named(tmp_path):
+    run_to(tmp_path, 2)
+    frozen = ToyObjective()
+    frozen.mix.requires_grad_(False)
+    with pytest.raises(RunError, match=r"mix\.weight was trained in the run to resume"):
+        state.restore(tmp_path / "checkpoints" / "step-2", frozen, adamw(frozen, 0.1), FACTS)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimiser.safetensors", "trainer.json"])
+def test_a_damaged_checkpoint_is_one_line_with_what_to_do(tmp_path, name):
+    objective, optimiser = run_to(tmp_path, 2)
+    checkpoint = tmp_path / "checkpoints" / "step-2"
+    whole = (checkpoint / name).read_bytes()
+    (checkpoint / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RunError, match=r"step-2: cannot be read .* remove it to go on from an earlier one"):
+        state.restore(checkpoint, objective, optimiser, FACTS)
+
+
+def test_the_state_of_another_optimiser_kind_survives_too(tmp_path):
+    objective = ToyObjective()
+    optimiser = torch.optim.SGD(objective.parameters(), lr=0.1, momentum=0.9)
+    objective(toy_batches([range(4)], 4)(1)[0]).canvas_sum.backward()
+    optimiser.step()
+    path = state.save(tmp_path, 1, objective, optimiser, FACTS, 1, ALONE)
+    again = ToyObjective(1)
+    other = torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
+    assert state.restore(path, again, other, FACTS) == 1
+    for mine, theirs in zip(objective.parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(optimiser.state[mine]["momentum_buffer"], other.state[theirs]["momentum_buffer"])
+    assert json.loads((path / "trainer.json").read_text())["facts"] == FACTS
