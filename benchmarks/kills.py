@@ -174,8 +174,8 @@ def attempt(folder: Path, run: Path, kill: Kill | None) -> dict[str, int] | None
 
 def in_child(folder: Path, words: list[str], kill: Kill | None = None) -> dict[str, int] | None:
     """Run a `blockdiff` command in a process of its own, forked after the imports."""
-    from blockdiff.training import run as training
     from blockdiff.cli.main import app
+    from blockdiff.training import run as training
 
     counted, said = folder / "operations", folder / "said"
     counted.unlink(missing_ok=True)

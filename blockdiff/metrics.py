@@ -1,17 +1,86 @@
-"""metrics.jsonl: one object per record of a run, written whole and cut back on resume."""
+"""What a run measures: the table of its metrics, and metrics.jsonl, the log that holds their records."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from blockdiff.errors import RunError
 
 FILE_NAME = "metrics.jsonl"
-Record = dict[str, Any]
+Record = dict[str, Any]  # "step", "kind" and metrics of that kind
+Kind = Literal["train", "heldout", "sample", "skipped"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number in the records of one kind: its name in words, how it is written, and which values are better."""
+
+    kind: Kind
+    label: str
+    better: Literal["lower", "higher"] | None = None
+    format: str = ".4f"
+    unit: str = ""  # follows the number in a line of text; without one the label stands before it
+
+    def text(self, value: float) -> str:
+        """A value in words: "canvas loss 3.2500", "6.0 steps per canvas"."""
+        number = format(value, self.format)
+        return f"{number} {self.unit}" if self.unit else f"{self.label} {number}"
+
+
+# Every metric by its key. Losses are in nats per token. docs/cli.md says what each one counts.
+METRICS: dict[str, Metric] = {
+    "loss": Metric("train", "loss", "lower"),
+    "canvas_loss": Metric("train", "canvas loss", "lower"),
+    "ar_loss": Metric("train", "next-token loss", "lower"),
+    "grad_norm": Metric("train", "gradient norm before clipping", format=".2f"),
+    "lr": Metric("train", "learning rate", format=".1e"),
+    "epoch": Metric("train", "epoch", format=".2f"),
+    "tokens_per_second": Metric("train", "tokens per second", "higher", ",.0f", "tokens/s"),
+    "scored_tokens_per_second": Metric("train", "scored tokens per second", "higher", ",.0f", "scored tokens/s"),
+    "memory_gib": Metric("train", "most memory", "lower", ".1f", "GiB"),
+    "seconds": Metric("train", "time spent on training", "lower", ".0f", "s"),
+    "heldout_canvas_loss": Metric("heldout", "held-out canvas loss", "lower"),
+    "heldout_canvas_accuracy": Metric("heldout", "held-out canvas tokens right", "higher", ".1%"),
+    "heldout_weighted_loss": Metric("heldout", "held-out weighted canvas loss", "lower"),
+    "heldout_ar_loss": Metric("heldout", "held-out next-token loss", "lower"),
+    "heldout_ar_accuracy": Metric("heldout", "held-out next tokens right", "higher", ".1%"),
+    "heldout_corrupted_loss": Metric("heldout", "held-out loss of corrupted tokens", "lower"),
+    "heldout_corrupted_accuracy": Metric("heldout", "held-out corrupted tokens right", "higher", ".1%"),
+    "heldout_corrupted_loss_no_signal": Metric("heldout", "held-out loss of corrupted tokens, no signal", "lower"),
+    "heldout_corrupted_accuracy_no_signal": Metric(
+        "heldout", "held-out corrupted tokens right, no signal", "higher", ".1%"
+    ),
+    "heldout_kept_loss": Metric("heldout", "held-out loss of kept tokens", "lower"),
+    "heldout_kept_accuracy": Metric("heldout", "held-out kept tokens right", "higher", ".1%"),
+    "heldout_kept_loss_no_signal": Metric("heldout", "held-out loss of kept tokens, no signal", "lower"),
+    "heldout_kept_accuracy_no_signal": Metric("heldout", "held-out kept tokens right, no signal", "higher", ".1%"),
+    "sample_accuracy": Metric("sample", "sampled prompts right", "higher", ".1%"),
+    "sample_steps_per_canvas": Metric(
+        "sample", "steps per canvas of sampled prompts", "lower", ".1f", "steps per canvas"
+    ),
+    "sample_tokens_per_forward": Metric(
+        "sample", "tokens per forward of sampled prompts", "higher", ".1f", "tokens per forward"
+    ),
+    "sample_count": Metric("sample", "sampled prompts", format="d", unit="sampled prompts"),
+    "sample_errors": Metric("sample", "sampled prompts that failed", "lower", "d", "sampled prompts failed"),
+    "sample_seconds": Metric("sample", "time spent on sampling prompts", "lower", ".1f", "s"),
+    "skipped": Metric("skipped", "optimiser steps skipped", "lower", "d", "optimiser steps skipped"),
+}
+MACHINE_UNITS = ("s", "GiB", "tokens/s", "scored tokens/s")  # their numbers depend on clocks and machines
+
+
+def metrics_of_evaluations() -> list[str]:
+    """The keys that can tell which weights are the best: held-out and sampled metrics that have a better direction."""
+    return [
+        key
+        for key, metric in METRICS.items()
+        if metric.kind in ("heldout", "sample") and metric.better and metric.unit not in MACHINE_UNITS
+    ]
 
 
 class MetricsLog:
@@ -55,11 +124,19 @@ def read(path: Path) -> list[Record]:
                 raise TypeError
         except (ValueError, TypeError, KeyError):
             raise RunError(f"{path}:{number}: not a metrics record; remove the line to go on") from None
+        # Logs of version 0.1.0 have no kinds.
+        if (known := next((METRICS[key].kind for key in record if key in METRICS), None)) is not None:
+            record.setdefault("kind", known)
         records.append(record)
     return records
 
 
+def of_kind(records: Iterable[Record], kind: Kind) -> list[Record]:
+    """The records of one kind, in their order."""
+    return [record for record in records if record.get("kind") == kind]
+
+
 def reproducible(records: Iterable[Record]) -> list[Record]:
     """The records without what clocks and machines say: the rest of a resumed run equals an uninterrupted one's."""
-    measured = ("seconds", "_per_second", "memory_gib")
-    return [{key: value for key, value in record.items() if not key.endswith(measured)} for record in records]
+    measured = {key for key, metric in METRICS.items() if metric.unit in MACHINE_UNITS}
+    return [{key: value for key, value in record.items() if key not in measured} for record in records]

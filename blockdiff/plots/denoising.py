@@ -99,9 +99,7 @@ def page(requests: Sequence[RequestPicture], title: str, grid: int | None = None
         if side:
             body.append(_grids(grid_moments(request, side), side, most))
             body.append("<details><summary>every position, step by step</summary>")
-        body += [
-            f"<h3>{_text(canvas.title)}</h3>{_table(canvas.moments, most)}" for canvas in request.canvases
-        ]
+        body += [f"<h3>{_text(canvas.title)}</h3>{_table(canvas.moments, most)}" for canvas in request.canvases]
         body.append("</details>" if side else "")
         body.append(f"<h3>text</h3><pre>{_text(request.text)}</pre></section>")
     return (

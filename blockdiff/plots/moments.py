@@ -70,9 +70,7 @@ def pictures(traces: Sequence[Trace], decode: Decode) -> list[RequestPicture]:
         RequestPicture(
             title=f"request {trace.id}",
             prompt=trace.prompt.removeprefix("<bos>"),
-            canvases=tuple(
-                _canvas(trace.steps_of(canvas.canvas), canvas, decode) for canvas in trace.canvases
-            ),
+            canvases=tuple(_canvas(trace.steps_of(canvas.canvas), canvas, decode) for canvas in trace.canvases),
             text=trace.text,
         )
         for trace in traces
@@ -96,20 +94,14 @@ def _canvas(steps: Sequence[Step], canvas: Canvas, decode: Decode) -> CanvasPict
             kept = step.is_accepted[place]
             cells.append(Cell(decode(token), step.entropy[place], kept, is_changed, note=note))
         mean = sum(step.entropy) / max(1, len(step.entropy))
-        detail = (
-            f"entropy {mean:.2f} · kept {sum(step.is_accepted)}/{len(step.argmax)} · T {step.temperature:.2f}"
-        )
+        detail = f"entropy {mean:.2f} · kept {sum(step.is_accepted)}/{len(step.argmax)} · T {step.temperature:.2f}"
         moments.append(Moment(f"step {number}", detail, tuple(cells)))
         before = step.argmax
     committed = tuple(
-        Cell(
-            decode(token), is_noise=place >= canvas.kept, note="" if place < canvas.kept else "after the end"
-        )
+        Cell(decode(token), is_noise=place >= canvas.kept, note="" if place < canvas.kept else "after the end")
         for place, token in enumerate(canvas.tokens)
     )
-    ending = {"eos": ", the response ends", "length": ", no room for more"}.get(
-        canvas.finish_reason or "", ""
-    )
+    ending = {"eos": ", the response ends", "length": ", no room for more"}.get(canvas.finish_reason or "", "")
     moments.append(Moment("committed", f"{canvas.kept} tokens{ending}", committed))
     word = "step" if canvas.steps == 1 else "steps"
     return CanvasPicture(f"canvas {canvas.canvas + 1}: {canvas.steps} {word}", tuple(moments))
@@ -148,9 +140,7 @@ def grid_moments(picture: RequestPicture, side: int) -> list[Moment]:
         for moment in canvas.moments:
             cells = [*done, *moment.cells][:count]
             cells += [Cell("", is_noise=True)] * (count - len(cells))
-            moments.append(
-                replace(moment, cells=tuple(_given(c, g) for c, g in zip(cells, given, strict=True)))
-            )
+            moments.append(replace(moment, cells=tuple(_given(c, g) for c, g in zip(cells, given, strict=True))))
         done += canvas.moments[-1].cells
     return moments
 

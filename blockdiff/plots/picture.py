@@ -93,9 +93,7 @@ def _draw_cell(axes: Any, x: float, y: float, cell: Cell, most: float, is_last: 
     is_done = is_last and not cell.is_noise and not is_given
     colour = GIVEN if is_given else EMPTY if cell.is_noise else heat(cell.entropy, most)
     edge = SURE if cell.is_accepted or is_done else "white"
-    axes.add_patch(
-        Rectangle((x + 0.04, y + 0.04), 0.92, 0.92, facecolor=colour, edgecolor=edge, linewidth=1.3)
-    )
+    axes.add_patch(Rectangle((x + 0.04, y + 0.04), 0.92, 0.92, facecolor=colour, edgecolor=edge, linewidth=1.3))
     if cell.is_changed:
         corner = [(x + 0.96, y + 0.04), (x + 0.66, y + 0.04), (x + 0.96, y + 0.34)]
         axes.add_patch(Polygon(corner, facecolor="#2563eb", edgecolor="none"))

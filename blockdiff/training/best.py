@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from blockdiff.errors import RunError
-from blockdiff.metrics import Record
-
-HIGHER_IS_BETTER = ("accuracy", "solved", "share", "tokens_per")
-LOWER_IS_BETTER = ("loss", "steps", "error")
+from blockdiff.metrics import METRICS, Record, metrics_of_evaluations
 
 
-def is_higher_better(metric: str) -> bool:
-    """By the words in a metric's name. Raises RunError for a name that has none of them."""
-    # "sample_accuracy", "heldout_ar_loss": the last word that is known decides ("loss_no_signal" is a loss).
-    found = {max(metric.rfind(word) for word in words): words for words in (HIGHER_IS_BETTER, LOWER_IS_BETTER)}
-    if max(found) < 0:
-        known = ", ".join((*HIGHER_IS_BETTER, *LOWER_IS_BETTER))
-        raise RunError(
-            f"evaluation.best: whether more or less of {metric} is better is not known; names say so by {known}"
-        )
-    return found[max(found)] is HIGHER_IS_BETTER
+def check(metric: str) -> None:
+    """Raises RunError for a metric that cannot tell which weights are the best."""
+    if metric not in (known := metrics_of_evaluations()):
+        raise RunError(f"evaluation.best: no metric {metric!r}; choose one of {', '.join(known)}")
 
 
 def values_of(records: Sequence[Record], metric: str) -> list[tuple[int, float]]:
@@ -31,10 +22,11 @@ def values_of(records: Sequence[Record], metric: str) -> list[tuple[int, float]]
 def best_of(records: Sequence[Record], metric: str, among: Collection[int] | None = None) -> tuple[int, float] | None:
     """The step with the best value of a metric, the earliest of equals, and the value; None if no record has it.
 
-    among: the steps that count, such as those with a checkpoint; None = all.
+    among: the steps that count, such as those with a checkpoint; None = all. Raises RunError as `check` does.
     """
+    check(metric)
     values = [pair for pair in values_of(records, metric) if among is None or pair[0] in among]
-    sign = -1 if is_higher_better(metric) else 1
+    sign = -1 if METRICS[metric].better == "higher" else 1
     return min(values, key=lambda pair: sign * pair[1], default=None)
 
 

@@ -14,14 +14,12 @@ from torch import nn
 
 from blockdiff.canvas import Batch
 from blockdiff.errors import DataError
-from blockdiff.metrics import Record
+from blockdiff.metrics import Record, of_kind
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted, Stopped, interruptible
 from blockdiff.training.clock import Clock, memory_gib
 from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
 from blockdiff.training.step import Counts, Skips, backpropagate
-
-HELDOUT, SAMPLE = "heldout_", "sample_"  # how keys of the records of `evaluate` and `sample` begin
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def train(
 
     `objective(batch)` returns losses with `canvas_sum` and `ar_sum`; `batches(step)` this rank's micro-batches, on
     the CPU, and never none with several ranks. `after_step` comes after each step that was taken (EMA), on all ranks.
-    `evaluate` and `sample` run on all ranks; the keys of their records begin with "heldout_" and "sample_".
+    `evaluate` and `sample` run on all ranks; their records are of the kinds "heldout" and "sample".
     `is_best(step)` after them asks for a checkpoint even where none is due, `should_stop(step)` for an early end; both
     read the log, and the main process decides. `is_stopping()` is the number of a signal caught on this rank, 0 = none.
     `log` and `on_step` run on the main process. `logged`: the log up to `start` (of the main process); what is due
@@ -80,7 +78,7 @@ def train(
     module, weights = ranks.wrap(objective), list(trainable(objective).values())
     clock = Clock(ranks.device, seconds)
     milestones = Milestones(options, ranks, log, evaluate, sample, save, is_best, should_stop, is_stopping)
-    skips = Skips(options.non_finite, ranks.agree([r["step"] for r in logged or () if "not_finite" in r]))
+    skips = Skips(options.non_finite, ranks.agree([r["step"] for r in of_kind(logged or (), "skipped")]))
     with clock.stopped():
         if milestones.after_restart(start, logged):
             return start
@@ -103,7 +101,8 @@ def train(
                     after_step(step)
                 if options.is_due(step, options.log_every):
                     rates = {**clock.read(), "memory_gib": memory_gib(ranks.device)}
-                    record = {"step": step, **gradient.losses, "grad_norm": gradient.norm, "lr": lr(step)}
+                    record = {"step": step, "kind": "train", **gradient.losses}
+                    record |= {"grad_norm": gradient.norm, "lr": lr(step)}
                     if options.steps_per_epoch:
                         record["epoch"] = round(step / options.steps_per_epoch, 4)
                     milestones.report({**record, "skipped": len(skips.steps), **rates})
@@ -145,8 +144,7 @@ class Milestones:
         self.saved = start
         if start > 0 and logged is None:
             return False
-        keys = {key for record in logged or () if record["step"] == start for key in record}
-        made = [prefix for prefix in (HELDOUT, SAMPLE) if any(key.startswith(prefix) for key in keys)]
+        made = [record["kind"] for record in logged or () if record["step"] == start]
         return self.after(start, made=self.ranks.agree(made))
 
     def after(self, step: int, made: Sequence[str] = ()) -> bool:
@@ -176,9 +174,9 @@ class Milestones:
     def measure(self, step: int, done: set[str], is_end: bool = False) -> None:
         """Evaluate and sample where due, or both at the end, unless `done`."""
         o = self.options
-        kinds = ((HELDOUT, self.evaluate, o.eval_every), (SAMPLE, self.sample, o.sample_every))
-        for prefix, take, every in kinds:
-            if take and prefix not in done and (is_end or o.is_due(step, every)):
+        kinds = (("heldout", self.evaluate, o.eval_every), ("sample", self.sample, o.sample_every))
+        for kind, take, every in kinds:
+            if take and kind not in done and (is_end or o.is_due(step, every)):
                 if self.is_stopping and any(self.ranks.gather(self.is_stopping())):
                     self.stop(step)  # a resumed run measures here
                 try:
@@ -186,8 +184,8 @@ class Milestones:
                         record = take(step)
                 except Interrupted:
                     self.stop(step)  # as here
-                self.report({"step": step, **record})
-                done.add(prefix)
+                self.report({"step": step, "kind": kind, **record})
+                done.add(kind)
 
     def report(self, record: Record) -> None:
         """Hand a record to the log on the main process."""

@@ -73,14 +73,14 @@ class Progress:
         """Show a metrics record as one line, and its losses, speed and memory beside the bar."""
         step = record["step"]
         words = [f"step {step:>{len(str(self.steps))}}/{self.steps}"]
-        if held := _heldout(record):
-            words += ["held out:", held]
-        if "not_finite" in record:
+        if record["kind"] == "heldout":
+            words += ["held out:", _heldout(record)]
+        if record["kind"] == "skipped":
             ids = ", ".join(map(str, record["not_finite_ids"]))
             words.append(f"skipped: the {record['not_finite']} is not finite (sample ids {ids})")
-        if "sample_accuracy" in record:
+        if record["kind"] == "sample":
             words += ["sampled:", _sampled(record)]
-        if "canvas_loss" in record:
+        if record["kind"] == "train":
             losses, speed = _losses(record), _speed(record)
             words += [losses, f"grad {record['grad_norm']:.2f}  lr {record['lr']:.1e}", speed]
             if record.get("skipped"):
@@ -89,8 +89,7 @@ class Progress:
                 words.append(f"left {self._left(step)}")
             else:
                 self.bar.update(self.task, description=losses, speed=speed)
-        if len(words) > 1:
-            self.line("  ".join(words))
+        self.line("  ".join(words))
 
     def _left(self, step: int) -> str:
         done = max(1, step - self.first)

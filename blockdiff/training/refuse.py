@@ -5,16 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from blockdiff.errors import RecipeError
+from blockdiff.metrics import METRICS
+from blockdiff.training import best
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.trackers import check as check_trackers
-
-_SIDES = ("loss", "accuracy", "loss_no_signal", "accuracy_no_signal")
-HELDOUT = (
-    *("heldout_canvas_loss", "heldout_canvas_accuracy", "heldout_weighted_loss"),
-    *("heldout_ar_loss", "heldout_ar_accuracy"),
-    *(f"heldout_{part}_{side}" for part in ("corrupted", "kept") for side in _SIDES),
-)
-SAMPLED = ("sample_accuracy", "sample_steps_per_canvas", "sample_tokens_per_forward")
 
 
 def refuse(recipe: Recipe, world: int = 1) -> None:
@@ -27,16 +21,15 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
         if patience is not None:
             raise RecipeError("evaluation.patience: needs evaluation.best, the metric it waits for")
         return
-    if metric not in (*HELDOUT, *SAMPLED):
-        raise RecipeError(f"evaluation.best: no metric {metric!r}; choose one of {', '.join((*HELDOUT, *SAMPLED))}")
-    if metric in HELDOUT:
+    best.check(metric)
+    if METRICS[metric].kind == "heldout":
         needs, there, key, every = "data.heldout", recipe.data.heldout, "train.eval_every", recipe.train.eval_every
     else:
         asked = recipe.evaluation
         needs, there, key, every = "evaluation.prompts", asked.prompts, "evaluation.prompts_every", asked.prompts_every
     if there is None:
         raise RecipeError(f"evaluation.best: {metric} is measured on {needs}, which is not set")
-    if metric.startswith("heldout_ar_") and not recipe.objective.ar_weight:
+    if metric in ("heldout_ar_loss", "heldout_ar_accuracy") and not recipe.objective.ar_weight:
         raise RecipeError(f"evaluation.best: {metric} is not measured with objective.ar_weight 0")
     if patience is not None and not every:
         raise RecipeError(f"evaluation.patience: {metric} is measured at the end only; set {key}")

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from blockdiff import __version__
+from blockdiff.metrics import Record, of_kind
 
 PACKAGES = ("torch", "transformers", "accelerate")
 
 
 def run_report(
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[Record],
     *,
     run: str,
     batch_size: int,
@@ -35,7 +36,7 @@ def run_report(
     Training losses are of the last logged step; held-out and sampled figures both the last and, as `best_...` with
     its step, the best.
     """
-    trained = [record for record in records if "grad_norm" in record]
+    trained = of_kind(records, "train")
     last = trained[-1] if trained else {}
     steps = max((record["step"] for record in records), default=0)
     report: dict[str, Any] = {

@@ -110,7 +110,8 @@ class Skips:
         self.steps.append(step)
         if self.steps[-MOST_SKIPS - 1 :] == list(range(step - MOST_SKIPS, step + 1)):
             raise RunError(f"{what}, nor was anything in the {MOST_SKIPS} steps before; lower optim.lr")
-        return {"step": step, "skipped": len(self.steps), "not_finite": part, "not_finite_ids": samples[:NAMED_SAMPLES]}
+        skip: Record = {"step": step, "kind": "skipped", "skipped": len(self.steps)}
+        return {**skip, "not_finite": part, "not_finite_ids": samples[:NAMED_SAMPLES]}
 
 
 def culprit(window: Sequence[Batch], sums: Tensor, ranks: Ranks) -> tuple[str, list[int]]:

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from blockdiff import checkpoint
 from blockdiff.cli.main import app
+from blockdiff.metrics import METRICS, metrics_of_evaluations
 from blockdiff.training.recipe import read_recipe
-from blockdiff.training.refuse import HELDOUT
 
 COMMANDS = [["train"], ["sample"], ["eval"], ["data"], ["data", "sudoku"], ["data", "tokenizer"], ["init"], ["inspect"]]
 RECIPE = """\
@@ -269,8 +269,11 @@ def test_a_run_directory_is_complete(workshop: Path) -> None:
 
 
 def test_the_metrics_that_can_decide_are_those_that_are_measured(workshop: Path) -> None:
-    held = [record for record in metrics(workshop / "run") if "heldout_canvas_loss" in record]
-    assert {key for record in held for key in record} == {*HELDOUT, "step", "heldout_levels"}
+    records = metrics(workshop / "run")
+    measured = {key for record in records if record["kind"] == "heldout" for key in record}
+    decisive = {key for key in metrics_of_evaluations() if METRICS[key].kind == "heldout"}
+    assert measured == {*decisive, "step", "kind", "heldout_levels"}
+    assert {record["kind"] for record in records} == {"train", "heldout"}
 
 
 def test_the_recipe_in_a_run_directory_repeats_the_run(workshop: Path, tmp_path: Path) -> None:

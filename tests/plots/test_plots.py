@@ -103,9 +103,7 @@ def test_grids_show_givens_through_the_noise_and_mark_contradictions(trace: Trac
 def test_grids_run_over_several_canvases() -> None:
     tokens = ids(SOLUTION)
     steps = [step(n, 0, tokens[4 * n : 4 * n + 4], [0.1] * 4, [True] * 4) for n in range(4)]
-    canvases = [
-        Canvas("a", n, PUZZLE, tokens[4 * n : 4 * n + 4], 4, SOLUTION[: 4 * n + 4], 1, None) for n in range(4)
-    ]
+    canvases = [Canvas("a", n, PUZZLE, tokens[4 * n : 4 * n + 4], 4, SOLUTION[: 4 * n + 4], 1, None) for n in range(4)]
     moments = grid_moments(pictures([Trace("a", PUZZLE, SOLUTION, steps, canvases)], decode)[0], 4)
     assert len(moments) == 12
     # While the second canvas is denoised the first stands and the third is still empty.
@@ -230,13 +228,14 @@ LEVELS = [
 
 def measured(scale: float = 1.0, ar: float = 0.0, **more: object) -> list[dict]:
     """Two training records, an evaluation between them and one at the end."""
+    first = [{**LEVELS[0], "corrupted_loss": 9.0}]
     rates = {"grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 100.0 * scale}
     held = {"heldout_canvas_loss": 2.5 * scale, "heldout_levels": LEVELS, **more}
     return [
-        {"step": 1, "canvas_loss": 4.0 * scale, "ar_loss": ar, **rates},
-        {"step": 1, "heldout_canvas_loss": 3.5, "heldout_levels": [{**LEVELS[0], "corrupted_loss": 9.0}]},
-        {"step": 2, "canvas_loss": 2.0 * scale, "ar_loss": ar, **rates},
-        {"step": 2, **held},
+        {"step": 1, "kind": "train", "canvas_loss": 4.0 * scale, "ar_loss": ar, **rates},
+        {"step": 1, "kind": "heldout", "heldout_canvas_loss": 3.5, "heldout_levels": first},
+        {"step": 2, "kind": "train", "canvas_loss": 2.0 * scale, "ar_loss": ar, **rates},
+        {"step": 2, "kind": "heldout", **held},
     ]
 
 

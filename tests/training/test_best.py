@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from blockdiff.errors import RunError
-from blockdiff.training.best import best_of, evaluations_since_best, is_higher_better
+from blockdiff.training.best import best_of, evaluations_since_best
 
 RECORDS = [
     {"step": 0, "heldout_canvas_loss": 0.1, "sample_accuracy": 0.9},
@@ -29,23 +29,23 @@ def test_the_best_can_be_looked_for_among_some_steps():
 
 
 @pytest.mark.parametrize(
-    ("metric", "expected"),
+    ("metric", "step"),
     [
-        ("heldout_canvas_loss", False),
-        ("heldout_corrupted_loss_no_signal", False),
-        ("heldout_corrupted_accuracy_no_signal", True),
-        ("sample_steps_per_canvas", False),
-        ("sample_tokens_per_forward", True),
-        ("solved_share", True),
+        ("heldout_canvas_loss", 1),
+        ("heldout_corrupted_loss_no_signal", 1),
+        ("heldout_corrupted_accuracy_no_signal", 2),
+        ("sample_steps_per_canvas", 1),
+        ("sample_tokens_per_forward", 2),
     ],
 )
-def test_a_name_says_whether_more_is_better(metric, expected):
-    assert is_higher_better(metric) is expected
+def test_the_table_of_metrics_says_whether_more_is_better(metric, step):
+    assert best_of([{"step": 1, metric: 0.25}, {"step": 2, metric: 0.5}], metric)[0] == step
 
 
-def test_a_name_that_does_not_say_is_refused():
-    with pytest.raises(RunError, match="more or less of heldout_quality"):
-        is_higher_better("heldout_quality")
+@pytest.mark.parametrize("metric", ["heldout_quality", "loss", "lr", "sample_count", "sample_seconds"])
+def test_what_no_evaluation_measures_or_has_no_better_value_is_refused(metric):
+    with pytest.raises(RunError, match=f"no metric '{metric}'; choose one of heldout_canvas_loss, "):
+        best_of(RECORDS, metric)
 
 
 def test_patience_counts_evaluations_after_the_best():

@@ -79,7 +79,7 @@ def test_the_loss_is_a_mean_over_tokens_not_over_micro_batches():
 def test_a_logged_step_has_what_the_run_directory_promises():
     records = run(ToyObjective(), toy_batches([range(4)], 4), steps=5, log_every=2, rate=0.25, seconds=10.0)
     assert [record["step"] for record in records] == [2, 4, 5]
-    keys = ["step", "loss", "canvas_loss", "ar_loss", "grad_norm", "lr", "skipped"]
+    keys = ["step", "kind", "loss", "canvas_loss", "ar_loss", "grad_norm", "lr", "skipped"]
     keys += ["tokens_per_second", "scored_tokens_per_second", "seconds", "memory_gib"]
     assert list(records[0]) == keys
     assert records[0]["lr"] == 0.25

@@ -11,6 +11,7 @@ from blockdiff.training.progress import Progress
 
 TRAINED = {
     "step": 20,
+    "kind": "train",
     "loss": 4.5,
     "canvas_loss": 3.25,
     "ar_loss": 1.25,
@@ -52,12 +53,18 @@ def test_skipped_steps_are_counted_where_there_are_any():
 
 
 def test_a_skipped_step_is_told_with_its_part_and_samples():
-    record = {"step": 7, "skipped": 2, "not_finite": "AR loss", "not_finite_ids": [5, 12]}
+    record = {"step": 7, "kind": "skipped", "skipped": 2, "not_finite": "AR loss", "not_finite_ids": [5, 12]}
     assert shown(record) == "step   7/100  skipped: the AR loss is not finite (sample ids 5, 12)\n"
 
 
 def test_held_out_losses_come_with_their_accuracies():
-    record = {"step": 50, "heldout_canvas_loss": 2.0, "heldout_canvas_accuracy": 0.5, "heldout_ar_loss": 3.0}
+    record = {
+        "step": 50,
+        "kind": "heldout",
+        "heldout_canvas_loss": 2.0,
+        "heldout_canvas_accuracy": 0.5,
+        "heldout_ar_loss": 3.0,
+    }
     record |= {"heldout_corrupted_loss": 4.0, "heldout_corrupted_accuracy": 0.125}
     assert shown(record) == (
         "step  50/100  held out:  canvas 2.0000 (50.0% right)  corrupted 4.0000 (12.5% right)  next token 3.0000\n"
@@ -65,7 +72,13 @@ def test_held_out_losses_come_with_their_accuracies():
 
 
 def test_sampled_prompts_show_accuracy_and_steps_per_canvas():
-    record = {"step": 50, "sample_accuracy": 0.25, "sample_count": 32, "sample_steps_per_canvas": 6.04}
+    record = {
+        "step": 50,
+        "kind": "sample",
+        "sample_accuracy": 0.25,
+        "sample_count": 32,
+        "sample_steps_per_canvas": 6.04,
+    }
     assert shown(record | {"sample_tokens_per_forward": 2.46}) == (
         "step  50/100  sampled:  25.0% of 32 right, 6.0 steps per canvas, 2.5 tokens per forward\n"
     )

@@ -15,18 +15,33 @@ CPU = torch.device("cpu")
 
 def trained(step, seconds, speed, loss):
     rates = {"grad_norm": 1.0, "lr": 0.1, "tokens_per_second": speed, "scored_tokens_per_second": speed / 2}
-    return {"step": step, "loss": loss + 1, "canvas_loss": loss, "ar_loss": 1.0, "seconds": seconds, **rates}
+    return {
+        "step": step,
+        "kind": "train",
+        "loss": loss + 1,
+        "canvas_loss": loss,
+        "ar_loss": 1.0,
+        "seconds": seconds,
+        **rates,
+    }
 
 
 RECORDS = [
-    {"step": 0, "heldout_canvas_loss": 5.0, "heldout_ar_loss": 6.0},
+    {"step": 0, "kind": "heldout", "heldout_canvas_loss": 5.0, "heldout_ar_loss": 6.0},
     trained(10, 10.0, 1000.0, 3.0) | {"memory_gib": 2.0},
-    {"step": 10, "heldout_canvas_loss": 2.5, "heldout_ar_loss": 3.0, "sample_accuracy": 0.5},
-    {"step": 12, "skipped": 1, "not_finite": "canvas loss", "not_finite_ids": [4]},
-    {"step": 13, "skipped": 2, "not_finite": "canvas loss", "not_finite_ids": [4]},
+    {"step": 10, "kind": "heldout", "heldout_canvas_loss": 2.5, "heldout_ar_loss": 3.0},
+    {"step": 10, "kind": "sample", "sample_accuracy": 0.5},
+    {"step": 12, "kind": "skipped", "skipped": 1, "not_finite": "canvas loss", "not_finite_ids": [4]},
+    {"step": 13, "kind": "skipped", "skipped": 2, "not_finite": "canvas loss", "not_finite_ids": [4]},
     trained(20, 110.0, 100.0, 2.0) | {"memory_gib": 2.5, "skipped": 2},
-    {"step": 20, "heldout_canvas_loss": 2.75, "heldout_ar_loss": 2.5},
-    {"step": 20, "sample_accuracy": 0.25, "sample_steps_per_canvas": 6.04, "sample_tokens_per_forward": 2.0},
+    {"step": 20, "kind": "heldout", "heldout_canvas_loss": 2.75, "heldout_ar_loss": 2.5},
+    {
+        "step": 20,
+        "kind": "sample",
+        "sample_accuracy": 0.25,
+        "sample_steps_per_canvas": 6.04,
+        "sample_tokens_per_forward": 2.0,
+    },
 ]
 
 

@@ -19,7 +19,7 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, UniformTime
 from blockdiff.errors import DataError
 from blockdiff.evals import task
-from blockdiff.metrics import MetricsLog, read
+from blockdiff.metrics import METRICS, MetricsLog, read
 from blockdiff.objective import Objective, evaluating
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted, interruptible
@@ -39,6 +39,7 @@ ANSWERS = [("defgh", [4]), ("no", [2, 6]), ("fgh", [2]), (None, []), ("h", [1])]
 
 def test_the_record_has_accuracy_and_steps_and_the_texts_are_the_first_few():
     sampled = sample_prompts(ScriptedSampler(LETTERS, ANSWERS), ROWS, EXACT, ALONE, texts=2)
+    assert all(METRICS[key].kind == "sample" for key in sampled.record)
     seconds = sampled.record.pop("sample_seconds")
     assert sampled.record == {
         "sample_accuracy": 3 / 5,
