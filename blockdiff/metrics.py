@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from blockdiff.errors import RunError
+from blockdiff.files import write_text
 
 FILE_NAME = "metrics.jsonl"
 Record = dict[str, Any]  # "step", "kind" and metrics of that kind
@@ -100,12 +100,7 @@ class MetricsLog:
         if not self.path.exists():
             return []
         records = [record for record in read(self.path) if record["step"] <= step]
-        beside = self.path.with_name(self.path.name + ".partial")
-        with beside.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record, allow_nan=False) + "\n" for record in records)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(self.path)
+        write_text(self.path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
         return records
 
 

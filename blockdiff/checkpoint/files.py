@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import DiffusionGemmaConfig
 
 from blockdiff.errors import CheckpointError
+from blockdiff.files import is_hub_id
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -41,8 +41,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 # Bytes per number; every other word of safetensors (BOOL, U8, F8_E4M3, ...) is one byte.
 WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
-
-_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
         return path
     if path.exists():
         raise CheckpointError(f"{path} is a file; a checkpoint is a directory with {CONFIG} and {WEIGHTS}")
-    if not _HUB_ID.match(str(path_or_hub_id)):
+    if not is_hub_id(str(path_or_hub_id)):
         raise CheckpointError(f"{path}: no such directory")
     from huggingface_hub import snapshot_download
 

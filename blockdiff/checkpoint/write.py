@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +30,7 @@ from blockdiff.checkpoint.files import (
 from blockdiff.checkpoint.names import to_hub
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.errors import CheckpointError
+from blockdiff.files import whole_directory
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
@@ -61,17 +61,13 @@ def save(
             raise CheckpointError(f"{target} exists and is no checkpoint; choose another directory")
         if not overwrite:
             raise CheckpointError(f"{target} holds a checkpoint already; use another directory or remove it")
-    fresh = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
-        fresh.mkdir(parents=True)
-        _write(model, fresh, tokenizer, generation_config, dtype, shard_bytes)
-        if choices is not None:
-            choices.save(fresh)
-        _put_in_place(fresh, target)
+        with whole_directory(target) as fresh:
+            _write(model, fresh, tokenizer, generation_config, dtype, shard_bytes)
+            if choices is not None:
+                choices.save(fresh)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{target}: cannot be written ({first_line(error)})") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     if model.carried is not None and target in model.carried.directories():
         model.carried = carried_by(target)  # the files it pointed to have just been replaced
     return target
@@ -156,22 +152,6 @@ def _write_weights(
         save_file(tensors, fresh / file, metadata={"format": "pt"})
         # safetensors writes files only their owner can read; give them the mode of the others.
         (fresh / file).chmod((fresh / GENERATION).stat().st_mode)
-
-
-def _put_in_place(fresh: Path, target: Path) -> None:
-    """Rename `fresh` to `target`; what stood there is moved aside first and removed after."""
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
-    had_old = target.exists()
-    if had_old:
-        target.rename(old)
-    try:
-        fresh.rename(target)
-    except OSError:
-        if had_old:
-            old.rename(target)
-        raise
-    if had_old:
-        shutil.rmtree(old)
 
 
 def _write_json(file: Path, data: Mapping[str, Any]) -> None:

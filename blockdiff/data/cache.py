@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -17,10 +14,10 @@ from blockdiff.data.examples import Examples
 from blockdiff.data.sources import Source
 from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
+from blockdiff.files import remove_leftovers, whole_directory
 
 VERSION = 1  # of the files and of what rows become; raise it when either changes
 TOKENS, FACTS = "tokens.arrow", "facts.json"
-PARTIAL = ".partial-"
 STALE = 24 * 3600.0  # seconds after which what a killed process left is removed
 
 # Writes the examples of a source into a file and says what became of its rows.
@@ -46,21 +43,23 @@ def cached(
 ) -> tuple[Examples, Statistics]:
     """What `directory`/`key` holds; if nothing, what `write` writes goes there first.
 
-    It is written beside, synced and renamed, so an interrupted writing leaves nothing that looks complete.
+    An entry appears whole or not at all.
     """
-    found = _read(directory / key, files, first_id)
+    entry = directory / key
+    found = _read(entry, files, first_id)
     if found is not None:
         return found
+    where: str | Path = entry
+    reason: str | None = "it cannot be read back"
     try:
-        _write(directory, key, write)
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or directory}: the token cache cannot be written ({error.strerror}); "
-            "set data.cache to a directory, or to off"
-        ) from None
-    found = _read(directory / key, files, first_id)
+        _write(entry, write)
+    except OSError as error:  # also where another process was quicker, whose entry is as good
+        where, reason = error.filename or directory, error.strerror
+    found = _read(entry, files, first_id)
     if found is None:
-        raise DataError(f"{directory / key}: the token cache cannot be read back; remove it, or set data.cache to off")
+        raise DataError(
+            f"{where}: the token cache cannot be written ({reason}); set data.cache to a directory, or to off"
+        )
     return found
 
 
@@ -76,40 +75,11 @@ def _read(entry: Path, files: list[str], first_id: int) -> tuple[Examples, Stati
         return None
 
 
-def _write(directory: Path, key: str, write: Write) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    _remove_stale(directory)
-    partial = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{key}-", dir=directory))
-    try:
-        with (partial / TOKENS).open("wb") as file:
+def _write(entry: Path, write: Write) -> None:
+    remove_leftovers(entry.parent, seconds=STALE)
+    with whole_directory(entry) as fresh:
+        with (fresh / TOKENS).open("wb") as file:
             statistics = write(file)
             size = file.tell()
-            _sync(file)
-        with (partial / FACTS).open("w", encoding="utf-8") as file:
-            json.dump({"bytes": size, "statistics": statistics.counts()}, file, indent=1)
-            _sync(file)
-        if (directory / key).exists():  # damaged, or it would have been read; unless another process was quicker
-            shutil.rmtree(directory / key, ignore_errors=True)
-        try:
-            partial.rename(directory / key)
-        except OSError:
-            if not (directory / key / FACTS).is_file():  # not there because another process was quicker
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(file: IO[bytes] | IO[str]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _remove_stale(directory: Path) -> None:
-    """Remove what processes left that were killed a day ago or earlier; younger ones may still be at work."""
-    for partial in directory.glob(f"{PARTIAL}*"):
-        tokens = partial / TOKENS
-        try:
-            if time.time() - (tokens if tokens.exists() else partial).stat().st_mtime > STALE:
-                shutil.rmtree(partial, ignore_errors=True)
-        except OSError:  # its process is done with it
-            continue
+        facts = {"bytes": size, "statistics": statistics.counts()}
+        (fresh / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
@@ -13,9 +12,8 @@ from typing import Protocol
 from blockdiff.data.formats import FORMATS, Skip, format_of, values
 from blockdiff.data.rows import CONVERSATION_KEYS, KEYS, Row, check_row
 from blockdiff.errors import DataError
+from blockdiff.files import is_hub_id, is_pattern, matching
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-PATTERN = re.compile(r"[*?\[]")
 # Words by which file names say what part of a data set they hold.
 SPLITS = {
     "train": ("train", "training"),
@@ -80,7 +78,7 @@ def open_source(spec: SourceSpec, streaming: bool = False) -> Source:
     files = local_files(spec)
     if files is not None:
         return Files(spec, files)
-    if not HUB_ID.fullmatch(spec.path) or format_of(Path(spec.path)) is not None:
+    if not is_hub_id(spec.path):
         raise DataError(f"{spec.path}: no such file; check the path")
     from blockdiff.data.hub import HubSource
 
@@ -97,14 +95,10 @@ def local_files(spec: SourceSpec) -> list[Path] | None:
     path = Path(spec.path).expanduser()
     if path.is_dir():
         return _in_directory(path, spec.split)
-    if path.exists():
-        return [path]
-    if not PATTERN.search(spec.path):
-        return None
-    found = sorted(each for each in map(Path, glob.glob(str(path), recursive=True)) if each.is_file())
-    if not found:
+    found = matching(path)
+    if not found and is_pattern(spec.path):
         raise DataError(f"{spec.path}: no file matches the pattern; correct it")
-    return found
+    return found or None
 
 
 def _in_directory(path: Path, split: str) -> list[Path]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blockdiff.checkpoint.files import CHOICES, read_json
 from blockdiff.errors import CheckpointError
+from blockdiff.files import write_text
 from blockdiff.kernels.vocabulary import Stats
 
 
@@ -40,10 +41,7 @@ class Choices:
 
     def save(self, directory: str | Path) -> None:
         """Write `blockdiff.json` into a checkpoint directory, whole or not at all."""
-        file = Path(directory) / CHOICES
-        beside = file.with_name(f".{CHOICES}.partial")
-        beside.write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        beside.replace(file)
+        write_text(Path(directory) / CHOICES, json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Choices:

@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from blockdiff.errors import RecipeError
+from blockdiff.files import is_hub_id, matching
 from blockdiff.training.sections import (
     Columns,
     DataSection,
@@ -61,8 +62,6 @@ FILE_KEYS = {
     "model.tokenizer": False,
 }
 COLUMNS = "data.columns"  # the one key that takes further keys
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|tsv|gz|arrow|txt)$|[*?\[]")
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -222,9 +221,9 @@ def _locate(name: str, key: str, origin: str, directory: Path, must_exist: bool)
     for place in places:
         if place.exists():
             return str(place.resolve())
-        if DATA_FILE.search(name) and any(place.parent.glob(place.name)):
+        if matching(place):
             return str(place.absolute())
-    if not must_exist or (HUB_ID.fullmatch(name) and not DATA_FILE.search(name) and not places[0].parent.is_dir()):
+    if not must_exist or (is_hub_id(name) and not places[0].parent.is_dir()):
         return name
     tried = " or ".join(dict.fromkeys(str(place.absolute()) for place in places))
     raise RecipeError(f"{origin}: {key}: no file {name!r} (looked for {tried}); correct it or make the data")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from blockdiff import checkpoint, evals
 from blockdiff.canvas import Batch
 from blockdiff.data.dataset import Dataset
 from blockdiff.evals.run import ask
+from blockdiff.files import remove_leftovers
 from blockdiff.metrics import FILE_NAME, MetricsLog, Record
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
@@ -207,8 +207,7 @@ class Run:
                 overwrite=True,
                 choices=self.choices,
             )
-        for leftover in self.directory.glob(".model.*"):  # of an export that was killed
-            shutil.rmtree(leftover)
+        remove_leftovers(self.directory, "model")  # of an export that was killed
         return which
 
     def finish(self, reached: int) -> None:

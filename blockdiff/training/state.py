@@ -7,9 +7,7 @@ No pickle: tensors are safetensors, the rest is JSON. Models in Hub layout are w
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -21,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blockdiff.errors import RunError
+from blockdiff.files import remove_directory, remove_leftovers, sync, whole_directory
 from blockdiff.metrics import FILE_NAME
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.eight_bit import flattened, unflattened
@@ -55,8 +54,7 @@ def enter(run: Path, resume: bool, ranks: Ranks) -> Path | None:
         raise RunError(f"{run}: processes see checkpoints up to steps {latest}; put it where all of them see the same")
     if ranks.is_main:
         (run / FOLDER).mkdir(parents=True, exist_ok=True)
-        for leftover in (run / FOLDER).glob(".step-*"):  # of a save or a removal that was killed
-            shutil.rmtree(leftover)
+        remove_leftovers(run / FOLDER)
     ranks.barrier()
     return saved[max(saved)] if saved else None
 
@@ -82,23 +80,16 @@ def save(
     final = run / FOLDER / f"step-{step}"
     with ranks.main_first(f"saving step {step}"):
         if ranks.is_main:
-            beside = final.with_name(f".{final.name}.partial")
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
-            tensors, values = _pack(model, optimiser)
-            save_file({name: t.detach().contiguous() for name, t in model.state_dict().items()}, beside / MODEL)
-            save_file(tensors, beside / OPTIMISER)
-            if ema is not None:
-                save_file({name: t.contiguous() for name, t in ema.state().items()}, beside / AVERAGE)
-            trainer = {"step": step, "world": ranks.world, "facts": dict(facts), "optimiser": values}
-            (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
-            for path in (*beside.iterdir(), beside):
-                _fsync(path)
-            if (run / FILE_NAME).exists():
-                _fsync(run / FILE_NAME)  # a checkpoint never outlives the records of its steps
-            _remove(final)
-            beside.rename(final)
-            _fsync(final.parent)
+            with whole_directory(final) as beside:
+                tensors, values = _pack(model, optimiser)
+                save_file({name: t.detach().contiguous() for name, t in model.state_dict().items()}, beside / MODEL)
+                save_file(tensors, beside / OPTIMISER)
+                if ema is not None:
+                    save_file({name: t.contiguous() for name, t in ema.state().items()}, beside / AVERAGE)
+                trainer = {"step": step, "world": ranks.world, "facts": dict(facts), "optimiser": values}
+                (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
+                if (run / FILE_NAME).exists():
+                    sync(run / FILE_NAME)  # a checkpoint never outlives the records of its steps
             prune(run, keep, keep_every=keep_every, protect=protect)
     return final
 
@@ -108,7 +99,7 @@ def prune(run: Path, keep: int, *, keep_every: int = 0, protect: Collection[int]
     saved = steps_saved(run)
     for step in list(saved)[: -max(keep, 1)]:
         if step not in protect and not (keep_every and step % keep_every == 0):
-            _remove(saved[step])
+            remove_directory(saved[step])
 
 
 def restore(
@@ -236,20 +227,3 @@ def _refuse_difference(path: Path, ours: dict[str, str], theirs: dict[str, str])
         if ours.get(name) != theirs.get(name):
             there, here = theirs.get(name, "missing"), ours.get(name, "missing")
             raise RunError(f"{path}: {name} is {there} there and {here} in the model")
-
-
-def _remove(directory: Path) -> None:
-    """Take a checkpoint's name away before its files: a removal that is killed must not look complete."""
-    if directory.exists():
-        hidden = directory.with_name(f".{directory.name}.removed")
-        shutil.rmtree(hidden, ignore_errors=True)
-        directory.rename(hidden)
-        shutil.rmtree(hidden)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -13,6 +13,7 @@ from typing import Any
 
 from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RunError
+from blockdiff.files import write_text
 
 PROJECT = "blockdiff"
 IDENTITY = "tracker.json"
@@ -133,9 +134,7 @@ def _identity(run_dir: Path) -> str:
     except (ValueError, KeyError, TypeError):
         warnings.warn(f"{file}: does not say what trackers know the run by; it gets a new page there", stacklevel=2)
     drawn = uuid.uuid4().hex[:12]
-    beside = file.with_name(f".{IDENTITY}.partial")  # a kill leaves the whole file or none
-    beside.write_text(json.dumps({"id": drawn}) + "\n", encoding="utf-8")
-    beside.replace(file)
+    write_text(file, json.dumps({"id": drawn}) + "\n")
     return drawn
 
 

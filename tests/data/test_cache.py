@@ -15,7 +15,6 @@ import datasets
 import numpy as np
 import pytest
 
-from blockdiff.data import cache as cache_file
 from blockdiff.data import examples as examples_file
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.dataset import Dataset, load_dataset
@@ -217,23 +216,24 @@ def test_a_damaged_entry_is_made_again(rows, tmp_path, damage):
     assert tokens.read_bytes() == content and entry_of(cache)
 
 
-@pytest.mark.parametrize("place", [1, 2], ids=["tokens not synced", "facts not synced"])
+@pytest.mark.parametrize("place", [1, 2], ids=["nothing synced", "one file synced"])
 def test_a_process_killed_while_writing_leaves_nothing_that_is_taken_for_complete(rows, tmp_path, place):
     cache = tmp_path / "cache"
     child = os.fork()
     if not child:
         try:
             calls = itertools.count(1)
-            cache_file._sync = lambda _: next(calls) == place and os.kill(os.getpid(), signal.SIGKILL)
+            os.fsync = lambda _: next(calls) == place and os.kill(os.getpid(), signal.SIGKILL)
             load(rows, cache=cache)
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (left,) = cache.iterdir()
-    assert left.name.startswith(cache_file.PARTIAL) and (left / "tokens.arrow").exists()
+    assert left.name.startswith(".") and (left / "tokens.arrow").exists()
     assert list(load(rows, cache=cache).examples) == ENCODER.encode(read_rows(rows))[0]
     assert left.exists()  # its process might still be at work
-    os.utime(left / "tokens.arrow", (0, 0))  # a day later it cannot be
+    for path in (left, *left.iterdir()):
+        os.utime(path, (0, 0))  # a day later it cannot be
     load(rows, rows, cache=cache, encoder=replace(ENCODER, max_length=None))
     assert not left.exists()
 
@@ -241,7 +241,7 @@ def test_a_process_killed_while_writing_leaves_nothing_that_is_taken_for_complet
 @pytest.mark.parametrize("moment", ["before it looks", "after it looked"])
 def test_of_two_processes_that_write_the_same_one_wins_and_both_read(rows, tmp_path, monkeypatch, moment):
     cache = tmp_path / "cache"
-    owner, name = (cache_file, "_sync") if moment == "before it looks" else (Path, "rename")
+    owner, name = (os, "fsync") if moment == "before it looks" else (Path, "rename")
     original = getattr(owner, name)
 
     def late(*arguments):

@@ -198,10 +198,10 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
 
 
 KILLED = """
-import os, signal, sys
+import os, shutil, signal, sys
 from pathlib import Path
 from blockdiff.training import state
-from tests import test_state
+from tests.training import test_state
 
 def dying(function):
     def call(*args, **kwargs):
@@ -224,8 +224,8 @@ for moment in range(1, 40):
     objective, optimiser = test_state.run_to(run, 4)
     # Every write, sync, rename and removal of a save is a moment to die at.
     state.save_file = dying(state.save_file)
-    state._fsync = dying(state._fsync)
-    state.shutil.rmtree = dying(state.shutil.rmtree)
+    os.fsync = dying(os.fsync)
+    shutil.rmtree = dying(shutil.rmtree)
     Path.rename = dying(Path.rename)
     Path.write_text = dying(Path.write_text)
     state.save(run, 6, objective, optimiser, test_state.FACTS, 2, test_state.ALONE)

@@ -1,0 +1,110 @@
+"""Files and directories that are there whole or not at all, and the one test of what can be a name on the Hub."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_PATTERN = re.compile(r"[*?\[]")
+# A name that ends like this is that of a file, even where it could be the id of a repository.
+_FILE = re.compile(r"\.(jsonl?|ndjson|csv|tsv|parquet|arrow|gz|txt|ya?ml|safetensors)$", re.IGNORECASE)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name can be `owner/name` on the Hub; look for a path of that name first."""
+    return bool(_HUB_ID.fullmatch(name)) and not _FILE.search(name)
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name has wildcards; look for a path of that very name first."""
+    return bool(_PATTERN.search(name))
+
+
+def matching(name: str | Path) -> list[Path]:
+    """What a path or a pattern names: the path itself if it exists, else the files that match, sorted by name."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return [path]
+    found = glob.glob(str(path), recursive=True) if is_pattern(str(path)) else []
+    return sorted(each for each in map(Path, found) if each.is_file())
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file beside `path`, sync it and rename it: a kill leaves the old file or the new one.
+
+    Raises OSError with `path` as its filename.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        sync(beside)
+        beside.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def whole_directory(target: Path) -> Iterator[Path]:
+    """A new directory to write into, which is synced and renamed to `target` when the block ends without an error.
+
+    What stood at `target` is removed, or still stands there after an error. A kill can leave hidden directories
+    beside it, which `remove_leftovers` removes.
+    """
+    fresh, old = _hidden(target), _hidden(target)
+    fresh.mkdir(parents=True)
+    try:
+        yield fresh
+        for path in (*fresh.rglob("*"), fresh):
+            sync(path)
+        is_replaced = target.exists()
+        if is_replaced:
+            target.rename(old)
+        try:
+            fresh.rename(target)
+        except OSError:
+            if is_replaced:
+                old.rename(target)
+            raise
+        sync(target.parent)
+        if is_replaced:
+            shutil.rmtree(old)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory whose name goes first, so that a kill leaves nothing that looks complete."""
+    shutil.rmtree(path.rename(_hidden(path)))
+
+
+def remove_leftovers(directory: Path, name: str = "*", seconds: float = 0.0) -> None:
+    """Remove what killed calls left beside `directory`/`name` (a pattern), if nobody wrote to it for `seconds`."""
+    for left in directory.glob(f".{name}.*.tmp"):
+        try:
+            written = max(path.stat().st_mtime for path in (left, *left.rglob("*")))
+        except OSError:  # whoever wrote it has just finished
+            continue
+        if not seconds or time.time() - written > seconds:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of names in a directory, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
