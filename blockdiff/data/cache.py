@@ -49,12 +49,11 @@ def cached(
     found = _read(entry, files, first_id)
     if found is not None:
         return found
-    where: str | Path = entry
-    reason: str | None = "it cannot be read back"
+    where, reason = str(entry), "it cannot be read back"
     try:
         _write(entry, write)
     except OSError as error:  # also where another process was quicker, whose entry is as good
-        where, reason = error.filename or directory, error.strerror
+        where, reason = str(error.filename or directory), str(error.strerror)
     found = _read(entry, files, first_id)
     if found is None:
         raise DataError(
