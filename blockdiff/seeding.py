@@ -81,7 +81,8 @@ def words(
     tensors = [entry for entry in address if isinstance(entry, Tensor)]
     if device is None:
         device = tensors[0].device if tensors else "cpu"
-    shape = torch.broadcast_shapes(*(entry.shape for entry in tensors)) if tensors else torch.Size()
+    # `torch.broadcast_shapes` would import sympy
+    shape = torch.broadcast_tensors(*tensors)[0].shape if tensors else torch.Size()
     blocks = (n + 3) // 4
 
     mixed = _splitmix64(seed)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModel, DiffusionGemmaConfig
+from transformers import AutoConfig, AutoModel, DiffusionGemmaConfig
 
 from blockdiff.checkpoint.files import Carried, config_from, read_json
 from blockdiff.checkpoint.read import fill, resolve_device, resolve_dtype
@@ -85,7 +85,7 @@ def image_tensors(
     """Random image tensors by Hub name, as transformers initialises them; none without an image side."""
     if config.vision_config is None:
         return {}
-    vision, text = config.vision_config, config.text_config
+    vision, text = AutoConfig.for_model(**config.vision_config.to_dict()), config.text_config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tower = AutoModel.from_config(vision)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import DiffusionGemmaConfig
+from transformers import AutoConfig, DiffusionGemmaConfig, PreTrainedConfig
 
 from blockdiff.errors import CheckpointError
 from blockdiff.files import is_hub_id
@@ -121,12 +121,30 @@ def config_from(data: Mapping[str, Any], origin: str | Path) -> DiffusionGemmaCo
     if not isinstance(data.get("text_config"), Mapping):
         raise CheckpointError(f"{origin}: no text_config")
     try:
-        config = DiffusionGemmaConfig.from_dict(json.loads(json.dumps(data)))
+        values = json.loads(json.dumps(data))
+        if values.get("vision_config"):
+            values["vision_config"] = _image_config(values["vision_config"])
+        config = DiffusionGemmaConfig(**values)  # `from_dict` would also write it out, for a log that nobody reads
     except Exception as error:  # the config class validates itself and raises whatever its validators raise
         raise CheckpointError(f"{origin}: not a valid config ({first_line(error)})") from error
     if not config.tie_word_embeddings:
         raise CheckpointError(f"{origin}: tie_word_embeddings is false; only tied weights are supported")
     return config
+
+
+def _image_config(values: dict[str, Any]) -> PreTrainedConfig:
+    """The image side's config, which is carried like its tensors: only writing it looks up its class.
+
+    That class imports transformers' generation and torch's compiler, a second that sampling has no use for.
+    """
+
+    class ImageConfig(PreTrainedConfig):
+        model_type = values.get("model_type", "gemma4_vision")
+
+        def to_dict(self) -> dict[str, Any]:
+            return AutoConfig.for_model(**super().to_dict()).to_dict()
+
+    return ImageConfig(**values)
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:

@@ -95,14 +95,17 @@ def _wrapped(tokenizer: Tokenizer, bos_id: int, **special: str) -> PreTrainedTok
 
 def load_tokenizer(path_or_hub_id: str | Path) -> Any:
     """The tokenizer beside a checkpoint, in a directory of its own, or on the Hub; never runs remote code."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedConfig
 
     directory = Path(path_or_hub_id)
     try:
         # Without files transformers makes an empty tokenizer of the model's type, which knows no word.
         if directory.is_dir() and not any((directory / name).is_file() for name in FILES):
             raise FileNotFoundError(f"none of {', '.join(FILES)}")
-        return AutoTokenizer.from_pretrained(str(path_or_hub_id))
+        # The type of the model decides; to build its whole config would import most of transformers.
+        values, _ = PreTrainedConfig.get_config_dict(str(path_or_hub_id))
+        config = PreTrainedConfig.from_dict(values, name_or_path=str(path_or_hub_id))
+        return AutoTokenizer.from_pretrained(str(path_or_hub_id), config=config)
     except Exception as error:  # transformers raises a dozen kinds for a directory without a tokenizer
         raise DataError(
             f"{path_or_hub_id}: no tokenizer to be read there ({' '.join(str(error).split())[:200]}); "

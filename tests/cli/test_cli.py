@@ -363,6 +363,21 @@ def test_output_lines_have_the_documented_fields(workshop: Path, tmp_path: Path,
     assert [r["id"] for r in output_lines(written.read_text())] == ["a", 2, 3, "a", 5]
 
 
+def test_sampling_imports_neither_a_compiler_nor_the_generation_of_transformers(workshop: Path, prompt: str) -> None:
+    unwanted = (
+        *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "accelerate", "datasets"),
+        *("transformers.generation.utils", "transformers.modeling_utils", "transformers.activations"),
+        *("matplotlib", "rich.console", "blockdiff.training", "blockdiff.objective"),
+    )
+    code = (
+        "import sys; from blockdiff.cli.main import app\n"
+        f"try: app(['sample', {str(workshop / 'run' / 'model')!r}, '--prompt', {prompt!r}, '--steps', '1'])\n"
+        f"finally: print(sorted({set(unwanted)} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
 def test_seeds_come_from_the_line_then_from_the_option_and_the_id(
     workshop: Path, tmp_path: Path, prompt: str
 ) -> None:
