@@ -54,7 +54,7 @@ def measure(
     encoder = Encoder(tokenizer, eos_id=1, canvas_length=int(config.canvas_length))
     examples = {name: encoder.encode(split)[0] for name, split in sets.items()}
     collator = Collator(int(config.canvas_length), 0, 1, seed=0, time=StratifiedTime(1e-4), scores_ar=False)
-    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), train_router=True)
+    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size))
     optimiser = adamw(objective, 3e-3, (0.9, 0.99), 1e-8, 1e-4)
     plan = Plan(len(examples["train"]), batch, 0)
     records: list[dict[str, Any]] = []

@@ -97,8 +97,8 @@ def sampling(name: str, heads: Heads, rows: int, prefix: int, L: int) -> Shape:
     """One canvas per row after `prefix` cached tokens, of which a sliding layer keeps the last window - 1."""
     held = prefix if heads.window is None else min(prefix, heads.window - 1)
     start = torch.full((rows, 1), held)
-    spans = denoise_spans(start, torch.zeros_like(start), torch.full_like(start, L), L)
-    spans.sees_all = True
+    own = denoise_spans(start, torch.zeros_like(start), torch.full_like(start, L), L)
+    spans = Spans(own.bounds_BT4, sees_all=True)
     return Shape(name, f"sample {rows} x {prefix}", heads, held, L, spans, False)
 
 

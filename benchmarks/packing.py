@@ -163,7 +163,7 @@ def main(words: list[str] | None = None) -> None:
     examples, made = Encoder(tokenizer, tokenizer.eos_token_id, model.canvas_length).encode(rows)
     canvases: int | Literal["all"] = "all" if options.canvases == "all" else int(options.canvases)
     collator = Collator(model.canvas_length, 0, tokenizer.eos_token_id, 0, StratifiedTime(), canvases=canvases)
-    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), train_router=True)
+    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size))
     lengths = sorted(len(example.tokens) for example in examples)
     few, pack = options.micro_batch_size, options.pack
     layouts = [Layout(None, None), Layout(None, few), Layout(pack, None), Layout(pack, max(1, few // 2))]

@@ -75,7 +75,7 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
     scored = case.canvases - 1
     is_scored_BC = (torch.arange(case.canvases, device=device) == scored).expand(whole.start_BC.shape)
     batch, _ = whole.keep(is_scored_BC)
-    objective = Objective(models.ours, Linear(), UniformCorruption(vocabulary), seed=0, train_router=True)
+    objective = Objective(models.ours, Linear(), UniformCorruption(vocabulary), seed=0)
     noisy_BCL, _ = objective.corruption.corrupt(
         whole.canvas_BCL, objective.schedule.alpha(whole.t_BC), whole.address_BC3, objective.seed
     )

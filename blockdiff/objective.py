@@ -23,8 +23,7 @@ from blockdiff.diffusion.weight import NoWeight, TimeWeight
 from blockdiff.errors import RecipeError
 from blockdiff.layers.attention import KV
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.diffusion_gemma import DiffusionGemma
-from blockdiff.spans import Spans, denoise_spans, encode_spans
+from blockdiff.models.family import BlockDiffusionModel
 
 
 class Losses(NamedTuple):
@@ -66,20 +65,19 @@ class Objective(nn.Module):
     """The canvas and AR losses of a batch: `objective(batch) -> Losses` (formulas: docs/objective.md).
 
     The defaults are Google's DiffusionGemma recipe.
-    seed: of the corruption draws, which are addressed by the batch's `address_BC3`; train_router: whether the
-    routers' parameters train (fine-tuning freezes them); weight: of the canvas loss in t; prediction: what the logits
-    mean, the posterior given the whole noisy canvas or (leave_one_out) the token given all others; positions: which
-    positions of a canvas have a loss, the counts stay; stop_gradient: the canvas loss does not train the encoder.
+    seed: of the corruption draws, which are addressed by the batch's `address_BC3`; weight: of the canvas loss in t;
+    prediction: what the logits mean, the posterior given the whole noisy canvas or (leave_one_out) the token given all
+    others; positions: which positions of a canvas have a loss, the counts stay; stop_gradient: the canvas loss does
+    not train the encoder. Which parameters train is not decided here: their `requires_grad` stays as it is.
     Raises RecipeError for leave_one_out with any but uniform noise, for which its bonus is no posterior.
     """
 
     def __init__(
         self,
-        model: DiffusionGemma,
+        model: BlockDiffusionModel,
         schedule: Schedule,
         corruption: Corruption,
         seed: int = 0,
-        train_router: bool = False,
         *,
         weight: TimeWeight | None = None,
         prediction: Literal["posterior", "leave_one_out"] = "posterior",
@@ -98,8 +96,6 @@ class Objective(nn.Module):
                     "with mask corruption a masked position tells nothing of itself, use posterior"
                 )
             self.bonus_vocabulary = corruption.vocab_size
-        for p in model.router_parameters():
-            p.requires_grad_(train_router)
 
     def forward(self, batch: Batch) -> Losses:
         batch = _complete(batch)
@@ -135,8 +131,8 @@ class Objective(nn.Module):
 
     def _encode(self, batch: Batch) -> _Encoded:
         model = self.model
-        spans = {w: encode_spans(batch.doc_start_BS, w) for w in set(model.windows)}
-        hidden_BSD, kv = model.run_encode(batch.tokens_BS, batch.positions_BS, spans)
+        spans = {name: kind.encode_spans(batch.doc_start_BS) for name, kind in model.kinds.items()}
+        hidden_BSD, kv = model(batch.tokens_BS, batch.positions_BS, spans)
         noisy_BCL, is_corrupted_BCL = self.corruption.corrupt(
             batch.canvas_BCL, self.schedule.alpha(batch.t_BC), batch.address_BC3, self.seed
         )
@@ -159,15 +155,16 @@ class Objective(nn.Module):
 
     def _denoise(self, noisy: Batch, past: list[KV], soft_BTD: Tensor | None) -> Tensor:
         L = noisy.canvas_BCL.shape[-1]
-        spans: dict[int | None, Spans] = {
-            w: denoise_spans(noisy.start_BC, noisy.doc_start_BC, noisy.length_BC, L, w)
-            for w in set(self.model.windows)
+        spans = {
+            name: kind.denoise_spans(noisy.start_BC, noisy.doc_start_BC, noisy.length_BC, L)
+            for name, kind in self.model.kinds.items()
         }
         positions_BCL = (noisy.start_BC - noisy.doc_start_BC)[..., None] + torch.arange(
             L, device=noisy.start_BC.device
         )
         canvas_BT = noisy.canvas_BCL.flatten(1)
-        return self.model.run_denoise(canvas_BT, positions_BCL.flatten(1), spans, past, soft_BTD)
+        hidden_BTD, _ = self.model(canvas_BT, positions_BCL.flatten(1), spans, past, True, soft_BTD)
+        return hidden_BTD
 
     def _signal(self, noisy: Batch, past: list[KV]) -> Tensor:
         """Pass one, for coin canvases only: their soft embeddings [B, T, D], zero everywhere else.

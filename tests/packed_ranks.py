@@ -32,7 +32,7 @@ def everything(ranks: Ranks, directory: Path) -> None:
     with torch.no_grad():
         for layer in model.layers:
             layer.router.proj.weight.mul_(100.0)  # wide margins: rounding alone must not choose other experts
-    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11, train_router=True)
+    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
     examples = [Example(i, [2, *((7 * i + 3 * j) % 300 + 3 for j in range(12 + i))], [(4, 13 + i)]) for i in range(9)]
     make = Collator(L, 0, 1, 3, StratifiedTime(), canvases="all")
     rows: list[int] = []

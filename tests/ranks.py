@@ -88,7 +88,7 @@ def real(ranks: Ranks, rows: int = BATCH, is_double: bool = False) -> tuple[list
         for name, parameter in model.named_parameters():
             if name.endswith("router.proj.weight"):
                 parameter.mul_(100.0)  # wide margins: rounding alone must not choose other experts
-    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11, train_router=True)
+    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
 
     def row(sample: int) -> CleanRow:
         tokens = [2, *((7 * sample + 3 * i) % 300 + 3 for i in range(19 + sample))]

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.vocabulary import Stats
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _as_call(method: Callable[Concatenate[Vocabulary, _P], _T]) -> Callable[Concatenate[Vocabulary, _P], _T]:
+    """Run a method as a call of the module, around which FSDP2 gathers and shards the table."""
+
+    @functools.wraps(method)
+    def call(self: Vocabulary, *args: _P.args, **named: _P.kwargs) -> Any:
+        return self(method, *args, **named)
+
+    return call
 
 
 class Vocabulary(nn.Module):
@@ -19,18 +36,25 @@ class Vocabulary(nn.Module):
         self.softcap, self.kernels = softcap, kernels
         self.root = hidden**0.5
 
+    def forward(self, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Every op of this module passes through here."""
+        return method(self, *args, **named)
+
     def _scale(self, dtype: torch.dtype) -> float:
         """sqrt(D) rounded to fp32 and then to the table's dtype: 53.0, not 53.066, for D = 2816 in bf16."""
         return float(torch.tensor(self.root, dtype=torch.float32, device="cpu").to(dtype))
 
+    @_as_call
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., D] of int64 tokens."""
         return F.embedding(tokens, self.table) * self._scale(self.table.dtype)
 
+    @_as_call
     def logits(self, hidden: Tensor) -> Tensor:
         """Soft-capped logits, fp32 [..., V]: a convenience for few tokens."""
         return self.kernels.logits(hidden, self.table, self.softcap)
 
+    @_as_call
     def cross_entropy(
         self,
         hidden_ND: Tensor,
@@ -48,12 +72,14 @@ class Vocabulary(nn.Module):
             hidden_ND, self.table, targets_N, self.softcap, observed_N, bonus_N, is_ignored_N
         )
 
+    @_as_call
     def scores(
         self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None = None, bonus_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """What `cross_entropy` gives, fp32 [N], and the argmax of the same logits, int64 [N]; no gradients."""
         return self.kernels.token_scores(hidden_ND, self.table, targets_N, self.softcap, observed_N, bonus_N)
 
+    @_as_call
     def soft_embedding(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
         """`softmax(z / T) E sqrt(D)` [..., D] of the logits z of hidden states [..., D].
 
@@ -63,10 +89,12 @@ class Vocabulary(nn.Module):
         soft = self.kernels.soft_embedding(flat, self.table, self.softcap, temperature)
         return soft.view(hidden.shape).mul_(self._scale(self.table.dtype))
 
+    @_as_call
     def soft_embedding_of(self, logits: Tensor) -> Tensor:
         """`softmax(z) E sqrt(D)` [..., D] of given logits [..., V]."""
         return logits.softmax(-1, dtype=torch.float32).to(self.table.dtype) @ self.table * self._scale(self.table.dtype)
 
+    @_as_call
     def stats(
         self,
         hidden_BLD: Tensor,

@@ -16,6 +16,7 @@ from either form of file (`per_layer_config`, or `global_head_dim` and `num_glob
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,16 +27,14 @@ from blockdiff.layers.attention import KV, Attention
 from blockdiff.layers.experts import Experts, Router
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import RMSNorm
-from blockdiff.layers.rope import angles, default_frequencies, proportional_frequencies
+from blockdiff.layers.rope import default_frequencies, proportional_frequencies
 from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.prefix import Prefix
-from blockdiff.spans import Spans, denoise_spans, encode_spans
+from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope
+from blockdiff.spans import Spans
 
 if TYPE_CHECKING:
     from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig
-
-Rope = tuple[Tensor, Tensor]
 
 
 class Layer(nn.Module):
@@ -85,7 +84,7 @@ class Layer(nn.Module):
         return self.kernels.add_rms_norm(x_BTD, y_BTD, self.post_ff_norm.weight, self.eps, scalar), kv
 
 
-class DiffusionGemma(nn.Module):
+class DiffusionGemma(BlockDiffusionModel):
     """The encode/denoise backbone. Single-device code: wrapping, sharding and losses live elsewhere."""
 
     def __init__(self, config: DiffusionGemmaConfig, kernels: str | Kernels = "auto"):
@@ -94,144 +93,57 @@ class DiffusionGemma(nn.Module):
         assert text is not None and not isinstance(text, dict)
         self.config = config
         self.kernels = resolve(kernels)
-        self.canvas_length: int = config.canvas_length or 256
-        self.vocab_size: int = text.vocab_size
+        self.canvas_length = config.canvas_length or 256
+        self.vocab_size = text.vocab_size
         self.vocabulary = Vocabulary(text.vocab_size, text.hidden_size, text.final_logit_softcapping, self.kernels)
         self.self_conditioning = SelfConditioning(
             text.hidden_size, text.intermediate_size, text.rms_norm_eps, self.kernels
         )
         self.layers = nn.ModuleList(Layer(text, n, self.kernels) for n in range(text.num_hidden_layers))
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, self.kernels)
-        self.windows: tuple[int | None, ...] = tuple(
-            text.sliding_window if kind == "sliding_attention" else None for kind in text.layer_types
-        )
-        self._frequencies: dict[torch.device, dict[int | None, Tensor]] = {}
-        self.carried: Any = None  # tensors of the checkpoint that the text model does not use (vision)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.vocabulary.table.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
-        return self.vocabulary.table.dtype
+        self.layer_kinds = tuple(kind.removesuffix("_attention") for kind in text.layer_types)
+        self.kinds = {name: _kind(text, name, self.layer_kinds.index(name)) for name in dict.fromkeys(self.layer_kinds)}
 
     def router_parameters(self) -> list[nn.Parameter]:
         """The parameters that decide the routing: frozen by default when fine-tuning."""
         return [p for layer in self.layers for p in layer.router.parameters()]  # type: ignore[union-attr]
 
-    # -- what users and the sampler call ---------------------------------------------------------------------------
-
-    def encode(self, tokens_BS: Tensor, lengths: Tensor | None = None, prefix: Prefix | None = None) -> Prefix:
-        """Encode clean tokens causally; with `prefix`, append them to it (and consume it).
-
-        tokens_BS: int64, rows right-padded; lengths: valid tokens of each row, int64 [B] (None: all valid).
-        Returns the Prefix that `denoise` and further calls read; its `hidden` is [B, S, D].
-        """
-        B, S = tokens_BS.shape
-        column = torch.arange(S, device=tokens_BS.device)
-        past_B = None if prefix is None else prefix.lengths_B
-        doc_start_BS = torch.zeros_like(tokens_BS)
-        if lengths is not None:
-            doc_start_BS = torch.where(column < lengths[:, None], 0, -1)
-        positions_BS = column.expand(B, S) if past_B is None else past_B[:, None] + column
-        spans = {w: encode_spans(doc_start_BS, w, past_B) for w in set(self.windows)}
-        if prefix is None:
-            hidden, kv = self.run_encode(tokens_BS, positions_BS, spans)
-            return Prefix.of(hidden, kv, self.windows, lengths)
-        spans = {window: prefix.seen(each, window) for window, each in spans.items()}
-        past = [prefix.layer(n) for n in range(len(self.layers))]
-        hidden, kv = self.run_encode(tokens_BS, positions_BS, spans, past)
-        return prefix.extended(hidden, kv, lengths)
-
-    def denoise(self, canvas_BL: Tensor, prefix: Prefix, soft_embedding: Tensor | None = None) -> Tensor:
-        """Hidden states [B, L, D] of one canvas per row, after the final norm; leaves the prefix as it is.
-
-        canvas_BL: int64 noisy tokens, standing right after the row's cached tokens; soft_embedding: [B, L, D] signal
-        of the last prediction (None, or rows of zeros: no signal).
-        """
-        L = canvas_BL.shape[1]
-        if L not in prefix.geometry:
-            start_B1 = prefix.lengths_B[:, None]
-            spans: dict[int | None, Spans] = {}
-            for window in set(self.windows):
-                whole = denoise_spans(start_B1, torch.zeros_like(start_B1), torch.full_like(start_B1, L), L, window)
-                spans[window] = prefix.seen(whole, window)
-                # a sliding layer holds just the keys that a canvas sees
-                spans[window].sees_all = prefix.common_length is not None
-            positions_BL = start_B1 + torch.arange(L, device=canvas_BL.device)
-            prefix.geometry[L] = spans, self._rope(positions_BL)
-        spans, rope = prefix.geometry[L]
-        past = [prefix.layer(n) for n in range(len(self.layers))]
-        return self._denoise(canvas_BL, rope, spans, past, soft_embedding)
-
-    def unembed(self, hidden: Tensor) -> Tensor:
-        """Soft-capped logits, fp32 [..., V]: a convenience; training and sampling never hold them all."""
-        return self.vocabulary.logits(hidden)
-
-    def soft_embedding(self, logits: Tensor) -> Tensor:
-        """Soft embedding [..., D] of logits [..., V]: a convenience, see `vocabulary.soft_embedding`."""
-        return self.vocabulary.soft_embedding_of(logits)
-
-    # -- what training calls: any geometry -------------------------------------------------------------------------
-
-    def run_encode(
-        self, tokens_BT: Tensor, positions_BT: Tensor, spans: dict[int | None, Spans], past: list[KV] | None = None
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        spans: Mapping[str, Spans],
+        past: list[KV] | None = None,
+        is_noisy: bool | Tensor = False,
+        soft_BTD: Tensor | None = None,
+        rope: Mapping[str, Rope] | None = None,
     ) -> tuple[Tensor, list[KV]]:
-        """The causal pass over any geometry: hidden [B, T, D] after the final norm, and every layer's kv."""
-        rope = self._rope(positions_BT)
+        """See `BlockDiffusionModel.forward`."""
+        rope = self.rope(positions_BT) if rope is None else rope
         x, kv = self.vocabulary.embed(tokens_BT), []
-        for n, layer in enumerate(self.layers):
-            window = self.windows[n]
-            x, layer_kv = layer(x, rope[window], spans[window], past[n] if past else None, layer.encoder_scalar)
-            kv.append(layer_kv)
+        if is_noisy is not False:
+            x = _by_token(is_noisy, self.self_conditioning(x, soft_BTD), x)
+        for n, (kind, layer) in enumerate(zip(self.layer_kinds, self.layers, strict=True)):
+            scalar = _by_token(is_noisy, layer.decoder_scalar, layer.encoder_scalar)  # type: ignore[arg-type]
+            x, layer_kv = layer(x, rope[kind], spans[kind], None if past is None else past[n], scalar)
+            if is_noisy is not True:
+                kv.append(layer_kv)
         return self.norm(x), kv
 
-    def run_denoise(
-        self,
-        canvas_BT: Tensor,
-        positions_BT: Tensor,
-        spans: dict[int | None, Spans],
-        past: list[KV],
-        soft_BTD: Tensor | None,
-    ) -> Tensor:
-        """The bidirectional pass over canvases laid side by side (T = C * L): hidden [B, T, D]."""
-        return self._denoise(canvas_BT, self._rope(positions_BT), spans, past, soft_BTD)
 
-    def _denoise(
-        self,
-        canvas_BT: Tensor,
-        rope: dict[int | None, Rope],
-        spans: dict[int | None, Spans],
-        past: list[KV],
-        soft_BTD: Tensor | None,
-    ) -> Tensor:
-        x = self.self_conditioning(self.vocabulary.embed(canvas_BT), soft_BTD)
-        for n, layer in enumerate(self.layers):
-            window = self.windows[n]
-            x, _ = layer(x, rope[window], spans[window], past[n], layer.decoder_scalar)
-        return self.norm(x)
-
-    def _rope(self, positions_BT: Tensor) -> dict[int | None, Rope]:
-        """cos and sin of every layer kind, by window."""
-        device = positions_BT.device
-        if device not in self._frequencies:
-            self._frequencies[device] = {w: f.to(device) for w, f in _frequencies(self.config.text_config).items()}
-        return {w: angles(positions_BT, f, self.dtype) for w, f in self._frequencies[device].items()}
+def _by_token(is_noisy: bool | Tensor, noisy: Tensor, clean: Tensor) -> Tensor:
+    """What noisy tokens have or what clean ones have, for all tokens or for each."""
+    if isinstance(is_noisy, Tensor):
+        return torch.where(is_noisy[..., None], noisy, clean)
+    return noisy if is_noisy else clean
 
 
-def _frequencies(text: Any) -> dict[int | None, Tensor]:
-    """RoPE frequencies by window, from the config's rope_parameters of each layer kind."""
-    frequencies: dict[int | None, Tensor] = {}
-    for n, kind in enumerate(text.layer_types):
-        rope = text.rope_parameters[kind]
-        head_dim = text.per_layer_config[n].head_dim
-        window = text.sliding_window if kind == "sliding_attention" else None
-        if rope["rope_type"] == "proportional":
-            partial = rope.get("partial_rotary_factor", 1.0)
-            frequencies[window] = proportional_frequencies(head_dim, rope["rope_theta"], partial)
-        else:
-            frequencies[window] = default_frequencies(head_dim, rope["rope_theta"])
-    return frequencies
+def _kind(text: Any, name: str, layer: int) -> LayerKind:
+    """The kind called `name`, of which `layer` is one."""
+    rope = text.rope_parameters[text.layer_types[layer]]
+    head_dim, theta = text.per_layer_config[layer].head_dim, rope["rope_theta"]
+    if rope["rope_type"] == "proportional":
+        frequencies = proportional_frequencies(head_dim, theta, rope.get("partial_rotary_factor", 1.0))
+    else:
+        frequencies = default_frequencies(head_dim, theta)
+    return LayerKind(name, text.sliding_window if name == "sliding" else None, frequencies)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from blockdiff.errors import BlockdiffError
 from blockdiff.spans import Spans
+
+if TYPE_CHECKING:
+    from blockdiff.models.family import LayerKind, Rope
 
 KV = tuple[Tensor, ...]
 
@@ -15,55 +20,76 @@ KV = tuple[Tensor, ...]
 class Prefix:
     """What `encode` returns: every layer's kv of the rows' clean tokens, right-padded.
 
-    hidden [B, S, D]: the last call's tokens after the final norm; lengths_B: cached tokens of each row, int64;
-    common_length: their length where the host knows it is the same for all rows, else None. A full layer holds all
-    tokens; a sliding layer the last window - 1, so its first column stands for row column `first_B[window]`.
+    hidden [B, S, D]: the last call's tokens after the final norm; kinds: the kind of each layer; lengths_B: cached
+    tokens of each row, int64; common_length: their length where the host knows it is the same for all rows, else
+    None. A full layer holds all tokens; a sliding layer the last window - 1, so its first column stands for row column
+    `first_B[kind]`.
     """
 
     def __init__(
         self,
         hidden: Tensor,
         kv: list[KV],
-        windows: tuple[int | None, ...],
+        kinds: Sequence[LayerKind],
         lengths_B: Tensor,
         columns: int,
         common_length: int | None,
-        first_B: dict[int, Tensor],
+        first_B: dict[str, Tensor],
     ):
-        self.hidden, self.windows, self.lengths_B = hidden, windows, lengths_B
+        self.hidden, self.kinds, self.lengths_B = hidden, kinds, lengths_B
         self.columns, self.common_length, self.first_B = columns, common_length, first_B
-        self._kv = kv
-        self.geometry: dict[int, Any] = {}  # what denoise derives from the lengths, by canvas length
+        self._kv: list[KV] | None = kv  # None once consumed
+        self._canvases: dict[int, tuple[Tensor, dict[str, Spans], dict[str, Rope]]] = {}  # by canvas length
 
     @classmethod
-    def of(cls, hidden: Tensor, kv: list[KV], windows: tuple[int | None, ...], lengths_B: Tensor | None) -> Prefix:
+    def of(cls, hidden: Tensor, kv: list[KV], kinds: Sequence[LayerKind], lengths_B: Tensor | None) -> Prefix:
         """The prefix of a first call; lengths_B None: every row is full."""
         B = hidden.shape[0]
         nothing_B = torch.zeros(B, dtype=torch.int64, device=hidden.device)
         empty = [tuple(x[:, :0] for x in layer) for layer in kv]
-        first_B = {window: nothing_B for window in windows if window is not None}
-        start = cls(hidden[:, :0], empty, windows, nothing_B, 0, 0, first_B)
+        first_B = {kind.name: nothing_B for kind in kinds if kind.window is not None}
+        start = cls(hidden[:, :0], empty, kinds, nothing_B, 0, 0, first_B)
         return start.extended(hidden, kv, lengths_B)
 
     def __len__(self) -> int:
         return self.lengths_B.shape[0]
 
-    def layer(self, n: int) -> KV:
-        """Layer n's prefix tensors [B, columns, ...], without the spare room."""
-        if self.windows[n] is not None:
-            return self._kv[n]
-        return tuple(x[:, : self.columns] for x in self._kv[n])
+    def layers(self) -> list[KV]:
+        """Each layer's prefix tensors [B, columns, ...], without the spare room."""
+        return [
+            kv if kind.window is not None else tuple(x[:, : self.columns] for x in kv)
+            for kind, kv in zip(self.kinds, self._held_kv(), strict=True)
+        ]
 
-    def seen(self, spans: Spans, window: int | None) -> Spans:
-        """Spans over row columns as spans over the columns that layers of this window hold."""
-        return spans if window is None else spans.shifted(self.first_B[window])
+    def held(self, kind: LayerKind, spans: Spans) -> Spans:
+        """Spans over row columns as spans over the columns that layers of this kind hold."""
+        return spans if kind.window is None else spans.shifted(self.first_B[kind.name])
+
+    def canvas(
+        self, length: int, rope: Callable[[Tensor], dict[str, Rope]]
+    ) -> tuple[Tensor, dict[str, Spans], dict[str, Rope]]:
+        """Positions [B, L], spans and RoPE of one canvas per row right after its tokens; made once for all its steps.
+
+        rope: what gives a model's RoPE of positions.
+        """
+        if length not in self._canvases:
+            start_B1 = self.lengths_B[:, None]
+            everything = torch.zeros_like(start_B1), torch.full_like(start_B1, length)
+            spans = {}
+            for kind in set(self.kinds):
+                own = self.held(kind, kind.denoise_spans(start_B1, *everything, length))
+                # a sliding layer holds just the keys that a canvas sees
+                spans[kind.name] = Spans(own.bounds_BT4, sees_all=self.common_length is not None)
+            positions_BL = start_B1 + torch.arange(length, device=start_B1.device)
+            self._canvases[length] = positions_BL, spans, rope(positions_BL)
+        return self._canvases[length]
 
     def select(self, rows: Tensor) -> Prefix:
         """The prefix of some rows (int64 [B'] indices)."""
-        kv = [tuple(x[rows] for x in layer) for layer in self._kv]
-        first_B = {window: first[rows] for window, first in self.first_B.items()}
+        kv = [tuple(x[rows] for x in layer) for layer in self._held_kv()]
+        first_B = {name: first[rows] for name, first in self.first_B.items()}
         hidden, lengths_B = self.hidden[rows], self.lengths_B[rows]
-        return Prefix(hidden, kv, self.windows, lengths_B, self.columns, self.common_length, first_B)
+        return Prefix(hidden, kv, self.kinds, lengths_B, self.columns, self.common_length, first_B)
 
     def extended(self, hidden: Tensor, kv: list[KV], added_B: Tensor | None) -> Prefix:
         """This prefix with a call's kv appended at each row's own length; consumes it (its buffers are reused)."""
@@ -71,22 +97,31 @@ class Prefix:
         is_common = self.common_length is not None and added_B is None
         lengths_B = self.lengths_B + (tokens if added_B is None else added_B)
         columns = self.columns + tokens
-        first_B = {window: (lengths_B - (window - 1)).clamp(min=0) for window in self.first_B}
+        first_B = {k.name: (lengths_B - k.window + 1).clamp(min=0) for k in set(self.kinds) if k.window is not None}
+        old_kv, self._kv = self._held_kv(), None
         merged: list[KV] = []
-        for n, new in enumerate(kv):
-            window, old = self.windows[n], self._kv[n]
-            self._kv[n] = ()  # a layer's old buffers go as soon as its new ones are there
+        for n, (kind, new) in enumerate(zip(self.kinds, kv, strict=True)):
+            old, old_kv[n] = old_kv[n], ()  # a layer's old buffers go as soon as its new ones are there
+            window = kind.window
             if window is None:
                 merged.append(tuple(self._append(a, b, columns) for a, b in zip(old, new, strict=True)))
             elif is_common:
                 merged.append(tuple(_last_columns(a, b, window - 1) for a, b in zip(old, new, strict=True)))
             else:
-                held_B = self.lengths_B - self.first_B[window]
+                held_B = self.lengths_B - self.first_B[kind.name]
                 source = _sources(held_B, lengths_B - self.lengths_B, old[0].shape[1], tokens, window - 1)
                 rows = torch.arange(len(self), device=source.device)[:, None]
                 merged.append(tuple(torch.cat([a, b], 1)[rows, source] for a, b in zip(old, new, strict=True)))
         common = self.common_length + tokens if is_common and self.common_length is not None else None
-        return Prefix(hidden, merged, self.windows, lengths_B, columns, common, first_B)
+        return Prefix(hidden, merged, self.kinds, lengths_B, columns, common, first_B)
+
+    def _held_kv(self) -> list[KV]:
+        if self._kv is None:
+            raise BlockdiffError(
+                "this prefix was consumed by encode(..., prefix=...), which reuses its memory; "
+                "use the prefix that encode returned"
+            )
+        return self._kv
 
     def _append(self, old: Tensor, new: Tensor, columns: int) -> Tensor:
         """A full layer's tensor with the call's tokens written after each row's own."""

@@ -165,12 +165,14 @@ def objective(recipe: Recipe, base: Basis, loaded: DiffusionGemma) -> Objective:
         schedule(recipe),
         corruption(recipe, base),
         seed=recipe.seed,
-        train_router=trains_router(recipe),
         weight=ElboWeight(o.weight_max) if o.weight == "elbo" else NoWeight(),
         prediction=o.prediction,
         positions=o.positions,
         stop_gradient=o.stop_gradient,
     )
+    if not trains_router(recipe):
+        for parameter in loaded.router_parameters():
+            parameter.requires_grad_(False)
     freeze(loaded, recipe.optim.freeze)
     if recipe.train.activation_checkpointing:
         checkpoint_activations(loaded)

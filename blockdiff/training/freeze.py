@@ -27,7 +27,7 @@ class Trains(NamedTuple):
 def freeze(module: nn.Module, patterns: Sequence[str]) -> dict[str, int]:
     """Take the parameters whose names match (`*`, `?`, `[ab]`) out of training; returns parameters by pattern.
 
-    Call it after the objective was made, which decides about the routers. Raises RunError for a pattern that
+    Raises RunError for a pattern that
     matches nothing, naming close ones, and when nothing would be left to train.
     """
     named = dict(module.named_parameters())

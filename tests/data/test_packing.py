@@ -251,7 +251,7 @@ def test_losses_and_gradients_are_those_of_the_unpacked_run(choice):
     with torch.no_grad():
         for layer in model.layers:
             layer.router.proj.weight.mul_(100.0)  # wide margins: rounding alone must not choose other experts
-    objective = Objective(model, Linear(), UniformCorruption(V), 5, True, **OBJECTIVES[choice])
+    objective = Objective(model, Linear(), UniformCorruption(V), 5, **OBJECTIVES[choice])
     assert_equal_layouts(objective, choice, 1e-5)
 
 
@@ -261,7 +261,7 @@ def test_packing_changes_nothing_but_rounding(model, choice, monkeypatch):
     monkeypatch.setattr(Tensor, "float", Tensor.double)
     monkeypatch.setattr(model.vocabulary, "cross_entropy", partial(wide_cross_entropy, model))
     monkeypatch.setattr(model.vocabulary, "soft_embedding", partial(wide_soft_embedding, model))
-    objective = Objective(model, Linear(), UniformCorruption(V), 5, True, **OBJECTIVES[choice])
+    objective = Objective(model, Linear(), UniformCorruption(V), 5, **OBJECTIVES[choice])
     assert_equal_layouts(objective, choice, 1e-10)
 
 

@@ -133,7 +133,7 @@ def test_one_training_step_is_the_same_on_triton(models):
     """Both losses and every gradient, the routers' too."""
     losses, gradients = [], []
     for model in models:
-        objective = Objective(model, Linear(), UniformCorruption(V), seed=5, train_router=True)
+        objective = Objective(model, Linear(), UniformCorruption(V), seed=5)
         sums = objective(batch())
         (sums.canvas_sum / 16 + sums.ar_sum / 60).backward()
         losses.append((sums.canvas_sum, sums.ar_sum))

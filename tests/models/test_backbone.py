@@ -12,10 +12,10 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
 import blockdiff
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
+from blockdiff.errors import BlockdiffError
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.prefix import Prefix
-from blockdiff.spans import denoise_spans, encode_spans
 from tests.oracle import oracle, ours, tiny_config
 
 L = 16  # canvas length; the window is 16 as well
@@ -250,10 +250,10 @@ def test_padding_does_not_change_a_row(mine):
     close(mine.denoise(canvas, a), mine.denoise(canvas, b), EXACT)
 
 
-def same_cache(a: Prefix, b: Prefix, tolerance: float, layers: int = 4) -> None:
+def same_cache(a: Prefix, b: Prefix, tolerance: float) -> None:
     assert torch.equal(a.lengths_B, b.lengths_B)
-    for n in range(layers):
-        for x, y in zip(a.layer(n), b.layer(n), strict=True):
+    for one, other in zip(a.layers(), b.layers(), strict=True):
+        for x, y in zip(one, other, strict=True):
             for row, length in enumerate(a.lengths_B.tolist()):
                 close(x[row, :length], y[row, :length], tolerance)
 
@@ -312,12 +312,25 @@ def test_committed_canvases_are_appended_at_each_rows_own_length(pair, lengths):
 @pytest.mark.parametrize("lengths", [LENGTHS, (20, 20, 20, 20)])
 def test_denoise_leaves_the_prefix_as_it_is(mine, lengths):
     prefix = mine.encode(padded(lengths), torch.tensor(lengths))
-    before = [tuple(x.clone() for x in prefix.layer(n)) for n in range(4)]
+    before = [tuple(x.clone() for x in layer) for layer in prefix.layers()]
     first = mine.denoise(tokens(4, L, seed=1), prefix)
     mine.denoise(tokens(4, 5, seed=2), prefix)
-    for n, layer in enumerate(before):
-        assert all(torch.equal(x, y) for x, y in zip(layer, prefix.layer(n), strict=True))
+    for old, new in zip(before, prefix.layers(), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(old, new, strict=True))
     assert torch.equal(mine.denoise(tokens(4, L, seed=1), prefix), first)
+
+
+def test_a_prefix_that_was_consumed_says_so_in_one_line(mine):
+    prefix = mine.encode(tokens(2, 5))
+    mine.encode(tokens(2, L, seed=1), prefix=prefix)
+    for use in (
+        lambda: mine.denoise(tokens(2, L), prefix),
+        lambda: mine.encode(tokens(2, L), prefix=prefix),
+        lambda: prefix.select(torch.tensor([0])),
+    ):
+        with pytest.raises(BlockdiffError, match="use the prefix that encode returned") as error:
+            use()
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("rows", [[2], [3, 0], [1, 1, 2]])
@@ -386,12 +399,14 @@ def packed_batch() -> Batch:
 
 def run_packed(model: DiffusionGemma, batch: Batch, soft_BTD: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Encoder hidden [B, S, D] and canvas hidden [B, C, L, D] of a batch, each in one call."""
-    windows = set(model.windows)
-    spans = {w: encode_spans(batch.doc_start_BS, w) for w in windows}
-    encoder, kv = model.run_encode(batch.tokens_BS, batch.positions_BS, spans)
-    spans = {w: denoise_spans(batch.start_BC, batch.doc_start_BC, batch.length_BC, L, w) for w in windows}
+    kinds = model.kinds.values()
+    encoder, kv = model(
+        batch.tokens_BS, batch.positions_BS, {kind.name: kind.encode_spans(batch.doc_start_BS) for kind in kinds}
+    )
+    canvases = batch.start_BC, batch.doc_start_BC, batch.length_BC, L
+    spans = {kind.name: kind.denoise_spans(*canvases) for kind in kinds}
     positions = (batch.start_BC - batch.doc_start_BC)[..., None] + torch.arange(L)
-    hidden = model.run_denoise(batch.canvas_BCL.flatten(1), positions.flatten(1), spans, kv, soft_BTD)
+    hidden, _ = model(batch.canvas_BCL.flatten(1), positions.flatten(1), spans, kv, True, soft_BTD)
     return encoder, hidden.unflatten(1, (*batch.start_BC.shape[1:], L))
 
 
@@ -544,12 +559,11 @@ def test_bfloat16_errs_no_more_than_transformers_does(tmp_path, experts, slack):
 @pytest.mark.parametrize("lengths", [None, [40, 9, 23]])
 def test_a_sliding_layer_keeps_only_the_keys_that_a_canvas_sees(pair, lengths):
     _, mine = pair
-    window = mine.windows[0]
+    window = mine.kinds["sliding"].window
     given = None if lengths is None else torch.tensor(lengths)
     with torch.no_grad():
         prefix = mine.encode(tokens(3, 40), given)
         for _ in range(2):
-            for n, each in enumerate(mine.windows):
-                held = prefix.layer(n)[0].shape[1]
-                assert held == (prefix.columns if each is None else window - 1)
+            for kind, (keys, _) in zip(mine.layer_kinds, prefix.layers(), strict=True):
+                assert keys.shape[1] == (prefix.columns if kind == "full" else window - 1)
             prefix = mine.encode(tokens(3, L, seed=3), prefix=prefix)

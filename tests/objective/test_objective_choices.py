@@ -138,17 +138,17 @@ CHOICES: dict[str, tuple[Plain, dict[str, Any]]] = {
 def test_losses_and_gradients_are_those_of_the_formula(model, name):
     plain, options = CHOICES[name]
     given = batch(with_weights=True)
-    objective = Objective(model, plain.schedule, plain.corruption, SEED, True, **options)
+    objective = Objective(model, plain.schedule, plain.corruption, SEED, **options)
     assert_same(objective(given), plain.losses(model, model, given), model)
 
 
 def test_stop_gradient_trains_the_canvas_loss_as_if_another_model_had_encoded(model):
     given = batch()
-    objective = Objective(model, Linear(), UNIFORM, SEED, True, stop_gradient=True)
+    objective = Objective(model, Linear(), UNIFORM, SEED, stop_gradient=True)
     plain = Plain(Linear(), UNIFORM).losses(model, copy.deepcopy(model), given)
     assert_same(objective(given), plain, model)
     stopped = gradients(model, objective(given).canvas_sum)
-    flowing = gradients(model, Objective(model, Linear(), UNIFORM, SEED, True)(given).canvas_sum)
+    flowing = gradients(model, Objective(model, Linear(), UNIFORM, SEED)(given).canvas_sum)
     assert any(not torch.allclose(stopped[name], flowing[name]) for name in stopped)
 
 

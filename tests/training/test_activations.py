@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def objective() -> Objective:
     model = init(tiny_config(canvas_length=8), seed=3, device="cpu", kernels="torch")
-    return Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11, train_router=True)
+    return Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
 
 
 def batch(coins: tuple[bool, bool] = (True, False)):

@@ -232,7 +232,7 @@ def test_bfloat16_autocast_reaches_the_objective_and_leaves_weights_in_fp32():
 def test_the_real_objective_overfits_one_batch():
     layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     model = init(tiny_config(canvas_length=8, **layers), device="cpu")
-    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), train_router=True)
+    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size))
     rows = []
     for row in range(4):  # the prompt tells which response; at t = 0.9 little else does
         response = range(40 + 8 * row, 48 + 8 * row)
@@ -253,7 +253,7 @@ def test_the_real_objective_overfits_one_batch():
 
 def test_the_real_objective_trains_under_bfloat16_autocast():
     model = init(tiny_config(canvas_length=8), device="cpu")
-    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), train_router=True)
+    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size))
     canvas = Canvas(range(40, 48), 3, t=0.5, coin=True)
     batch = lay_out([CleanRow([2, 20, 30, *range(40, 48)], [canvas])], 8, pad_id=0)
     full = run(objective, lambda _: [batch])[0]
