@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +26,25 @@ class Metric:
     format: str = ".4f"
     unit: str = ""  # follows the number in a line of text; without one the label stands before it
 
+    def number(self, value: float) -> str:
+        """A value as it is written: "3.2500", "50.0%"."""
+        return format(value, self.format)
+
     def text(self, value: float) -> str:
         """A value in words: "canvas loss 3.2500", "6.0 steps per canvas"."""
-        number = format(value, self.format)
-        return f"{number} {self.unit}" if self.unit else f"{self.label} {number}"
+        return f"{self.number(value)} {self.unit}" if self.unit else f"{self.label} {self.number(value)}"
+
+
+def _of_part(part: str) -> dict[str, Metric]:
+    """The held-out metrics of the positions that the noise drew for replacement ("corrupted"), or of the others."""
+    metrics = {
+        f"heldout_{part}_loss": Metric("heldout", f"held-out {part} loss", "lower"),
+        f"heldout_{part}_accuracy": Metric("heldout", f"held-out {part} tokens right", "higher", ".1%", "right"),
+    }
+    silent = {
+        f"{key}_no_signal": replace(metric, label=f"{metric.label}, no signal") for key, metric in metrics.items()
+    }
+    return metrics | silent
 
 
 # Every metric by its key. Losses are in nats per token. docs/cli.md says what each one counts.
@@ -37,7 +52,7 @@ METRICS: dict[str, Metric] = {
     "loss": Metric("train", "loss", "lower"),
     "canvas_loss": Metric("train", "canvas loss", "lower"),
     "ar_loss": Metric("train", "next-token loss", "lower"),
-    "grad_norm": Metric("train", "gradient norm before clipping", format=".2f"),
+    "grad_norm": Metric("train", "gradient norm", format=".2f"),
     "lr": Metric("train", "learning rate", format=".1e"),
     "epoch": Metric("train", "epoch", format=".2f"),
     "tokens_per_second": Metric("train", "tokens per second", "higher", ",.0f", "tokens/s"),
@@ -45,33 +60,34 @@ METRICS: dict[str, Metric] = {
     "memory_gib": Metric("train", "most memory", "lower", ".1f", "GiB"),
     "seconds": Metric("train", "time spent on training", "lower", ".0f", "s"),
     "heldout_canvas_loss": Metric("heldout", "held-out canvas loss", "lower"),
-    "heldout_canvas_accuracy": Metric("heldout", "held-out canvas tokens right", "higher", ".1%"),
+    "heldout_canvas_accuracy": Metric("heldout", "held-out canvas tokens right", "higher", ".1%", "right"),
     "heldout_weighted_loss": Metric("heldout", "held-out weighted canvas loss", "lower"),
     "heldout_ar_loss": Metric("heldout", "held-out next-token loss", "lower"),
-    "heldout_ar_accuracy": Metric("heldout", "held-out next tokens right", "higher", ".1%"),
-    "heldout_corrupted_loss": Metric("heldout", "held-out loss of corrupted tokens", "lower"),
-    "heldout_corrupted_accuracy": Metric("heldout", "held-out corrupted tokens right", "higher", ".1%"),
-    "heldout_corrupted_loss_no_signal": Metric("heldout", "held-out loss of corrupted tokens, no signal", "lower"),
-    "heldout_corrupted_accuracy_no_signal": Metric(
-        "heldout", "held-out corrupted tokens right, no signal", "higher", ".1%"
-    ),
-    "heldout_kept_loss": Metric("heldout", "held-out loss of kept tokens", "lower"),
-    "heldout_kept_accuracy": Metric("heldout", "held-out kept tokens right", "higher", ".1%"),
-    "heldout_kept_loss_no_signal": Metric("heldout", "held-out loss of kept tokens, no signal", "lower"),
-    "heldout_kept_accuracy_no_signal": Metric("heldout", "held-out kept tokens right, no signal", "higher", ".1%"),
-    "sample_accuracy": Metric("sample", "sampled prompts right", "higher", ".1%"),
+    "heldout_ar_accuracy": Metric("heldout", "held-out next tokens right", "higher", ".1%", "right"),
+    **_of_part("corrupted"),
+    **_of_part("kept"),
+    "sample_accuracy": Metric("sample", "sampled prompts right", "higher", ".1%", "of sampled prompts right"),
     "sample_steps_per_canvas": Metric(
         "sample", "steps per canvas of sampled prompts", "lower", ".1f", "steps per canvas"
     ),
     "sample_tokens_per_forward": Metric(
         "sample", "tokens per forward of sampled prompts", "higher", ".1f", "tokens per forward"
     ),
-    "sample_count": Metric("sample", "sampled prompts", format="d", unit="sampled prompts"),
+    "sample_count": Metric("sample", "sampled prompts", format="d", unit="prompts"),
     "sample_errors": Metric("sample", "sampled prompts that failed", "lower", "d", "sampled prompts failed"),
     "sample_seconds": Metric("sample", "time spent on sampling prompts", "lower", ".1f", "s"),
     "skipped": Metric("skipped", "optimiser steps skipped", "lower", "d", "optimiser steps skipped"),
 }
 MACHINE_UNITS = ("s", "GiB", "tokens/s", "scored tokens/s")  # their numbers depend on clocks and machines
+
+
+ABSENT_AT_0 = ("ar_loss", "skipped")  # an AR loss of 0 has no weight in the recipe
+
+
+def texts(record: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
+    """The metrics of a record in words, by key and in the order of `keys`; what was not measured is left out."""
+    values = {key: record[key] for key in keys if record.get(key) is not None}
+    return {key: METRICS[key].text(value) for key, value in values.items() if value != 0 or key not in ABSENT_AT_0}
 
 
 def metrics_of_evaluations() -> list[str]:

@@ -15,7 +15,7 @@ from blockdiff.errors import RunError
 _LAYER = re.compile(r"(?<![^.])layers\.\d+\.")
 
 
-class Trains(NamedTuple):
+class PartCounts(NamedTuple):
     """One row of the table: a part of the model, its tensors, and how many parameters train and stand still."""
 
     part: str
@@ -45,14 +45,14 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> dict[str, int]:
     return counts
 
 
-def trains_table(module: nn.Module) -> list[Trains]:
+def count_parts(module: nn.Module) -> list[PartCounts]:
     """The parameters of a module by part, in its order: layers are added up, their norms are one part."""
     sums: dict[str, list[int]] = {}
     for name, parameter in module.named_parameters():
         row = sums.setdefault(part_of(name), [0, 0, 0])
         row[0] += 1
         row[1 if parameter.requires_grad else 2] += parameter.numel()
-    return [Trains(part, *row) for part, row in sums.items()]
+    return [PartCounts(part, *row) for part, row in sums.items()]
 
 
 def part_of(name: str) -> str:

@@ -7,15 +7,23 @@ import platform
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from blockdiff import __version__
-from blockdiff.metrics import Record, of_kind
+from blockdiff.metrics import METRICS, Record, of_kind, texts
 
 PACKAGES = ("torch", "transformers", "accelerate")
+LAST_AND_BEST = ("heldout_canvas_loss", "heldout_ar_loss", "heldout_canvas_accuracy", "sample_accuracy")
+LAST = ("sample_steps_per_canvas", "sample_tokens_per_forward")
+# What the line shows, in this order.
+LINE = (
+    *("skipped", "canvas_loss", "ar_loss", "heldout_canvas_loss", "heldout_ar_loss"),
+    *("sample_accuracy", "sample_steps_per_canvas", "tokens_per_second", "memory_gib"),
+)
 
 
 def run_report(
@@ -46,13 +54,10 @@ def run_report(
         "epochs": round(steps * batch_size / examples, 3) if examples else None,
         "skipped": max((record.get("skipped", 0) for record in records), default=0),
         **{key: last.get(key) for key in ("loss", "canvas_loss", "ar_loss")},
+        **{key: record[key] for record in records for key in LAST if key in record},
     }
-    report |= _of(records, "heldout_canvas_loss", min) | _of(records, "heldout_ar_loss", min)
-    report |= _of(records, "heldout_canvas_accuracy", max) | _of(records, "sample_accuracy", max)
-    for record in records:  # the last one stays
-        report |= {
-            key: record[key] for key in ("sample_steps_per_canvas", "sample_tokens_per_forward") if key in record
-        }
+    for key in LAST_AND_BEST:
+        report |= _last_and_best(records, key)
     return report | {
         "best_metric": best,
         "tokens_per_second": _mean_speed(trained, "tokens_per_second"),
@@ -62,59 +67,39 @@ def run_report(
         "wall_seconds": None if wall_seconds is None else round(wall_seconds, 1),
         "device": _device(device),
         "world": world,
-        "versions": _versions(),
+        "versions": {"blockdiff": __version__} | {name: importlib.metadata.version(name) for name in PACKAGES},
         "commit": _commit(),
     }
 
 
 def report_line(report: Mapping[str, Any]) -> str:
     """A report as one line; what was not measured is left out."""
-    told: list[str] = [report["run"]]
-
-    def tell(text: str, *keys: str) -> None:
-        if all(report.get(key) is not None for key in keys):
-            told.append(text.format(**report))
-
-    tell("{steps:,} optimiser steps")
-    tell("{examples_seen:,} examples", "examples_seen")
-    tell("{epochs:.1f} epochs", "epochs")
-    if report.get("skipped"):
-        tell("{skipped} optimiser steps skipped")
-    tell("canvas loss {canvas_loss:.4f}", "canvas_loss")
-    if report.get("ar_loss"):
-        tell("AR loss {ar_loss:.4f}")
-    held = "held-out canvas loss {heldout_canvas_loss:.4f}"
-    tell(held + _unless_last(report, "heldout_canvas_loss", ".4f"), "heldout_canvas_loss")
-    if report.get("heldout_ar_loss"):
-        tell("held-out AR loss {heldout_ar_loss:.4f}" + _unless_last(report, "heldout_ar_loss", ".4f"))
-    tell("{sample_accuracy:.1%} of samples right" + _unless_last(report, "sample_accuracy", ".1%"), "sample_accuracy")
-    tell("{sample_steps_per_canvas:.1f} steps per canvas", "sample_steps_per_canvas")
-    tell("{tokens_per_second:,.0f} tokens/s", "tokens_per_second")
-    tell("{memory_gib:.1f} GiB", "memory_gib")
-    tell(f"{_duration(report.get('seconds') or 0)} of training", "seconds")
-    told.append(f"{report['world']} x {report['device']}")
-    told.append(" ".join(f"{name} {version}" for name, version in report["versions"].items()))
-    tell("commit {commit}", "commit")
-    return ", ".join(told)
+    words = [report["run"], f"{report['steps']:,} optimiser steps", f"{report['examples_seen']:,} examples"]
+    if report["epochs"] is not None:
+        words.append(f"{report['epochs']:.1f} epochs")
+    for key, text in texts(report, LINE).items():
+        best = report.get(f"best_{key}", report[key])
+        if best != report[key]:
+            text += f" (best {METRICS[key].number(best)} at step {report[f'best_{key}_step']})"
+        words.append(text)
+    if report["seconds"] is not None:
+        words.append(f"{timedelta(seconds=round(report['seconds']))} of training")
+    words.append(f"{report['world']} x {report['device']}")
+    words.append(" ".join(f"{name} {version}" for name, version in report["versions"].items()))
+    return ", ".join(words + [f"commit {report['commit']}"] * bool(report["commit"]))
 
 
-def _of(records: Sequence[Mapping[str, Any]], key: str, choose: Any) -> dict[str, Any]:
-    """The last value of a figure, and the best one with the first step that had it."""
+def _last_and_best(records: Sequence[Record], key: str) -> dict[str, Any]:
+    """The last value of a metric, and the best one with the first step that had it."""
     found = [(record[key], record["step"]) for record in records if record.get(key) is not None]
     if not found:
         return {}
-    best = choose(value for value, _ in found)
-    step = next(step for value, step in found if value == best)
+    choose = max if METRICS[key].better == "higher" else min
+    best, step = choose(found, key=lambda pair: pair[0])
     return {key: found[-1][0], f"best_{key}": best, f"best_{key}_step": step}
 
 
-def _unless_last(report: Mapping[str, Any], key: str, form: str) -> str:
-    if report.get(key) is None or report[key] == report[f"best_{key}"]:
-        return ""
-    return f" (best {{best_{key}:{form}}} at step {{best_{key}_step}})"
-
-
-def _mean_speed(trained: Sequence[Mapping[str, Any]], key: str) -> float | None:
+def _mean_speed(trained: Sequence[Record], key: str) -> float | None:
     """Over the run: each record's speed counts for the seconds since the record before it."""
     tokens = seconds = before = 0.0
     for record in trained:
@@ -125,13 +110,6 @@ def _mean_speed(trained: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return round(tokens / seconds, 1) if seconds > 0 else None
 
 
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 120:
-        return f"{seconds:.0f} s"
-    return f"{whole // 3600} h {whole // 60 % 60:02d} min" if whole >= 3600 else f"{whole // 60} min {whole % 60:02d} s"
-
-
 def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -140,10 +118,6 @@ def _device(device: torch.device) -> str:
     processor = found[1].strip() if found else platform.processor() or platform.machine()
     threads = torch.get_num_threads()
     return f"{processor} ({threads} thread{'s' * (threads != 1)})"
-
-
-def _versions() -> dict[str, str]:
-    return {"blockdiff": __version__} | {package: importlib.metadata.version(package) for package in PACKAGES}
 
 
 def _commit() -> str | None:

@@ -28,7 +28,7 @@ from blockdiff.training import data as assemble_data
 from blockdiff.training.assemble import Basis
 from blockdiff.training.data import Data
 from blockdiff.training.ema import Ema
-from blockdiff.training.freeze import trains_table
+from blockdiff.training.freeze import count_parts
 from blockdiff.training.heldout import heldout
 from blockdiff.training.loop import Options
 from blockdiff.training.progress import Progress
@@ -251,7 +251,7 @@ def prepare(recipe: Recipe, directory: Path, ranks: Ranks, show: Progress) -> Ru
     objective = assemble.objective(recipe, base, model)
     origin = recipe.model.path or f"preset {recipe.model.preset}"
     show.line(f"model     {origin}, {model.dtype}".replace("torch.", ""))
-    show.trains(trains_table(model))
+    show.parts(count_parts(model))
     t, count = recipe.train, recipe.data.canvases
     scored = f"{count} canvas{'es' * (count != 1)}"
     epochs = f", {t.steps * t.batch_size / len(data.train):.1f} epochs" if isinstance(data.train, Dataset) else ""

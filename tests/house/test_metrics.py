@@ -87,7 +87,7 @@ def test_what_clocks_and_machines_say_is_not_reproducible():
 def test_a_value_in_words_has_its_unit_or_its_name():
     words = {"canvas_loss": 3.25, "sample_accuracy": 0.5, "sample_steps_per_canvas": 6.04, "tokens_per_second": 12345.6}
     assert [METRICS[key].text(value) for key, value in words.items()] == [
-        *("canvas loss 3.2500", "sampled prompts right 50.0%", "6.0 steps per canvas", "12,346 tokens/s"),
+        *("canvas loss 3.2500", "50.0% of sampled prompts right", "6.0 steps per canvas", "12,346 tokens/s"),
     ]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from blockdiff.checkpoint.create import init
 from blockdiff.errors import RunError
-from blockdiff.training.freeze import freeze, part_of, trains_table
+from blockdiff.training.freeze import count_parts, freeze, part_of
 from tests.oracle import tiny_config
 
 
@@ -77,7 +77,7 @@ def test_parts_are_named_for_what_is_in_them(name, part):
 
 def test_the_table_counts_every_parameter_once_and_shows_parts_that_train_by_half(model):
     freeze(model, ["layers.0.*", "norm.*"])
-    rows = {row.part: row for row in trains_table(model)}
+    rows = {row.part: row for row in count_parts(model)}
     assert sum(row.tensors for row in rows.values()) == len(list(model.parameters()))
     assert sum(row.trained + row.frozen for row in rows.values()) == sum(p.numel() for p in model.parameters())
     assert (rows["norm"].trained, rows["norm"].frozen) == (0, 64)

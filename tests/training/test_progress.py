@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from blockdiff.training.freeze import Trains
+from blockdiff.training.freeze import PartCounts
 from blockdiff.training.progress import Progress
 
 TRAINED = {
@@ -28,7 +28,7 @@ def shown(*records, is_shown=True, is_terminal=False, rows=None, **changes):
     out = io.StringIO()
     show.console = Console(file=out, width=200, force_terminal=is_terminal, highlight=False, soft_wrap=True)
     if rows is not None:
-        show.trains(rows)
+        show.parts(rows)
     with show.running(0):
         for record in records:
             show.step(record["step"])
@@ -38,23 +38,23 @@ def shown(*records, is_shown=True, is_terminal=False, rows=None, **changes):
 
 def test_a_line_has_the_loss_and_its_parts_the_rate_both_speeds_the_memory_and_the_time_left():
     assert shown(TRAINED).startswith(
-        "step  20/100  loss 4.5000 (canvas 3.2500, next token 1.2500)  grad 0.50  lr 1.5e-04  "
-        "12,346 tokens/s (2,346 scored)  3.2 GiB  left 0:00:0"
+        "step  20/100  loss 4.5000  canvas loss 3.2500  next-token loss 1.2500  gradient norm 0.50  "
+        "learning rate 1.5e-04  12,346 tokens/s  2,346 scored tokens/s  3.2 GiB  left 0:00:0"
     )
 
 
 def test_without_an_ar_loss_the_canvas_loss_stands_alone():
-    assert "20/100  canvas 3.2500  grad" in shown(TRAINED, ar_loss=0.0)
+    assert "20/100  canvas loss 3.2500  gradient" in shown(TRAINED, ar_loss=0.0)
 
 
 def test_skipped_steps_are_counted_where_there_are_any():
-    assert "skipped 2" in shown(TRAINED, skipped=2)
+    assert "2 optimiser steps skipped" in shown(TRAINED, skipped=2)
     assert "skipped" not in shown(TRAINED, skipped=0)
 
 
 def test_a_skipped_step_is_told_with_its_part_and_samples():
     record = {"step": 7, "kind": "skipped", "skipped": 2, "not_finite": "AR loss", "not_finite_ids": [5, 12]}
-    assert shown(record) == "step   7/100  skipped: the AR loss is not finite (sample ids 5, 12)\n"
+    assert shown(record) == "step   7/100  2 optimiser steps skipped  the AR loss is not finite (sample ids 5, 12)\n"
 
 
 def test_held_out_losses_come_with_their_accuracies():
@@ -67,7 +67,8 @@ def test_held_out_losses_come_with_their_accuracies():
     }
     record |= {"heldout_corrupted_loss": 4.0, "heldout_corrupted_accuracy": 0.125}
     assert shown(record) == (
-        "step  50/100  held out:  canvas 2.0000 (50.0% right)  corrupted 4.0000 (12.5% right)  next token 3.0000\n"
+        "step  50/100  held-out canvas loss 2.0000  50.0% right  held-out corrupted loss 4.0000  12.5% right"
+        "  held-out next-token loss 3.0000\n"
     )
 
 
@@ -80,14 +81,14 @@ def test_sampled_prompts_show_accuracy_and_steps_per_canvas():
         "sample_steps_per_canvas": 6.04,
     }
     assert shown(record | {"sample_tokens_per_forward": 2.46}) == (
-        "step  50/100  sampled:  25.0% of 32 right, 6.0 steps per canvas, 2.5 tokens per forward\n"
+        "step  50/100  25.0% of sampled prompts right  32 prompts  6.0 steps per canvas  2.5 tokens per forward\n"
     )
     nothing = shown(record | {"sample_tokens_per_forward": None, "sample_steps_per_canvas": None})
-    assert nothing == "step  50/100  sampled:  25.0% of 32 right\n"
+    assert nothing == "step  50/100  25.0% of sampled prompts right  32 prompts\n"
 
 
 def test_the_table_of_what_trains_adds_up():
-    table = shown(rows=[Trains("vocabulary", 1, 0, 24576), Trains("layers: mlp", 12, 1000, 24)])
+    table = shown(rows=[PartCounts("vocabulary", 1, 0, 24576), PartCounts("layers: mlp", 12, 1000, 24)])
     assert [line.split() for line in table.splitlines()] == [
         ["part", "tensors", "trains", "frozen"],
         ["vocabulary", "1", "-", "24,576"],
@@ -97,10 +98,27 @@ def test_the_table_of_what_trains_adds_up():
 
 
 def test_other_ranks_show_nothing():
-    assert shown(TRAINED, is_shown=False, is_terminal=True, rows=[Trains("norm", 1, 1, 0)]) == ""
+    assert shown(TRAINED, is_shown=False, is_terminal=True, rows=[PartCounts("norm", 1, 1, 0)]) == ""
 
 
-def test_on_a_terminal_a_bar_has_the_losses_and_the_speed():
+def test_on_a_terminal_a_bar_has_the_loss_and_the_speed():
     drawn = shown(TRAINED, is_terminal=True)
-    bar = drawn[drawn.rindex("next token") :]
-    assert "━" in bar and "20/100" in bar and "12,346 tokens/s (2,346 scored)  3.2 GiB" in bar and "left" in bar
+    bar = drawn[drawn.rindex("loss 4.5000") :]
+    assert "━" in bar and "20/100" in bar and "12,346 tokens/s  3.2 GiB" in bar and "left" in bar
+
+
+def test_in_a_notebook_the_bar_is_redrawn_in_its_place_without_further_packages(monkeypatch, capsys):
+    pictures = []
+
+    class Place:
+        def update(self, bar):
+            pictures.append(bar._repr_mimebundle_(include=[], exclude=[])["text/html"])
+
+    monkeypatch.setattr("IPython.display.display", lambda bar, display_id: Place())
+    show = Progress(100, is_shown=True)
+    show.console = Console(force_jupyter=True, width=200)
+    with show.running(0):
+        show.step(20)
+        show.record(TRAINED)
+    assert all(part in pictures[-1] for part in ("loss 4.5000", "━", "20/100", "12,346 tokens/s  3.2 GiB", "left"))
+    assert capsys.readouterr().out.startswith("step  20/100  loss 4.5000")

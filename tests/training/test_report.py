@@ -83,17 +83,17 @@ def test_the_line_has_everything_that_quotes_a_run():
     line = report_line(reported() | {"device": "Some CPU", "versions": {"torch": "2.13"}, "commit": "abc"})
     assert line == (
         "chat, 20 optimiser steps, 160 examples, 2.5 epochs, 2 optimiser steps skipped, "
-        "canvas loss 2.0000, AR loss 1.0000, "
-        "held-out canvas loss 2.7500 (best 2.5000 at step 10), held-out AR loss 2.5000, "
-        "25.0% of samples right (best 50.0% at step 10), 6.0 steps per canvas, 182 tokens/s, 2.5 GiB, "
-        "110 s of training, 2 x Some CPU, torch 2.13, commit abc"
+        "canvas loss 2.0000, next-token loss 1.0000, "
+        "held-out canvas loss 2.7500 (best 2.5000 at step 10), held-out next-token loss 2.5000, "
+        "25.0% of sampled prompts right (best 50.0% at step 10), 6.0 steps per canvas, 182 tokens/s, 2.5 GiB, "
+        "0:01:50 of training, 2 x Some CPU, torch 2.13, commit abc"
     )
 
 
 def test_what_was_not_measured_is_left_out():
     line = report_line(reported([trained(10, 4000.0, 10.0, 3.0) | {"ar_loss": 0.0}], examples=None) | {"commit": None})
-    assert line.startswith("chat, 10 optimiser steps, 80 examples, canvas loss 3.0000, 10 tokens/s, 1 h 06 min of tr")
-    assert "None" not in line and "commit" not in line and "AR" not in line
+    assert line.startswith("chat, 10 optimiser steps, 80 examples, canvas loss 3.0000, 10 tokens/s, 1:06:40 of tr")
+    assert "None" not in line and "commit" not in line and "next-token" not in line
     assert report_line(reported([])).startswith("chat, 0 optimiser steps, 0 examples, 0.0 epochs, 2 x ")
 
 
