@@ -20,7 +20,7 @@ from benchmarks.models import Pair, Size, in_fp32, pair
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
 from benchmarks.timing import Stopwatch, contenders, interleaved, once, peak_memory, probe
-from blockdiff.sampling.generation import Generation
+from blockdiff.checkpoint.generation import Generation
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.request import Result as Answer
 from blockdiff.sampling.sampler import Sampler

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from blockdiff.checkpoint.create import fitted, init, preset_config
+from blockdiff.checkpoint import fitted, init, preset_config
 from blockdiff.data.chat import Encoder
 from blockdiff.data.collate import Collator, heldout_batches, micro_batches
 from blockdiff.data.plan import Plan

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-from blockdiff.checkpoint.create import preset_config
+from blockdiff.checkpoint import preset_config
 from blockdiff.checkpoint.names import to_hub
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 

@@ -24,7 +24,7 @@ import torch
 from benchmarks import machine
 from benchmarks.timing import interleaved, once
 from blockdiff.canvas import Batch
-from blockdiff.checkpoint.create import fitted, init, preset_config
+from blockdiff.checkpoint import fitted, init, preset_config
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.collate import Collator, micro_batches
 from blockdiff.data.plan import Plan

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.checkpoint.files import CONFIG, config_from, first_line, read_json, stored_tensors
+from blockdiff.checkpoint.config import config_from, read_config
+from blockdiff.checkpoint.files import CONFIG, first_line, read_json, stored_tensors
 from blockdiff.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def _headers(target: str) -> tuple[Any, list[tuple[str, tuple[int, ...], str]], 
             raise CheckpointError(
                 f"{target}: {what}; name a checkpoint directory, a hub id or a .yaml recipe"
             )
-        config = config_from(read_json(directory / CONFIG), directory / CONFIG)
+        config = read_config(directory)
         stored = stored_tensors(directory)
         return config, [(name, place.shape, place.dtype) for name, place in stored.items()], target
     from huggingface_hub import get_safetensors_metadata, hf_hub_download

@@ -136,9 +136,7 @@ def _shown(text: str) -> str:
 
 def _hub_tensors(config: object) -> list[tuple[str, tuple[int, ...], str]]:
     """(Hub name, shape, dtype) of a model that is not there yet."""
+    from blockdiff.checkpoint import empty
     from blockdiff.checkpoint.names import to_hub
-    from blockdiff.models.diffusion_gemma import DiffusionGemma
 
-    with torch.device("meta"):
-        model = DiffusionGemma(config)
-    return [(to_hub(name), tuple(tensor.shape), "F32") for name, tensor in model.state_dict().items()]
+    return [(to_hub(name), tuple(tensor.shape), "F32") for name, tensor in empty(config).state_dict().items()]

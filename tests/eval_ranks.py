@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from blockdiff.checkpoint.create import init
+from blockdiff.checkpoint import init
 from blockdiff.data.chat import Example
 from blockdiff.data.collate import Collator, heldout_batches
 from blockdiff.data.rows import Row

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from blockdiff.canvas import Batch
-from blockdiff.checkpoint.create import init
+from blockdiff.checkpoint import init
 from blockdiff.data.chat import Example
 from blockdiff.data.collate import Collator, micro_batches
 from blockdiff.data.plan import Plan

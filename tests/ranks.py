@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
-from blockdiff.checkpoint.create import init
+from blockdiff.checkpoint import init
 from blockdiff.data.collate import NOTHING
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from blockdiff.sampling.generation import Generation
+from blockdiff.checkpoint.generation import Generation
 from blockdiff.sampling.request import Result
 
 

@@ -1,8 +1,26 @@
 """Hub-layout safetensors in and out: `load`, `save`, and `init` for random weights."""
 
-from blockdiff.checkpoint.create import init, preset_config, presets
+from blockdiff.checkpoint.config import fitted, preset_config, presets, read_config
+from blockdiff.checkpoint.create import draw_weights, init
 from blockdiff.checkpoint.files import Carried
-from blockdiff.checkpoint.read import load
-from blockdiff.checkpoint.write import default_generation, save
+from blockdiff.checkpoint.generation import Generation, SpecialTokens, default_generation, special_tokens
+from blockdiff.checkpoint.read import empty, load, load_weights
+from blockdiff.checkpoint.write import save
 
-__all__ = ["Carried", "default_generation", "init", "load", "preset_config", "presets", "save"]
+__all__ = [
+    "Carried",
+    "Generation",
+    "SpecialTokens",
+    "default_generation",
+    "draw_weights",
+    "empty",
+    "fitted",
+    "init",
+    "load",
+    "load_weights",
+    "preset_config",
+    "presets",
+    "read_config",
+    "save",
+    "special_tokens",
+]

@@ -1,4 +1,4 @@
-"""A checkpoint directory as files: find it, read its config, know its tensors, read them one at a time."""
+"""A checkpoint directory as files: find it, know its tensors, read them one at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, DiffusionGemmaConfig, PreTrainedConfig
 
 from blockdiff.errors import CheckpointError
 from blockdiff.files import is_hub_id
@@ -107,44 +106,6 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{file}: a JSON object was expected, not a {type(data).__name__}")
     return data
-
-
-def config_from(data: Mapping[str, Any], origin: str | Path) -> DiffusionGemmaConfig:
-    """A config from the content of a config.json (both forms of the global-head fields) or of a preset.
-
-    Raises CheckpointError, naming `origin`, for another model type or values that cannot be.
-    """
-    model_type = data.get("model_type")
-    if model_type != DiffusionGemmaConfig.model_type:
-        expected = DiffusionGemmaConfig.model_type
-        raise CheckpointError(f"{origin}: model_type is {model_type!r}; blockdiff reads {expected!r}")
-    if not isinstance(data.get("text_config"), Mapping):
-        raise CheckpointError(f"{origin}: no text_config")
-    try:
-        values = json.loads(json.dumps(data))
-        if values.get("vision_config"):
-            values["vision_config"] = _image_config(values["vision_config"])
-        config = DiffusionGemmaConfig(**values)  # `from_dict` would also write it out, for a log that nobody reads
-    except Exception as error:  # the config class validates itself and raises whatever its validators raise
-        raise CheckpointError(f"{origin}: not a valid config ({first_line(error)})") from error
-    if not config.tie_word_embeddings:
-        raise CheckpointError(f"{origin}: tie_word_embeddings is false; only tied weights are supported")
-    return config
-
-
-def _image_config(values: dict[str, Any]) -> PreTrainedConfig:
-    """The image side's config, which is carried like its tensors: only writing it looks up its class.
-
-    That class imports transformers' generation and torch's compiler, a second that sampling has no use for.
-    """
-
-    class ImageConfig(PreTrainedConfig):
-        model_type = values.get("model_type", "gemma4_vision")
-
-        def to_dict(self) -> dict[str, Any]:
-            return AutoConfig.for_model(**super().to_dict()).to_dict()
-
-    return ImageConfig(**values)
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:

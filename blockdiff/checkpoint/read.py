@@ -7,22 +7,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import DiffusionGemmaConfig
 
-from blockdiff.checkpoint.files import (
-    CONFIG,
-    DTYPES,
-    SIDE_FILES,
-    Carried,
-    Stored,
-    config_from,
-    find,
-    read_json,
-    read_tensors,
-    stored_tensors,
-)
+from blockdiff.checkpoint.config import read_config
+from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_tensors, stored_tensors
 from blockdiff.checkpoint.names import hub_to_ours, is_carried, tie_of
 from blockdiff.errors import CheckpointError
 from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.family import BlockDiffusionModel
 
 
 def load(
@@ -30,18 +22,32 @@ def load(
     dtype: str | torch.dtype = "bfloat16",
     device: str | torch.device = "auto",
     kernels: str = "auto",
-) -> DiffusionGemma:
-    """A model from a Hub-layout directory or a Hub id, in evaluation mode.
+) -> BlockDiffusionModel:
+    """A model from a Hub-layout directory or a Hub id, in evaluation mode: see `load_weights`."""
+    directory = find(path_or_hub_id)
+    return load_weights(empty(read_config(directory), kernels), directory, dtype, device)
 
-    dtype: of all text parameters, or "auto" for the dtype the embedding table is stored in. device: "auto" is
-    cuda where there is one. The model is built without memory and filled one tensor at a time, so the host
-    holds little beside it. Image tensors are not loaded; saving copies them through. Raises CheckpointError.
+
+def empty(config: DiffusionGemmaConfig, kernels: str = "auto") -> BlockDiffusionModel:
+    """A model whose weights have shapes but no memory (torch's meta device), to be filled or counted."""
+    with torch.device("meta"):
+        return DiffusionGemma(config, kernels=kernels)
+
+
+def load_weights(
+    model: BlockDiffusionModel,
+    path_or_hub_id: str | Path,
+    dtype: str | torch.dtype = "bfloat16",
+    device: str | torch.device = "auto",
+) -> BlockDiffusionModel:
+    """Fill an empty model with the weights of a checkpoint, one tensor at a time; returns it, in evaluation mode.
+
+    dtype: of all text parameters, or "auto" for the dtype the embedding table is stored in. device: "auto" is cuda
+    where there is one. The host holds little beside the model. What is frozen stays frozen. Image tensors are not
+    loaded; saving copies them through. Raises CheckpointError.
     """
     directory = find(path_or_hub_id)
-    config = config_from(read_json(directory / CONFIG), directory / CONFIG)
     stored = stored_tensors(directory)
-    with torch.device("meta"):
-        model = DiffusionGemma(config, kernels=kernels)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     source = _match(shapes, stored, directory)
 

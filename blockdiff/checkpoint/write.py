@@ -14,7 +14,6 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import DiffusionGemmaConfig
 
 from blockdiff.checkpoint.create import image_tensors
 from blockdiff.checkpoint.files import (
@@ -27,18 +26,19 @@ from blockdiff.checkpoint.files import (
     first_line,
     read_tensors,
 )
+from blockdiff.checkpoint.generation import default_generation
 from blockdiff.checkpoint.names import to_hub
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.errors import CheckpointError
 from blockdiff.files import whole_directory
-from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.family import BlockDiffusionModel
 
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 SHARD_BYTES = 5 * 10**9
 
 
 def save(
-    model: DiffusionGemma,
+    model: BlockDiffusionModel,
     directory: str | Path,
     tokenizer: Any = None,
     generation_config: Mapping[str, Any] | Any = None,
@@ -73,26 +73,8 @@ def save(
     return target
 
 
-def default_generation(config: DiffusionGemmaConfig) -> dict[str, Any]:
-    """generation_config.json for a model that brings none: transformers' defaults, one canvas of tokens."""
-    text = config.text_config
-    return {
-        "bos_token_id": text.bos_token_id,
-        "eos_token_id": text.eos_token_id,
-        "pad_token_id": text.pad_token_id,
-        "max_new_tokens": config.canvas_length,
-        "max_denoising_steps": 48,
-        "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.1},
-        "t_min": 0.4,
-        "t_max": 0.8,
-        "stability_threshold": 1,
-        "confidence_threshold": 0.005,
-        "transformers_version": transformers.__version__,
-    }
-
-
 def _write(
-    model: DiffusionGemma,
+    model: BlockDiffusionModel,
     fresh: Path,
     tokenizer: Any,
     generation_config: Mapping[str, Any] | Any,
@@ -109,7 +91,7 @@ def _write(
     if tokenizer is not None:
         tokenizer.save_pretrained(fresh)
     if generation_config is not None or not (fresh / GENERATION).exists():
-        given = generation_config if generation_config is not None else default_generation(model.config)
+        given = generation_config if generation_config is not None else _default_generation(model.config)
         given = given.to_dict() if hasattr(given, "to_dict") else dict(given)
         _write_json(fresh / GENERATION, given)
 
@@ -156,3 +138,9 @@ def _write_weights(
 
 def _write_json(file: Path, data: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _default_generation(config: Any) -> dict[str, Any]:
+    """generation_config.json for a model that brings none, as transformers would write it."""
+    special = {name: getattr(config.text_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {**default_generation(config).to_dict(), **special, "transformers_version": transformers.__version__}

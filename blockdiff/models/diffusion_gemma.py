@@ -104,10 +104,6 @@ class DiffusionGemma(BlockDiffusionModel):
         self.layer_kinds = tuple(kind.removesuffix("_attention") for kind in text.layer_types)
         self.kinds = {name: _kind(text, name, self.layer_kinds.index(name)) for name in dict.fromkeys(self.layer_kinds)}
 
-    def router_parameters(self) -> list[nn.Parameter]:
-        """The parameters that decide the routing: frozen by default when fine-tuning."""
-        return [p for layer in self.layers for p in layer.router.parameters()]  # type: ignore[union-attr]
-
     def forward(
         self,
         tokens_BT: Tensor,

@@ -93,6 +93,10 @@ class BlockDiffusionModel(nn.Module):
         """The dtype of the weights."""
         return self.vocabulary.table.dtype
 
+    def router_parameters(self) -> list[nn.Parameter]:
+        """The parameters that decide the routing: frozen by default when fine-tuning."""
+        return [p for name, p in self.named_parameters() if ".router." in name]
+
     def rope(self, positions_BT: Tensor) -> dict[str, Rope]:
         """cos and sin of every kind of layer."""
         return {name: kind.rope(positions_BT, self.dtype) for name, kind in self.kinds.items()}

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockdiff.checkpoint.files import CHOICES
+from blockdiff.checkpoint.files import CHOICES, GENERATION
+from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.kernels.vocabulary import Stats, pack_allowed
 from blockdiff.sampling.choices import Choices, carried_over
 from blockdiff.sampling.draws import Draws
-from blockdiff.sampling.generation import FILE, Generation
 from blockdiff.sampling.request import Prompt, Result, Row, as_request, as_row
 from blockdiff.sampling.trace import Canvas, Step, step_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from blockdiff.models.diffusion_gemma import DiffusionGemma
+    from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.models.prefix import Prefix
 
 OnCanvas = Callable[[Canvas], object]
@@ -37,14 +37,14 @@ class Sampler:
     """Answers prompts with a model.
 
     `tokenizer` may be None when every request brings its tokens. Without `generation` the settings are those beside
-    the weights the model was loaded from, else transformers' defaults. Where they name no eos, the tokenizer's is
-    used; with neither, every response runs to its full length. Without `choices` the model is taken for what the
-    blockdiff.json beside its weights says, else for a plain denoiser of uniform noise.
+    the weights the model was loaded from, else transformers' defaults. Where they name no eos, the model's config does,
+    else the tokenizer; with none, every response runs to its full length. Without `choices` the model is taken for what
+    the blockdiff.json beside its weights says, else for a plain denoiser of uniform noise.
     """
 
     def __init__(
         self,
-        model: DiffusionGemma,
+        model: BlockDiffusionModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         generation: Generation | None = None,
         choices: Choices | None = None,
@@ -61,8 +61,8 @@ class Sampler:
                 "a plain denoiser, as transformers and vLLM do",
                 stacklevel=2,
             )
-        if not self.generation.eos_ids and tokenizer is not None and tokenizer.eos_token_id is not None:
-            self.generation = replace(self.generation, eos_ids=(tokenizer.eos_token_id,))
+        special = special_tokens(getattr(model, "config", None), self.generation, tokenizer)
+        self.generation = replace(self.generation, eos_ids=special.eos_ids, pad_id=special.pad_id)
 
     @torch.no_grad()
     def generate(
@@ -107,7 +107,7 @@ class Sampler:
     ) -> None:
         """Fill rows with their responses: canvas after canvas, until an eos or the last canvas."""
         canvases = -(-generation.max_new_tokens // self.model.canvas_length)
-        prefix = self._encode_prompts(rows, generation.pad_id)
+        prefix = self._encode_prompts(rows, int(generation.pad_id or 0))
         for number in range(canvases):
             canvas_BL, steps = self._denoise(prefix, rows, number, generation, on_step)
             is_last = number + 1 == canvases
@@ -233,19 +233,19 @@ class Sampler:
         )
 
 
-def _settings_of(model: DiffusionGemma) -> Generation:
+def _settings_of(model: BlockDiffusionModel) -> Generation:
     """What the generation_config.json of the checkpoint that a model came from says."""
-    folder = _folder_of(model, FILE)
+    folder = _folder_of(model, GENERATION)
     return Generation() if folder is None else Generation.from_pretrained(folder)
 
 
-def _choices_of(model: DiffusionGemma) -> Choices:
+def _choices_of(model: BlockDiffusionModel) -> Choices:
     """What the blockdiff.json of the checkpoint that a model came from says."""
     folder = _folder_of(model, CHOICES)
     return Choices() if folder is None else Choices.from_pretrained(folder)
 
 
-def _folder_of(model: DiffusionGemma, name: str) -> Path | None:
+def _folder_of(model: BlockDiffusionModel, name: str) -> Path | None:
     """Where the file called `name` lies that the model's checkpoint brought, if it brought one."""
     carried = getattr(model, "carried", None)
     files = () if carried is None else carried.side_files

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from blockdiff import checkpoint
-from blockdiff.checkpoint.create import fitted, preset_config
-from blockdiff.checkpoint.files import CONFIG, GENERATION, config_from, find, read_json
+from blockdiff.checkpoint.files import find
+from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import load_tokenizer
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption, UniformCorruption
 from blockdiff.diffusion.schedule import (
@@ -27,7 +27,6 @@ from blockdiff.diffusion.schedule import (
 from blockdiff.diffusion.weight import ElboWeight, NoWeight
 from blockdiff.errors import RecipeError
 from blockdiff.objective import Objective
-from blockdiff.sampling.generation import Generation
 from blockdiff.training import optimiser as optim
 from blockdiff.training import schedule as lr
 from blockdiff.training.activations import checkpoint_activations
@@ -35,7 +34,8 @@ from blockdiff.training.freeze import freeze
 from blockdiff.training.recipe import Recipe
 
 if TYPE_CHECKING:
-    from blockdiff.models.diffusion_gemma import DiffusionGemma
+    from blockdiff.models.family import BlockDiffusionModel
+
 
 @dataclass(frozen=True)
 class Basis:
@@ -56,36 +56,31 @@ def basis(recipe: Recipe) -> Basis:
     """Tokenizer and config of the model a recipe starts from; reads no weights."""
     path, preset, named = recipe.model.path, recipe.model.preset, recipe.model.tokenizer
     if path is not None:
-        directory = find(path, with_weights=False)
-        config = config_from(read_json(directory / CONFIG), directory / CONFIG)
-        tokenizer = load_tokenizer(named or directory)
-        file = directory / GENERATION
-        configured = read_json(file).get("eos_token_id") if file.is_file() else None
-        if configured is None:
-            configured = config.text_config.eos_token_id
+        config = checkpoint.read_config(path)
+        tokenizer = load_tokenizer(named or find(path, with_weights=False))
+        settings = checkpoint.Generation.from_pretrained(path)
     else:
         if named is None:
             raise RecipeError(
                 f"model.tokenizer: missing; the preset {preset} has random weights and no tokenizer, name one"
             )
         tokenizer = load_tokenizer(named)
-        config = fitted(preset_config(str(preset)), tokenizer)
-        configured = tokenizer.eos_token_id
+        config = checkpoint.fitted(checkpoint.preset_config(str(preset)), tokenizer)
+        settings = None
     if len(tokenizer) > config.text_config.vocab_size:
         raise RecipeError(
             f"model.tokenizer: {len(tokenizer)} tokens, but the model has {config.text_config.vocab_size}; "
             "use the tokenizer the weights were trained with"
         )
-    eos_id = configured[0] if isinstance(configured, list | tuple) and configured else configured
-    if not isinstance(eos_id, int):
+    special = checkpoint.special_tokens(config, settings, tokenizer)
+    if not special.eos_ids:
         raise RecipeError(
             "model: neither generation_config.json nor the tokenizer names an eos token; set one"
         )
-    pad_id = config.text_config.pad_token_id
-    return Basis(tokenizer, config, eos_id, 0 if pad_id is None else int(pad_id))
+    return Basis(tokenizer, config, special.eos_ids[0], special.pad_id)
 
 
-def model(recipe: Recipe, base: Basis, device: torch.device | str) -> DiffusionGemma:
+def model(recipe: Recipe, base: Basis, device: torch.device | str) -> BlockDiffusionModel:
     """The model that a recipe starts from, on a device."""
     dtype, kernels = recipe.model.dtype, recipe.model.kernels
     if recipe.model.path is not None:
@@ -97,10 +92,9 @@ def model(recipe: Recipe, base: Basis, device: torch.device | str) -> DiffusionG
 def generation(recipe: Recipe, base: Basis) -> Generation:
     """What the trained model's generation_config.json will say: the recipe's settings over those it starts from."""
     if recipe.model.path is not None:
-        start = Generation.from_pretrained(find(recipe.model.path))
+        start = Generation.from_pretrained(recipe.model.path)
     else:
-        start = Generation.from_dict(checkpoint.default_generation(base.config))
-        start = replace(start, eos_ids=(base.eos_id,))
+        start = checkpoint.default_generation(base.config)
     given = {key: value for key, value in recipe.generation.model_dump().items() if value is not None}
     try:
         return replace(start, **given)
@@ -154,7 +148,7 @@ def corruption(recipe: Recipe, base: Basis) -> Corruption:
     return MaskCorruption(int(mask_id))
 
 
-def objective(recipe: Recipe, base: Basis, loaded: DiffusionGemma) -> Objective:
+def objective(recipe: Recipe, base: Basis, loaded: BlockDiffusionModel) -> Objective:
     """The objective that trains `loaded`: what is frozen does not train, layers are compiled or recomputed as said.
 
     Raises RecipeError for choices that do not go together and for `optim.freeze` patterns that match nothing.

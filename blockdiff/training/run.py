@@ -17,7 +17,7 @@ from blockdiff.data.dataset import Dataset
 from blockdiff.evals.run import ask
 from blockdiff.files import remove_leftovers
 from blockdiff.metrics import FILE_NAME, MetricsLog, Record
-from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.plots.curves import draw_curves
@@ -49,7 +49,7 @@ class Run:
     show: Progress
     base: Basis
     data: Data
-    model: DiffusionGemma
+    model: BlockDiffusionModel
     objective: Objective
     optimiser: torch.optim.Optimizer
     ema: Ema | None

@@ -17,7 +17,17 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import Diffu
 
 import blockdiff.checkpoint.read
 import blockdiff.checkpoint.write
-from blockdiff.checkpoint import init, load, preset_config, presets, save
+from blockdiff.checkpoint import (
+    draw_weights,
+    empty,
+    init,
+    load,
+    load_weights,
+    preset_config,
+    presets,
+    read_config,
+    save,
+)
 from blockdiff.checkpoint.files import INDEX, WEIGHTS, stored_tensors
 from blockdiff.checkpoint.names import is_carried, to_hub
 from blockdiff.errors import CheckpointError
@@ -392,6 +402,21 @@ def test_random_weights_follow_the_seed_and_load_in_transformers_complete(tmp_pa
     assert_same(load(out, "auto", "cpu").state_dict(), model.state_dict())
 
 
+def test_what_is_frozen_in_an_empty_model_is_frozen_in_the_filled_one(written_by_transformers):
+    for fill, whole in (
+        (lambda model: load_weights(model, written_by_transformers, "float32", "cpu"), load(written_by_transformers)),
+        (lambda model: draw_weights(model, 3, "float32", "cpu"), init(read_config(written_by_transformers), 3)),
+    ):
+        model = empty(read_config(written_by_transformers), "torch")
+        assert all(tensor.is_meta for tensor in model.state_dict().values())
+        frozen = {name for name, _ in model.named_parameters() if ".attention." in name}
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        assert fill(model) is model and not model.training
+        assert {name for name, p in model.named_parameters() if not p.requires_grad} == frozen
+        assert_same(model.to(whole.dtype).state_dict(), {k: t.cpu() for k, t in whole.state_dict().items()})
+
+
 def test_drawing_weights_leaves_torchs_own_random_state_alone():
     state = torch.get_rng_state()
     init("tiny", seed=3, device="cpu")
@@ -405,6 +430,14 @@ def test_a_tokenizer_sets_the_vocabulary_and_the_special_tokens():
         def __len__(self) -> int:
             return 23
 
+    class Bare:
+        eos_token_id = 5
+
+        def __len__(self) -> int:
+            return 23
+
+    text = init("tiny", tokenizer=Bare(), device="cpu").config.text_config
+    assert (text.bos_token_id, text.eos_token_id, text.pad_token_id) == (None, 5, None)
     text = init("tiny", tokenizer=Tokenizer(), device="cpu").config.text_config
     assert (text.vocab_size, text.bos_token_id, text.eos_token_id, text.pad_token_id) == (23, 7, 8, 9)
     assert text.per_layer_config[3].head_dim == 32

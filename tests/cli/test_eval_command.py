@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from blockdiff import checkpoint
-from blockdiff.checkpoint.create import init
+from blockdiff.checkpoint import init
 from blockdiff.cli.main import app
 from blockdiff.data.template import packaged_template
 from blockdiff.sampling import Generation

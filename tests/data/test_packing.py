@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from blockdiff.canvas import Batch
-from blockdiff.checkpoint.create import init
+from blockdiff.checkpoint import init
 from blockdiff.data.chat import Example
 from blockdiff.data.collate import Collator, micro_batches
 from blockdiff.data.packing import best_fit, deal

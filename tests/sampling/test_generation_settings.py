@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers.models.diffusion_gemma import generation_diffusion_gemma as reference
 
+from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.errors import CheckpointError, DataError
-from blockdiff.sampling.generation import Generation
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.trace import Recorder, read_traces, write_traces
@@ -77,6 +78,30 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, text, reason):
     with pytest.raises(CheckpointError, match=reason) as error:
         Generation.from_pretrained(tmp_path)
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+class Tokenizer:
+    bos_token_id, eos_token_id, pad_token_id = 7, 8, 9
+
+
+def config(**text: int | list[int] | None) -> SimpleNamespace:
+    return SimpleNamespace(text_config=SimpleNamespace(**text))
+
+
+@pytest.mark.parametrize(
+    "sources, expected",
+    [
+        ((config(eos_token_id=[1, 4], pad_token_id=0), Generation(eos_ids=(5, 6), pad_id=3)), ((5, 6), 3, None)),
+        ((config(eos_token_id=[1, 4], pad_token_id=0, bos_token_id=2), Generation(), Tokenizer()), ((1, 4), 0, 2)),
+        ((config(eos_token_id=None, pad_token_id=None), Generation(), Tokenizer()), ((8,), 9, 7)),
+        ((config(eos_token_id=0),), ((0,), 0, None)),
+        ((None, Generation(pad_id=3), Tokenizer()), ((8,), 3, 7)),
+        ((None,), ((), 0, None)),
+    ],
+)
+def test_special_tokens_are_the_settings_else_the_configs_else_the_tokenizers(sources, expected):
+    special = special_tokens(*sources)
+    assert (special.eos_ids, special.pad_id, special.bos_id) == expected
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.models.diffusion_gemma import generation_diffusion_gemma as reference
 
+from blockdiff.checkpoint.generation import Generation
 from blockdiff.sampling.draws import Draws
-from blockdiff.sampling.generation import Generation
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.trace import Recorder
@@ -211,6 +211,7 @@ LIVELY = Generation(
     confidence=0.8,
     entropy_bound=1.0,
     eos_ids=tuple(range(1, 12)),
+    pad_id=PAD,
 )
 
 

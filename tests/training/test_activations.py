@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from blockdiff.canvas import Canvas, CleanRow, lay_out
-from blockdiff.checkpoint.create import init
+from blockdiff.checkpoint import init
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.objective import Objective

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from blockdiff.checkpoint.create import init
+from blockdiff.checkpoint import init
 from blockdiff.errors import RunError
 from blockdiff.training.freeze import count_parts, freeze, part_of
 from tests.oracle import tiny_config

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from blockdiff.canvas import Canvas, CleanRow, lay_out
-from blockdiff.checkpoint.create import init
+from blockdiff.checkpoint import init
 from blockdiff.data.chat import Example
 from blockdiff.data.collate import Collator, heldout_batches
 from blockdiff.diffusion.corruption import UniformCorruption

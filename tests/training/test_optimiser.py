@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from blockdiff.checkpoint.create import init
+from blockdiff.checkpoint import init
 from blockdiff.errors import RunError
 from blockdiff.training.optimiser import (
     adamw,

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from blockdiff.checkpoint.create import init
+from blockdiff.checkpoint import init
 from blockdiff.data.chat import Example
 from blockdiff.data.collate import Collator, heldout_batches, micro_batches
 from blockdiff.data.plan import Plan

@@ -1,18 +1,18 @@
-"""The settings of generation, with transformers' defaults and file format."""
+"""The settings of generation, with transformers' defaults and file format, and where special tokens come from."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blockdiff.checkpoint.files import GENERATION, find
 from blockdiff.diffusion.acceptance import EntropyBound
 from blockdiff.diffusion.stopping import StableAndConfident
 from blockdiff.diffusion.temperature import LinearTemperature
 from blockdiff.errors import CheckpointError
-
-FILE = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Generation:
     """How canvases are denoised and when a response ends.
 
     `max_steps` bounds the denoising steps of a canvas, `max_new_tokens` the response (rounded up to whole
-    canvases); any of `eos_ids` ends a response; `pad_id` fills prompts of unequal length.
+    canvases); any of `eos_ids` ends a response; `pad_id` fills prompts of unequal length. Where one of the two is not
+    said (empty, None), `special_tokens` decides.
     """
 
     max_steps: int = 48
@@ -30,8 +31,8 @@ class Generation:
     stability: int = 1
     confidence: float = 0.005
     max_new_tokens: int = 256
-    eos_ids: tuple[int, ...] = field(default=())
-    pad_id: int = 0
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
 
     def __post_init__(self) -> None:
         rules = {
@@ -67,15 +68,7 @@ class Generation:
 
         CheckpointError when the file cannot be used.
         """
-        file = Path(path) / FILE
-        if not Path(path).is_dir():
-            from transformers.utils import cached_file
-
-            try:
-                found = cached_file(str(path), FILE, _raise_exceptions_for_missing_entries=False)
-            except OSError as error:
-                raise CheckpointError(f"{path}: neither a directory nor a model on the Hub") from error
-            file = Path(found) if found else file
+        file = find(path, with_weights=False) / GENERATION
         if not file.exists():
             return cls()
         try:
@@ -92,7 +85,6 @@ class Generation:
         rule = acceptance.get("_cls_name", "EntropyBoundSamplerConfig")
         if rule != "EntropyBoundSamplerConfig":
             raise ValueError(f"sampler {rule!r} is not supported, only EntropyBoundSamplerConfig")
-        eos = config.get("eos_token_id")
         values: dict[str, Any] = {
             "max_steps": config.get("max_denoising_steps"),
             "entropy_bound": acceptance.get("entropy_bound"),
@@ -101,7 +93,7 @@ class Generation:
             "stability": config.get("stability_threshold"),
             "confidence": config.get("confidence_threshold"),
             "max_new_tokens": config.get("max_new_tokens"),
-            "eos_ids": None if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            "eos_ids": _ids(config.get("eos_token_id")),
             "pad_id": config.get("pad_token_id"),
         }
         return cls(**{name: value for name, value in values.items() if value is not None})
@@ -119,3 +111,39 @@ class Generation:
             "eos_token_id": list(self.eos_ids),
             "pad_token_id": self.pad_id,
         }
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The tokens with a meaning of their own: what ends a response, what fills a row, what begins one if anything."""
+
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    bos_id: int | None
+
+
+def special_tokens(config: Any, generation: Generation | None = None, tokenizer: Any = None) -> SpecialTokens:
+    """Each special token as the generation settings say it, else the model's config, else the tokenizer.
+
+    Any of the three may be None. Where nobody names an eos there is none; where nobody names a pad it is 0.
+    """
+    text = getattr(config, "text_config", None)
+
+    def first(name: str, *settings: Any) -> tuple[int, ...]:
+        said = (*settings, getattr(text, name, None), getattr(tokenizer, name, None))
+        return next((ids for ids in map(_ids, said) if ids), ())
+
+    eos, pad = (None, None) if generation is None else (generation.eos_ids, generation.pad_id)
+    pad_id, bos_id = (*first("pad_token_id", pad), 0)[0], (*first("bos_token_id"), None)[0]
+    return SpecialTokens(first("eos_token_id", eos), pad_id, bos_id)
+
+
+def default_generation(config: Any) -> Generation:
+    """The settings of a model that brings none: transformers' defaults, one canvas of tokens."""
+    special = special_tokens(config)
+    return Generation(max_new_tokens=config.canvas_length or 256, eos_ids=special.eos_ids, pad_id=special.pad_id)
+
+
+def _ids(said: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Token ids as files say them: one number, several, or nothing."""
+    return () if said is None else (said,) if isinstance(said, int) else tuple(said)
