@@ -28,7 +28,8 @@ from blockdiff.checkpoint import fitted, init, preset_config
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.collate import Collator, micro_batches
 from blockdiff.data.plan import Plan
-from blockdiff.data.rows import read_rows, texts_of
+from blockdiff.data.rows import texts_of
+from blockdiff.data.sources import Source, rows_of
 from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
@@ -154,7 +155,7 @@ def main(words: list[str] | None = None) -> None:
     options = parser.parse_args(words)
 
     columns = dict(pair.split("=", 1) for pair in options.columns.split(",") if pair)
-    rows = read_rows(options.rows, columns)
+    rows = list(rows_of(Source(options.rows, columns=columns)))
     tokenizer = byte_level_bpe((text for row in rows for text in texts_of(row)), options.vocab_size)
     model = init(
         fitted(preset_config(options.preset), tokenizer), seed=0, tokenizer=tokenizer, device=options.device

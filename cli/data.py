@@ -70,20 +70,20 @@ def tokenizer(
     conversations can be trained on.
     """
     from blockdiff.data.rows import texts_of
-    from blockdiff.data.sources import SourceSpec, rows_of
+    from blockdiff.data.sources import Source, rows_of
     from blockdiff.data.tokenizer import byte_level_bpe
     from blockdiff.errors import BlockdiffError
     from blockdiff.terminal import quiet
 
     quiet()
     chosen = parse_columns(columns)
-    specs = [SourceSpec(source, subset=subset, split=split, columns=chosen) for source in sources]
+    named = [Source(source, subset=subset, split=split, columns=chosen) for source in sources]
     count = characters = 0
 
     def texts() -> Iterator[str]:
         nonlocal count, characters
-        for spec in specs:
-            for row in rows_of(spec):
+        for source in named:
+            for row in rows_of(source):
                 count += 1
                 for text in texts_of(row):
                     characters += len(text)

@@ -41,10 +41,10 @@ def evaluate(
     if task not in TASKS:
         raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}", param_hint="--task")
     from blockdiff.cli.loading import load_sampler, make_parent
-    from blockdiff.data.sources import SourceSpec, rows_of
+    from blockdiff.data.sources import Source, rows_of
     from blockdiff.evals import run
 
-    source = SourceSpec(data, subset=subset, split=split, columns=parse_columns(columns))
+    source = Source(data, subset=subset, split=split, columns=parse_columns(columns))
     rows = [row.as_conversation() if chat else row for row in islice(rows_of(source), limit)]
     kind = find_task(task)
     run.ask(rows, kind)  # refused now rather than after the weights are read

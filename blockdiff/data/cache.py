@@ -11,7 +11,7 @@ from typing import IO
 
 from blockdiff.data.chat import Encoder
 from blockdiff.data.examples import Examples
-from blockdiff.data.sources import Source
+from blockdiff.data.sources import OpenedSource
 from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
 from blockdiff.files import remove_leftovers, whole_directory
@@ -24,7 +24,7 @@ STALE = 24 * 3600.0  # seconds after which what a killed process left is removed
 Write = Callable[[IO[bytes]], Statistics]
 
 
-def key_of(source: Source, encoder: Encoder) -> str:
+def key_of(source: OpenedSource, encoder: Encoder) -> str:
     """A hash of the content of a source and of everything that turns it into examples, wherever it lies."""
     text = f"{VERSION} {source.fingerprint()} {encoder.fingerprint}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -19,7 +18,7 @@ from blockdiff.data.cache import cached, key_of, temporary
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.examples import Examples, Joined, write_examples
 from blockdiff.data.plan import AnyPlan, MixturePlan, Plan
-from blockdiff.data.sources import Source, SourceSpec, open_source
+from blockdiff.data.sources import OpenedSource, Source, open_source, titles
 from blockdiff.data.statistics import Statistics, Tally
 from blockdiff.errors import DataError
 
@@ -64,7 +63,7 @@ class Dataset:
 
 
 def load_dataset(
-    sources: Sequence[SourceSpec],
+    sources: Sequence[Source],
     encoder: Encoder,
     *,
     cache: Path | None,
@@ -80,18 +79,18 @@ def load_dataset(
     found: list[Statistics] = []
     hashes: list[str] = []
     with (first if first is not None and cache is not None else nullcontext()):
-        for spec in sources:
-            source = open_source(spec)
-            write = partial(_write, source=source, encoder=encoder)
+        for source in sources:
+            opened = open_source(source)
+            write = partial(_write, source=opened, encoder=encoder)
             first_id = sum(statistics.rows for statistics in found)
-            key = key_of(source, encoder)
+            key = key_of(opened, encoder)
             if cache is None:
-                examples, statistics = temporary(write, source.files, first_id)
+                examples, statistics = temporary(write, opened.files, first_id)
             else:
-                examples, statistics = cached(cache, key, write, source.files, first_id)
+                examples, statistics = cached(cache, key, write, opened.files, first_id)
             parts.append(examples)
             found.append(statistics)
-            hashes.append(f"{key} {spec.weight!r}")
+            hashes.append(f"{key} {source.weight!r}")
     together = reduce(add, found)
     check_conversations(encoder, together)
     return Dataset(
@@ -100,11 +99,11 @@ def load_dataset(
         statistics=[*zip(titles(sources), found, strict=True), *([(TOTAL, together)] if len(found) > 1 else [])],
         fingerprint=hashlib.blake2b("\n".join(hashes).encode(), digest_size=16).hexdigest(),
         sizes=[len(part) for part in parts],
-        weights=[spec.weight for spec in sources],
+        weights=[source.weight for source in sources],
     )
 
 
-def _write(file: IO[bytes], source: Source, encoder: Encoder) -> Statistics:
+def _write(file: IO[bytes], source: OpenedSource, encoder: Encoder) -> Statistics:
     tally = Tally(encoder.canvas_length)
     if not write_examples(file, encoder.examples(source.rows(), tally), source.files):
         raise encoder.nothing_left(tally.rows, source.files[0])
@@ -118,13 +117,6 @@ def check_conversations(encoder: Encoder, statistics: Statistics) -> None:
             raise DataError(
                 f"data.{key}: is set, but no row is a conversation; write messages rows, or leave data.{key} out"
             )
-
-
-def titles(sources: Iterable[SourceSpec]) -> list[str]:
-    """What to call the sources: their names, or whole paths where names would be the same."""
-    sources = list(sources)
-    counts = Counter(spec.title for spec in sources)
-    return [spec.title if counts[spec.title] == 1 else spec.name or spec.path for spec in sources]
 
 
 def plan(dataset: Dataset, batch_size: int, seed: int) -> AnyPlan:

@@ -9,22 +9,24 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from blockdiff.data.rows import DECODER, parse_json
+import pyarrow as pa
+
 from blockdiff.errors import DataError
 
 # (place in the file, value): the place is "17" for a line and "row 17" where lines mean nothing, both from 1.
 Value = tuple[str, Any]
+# Given the names of all columns of a file, the names of those to read.
+Choose = Callable[[list[str]], list[str]]
 
 BOM = b"\xef\xbb\xbf"
 BATCH = 1000  # rows of a parquet file that become Python objects together
 FIELD = 1 << 30  # the csv module refuses fields of more than 128 KiB unless told otherwise
 GZIP = ".gz"
 BLANK = re.compile(r"[ \t\r\n]*")
-
-Kept = Callable[[list[str]], list[str]]
 
 
 class Skip:
@@ -43,48 +45,42 @@ class Skip:
 
 def format_of(path: Path) -> str | None:
     """The suffix that says how to read a file, `.gz` put aside; None if it is none of FORMATS."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes[-1:] == [GZIP]:
-        suffixes.pop()
-        return suffixes[-1] if suffixes and suffixes[-1] in TEXT_FORMATS else None
-    return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
+    name = path.name.lower()
+    suffix = Path(name.removesuffix(GZIP)).suffix
+    return suffix if suffix in (TEXT_FORMATS if name.endswith(GZIP) else FORMATS) else None
 
 
-def values(path: Path, skip: Skip, kept: Kept) -> Iterator[Value]:
+def values(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     """The rows of a file in order but those that `skip` takes, which are read no further than needed.
 
-    Where reading fewer columns is cheaper, only `kept(names)` are read. Raises DataError naming file and place,
-    and what to do, for whatever cannot be read.
+    Where reading fewer columns is cheaper, only those that `choose` returns are read. Raises DataError naming file
+    and place, and what to do, for whatever cannot be read.
     """
     kind = format_of(path)
     if kind is None:
         raise DataError(f"{path}: not a kind of file that holds rows; name one of {', '.join(FORMATS)} (.gz for text)")
-    with _refusing(path):
-        yield from FORMATS[kind](path, skip, kept)
+    with _one_line_errors(path):
+        yield from FORMATS[kind](path, skip, choose)
 
 
 @contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def _one_line_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; check the path") from None
     except IsADirectoryError:
         raise DataError(f"{path}: is a directory; name a file in it") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: not a whole gzip file ({error}); compress it again") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}); check the file") from None
+    except (EOFError, zlib.error, pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise DataError(f"{path}: cannot be read ({error.strerror}); check the file") from None
+        reason = " ".join(str(error).split())[:120]  # Arrow's own messages are several lines long
+        kind = path.suffix.lower().removeprefix(".").replace("gz", "gzip").replace("arrow", "Arrow")
+        raise DataError(f"{path}: not a whole {kind} file ({reason}); write or download it again") from None
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[IO[bytes]]:
-    if path.suffix.lower() == GZIP:
-        with gzip.open(path, "rb") as file:
-            yield file  # type: ignore[misc]
-    else:
-        with path.open("rb") as file:
-            yield file
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix.lower() == GZIP else path.open("rb")  # type: ignore[return-value]
 
 
 def _decoded(line: bytes, where: str) -> str:
@@ -94,19 +90,48 @@ def _decoded(line: bytes, where: str) -> str:
         raise DataError(f"{where}: not valid UTF-8 (byte {error.start + 1}); save it as UTF-8") from None
 
 
-def json_lines(path: Path, skip: Skip, kept: Kept) -> Iterator[Value]:
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON; write a number or null")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} appears twice, and only one can count; remove the other")
+    return value
+
+
+# Reads JSON strictly: a key must not appear twice, and NaN is no number. Raises ValueError.
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
+
+
+def _parsed(decode: Callable[..., Any], text: str, where: str, *begin: int) -> Any:
+    """What a method of DECODER makes of a text, from `begin` on; DataError naming `where` if it is not valid."""
+    try:
+        return decode(text, *begin)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if begin else ""
+        remedy = "repair it" if begin else "write one object per line"
+        raise DataError(f"{where}: not valid JSON ({error.msg} at {line}column {error.colno}); {remedy}") from None
+    except RecursionError:
+        raise DataError(f"{where}: JSON is nested too deeply; write flat objects") from None
+    except ValueError as error:  # a key that appears twice, NaN, an integer of thousands of digits
+        raise DataError(f"{where}: {error}") from None
+
+
+def json_lines(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     """One JSON object per line; lines of only white space are passed over."""
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(BOM) if number == 1 else line
-            if line.isspace() or not line:
-                continue
-            if not skip.takes():
+            if line and not line.isspace() and not skip.takes():
                 where = f"{path}:{number}"
-                yield str(number), parse_json(_decoded(line, where), where)
+                yield str(number), _parsed(DECODER.decode, _decoded(line, where), where)
 
 
-def json_document(path: Path, skip: Skip, kept: Kept) -> Iterator[Value]:
+def json_document(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     """A list of objects, {"data": [...]}, or objects one after the other; held in memory as a whole."""
     with _open(path) as file:
         content = file.read().removeprefix(BOM)
@@ -115,61 +140,44 @@ def json_document(path: Path, skip: Skip, kept: Kept) -> Iterator[Value]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}:{line}: not valid UTF-8; save it as UTF-8") from None
-    begin = _blank(text, 0)
+    begin = _after_blanks(text, 0)
     elements: Iterator[Value]
     if text[begin : begin + 1] == "{":
-        first, end = _element(text, begin, f"{path}:{_line(text, begin)}")
-        if _blank(text, end) < len(text):
-            yield from json_lines(path, skip, kept)
+        first, end = _parsed(DECODER.raw_decode, text, f"{path}:{_line(text, begin)}", begin)
+        if _after_blanks(text, end) < len(text):
+            yield from json_lines(path, skip, choose)
             return
         rows = first.get("data")
-        if isinstance(rows, list) and not {"prompt", "response", "messages", "conversations"} & first.keys():
-            elements = ((f"row {row}", value) for row, value in enumerate(rows, start=1))
-        else:
-            elements = iter([("row 1", first)])
+        is_wrapper = isinstance(rows, list) and not {"prompt", "response", "messages", "conversations"} & first.keys()
+        elements = ((f"row {row}", value) for row, value in enumerate(rows if is_wrapper else [first], start=1))
     elif text[begin : begin + 1] == "[":
         elements = _elements(text, begin, path)
     elif begin == len(text):
         return
     else:
         raise DataError(f"{path}:{_line(text, begin)}: neither a list nor an object; write a JSON list of rows")
-    for row, value in elements:
-        if not skip.takes():
-            yield row, value
+    yield from (element for element in elements if not skip.takes())
 
 
 def _elements(text: str, begin: int, path: Path) -> Iterator[Value]:
     """The elements of the list that begins at `begin`, each parsed when its turn comes so that a bad one is named."""
-    row, at = 0, _blank(text, begin + 1)
-    if text[at : at + 1] != "]":
-        while True:
-            row += 1
-            value, at = _element(text, at, f"{path}:row {row}")
-            yield f"row {row}", value
-            at = _blank(text, at)
-            if text[at : at + 1] == "]":
-                break
-            if text[at : at + 1] != ",":
-                reason = "the list ends in the middle" if at == len(text) else "a comma is missing"
-                raise DataError(f"{path}:row {row}: {reason} after it (line {_line(text, at)}); repair the file")
-            at = _blank(text, at + 1)
-    if _blank(text, at + 1) < len(text):
+    row, at = 0, _after_blanks(text, begin + 1)
+    while row or text[at : at + 1] != "]":
+        row += 1
+        value, at = _parsed(DECODER.raw_decode, text, f"{path}:row {row}", at)
+        yield f"row {row}", value
+        at = _after_blanks(text, at)
+        if text[at : at + 1] == "]":
+            break
+        if text[at : at + 1] != ",":
+            reason = "the list ends in the middle" if at == len(text) else "a comma is missing"
+            raise DataError(f"{path}:row {row}: {reason} after it (line {_line(text, at)}); repair the file")
+        at = _after_blanks(text, at + 1)
+    if _after_blanks(text, at + 1) < len(text):
         raise DataError(f"{path}:{_line(text, at)}: something follows the list; write one list, or one object per line")
 
 
-def _element(text: str, at: int, where: str) -> tuple[Any, int]:
-    try:
-        return DECODER.raw_decode(text, at)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise DataError(f"{where}: not valid JSON ({error.msg} at {place}); repair it") from None
-    except RecursionError:
-        raise DataError(f"{where}: JSON is nested too deeply; write flat objects") from None
-    except ValueError as error:
-        raise DataError(f"{where}: {error}") from None
-
-
-def _blank(text: str, at: int) -> int:
+def _after_blanks(text: str, at: int) -> int:
     match = BLANK.match(text, at)
     return match.end() if match else at
 
@@ -178,48 +186,36 @@ def _line(text: str, at: int) -> int:
     return text.count("\n", 0, at) + 1
 
 
-def comma_separated(path: Path, skip: Skip, kept: Kept) -> Iterator[Value]:
-    """Fields separated by commas under a line with their names; the place is the line a row begins on."""
-    return _separated(path, skip, ",")
-
-
-def tab_separated(path: Path, skip: Skip, kept: Kept) -> Iterator[Value]:
-    """Fields separated by tabs under a line with their names; the place is the line a row begins on."""
-    return _separated(path, skip, "\t")
-
-
-def _separated(path: Path, skip: Skip, delimiter: str) -> Iterator[Value]:
+def separated(path: Path, skip: Skip, choose: Choose, delimiter: str) -> Iterator[Value]:
+    """Fields with a delimiter between them, under a line with their names; the place is the line a row begins on."""
     csv.field_size_limit(FIELD)
+    names: list[str] = []
+    begin = 1
     with _open(path) as file:
         lines = (
             _decoded(line.removeprefix(BOM) if number == 1 else line, f"{path}:{number}")
             for number, line in enumerate(file, start=1)
         )
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
-        names: list[str] = []
-        begin = 1
-        while True:
-            try:
-                fields = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                kind = "CSV" if delimiter == "," else "TSV"
-                raise DataError(f"{path}:{begin}: not valid {kind} ({error}); repair it") from None
-            place, begin = begin, reader.line_num + 1
-            if not fields or (len(fields) == 1 and not fields[0].strip()):
-                continue
-            if not names:
-                names = _header(fields, f"{path}:{place}")
-            elif skip.takes():
-                continue
-            elif len(fields) != len(names):
-                raise DataError(
-                    f"{path}:{place}: {len(fields)} fields under {len(names)} column names; "
-                    'quote a field that has the separator in it: "..."'
-                )
-            else:
-                yield str(place), dict(zip(names, fields, strict=True))
+        try:
+            for fields in reader:
+                place, begin = begin, reader.line_num + 1
+                if not fields or (len(fields) == 1 and not fields[0].strip()):
+                    continue
+                if not names:
+                    names = _header(fields, f"{path}:{place}")
+                elif skip.takes():
+                    continue
+                elif len(fields) != len(names):
+                    raise DataError(
+                        f"{path}:{place}: {len(fields)} fields under {len(names)} column names; "
+                        'quote a field that has the separator in it: "..."'
+                    )
+                else:
+                    yield str(place), dict(zip(names, fields, strict=True))
+        except csv.Error as error:
+            kind = "CSV" if delimiter == "," else "TSV"
+            raise DataError(f"{path}:{begin}: not valid {kind} ({error}); repair it") from None
 
 
 def _header(fields: list[str], where: str) -> list[str]:
@@ -231,12 +227,12 @@ def _header(fields: list[str], where: str) -> list[str]:
     return fields
 
 
-def parquet(path: Path, skip: Skip, kept: Kept) -> Iterator[Value]:
+def parquet(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     """A parquet file, a thousand rows in memory at a time; row groups that are passed over are not read."""
     import pyarrow.parquet as pq
 
-    with _open(path) as raw, _whole(path, "parquet"), pq.ParquetFile(raw) as file:
-        columns, row = kept(file.schema_arrow.names), 0
+    with _open(path) as raw, pq.ParquetFile(raw) as file:
+        columns, row = choose(file.schema_arrow.names), 0
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
             if skip.left >= rows:
@@ -244,15 +240,13 @@ def parquet(path: Path, skip: Skip, kept: Kept) -> Iterator[Value]:
                 row += rows
                 continue
             for batch in file.iter_batches(BATCH, row_groups=[group], columns=columns):
-                yield from _values(batch, row, path, skip)
+                yield from _objects(batch, row, path, skip)
                 row += batch.num_rows
 
 
-def arrow(path: Path, skip: Skip, kept: Kept) -> Iterator[Value]:
+def arrow(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     """An Arrow stream or file, as `datasets` keeps on disk."""
-    import pyarrow as pa
-
-    with _open(path) as raw, _whole(path, "Arrow"):
+    with _open(path) as raw:
         try:
             batches: Any = pa.ipc.open_stream(raw)
         except pa.ArrowInvalid:
@@ -260,13 +254,13 @@ def arrow(path: Path, skip: Skip, kept: Kept) -> Iterator[Value]:
             batches = map(file.get_batch, range(file.num_record_batches))
         row = 0
         for batch in batches:
-            chosen = batch.select(kept(batch.schema.names))
+            chosen = batch.select(choose(batch.schema.names))
             for start in range(0, batch.num_rows, BATCH):
-                yield from _values(chosen.slice(start, BATCH), row + start, path, skip)
+                yield from _objects(chosen.slice(start, BATCH), row + start, path, skip)
             row += batch.num_rows
 
 
-def _values(batch: Any, before: int, path: Path, skip: Skip) -> Iterator[Value]:
+def _objects(batch: Any, before: int, path: Path, skip: Skip) -> Iterator[Value]:
     """The rows of a record batch as objects; `before` rows of the file come before it."""
     passed = min(skip.left, batch.num_rows)
     skip.left -= passed
@@ -274,39 +268,25 @@ def _values(batch: Any, before: int, path: Path, skip: Skip) -> Iterator[Value]:
     try:
         rows = batch.to_pylist()
     except UnicodeDecodeError:  # one row at a time, to say which
-        rows = (_value(batch, index, f"{path}:row {first + index}") for index in range(batch.num_rows))
+        rows = (_object_at(batch, index, f"{path}:row {first + index}") for index in range(batch.num_rows))
     for row, value in enumerate(rows, start=first):
         yield f"row {row}", value
 
 
-def _value(batch: Any, index: int, where: str) -> Any:
+def _object_at(batch: Any, index: int, where: str) -> Any:
     try:
         return batch.slice(index, 1).to_pylist()[0]
     except UnicodeDecodeError:
         raise DataError(f"{where}: not valid UTF-8; write its text as UTF-8") from None
 
 
-@contextmanager
-def _whole(path: Path, kind: str) -> Iterator[None]:
-    """Arrow's own errors, which are several lines long, as one."""
-    import pyarrow as pa
-
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        reason = " ".join(str(error).split())[:120]
-        raise DataError(f"{path}: not a whole {kind} file ({reason}); write or download it again") from None
-
-
-Reader = Callable[[Path, Skip, Kept], Iterator[Value]]
+Reader = Callable[[Path, Skip, Choose], Iterator[Value]]
 FORMATS: dict[str, Reader] = {
     ".jsonl": json_lines,
     ".ndjson": json_lines,
     ".json": json_document,
-    ".csv": comma_separated,
-    ".tsv": tab_separated,
+    ".csv": partial(separated, delimiter=","),
+    ".tsv": partial(separated, delimiter="\t"),
     ".parquet": parquet,
     ".arrow": arrow,
 }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from blockdiff.data.formats import DECODER
 from blockdiff.errors import DataError
 
 ROLES = {
@@ -43,16 +42,6 @@ class Row:
         return replace(self, prompt=None, response=None, messages=messages)
 
 
-def read_rows(path: str | Path, columns: Mapping[str, str] | None = None) -> list[Row]:
-    """The rows of a file, directory or pattern in order, with `columns` as in `check_row`.
-
-    Raises DataError "file:line: reason; what to do" at the first bad row, and for a file without any row.
-    """
-    from blockdiff.data.sources import SourceSpec, rows_of
-
-    return list(rows_of(SourceSpec(str(path), columns=columns or {})))
-
-
 def texts_of(row: Row) -> Iterator[str]:
     """Everything a row says, role names and turn tokens left out."""
     for text in (row.prompt, row.response):
@@ -60,11 +49,6 @@ def texts_of(row: Row) -> Iterator[str]:
             yield text
     for message in row.messages or ():
         yield from (message[key] for key in ("reasoning", "content") if message.get(key))
-
-
-def parse_row(text: str, where: str, columns: Mapping[str, str] | None = None) -> Row:
-    """Check one line of JSON and make it a `Row`; raises DataError naming `where`."""
-    return check_row(parse_json(text, where), where, columns)
 
 
 def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None) -> Row:
@@ -79,43 +63,13 @@ def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None) 
         raise DataError(f"{where}: {bad}") from None
 
 
-def parse_json(text: str, where: str) -> Any:
-    """The value of one JSON text, duplicate keys and NaN refused; raises DataError naming `where`."""
-    try:
-        return DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{where}: not valid JSON ({error.msg} at column {error.colno}); write one object per line"
-        ) from None
-    except RecursionError:
-        raise DataError(f"{where}: JSON is nested too deeply; write one flat object per line") from None
-    except ValueError as error:  # the two refusals below, and integers of thousands of digits
-        raise DataError(f"{where}: {error}") from None
-
-
 class _BadRow(Exception):
     """Why a row is refused; `check_row` puts the place in front."""
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON; write a number or null")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} appears twice, and only one can count; remove the other")
-    return value
-
-
-DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
-
-
 def _picked(value: Any, columns: Mapping[str, str]) -> Any:
     """The row with its columns under the names they have here; what `columns` asks for is the form that counts."""
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         return value
     for key, column in columns.items():
         if column not in value:
@@ -129,7 +83,7 @@ def _picked(value: Any, columns: Mapping[str, str]) -> Any:
 
 
 def _row(value: Any, where: str) -> Row:
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         raise _BadRow(
             f"the row is {_kind(value)}, not an object; write {{...}} with messages, or prompt and response"
         )

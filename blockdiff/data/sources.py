@@ -1,22 +1,26 @@
-"""The places rows come from: files, directories and patterns here, data sets of the hub in `hub`."""
+"""Where rows come from: files, directories and patterns, data sets of the Hub, and rows in memory."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from blockdiff.data.formats import FORMATS, Skip, format_of, values
 from blockdiff.data.rows import CONVERSATION_KEYS, KEYS, Row, check_row
 from blockdiff.errors import DataError
 from blockdiff.files import is_hub_id, is_pattern, matching
 
+TRAIN = "train"
 # Words by which file names say what part of a data set they hold.
 SPLITS = {
-    "train": ("train", "training"),
+    TRAIN: ("train", "training"),
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev", "heldout"),
 }
@@ -24,42 +28,92 @@ ARROW_STATE = "state.json"  # beside the Arrow files that `datasets` saves
 
 
 @dataclass(frozen=True)
-class SourceSpec:
-    """One source of rows: a file, a directory, a pattern or a hub id.
+class Source:
+    """One place rows come from: `path` names a file, a directory, a pattern or a hub id, or `rows` holds the rows.
 
-    `weight` is its part of a mixture, `name` what statistics call it, `subset` and `split` choose within a hub
-    data set (`split` also among the files of a directory), `columns` maps prompt, response, messages, system or id
-    to the column that holds it.
+    `weight` is its part of a mixture, `name` what statistics call it. `subset` and `split` choose within a data set
+    of the Hub (`split` also among the files of a directory). `columns` maps prompt, response, messages, system or id
+    to the column that holds it. Where `split` and `columns` are None, a recipe fills them in; otherwise they are
+    "train" and nothing. `rows` is a `datasets.Dataset` or any other sequence of mappings.
     """
 
-    path: str
+    path: str | None = None
     weight: float = 1.0
     name: str | None = None
     subset: str | None = None
-    split: str = "train"
-    columns: Mapping[str, str] = field(default_factory=dict)
+    split: str | None = None
+    columns: Mapping[str, str] | None = None
+    rows: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        unknown = [key for key in self.columns if key not in KEYS]
+        if (self.path is None) == (self.rows is None):
+            raise DataError("a source needs either path or rows; give one of them")
+        if self.rows is not None and (not hasattr(self.rows, "__getitem__") or isinstance(self.rows, str | Mapping)):
+            kind = type(self.rows).__name__
+            raise DataError(f"rows is a {kind}; give a sequence of mappings, such as a list or a datasets.Dataset")
+        if not (0 < self.weight < math.inf):
+            raise DataError(f"{self.title}: weight is {self.weight}; give a number above 0")
+        columns = self.columns or {}
+        unknown = [key for key in columns if key not in KEYS]
         if unknown:
-            raise DataError(f"{self.path}: columns has {unknown[0]!r}; it can say where {', '.join(KEYS)} are")
-        if {"prompt", "response"} & self.columns.keys() and "messages" in self.columns:
-            raise DataError(f"{self.path}: columns names messages and prompt or response; choose one form of rows")
+            raise DataError(f"{self.title}: columns has {unknown[0]!r}; it can say where {', '.join(KEYS)} are")
+        if {"prompt", "response"} & columns.keys() and "messages" in columns:
+            raise DataError(f"{self.title}: columns names messages and prompt or response; choose one form of rows")
 
     @property
     def title(self) -> str:
         """What to call it."""
-        return self.name or Path(self.path).name or self.path
+        return self.name or (Path(self.path).name or self.path if self.path is not None else "rows")
 
-    def kept(self, names: list[str]) -> list[str]:
-        """Of the columns of a file those that are read: all where the rows are missing, so that an error names them."""
-        content = {"prompt", "response", *CONVERSATION_KEYS, *self.columns.values()} & set(names)
-        if not content or not set(self.columns.values()) <= set(names):
+    def with_defaults(self, split: str, columns: Mapping[str, str]) -> Source:
+        """The same source, with these where it says nothing itself."""
+        own = self.columns if self.columns is not None else columns
+        return replace(self, split=self.split or split, columns=own)
+
+    def choose(self, names: list[str]) -> list[str]:
+        """The columns of a file that are read: all where the rows are missing, so that an error can name them."""
+        columns = set((self.columns or {}).values())
+        content = {"prompt", "response", *CONVERSATION_KEYS, *columns} & set(names)
+        if not content or not columns <= set(names):
             return names
-        return [name for name in names if name in {*KEYS, *CONVERSATION_KEYS, *self.columns.values()}]
+        return [name for name in names if name in {*KEYS, *CONVERSATION_KEYS, *columns}]
 
 
-class Source(Protocol):
+def as_sources(value: Any) -> list[Source]:
+    """The sources that `value` names: a path, rows in memory, a `Source`, a mapping of its fields, or a list of these.
+
+    A list of mappings is rows, unless each has a `path` or `rows`. Raises DataError for fields that do not exist.
+    """
+    if isinstance(value, Source):
+        return [value]
+    if isinstance(value, str | Path):
+        return [Source(str(value))]
+    if _has_fields(value):
+        known = [each.name for each in fields(Source)]
+        unknown = [key for key in value if key not in known]
+        if unknown:
+            raise DataError(f"a source has no {unknown[0]!r}; it has {', '.join(known)}")
+        return [Source(**value)]
+    is_list = isinstance(value, list | tuple) and bool(value)
+    if is_list and all(not isinstance(each, Mapping) or _has_fields(each) for each in value):
+        return [source for each in value for source in as_sources(each)]
+    return [Source(rows=value)]
+
+
+def _has_fields(value: Any) -> bool:
+    return isinstance(value, Mapping) and ("path" in value or "rows" in value)
+
+
+def titles(sources: Sequence[Source]) -> list[str]:
+    """What to call the sources: their names, or whole paths where names would be the same."""
+    counts = Counter(source.title for source in sources)
+    return [
+        source.title if counts[source.title] == 1 else source.name or source.path or f"rows of source {number}"
+        for number, source in enumerate(sources, start=1)
+    ]
+
+
+class OpenedSource(Protocol):
     """A source that has been found; its rows name the file they come from as one of `files`."""
 
     files: list[str]
@@ -73,31 +127,32 @@ class Source(Protocol):
         ...
 
 
-def open_source(spec: SourceSpec, streaming: bool = False) -> Source:
-    """Find a source: local files first, then a hub id. Raises DataError for neither."""
-    files = local_files(spec)
+def open_source(source: Source, streaming: bool = False) -> OpenedSource:
+    """Find a source: rows in memory, else local files, else a hub id. Raises DataError where there is none."""
+    source = source.with_defaults(TRAIN, {})
+    if source.path is None:
+        return in_memory(source)
+    files = local_files(source)
     if files is not None:
-        return Files(spec, files)
-    if not is_hub_id(spec.path):
-        raise DataError(f"{spec.path}: no such file; check the path")
-    from blockdiff.data.hub import HubSource
-
-    return HubSource(spec, streaming)
+        return Files(source, files)
+    if not is_hub_id(source.path):
+        raise DataError(f"{source.path}: no such file; check the path")
+    return on_hub(source, streaming)
 
 
-def rows_of(spec: SourceSpec) -> Iterator[Row]:
+def rows_of(source: Source) -> Iterator[Row]:
     """The rows of a source in order; raises DataError "file:line: reason; what to do" at the first bad one."""
-    yield from open_source(spec).rows()
+    yield from open_source(source).rows()
 
 
-def local_files(spec: SourceSpec) -> list[Path] | None:
-    """The files a spec means, sorted by name; None if it names nothing here."""
-    path = Path(spec.path).expanduser()
+def local_files(source: Source) -> list[Path] | None:
+    """The files that a source's path means, sorted by name; None if it names nothing here."""
+    path = Path(source.path or "").expanduser()
     if path.is_dir():
-        return _in_directory(path, spec.split)
+        return _in_directory(path, source.split or TRAIN)
     found = matching(path)
-    if not found and is_pattern(spec.path):
-        raise DataError(f"{spec.path}: no file matches the pattern; correct it")
+    if not found and is_pattern(str(path)):
+        raise DataError(f"{path}: no file matches the pattern; correct it")
     return found or None
 
 
@@ -108,7 +163,7 @@ def _in_directory(path: Path, split: str) -> list[Path]:
     files = sorted(each for each in path.iterdir() if each.is_file() and format_of(each) is not None)
     if not files:
         raise DataError(f"{path}: a directory without rows ({', '.join(FORMATS)}); name a file or a pattern in it")
-    of_split = {each: split_of(each) for each in files}
+    of_split = {each: _split_of(each) for each in files}
     asked = next((name for name, words in SPLITS.items() if split in words), split)
     chosen = [each for each in files if of_split[each] == asked]
     named = sorted({name for name in of_split.values() if name})
@@ -117,7 +172,7 @@ def _in_directory(path: Path, split: str) -> list[Path]:
     return chosen or files
 
 
-def split_of(path: Path) -> str | None:
+def _split_of(path: Path) -> str | None:
     """The split that a file's name says it is part of."""
     words = re.split(r"[^a-z]+", path.name.lower().partition(".")[0])
     return next((split for split, known in SPLITS.items() if set(words) & set(known)), None)
@@ -126,8 +181,8 @@ def split_of(path: Path) -> str | None:
 class Files:
     """Local files of rows, one after the other."""
 
-    def __init__(self, spec: SourceSpec, paths: list[Path]) -> None:
-        self.spec, self.paths = spec, paths
+    def __init__(self, source: Source, paths: list[Path]) -> None:
+        self.source, self.paths = source, paths
         self.files = [str(path) for path in paths]
 
     def rows(self, skip: Skip | None = None) -> Iterator[Row]:
@@ -135,20 +190,101 @@ class Files:
         skip = skip or Skip()
         for path in self.paths:
             is_empty, before = True, skip.left
-            for place, value in values(path, skip, self.spec.kept):
+            for place, value in values(path, skip, self.source.choose):
                 is_empty = False
-                yield check_row(value, f"{path}:{place}", self.spec.columns)
+                yield check_row(value, f"{path}:{place}", self.source.columns)
             if is_empty and skip.left == before:
                 raise DataError(f"{path}: has no rows; write one JSON object per line")
 
     def fingerprint(self) -> str:
         """A hash of the bytes of the files, in order, and of the column names."""
-        total = hashlib.blake2b(repr(sorted(self.spec.columns.items())).encode(), digest_size=16)
-        for path in self.paths:
-            try:
-                with path.open("rb") as file:
-                    digest = hashlib.file_digest(file, "blake2b").hexdigest()
-            except OSError as error:
-                raise DataError(f"{path}: cannot be read ({error.strerror}); check the file") from None
-            total.update(f"{format_of(path)} {digest}".encode())
-        return total.hexdigest()
+        return _hash(self.source, map(_digest, self.paths))
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return f"{format_of(path)} {hashlib.file_digest(file, 'blake2b').hexdigest()}"
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the file") from None
+
+
+class Table:
+    """Rows that are not in files: a data set that `datasets` opened, or a sequence of mappings.
+
+    `place` and a row's number, counted from 1, say where it is. `content` is what `datasets` knows the content by;
+    None says that the rows themselves are to be compared.
+    """
+
+    def __init__(self, source: Source, data: Any, place: str, content: str | None) -> None:
+        self.source, self.data, self.place, self.content = source, data, place, content
+        self.files = [place.rpartition(":")[0]]
+
+    def rows(self, skip: Skip | None = None) -> Iterator[Row]:
+        """Its rows in order but those that `skip` takes; DataError "place: reason; what to do" for a bad one."""
+        asked = skip.left if skip else 0
+        found = self._values(asked)
+        first = next(found, None)
+        if first is None:
+            number = sum(1 for _ in self._values(0))  # for a stream does not say how long it is
+            if not number:
+                raise DataError(f"{self.files[0]}: has no rows; choose another split or other rows")
+            asked = min(asked, number)
+        if skip:
+            skip.left -= asked
+        for number, value in enumerate(chain([] if first is None else [first], found), start=asked + 1):
+            yield check_row(value, f"{self.place}{number}", self.source.columns)
+
+    def _values(self, skip: int) -> Iterator[Any]:
+        try:
+            if not hasattr(self.data, "skip"):
+                yield from islice(self.data, skip, None)
+            elif not hasattr(self.data, "__len__") or skip < len(self.data):
+                yield from self.data.skip(skip) if skip else self.data
+        except Exception as error:  # whatever network and hub raise
+            if self.source.path is None:
+                raise
+            raise DataError(f"{self.files[0]}: cannot be read ({_one_line(error)}); see to the network") from None
+
+    def fingerprint(self) -> str:
+        """A hash of the content and of the column names."""
+        if self.content is not None:
+            return _hash(self.source, [self.content])
+        return _hash(self.source, (repr((row.prompt, row.response, row.messages, row.id)) for row in self.rows()))
+
+
+def in_memory(source: Source) -> Table:
+    """The rows that a source holds itself."""
+    rows = source.rows.with_format(None) if hasattr(source.rows, "with_format") else source.rows
+    return Table(source, rows, f"{source.title}:", None)
+
+
+def on_hub(source: Source, streaming: bool) -> Table:
+    """One split of a data set of the Hub; with `streaming` nothing is downloaded before it is read."""
+    import datasets
+
+    split = source.split
+    try:
+        found: Any = datasets.load_dataset(source.path, source.subset, split=split, streaming=streaming)
+    except Exception as error:  # whatever network, hub and builders raise
+        subset = f", subset {source.subset}" if source.subset else ""
+        raise DataError(
+            f"{source.path}: no such file, and as a data set of the hub (split {split}{subset}) it cannot be "
+            f"loaded ({_one_line(error)}); correct the name, subset or split, or see to the network"
+        ) from None
+    # The fingerprint of a stream is a random one.
+    content = repr((source.path, source.subset, split, str(found.info.version))) if streaming else found._fingerprint
+    if found.column_names is not None:
+        found = found.select_columns(source.choose(list(found.column_names)))
+    return Table(source, found, f"{source.path}:{split}:row ", content)
+
+
+def _hash(source: Source, parts: Iterable[str]) -> str:
+    total = hashlib.blake2b(repr(sorted((source.columns or {}).items())).encode(), digest_size=16)
+    for part in parts:
+        total.update(part.encode())
+    return total.hexdigest()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

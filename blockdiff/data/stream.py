@@ -12,10 +12,10 @@ from itertools import chain
 import numpy as np
 
 from blockdiff.data.chat import Encoder, Example
-from blockdiff.data.dataset import TOTAL, check_conversations, titles
+from blockdiff.data.dataset import TOTAL, check_conversations
 from blockdiff.data.formats import Skip
 from blockdiff.data.plan import mixture_block, mixture_counts
-from blockdiff.data.sources import Files, SourceSpec, open_source
+from blockdiff.data.sources import TRAIN, Files, Source, open_source, titles
 from blockdiff.data.statistics import Statistics, Tally
 from blockdiff.seeding import Stream as Draw
 from blockdiff.seeding import permutation
@@ -23,7 +23,7 @@ from blockdiff.seeding import permutation
 WINDOWS = 2  # kept, for a global batch may reach over the edge of one
 
 
-class Stream:
+class StreamedExamples:
     """The examples of endless passes over the sources, mixed by weight: `stream[place]`, places from 0 in rising order.
 
     Places form windows of `shuffle_buffer` examples, each in a random order of its own (address: the window), so what
@@ -32,11 +32,11 @@ class Stream:
     reached by reading from the start again.
     """
 
-    def __init__(self, sources: Sequence[SourceSpec], encoder: Encoder, shuffle_buffer: int, seed: int) -> None:
+    def __init__(self, sources: Sequence[Source], encoder: Encoder, shuffle_buffer: int, seed: int) -> None:
         self.encoder, self.shuffle_buffer, self.seed = encoder, shuffle_buffer, seed
         self._titles = titles(sources)
-        self._runs = [_Run(spec, encoder) for spec in sources]
-        self._counts = mixture_counts([spec.weight for spec in sources])
+        self._passes = [_Pass(source, encoder) for source in sources]
+        self._counts = mixture_counts([source.weight for source in sources])
         self._windows: dict[int, list[Example]] = {}
         self._next = 0  # the running number of the example that is read next
 
@@ -56,13 +56,13 @@ class Stream:
         nor what is in them: a row that ended a run may be corrected before it goes on, and reading all takes long. So
         nobody notices other rows behind the same options.
         """
-        text = "\n".join([self.encoder.fingerprint, *(run.options for run in self._runs)])
+        text = "\n".join([self.encoder.fingerprint, *(each.options for each in self._passes)])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def statistics(self) -> list[tuple[str, Statistics]]:
         """What became of the rows read so far (repeated passes count again), as in `Dataset`."""
-        found = [run.tally.statistics() for run in self._runs]
+        found = [each.tally.statistics() for each in self._passes]
         total = [(TOTAL, sum(found[1:], start=found[0]))] if len(found) > 1 else []
         return [*zip(self._titles, found, strict=True), *total]
 
@@ -70,8 +70,8 @@ class Stream:
         first = window * self.shuffle_buffer
         if first < self._next:
             self._next = 0
-            for run in self._runs:
-                run.restart()
+            for each in self._passes:
+                each.restart()
         self._skip_to(first)
         taken = [self._take() for _ in range(self.shuffle_buffer)]
         order = permutation(self.seed, Draw.WINDOW, (window,), self.shuffle_buffer).tolist()
@@ -83,8 +83,8 @@ class Stream:
 
     def _skip_to(self, number: int) -> None:
         """Pass over the examples before `number`, each source as cheaply as it can."""
-        for source, run in enumerate(self._runs):
-            run.skip(self._given(source, number) - self._given(source, self._next))
+        for source, each in enumerate(self._passes):
+            each.skip(self._given(source, number) - self._given(source, self._next))
         self._next = number
 
     def _given(self, source: int, number: int) -> int:
@@ -94,7 +94,7 @@ class Stream:
         return blocks * self._counts[source] + int(np.count_nonzero(inside))
 
     def _take(self) -> Example:
-        example = next(self._runs[self._owner(self._next)])
+        example = next(self._passes[self._owner(self._next)])
         # Held as machine integers: a window is many examples, and Python integers are eight times as large.
         compact = replace(example, sample_id=self._next, tokens=array("i", example.tokens))  # type: ignore[arg-type]
         self._next += 1
@@ -106,21 +106,21 @@ class Stream:
         return int(mixture_block(self.seed, block, self._counts)[inside, 0])
 
 
-class _Run:
-    """Endless passes over one source."""
+class _Pass:
+    """One source, read again and again."""
 
-    def __init__(self, spec: SourceSpec, encoder: Encoder) -> None:
-        self.spec, self.encoder = spec, encoder
-        self.source = open_source(spec, streaming=True)
+    def __init__(self, source: Source, encoder: Encoder) -> None:
+        self.source, self.encoder = source.with_defaults(TRAIN, {}), encoder
+        self.opened = open_source(source, streaming=True)
         self.tally = Tally(encoder.canvas_length)
         self.restart()
 
     @property
     def options(self) -> str:
         """How its rows are chosen and read, the same wherever files lie."""
-        spec = self.spec
-        name = None if isinstance(self.source, Files) else spec.path
-        return repr((name, spec.subset, spec.split, sorted(spec.columns.items()), spec.weight))
+        source = self.source
+        name = None if isinstance(self.opened, Files) else source.path
+        return repr((name, source.subset, source.split, sorted((source.columns or {}).items()), source.weight))
 
     def restart(self) -> None:
         """Begin again with the first row."""
@@ -130,12 +130,12 @@ class _Run:
         while True:
             is_whole_pass = self._examples is None
             if self._examples is None:
-                self._examples = self.encoder.examples(self.source.rows(), self.tally)
+                self._examples = self.encoder.examples(self.opened.rows(), self.tally)
             example = next(self._examples, None)
             if example is not None:
                 return example
             if is_whole_pass:
-                raise self.encoder.nothing_left(self.tally.rows, self.source.files[0])
+                raise self.encoder.nothing_left(self.tally.rows, self.opened.files[0])
             self._examples = None
 
     def skip(self, count: int) -> None:
@@ -143,7 +143,7 @@ class _Run:
         if self._examples is None and self.encoder.max_length is None:
             skip = Skip(count)
             while self._examples is None:
-                before, rows = skip.left, self.source.rows(skip)
+                before, rows = skip.left, self.opened.rows(skip)
                 first = next(rows, None)
                 if first is not None:
                     self._examples = self.encoder.examples(chain([first], rows), self.tally)

@@ -18,12 +18,11 @@ from blockdiff.data.collate import Collator, heldout_batches, micro_batches
 from blockdiff.data.dataset import Dataset, load_dataset, plan
 from blockdiff.data.plan import AnyPlan, SequentialPlan
 from blockdiff.data.rows import Row
-from blockdiff.data.sources import SourceSpec, rows_of
-from blockdiff.data.stream import Stream
-from blockdiff.training import assemble
+from blockdiff.data.sources import Source, rows_of
+from blockdiff.data.stream import StreamedExamples
+from blockdiff.training import assemble, sections
 from blockdiff.training.assemble import Basis
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.sections import Source
 
 # What may change when a run is resumed: its length, what is shown and kept, and where things lie.
 FREE = {
@@ -46,7 +45,7 @@ class Data:
 
     recipe: Recipe
     encoder: Encoder
-    train: Dataset | Stream
+    train: Dataset | StreamedExamples
     heldout: Dataset | None
     prompts: list[Row]
     collator: Collator
@@ -102,11 +101,11 @@ class Data:
         return {name: of.to_record() for name, of in sets.items() if isinstance(of, Dataset)}
 
 
-def sources(said: str | Sequence[Source], recipe: Recipe, split: str) -> list[SourceSpec]:
+def sources(named: str | Sequence[sections.Source], recipe: Recipe, split: str) -> list[Source]:
     """The sources a recipe names; columns and split are the recipe's where a source has none of its own."""
-    listed = [Source(path=said)] if isinstance(said, str) else said
+    listed = [sections.Source(path=named)] if isinstance(named, str) else named
     return [
-        SourceSpec(
+        Source(
             path=source.path,
             weight=source.weight,
             name=source.name,
@@ -172,10 +171,10 @@ def data(recipe: Recipe, base: Basis, first: Callable[[], AbstractContextManager
     encode = encoder(recipe, base)
     cache, d = cache_directory(recipe.data.cache), recipe.data
     specs = sources(d.train, recipe, d.split)
-    train: Dataset | Stream
+    train: Dataset | StreamedExamples
     order: AnyPlan
     if d.streaming:
-        train = Stream(specs, encode, d.shuffle_buffer, recipe.seed)
+        train = StreamedExamples(specs, encode, d.shuffle_buffer, recipe.seed)
         order = SequentialPlan(recipe.train.batch_size)
     else:
         train = load_dataset(specs, encode, cache=cache, first=first() if first else None)

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from blockdiff.cli.main import app
 from blockdiff.data.chat import Encoder
 from blockdiff.data.dataset import load_dataset
-from blockdiff.data.sources import SourceSpec
-from blockdiff.data.stream import Stream
+from blockdiff.data.sources import Source
+from blockdiff.data.stream import StreamedExamples
 from blockdiff.errors import DataError
 from tests.bad_rows import CORPUS, GOOD
 from tests.chat_tokenizer import chat_tokenizer
@@ -43,11 +43,11 @@ def test_a_bad_file_is_one_line_and_leaves_no_cache(bad: tuple[Path, str, str], 
     good = tmp_path / "good.jsonl"
     good.write_text(GOOD + "\n")
     with pytest.raises(DataError) as caught:
-        load_dataset([SourceSpec(str(path))], ENCODER, cache=tmp_path / "cache")
+        load_dataset([Source(str(path))], ENCODER, cache=tmp_path / "cache")
     check(str(caught.value), begin, reason)
     assert list(tmp_path.glob("cache/*")) == []
     with pytest.raises(DataError) as caught:
-        Stream([SourceSpec(str(path))], ENCODER, 8, seed=0)[0]
+        StreamedExamples([Source(str(path))], ENCODER, 8, seed=0)[0]
     check(str(caught.value), begin, reason)
 
 

@@ -19,8 +19,7 @@ from blockdiff.data import examples as examples_file
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.dataset import Dataset, load_dataset
 from blockdiff.data.examples import Examples, write_examples
-from blockdiff.data.rows import read_rows
-from blockdiff.data.sources import SourceSpec
+from blockdiff.data.sources import Source, rows_of
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.sudoku import alphabet
 from blockdiff.data.template import packaged_template
@@ -46,7 +45,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def load(*paths: Path, cache: Path | None = None, encoder: Encoder = ENCODER, **options) -> Dataset:
-    return load_dataset([SourceSpec(str(path)) for path in paths], encoder, cache=cache, **options)
+    return load_dataset([Source(str(path)) for path in paths], encoder, cache=cache, **options)
 
 
 @contextmanager
@@ -62,7 +61,7 @@ def forbidden(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_examples_are_those_of_the_encoder_with_and_without_a_cache(rows, tmp_path, monkeypatch):
-    expected, statistics = ENCODER.encode(read_rows(rows))
+    expected, statistics = ENCODER.encode(list(rows_of(Source(str(rows)))))
     assert len(expected) == 3 and statistics.dropped == statistics.truncated == 1
     for _ in range(2):
         for cache in (None, tmp_path / "cache"):
@@ -86,6 +85,19 @@ def test_a_second_start_encodes_nothing_and_follows_a_file_that_moved(rows, tmp_
     assert load(moved).fingerprint == first.fingerprint
 
 
+def test_rows_in_memory_become_the_same_examples_as_those_of_a_file(rows, tmp_path, monkeypatch):
+    expected = load(rows)
+    for cache in (None, tmp_path / "cache"):
+        found = load_dataset([Source(rows=ROWS)], ENCODER, cache=cache)
+        assert [example.where for example in found.examples] == ["rows:1", "rows:2", "rows:4"]
+        assert [replace(example, where="") for example in found.examples] == [
+            replace(example, where="") for example in expected.examples
+        ]
+        assert found.total == expected.total
+    with forbidden(monkeypatch):
+        load_dataset([Source(rows=ROWS)], ENCODER, cache=tmp_path / "cache")
+
+
 def test_whatever_changes_the_tokens_changes_the_fingerprint(rows, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text(rows.read_text().replace("hello", "hallo"))
@@ -101,12 +113,12 @@ def test_whatever_changes_the_tokens_changes_the_fingerprint(rows, tmp_path):
         replace(ENCODER, tokenizer=tagged),
     ]
     found = [load(rows), load(other), *(load(rows, encoder=encoder) for encoder in variants)]
-    columns = SourceSpec(str(rows), columns={"id": "prompt"})
+    columns = Source(str(rows), columns={"id": "prompt"})
     with pytest.raises(DataError, match="'prompt', to be id, is not there"):
         load_dataset([columns], ENCODER, cache=None)
     assert len({data.fingerprint for data in found}) == len(found)
     assert load(rows, encoder=replace(ENCODER, tokenizer=chat_tokenizer())).fingerprint == found[0].fingerprint
-    weighted = load_dataset([SourceSpec(str(rows), weight=2.0)], ENCODER, cache=None)
+    weighted = load_dataset([Source(str(rows), weight=2.0)], ENCODER, cache=None)
     assert weighted.fingerprint != found[0].fingerprint
 
 
@@ -133,7 +145,7 @@ def test_sources_are_told_apart_and_summed_up(rows, tmp_path):
     other = tmp_path / "sub" / "rows.jsonl"
     other.parent.mkdir()
     other.write_text('{"prompt": "a", "response": "b"}\n')
-    specs = [SourceSpec(str(rows), weight=3.0), SourceSpec(str(other)), SourceSpec(str(other), name="b")]
+    specs = [Source(str(rows), weight=3.0), Source(str(other)), Source(str(other), name="b")]
     found = load_dataset(specs, ENCODER, cache=None)
     assert [name for name, _ in found.statistics] == [str(rows), str(other), "b", "total"]
     assert found.total.rows == 6 and found.total.examples == 5 and found.total.conversations == 1
@@ -156,7 +168,7 @@ def test_datasets_opens_what_is_cached(rows, tmp_path):
     load(rows, cache=tmp_path / "cache")
     (file,) = tmp_path.glob("cache/*/tokens.arrow")
     opened = datasets.Dataset.from_file(str(file))
-    expected = ENCODER.encode(read_rows(rows))[0]
+    expected = ENCODER.encode(list(rows_of(Source(str(rows)))))[0]
     assert opened["tokens"][:] == [example.tokens for example in expected]
     assert opened["responses"][1] == [edge for span in expected[1].responses for edge in span]
 
@@ -230,7 +242,7 @@ def test_a_process_killed_while_writing_leaves_nothing_that_is_taken_for_complet
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     (left,) = cache.iterdir()
     assert left.name.startswith(".") and (left / "tokens.arrow").exists()
-    assert list(load(rows, cache=cache).examples) == ENCODER.encode(read_rows(rows))[0]
+    assert list(load(rows, cache=cache).examples) == ENCODER.encode(list(rows_of(Source(str(rows)))))[0]
     assert left.exists()  # its process might still be at work
     for path in (left, *left.iterdir()):
         os.utime(path, (0, 0))  # a day later it cannot be

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from blockdiff.data.rows import Row, read_rows, texts_of
+from blockdiff.data.rows import Row, texts_of
+from blockdiff.data.sources import Source, rows_of
 from blockdiff.errors import DataError
 
 GOOD = '{"prompt": "1+1=", "response": "2"}'
@@ -27,7 +28,7 @@ def assistant(content="hi", **more):
 def test_both_forms_of_rows_are_read_with_their_place(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(GOOD + "\n\n" + chat(user(), assistant(), id=7) + "\n   \n", encoding="utf-8")
-    pair, messages = read_rows(path)
+    pair, messages = list(rows_of(Source(str(path))))
     assert (pair.prompt, pair.response, pair.messages, pair.id) == ("1+1=", "2", None, None)
     assert pair.where == f"{path}:1"
     assert messages.where == f"{path}:3"
@@ -45,7 +46,8 @@ def test_role_names_reasoning_names_and_text_parts_come_out_in_one_form(tmp_path
             {"role": "model", "content": "c", "reasoning_content": "so", "tool_calls": None},
         ).encode()
     )
-    assert read_rows(path)[0].messages == (
+    (row,) = rows_of(Source(str(path)))
+    assert row.messages == (
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "c", "reasoning": "so"},
@@ -63,7 +65,7 @@ def test_conversations_in_the_sharegpt_form_are_the_same_rows(tmp_path):
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     expected = ({"role": "system", "content": "s"}, user("a"), assistant("b"))
-    assert [row.messages for row in read_rows(path)] == [expected] * 3 + [expected[1:]]
+    assert [row.messages for row in list(rows_of(Source(str(path))))] == [expected] * 3 + [expected[1:]]
 
 
 def test_the_texts_of_a_row_are_all_that_somebody_wrote():
@@ -117,7 +119,7 @@ def test_a_bad_row_is_refused_with_file_line_and_reason(tmp_path, line, reason):
     path = tmp_path / "rows.jsonl"
     path.write_text(GOOD + "\n\n" + line + "\n" + GOOD + "\n", encoding="utf-8")
     with pytest.raises(DataError, match=reason) as caught:
-        read_rows(path)
+        list(rows_of(Source(str(path))))
     message = str(caught.value)
     assert message.startswith(f"{path}:3: ")
     assert ";" in message and "\n" not in message
@@ -127,16 +129,16 @@ def test_bytes_that_are_not_utf8_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD.encode() + b'\n{"prompt": "\xff"}\n')
     with pytest.raises(DataError, match=r"rows.jsonl:2: not valid UTF-8"):
-        read_rows(path)
+        list(rows_of(Source(str(path))))
 
 
 def test_files_that_hold_nothing_are_refused(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n  \n")
     with pytest.raises(DataError, match=r"empty.jsonl: has no rows"):
-        read_rows(empty)
+        list(rows_of(Source(str(empty))))
     with pytest.raises(DataError, match="no such file"):
-        read_rows(tmp_path / "missing.jsonl")
+        list(rows_of(Source(str(tmp_path / "missing.jsonl"))))
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="folder: a directory without rows"):
-        read_rows(tmp_path / "folder")
+        list(rows_of(Source(str(tmp_path / "folder"))))

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from blockdiff.data.formats import Skip
-from blockdiff.data.sources import SourceSpec, open_source, rows_of
+from blockdiff.data.sources import Source, as_sources, open_source, rows_of, titles
 from blockdiff.errors import DataError
 
 PAIRS = [{"prompt": f"{n}+{n}=", "response": f'{2 * n}, "said"\nhe'} for n in range(1, 6)]
@@ -54,7 +54,7 @@ PLACES = {"csv": [2, 4, 6, 8, 10], "tsv": [2, 4, 6, 8, 10], "jsonl": ROWS_OF_LIN
 @pytest.mark.parametrize("rows, columns", [(PAIRS, {}), (QUESTIONS, MAPPED)], ids=["own names", "columns"])
 def test_every_kind_of_file_gives_the_same_rows_and_their_places(tmp_path, name, rows, columns):
     path = write(tmp_path / name, rows)
-    found = list(rows_of(SourceSpec(str(path), columns=columns)))
+    found = list(rows_of(Source(str(path), columns=columns)))
     assert [(row.prompt, row.response) for row in found] == [(row["prompt"], row["response"]) for row in PAIRS]
     kind = name.removesuffix(".gz").rpartition(".")[2]
     places = PLACES.get(kind) or [f"row {row}" for row in ROWS_OF_LINES]
@@ -65,7 +65,7 @@ def test_every_kind_of_file_gives_the_same_rows_and_their_places(tmp_path, name,
 def test_skipping_goes_on_where_reading_would_have_been(tmp_path, name):
     for part in ("1", "2"):
         write(tmp_path / f"{part}{name}", PAIRS)
-    source = open_source(SourceSpec(str(tmp_path / f"?{name}")))
+    source = open_source(Source(str(tmp_path / f"?{name}")))
     whole = list(source.rows())
     assert len(whole) == 10
     for count in range(13):
@@ -83,9 +83,9 @@ def test_json_documents_may_be_lists_wrapped_or_one_object_after_the_other(tmp_p
         "\ufeff" + json.dumps(PAIRS),
     ):
         path.write_text(text, encoding="utf-8")
-        assert [row.prompt for row in rows_of(SourceSpec(str(path)))] == [row["prompt"] for row in PAIRS]
+        assert [row.prompt for row in rows_of(Source(str(path)))] == [row["prompt"] for row in PAIRS]
     path.write_text(json.dumps(PAIRS[0]))
-    (row,) = rows_of(SourceSpec(str(path)))
+    (row,) = rows_of(Source(str(path)))
     assert (row.prompt, row.where) == (PAIRS[0]["prompt"], f"{path}:row 1")
 
 
@@ -94,7 +94,7 @@ def test_conversations_survive_parquet_and_csv(tmp_path):
     write(tmp_path / "a.parquet", [{"messages": talk, "id": 3}])
     write(tmp_path / "a.csv", [{"messages": json.dumps(talk), "id": 3}])
     for name in ("a.parquet", "a.csv"):
-        (row,) = rows_of(SourceSpec(str(tmp_path / name)))
+        (row,) = rows_of(Source(str(tmp_path / name)))
         assert (row.messages, row.id) == (tuple(talk), "3")
 
 
@@ -102,11 +102,11 @@ def test_a_pattern_reads_its_files_in_order_and_a_literal_name_goes_before_a_pat
     (tmp_path / "deep" / "er").mkdir(parents=True)
     for index, name in enumerate(["b.jsonl", "a.jsonl", "deep/er/c.jsonl", "[x].jsonl"]):
         write(tmp_path / name, [{"prompt": name, "response": str(index)}])
-    found = [row.prompt for row in rows_of(SourceSpec(str(tmp_path / "**" / "[abc].jsonl")))]
+    found = [row.prompt for row in rows_of(Source(str(tmp_path / "**" / "[abc].jsonl")))]
     assert found == ["a.jsonl", "b.jsonl", "deep/er/c.jsonl"]
-    assert [row.prompt for row in rows_of(SourceSpec(str(tmp_path / "[x].jsonl")))] == ["[x].jsonl"]
+    assert [row.prompt for row in rows_of(Source(str(tmp_path / "[x].jsonl")))] == ["[x].jsonl"]
     with pytest.raises(DataError, match="no file matches the pattern"):
-        list(rows_of(SourceSpec(str(tmp_path / "*.parquet"))))
+        list(rows_of(Source(str(tmp_path / "*.parquet"))))
 
 
 def test_a_directory_gives_the_files_of_the_split_and_never_mixes_test_rows_into_training(tmp_path):
@@ -116,18 +116,18 @@ def test_a_directory_gives_the_files_of_the_split_and_never_mixes_test_rows_into
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     path = str(tmp_path)
     train = ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
-    assert [row.prompt for row in rows_of(SourceSpec(path))] == train
-    assert [row.prompt for row in rows_of(SourceSpec(path, split="test"))] == ["test.jsonl"]
+    assert [row.prompt for row in rows_of(Source(path))] == train
+    assert [row.prompt for row in rows_of(Source(path, split="test"))] == ["test.jsonl"]
     with pytest.raises(DataError, match="has files for test, train but none for split 'validation'"):
-        list(rows_of(SourceSpec(path, split="validation")))
+        list(rows_of(Source(path, split="validation")))
     for file in tmp_path.glob("t*.jsonl"):
         file.rename(file.with_name("part" + file.name.replace("train", "").replace("test", "")))
-    assert len(list(rows_of(SourceSpec(path)))) == 3
+    assert len(list(rows_of(Source(path)))) == 3
 
 
 def test_what_datasets_saved_to_disk_is_a_source(tmp_path):
     datasets.Dataset.from_list(QUESTIONS).save_to_disk(str(tmp_path / "saved"))
-    rows = list(rows_of(SourceSpec(str(tmp_path / "saved"), columns=MAPPED)))
+    rows = list(rows_of(Source(str(tmp_path / "saved"), columns=MAPPED)))
     assert [row.prompt for row in rows] == [row["prompt"] for row in PAIRS]
 
 
@@ -135,9 +135,9 @@ def test_columns_say_which_form_counts_and_leave_the_rest_alone(tmp_path):
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     both = {"messages": talk, "question": "q", "answer": "r", "talk": talk, "prompt": "p", "uid": 5}
     path = write(tmp_path / "a.jsonl", [both])
-    (row,) = rows_of(SourceSpec(str(path), columns=MAPPED))
+    (row,) = rows_of(Source(str(path), columns=MAPPED))
     assert (row.prompt, row.response, row.messages, row.id) == ("q", "r", None, None)
-    (row,) = rows_of(SourceSpec(str(path), columns={"messages": "talk", "id": "uid", "system": "question"}))
+    (row,) = rows_of(Source(str(path), columns={"messages": "talk", "id": "uid", "system": "question"}))
     assert row.prompt is None and row.id == "5"
     assert row.messages == ({"role": "system", "content": "q"}, *talk)
 
@@ -148,7 +148,7 @@ def test_columns_say_which_form_counts_and_leave_the_rest_alone(tmp_path):
 )
 def test_columns_that_make_no_sense_are_refused(columns, reason):
     with pytest.raises(DataError, match=reason):
-        SourceSpec("a.jsonl", columns=columns)
+        Source("a.jsonl", columns=columns)
 
 
 @pytest.fixture
@@ -169,12 +169,12 @@ def hub(monkeypatch):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_hub_id_is_read_through_datasets(hub, streaming):
-    source = open_source(SourceSpec("owner/sums", subset="main", columns=MAPPED), streaming)
+    source = open_source(Source("owner/sums", subset="main", columns=MAPPED), streaming)
     rows = list(source.rows())
     assert [row.prompt for row in rows] == [row["prompt"] for row in PAIRS]
     assert rows[1].where == "owner/sums:train:row 2"
     assert hub == [("owner/sums", "main", "train", streaming)]
-    again, unmapped = SourceSpec("owner/sums", subset="main", columns=MAPPED), SourceSpec("owner/sums", subset="main")
+    again, unmapped = Source("owner/sums", subset="main", columns=MAPPED), Source("owner/sums", subset="main")
     assert source.fingerprint() == open_source(again, streaming).fingerprint()
     assert source.fingerprint() != open_source(unmapped, streaming).fingerprint()
     for count in (0, 2, 5, 7):
@@ -185,16 +185,93 @@ def test_a_hub_id_is_read_through_datasets(hub, streaming):
 
 def test_what_the_hub_refuses_is_one_line_with_the_reason(hub):
     with pytest.raises(DataError) as caught:
-        list(rows_of(SourceSpec("owner/sums", split="nope")))
+        list(rows_of(Source("owner/sums", split="nope")))
     message = str(caught.value)
     assert message.startswith("owner/sums: ") and "Should be one of ['train']" in message and "\n" not in message
     with pytest.raises(DataError, match=r"owner/sums:train:row 1: neither messages nor prompt.*'question', 'answer'"):
-        list(rows_of(SourceSpec("owner/sums")))
+        list(rows_of(Source("owner/sums")))
 
 
 def test_a_name_that_is_no_file_and_no_hub_id_is_refused_without_asking_the_hub(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in (str(tmp_path / "no.jsonl"), "data/train.jsonl", "data"):
         with pytest.raises(DataError, match="no such file"):
-            list(rows_of(SourceSpec(name)))
+            list(rows_of(Source(name)))
     assert hub == []
+
+
+@pytest.mark.parametrize("kind", [list, tuple, datasets.Dataset.from_list], ids=["list", "tuple", "Dataset"])
+@pytest.mark.parametrize("rows, columns", [(PAIRS, None), (QUESTIONS, MAPPED)], ids=["own names", "columns"])
+def test_rows_in_memory_are_a_source_like_a_file(kind, rows, columns):
+    source = open_source(Source(rows=kind(rows), columns=columns))
+    found = list(source.rows())
+    assert [(row.prompt, row.response) for row in found] == [(row["prompt"], row["response"]) for row in PAIRS]
+    assert [row.where for row in found] == [f"rows:{number}" for number in range(1, 6)]
+    assert source.files == ["rows"]
+    for count in range(8):
+        skip = Skip(count)
+        assert list(source.rows(skip)) == found[count:]
+        assert skip.left == max(0, count - 5)
+
+
+def test_a_bad_row_in_memory_is_named_by_its_number(tmp_path):
+    for value, reason in [({"prompt": "a"}, "response is missing"), (3, "the row is a number")]:
+        with pytest.raises(DataError, match=rf"^mine:6: {reason}"):
+            list(rows_of(Source(rows=[*PAIRS, value], name="mine")))
+    with pytest.raises(DataError, match=r"^rows: has no rows"):
+        list(rows_of(Source(rows=[])))
+
+
+def test_the_fingerprint_of_rows_in_memory_is_that_of_what_they_say():
+    first = open_source(Source(rows=PAIRS)).fingerprint()
+    more = datasets.Dataset.from_list(QUESTIONS).rename_columns({"question": "prompt", "answer": "response"})
+    same = [tuple(PAIRS), more, more.with_format("torch")]
+    assert all(open_source(Source(rows=rows)).fingerprint() == first for rows in same)
+    others = [PAIRS[:4], PAIRS[::-1], [*PAIRS[:4], {**PAIRS[4], "id": 1}], [*PAIRS[:4], {**PAIRS[4], "response": "x"}]]
+    assert len({first, *(open_source(Source(rows=rows)).fingerprint() for rows in others)}) == 5
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({}, "either path or rows"),
+        ({"path": "a", "rows": PAIRS}, "either path or rows"),
+        ({"rows": iter(PAIRS)}, "rows is a list_iterator; give a sequence"),
+        ({"rows": PAIRS[0]}, "rows is a dict; give a sequence"),
+        ({"rows": "a.jsonl"}, "rows is a str; give a sequence"),
+        ({"path": "a", "weight": 0.0}, "weight is 0.0; give a number above 0"),
+    ],
+)
+def test_a_source_that_makes_no_sense_is_refused(fields, reason):
+    with pytest.raises(DataError, match=reason):
+        Source(**fields)
+
+
+def test_sources_may_be_written_in_short():
+    table = datasets.Dataset.from_list(PAIRS)
+    half = Source("b.jsonl", weight=0.5)
+    for value, expected in [
+        ("a.jsonl", [Source("a.jsonl")]),
+        (Path("a.jsonl"), [Source("a.jsonl")]),
+        (half, [half]),
+        ({"path": "b.jsonl", "weight": 0.5}, [half]),
+        (["a.jsonl", {"path": "b.jsonl", "weight": 0.5}], [Source("a.jsonl"), half]),
+        (PAIRS, [Source(rows=PAIRS)]),
+        (table, [Source(rows=table)]),
+        ([table, {"rows": PAIRS, "weight": 2.0}], [Source(rows=table), Source(rows=PAIRS, weight=2.0)]),
+    ]:
+        assert as_sources(value) == expected
+    with pytest.raises(DataError, match="a source has no 'wieght'; it has path, weight"):
+        as_sources({"path": "a", "wieght": 1.0})
+
+
+def test_a_recipe_fills_in_what_a_source_does_not_say():
+    filled = Source("a").with_defaults("test", MAPPED)
+    assert (filled.split, filled.columns) == ("test", MAPPED)
+    own = Source("a", split="train", columns={})
+    assert own.with_defaults("test", MAPPED) == own
+
+
+def test_sources_of_the_same_name_are_told_apart():
+    sources = [Source("x/a"), Source("y/a"), Source("b"), Source("z/b", name="b"), Source(rows=[]), Source(rows=[1])]
+    assert titles(sources) == ["x/a", "y/a", "b", "b", "rows of source 5", "rows of source 6"]

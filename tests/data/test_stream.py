@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import datasets
 import pytest
 
 from blockdiff.data.chat import Encoder
 from blockdiff.data.plan import SequentialPlan
-from blockdiff.data.sources import Files, SourceSpec
-from blockdiff.data.stream import Stream
+from blockdiff.data.sources import Files, Source
+from blockdiff.data.stream import StreamedExamples
 from blockdiff.errors import DataError
 from tests.chat_tokenizer import chat_tokenizer
 
@@ -28,7 +29,7 @@ def path(tmp_path):
 
 
 def stream(*paths, encoder=ENCODER, buffer=10, seed=0, **options):
-    return Stream([SourceSpec(str(path), **options) for path in paths], encoder, buffer, seed)
+    return StreamedExamples([Source(str(path), **options) for path in paths], encoder, buffer, seed)
 
 
 def line(example):
@@ -106,6 +107,15 @@ def test_a_stream_from_the_hub_is_skipped_and_passed_again(monkeypatch):
     for place in (3, 8, 21, 39):
         assert stream("owner/rows", buffer=4)[place] == expected[place]
     assert whole.fingerprint == stream("owner/rows", buffer=9).fingerprint
+
+
+def test_rows_in_memory_are_streamed_like_those_of_a_file(path):
+    whole = stream(path)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for place in (0, 7, 45):
+        found = StreamedExamples([Source(rows=rows)], ENCODER, 10, seed=0)[place]
+        assert replace(found, where="") == replace(whole[place], where="")
+        assert line(found) == line(whole[place])
 
 
 def test_the_fingerprint_sees_other_options_and_a_corrected_row_is_the_same_stream(path, tmp_path):

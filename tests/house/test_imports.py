@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -116,6 +117,16 @@ def test_lower_floors_never_import_higher_ones(room):
         if (floor_of(name) or 0) > FLOORS[room]
     ]
     assert not wrong
+
+
+def test_modules_of_the_data_import_each_other_in_one_order():
+    """Function bodies and TYPE_CHECKING count too: an import hidden in one is still a circle."""
+    needs = {
+        module: {name for name, _ in imports_of(module, parse(module)) if name in MODULES}
+        for module in MODULES
+        if module.startswith("blockdiff.data.")
+    }
+    assert list(graphlib.TopologicalSorter(needs).static_order())  # raises CycleError with the circle
 
 
 def is_light(module: str) -> bool:
