@@ -1,30 +1,5 @@
-"""Exact match: the text is the row's response, white space around it apart."""
+"""Exact match: the text is the row's response, white space around it apart. Any row will do."""
 
-from __future__ import annotations
+from blockdiff.evals.run import Task
 
-from dataclasses import dataclass
-from typing import Any
-
-from blockdiff.evals.run import Question
-
-
-@dataclass(frozen=True)
-class Exact:
-    """Solved by the reference alone; any row will do."""
-
-    name: str = "exact"
-    is_open: bool = False
-
-    def check(self, question: Question) -> None:
-        """Every row is a question with one right text."""
-
-    def is_solved(self, question: Question, text: str) -> bool:
-        """Whether the text equals the reference after stripping both."""
-        return text.strip() == question.reference.strip()
-
-    def facts(self, question: Question, text: str) -> dict[str, Any]:
-        """Nothing more to record."""
-        return {}
-
-
-TASK = Exact()
+TASK = Task("exact", is_solved=lambda question, text: text.strip() == question.reference.strip())

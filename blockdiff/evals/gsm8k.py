@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 from blockdiff.errors import DataError
-from blockdiff.evals.run import Question
+from blockdiff.evals.run import Question, Task
 
 MARK = "####"
 # What follows may not make it another number: 3/4 is not 3.
@@ -25,29 +24,24 @@ def answer(text: str) -> Decimal | None:
     return Decimal(re.sub("[$,]", "", found[1])) if found else None
 
 
-@dataclass(frozen=True)
-class Gsm8k:
-    """Solved by the reference's number, however the text comes to it."""
-
-    name: str = "gsm8k"
-    is_open: bool = True
-
-    def check(self, question: Question) -> None:
-        """Raises DataError for a reference without an answer."""
-        if answer(question.reference) is None:
-            raise DataError(
-                f"{question.where}: the response has no number after {MARK}, so it is not GSM8K; "
-                "end it with '#### number', or take the task exact"
-            )
-
-    def is_solved(self, question: Question, text: str) -> bool:
-        """Whether the text's answer has the value of the reference's."""
-        return answer(text) == answer(question.reference)
-
-    def facts(self, question: Question, text: str) -> dict[str, Any]:
-        """`answer`: the number found, as a string, or null."""
-        found = answer(text)
-        return {"answer": None if found is None else str(found)}
+def check(question: Question) -> None:
+    """Raises DataError for a reference without an answer."""
+    if answer(question.reference) is None:
+        raise DataError(
+            f"{question.where}: the response has no number after {MARK}, so it is not GSM8K; "
+            "end it with '#### number', or take the task exact"
+        )
 
 
-TASK = Gsm8k()
+def is_solved(question: Question, text: str) -> bool:
+    """Whether the text's answer has the value of the reference's, however the text comes to it."""
+    return answer(text) == answer(question.reference)
+
+
+def facts(question: Question, text: str) -> dict[str, Any]:
+    """`answer`: the number found, as a string, or null."""
+    found = answer(text)
+    return {"answer": None if found is None else str(found)}
+
+
+TASK = Task("gsm8k", is_solved, check, facts, is_open=True)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from blockdiff.data.rows import Row
 from blockdiff.errors import DataError
+from blockdiff.objective import evaluating
+from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling.request import Request, Result
 
 if TYPE_CHECKING:
     from blockdiff.data.chat import Encoder
     from blockdiff.sampling.sampler import Sampler
 
+ALONE = Ranks(torch.device("cpu"))
 Message = dict[str, str]
 CLOSES_REASONING = "<channel|>"
 
@@ -50,25 +55,20 @@ class Question:
         return Request(self.place, messages=self.prompt)
 
 
-class Task(Protocol):
-    """Which rows are of this task and which texts are right; `is_open` if one longer than the reference can be."""
+@dataclass(frozen=True)
+class Task:
+    """Which rows are of a task and which texts are right.
 
-    @property
-    def name(self) -> str:
-        """How the command line and recipes call it."""
+    name: how the command line and recipes call it; is_solved: whether a text answers a question; check: raises
+    DataError naming a question that is none of this task; facts: what else the record of an answer says; is_open:
+    whether a text longer than the reference can be right.
+    """
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a text longer than the reference can be right."""
-
-    def check(self, question: Question) -> None:
-        """Raises DataError naming the row if it is none of this task."""
-
-    def is_solved(self, question: Question, text: str) -> bool:
-        """Whether `text` answers the question."""
-
-    def facts(self, question: Question, text: str) -> dict[str, Any]:
-        """What else the record of an answer says."""
+    name: str
+    is_solved: Callable[[Question, str], bool]
+    check: Callable[[Question], object] = lambda question: None
+    facts: Callable[[Question, str], dict[str, Any]] = lambda question, text: {}
+    is_open: bool = False
 
 
 def evaluate(
@@ -76,35 +76,41 @@ def evaluate(
     rows: Sequence[Row],
     task: Task,
     *,
+    ranks: Ranks = ALONE,
     batch_size: int = 100,
     seed: int = 0,
     max_steps: int | None = None,
     max_new_tokens: int | None = None,
-    on_canvas: Callable[[Any], object] | None = None,
     encoder: Encoder | None = None,
 ) -> dict[str, Any]:
-    """Answer the question of every row by sampling and count what is right.
+    """Answer the question of every row by sampling and count what is right; the ranks share the rows.
 
-    Returns `task, count, solved, solved_share, errors, steps_per_canvas` (mean over canvases), `tokens_per_forward`
-    (tokens up to eos per denoising step of their row), `seconds, seed` and `records` (one per row, in order). The
-    longest reference bounds the responses, where longer ones can be right the sampler's own limit, unless
+    Every rank gets `task, count, solved, solved_share, errors, steps_per_canvas` (mean over canvases),
+    `tokens_per_forward` (tokens up to eos per denoising step of their row), `seconds` (until the last rank is done),
+    `seed` and `records` (one per row, in order). Draws are addressed by `seed` and a row's place, so the number of
+    ranks changes nothing beyond rounding. The model's modes and gradients stay as they are.
+
+    The longest reference bounds the responses, where longer ones can be right the sampler's own limit, unless
     `max_new_tokens` is given. With `encoder` a prompt has the tokens that training gives it (system prompt, thinking).
-    Raises DataError for rows that are not of the task.
+    Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank is to stop.
     """
     questions = ask(rows, task, encoder)
     started = time.perf_counter()
-    records = answer(
-        sampler,
-        questions,
-        task,
-        batch_size=batch_size,
-        seed=seed,
-        max_steps=max_steps,
-        max_new_tokens=max_new_tokens or room(sampler, questions, task),
-        on_canvas=on_canvas,
-    )
+    mine = questions[ranks.rank :: ranks.world]
+    with evaluating(sampler.model), ranks.at_own_pace("the sampling of prompts") as look:
+        results = sampler.generate(
+            [question.request() for question in mine],
+            seed=seed,
+            max_new_tokens=max_new_tokens or longest_response(sampler, questions, task),
+            max_steps=max_steps,
+            batch_size=batch_size,
+            on_canvas=lambda _: look(),
+        )
+        answers = [_record(q, result, task, sampler) for q, result in zip(mine, results, strict=True)]
+    dealt = ranks.gather(answers)
+    records = [dealt[place % ranks.world][place // ranks.world] for place in range(len(questions))]
     seconds = time.perf_counter() - started
-    return {"task": task.name, **summary(records), "seconds": seconds, "seed": seed, "records": records}
+    return {"task": task.name, **_summary(records), "seconds": seconds, "seed": seed, "records": records}
 
 
 def ask(rows: Sequence[Row], task: Task, encoder: Encoder | None = None) -> list[Question]:
@@ -117,7 +123,7 @@ def ask(rows: Sequence[Row], task: Task, encoder: Encoder | None = None) -> list
     return questions if encoder is None else _laid_out(questions, rows, encoder)
 
 
-def room(sampler: Sampler, questions: Sequence[Question], task: Task) -> int:
+def longest_response(sampler: Sampler, questions: Sequence[Question], task: Task) -> int:
     """The most new tokens a response needs: those of the longest reference and its end, or more if `is_open`."""
     lengths = [question.length for question in questions if question.length is not None]
     if len(lengths) < len(questions):
@@ -127,30 +133,7 @@ def room(sampler: Sampler, questions: Sequence[Question], task: Task) -> int:
     return max(*lengths, sampler.generation.max_new_tokens) if is_open else max(lengths)
 
 
-def answer(
-    sampler: Sampler,
-    questions: Sequence[Question],
-    task: Task,
-    *,
-    batch_size: int,
-    seed: int,
-    max_steps: int | None,
-    max_new_tokens: int,
-    on_canvas: Callable[[Any], object] | None = None,
-) -> list[dict[str, Any]]:
-    """One record per question: `id, prompt, reference, text, is_solved, steps, length, finish_reason`, task facts."""
-    results = sampler.generate(
-        [question.request() for question in questions],
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        max_steps=max_steps,
-        batch_size=batch_size,
-        on_canvas=on_canvas,
-    )
-    return [_record(q, result, task, sampler) for q, result in zip(questions, results, strict=True)]
-
-
-def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """`count, solved, solved_share, errors, steps_per_canvas, tokens_per_forward` of some records."""
     solved = sum(bool(record["is_solved"]) for record in records)
     steps = [count for record in records for count in record["steps"]]
@@ -177,9 +160,9 @@ def _question(row: Row, place: int) -> Question:
         raise DataError(
             f"{row.where}: nothing comes before the assistant's message, so nothing is asked; put the question first"
         )
-    said = row.messages[start:end]
-    reference = "".join(message["content"].strip() for message in said)
-    has_reasoning = any("reasoning" in message for message in said)
+    response = row.messages[start:end]
+    reference = "".join(message["content"].strip() for message in response)
+    has_reasoning = any("reasoning" in message for message in response)
     return Question(place, row.where, name, tuple(row.messages[:start]), reference, has_reasoning)
 
 
@@ -203,7 +186,7 @@ def _tokens(sampler: Sampler, question: Question) -> int:
 
 
 def _record(question: Question, result: Result, task: Task, sampler: Sampler) -> dict[str, Any]:
-    text = _said(result, sampler)
+    text = _without_reasoning(result, sampler)
     record = {
         "id": question.id,
         "prompt": question.prompt if isinstance(question.prompt, str) else list(question.prompt),
@@ -218,7 +201,7 @@ def _record(question: Question, result: Result, task: Task, sampler: Sampler) ->
     return record if result.error is None else {**record, "error": result.error}
 
 
-def _said(result: Result, sampler: Sampler) -> str:
+def _without_reasoning(result: Result, sampler: Sampler) -> str:
     """The text without the reasoning before it, which the reference does not have."""
     tokenizer = sampler.tokenizer
     if tokenizer is None or result.error is not None:

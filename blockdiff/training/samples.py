@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockdiff.data.rows import Row
-from blockdiff.evals.run import Task, answer, ask, room, summary
+from blockdiff.evals.run import Task, evaluate
 from blockdiff.metrics import Record
-from blockdiff.objective import evaluating
 from blockdiff.parallel.ranks import Ranks, autocast
 
 if TYPE_CHECKING:
@@ -38,36 +36,20 @@ def sample_prompts(
     encoder: Encoder | None = None,
     texts: int = 8,
 ) -> Sampled:
-    """Answer the rows' prompts, dealt out to the ranks; every rank gets the same result.
+    """Answer the rows' prompts, dealt out to the ranks, as `blockdiff eval` does; every rank gets the same result.
 
     The record has `sample_accuracy, sample_steps_per_canvas, sample_tokens_per_forward, sample_count, sample_errors`
-    and `sample_seconds` (until the last rank is done). Draws are addressed by `seed` and a row's place, so the world
-    size changes nothing beyond rounding; weights, modes, gradients and torch's generators stay as they are.
-    Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank is to stop.
+    and `sample_seconds` (until the last rank is done). Weights, modes, gradients and torch's generators stay as they
+    are. Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank is to stop.
     """
-    started = time.perf_counter()
-    questions = ask(rows, task, encoder)
-    pace = ranks.at_own_pace("the sampling of prompts")
-    with evaluating(sampler.model), autocast(ranks.device, precision), pace as look:
-        mine = answer(
-            sampler,
-            questions[ranks.rank :: ranks.world],
-            task,
-            batch_size=batch_size,
-            seed=seed,
-            max_steps=None,
-            max_new_tokens=room(sampler, questions, task),
-            on_canvas=lambda _: look(),
-        )
-    dealt = ranks.gather(mine)
-    records = [dealt[place % ranks.world][place // ranks.world] for place in range(len(questions))]
-    numbers = summary(records)
+    with autocast(ranks.device, precision):
+        found = evaluate(sampler, rows, task, ranks=ranks, batch_size=batch_size, seed=seed, encoder=encoder)
     record = {
-        "sample_accuracy": numbers["solved_share"],
-        "sample_steps_per_canvas": numbers["steps_per_canvas"],
-        "sample_tokens_per_forward": numbers["tokens_per_forward"],
-        "sample_count": numbers["count"],
-        "sample_errors": numbers["errors"],
-        "sample_seconds": round(time.perf_counter() - started, 3),
+        "sample_accuracy": found["solved_share"],
+        "sample_steps_per_canvas": found["steps_per_canvas"],
+        "sample_tokens_per_forward": found["tokens_per_forward"],
+        "sample_count": found["count"],
+        "sample_errors": found["errors"],
+        "sample_seconds": round(found["seconds"], 3),
     }
-    return Sampled(record, records[:texts])
+    return Sampled(record, found["records"][:texts])

@@ -10,7 +10,7 @@ from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 from blockdiff.evals import task
-from blockdiff.evals.run import ask, evaluate, room
+from blockdiff.evals.run import ask, evaluate, longest_response
 from blockdiff.sampling.request import as_row
 from tests.chat_tokenizer import chat_tokenizer
 from tests.scripted_sampler import ScriptedSampler
@@ -19,8 +19,8 @@ EXACT, GSM8K = task("exact"), task("gsm8k")
 LETTERS = character_tokenizer("abcdefgh #0123456789")
 
 
-def said(*messages: tuple[str, str]) -> tuple[dict[str, str], ...]:
-    return tuple({"role": role, "content": content} for role, content in messages)
+def messages(*pairs: tuple[str, str]) -> tuple[dict[str, str], ...]:
+    return tuple({"role": role, "content": content} for role, content in pairs)
 
 
 def pair(prompt: str, response: str, place: int = 1) -> Row:
@@ -30,7 +30,7 @@ def pair(prompt: str, response: str, place: int = 1) -> Row:
 def test_a_conversation_is_asked_up_to_its_last_assistant_turn():
     row = Row(
         "f.jsonl:1",
-        messages=said(
+        messages=messages(
             ("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e")
         ),
         id="x",
@@ -44,13 +44,13 @@ def test_a_conversation_is_asked_up_to_its_last_assistant_turn():
 
 
 def test_a_turn_in_several_messages_is_one_reference():
-    row = Row("f:1", messages=said(("user", "a"), ("assistant", "b "), ("assistant", "c")))
+    row = Row("f:1", messages=messages(("user", "a"), ("assistant", "b "), ("assistant", "c")))
     (question,) = ask([row], EXACT)
     assert (question.prompt, question.reference) == (row.messages[:1], "bc")
 
 
 def test_a_conversation_that_the_assistant_opens_asks_nothing():
-    row = Row("f.jsonl:7", messages=said(("assistant", "hello"), ("user", "bye")))
+    row = Row("f.jsonl:7", messages=messages(("assistant", "hello"), ("user", "bye")))
     with pytest.raises(DataError, match=r"f\.jsonl:7: nothing comes before"):
         ask([row], EXACT)
 
@@ -63,10 +63,12 @@ def test_nothing_to_evaluate_is_refused():
 def test_a_response_has_the_room_of_the_longest_reference_unless_longer_ones_can_be_right():
     rows = [pair("a", "b"), pair("a", "abcd")]
     sampler = ScriptedSampler(LETTERS, [("b", [1])] * 2, max_new_tokens=99)
-    assert room(sampler, ask(rows, EXACT), EXACT) == 5
+    assert longest_response(sampler, ask(rows, EXACT), EXACT) == 5
     solved = [pair("a", "#### 1")]
-    assert room(sampler, ask(solved, GSM8K), GSM8K) == 99
-    assert room(ScriptedSampler(LETTERS, []), ask(solved, GSM8K), GSM8K) == 7  # never less than the reference
+    assert longest_response(sampler, ask(solved, GSM8K), GSM8K) == 99
+    assert (
+        longest_response(ScriptedSampler(LETTERS, []), ask(solved, GSM8K), GSM8K) == 7
+    )  # never less than the reference
     evaluate(sampler, rows, EXACT)
     assert sampler.asked["max_new_tokens"] == 5
     evaluate(sampler, rows, EXACT, max_new_tokens=3)
@@ -86,8 +88,8 @@ def test_an_unanswered_row_is_an_error_and_not_solved():
 
 
 CHATS = [
-    Row("f:1", messages=said(("system", " be kind "), ("user", "hi"), ("assistant", "hello"))),
-    Row("f:2", messages=said(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))),
+    Row("f:1", messages=messages(("system", " be kind "), ("user", "hi"), ("assistant", "hello"))),
+    Row("f:2", messages=messages(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))),
     Row("f:3", prompt="once", response=" upon"),
 ]
 
@@ -123,4 +125,4 @@ def test_with_thinking_the_prompt_says_so_and_the_answer_is_what_follows_the_tho
     wrong = ScriptedSampler(tokenizer, [("<|channel>thought\n42\n<channel|>41", [1])])
     assert evaluate(wrong, [row], EXACT, encoder=encoder)["solved"] == 0
     # Without the encoder nobody knows how much the reasoning takes.
-    assert room(ScriptedSampler(tokenizer, [], max_new_tokens=77), ask([row], EXACT), EXACT) == 77
+    assert longest_response(ScriptedSampler(tokenizer, [], max_new_tokens=77), ask([row], EXACT), EXACT) == 77
