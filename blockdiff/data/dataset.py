@@ -50,6 +50,11 @@ class Dataset:
         """What became of all rows together."""
         return self.statistics[-1][1]
 
+    @property
+    def has_conversations(self) -> bool:
+        """Whether the model learns the format of the chat template from at least one row."""
+        return self.total.conversations > 0
+
     def to_record(self) -> dict[str, Any]:
         """What the data are, for JSON: counts, shares and quantiles of the lengths of every source, and of all."""
         ends = np.cumsum([0, *self.sizes])

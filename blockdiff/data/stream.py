@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from blockdiff.seeding import Stream as Draw
 from blockdiff.seeding import permutation
 
 WINDOWS = 2  # kept, for a global batch may reach over the edge of one
+FIRST_ROWS = 100  # of each source, by which a stream knows whether it has conversations
 
 
 class StreamedExamples:
@@ -58,6 +59,12 @@ class StreamedExamples:
         """
         text = "\n".join([self.encoder.fingerprint, *(each.options for each in self._passes)])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def has_conversations(self) -> bool:
+        """Whether the model learns the format of the chat template, as the first rows of each source tell."""
+        rows = chain.from_iterable(islice(each.opened.rows(), FIRST_ROWS) for each in self._passes)
+        return self.encoder.chat or any(row.messages is not None for row in rows)
 
     @property
     def statistics(self) -> list[tuple[str, Statistics]]:

@@ -183,7 +183,7 @@ def data(recipe: Recipe, base: Basis, first: Callable[[], AbstractContextManager
     if d.heldout is not None:
         specs = sources(d.heldout, recipe, d.heldout_split)
         heldout = load_dataset(specs, encode, cache=cache, first=first() if first else None)
-    if "template" in vars(encode) or (isinstance(train, Dataset) and train.total.conversations):
+    if train.has_conversations:
         # The model learns this format: the tokenizer saved beside it writes it.
         base.tokenizer.chat_template = encode.template
     prompts = []

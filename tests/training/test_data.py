@@ -1,0 +1,48 @@
+"""From a recipe to its data: the exported tokenizer writes the format that the model has learnt, or stays as it was."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from blockdiff.data.template import packaged_template
+from blockdiff.training.data import data
+from blockdiff.training.recipe import Recipe
+from tests.chat_tokenizer import chat_tokenizer
+
+PAIR = {"prompt": "a", "response": "b"}
+TALK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["mapped", "streamed"])
+@pytest.mark.parametrize("cached", [False, True], ids=["read", "cached"])
+@pytest.mark.parametrize(
+    "rows, heldout, chat, expected",
+    [
+        ([PAIR], None, False, False),
+        ([PAIR], [PAIR], False, False),
+        ([PAIR], [TALK], False, False),
+        ([PAIR, TALK], None, False, True),
+        ([TALK], [PAIR], False, True),
+        ([PAIR], None, True, True),
+    ],
+    ids=["raw text", "raw text, held out too", "raw text, talk held out", "one talk", "talk", "raw text as talk"],
+)
+def test_the_tokenizer_gets_the_template_of_training_if_rows_were_conversations(
+    tmp_path, rows, heldout, chat, streaming, cached, expected
+):
+    section = {"streaming": streaming, "chat": chat, "cache": str(tmp_path / "cache") if cached else "off"}
+    for name, content in (("train", rows), ("heldout", heldout)):
+        if content is not None:
+            section[name] = str(tmp_path / f"{name}.jsonl")
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    recipe = Recipe.model_validate(
+        {"model": {"preset": "tiny"}, "data": section, "train": {"steps": 1, "batch_size": 1}}
+    )
+    for _ in range(1 + cached):
+        base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8)
+        base.tokenizer.chat_template = None
+        data(recipe, base)
+        assert base.tokenizer.chat_template == (packaged_template() if expected else None)
