@@ -87,7 +87,7 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.schedule, self.corruption, self.seed = model, schedule, corruption, seed
         self.weight: TimeWeight = weight or NoWeight()
-        self.positions, self.stop_gradient = positions, stop_gradient
+        self.prediction, self.positions, self.stop_gradient = prediction, positions, stop_gradient
         self.bonus_vocabulary: int | None = None  # V of the leave-one-out bonus; None: no bonus
         if prediction == "leave_one_out":
             if not isinstance(corruption, UniformCorruption):

@@ -8,17 +8,12 @@ from typing import Annotated
 
 import typer
 
-from blockdiff.cli.columns import HELP, parse_columns
+from blockdiff.cli import options
 
 data = typer.Typer(
     help="Make the data of a task, or a tokenizer from data.",
     epilog="Example: blockdiff data sudoku --size 4 --split train=20000 --split test=1000 --output data/s4",
 )
-
-
-@data.callback()
-def tasks() -> None:
-    """Make the data of a task, or a tokenizer from data."""
 
 
 @data.command(
@@ -59,10 +54,10 @@ def tokenizer(
         list[str], typer.Argument(metavar="SOURCE...", help="Files, directories, patterns or hub ids.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the tokenizer's files.")],
-    columns: Annotated[str | None, typer.Option(metavar="ROLE=COLUMN,...", help=HELP)] = None,
+    columns: options.Columns = None,
     vocab_size: Annotated[int, typer.Option(min=1, help="Tokens in all.")] = 4096,
-    subset: Annotated[str | None, typer.Option(help="Configuration of a hub data set.")] = None,
-    split: Annotated[str, typer.Option(help="Of a hub data set or a directory.")] = "train",
+    subset: options.Subset = None,
+    split: options.Split = "train",
 ) -> None:
     """A byte-level BPE tokenizer learnt from the texts of rows.
 
@@ -76,7 +71,7 @@ def tokenizer(
     from blockdiff.terminal import quiet
 
     quiet()
-    chosen = parse_columns(columns)
+    chosen = options.parse_columns(columns)
     named = [Source(source, subset=subset, split=split, columns=chosen) for source in sources]
     count = characters = 0
 

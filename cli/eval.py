@@ -9,30 +9,30 @@ from typing import Annotated
 
 import typer
 
-from blockdiff.cli.columns import HELP, parse_columns
+from blockdiff.cli import options
 from blockdiff.evals import TASKS
 from blockdiff.evals import task as find_task
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory or a hub id.")],
+    model: options.Model,
     task: Annotated[str, typer.Option(help=f"What is right: {', '.join(TASKS)}.")],
     data: Annotated[str, typer.Option(help="Rows of the task: a file, a directory, a pattern or a hub id.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON to write the numbers to.")] = None,
-    columns: Annotated[str | None, typer.Option(metavar="ROLE=COLUMN,...", help=HELP)] = None,
-    subset: Annotated[str | None, typer.Option(help="Configuration of a hub data set.")] = None,
-    split: Annotated[str, typer.Option(help="Of a hub data set or a directory.")] = "test",
+    columns: options.Columns = None,
+    subset: options.Subset = None,
+    split: options.Split = "test",
     chat: Annotated[bool, typer.Option("--chat", help="Prompts are the user's turn of a chat, not raw text.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Most denoising steps per canvas.")] = None,
+    seed: options.Seed = 0,
+    steps: options.MaxSteps = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of a response (default: what the task's responses need).")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows that run together.")] = 100,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16, float16 or float64.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
-    kernels: Annotated[str, typer.Option(help="auto, triton or torch.")] = "auto",
+    batch_size: options.BatchSize = 100,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    kernels: options.Kernels = "auto",
 ) -> None:
     """Answer a task's rows: accuracy and denoising steps per canvas together.
 
@@ -40,26 +40,28 @@ def evaluate(
     """
     if task not in TASKS:
         raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}", param_hint="--task")
-    from blockdiff.cli.loading import load_sampler, make_parent
     from blockdiff.data.sources import Source, rows_of
     from blockdiff.evals import run
+    from blockdiff.sampling import Sampler
+    from blockdiff.terminal import quiet
 
-    source = Source(data, subset=subset, split=split, columns=parse_columns(columns))
+    source = Source(data, subset=subset, split=split, columns=options.parse_columns(columns))
     rows = [row.as_conversation() if chat else row for row in islice(rows_of(source), limit)]
-    kind = find_task(task)
-    run.ask(rows, kind)  # refused now rather than after the weights are read
-    make_parent(output)
-    sampler = load_sampler(model, dtype, device, kernels)
-    most = steps or sampler.generation.max_steps
+    found = find_task(task)
+    run.ask(rows, found)  # refused now rather than after the weights are read
+    options.make_parent(output)
+    quiet()
+    sampler = Sampler.from_pretrained(model, dtype=dtype, device=device, kernels=kernels)
+    max_steps = steps or sampler.generation.max_steps
     numbers = run.evaluate(
-        sampler, rows, kind, batch_size=batch_size, seed=seed, max_steps=steps, max_new_tokens=max_new_tokens
+        sampler, rows, found, batch_size=batch_size, seed=seed, max_steps=steps, max_new_tokens=max_new_tokens
     )
     if output is not None:
-        settings = {"model": model, "data": data, "max_steps": most}
+        settings = {"model": model, "data": data, "max_steps": max_steps}
         output.write_text(json.dumps({**settings, **numbers}, indent=1) + "\n", encoding="utf-8")
     per_second = numbers["count"] / max(numbers["seconds"], 1e-9)
     print(f"solved            {numbers['solved']} of {numbers['count']} ({numbers['solved_share']:.1%})")
-    print(f"steps per canvas  {numbers['steps_per_canvas']:.2f} (at most {most})")
+    print(f"steps per canvas  {numbers['steps_per_canvas']:.2f} (at most {max_steps})")
     print(f"tokens per step   {numbers['tokens_per_forward']:.2f}")
     print(f"time              {numbers['seconds']:.1f} s, {per_second:.1f} rows/s, {batch_size} at a time")
     if numbers["errors"]:

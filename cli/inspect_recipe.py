@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blockdiff.cli.inspect_model import parts, show_config, show_parts
-from blockdiff.cli.loading import decoder
+from blockdiff.data.tokenizer import decoder
 from blockdiff.plots.moments import visible
 from blockdiff.training import assemble
 from blockdiff.training import data as assemble_data

@@ -6,19 +6,19 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.cli.loading import decoder
+from blockdiff.data.tokenizer import decoder
 from blockdiff.terminal import console
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from blockdiff.sampling.trace import Canvas, Step
+    from blockdiff.sampling.trace import CommittedCanvas, Step
 
 
 class Watcher:
     """Pass `canvas` and, where `is_live`, `step` to `Sampler.generate`; close it at the end.
 
-    Of one request it shows on stdout, of several on stderr (stdout has their output lines).
+    The text of one request is shown on stdout, that of several on stderr (their output lines are on stdout).
     """
 
     def __init__(self, tokenizer: Any, several: bool):
@@ -30,7 +30,7 @@ class Watcher:
         self.live: Any = None
 
     def step(self, step: Step) -> None:
-        """Draw the canvas of one denoising step in place; of several requests the one that came last."""
+        """Draw the canvas of one denoising step in place; of several requests only the latest is seen."""
         from rich.live import Live
 
         if self.live is None:
@@ -38,7 +38,7 @@ class Watcher:
             self.live.start()
         self.live.update(self._picture(step), refresh=True)
 
-    def canvas(self, canvas: Canvas) -> None:
+    def canvas(self, canvas: CommittedCanvas) -> None:
         """Print what a committed canvas adds to its response."""
         self._stop()
         text = canvas.text[self.shown.get(canvas.id, 0) :]
@@ -65,9 +65,9 @@ class Watcher:
 
         text = Text()
         text.append(f"canvas {step.canvas + 1}, step {step.step + 1}\n", style="dim")
-        most = max(math.log(2), max(step.entropy, default=0.0))
+        highest = max(math.log(2), max(step.entropy, default=0.0))
         for token, entropy, is_accepted in zip(step.argmax, step.entropy, step.is_accepted, strict=True):
-            share = min(1.0, entropy / most)
+            share = min(1.0, entropy / highest)
             red, green, blue = int(120 + 130 * share), int(190 - 90 * share), int(130 - 100 * share)
             style = f"{'bold ' if is_accepted else ''}rgb({red},{green},{blue})"
             text.append(self.decode(token), style=style)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from blockdiff.cli import options
+
 
 def plot(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories of `blockdiff train`.")],
@@ -16,11 +18,10 @@ def plot(
 
     Several runs share every panel, each in its own colour. A run may still be going on.
     """
-    from blockdiff.cli.loading import make_parent
     from blockdiff.plots.curves import draw_comparison
 
     if output.suffix.lower() != ".png":
         raise typer.BadParameter(f"{output} is no .png file", param_hint="--output")
-    make_parent(output)
+    options.make_parent(output)
     draw_comparison(runs, output)
     print(f"{output}: {len(runs)} run{'s' * (len(runs) != 1)}")

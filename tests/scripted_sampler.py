@@ -29,7 +29,7 @@ class ScriptedSampler:
         for request in prompts:
             text, steps = self.answers[request.id]
             if text is None:
-                results.append(Result(request.id, "", [], "error", [], error="no"))
+                results.append(Result.failed(request.id, "no"))
                 continue
             tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], 1]
             said = self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from blockdiff.sampling.trace import Canvas, Step, Trace
+    from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
 
 Decode = Callable[[int], str]
 
@@ -77,7 +77,7 @@ def pictures(traces: Sequence[Trace], decode: Decode) -> list[RequestPicture]:
     ]
 
 
-def _canvas(steps: Sequence[Step], canvas: Canvas, decode: Decode) -> CanvasPicture:
+def _canvas(steps: Sequence[Step], canvas: CommittedCanvas, decode: Decode) -> CanvasPicture:
     moments = []
     if steps:
         noise = tuple(Cell(decode(token), is_noise=True, note="noise") for token in steps[0].tokens)

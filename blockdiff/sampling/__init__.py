@@ -2,13 +2,14 @@
 
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.sampling.choices import Choices
+from blockdiff.sampling.prompts import read_prompts
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.sampling.trace import Canvas, Recorder, Step, Trace, read_traces, write_traces
+from blockdiff.sampling.trace import CommittedCanvas, Recorder, Step, Trace, read_traces, write_traces
 
 __all__ = [
-    "Canvas",
     "Choices",
+    "CommittedCanvas",
     "Generation",
     "Recorder",
     "Request",
@@ -16,6 +17,7 @@ __all__ = [
     "Sampler",
     "Step",
     "Trace",
+    "read_prompts",
     "read_traces",
     "write_traces",
 ]

@@ -8,21 +8,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
 from blockdiff.checkpoint.files import CHOICES, read_json
 from blockdiff.errors import CheckpointError
 from blockdiff.files import write_text
-from blockdiff.kernels.vocabulary import Stats
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices of the training objective that sampling follows, and for the record all the others.
+    """The choices of the training objective that sampling follows, and for the record the others.
 
     prediction: what the logits mean; corruption: what a canvas starts from and what stands where nothing is accepted,
-    uniform tokens or the mask token `mask_id`; objective: the recipe's section, which nothing reads. The defaults are
-    those of the released model, whose directory has no such file.
+    uniform tokens or the mask token `mask_id`; objective: what the objective was made of, which nothing reads. The
+    defaults are those of the released model, whose directory has no such file.
     """
 
     prediction: Literal["posterior", "leave_one_out"] = "posterior"
@@ -38,6 +35,20 @@ class Choices:
         is_id = isinstance(self.mask_id, int) and not isinstance(self.mask_id, bool) and self.mask_id >= 0
         if is_id != (self.corruption == "mask"):
             raise ValueError(f"mask_id must be a token id with mask corruption, else null, not {self.mask_id!r}")
+
+    @classmethod
+    def of(cls, objective: Any, record: Mapping[str, Any] | None = None) -> Choices:
+        """The choices of an `Objective` that trains a model; `record` says what it is made of.
+
+        A corruption of one's own is sampled as mask noise if it has a `mask_id`, else as uniform noise.
+        """
+        mask_id = getattr(getattr(objective, "corruption", None), "mask_id", None)
+        return cls(
+            prediction=getattr(objective, "prediction", "posterior"),
+            corruption="uniform" if mask_id is None else "mask",
+            mask_id=mask_id,
+            objective=record or {},
+        )
 
     def save(self, directory: str | Path) -> None:
         """Write `blockdiff.json` into a checkpoint directory, whole or not at all."""
@@ -55,17 +66,3 @@ class Choices:
             return cls(**known)
         except ValueError as error:
             raise CheckpointError(f"{file}: {error}") from None
-
-
-def carried_over(stats: Stats, canvas_BL: Tensor, mask_id: int) -> Stats:
-    """Statistics in which a token that is not masked stays what it is, with certainty (entropy 0).
-
-    Under mask noise a visible token is the true one, so the reverse process never changes it (carry-over unmasking,
-    arXiv 2406.07524): what is accepted stays, and masks are filled in the order of their entropies.
-    """
-    is_masked_BL = canvas_BL == mask_id
-    return stats._replace(
-        entropy=stats.entropy * is_masked_BL,
-        argmax=stats.argmax.where(is_masked_BL, canvas_BL),
-        sample=stats.sample.where(is_masked_BL, canvas_BL),
-    )

@@ -29,14 +29,26 @@ class Request:
     tokens: Sequence[int] | None = None
     seed: int | None = None
 
+    def check(self) -> None:
+        """Raise RequestError, one line that says what is wrong, unless this is a prompt of one kind."""
+        given = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
+        if len(given) != 1:
+            which = " and ".join(given) or "none"
+            raise RequestError(f"give exactly one of prompt, messages and tokens, got {which}")
+        if self.prompt is not None and not isinstance(self.prompt, str):
+            raise RequestError(f"prompt must be text, got {self.prompt!r:.80}")
+        if self.seed is not None and not _is_integer(self.seed):
+            raise RequestError(f"seed must be an integer, got {self.seed!r:.80}")
+        if self.messages is not None:
+            _check_messages(self.messages)
+
 
 @dataclass(frozen=True)
 class Result:
     """The answer to a request.
 
     `tokens` ends with the first eos if there is one; `text` leaves special tokens out; `steps` are the
-    denoising steps of each canvas; `finish_reason` is "eos", "length" or, with the reason in `error`,
-    "error". `tokens_per_forward` counts like transformers: tokens other than pad per denoising step.
+    denoising steps of each canvas; `finish_reason` is "eos", "length" or, with the reason in `error`, "error".
     """
 
     id: str | int
@@ -45,23 +57,21 @@ class Result:
     finish_reason: str
     steps: list[int]
     error: str | None = None
-    tokens_per_forward: float = field(default=0.0, compare=False)
+
+    @classmethod
+    def failed(cls, id: str | int, error: object) -> Result:
+        """The answer to what could not be answered."""
+        return cls(id, "", [], "error", [], error=str(error))
 
     def to_record(self) -> dict[str, Any]:
         """The fields of an output line."""
-        record = {
-            "id": self.id,
-            "text": self.text,
-            "tokens": self.tokens,
-            "finish_reason": self.finish_reason,
-            "steps": self.steps,
-        }
-        return record if self.error is None else record | {"error": self.error}
+        names = ("id", "text", "tokens", "finish_reason", "steps", "error")
+        return {name: getattr(self, name) for name in names if name != "error" or self.error is not None}
 
 
 @dataclass
-class Row:
-    """A request that is being answered: its prompt tokens, its draws' seed, and what it has so far."""
+class Pending:
+    """A request that is being answered: its prompt tokens, its draws' seed, and the response so far."""
 
     place: int
     id: str | int
@@ -71,6 +81,15 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+
+    def commit(self, tokens: list[int], steps: int, eos_ids: Sequence[int], is_last: bool) -> int:
+        """Add a canvas to the response up to its first eos, which ends it; returns how many tokens that is."""
+        end = next((place + 1 for place, token in enumerate(tokens) if token in eos_ids), None)
+        self.finish_reason = "eos" if end is not None else "length" if is_last else None
+        kept = len(tokens) if end is None else end
+        self.tokens += tokens[:kept]
+        self.steps.append(steps)
+        return kept
 
 
 Prompt = str | Sequence[Message] | Request
@@ -85,61 +104,60 @@ def as_request(prompt: Prompt, place: int) -> Request:
     return Request(place, messages=prompt)
 
 
-def as_row(
+def tokenised(
     request: Request, place: int, seed: int, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
-) -> Row:
-    """Tokenise a request; RequestError says what is wrong with it."""
-    given = [name for name in ("prompt", "messages", "tokens") if getattr(request, name) is not None]
-    if len(given) != 1:
-        raise RequestError(
-            f"give exactly one of prompt, messages and tokens, got {' and '.join(given) or 'none'}"
-        )
-    if request.seed is not None and (isinstance(request.seed, bool) or not isinstance(request.seed, int)):
-        raise RequestError(f"seed must be an integer, got {request.seed!r}")
+) -> Pending:
+    """A request with the tokens of its prompt, not yet answered; RequestError says what is wrong with it."""
+    request.check()
     if request.tokens is not None:
         text, tokens = "", list(request.tokens)
     elif tokenizer is None:
         raise RequestError("a prompt in words needs a tokenizer, and the sampler has none")
     elif request.messages is not None:
-        text, tokens = _chat(request.messages, tokenizer)
+        text = _chat(request.messages, tokenizer)
+        tokens = _tokens(text, tokenizer)
     else:
         text = str(request.prompt)
-        tokens = _tokenise(text, tokenizer)
-        bos = tokenizer.bos_token_id
+        tokens, bos = _tokens(text, tokenizer), tokenizer.bos_token_id
         if bos is not None and tokens[:1] != [bos]:
             tokens = [bos, *tokens]
     if not tokens:
         raise RequestError("the prompt is empty")
-    outside = [t for t in tokens if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab_size]
+    outside = [token for token in tokens if not _is_integer(token) or not 0 <= token < vocab_size]
     if outside:
         raise RequestError(f"token {outside[0]!r} is not one of the model's {vocab_size} ids")
     own_seed = child_seed(seed, request.id) if request.seed is None else request.seed
-    return Row(place, request.id, own_seed, text, tokens)
+    return Pending(place, request.id, own_seed, text, tokens)
 
 
-def _chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+def _check_messages(messages: Any) -> None:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError("messages must be a list of {role, content} objects with at least one entry")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"message {number} must be an object with role and content")
         if not isinstance(message.get("content"), str):
-            raise RequestError(
-                f"message {number}: content must be text; images and other parts are not supported"
-            )
+            raise RequestError(f"message {number}: content must be text; images and other parts are not supported")
+    if messages[-1]["role"] in ("assistant", "model"):
+        raise RequestError("the last message is the assistant's, so nothing is left to answer; leave it out")
+
+
+def _chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.chat_template:
         raise RequestError("the tokenizer has no chat template; give a raw prompt instead of messages")
+    conversation = [dict(message) for message in messages]
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is somebody's program: it may raise anything
         raise RequestError(f"the chat template refuses these messages: {error}") from error
-    return str(text), _tokenise(str(text), tokenizer)
 
 
-def _tokenise(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
         raise RequestError(f"the prompt cannot be tokenised: {error}") from error
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockdiff.checkpoint.files import CHOICES, GENERATION
+from blockdiff.checkpoint import load
+from blockdiff.checkpoint.files import CHOICES, find
 from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.kernels.vocabulary import Stats, pack_allowed
-from blockdiff.sampling.choices import Choices, carried_over
+from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.draws import Draws
-from blockdiff.sampling.request import Prompt, Result, Row, as_request, as_row
-from blockdiff.sampling.trace import Canvas, Step, step_records
+from blockdiff.sampling.request import Pending, Prompt, Result, as_request, tokenised
+from blockdiff.sampling.trace import CommittedCanvas, Step, step_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.models.prefix import Prefix
 
-OnCanvas = Callable[[Canvas], object]
+OnCanvas = Callable[[CommittedCanvas], object]
 OnStep = Callable[[Step], object]
 
 
@@ -50,8 +51,9 @@ class Sampler:
         choices: Choices | None = None,
     ):
         self.model, self.tokenizer = model, tokenizer
-        self.generation = generation or _settings_of(model)
-        self.choices = choices or _choices_of(model)
+        origin = _origin(model)
+        self.generation = generation or (Generation.from_pretrained(origin) if origin else Generation())
+        self.choices = choices or (Choices.from_pretrained(origin) if origin else Choices())
         mask_id = self.choices.mask_id
         if mask_id is not None and mask_id >= model.vocab_size:
             raise CheckpointError(f"{CHOICES}: mask_id {mask_id} is none of the model's {model.vocab_size} tokens")
@@ -64,10 +66,24 @@ class Sampler:
         special = special_tokens(getattr(model, "config", None), self.generation, tokenizer)
         self.generation = replace(self.generation, eos_ids=special.eos_ids, pad_id=special.pad_id)
 
+    @classmethod
+    def from_pretrained(
+        cls, path_or_hub_id: str | Path, dtype: str = "bfloat16", device: str = "auto", kernels: str = "auto"
+    ) -> Sampler:
+        """A sampler from a checkpoint directory or a Hub id, with its tokenizer and settings; the rest as in `load`.
+
+        What cannot be used is refused before the weights are read.
+        """
+        from blockdiff.data.tokenizer import load_tokenizer
+
+        directory = find(path_or_hub_id)
+        generation, tokenizer = Generation.from_pretrained(directory), load_tokenizer(directory)
+        return cls(load(directory, dtype=dtype, device=device, kernels=kernels), tokenizer, generation)
+
     @torch.no_grad()
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | Result],
         seed: int = 0,
         max_new_tokens: int | None = None,
         max_steps: int | None = None,
@@ -77,9 +93,10 @@ class Sampler:
     ) -> list[Result]:
         """Answer prompts: raw texts, message lists or `Request`s; one `Result` each, in the same order.
 
-        `batch_size` rows run together. `max_new_tokens` is rounded up to whole canvases. `on_canvas` hears of
-        every committed canvas and `on_step` of every denoising step (which costs a copy to the host each). A
-        prompt that cannot be used gives a result with an `error`; the others are answered.
+        `batch_size` rows run together. `max_new_tokens` is rounded up to whole canvases. `on_canvas` is called with
+        every committed canvas and `on_step` with every denoising step (which costs a copy to the host each). A prompt
+        that cannot be used gives a result with an `error`; the others are answered. A `Result` among the prompts, as
+        `read_prompts` has for a line that is none, is returned as it is.
         """
         generation = self.generation
         if max_new_tokens is not None:
@@ -87,63 +104,72 @@ class Sampler:
         if max_steps is not None:
             generation = replace(generation, max_steps=max_steps)
         results: dict[int, Result] = {}
-        rows: list[Row] = []
+        pending: list[Pending] = []
         for place, prompt in enumerate(prompts):
+            if isinstance(prompt, Result):
+                results[place] = prompt
+                continue
             request = as_request(prompt, place)
             try:
-                rows.append(as_row(request, place, seed, self.tokenizer, self.model.vocab_size))
+                pending.append(tokenised(request, place, seed, self.tokenizer, self.model.vocab_size))
             except RequestError as error:
-                results[place] = Result(request.id, "", [], "error", [], error=str(error))
+                results[place] = Result.failed(request.id, error)
         # Prompts of similar length share a batch: less padding.
-        rows.sort(key=lambda row: len(row.prompt_tokens))
-        for first in range(0, len(rows), batch_size):
-            batch = rows[first : first + batch_size]
+        pending.sort(key=lambda each: len(each.prompt_tokens))
+        for first in range(0, len(pending), batch_size):
+            batch = pending[first : first + batch_size]
             self._answer(batch, generation, on_canvas, on_step)
-            results |= {row.place: self._result(row, generation) for row in batch}
+            for each in batch:
+                text = self._text(each, generation.eos_ids)
+                results[each.place] = Result(each.id, text, each.tokens, str(each.finish_reason), each.steps)
         return [results[place] for place in range(len(prompts))]
 
     def _answer(
-        self, rows: list[Row], generation: Generation, on_canvas: OnCanvas | None, on_step: OnStep | None
+        self, batch: list[Pending], generation: Generation, on_canvas: OnCanvas | None, on_step: OnStep | None
     ) -> None:
-        """Fill rows with their responses: canvas after canvas, until an eos or the last canvas."""
+        """Fill in the responses of a batch: canvas after canvas, until an eos or the last canvas."""
         canvases = -(-generation.max_new_tokens // self.model.canvas_length)
-        prefix = self._encode_prompts(rows, int(generation.pad_id or 0))
+        prefix = self._encode_prompts(batch, int(generation.pad_id or 0))
         for number in range(canvases):
-            canvas_BL, steps = self._denoise(prefix, rows, number, generation, on_step)
-            is_last = number + 1 == canvases
-            for row, tokens, count in zip(rows, canvas_BL.tolist(), steps, strict=True):
-                self._commit(row, tokens, count, is_last, generation.eos_ids, on_canvas)
-            unfinished = [place for place, row in enumerate(rows) if row.finish_reason is None]
+            canvas_BL, steps = self._denoise(prefix, batch, number, generation, on_step)
+            for each, tokens, count in zip(batch, canvas_BL.tolist(), steps, strict=True):
+                kept = each.commit(tokens, count, generation.eos_ids, is_last=number + 1 == canvases)
+                if on_canvas is not None:
+                    text = self._text(each, generation.eos_ids)
+                    on_canvas(
+                        CommittedCanvas(each.id, number, each.prompt, tokens, kept, text, count, each.finish_reason)
+                    )
+            unfinished = [row for row, each in enumerate(batch) if each.finish_reason is None]
             if not unfinished:
                 return
-            if len(unfinished) < len(rows):
-                rows = [rows[place] for place in unfinished]
-                kept = torch.tensor(unfinished, device=canvas_BL.device)
-                prefix, canvas_BL = prefix.select(kept), canvas_BL[kept]
+            if len(unfinished) < len(batch):
+                batch = [batch[row] for row in unfinished]
+                kept_rows = torch.tensor(unfinished, device=canvas_BL.device)
+                prefix, canvas_BL = prefix.select(kept_rows), canvas_BL[kept_rows]
             prefix = self.model.encode(canvas_BL, prefix=prefix)
 
-    def _encode_prompts(self, rows: Sequence[Row], pad_id: int) -> Prefix:
-        lengths = [len(row.prompt_tokens) for row in rows]
+    def _encode_prompts(self, batch: Sequence[Pending], pad_id: int) -> Prefix:
+        lengths = [len(each.prompt_tokens) for each in batch]
         width, device = max(lengths), self.model.device
-        tokens = [row.prompt_tokens + [pad_id] * (width - len(row.prompt_tokens)) for row in rows]
+        tokens = [each.prompt_tokens + [pad_id] * (width - len(each.prompt_tokens)) for each in batch]
         is_unequal = min(lengths) < width
         return self.model.encode(
             torch.tensor(tokens, device=device), torch.tensor(lengths, device=device) if is_unequal else None
         )
 
     def _denoise(
-        self, prefix: Prefix, rows: Sequence[Row], number: int, generation: Generation, on_step: OnStep | None
+        self, prefix: Prefix, batch: Sequence[Pending], number: int, generation: Generation, on_step: OnStep | None
     ) -> tuple[Tensor, list[int]]:
         """Denoise canvas `number` of every row: the argmax canvases [B, L] and how many steps each took."""
         model, device = self.model, self.model.device
-        seed_B = torch.tensor([_signed(row.seed) for row in rows], device=device)
+        seed_B = torch.tensor([_signed(each.seed) for each in batch], device=device)
         draws = Draws(seed_B, number, model.canvas_length, model.vocab_size)
         acceptance, stopping, mask_id = generation.acceptance, generation.stopping, self.choices.mask_id
-        final_BL = torch.empty(len(rows), model.canvas_length, dtype=torch.int64, device=device)
-        steps = [0] * len(rows)
+        final_BL = torch.empty(len(batch), model.canvas_length, dtype=torch.int64, device=device)
+        steps = [0] * len(batch)
 
-        # From here on B counts the rows whose canvas is not finished; `live` are their places in `rows`.
-        live = list(range(len(rows)))
+        # From here on B counts the rows whose canvas is not finished; `live` are their places in the batch.
+        live = list(range(len(batch)))
         unchanged_B = torch.zeros_like(seed_B)
         is_accepted_BL = stats = None
         for step, temperature in enumerate(generation.temperature.of_steps(generation.max_steps).tolist()):
@@ -158,24 +184,25 @@ class Sampler:
             is_accepted_BL = acceptance.accept(stats.entropy)
             is_stopped_B, unchanged_B = stopping.stop(stats.argmax, previous_BL, unchanged_B, stats.entropy)
             if on_step is not None:
-                ids = [rows[place].id for place in live]
+                ids = [batch[place].id for place in live]
                 for record in step_records(ids, number, step, temperature, canvas_BL, stats, is_accepted_BL):
                     on_step(record)
 
             is_last = step + 1 == generation.max_steps
             if step < generation.stability and not is_last:
                 continue  # no canvas can stop yet, so the host need not wait for the device
-            is_stopped = [is_last or flag for flag in is_stopped_B.tolist()]
-            if not any(is_stopped):
+            flags = [is_last or flag for flag in is_stopped_B.tolist()]
+            stopped = [row for row, flag in enumerate(flags) if flag]
+            staying = [row for row, flag in enumerate(flags) if not flag]
+            if not stopped:
                 continue
-            done = [i for i, flag in enumerate(is_stopped) if flag]
-            for i in done:
-                steps[live[i]] = step + 1
-            final_BL[[live[i] for i in done]] = stats.argmax[done]
-            if len(done) == len(live):
+            places = [live[row] for row in stopped]
+            final_BL[places] = stats.argmax[stopped]
+            for place in places:
+                steps[place] = step + 1
+            if not staying:
                 break
-            staying = [i for i, flag in enumerate(is_stopped) if not flag]
-            live = [live[i] for i in staying]
+            live = [live[row] for row in staying]
             kept = torch.tensor(staying, device=device)
             stats = type(stats)(*(values[kept] for values in stats))
             is_accepted_BL, unchanged_B = is_accepted_BL[kept], unchanged_B[kept]
@@ -195,61 +222,32 @@ class Sampler:
             vocabulary.stats(hidden_BLD, temperature, uniform_BL, allowed_BLW=allowed_BLW), canvas_BL, mask_id
         )
 
-    def _commit(
-        self,
-        row: Row,
-        tokens: list[int],
-        steps: int,
-        is_last: bool,
-        eos_ids: Sequence[int],
-        on_canvas: OnCanvas | None,
-    ) -> None:
-        """Add a canvas to a row's response: up to its first eos, which finishes the row."""
-        kept = next((i + 1 for i, token in enumerate(tokens) if token in eos_ids), None)
-        row.finish_reason = "eos" if kept is not None else "length" if is_last else None
-        kept = len(tokens) if kept is None else kept
-        row.tokens += tokens[:kept]
-        row.steps.append(steps)
-        if on_canvas is not None:
-            number, text = len(row.steps) - 1, self._text(row, eos_ids)
-            on_canvas(Canvas(row.id, number, row.prompt, tokens, kept, text, steps, row.finish_reason))
-
-    def _text(self, row: Row, eos_ids: Sequence[int]) -> str:
+    def _text(self, answered: Pending, eos_ids: Sequence[int]) -> str:
         if self.tokenizer is None:
             return ""
         # Not every eos of every tokenizer is a special token that decoding would leave out.
-        ends = bool(row.tokens) and row.tokens[-1] in eos_ids
-        return str(self.tokenizer.decode(row.tokens[: -1 if ends else None], skip_special_tokens=True))
-
-    def _result(self, row: Row, generation: Generation) -> Result:
-        kept = sum(token != generation.pad_id for token in row.tokens)
-        return Result(
-            id=row.id,
-            text=self._text(row, generation.eos_ids),
-            tokens=row.tokens,
-            finish_reason=str(row.finish_reason),
-            steps=row.steps,
-            tokens_per_forward=kept / sum(row.steps),
-        )
+        has_end = bool(answered.tokens) and answered.tokens[-1] in eos_ids
+        return str(self.tokenizer.decode(answered.tokens[: -1 if has_end else None], skip_special_tokens=True))
 
 
-def _settings_of(model: BlockDiffusionModel) -> Generation:
-    """What the generation_config.json of the checkpoint that a model came from says."""
-    folder = _folder_of(model, GENERATION)
-    return Generation() if folder is None else Generation.from_pretrained(folder)
+def carried_over(stats: Stats, canvas_BL: Tensor, mask_id: int) -> Stats:
+    """Statistics in which a token that is not masked stays what it is, with certainty (entropy 0).
+
+    Under mask noise a visible token is the true one, so the reverse process never changes it (carry-over unmasking,
+    arXiv 2406.07524): what is accepted stays, and masks are filled in the order of their entropies.
+    """
+    is_masked_BL = canvas_BL == mask_id
+    return stats._replace(
+        entropy=stats.entropy * is_masked_BL,
+        argmax=stats.argmax.where(is_masked_BL, canvas_BL),
+        sample=stats.sample.where(is_masked_BL, canvas_BL),
+    )
 
 
-def _choices_of(model: BlockDiffusionModel) -> Choices:
-    """What the blockdiff.json of the checkpoint that a model came from says."""
-    folder = _folder_of(model, CHOICES)
-    return Choices() if folder is None else Choices.from_pretrained(folder)
-
-
-def _folder_of(model: BlockDiffusionModel, name: str) -> Path | None:
-    """Where the file called `name` lies that the model's checkpoint brought, if it brought one."""
+def _origin(model: BlockDiffusionModel) -> Path | None:
+    """The directory of the checkpoint that a model came from, if files were carried from one."""
     carried = getattr(model, "carried", None)
-    files = () if carried is None else carried.side_files
-    return next((file.parent for file in files if file.name == name), None)
+    return next((file.parent for file in carried.side_files), None) if carried is not None else None
 
 
 def _signed(seed: int) -> int:

@@ -48,7 +48,7 @@ def step_records(
 
 
 @dataclass(frozen=True)
-class Canvas:
+class CommittedCanvas:
     """A committed canvas: all its `tokens`, and how many of them are `kept` (up to the first eos).
 
     `prompt` and `text` are the prompt and the whole response so far; `steps` counts the denoising steps of
@@ -73,7 +73,7 @@ class Trace:
     prompt: str = ""
     text: str = ""
     steps: list[Step] = field(default_factory=list)
-    canvases: list[Canvas] = field(default_factory=list)
+    canvases: list[CommittedCanvas] = field(default_factory=list)
 
     def steps_of(self, canvas: int) -> list[Step]:
         """The steps of one canvas."""
@@ -81,9 +81,13 @@ class Trace:
 
 
 class Recorder:
-    """Collects traces: pass `on_step=recorder.step, on_canvas=recorder.canvas` to `Sampler.generate`."""
+    """Collects traces: pass `on_step=recorder.step, on_canvas=recorder.canvas` to `Sampler.generate`.
 
-    def __init__(self) -> None:
+    With `ids` only the requests of these ids are recorded.
+    """
+
+    def __init__(self, ids: Iterable[str | int] | None = None) -> None:
+        self._ids = None if ids is None else set(ids)
         self._traces: dict[str | int, Trace] = {}
 
     @property
@@ -93,13 +97,15 @@ class Recorder:
 
     def step(self, step: Step) -> None:
         """Take one denoising step."""
-        self._trace(step.id).steps.append(step)
+        if self._ids is None or step.id in self._ids:
+            self._trace(step.id).steps.append(step)
 
-    def canvas(self, canvas: Canvas) -> None:
+    def canvas(self, canvas: CommittedCanvas) -> None:
         """Take one committed canvas."""
-        trace = self._trace(canvas.id)
-        trace.canvases.append(canvas)
-        trace.prompt, trace.text = canvas.prompt, canvas.text
+        if self._ids is None or canvas.id in self._ids:
+            trace = self._trace(canvas.id)
+            trace.canvases.append(canvas)
+            trace.prompt, trace.text = canvas.prompt, canvas.text
 
     def _trace(self, id: str | int) -> Trace:
         return self._traces.setdefault(id, Trace(id))
@@ -118,7 +124,7 @@ def read_traces(path: str | Path) -> list[Trace]:
         try:
             record = json.loads(line)
             record["steps"] = [Step(**step) for step in record["steps"]]
-            record["canvases"] = [Canvas(**canvas) for canvas in record["canvases"]]
+            record["canvases"] = [CommittedCanvas(**canvas) for canvas in record["canvases"]]
             traces.append(Trace(**record))
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{path}:{number}: not a sampling trace ({error})") from error

@@ -363,6 +363,14 @@ def test_output_lines_have_the_documented_fields(workshop: Path, tmp_path: Path,
     assert [r["id"] for r in output_lines(written.read_text())] == ["a", 2, 3, "a", 5]
 
 
+def test_a_prompts_file_without_a_prompt_is_one_message_and_no_record(workshop: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('nonsense\n\n{"response": "2"}\n{"prompt": "1=", "messages": []}\n')
+    words = ["sample", workshop / "run" / "model", "--prompts", tmp_path / "p.jsonl"]
+    line = refusal(*words, "--output", tmp_path / "o.jsonl")
+    assert "p.jsonl:1: not valid JSON" in line and "nor is any of the other 2 lines a prompt" in line
+    assert run(*words).stdout == "" and not (tmp_path / "o.jsonl").exists()
+
+
 def test_sampling_imports_neither_a_compiler_nor_the_generation_of_transformers(workshop: Path, prompt: str) -> None:
     unwanted = (
         *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "accelerate", "datasets"),

@@ -93,7 +93,7 @@ def test_the_same_seed_gives_the_same_answers(model, tmp_path):
         ([{"prompt": "a", "response": "b"}], ("--task", "gsm8k"), "rows.jsonl:1: the response has no number after"),
         ([CHAT, {"prompt": "a", "response": "b"}], ("--task", "sudoku"), "rows.jsonl:1: not a sudoku prompt"),
         ([CHAT], ("--task", "exact", "--columns", "question"), "'question' is not ROLE=COLUMN"),
-        ([CHAT], ("--task", "exact", "--columns", "ask=question"), "one of prompt, response, messages"),
+        ([CHAT], ("--task", "exact", "--columns", "ask=question"), "columns has 'ask'; it can say where"),
         ([CHAT], ("--task", "exact", "--columns", "id=a,id=b"), "id appears twice"),
     ],
 )

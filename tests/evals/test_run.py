@@ -11,7 +11,7 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 from blockdiff.evals import task
 from blockdiff.evals.run import ask, evaluate, longest_response
-from blockdiff.sampling.request import as_row
+from blockdiff.sampling.request import tokenised
 from tests.chat_tokenizer import chat_tokenizer
 from tests.scripted_sampler import ScriptedSampler
 
@@ -99,7 +99,7 @@ def test_a_prompt_of_the_encoder_is_what_the_sampler_makes_of_the_messages():
     encoder = Encoder(tokenizer, eos_id=1, canvas_length=8, max_length=20)
     plain, laid_out = ask(CHATS, EXACT), ask(CHATS, EXACT, encoder)
     for without, question in zip(plain, laid_out, strict=True):
-        expected = as_row(without.request(), 0, 0, tokenizer, len(tokenizer)).prompt_tokens
+        expected = tokenised(without.request(), 0, 0, tokenizer, len(tokenizer)).prompt_tokens
         assert list(question.request().tokens) == expected
         assert question.request().id == without.request().id == question.place  # what the draws are addressed by
     turn_end = tokenizer.convert_tokens_to_ids("<turn|>")

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from benchmarks.timing import peak_memory
 from blockdiff.canvas import Canvas, CleanRow, lay_out
+from blockdiff.checkpoint.generation import Generation
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels.vocabulary import native, pack_allowed, reference, triton
 from blockdiff.kernels.vocabulary import triton_launch as launch
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
-from blockdiff.sampling.generation import Generation
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import Sampler
 from tests.oracle import oracle, ours, tiny_config

@@ -21,7 +21,7 @@ from blockdiff.plots.moments import (
 )
 from blockdiff.plots.panels import LEVEL, Run, by_level, named_apart, panels_comparing, panels_of, read_run, series
 from blockdiff.plots.picture import draw_picture, heat
-from blockdiff.sampling.trace import Canvas, Step, Trace
+from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
 
 WORDS = ["<pad>", "<eos>", "<bos>", ".", "=", "1", "2", "3", "4", "\n", "<b>", "a b"]
 PUZZLE = "1..4.41.2...4..1="
@@ -47,7 +47,7 @@ def trace() -> Trace:
         step(0, 0, first, [0.0, 2.0] + [0.5] * 15, [True] + [False] * 16),
         step(0, 1, final, [0.0] * 17, [True] * 17),
     ]
-    canvas = Canvas("a", 0, PUZZLE, final, 17, SOLUTION, 2, "eos")
+    canvas = CommittedCanvas("a", 0, PUZZLE, final, 17, SOLUTION, 2, "eos")
     return Trace("a", PUZZLE, SOLUTION, steps, [canvas])
 
 
@@ -70,7 +70,7 @@ def test_moments_are_noise_then_steps_then_the_commit(trace: Trace) -> None:
 
 
 def test_tokens_after_the_end_are_not_drawn_as_committed(trace: Trace) -> None:
-    cut = Canvas("a", 0, PUZZLE, trace.canvases[0].tokens, 5, "1234", 2, "eos")
+    cut = CommittedCanvas("a", 0, PUZZLE, trace.canvases[0].tokens, 5, "1234", 2, "eos")
     committed = pictures([Trace("a", PUZZLE, "1234", trace.steps, [cut])], decode)[0].canvases[0].moments[-1]
     assert [cell.is_noise for cell in committed.cells] == [False] * 5 + [True] * 12
 
@@ -103,7 +103,9 @@ def test_grids_show_givens_through_the_noise_and_mark_contradictions(trace: Trac
 def test_grids_run_over_several_canvases() -> None:
     tokens = ids(SOLUTION)
     steps = [step(n, 0, tokens[4 * n : 4 * n + 4], [0.1] * 4, [True] * 4) for n in range(4)]
-    canvases = [Canvas("a", n, PUZZLE, tokens[4 * n : 4 * n + 4], 4, SOLUTION[: 4 * n + 4], 1, None) for n in range(4)]
+    canvases = [
+        CommittedCanvas("a", n, PUZZLE, tokens[4 * n : 4 * n + 4], 4, SOLUTION[: 4 * n + 4], 1, None) for n in range(4)
+    ]
     moments = grid_moments(pictures([Trace("a", PUZZLE, SOLUTION, steps, canvases)], decode)[0], 4)
     assert len(moments) == 12
     # While the second canvas is denoised the first stands and the third is still empty.
@@ -174,7 +176,7 @@ def test_entropy_sets_the_heat_of_a_cell(trace: Trace) -> None:
 
 def test_text_on_a_page_is_escaped() -> None:
     token = WORDS.index("<b>")
-    canvas = Canvas("<i>", 0, "<script>x</script>", [token], 1, "<b>", 1, "eos")
+    canvas = CommittedCanvas("<i>", 0, "<script>x</script>", [token], 1, "<b>", 1, "eos")
     hostile = Trace("<i>", "<script>x</script>", "<b>", [], [canvas])
     text = page(pictures([hostile], decode), "<u>")
     assert not re.search(r"<script|<b>|<i>|<u>", text)

@@ -11,7 +11,10 @@ import torch
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint import Carried
+from blockdiff.diffusion.corruption import MaskCorruption, UniformCorruption
+from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import CheckpointError
+from blockdiff.objective import Objective
 from blockdiff.sampling import Choices, Generation, Recorder, Request, Sampler
 from tests.oracle import tiny_config
 from tests.scripted import ScriptedModel, random_script
@@ -126,6 +129,17 @@ def test_choices_survive_their_file(tmp_path):
     ours.save(tmp_path)
     assert Choices.from_pretrained(tmp_path) == ours
     assert [file.name for file in tmp_path.iterdir()] == ["blockdiff.json"]
+
+
+def test_the_choices_of_an_objective_come_from_its_parts():
+    def objective(corruption, **options) -> Objective:
+        return Objective(torch.nn.Linear(1, 1), Linear(), corruption, **options)
+
+    assert Choices.of(objective(UniformCorruption(V))) == Choices()
+    assert Choices.of(objective(MaskCorruption(7)), {"schedule": "linear"}) == Choices(
+        "posterior", "mask", 7, {"schedule": "linear"}
+    )
+    assert Choices.of(objective(UniformCorruption(V), prediction="leave_one_out")).prediction == "leave_one_out"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from blockdiff.checkpoint import Carried
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.sampling.draws import STEPS_AHEAD, Draws
-from blockdiff.sampling.request import Request
+from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
 from tests.scripted import ScriptedModel, random_script
 
@@ -161,6 +161,7 @@ BAD = {
     "no template": ([{"role": "user", "content": "a"}], "chat template"),
     "no messages": ([], "at least one"),
     "a message without role": ([{"content": "a"}], "role"),
+    "an answer already": ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "left to answer"),
     "an image": ([{"role": "user", "content": [{"type": "image"}]}], "images"),
     "a seed in words": (Request(1, prompt="a", seed="x"), "seed"),
     "neither text nor messages": (7, "messages"),
@@ -184,6 +185,12 @@ def test_a_template_that_raises_is_the_error_of_its_request():
     words.chat_template = "{{ raise_exception('roles must alternate') }}"
     [result] = Sampler(scripted(), words, GENERATION).generate([[{"role": "user", "content": "a"}]])
     assert "roles must alternate" in result.error
+
+
+def test_a_result_among_the_prompts_is_returned_as_it_is():
+    failed = Result.failed("x", "no")
+    results = Sampler(scripted(), tokenizer(), GENERATION).generate([failed, Request(1, prompt="a")])
+    assert results == [failed, *Sampler(scripted(), tokenizer(), GENERATION).generate([Request(1, prompt="a")])]
 
 
 def test_no_prompts_give_no_results():

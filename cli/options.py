@@ -1,0 +1,52 @@
+"""Options that several commands have, and what they do before the work begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockdiff.errors import BlockdiffError
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory or a hub id.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a key of the recipe (YAML value).")
+]
+Columns = Annotated[
+    str | None,
+    typer.Option(metavar="ROLE=COLUMN,...", help="Columns of other names: prompt=question,response=answer."),
+]
+Subset = Annotated[str | None, typer.Option(help="Configuration of a hub data set.")]
+Split = Annotated[str, typer.Option(help="Of a hub data set or a directory.")]
+MaxSteps = Annotated[int | None, typer.Option("--steps", min=1, help="At most so many denoising steps per canvas.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the draws.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Requests that run together.")]
+Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16, float16 or float64.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")]
+Kernels = Annotated[str, typer.Option(help="auto, triton or torch.")]
+
+
+def parse_columns(text: str | None) -> dict[str, str]:
+    """`prompt=question,response=answer` as a dict; typer.BadParameter says what is wrong with it."""
+    columns: dict[str, str] = {}
+    for entry in (text or "").split(","):
+        if not entry.strip():
+            continue
+        role, _, column = (part.strip() for part in entry.partition("="))
+        if not role or not column:
+            raise typer.BadParameter(f"{entry.strip()!r} is not ROLE=COLUMN", param_hint="--columns")
+        if role in columns:
+            raise typer.BadParameter(f"{role} appears twice", param_hint="--columns")
+        columns[role] = column
+    return columns
+
+
+def make_parent(path: Path | None) -> None:
+    """Make the directory that a file is to be written into, before any work is done for it."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BlockdiffError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
