@@ -1,7 +1,8 @@
-"""What the Triton kernels compile to for an H200, on any machine: `python -m benchmarks.compiled`. Nothing runs.
+"""What the Triton kernels compile to for every architecture, on any machine: `python -m benchmarks.compiled`.
 
-The ops are called on CPU tensors with every launch replaced by a compilation for sm_90, so that exactly the kernels
-that the model launches are looked at. Needs triton with its bundled ptxas and cuobjdump, not TRITON_INTERPRET.
+The ops are called on CPU tensors with Triton's driver replaced, so every launch goes through Triton's own
+specialisation (constants, alignment of pointers, absent arguments) and ends with the compiled kernel: what is looked
+at is what would be launched. Nothing runs. Needs triton with its bundled ptxas and cuobjdump, not TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ import argparse
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from blockdiff.kernels import tiles
 from blockdiff.kernels.expert_mlp.triton import expert_mlp
 from blockdiff.kernels.norm_rope.triton import add_rms_norm, norm_rope, rms_norms
 from blockdiff.kernels.span_attention.triton import span_attention
@@ -30,10 +34,7 @@ from blockdiff.kernels.vocabulary import pack_allowed
 from blockdiff.kernels.vocabulary import triton as vocabulary_ops
 from blockdiff.spans import denoise_spans
 
-TARGET = GPUTarget("cuda", 90, 32)
-SHARED_LIMIT = 227 * 1024  # bytes that a block of an H200 can have
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
-TYPES |= {torch.bool: "i1", torch.uint8: "u8"}
+TENSOR_MEMORY = 512  # columns that a block of an sm_100 can have
 
 
 def attention(head_dim: int, kv_heads: int, dtype: torch.dtype) -> None:
@@ -100,52 +101,51 @@ OPS: dict[str, Callable[[], None]] = {
 }
 
 
+class Driver:
+    """In place of a GPU's driver: Triton compiles for the architecture, and keeps what it compiled for it apart."""
+
+    def __init__(self, architecture: int):
+        self.architecture = architecture
+
+    def get_current_device(self) -> int:
+        return self.architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+
 @contextmanager
-def launches_compile(found: list[dict[str, Any]]) -> Iterator[None]:
-    """Within it a launch compiles its kernel, once for equal constants, and adds the figures to `found`."""
-    seen: set[str] = set()
+def launches_compile(architecture: int, found: list[dict[str, Any]]) -> Iterator[None]:
+    """Within it a launch compiles its kernel instead, and adds the figures of a new one to `found`."""
+    seen: set[int] = set()
     launch = JITFunction.run
 
     def run(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
-        values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
-        constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr or _is_one(values[p.name])}
-        signature = {name: "constexpr" if name in constants else _type(values[name]) for name in kernel.arg_names}
-        source = ASTSource(kernel, signature, constants, _divisible(kernel, values, constants))
-        if (key := f"{kernel.__name__} {signature} {constants} {options}") not in seen:
-            seen.add(key)
-            compiled = triton.compile(source, target=TARGET, options=options)
-            sizes = {name: value for name, value in constants.items() if not isinstance(value, str)}
-            figures = dict(shared=compiled.metadata.shared, **_resources(compiled.asm["cubin"]))
-            found.append(dict(kernel=kernel.__name__, **figures, constants=sizes | options))
+        compiled = launch(kernel, *arguments, grid=grid, warmup=True, **named)
+        if id(compiled) not in seen:  # Triton keeps one for equal specialisations
+            seen.add(id(compiled))
+            found.append(dict(kernel=kernel.__name__, architecture=architecture, **_figures(kernel, compiled)))
 
-    JITFunction.run = run
-    try:
+    with (
+        patch.object(driver, "_active", Driver(architecture)),
+        patch.object(JITFunction, "run", run),
+        patch.object(tiles, "architecture", lambda device: architecture),
+    ):
         yield
-    finally:
-        JITFunction.run = launch
 
 
-def _is_one(value: Any) -> bool:
-    """Triton makes a constant of every integer that happens to be 1."""
-    return type(value) is int and value == 1
-
-
-def _type(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"*{TYPES[value.dtype]}"
-    if isinstance(value, bool):
-        return "i1"
-    return "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
-def _divisible(kernel: JITFunction, values: dict[str, Any], constants: dict[str, Any]) -> dict[Any, Any]:
-    """The promise that triton would make: pointers and multiples of 16 are divisible by 16."""
-    fits = (
-        name not in constants and (isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0))
-        for name, value in ((name, values[name]) for name in kernel.arg_names)
-    )
-    return {(place,): [["tt.divisibility", 16]] for place, is_divisible in enumerate(fits) if is_divisible}
+def _figures(kernel: JITFunction, compiled: Any) -> dict[str, Any]:
+    """Shared memory and stack in bytes, registers of a thread, columns of tensor memory, and the constants."""
+    metadata, names = compiled.metadata, kernel.arg_names
+    constants = {".".join([names[path[0]], *map(str, path[1:])]): v for path, v in compiled.src.constants.items()}
+    constants = {name: value for name, value in constants.items() if isinstance(value, int)}
+    constants |= dict(num_warps=metadata.num_warps, num_stages=metadata.num_stages)
+    tensor_memory = getattr(metadata, "tmem_size", 0) or 0
+    resources = _resources(compiled.asm["cubin"])
+    return dict(shared=metadata.shared, tensor_memory=tensor_memory, **resources, constants=constants)
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
@@ -159,31 +159,46 @@ def _resources(cubin: bytes) -> dict[str, int]:
     return {} if usage is None else dict(registers=int(usage[1]), stack=int(usage[2]))
 
 
-def compiled(name: str) -> list[dict[str, Any]]:
-    """Kernel, bytes of shared memory and stack, registers and constants of everything an op of OPS launches."""
+def compiled(name: str, architecture: int) -> list[dict[str, Any]]:
+    """The figures of every kernel that an op of OPS launches on an architecture (90: sm_90)."""
     found: list[dict[str, Any]] = []
-    with launches_compile(found):
+    with launches_compile(architecture, found):
         OPS[name]()
     return found
 
 
-def main() -> None:
-    """Prints a Markdown table, or one JSON object per kernel."""
+def fits(line: dict[str, Any]) -> bool:
+    """Whether a kernel can be launched on its architecture."""
+    limit = tiles.SHARED_MEMORY[line["architecture"]]
+    return line["shared"] <= limit and line["tensor_memory"] <= TENSOR_MEMORY
+
+
+def main() -> int:
+    """Prints a Markdown table, or one JSON object per kernel; returns 1 when a kernel does not fit."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled", description=__doc__)
     parser.add_argument("--only", action="append", choices=OPS, help="an op (may be repeated); default: all")
+    parser.add_argument(
+        "--architecture", action="append", type=int, choices=tiles.SHARED_MEMORY, help="default: all of the table"
+    )
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args()
     if not options.json:
-        print("| op | kernel | constants | shared KiB | registers | stack bytes |\n|---|---|---|---|---|---|")
-    for name in options.only or OPS:
-        for line in compiled(name):
-            if options.json:
-                print(json.dumps(dict(op=name, **line)), flush=True)
-                continue
-            constants = ", ".join(f"{key} {value}" for key, value in line["constants"].items())
-            cells = (name, line["kernel"], constants, f"{line['shared'] / 1024:.0f}")
-            print(f"| {' | '.join([*cells, str(line.get('registers')), str(line.get('stack'))])} |", flush=True)
+        print("| sm | op | kernel | constants | shared KiB | registers | stack bytes |\n|---|---|---|---|---|---|---|")
+    all_fit = True
+    for architecture in options.architecture or tiles.SHARED_MEMORY:
+        for name in options.only or OPS:
+            for line in compiled(name, architecture):
+                all_fit &= fits(line)
+                print(json.dumps(dict(op=name, **line)) if options.json else _row(name, line), flush=True)
+    return 0 if all_fit else 1
+
+
+def _row(name: str, line: dict[str, Any]) -> str:
+    constants = ", ".join(f"{key} {value}" for key, value in line["constants"].items())
+    shared = f"{line['shared'] / 1024:.0f}{'' if fits(line) else ': TOO LARGE'}"
+    figures = (shared, line.get("registers"), line.get("stack"))
+    return f"| {' | '.join(map(str, (line['architecture'], name, line['kernel'], constants, *figures)))} |"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,24 +7,30 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.expert_mlp import ExpertMLP
-from blockdiff.kernels.expert_mlp.native import expert_mlp
-from blockdiff.kernels.norm_rope.native import add_rms_norm, norm_rope, rms_norms
+from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention import SpanAttention
-from blockdiff.kernels.span_attention.native import span_attention
-from blockdiff.kernels.vocabulary.native import (
-    linear_cross_entropy,
-    logits,
-    soft_embedding,
-    token_scores,
-    token_stats,
-)
+
+# The folder of every op, in which native.py and triton.py hold a function of the op's name. Triton modules are
+# imported when they are asked for; `logits` has none, for its native form is a single product.
+OPS = {
+    "span_attention": "span_attention",
+    "expert_mlp": "expert_mlp",
+    "rms_norms": "norm_rope",
+    "add_rms_norm": "norm_rope",
+    "norm_rope": "norm_rope",
+    "logits": "vocabulary",
+    "linear_cross_entropy": "vocabulary",
+    "soft_embedding": "vocabulary",
+    "token_stats": "vocabulary",
+    "token_scores": "vocabulary",
+}
 
 
 @dataclass(frozen=True)
@@ -43,41 +49,19 @@ class Kernels:
     token_scores: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-NATIVE = Kernels(
-    span_attention=span_attention,
-    expert_mlp=expert_mlp,
-    rms_norms=rms_norms,
-    add_rms_norm=add_rms_norm,
-    norm_rope=norm_rope,
-    logits=logits,
-    linear_cross_entropy=linear_cross_entropy,
-    soft_embedding=soft_embedding,
-    token_stats=token_stats,
-    token_scores=token_scores,
-)
+def _op(name: str, implementation: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"blockdiff.kernels.{OPS[name]}.{implementation}"), name)
 
 
-# The module that holds an op's Triton implementation, under the name of the op; imported when it is asked for.
-# An op whose native form is already the best one (a single product, say) names its native module.
-TRITON: dict[str, str] = {
-    "logits": "blockdiff.kernels.vocabulary.native",
-    "linear_cross_entropy": "blockdiff.kernels.vocabulary.triton",
-    "soft_embedding": "blockdiff.kernels.vocabulary.triton",
-    "token_stats": "blockdiff.kernels.vocabulary.triton",
-    "token_scores": "blockdiff.kernels.vocabulary.triton",
-    "span_attention": "blockdiff.kernels.span_attention.triton",
-    "expert_mlp": "blockdiff.kernels.expert_mlp.triton",
-    "rms_norms": "blockdiff.kernels.norm_rope.triton",
-    "add_rms_norm": "blockdiff.kernels.norm_rope.triton",
-    "norm_rope": "blockdiff.kernels.norm_rope.triton",
-}
+NATIVE = Kernels(**{name: _op(name, "native") for name in OPS})
 
 
 def resolve(kernels: str | Kernels = "auto") -> Kernels:
     """The kernels for a choice: "torch" (native), "triton" (every op in Triton) or "auto" (the best there is).
 
-    With "auto", ops on CUDA tensors run in Triton where they have it and everything else runs natively; what is
-    missing is said in one warning. Raises BlockdiffError for a choice that cannot be had.
+    With "auto", ops on CUDA tensors run in Triton and everything else runs natively; one warning says why Triton
+    cannot run here at all, and one for each op why it cannot serve some call. Raises BlockdiffError for a choice that
+    cannot be had.
     """
     if isinstance(kernels, Kernels):
         return kernels
@@ -86,23 +70,18 @@ def resolve(kernels: str | Kernels = "auto") -> Kernels:
     if kernels == "torch" or (kernels == "auto" and not torch.cuda.is_available()):
         return NATIVE
     obstacle = _why_not_triton()
-    missing = ", ".join(op.name for op in fields(Kernels) if op.name not in TRITON)
-    if kernels == "triton":
-        obstacle = obstacle or (f"there is no Triton kernel yet for {missing}" if missing else None)
-        if obstacle is not None:
-            raise BlockdiffError(f'kernels="triton": {obstacle}; use "auto" or "torch"')
-        return replace(NATIVE, **{op: triton_op(op) for op in TRITON})
-    if obstacle is not None or missing:
-        what = f"{missing} run natively: no Triton kernel yet" if obstacle is None else f"native ops only: {obstacle}"
-        warnings.warn(f'kernels="auto": {what}', stacklevel=2)
+    if obstacle is not None and kernels == "triton":
+        raise BlockdiffError(f'kernels="triton": {obstacle}; use "auto" or "torch"')
     if obstacle is not None:
+        warnings.warn(f'kernels="auto": native ops only: {obstacle}', stacklevel=2)
         return NATIVE
-    return replace(NATIVE, **{op: _on_gpu(triton_op(op), getattr(NATIVE, op)) for op in TRITON})
+    choose = triton_op if kernels == "triton" else _on_gpu
+    return Kernels(**{name: choose(name) for name in OPS})
 
 
 def triton_op(name: str) -> Callable[..., Any]:
     """The Triton implementation of one op (ImportError where triton is not installed)."""
-    return getattr(importlib.import_module(TRITON[name]), name)
+    return _op(name, "native" if name == "logits" else "triton")
 
 
 def _why_not_triton() -> str | None:
@@ -115,16 +94,26 @@ def _why_not_triton() -> str | None:
         return None
     if not torch.cuda.is_available():
         return "Triton needs a CUDA device, and torch finds none here"
+    if torch.version.hip is not None:
+        return "this torch is built for ROCm, and the Triton kernels are made for NVIDIA GPUs"
     major, minor = torch.cuda.get_device_capability()
     return None if major >= 8 else f"Triton's kernels need compute capability 8.0, this GPU has {major}.{minor}"
 
 
-def _on_gpu(triton: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
-    """The Triton op for CUDA tensors, the native one for those elsewhere and for fp64, which Triton has not."""
+def _on_gpu(name: str) -> Callable[..., Any]:
+    """The Triton op for CUDA tensors; the native one elsewhere, for fp64 and for what Triton has no kernel for."""
+    triton, native = triton_op(name), getattr(NATIVE, name)
+    warned: set[str] = set()
 
     @functools.wraps(triton)
     def choose(x: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        serves = x.is_cuda and x.dtype != torch.float64
-        return (triton if serves else native)(x, *rest, **named)
+        if x.is_cuda and x.dtype != torch.float64:
+            try:
+                return triton(x, *rest, **named)
+            except Unserved as obstacle:
+                if obstacle.reason not in warned:
+                    warned.add(obstacle.reason)
+                    warnings.warn(f'kernels="auto": {name} runs natively: {obstacle.reason}', stacklevel=2)
+        return native(x, *rest, **named)
 
     return choose

@@ -444,13 +444,13 @@ def test_norms_of_zeros_are_zero_with_finite_gradients():
 
 
 @pytest.mark.parametrize("dtype,tolerance", DTYPES)
-@pytest.mark.parametrize("with_scalar", [True, False])
+@pytest.mark.parametrize("scalar_shape", [None, (1,), (3, 5, 1)])
 @pytest.mark.parametrize("needs", [n for n in itertools.product([True, False], repeat=3) if any(n)])
-def test_add_rms_norm_matches_the_reference(needs, with_scalar, dtype, tolerance):
+def test_add_rms_norm_matches_the_reference(needs, scalar_shape, dtype, tolerance):
     x, y = transposed(3, 5, 24, seed=0), transposed(3, 5, 24, seed=1)
     w = torch.rand(24, generator=generator(2), dtype=torch.float64) + 0.5
     mine, truth = copies([x, y, w], dtype, list(needs)), copies([x, y, w], torch.float64, list(needs))
-    scalar = torch.tensor([0.7], dtype=dtype) if with_scalar else None
+    scalar = None if scalar_shape is None else torch.rand(scalar_shape, generator=generator(3)).to(dtype) + 0.5
     out = add_rms_norm(*mine, EPS, scalar)
     expected = truth[0] + norm_reference.rms_norm(truth[1], truth[2], EPS)
     expected = expected * scalar.double() if scalar is not None else expected

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blockdiff.kernels.norm_rope import native, reference
 from blockdiff.kernels.norm_rope import triton as ours
+from blockdiff.kernels.tiles import Tile
 from blockdiff.layers.rope import angles, default_frequencies, proportional_frequencies
 
 EPS = 1e-6
@@ -84,13 +85,14 @@ def test_rms_norms_match_the_reference(shape, weights):
     )
 
 
-@pytest.mark.parametrize("with_scalar", [True, False])
+@pytest.mark.parametrize("scalar", ["none", "one for all", "one per token", "one per row of a batch"])
 @pytest.mark.parametrize("shape", [(1, 1, 8), (3, 65, 24), (2, 63, 100), (1, 2, 2816)])
-def test_add_rms_norm_matches_the_reference(shape, with_scalar):
-    scalar = torch.tensor([0.7], device=DEVICE) if with_scalar else None
+def test_add_rms_norm_matches_the_reference(shape, scalar):
+    sizes = {"one for all": (1,), "one per token": (*shape[:2], 1), "one per row of a batch": (shape[0], 1, 1)}
+    factor = draw(*sizes[scalar], seed=3) if scalar in sizes else None
     compare(
-        lambda x, y, w: ours.add_rms_norm(x, y, w, EPS, scalar),
-        lambda x, y, w: (x + reference.rms_norm(y, w, EPS)) * (0.7 if with_scalar else 1.0),
+        lambda x, y, w: ours.add_rms_norm(x, y, w, EPS, None if factor is None else factor.to(DEVICE)),
+        lambda x, y, w: (x + reference.rms_norm(y, w, EPS)) * (1.0 if factor is None else factor.double()),
         [draw(*shape, seed=0), draw(*shape, seed=1), weight(shape[-1], 2)],
     )
 
@@ -173,7 +175,7 @@ def test_no_rows_at_all_give_empty_outputs_and_zero_weight_gradients():
 
 def test_more_rows_than_a_backward_has_programs(monkeypatch):
     monkeypatch.setattr(ours, "PROGRAMS", 3)
-    monkeypatch.setattr(ours, "TILE", 32)
+    monkeypatch.setattr(ours, "elementwise", lambda columns: Tile(2, columns))
     scalar = torch.tensor([0.7], device=DEVICE)
     compare(
         lambda x, y, w: [*ours.rms_norms(x, (w, None), EPS), ours.add_rms_norm(x, y, w, EPS, scalar)],

@@ -14,7 +14,9 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels import NATIVE, TRITON, Kernels, resolve
+from blockdiff.kernels import NATIVE, OPS, Kernels, resolve, triton_op
+from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.norm_rope import triton as norms
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
 from tests.oracle import oracle, ours, tiny_config
@@ -26,12 +28,21 @@ L, V = 8, 384
 # -- which kernels a choice gives ----------------------------------------------------------------------------------
 
 
-def test_every_op_has_a_line_and_every_line_a_function():
-    assert TRITON.keys() == {op.name for op in fields(Kernels)}
+def test_every_op_has_a_folder_and_two_implementations():
+    assert OPS.keys() == {op.name for op in fields(Kernels)}
     chosen = resolve("triton")
-    for op in TRITON:
-        assert callable(getattr(chosen, op)) and getattr(chosen, op).__name__ == op
-    assert chosen.span_attention is not NATIVE.span_attention
+    for op in OPS:
+        assert getattr(chosen, op).__name__ == op == getattr(NATIVE, op).__name__
+        assert (getattr(chosen, op) is getattr(NATIVE, op)) == (op == "logits")
+
+
+def test_the_folder_of_an_op_stays_a_module():
+    """An op of the same name must not take its place in the package."""
+    import blockdiff.kernels.expert_mlp.triton as experts
+    import blockdiff.kernels.norm_rope.triton as norms
+    import blockdiff.kernels.span_attention.triton as attention
+
+    assert all(callable(op) for op in (experts.expert_mlp, norms.norm_rope, attention.span_attention))
 
 
 def test_a_kernels_object_is_taken_as_it_is():
@@ -69,14 +80,35 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch):
         resolve("triton")
 
 
-def test_an_op_without_a_kernel_is_refused_by_triton_and_named_once_by_auto(monkeypatch):
-    monkeypatch.setattr(kernels, "TRITON", {op: module for op, module in TRITON.items() if op != "expert_mlp"})
-    with pytest.raises(BlockdiffError, match="no Triton kernel yet for expert_mlp"):
-        resolve("triton")
+def test_a_rocm_build_runs_natively_with_one_warning(monkeypatch):
+    """Its capability numbers mean something else."""
     with_a_gpu(monkeypatch)
-    with pytest.warns(UserWarning, match="expert_mlp run natively") as warned:
-        chosen = resolve("auto")
-    assert chosen.expert_mlp is NATIVE.expert_mlp and len(warned) == 1
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(BlockdiffError, match="built for ROCm"):
+        resolve("triton")
+    with pytest.warns(UserWarning, match="native ops only: this torch is built for ROCm") as warned:
+        assert resolve("auto") is NATIVE
+    assert len(warned) == 1
+
+
+class OnGPU(Tensor):
+    """A tensor of this machine that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_auto_runs_a_call_that_has_no_kernel_natively_and_says_so_once(monkeypatch):
+    def refuse(x: Tensor, weights: object, eps: float) -> None:
+        raise Unserved("rms_norms in Triton has no tile for it")
+
+    with_a_gpu(monkeypatch)
+    monkeypatch.setattr(norms, "rms_norms", refuse)
+    chosen, x = resolve("auto"), torch.randn(3, 8).as_subclass(OnGPU)
+    with pytest.warns(UserWarning, match="rms_norms runs natively: rms_norms in Triton has no tile for it$") as warned:
+        outs = [chosen.rms_norms(x, (None,), 1e-6)[0] for _ in range(2)]
+    assert len(warned) == 1 and torch.equal(*outs) and torch.equal(outs[0], NATIVE.rms_norms(x, (None,), 1e-6)[0])
+    with pytest.raises(BlockdiffError, match='has no tile for it; kernels="torch" has no such limit'):
+        triton_op("rms_norms")(x, (None,), 1e-6)
 
 
 def test_auto_on_a_gpu_machine_leaves_cpu_tensors_and_fp64_to_native_ops(monkeypatch):

@@ -7,7 +7,6 @@ all experts are listed on the device, in a list as long as the most there can be
 A low-rank delta of an expert would enter `_gate_up_sums` and `scattered_product` as a second loop before the
 epilogue: the same rows of (x A^T), the matrix B of the same expert.
 """
-# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
 from __future__ import annotations
 

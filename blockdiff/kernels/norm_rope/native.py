@@ -120,7 +120,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
-    """`(x + rms_norm(y) * weight) * scalar`: the end of a residual branch; scalar carries no gradient."""
+    """`(x + rms_norm(y) * weight) * scalar`; scalar, [1] or one for each row [..., 1], gets no gradient."""
     if not _is_fast(y, weight):
         out = x + _composed(y, weight, eps)
         return out if scalar is None else out * scalar

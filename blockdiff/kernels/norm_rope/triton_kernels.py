@@ -1,191 +1,191 @@
 """The Triton kernels of the norms and of norm_rope: one read and one write of a tensor each way, fp32 inside.
 
-A program takes ROWS rows of D elements at a time. The backward kernels loop over such tiles, sum the gradients of
-the weights over their own rows and leave a partial sum each.
+Every tensor is [N rows, D] and dense; rstd = (mean(x^2) + eps)^-0.5. A program takes ROWS rows at a time, COLUMNS is
+D (or D / 2 of norm_rope) rounded up to a power of two. The backward kernels loop over such tiles, sum the gradients
+of the weights over their own rows and leave a partial sum each.
 """
-# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Every tensor is [N rows, D] and dense; a norm's x may be any of them, rstd = (mean(x^2) + eps)^-0.5.
-
 
 @triton.jit
-def _tile(block, N, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Offsets of a tile's elements, and which of them are there."""
+def _tile(block, N, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The rows of a tile, the offsets of its elements, and which of them are there."""
     row = block * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    return row.to(tl.int64)[:, None] * D + column[None, :], (row < N)[:, None] & (column < D)[None, :]
+    column = tl.arange(0, COLUMNS)
+    return row, row.to(tl.int64)[:, None] * D + column[None, :], (row < N)[:, None] & (column < D)[None, :]
 
 
 @triton.jit
-def _weight(pointer, D: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)
-    return tl.load(pointer + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+def _load(pointer, at, is_there):
+    return tl.load(pointer + at, mask=is_there, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_partial(pointer, slot, values, D: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's own sum over rows of a weight's gradient: row `slot` of a [slots, D] tensor."""
-    column = tl.arange(0, BLOCK)
-    tl.store(pointer + slot * D + column, values, mask=column < D)
+def _weight(pointer, size: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.arange(0, COLUMNS)
+    return _load(pointer, column, column < size)[None, :]
 
 
 @triton.jit
-def norms(
-    x, w0, w1, w2, y0, y1, y2, N, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
-    HAS0: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr,
-):  # fmt: skip
-    at, is_there = _tile(tl.program_id(0), N, D, BLOCK, ROWS)
-    wide = tl.load(x + at, mask=is_there, other=0.0).to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
-    tl.store(y0 + at, normed * _weight(w0, D, BLOCK) if HAS0 else normed, mask=is_there)
-    if COUNT > 1:
-        tl.store(y1 + at, normed * _weight(w1, D, BLOCK) if HAS1 else normed, mask=is_there)
-    if COUNT > 2:
-        tl.store(y2 + at, normed * _weight(w2, D, BLOCK) if HAS2 else normed, mask=is_there)
+def _store_partial(pointer, program, values, D: tl.constexpr, size: tl.constexpr, COLUMNS: tl.constexpr):
+    """A program's own sum over rows of a weight's gradient: (the first `size` of) its row of a [programs, D] tensor."""
+    column = tl.arange(0, COLUMNS)
+    tl.store(pointer + program * D + column, values, mask=column < size)
 
 
 @triton.jit
-def norms_backward(
-    x, w0, w1, w2, g0, g1, g2, grad_x, dw0, dw1, dw2, N, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
-    HAS0: tl.constexpr, HAS1: tl.constexpr, HAS2: tl.constexpr,
-):  # fmt: skip
+def _rstd(squares, eps, D: tl.constexpr):
+    return tl.rsqrt(tl.sum(squares, 1) / D + eps)[:, None]
+
+
+@triton.jit
+def _scalar_of(scalar, step, row, N):
+    """The layer scalar of every row: one number for all (step 0) or one each (step 1)."""
+    return tl.load(scalar + row * step, mask=row < N, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def rms_norms_forward(x, weights, outs, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One norm of x under each weight (None: no weight)."""
+    _, at, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
+    wide = _load(x, at, is_there)
+    normed = wide * _rstd(wide * wide, eps, D)
+    for i in tl.static_range(len(outs)):
+        if weights[i] is None:
+            tl.store(outs[i] + at, normed, mask=is_there)
+        else:
+            tl.store(outs[i] + at, normed * _weight(weights[i], D, COLUMNS), mask=is_there)
+
+
+@triton.jit
+def rms_norms_backward(
+    x, weights, grads, grad_x, partials, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """grad_x, and the partial sums of the gradients of the weights."""
     program = tl.program_id(0)
-    sum0 = tl.zeros([BLOCK], tl.float32)
-    sum1 = tl.zeros([BLOCK], tl.float32)
-    sum2 = tl.zeros([BLOCK], tl.float32)
+    sums = ()
+    for _i in tl.static_range(len(weights)):
+        sums += (tl.zeros([COLUMNS], tl.float32),)
     for block in range(program, tl.cdiv(N, ROWS), tl.num_programs(0)):
-        at, is_there = _tile(block, N, D, BLOCK, ROWS)
-        wide = tl.load(x + at, mask=is_there, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
+        _, at, is_there = _tile(block, N, D, ROWS, COLUMNS)
+        wide = _load(x, at, is_there)
+        rstd = _rstd(wide * wide, eps, D)
         normed = wide * rstd
-        grad = tl.load(g0 + at, mask=is_there, other=0.0).to(tl.float32)
-        grad_normed = grad
-        if HAS0:
-            sum0 += tl.sum(grad * normed, 0)
-            grad_normed = grad * _weight(w0, D, BLOCK)
-        if COUNT > 1:
-            grad = tl.load(g1 + at, mask=is_there, other=0.0).to(tl.float32)
-            if HAS1:
-                sum1 += tl.sum(grad * normed, 0)
-                grad_normed += grad * _weight(w1, D, BLOCK)
-            else:
+        grad_normed = tl.zeros_like(wide)
+        new_sums = ()
+        for i in tl.static_range(len(weights)):
+            grad = _load(grads[i], at, is_there)
+            if weights[i] is None:
                 grad_normed += grad
-        if COUNT > 2:
-            grad = tl.load(g2 + at, mask=is_there, other=0.0).to(tl.float32)
-            if HAS2:
-                sum2 += tl.sum(grad * normed, 0)
-                grad_normed += grad * _weight(w2, D, BLOCK)
+                new_sums += (sums[i],)
             else:
-                grad_normed += grad
+                grad_normed += grad * _weight(weights[i], D, COLUMNS)
+                new_sums += (sums[i] + tl.sum(grad * normed, 0),)
+        sums = new_sums
         along = tl.sum(grad_normed * normed, 1)[:, None] / D
         tl.store(grad_x + at, (grad_normed - normed * along) * rstd, mask=is_there)
-    if HAS0:
-        _store_partial(dw0, program, sum0, D, BLOCK)
-    if HAS1:
-        _store_partial(dw1, program, sum1, D, BLOCK)
-    if HAS2:
-        _store_partial(dw2, program, sum2, D, BLOCK)
+    for i in tl.static_range(len(weights)):
+        if weights[i] is not None:
+            _store_partial(partials[i], program, sums[i], D, D, COLUMNS)
 
 
 @triton.jit
-def add_norm(
-    x, y, w, scalar, out, N, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_SCALAR: tl.constexpr,
-):  # fmt: skip
-    at, is_there = _tile(tl.program_id(0), N, D, BLOCK, ROWS)
-    wide = tl.load(y + at, mask=is_there, other=0.0).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
-    total = tl.load(x + at, mask=is_there, other=0.0).to(tl.float32) + wide * rstd * _weight(w, D, BLOCK)
-    if HAS_SCALAR:
-        total *= tl.load(scalar).to(tl.float32)
+def add_rms_norm_forward(
+    x, y, w, scalar, step, out, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """out = (x + norm of y under w) * scalar (None: 1); step: from one row's scalar to the next, 0 or 1."""
+    row, at, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
+    wide = _load(y, at, is_there)
+    total = _load(x, at, is_there) + wide * _rstd(wide * wide, eps, D) * _weight(w, D, COLUMNS)
+    if scalar is not None:
+        total *= _scalar_of(scalar, step, row, N)
     tl.store(out + at, total, mask=is_there)
 
 
 @triton.jit
-def add_norm_backward(
-    y, w, scalar, grad_out, grad_x, grad_y, dw, N, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_SCALAR: tl.constexpr,
+def add_rms_norm_backward(
+    y, w, scalar, step, grad_out, grad_x, grad_y, partial, N, eps,
+    D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """grad_x, grad_y, and the partial sums of the gradient of w; scalars get no gradient."""
     program = tl.program_id(0)
-    weight = _weight(w, D, BLOCK)
-    sums = tl.zeros([BLOCK], tl.float32)
+    weight = _weight(w, D, COLUMNS)
+    sums = tl.zeros([COLUMNS], tl.float32)
     for block in range(program, tl.cdiv(N, ROWS), tl.num_programs(0)):
-        at, is_there = _tile(block, N, D, BLOCK, ROWS)
-        wide = tl.load(y + at, mask=is_there, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
+        row, at, is_there = _tile(block, N, D, ROWS, COLUMNS)
+        wide = _load(y, at, is_there)
+        rstd = _rstd(wide * wide, eps, D)
         normed = wide * rstd
-        grad = tl.load(grad_out + at, mask=is_there, other=0.0).to(tl.float32)
-        if HAS_SCALAR:
-            grad *= tl.load(scalar).to(tl.float32)
+        grad = _load(grad_out, at, is_there)
+        if scalar is not None:
+            grad *= _scalar_of(scalar, step, row, N)
         tl.store(grad_x + at, grad, mask=is_there)
         sums += tl.sum(grad * normed, 0)
         grad *= weight
         along = tl.sum(grad * normed, 1)[:, None] / D
         tl.store(grad_y + at, (grad - normed * along) * rstd, mask=is_there)
-    _store_partial(dw, program, sums, D, BLOCK)
+    _store_partial(partial, program, sums, D, D, COLUMNS)
+
+
+# norm_rope: rows are heads, whose two halves are read as two tiles.
 
 
 @triton.jit
-def _halves(block, N, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _halves(block, N, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Offsets of the first halves of a tile's heads, of their tokens' first half of cos and sin, and what is there."""
     row = block * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, COLUMNS)
     is_there = (row < N)[:, None] & (column < D // 2)[None, :]
     at = row.to(tl.int64)[:, None] * D + column[None, :]
-    token_at = (row // HEADS).to(tl.int64)[:, None] * D + column[None, :]
-    return at, token_at, is_there
+    return at, (row // HEADS).to(tl.int64)[:, None] * D + column[None, :], is_there
 
 
 @triton.jit
-def norm_rope(
-    x, w, cos, sin, out, N, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+def _load_halves(pointer, at, is_there, D: tl.constexpr):
+    return _load(pointer, at, is_there), _load(pointer, at + D // 2, is_there)
+
+
+@triton.jit
+def norm_rope_forward(
+    x, w, cos, sin, out, N, eps, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """out = n cos + roll(n, D / 2) sin, n: the norm of each head of x under w."""
     HALF: tl.constexpr = D // 2
-    at, token_at, is_there = _halves(tl.program_id(0), N, HEADS, D, BLOCK, ROWS)
-    first = tl.load(x + at, mask=is_there, other=0.0).to(tl.float32)
-    second = tl.load(x + at + HALF, mask=is_there, other=0.0).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(first * first + second * second, 1) / D + eps)[:, None]
-    first *= rstd * _weight(w, HALF, BLOCK)
-    second *= rstd * _weight(w + HALF, HALF, BLOCK)
-    cos1 = tl.load(cos + token_at, mask=is_there, other=0.0).to(tl.float32)
-    cos2 = tl.load(cos + token_at + HALF, mask=is_there, other=0.0).to(tl.float32)
-    sin1 = tl.load(sin + token_at, mask=is_there, other=0.0).to(tl.float32)
-    sin2 = tl.load(sin + token_at + HALF, mask=is_there, other=0.0).to(tl.float32)
+    at, token_at, is_there = _halves(tl.program_id(0), N, HEADS, D, ROWS, COLUMNS)
+    first, second = _load_halves(x, at, is_there, D)
+    rstd = _rstd(first * first + second * second, eps, D)
+    first *= rstd * _weight(w, HALF, COLUMNS)
+    second *= rstd * _weight(w + HALF, HALF, COLUMNS)
+    cos1, cos2 = _load_halves(cos, token_at, is_there, D)
+    sin1, sin2 = _load_halves(sin, token_at, is_there, D)
     tl.store(out + at, first * cos1 + second * sin1, mask=is_there)
     tl.store(out + at + HALF, second * cos2 + first * sin2, mask=is_there)
 
 
 @triton.jit
 def norm_rope_backward(
-    x, w, cos, sin, grad_out, grad_x, dw, N, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    x, w, cos, sin, grad_out, grad_x, partial, N, eps,
+    HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """grad_x, and the partial sums of the gradient of w."""
     HALF: tl.constexpr = D // 2
     program = tl.program_id(0)
-    weight1, weight2 = _weight(w, HALF, BLOCK), _weight(w + HALF, HALF, BLOCK)
-    sum1 = tl.zeros([BLOCK], tl.float32)
-    sum2 = tl.zeros([BLOCK], tl.float32)
+    weight1, weight2 = _weight(w, HALF, COLUMNS), _weight(w + HALF, HALF, COLUMNS)
+    sum1 = tl.zeros([COLUMNS], tl.float32)
+    sum2 = tl.zeros([COLUMNS], tl.float32)
     for block in range(program, tl.cdiv(N, ROWS), tl.num_programs(0)):
-        at, token_at, is_there = _halves(block, N, HEADS, D, BLOCK, ROWS)
-        first = tl.load(x + at, mask=is_there, other=0.0).to(tl.float32)
-        second = tl.load(x + at + HALF, mask=is_there, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(first * first + second * second, 1) / D + eps)[:, None]
+        at, token_at, is_there = _halves(block, N, HEADS, D, ROWS, COLUMNS)
+        first, second = _load_halves(x, at, is_there, D)
+        rstd = _rstd(first * first + second * second, eps, D)
         first *= rstd
         second *= rstd
-        turned1 = tl.load(grad_out + at, mask=is_there, other=0.0).to(tl.float32)
-        turned2 = tl.load(grad_out + at + HALF, mask=is_there, other=0.0).to(tl.float32)
-        cos1 = tl.load(cos + token_at, mask=is_there, other=0.0).to(tl.float32)
-        cos2 = tl.load(cos + token_at + HALF, mask=is_there, other=0.0).to(tl.float32)
-        sin1 = tl.load(sin + token_at, mask=is_there, other=0.0).to(tl.float32)
-        sin2 = tl.load(sin + token_at + HALF, mask=is_there, other=0.0).to(tl.float32)
+        turned1, turned2 = _load_halves(grad_out, at, is_there, D)
+        cos1, cos2 = _load_halves(cos, token_at, is_there, D)
+        sin1, sin2 = _load_halves(sin, token_at, is_there, D)
         grad1 = turned1 * cos1 + turned2 * sin2
         grad2 = turned2 * cos2 + turned1 * sin1
         sum1 += tl.sum(grad1 * first, 0)
@@ -195,6 +195,5 @@ def norm_rope_backward(
         along = tl.sum(grad1 * first + grad2 * second, 1)[:, None] / D
         tl.store(grad_x + at, (grad1 - first * along) * rstd, mask=is_there)
         tl.store(grad_x + at + HALF, (grad2 - second * along) * rstd, mask=is_there)
-    column = tl.arange(0, BLOCK)
-    tl.store(dw + program * D + column, sum1, mask=column < HALF)
-    tl.store(dw + program * D + HALF + column, sum2, mask=column < HALF)
+    _store_partial(partial, program, sum1, D, HALF, COLUMNS)
+    _store_partial(partial + HALF, program, sum2, D, HALF, COLUMNS)

@@ -6,7 +6,6 @@ r % G. So one key tile serves a whole group, and a tile of M rows covers only M 
 A row tile walks the key tiles of its hull: first those of the prefix, then those of its own, in one loop that picks
 its pointers. What lies outside the hull is never loaded. Scores are in units of log2.
 """
-# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
 from __future__ import annotations
 

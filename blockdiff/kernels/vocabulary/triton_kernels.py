@@ -6,7 +6,6 @@ dtype. Logits are kept in base 2: z = cap(x) / T * log2(e). One pass leaves, for
 chunks and shards of the table need, and since tiles are the unit, shards that end at tiles give the same bits as one.
 A program takes ROWS rows, of one tile or of all tiles.
 """
-# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 
 from __future__ import annotations
 

@@ -1,0 +1,73 @@
+"""How the Triton ops are launched and made known to torch: the same few lines for every op."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdiff.errors import BlockdiffError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels compute with
+
+
+class Unserved(BlockdiffError):
+    """A call that an op has no Triton kernel for, and why; with kernels="auto" it runs natively."""
+
+    def __init__(self, reason: str):
+        super().__init__(f'{reason}; kernels="torch" has no such limit')
+        self.reason = reason
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Run a Triton kernel on the device of its first tensor, whatever device is current; nothing for an empty grid."""
+    if 0 in grid:
+        return
+    device = next(argument.device for argument in arguments if hasattr(argument, "device"))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*arguments, **constants)
+
+
+def op(name: str) -> Callable[[Callable[..., Iterator[Any]]], Any]:
+    """Register `blockdiff::name` with torch, so that torch.compile and checkpointing see one op.
+
+    The decorated function is a generator: it yields its outputs while they are still empty, and then launches what
+    fills them. With fake tensors torch stops it at the outputs, so their shapes are written once.
+    """
+
+    def register(make: Callable[..., Iterator[Any]]) -> Any:
+        def run(*inputs: Any) -> Any:
+            making = make(*inputs)
+            outputs = next(making)
+            for _ in making:
+                pass
+            return outputs
+
+        types = typing.get_type_hints(make)
+        parameters = [p.replace(annotation=types[p.name]) for p in inspect.signature(make).parameters.values()]
+        (outputs,) = typing.get_args(types["return"])
+        run.__signature__ = inspect.Signature(parameters, return_annotation=outputs)  # type: ignore[attr-defined]
+        schema = torch.library.infer_schema(run, mutates_args=())
+        registered = torch.library.custom_op(f"blockdiff::{name}", run, mutates_args=(), schema=schema)
+        registered.register_fake(lambda *inputs: next(make(*inputs)))
+        return registered
+
+    return register
+
+
+def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of that shape, by default of `like`'s, on its device and in its dtype or another; dense, not filled."""
+    return torch.empty(shape or like.shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def check_dtypes(op: str, *tensors: Tensor) -> None:
+    """Raise Unserved unless all tensors have the same one of DTYPES."""
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise Unserved(f"{op} in Triton takes tensors of one dtype, float32, bfloat16 or float16, not {names}")
