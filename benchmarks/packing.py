@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from benchmarks.timing import interleaved, once
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint import fitted, init, preset_config
 from blockdiff.data.chat import Encoder, Example
-from blockdiff.data.collate import Collator, micro_batches
+from blockdiff.data.collate import AllCanvases, Collator, RandomCanvases, micro_batches
 from blockdiff.data.plan import Plan
 from blockdiff.data.rows import texts_of
 from blockdiff.data.sources import Source, rows_of
@@ -162,7 +162,7 @@ def main(words: list[str] | None = None) -> None:
     )
     rows = rows[: options.batch_size * options.steps]
     examples, made = Encoder(tokenizer, tokenizer.eos_token_id, model.canvas_length).encode(rows)
-    canvases: int | Literal["all"] = "all" if options.canvases == "all" else int(options.canvases)
+    canvases = AllCanvases() if options.canvases == "all" else RandomCanvases(int(options.canvases))
     collator = Collator(model.canvas_length, 0, tokenizer.eos_token_id, 0, StratifiedTime(), canvases=canvases)
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size))
     lengths = sorted(len(example.tokens) for example in examples)

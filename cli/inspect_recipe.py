@@ -37,7 +37,7 @@ def show_recipe(recipe: Recipe, console: Console, step: int, rows: int) -> None:
     for line in data.lines():
         console.print(line)
     batch = data.batches(step)[0]
-    alpha = assemble.schedule(recipe).alpha(batch.t_BC)
+    alpha = recipe.objective.schedule.alpha(batch.t_BC)
     corruption = assemble.corruption(recipe, base)
     noisy_BCL, is_corrupted_BCL = corruption.corrupt(batch.canvas_BCL, alpha, batch.address_BC3, recipe.seed)
     is_present_BC = batch.length_BC > 0
@@ -56,7 +56,8 @@ def show_recipe(recipe: Recipe, console: Console, step: int, rows: int) -> None:
         f"{scored} positions scored, {scored - int(content_BC.sum())} of them fill; {corrupted} corrupted"
     )
     pairs = int(batch.is_ar_scored_BS.sum())
-    console.print(f"  {pairs} next-token pairs scored, weight {recipe.objective.ar_weight:g}")
+    ar = recipe.objective.ar_loss
+    console.print(f"  {pairs} next-token pairs scored, weight {0 if ar is None else ar.weight:g}")
     decode = decoder(base.tokenizer)
     console.print("  " + "; ".join(LEGEND))
     for row in range(min(rows, len(batch.tokens_BS))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,12 +60,13 @@ def train(
 
 def _train(recipe: Recipe, run: Path, resume: bool, ranks: Ranks) -> None:
     from blockdiff.parallel.signals import caught
-    from blockdiff.training import assemble, loop, state
+    from blockdiff.training import loop, state
     from blockdiff.training.progress import Progress
     from blockdiff.training.refuse import refuse, without_effect
     from blockdiff.training.run import prepare
+    from blockdiff.training.schedule import learning_rate
 
-    t = recipe.train
+    t, o = recipe.train, recipe.optim
     show = Progress(t.steps, is_shown=ranks.is_main)
     refuse(recipe, ranks.world)
     for line in without_effect(recipe):
@@ -92,7 +94,7 @@ def _train(recipe: Recipe, run: Path, resume: bool, ranks: Ranks) -> None:
             reached = loop.train(
                 parts.objective,
                 parts.optimiser,
-                assemble.learning_rate(recipe),
+                partial(learning_rate, o.schedule, peak=o.lr, steps=t.steps, warmup_steps=o.warmup_steps),
                 parts.batches,
                 parts.options(),
                 ranks,

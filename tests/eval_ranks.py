@@ -9,7 +9,7 @@ from typing import Any
 
 from blockdiff.checkpoint import init
 from blockdiff.data.chat import Example
-from blockdiff.data.collate import Collator, heldout_batches
+from blockdiff.data.collate import Collator, RandomCanvases, heldout_batches
 from blockdiff.data.rows import Row
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
@@ -32,7 +32,7 @@ def figures(ranks: Ranks) -> dict[str, Any]:
     config = tiny_config(canvas_length=8, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     model = init(config, seed=3, dtype="float64", device="cpu", kernels="torch")
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
-    collator = Collator(8, pad_id=0, eos_id=1, seed=5, time=StratifiedTime(1e-4), canvases=2)
+    collator = Collator(8, pad_id=0, eos_id=1, seed=5, time=StratifiedTime(1e-4), canvases=RandomCanvases(2))
 
     def batches(examples: int) -> Any:
         return heldout_batches(EXAMPLES[:examples], collator, 2, rank=ranks.rank, world=ranks.world)

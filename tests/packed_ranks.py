@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint import init
 from blockdiff.data.chat import Example
-from blockdiff.data.collate import Collator, micro_batches
+from blockdiff.data.collate import AllCanvases, Collator, micro_batches
 from blockdiff.data.plan import Plan
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
@@ -34,7 +34,7 @@ def everything(ranks: Ranks, directory: Path) -> None:
             layer.router.proj.weight.mul_(100.0)  # wide margins: rounding alone must not choose other experts
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
     examples = [Example(i, [2, *((7 * i + 3 * j) % 300 + 3 for j in range(12 + i))], [(4, 13 + i)]) for i in range(9)]
-    make = Collator(L, 0, 1, 3, StratifiedTime(), canvases="all")
+    make = Collator(L, 0, 1, 3, StratifiedTime(), canvases=AllCanvases())
     rows: list[int] = []
 
     def batches(step: int) -> list[Batch]:

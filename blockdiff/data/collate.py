@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
@@ -28,14 +28,88 @@ HELDOUT = -1  # epoch and optimiser step of held-out evaluation: its draws never
 NOTHING = CleanRow((), (), sample_id=-1, doc_starts=())  # a rank without examples takes part with a row of padding
 
 
+Numbers = Sequence[int]  # one per example
+
+
+class CanvasChoice(Protocol):
+    """Which canvases of each example an optimiser step scores."""
+
+    def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
+        """For examples of so many canvases the numbers of those to run, in order; addressed by (epoch, sample id)."""
+
+    def most(self, count: int) -> int:
+        """How many of `count` canvases are run."""
+
+
+@dataclass(frozen=True)
+class AllCanvases:
+    """Every canvas."""
+
+    def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
+        """All numbers."""
+        return [list(range(count)) for count in counts]
+
+    def most(self, count: int) -> int:
+        """`count`."""
+        return count
+
+
+@dataclass(frozen=True)
+class _SomeCanvases:
+    """`count` canvases, or all where an example has fewer."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"the number of canvases must be at least 1, got {self.count}")
+
+    def most(self, count: int) -> int:
+        """At most `self.count`."""
+        return min(self.count, count)
+
+
+@dataclass(frozen=True)
+class RandomCanvases(_SomeCanvases):
+    """`count` canvases drawn anew in every epoch: those with the smallest random keys."""
+
+    def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
+        """Without a draw where no example has more than `count`."""
+        if max(counts) <= self.count:
+            return AllCanvases().choose(counts, seed, epochs, samples)
+        address = (torch.tensor(epochs), torch.tensor(samples))
+        keys = uniform(seed, Stream.CANVAS_CHOICE, address, max(counts)).tolist()
+        return [
+            sorted(sorted(range(count), key=own.__getitem__)[: self.count])
+            for count, own in zip(counts, keys, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class FirstCanvases(_SomeCanvases):
+    """The first `count` canvases."""
+
+    def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
+        """From 0 on."""
+        return [list(range(self.most(count))) for count in counts]
+
+
+@dataclass(frozen=True)
+class LastCanvases(_SomeCanvases):
+    """The last `count` canvases."""
+
+    def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
+        """Up to the last."""
+        return [list(range(count - self.most(count), count)) for count in counts]
+
+
 @dataclass(frozen=True)
 class Collator:
     """Makes a `Batch` of examples: chooses canvases, draws noise levels and coins, lays everything out.
 
-    `canvases` of each example are run (all where it has fewer): `which` says whether a random choice or its first or
-    last ones; they are filled up with `eos_id`. `coin_probability` is the chance that a canvas gets the
-    self-conditioning signal. `ar_scope` says which next-token pairs are scored: all, or those whose target lies in a
-    response. Without `scores_ar` (an AR weight of 0) none is, and columns that no canvas sees are left out.
+    `canvases` says which canvases of each example are run; they are filled up with `eos_id`. `coin_probability` is
+    the chance that a canvas gets the self-conditioning signal. `ar_scope` says which next-token pairs are scored: all,
+    or those whose target lies in a response. Without `scores_ar` none is, and columns that no canvas sees are left out.
     `normalisation` says what the losses are means over: scored tokens (a position weighs 1) or examples (a position
     weighs 1 / scored positions of its example in this optimiser step, as in Google's recipe).
     """
@@ -45,10 +119,9 @@ class Collator:
     eos_id: int
     seed: int
     time: TimeDraw
-    canvases: int | Literal["all"] = 1
+    canvases: CanvasChoice = RandomCanvases(1)
     coin_probability: float = 0.5
     scores_ar: bool = True
-    which: Literal["random", "first", "last"] = "random"
     normalisation: Literal["token", "example"] = "token"
     ar_scope: Literal["all", "response"] = "all"
 
@@ -93,13 +166,14 @@ class Collator:
             [piece for span in example.responses for piece in cut(span, self.canvas_length)]
             for example in examples
         ]
-        chosen = self._choose(examples, epochs, [len(each) for each in pieces])
+        samples = [example.sample_id for example in examples]
+        chosen = self.canvases.choose([len(each) for each in pieces], self.seed, epochs, samples)
         flat = [
             (row, canvas, rank) for row, canvases in enumerate(chosen) for rank, canvas in enumerate(canvases)
         ]
         row_N, canvas_N, rank_N = torch.tensor(flat, dtype=torch.int64).reshape(-1, 3).unbind(1)
         epoch_N, slot_N = torch.tensor(epochs)[row_N], torch.tensor(list(slots))[row_N]
-        sample_N = torch.tensor([example.sample_id for example in examples])[row_N]
+        sample_N = torch.tensor(samples)[row_N]
         coin_N = (
             uniform(self.seed, Stream.COIN, (epoch_N, sample_N, canvas_N), 1)[:, 0] < self.coin_probability
         )
@@ -137,25 +211,7 @@ class Collator:
 
     def canvas_tokens(self, length: int) -> int:
         """Canvas positions to expect of an example of `length` tokens: for dealing out work, not for laying out."""
-        most = max(1, length // self.canvas_length)
-        return self.canvas_length * (most if self.canvases == "all" else min(self.canvases, most))
-
-    def _choose(self, examples: Sequence[Example], epochs: list[int], counts: list[int]) -> list[list[int]]:
-        """For each example the canvases to run, in order; a random choice takes those with the smallest keys."""
-        if self.canvases == "all" or max(counts) <= self.canvases:
-            return [list(range(count)) for count in counts]
-        if self.which == "first":
-            return [list(range(min(count, self.canvases))) for count in counts]
-        if self.which == "last":
-            return [list(range(max(0, count - self.canvases), count)) for count in counts]
-        sample_B = torch.tensor([example.sample_id for example in examples])
-        keys = uniform(
-            self.seed, Stream.CANVAS_CHOICE, (torch.tensor(epochs), sample_B), max(counts)
-        ).tolist()
-        return [
-            sorted(sorted(range(count), key=own.__getitem__)[: self.canvases])
-            for count, own in zip(counts, keys, strict=True)
-        ]
+        return self.canvas_length * self.canvases.most(max(1, length // self.canvas_length))
 
 
 def slots_of(rank: int, world: int, total: int) -> range:

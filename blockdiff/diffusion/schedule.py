@@ -76,7 +76,7 @@ class Polynomial:
     power: float = 2.0
 
     def __post_init__(self) -> None:
-        if not self.power > 0:
+        if not 0 < self.power < math.inf:
             raise ValueError(f"power must be more than 0, got {self.power}")
 
     def alpha(self, t: Tensor) -> Tensor:
@@ -98,6 +98,9 @@ class UniformTime:
 
     eps: float = 1e-4
 
+    def __post_init__(self) -> None:
+        _check_eps(self.eps)
+
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
         """t = eps + (1 - 2 eps) u."""
         return _into_range(_own_uniform(seed, step, slot_N, canvas_N), self.eps)
@@ -112,6 +115,9 @@ class StratifiedTime:
     """
 
     eps: float = 1e-4
+
+    def __post_init__(self) -> None:
+        _check_eps(self.eps)
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
         """t = eps + (1 - 2 eps) ((slot + rotation(step, canvas)) mod total + u) / total."""
@@ -131,13 +137,19 @@ class LogitNormalTime:
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        if not self.std > 0:
-            raise ValueError(f"std must be more than 0, got {self.std}")
+        if not math.isfinite(self.mean) or not 0 < self.std < math.inf:
+            raise ValueError(f"mean must be finite and std more than 0, got {self.mean} and {self.std}")
+        _check_eps(self.eps)
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
         """t = sigmoid(mean + std Phi^-1(u)), within [eps, 1 - eps]; u is stratified, Phi the normal distribution."""
         normal_N = torch.special.ndtri(_stratified_uniform(seed, step, slot_N, canvas_N, total))
         return torch.sigmoid(self.mean + self.std * normal_N).clamp(self.eps, 1 - self.eps).float()
+
+
+def _check_eps(eps: float) -> None:
+    if not 0 <= eps < 0.5:
+        raise ValueError(f"eps must be at least 0 and less than 0.5, got {eps}")
 
 
 def _own_uniform(seed: int, step: int, slot_N: Tensor, canvas_N: Tensor) -> Tensor:

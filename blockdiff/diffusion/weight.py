@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,7 +42,7 @@ class ElboWeight:
     limit: float | None = None
 
     def __post_init__(self) -> None:
-        if self.limit is not None and not self.limit > 0:
+        if self.limit is not None and not 0 < self.limit < math.inf:
             raise ValueError(f"limit must be more than 0, got {self.limit}")
 
     def of(self, schedule: Schedule, t_BC: Tensor) -> Tensor:

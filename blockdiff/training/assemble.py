@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,25 +12,14 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import load_tokenizer
-from blockdiff.diffusion.corruption import Corruption, MaskCorruption, UniformCorruption
-from blockdiff.diffusion.schedule import (
-    Cosine,
-    Linear,
-    LogitNormalTime,
-    Polynomial,
-    Schedule,
-    StratifiedTime,
-    TimeDraw,
-    UniformTime,
-)
-from blockdiff.diffusion.weight import ElboWeight, NoWeight
+from blockdiff.diffusion.corruption import Corruption
 from blockdiff.errors import RecipeError
 from blockdiff.objective import Objective
 from blockdiff.training import optimiser as optim
-from blockdiff.training import schedule as lr
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.freeze import freeze
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.sections import MaskToken, UniformTokens
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
@@ -109,43 +97,13 @@ def trains_router(recipe: Recipe) -> bool:
     return recipe.objective.router == "trained"
 
 
-def schedule(recipe: Recipe) -> Schedule:
-    """alpha(t) as a recipe has it."""
-    kinds: dict[str, Callable[[], Schedule]] = {
-        "linear": Linear,
-        "cosine": Cosine,
-        "polynomial": lambda: Polynomial(recipe.objective.power),
-    }
-    return kinds[recipe.objective.schedule]()
-
-
-def time(recipe: Recipe) -> TimeDraw:
-    """How noise levels are drawn."""
-    o = recipe.objective
-    kinds: dict[str, Callable[[], TimeDraw]] = {
-        "stratified": lambda: StratifiedTime(o.eps),
-        "uniform": lambda: UniformTime(o.eps),
-        "logit_normal": lambda: LogitNormalTime(o.time_mean, o.time_std, o.eps),
-    }
-    return kinds[o.time]()
-
-
 def corruption(recipe: Recipe, base: Basis) -> Corruption:
     """What a corrupted token becomes. Raises RecipeError where a mask token is asked for and there is none."""
-    if recipe.objective.corruption == "uniform":
-        return UniformCorruption(base.config.text_config.vocab_size)
-    named = recipe.objective.mask_token
-    if named is None:
-        mask_id = base.tokenizer.mask_token_id
-    else:
-        mask_id = base.tokenizer.get_vocab().get(named)
-    if mask_id is None:
-        said = "the tokenizer has no mask token" if named is None else f"{named!r} is no token of the tokenizer"
-        raise RecipeError(f"objective.mask_token: {said}; name one of its tokens that no text contains")
-    if mask_id in (base.eos_id, base.pad_id, base.tokenizer.bos_token_id):
-        said = repr(base.tokenizer.convert_ids_to_tokens(mask_id))
-        raise RecipeError(f"objective.mask_token: {said} is the bos, eos or pad token; name a token of its own")
-    return MaskCorruption(int(mask_id))
+    chosen = recipe.objective.corruption
+    if isinstance(chosen, UniformTokens | MaskToken):
+        taken = (base.eos_id, base.pad_id, base.tokenizer.bos_token_id)
+        return chosen.of(base.tokenizer, base.config.text_config.vocab_size, taken)
+    return chosen
 
 
 def objective(recipe: Recipe, base: Basis, loaded: BlockDiffusionModel) -> Objective:
@@ -156,10 +114,10 @@ def objective(recipe: Recipe, base: Basis, loaded: BlockDiffusionModel) -> Objec
     o = recipe.objective
     made = Objective(
         loaded,
-        schedule(recipe),
+        o.schedule,
         corruption(recipe, base),
         seed=recipe.seed,
-        weight=ElboWeight(o.weight_max) if o.weight == "elbo" else NoWeight(),
+        weight=o.weight,
         prediction=o.prediction,
         positions=o.positions,
         stop_gradient=o.stop_gradient,
@@ -188,15 +146,3 @@ def optimiser(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
         weight_decay=o.weight_decay,
         layer_decay=o.layer_decay,
     )
-
-
-def learning_rate(recipe: Recipe) -> Callable[[int], float]:
-    """The learning rate of each optimiser step, counted from 1."""
-    o, steps = recipe.optim, recipe.train.steps
-    decay_steps = max(1, steps // 10) if o.decay_steps is None else o.decay_steps
-    if o.schedule == "constant":
-        return lr.WarmupConstant(o.lr, o.warmup_steps).lr
-    if o.schedule == "wsd":
-        return lr.WarmupStableDecay(o.lr, steps, o.warmup_steps, decay_steps, o.final_lr_ratio).lr
-    curve = lr.WarmupCosine if o.schedule == "cosine" else lr.WarmupLinear
-    return curve(o.lr, steps, o.warmup_steps, o.final_lr_ratio).lr

@@ -20,7 +20,6 @@ from blockdiff.data.plan import AnyPlan, SequentialPlan
 from blockdiff.data.rows import Row
 from blockdiff.data.sources import Source, rows_of
 from blockdiff.data.stream import StreamedExamples
-from blockdiff.training import assemble, sections
 from blockdiff.training.assemble import Basis
 from blockdiff.training.recipe import Recipe
 
@@ -101,20 +100,10 @@ class Data:
         return {name: of.to_record() for name, of in sets.items() if isinstance(of, Dataset)}
 
 
-def sources(named: str | Sequence[sections.Source], recipe: Recipe, split: str) -> list[Source]:
+def sources(listed: Sequence[Source], recipe: Recipe, split: str) -> list[Source]:
     """The sources a recipe names; columns and split are the recipe's where a source has none of its own."""
-    listed = [sections.Source(path=named)] if isinstance(named, str) else named
-    return [
-        Source(
-            path=source.path,
-            weight=source.weight,
-            name=source.name,
-            subset=source.subset,
-            split=source.split or split,
-            columns=(source.columns or recipe.data.columns).model_dump(exclude_none=True),
-        )
-        for source in listed
-    ]
+    columns = recipe.data.columns.model_dump(exclude_none=True)
+    return [source.with_defaults(split, columns) for source in listed]
 
 
 def cache_directory(said: str) -> Path | None:
@@ -135,11 +124,11 @@ def encoder(recipe: Recipe, base: Basis) -> Encoder:
         base.tokenizer,
         base.eos_id,
         base.canvas_length,
-        d.max_length,
+        None if d.max_length is None else d.max_length.tokens,
         enable_thinking=d.thinking,
         turns=d.turns,
         system=d.system,
-        too_long=d.too_long,
+        too_long="truncate" if d.max_length is None else d.max_length.too_long,
         chat=d.chat,
     )
 
@@ -152,13 +141,12 @@ def collator(recipe: Recipe, base: Basis) -> Collator:
         pad_id=base.pad_id,
         eos_id=base.eos_id,
         seed=recipe.seed,
-        time=assemble.time(recipe),
+        time=o.time,
         canvases=recipe.data.canvases,
         coin_probability=o.coin,
-        scores_ar=o.ar_weight > 0,
-        which=recipe.data.which,
+        scores_ar=o.ar_loss is not None,
         normalisation=o.normalisation,
-        ar_scope=o.ar_scope,
+        ar_scope="all" if o.ar_loss is None else o.ar_loss.scope,
     )
 
 
@@ -173,8 +161,8 @@ def data(recipe: Recipe, base: Basis, first: Callable[[], AbstractContextManager
     specs = sources(d.train, recipe, d.split)
     train: Dataset | StreamedExamples
     order: AnyPlan
-    if d.streaming:
-        train = StreamedExamples(specs, encode, d.shuffle_buffer, recipe.seed)
+    if d.streaming is not None:
+        train = StreamedExamples(specs, encode, d.streaming.shuffle_buffer, recipe.seed)
         order = SequentialPlan(recipe.train.batch_size)
     else:
         train = load_dataset(specs, encode, cache=cache, first=first() if first else None)

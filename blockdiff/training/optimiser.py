@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from blockdiff.errors import RunError
 from blockdiff.training.eight_bit import adamw_8bit
-from blockdiff.training.schedule import WarmupCosine as WarmupCosine  # where it was before there were others
 
 EMBEDDING_TABLE = "vocabulary.table"
 _LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")

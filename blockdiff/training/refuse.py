@@ -29,29 +29,18 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
         needs, there, key, every = "evaluation.prompts", asked.prompts, "evaluation.prompts_every", asked.prompts_every
     if there is None:
         raise RecipeError(f"evaluation.best: {metric} is measured on {needs}, which is not set")
-    if metric in ("heldout_ar_loss", "heldout_ar_accuracy") and not recipe.objective.ar_weight:
-        raise RecipeError(f"evaluation.best: {metric} is not measured with objective.ar_weight 0")
+    if metric in ("heldout_ar_loss", "heldout_ar_accuracy") and recipe.objective.ar_loss is None:
+        raise RecipeError(f"evaluation.best: {metric} is not measured with objective.ar_loss: none")
     if patience is not None and not every:
         raise RecipeError(f"evaluation.patience: {metric} is measured at the end only; set {key}")
 
 
 def without_effect(recipe: Recipe) -> list[str]:
-    """A line for every key that was changed but does nothing beside the others."""
-    d, o, p, t, e = recipe.data, recipe.objective, recipe.optim, recipe.train, recipe.evaluation
+    """A line for every key that was changed but does nothing beside those of other sections."""
+    d, t, e = recipe.data, recipe.train, recipe.evaluation
     keeps_some = not t.keep_every or (t.save_every > 0 and t.keep_every % t.save_every == 0)
     # Which key needs what, and whether it is there.
     needs: dict[str, tuple[bool, str]] = {
-        "data.which": (d.canvases != "all", "data.canvases as a number"),
-        "data.shuffle_buffer": (d.streaming, "data.streaming"),
-        "data.too_long": (d.max_length is not None, "data.max_length"),
-        "objective.power": (o.schedule == "polynomial", "objective.schedule: polynomial"),
-        "objective.time_mean": (o.time == "logit_normal", "objective.time: logit_normal"),
-        "objective.time_std": (o.time == "logit_normal", "objective.time: logit_normal"),
-        "objective.mask_token": (o.corruption == "mask", "objective.corruption: mask"),
-        "objective.weight_max": (o.weight == "elbo", "objective.weight: elbo"),
-        "objective.ar_scope": (o.ar_weight > 0, "objective.ar_weight above 0"),
-        "optim.decay_steps": (p.schedule == "wsd", "optim.schedule: wsd"),
-        "optim.final_lr_ratio": (p.schedule != "constant", "another optim.schedule than constant"),
         "train.eval_every": (d.heldout is not None, "data.heldout"),
         "train.keep_every": (keeps_some, "to be a multiple of train.save_every"),
         "evaluation.rows": (d.heldout is not None, "data.heldout"),

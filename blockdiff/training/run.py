@@ -14,6 +14,7 @@ import torch
 from blockdiff import checkpoint, evals
 from blockdiff.canvas import Batch
 from blockdiff.data.dataset import Dataset
+from blockdiff.diffusion.corruption import MaskCorruption
 from blockdiff.evals.run import ask
 from blockdiff.files import remove_leftovers
 from blockdiff.metrics import FILE_NAME, MetricsLog, Record
@@ -36,6 +37,7 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.report import report_line, run_report
 from blockdiff.training.samples import FILE_NAME as SAMPLES
 from blockdiff.training.samples import sample_prompts
+from blockdiff.training.sections import described
 from blockdiff.training.trackers import Trackers
 
 
@@ -90,7 +92,7 @@ class Run:
         is_finite = isinstance(self.data.train, Dataset)
         return Options(
             steps=t.steps,
-            ar_weight=r.objective.ar_weight,
+            ar_weight=0.0 if r.objective.ar_loss is None else r.objective.ar_loss.weight,
             clip=r.optim.clip,
             autocast=t.autocast,
             log_every=t.log_every,
@@ -252,8 +254,9 @@ def prepare(recipe: Recipe, directory: Path, ranks: Ranks, show: Progress) -> Ru
     origin = recipe.model.path or f"preset {recipe.model.preset}"
     show.line(f"model     {origin}, {model.dtype}".replace("torch.", ""))
     show.parts(count_parts(model))
-    t, count = recipe.train, recipe.data.canvases
-    scored = f"{count} canvas{'es' * (count != 1)}"
+    t, said = recipe.train, described(recipe.data.canvases)
+    words = " ".join(str(word) for item in said.items() for word in item) if isinstance(said, dict) else str(said)
+    scored = f"{words} canvas{'es' * (words != '1')}"
     epochs = f", {t.steps * t.batch_size / len(data.train):.1f} epochs" if isinstance(data.train, Dataset) else ""
     saved = f"saved every {t.save_every}" if t.save_every else "saved at the end only"
     plan = f"{t.steps} optimiser steps of {t.batch_size} examples, {scored} of each{epochs}, {saved}"
@@ -277,11 +280,11 @@ def prepare(recipe: Recipe, directory: Path, ranks: Ranks, show: Progress) -> Ru
 
 def choices(recipe: Recipe, base: Basis) -> Choices:
     """What the sampler has to know of how a model was trained."""
-    o = recipe.objective
-    corruption: Any = assemble.corruption(recipe, base)
+    corruption = assemble.corruption(recipe, base)
+    mask_id = corruption.mask_id if isinstance(corruption, MaskCorruption) else None
     return Choices(
-        prediction=o.prediction,
-        corruption=o.corruption,
-        mask_id=corruption.mask_id if o.corruption == "mask" else None,
-        objective=o.model_dump(mode="json"),
+        prediction=recipe.objective.prediction,
+        corruption="uniform" if mask_id is None else "mask",
+        mask_id=mask_id,
+        objective=recipe.objective.model_dump(mode="json"),
     )

@@ -1,78 +1,86 @@
-"""Learning rates as functions of the optimiser step: a line up to the peak, then each its own way down.
-
-`peak`: the largest learning rate. `steps`: the step that reaches `final_ratio * peak`; constant from there on.
-"""
+"""The learning rate of each optimiser step: a line up to the peak, then the way down that a schedule has."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class LearningRateSchedule(Protocol):
+    """How the learning rate falls after the warm-up."""
+
+    def share(self, step: int, warmup_steps: int, steps: int) -> float:
+        """The learning rate of optimiser step `step` >= `warmup_steps` of a run of `steps`, as a share of its peak."""
+
+
+def learning_rate(schedule: LearningRateSchedule, step: int, peak: float, steps: int, warmup_steps: int = 0) -> float:
+    """The learning rate of optimiser step `step`, counted from 1; the warm-up is a line up to `peak`."""
+    if step < warmup_steps:
+        return peak * step / warmup_steps
+    return peak * schedule.share(step, warmup_steps, steps)
 
 
 @dataclass(frozen=True)
-class WarmupCosine:
-    """A line up to `peak` at `warmup_steps`, then half a cosine down to `final_ratio * peak` at `steps`."""
+class _Decay:
+    """What falls to `final_ratio` of the peak at the last step and is constant from there on."""
 
-    peak: float
-    steps: int
-    warmup_steps: int = 0
     final_ratio: float = 0.1
 
-    def lr(self, step: int) -> float:
-        """The learning rate of optimiser step `step`, counted from 1."""
-        if step < self.warmup_steps:
-            return self.peak * step / self.warmup_steps
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
-        return self.peak * (self.final_ratio + (1 - self.final_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
+    def __post_init__(self) -> None:
+        if not 0 <= self.final_ratio <= 1:
+            raise ValueError(f"final_ratio must be from 0 to 1, got {self.final_ratio}")
 
 
 @dataclass(frozen=True)
-class WarmupLinear:
-    """A line up to `peak` at `warmup_steps`, then a line down to `final_ratio * peak` at `steps`."""
+class CosineDecay(_Decay):
+    """Half a cosine down to `final_ratio` of the peak."""
 
-    peak: float
-    steps: int
-    warmup_steps: int = 0
-    final_ratio: float = 0.1
-
-    def lr(self, step: int) -> float:
-        """The learning rate of optimiser step `step`, counted from 1."""
-        if step < self.warmup_steps:
-            return self.peak * step / self.warmup_steps
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
-        return self.peak * (1 - (1 - self.final_ratio) * done)
+    def share(self, step: int, warmup_steps: int, steps: int) -> float:
+        """f + (1 - f) (1 + cos(pi x)) / 2, where x goes from 0 to 1."""
+        done = _done(step, warmup_steps, steps)
+        return self.final_ratio + (1 - self.final_ratio) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 @dataclass(frozen=True)
-class WarmupConstant:
-    """A line up to `peak` at `warmup_steps`, and `peak` from there on."""
+class LinearDecay(_Decay):
+    """A line down to `final_ratio` of the peak."""
 
-    peak: float
-    warmup_steps: int = 0
-
-    def lr(self, step: int) -> float:
-        """The learning rate of optimiser step `step`, counted from 1."""
-        return self.peak * step / self.warmup_steps if step < self.warmup_steps else self.peak
+    def share(self, step: int, warmup_steps: int, steps: int) -> float:
+        """1 - (1 - f) x, where x goes from 0 to 1."""
+        return 1 - (1 - self.final_ratio) * _done(step, warmup_steps, steps)
 
 
 @dataclass(frozen=True)
-class WarmupStableDecay:
-    """WSD (arXiv 2404.06395): up to `peak`, level, and over the last `decay_steps` a line down to the final ratio.
+class Constant:
+    """The peak for the rest of the run."""
+
+    def share(self, step: int, warmup_steps: int, steps: int) -> float:
+        """1."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class StableDecay(_Decay):
+    """WSD (arXiv 2404.06395): level, and over the last `decay_steps` a line down to `final_ratio` of the peak.
 
     A run can be prolonged from any step of the level part: until then `steps` has no influence. A decay that would
-    begin within the warm-up begins after it.
+    begin within the warm-up begins after it. decay_steps None: a tenth of the run.
     """
 
-    peak: float
-    steps: int
-    warmup_steps: int
-    decay_steps: int
-    final_ratio: float = 0.1
+    decay_steps: int | None = None
 
-    def lr(self, step: int) -> float:
-        """The learning rate of optimiser step `step`, counted from 1."""
-        if step < self.warmup_steps:
-            return self.peak * step / self.warmup_steps
-        begin = max(self.warmup_steps, self.steps - self.decay_steps)
-        done = min(1.0, max(0, step - begin) / max(1, self.steps - begin))
-        return self.peak * (1 - (1 - self.final_ratio) * done)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.decay_steps is not None and self.decay_steps < 0:
+            raise ValueError(f"decay_steps must not be negative, got {self.decay_steps}")
+
+    def share(self, step: int, warmup_steps: int, steps: int) -> float:
+        """1, then 1 - (1 - f) x, where x goes from 0 to 1 over the decay."""
+        decay_steps = max(1, steps // 10) if self.decay_steps is None else self.decay_steps
+        return 1 - (1 - self.final_ratio) * _done(step, max(warmup_steps, steps - decay_steps), steps)
+
+
+def _done(step: int, begin: int, end: int) -> float:
+    """How far `step` is from `begin` to `end`, within 0 and 1."""
+    return min(1.0, max(0, step - begin) / max(1, end - begin))

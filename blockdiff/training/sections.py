@@ -1,10 +1,41 @@
-"""The sections of a recipe, their keys, defaults and limits; reading one from YAML is `recipe`'s business."""
+"""The sections of a recipe with their keys, defaults and limits; `recipe` reads them from YAML."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+
+from blockdiff.data.collate import AllCanvases, CanvasChoice, FirstCanvases, LastCanvases, RandomCanvases
+from blockdiff.data.sources import Source
+from blockdiff.diffusion.corruption import Corruption, MaskCorruption, UniformCorruption
+from blockdiff.diffusion.schedule import (
+    Cosine,
+    Linear,
+    LogitNormalTime,
+    Polynomial,
+    Schedule,
+    StratifiedTime,
+    TimeDraw,
+    UniformTime,
+)
+from blockdiff.diffusion.weight import ElboWeight, NoWeight, TimeWeight
+from blockdiff.errors import DataError, RecipeError
+from blockdiff.training.choice import Choice, by_class
+from blockdiff.training.schedule import Constant, CosineDecay, LearningRateSchedule, LinearDecay, StableDecay
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -12,6 +43,103 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Amount = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 AboveZero = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+@dataclass(frozen=True)
+class ArLoss:
+    """The next-token loss of the encode pass, times `weight`: of all clean tokens, or of those in a response."""
+
+    weight: float = 1.0
+    scope: Literal["all", "response"] = "all"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"the weight must be more than 0, got {self.weight}; none trains without this loss")
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Rows are read as they are needed; `shuffle_buffer` of them are shuffled among themselves."""
+
+    shuffle_buffer: Positive = 10_000
+
+
+@dataclass(frozen=True)
+class MaxLength:
+    """The longest example in tokens, and what happens to longer ones."""
+
+    tokens: Positive
+    too_long: ClassVar[Literal["truncate", "drop", "refuse"]]
+
+
+class Truncate(MaxLength):
+    """Longer examples are cut at a canvas boundary."""
+
+    too_long = "truncate"
+
+
+class Drop(MaxLength):
+    """Longer examples are left out."""
+
+    too_long = "drop"
+
+
+class Refuse(MaxLength):
+    """Longer examples end the run before it begins."""
+
+    too_long = "refuse"
+
+
+@dataclass(frozen=True)
+class UniformTokens:
+    """A corrupted token becomes any token of the vocabulary."""
+
+    def of(self, tokenizer: Any, vocab_size: int, taken: Collection[int | None]) -> Corruption:
+        """The corruption of a model with so many tokens."""
+        return UniformCorruption(vocab_size)
+
+
+@dataclass(frozen=True)
+class MaskToken:
+    """A corrupted token becomes the mask token: the tokenizer's own, or another of its tokens by name."""
+
+    token: str | None = None
+
+    def of(self, tokenizer: Any, vocab_size: int, taken: Collection[int | None]) -> Corruption:
+        """The corruption for a tokenizer; RecipeError without a mask token or if its id is among `taken`."""
+        mask_id = tokenizer.mask_token_id if self.token is None else tokenizer.get_vocab().get(self.token)
+        if mask_id is None:
+            reason = "the tokenizer has no mask token"
+            reason = reason if self.token is None else f"{self.token!r} is no token of the tokenizer"
+            remedy = "name one of its tokens that no text contains, {mask: {token: NAME}}"
+            raise RecipeError(f"objective.corruption: {reason}; {remedy}")
+        if mask_id in taken:
+            name = tokenizer.convert_ids_to_tokens(mask_id)
+            raise RecipeError(
+                f"objective.corruption: {name!r} is the bos, eos or pad token; name another, {{mask: {{token: NAME}}}}"
+            )
+        return MaskCorruption(int(mask_id))
+
+
+SCHEDULE = Choice({"linear": Linear, "cosine": Cosine, "polynomial": Polynomial})
+TIME = Choice({"stratified": StratifiedTime, "uniform": UniformTime, "logit_normal": LogitNormalTime})
+CORRUPTION = Choice({"uniform": UniformTokens, "mask": MaskToken})
+WEIGHT = Choice({"none": NoWeight, "elbo": ElboWeight})
+AR_LOSS = Choice({"": ArLoss}, number="", none="none")
+LR_SCHEDULE = Choice({"cosine": CosineDecay, "linear": LinearDecay, "wsd": StableDecay, "constant": Constant})
+CANVASES = Choice(
+    {"all": AllCanvases, "random": RandomCanvases, "first": FirstCanvases, "last": LastCanvases}, number="random"
+)
+STREAMING = Choice({"": Streaming}, none=False, default=True)
+MAX_LENGTH = Choice({"truncate": Truncate, "drop": Drop, "refuse": Refuse}, number="truncate", none=None)
+
+
+def described(part: object) -> Any:
+    """An object by name and values, as YAML and JSON have them: as recipes spell it, or else by its class."""
+    for choice in (SCHEDULE, TIME, CORRUPTION, WEIGHT, AR_LOSS, LR_SCHEDULE, CANVASES, MAX_LENGTH):
+        if type(part) in choice.kinds.values():
+            return choice.short(part)
+    return by_class(part)
 
 
 class Section(BaseModel):
@@ -47,43 +175,54 @@ class Columns(Section):
     id: str | None = None
 
 
-class Source(Section):
-    """One of several places rows come from; the mixture draws from it in proportion to `weight`."""
-
-    path: str  # a file, a directory, a pattern or a hub id
-    weight: AboveZero = 1.0
-    name: str | None = None  # in statistics; null = the file's name
-    subset: str | None = None  # a hub data set's configuration
-    split: str | None = None  # a hub data set's split; null = data.split
-    columns: Columns | None = None  # null = data.columns
-
-
 def _sources(value: Any) -> Any:
-    """A source that says no more than its path may be written as that."""
-    if not isinstance(value, list):
-        return value
-    return [{"path": each} if isinstance(each, str) else each for each in value]
+    """One source may stand without a list."""
+    return value if isinstance(value, list) else [value]
+
+
+def _source(value: Any, read: Callable[[Any], Source]) -> Source:
+    """A source that says no more than its path may be written as that; from Python it may be the rows themselves."""
+    if isinstance(value, str):
+        value = {"path": value}
+    elif isinstance(value, Mapping) and isinstance(value.get("rows"), int):
+        raise ValueError(f"{value['rows']} rows were given from Python; give them again from Python")
+    elif not isinstance(value, Mapping | Source) and hasattr(value, "__getitem__"):
+        value = {"rows": value}
+    try:
+        return read(value)
+    except DataError as error:
+        raise ValueError(str(error)) from None
+
+
+def _written(source: Source) -> Any:
+    """What a source says of itself, its path alone if that is all; of rows in memory how many there are."""
+    if source.rows is not None:
+        return {"path": None, "name": source.title, "rows": len(source.rows)}
+    values = {field.name: getattr(source, field.name) for field in fields(source)}
+    said = {field.name: values[field.name] for field in fields(source) if values[field.name] != field.default}
+    return source.path if said.keys() == {"path"} else said
+
+
+OneSource = Annotated[Source, WrapValidator(_source), PlainSerializer(_written)]
+Sources = Annotated[list[OneSource], Field(min_length=1), BeforeValidator(_sources)]
 
 
 class DataSection(Section):
     """Which rows, how they become tokens, and how many canvases of each example an optimiser step scores."""
 
-    train: str | list[Source]
-    heldout: str | list[Source] | None = None
+    train: Sources
+    heldout: Sources | None = None
     split: str = "train"  # of hub data sets in data.train that name none
     heldout_split: str = "test"  # of those in data.heldout
     columns: Columns = Columns()
-    streaming: bool = False
-    shuffle_buffer: Positive = 10_000  # rows that streaming shuffles among themselves
+    streaming: Annotated[Streaming | None, STREAMING] = None
     chat: bool = False  # prompt and response are the user's and the assistant's turn, not raw text
     turns: Literal["all", "last"] = "all"
     system: str | None = None  # put before conversations that bring no system message
     thinking: bool = False
-    max_length: Positive | None = None  # tokens of an example; null = whatever the rows need
-    too_long: Literal["truncate", "drop", "refuse"] = "truncate"
+    max_length: Annotated[MaxLength | None, MAX_LENGTH] = None  # null = whatever the rows need
     pack: Positive | None = None  # tokens of a packed row; null = one example per row
-    canvases: Positive | Literal["all"] = 1
-    which: Literal["random", "first", "last"] = "random"
+    canvases: Annotated[CanvasChoice, CANVASES] = RandomCanvases(1)
     cache: str = "auto"  # a directory, "auto" (the user's cache directory) or "off"
 
     @field_validator("cache", mode="before")
@@ -92,38 +231,20 @@ class DataSection(Section):
         """YAML reads a bare off as false."""
         return "off" if value is False else value
 
-    @field_validator("train", "heldout", mode="before")
-    @classmethod
-    def _bare_names(cls, value: Any) -> Any:
-        return _sources(value)
-
-    @model_validator(mode="after")
-    def _no_empty_mixture(self) -> DataSection:
-        if self.train == [] or self.heldout == []:
-            raise ValueError("give at least one source of rows")
-        return self
-
 
 class ObjectiveSection(Section):
     """The noise and the losses (docs/objective.md, docs/training.md)."""
 
-    schedule: Literal["linear", "cosine", "polynomial"] = "linear"
-    power: AboveZero = 2.0  # of the polynomial 1 - t^power
-    time: Literal["stratified", "uniform", "logit_normal"] = "stratified"
-    time_mean: Annotated[float, Field(allow_inf_nan=False)] = 0.0  # of logit(t)
-    time_std: AboveZero = 1.0
-    eps: Annotated[float, Field(ge=0.0, lt=0.5)] = 1e-4
-    corruption: Literal["uniform", "mask"] = "uniform"
-    mask_token: str | None = None  # null = the tokenizer's own mask token
-    weight: Literal["none", "elbo"] = "none"  # elbo: -alpha'(t) / (1 - alpha(t))
-    weight_max: AboveZero | None = None  # null = no limit
+    schedule: Annotated[Schedule, SCHEDULE] = Linear()
+    time: Annotated[TimeDraw, TIME] = StratifiedTime()
+    corruption: Annotated[UniformTokens | MaskToken | Corruption, CORRUPTION] = UniformTokens()
+    weight: Annotated[TimeWeight, WEIGHT] = NoWeight()
     positions: Literal["all", "corrupted"] = "all"
     prediction: Literal["posterior", "leave_one_out"] = "posterior"
     normalisation: Literal["token", "example"] = "token"
     stop_gradient: bool = False  # into the encoder, from the canvas loss
     coin: Share = 0.5
-    ar_weight: Amount = 1.0
-    ar_scope: Literal["all", "response"] = "all"
+    ar_loss: Annotated[ArLoss | None, AR_LOSS] = ArLoss()
     router: Literal["auto", "frozen", "trained"] = "auto"  # auto: frozen for model.path, trained for a preset
 
 
@@ -136,10 +257,8 @@ class OptimSection(Section):
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     weight_decay: Amount = 1e-4
     clip: Amount = 1.0  # largest gradient norm; 0 = no clipping
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    schedule: Annotated[LearningRateSchedule, LR_SCHEDULE] = CosineDecay()
     warmup_steps: Count = 25
-    decay_steps: Count | None = None  # of wsd; null = a tenth of train.steps
-    final_lr_ratio: Share = 0.1
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     freeze: list[str] = []
     ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
@@ -168,17 +287,12 @@ class EvaluationSection(Section):
 
     rows: Positive | None = None  # of data.heldout; null = all
     noise_levels: Positive = 5  # equal parts of t that losses and accuracies are reported for
-    prompts: str | list[Source] | None = None  # rows whose prompts are sampled and whose responses are the reference
+    prompts: Sources | None = None  # rows whose prompts are sampled and whose responses are the reference
     prompts_every: Count = 0  # 0 = at the end only
     prompts_count: Positive = 32
     task: Literal["exact", "gsm8k", "sudoku"] = "exact"
     best: str | None = None  # the metric whose best checkpoint is kept and becomes model/
     patience: Positive | None = None  # evaluations without a better `best` before training ends
-
-    @field_validator("prompts", mode="before")
-    @classmethod
-    def _bare_names(cls, value: Any) -> Any:
-        return _sources(value)
 
 
 class GenerationSection(Section):
@@ -191,3 +305,21 @@ class GenerationSection(Section):
     t_max: Amount | None = None
     stability: Count | None = None
     confidence: AboveZero | None = None
+
+
+class Recipe(Section):
+    """Everything that decides a training run."""
+
+    seed: Count = 0
+    output: str | None = None
+    model: ModelSection
+    data: DataSection
+    objective: ObjectiveSection = ObjectiveSection()
+    optim: OptimSection = OptimSection()
+    train: TrainSection
+    evaluation: EvaluationSection = EvaluationSection()
+    generation: GenerationSection = GenerationSection()
+
+    def resolved(self) -> str:
+        """The recipe as YAML text, defaults filled in and paths located; it reads back as an equal recipe."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

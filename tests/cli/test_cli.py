@@ -322,13 +322,13 @@ def test_resuming_compares_the_model_and_the_rows_by_content_wherever_they_lie(w
 def test_a_resumed_run_ends_where_the_whole_one_does(workshop: Path, tmp_path: Path) -> None:
     stopped = ["train", str(workshop / "recipe.yaml"), "--output", str(tmp_path / "run")]
     works(
-        *stopped, "--set", "optim.warmup_steps=0", "--set", "optim.final_lr_ratio=1", "--set", "train.steps=2"
+        *stopped, "--set", "optim.warmup_steps=0", "--set", "optim.schedule=constant", "--set", "train.steps=2"
     )
-    words = [*stopped, "--set", "optim.warmup_steps=0", "--set", "optim.final_lr_ratio=1", "--resume"]
+    words = [*stopped, "--set", "optim.warmup_steps=0", "--set", "optim.schedule=constant", "--resume"]
     assert "resumed" in works(*words)
     works(
         "train", workshop / "recipe.yaml", "--output", tmp_path / "whole",
-        "--set", "optim.warmup_steps=0", "--set", "optim.final_lr_ratio=1",
+        "--set", "optim.warmup_steps=0", "--set", "optim.schedule=constant",
     )  # fmt: skip
     last = [metrics(tmp_path / name)[-2] for name in ("run", "whole")]
     assert last[0]["step"] == last[1]["step"] == 3

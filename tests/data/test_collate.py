@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from blockdiff.data.chat import Example
-from blockdiff.data.collate import Collator, heldout_batches, micro_batches, slots_of
+from blockdiff.data.collate import (
+    AllCanvases,
+    Collator,
+    FirstCanvases,
+    LastCanvases,
+    RandomCanvases,
+    heldout_batches,
+    micro_batches,
+    slots_of,
+)
 from blockdiff.data.plan import Plan
 from blockdiff.diffusion.schedule import StratifiedTime, UniformTime
 from blockdiff.errors import DataError
@@ -27,7 +36,10 @@ def example(sample_id, prompt=3, responses=(10,), between=2):
 EXAMPLES = [example(i, prompt=1 + i % 4, responses=(5 + i % 9, 3)[: 1 + i % 2]) for i in range(20)]
 
 
-def collator(canvases=1, seed=3, time=None, coin=0.5):
+ONE = RandomCanvases(1)
+
+
+def collator(canvases=ONE, seed=3, time=None, coin=0.5):
     return Collator(4, 0, 1, seed, time or StratifiedTime(), canvases=canvases, coin_probability=coin)
 
 
@@ -48,7 +60,7 @@ def by_address(batches):
     return found
 
 
-@pytest.mark.parametrize("canvases", [1, 2, "all"])
+@pytest.mark.parametrize("canvases", [RandomCanvases(1), RandomCanvases(2), AllCanvases()])
 @pytest.mark.parametrize("time", [StratifiedTime(), UniformTime()])
 def test_draws_do_not_depend_on_ranks_or_micro_batches(canvases, time):
     # Trap 5: the same global batch of 8 rows on 1, 2 and 4 ranks, and on one rank in pieces of 3.
@@ -95,7 +107,7 @@ def test_stratified_times_cover_the_range_evenly_over_all_ranks():
 
 def test_heldout_draws_are_fixed_whatever_the_batch_size():
     # Trap 5: one noise level per example, the same at every evaluation and in no batch another.
-    make = collator(2)
+    make = collator(RandomCanvases(2))
     whole = by_address(heldout_batches(EXAMPLES, make, batch_size=20))
     again = by_address(heldout_batches(EXAMPLES, make, batch_size=20))
     small = by_address(chain(*(heldout_batches(EXAMPLES, make, 3, rank=r, world=2) for r in range(2))))
@@ -109,7 +121,7 @@ def test_heldout_draws_are_fixed_whatever_the_batch_size():
 def test_short_prompts_get_no_position_gap():
     # Trap 4: one end-of-prompt index for the whole batch would start every canvas at the longest prompt.
     short, long = example(0, prompt=1), example(1, prompt=9)
-    batch = collator("all")([short, long], epoch=0, step=1, slots=[0, 1], total_slots=2)
+    batch = collator(AllCanvases())([short, long], epoch=0, step=1, slots=[0, 1], total_slots=2)
     assert batch.start_BC[:, 0].tolist() == [2, 10]
     assert batch.doc_start_BC.tolist() == [[0, 0, 0], [0, 0, 0]]
     for b, row in enumerate((short, long)):
@@ -120,7 +132,7 @@ def test_short_prompts_get_no_position_gap():
 def test_every_turn_and_every_tail_is_scored_and_the_fill_stays_out_of_the_row():
     # Trap 8: 10 + 3 response tokens in canvases of 4 are 3 + 1 canvases.
     row = example(7, prompt=2, responses=(10, 3))
-    batch = collator("all")([row], epoch=0, step=1, slots=[0], total_slots=1)
+    batch = collator(AllCanvases())([row], epoch=0, step=1, slots=[0], total_slots=1)
     (first, _), (second, _) = row.responses
     assert batch.start_BC[0].tolist() == [first, first + 4, first + 8, second]
     tokens = row.tokens
@@ -137,17 +149,17 @@ def test_every_turn_and_every_tail_is_scored_and_the_fill_stays_out_of_the_row()
 
 def test_a_truncated_response_has_no_fill():
     row = Example(0, [2, 9, 10, 11, 12, 13, 14, 15, 16, 17], [(2, 10)], is_truncated=True)
-    batch = collator("all")([row], epoch=0, step=1, slots=[0], total_slots=1)
+    batch = collator(AllCanvases())([row], epoch=0, step=1, slots=[0], total_slots=1)
     assert batch.canvas_BCL.tolist() == [[[10, 11, 12, 13], [14, 15, 16, 17]]]
 
 
 def test_chosen_canvases_are_a_uniform_sorted_choice_without_repeats():
     rows = [example(i, responses=(17,)) for i in range(300)]  # 5 canvases
-    batch = collator(2)(rows, epoch=4, step=1, slots=range(300), total_slots=300)
+    batch = collator(RandomCanvases(2))(rows, epoch=4, step=1, slots=range(300), total_slots=300)
     chosen = batch.address_BC3[..., 2]
     assert (chosen[:, 0] < chosen[:, 1]).all()
     assert chosen.flatten().bincount(minlength=5).tolist() == pytest.approx([120] * 5, abs=40)
-    alone = collator(2)(rows[5:6], epoch=4, step=1, slots=[5], total_slots=300)
+    alone = collator(RandomCanvases(2))(rows[5:6], epoch=4, step=1, slots=[5], total_slots=300)
     assert torch.equal(alone.address_BC3[0], batch.address_BC3[5])
     assert torch.equal(alone.t_BC[0], batch.t_BC[5])
 
@@ -159,11 +171,14 @@ def test_the_choice_does_not_depend_on_longer_neighbours():
     assert torch.equal(both.address_BC3[0], alone.address_BC3[0])
 
 
-@pytest.mark.parametrize("which, expected", [("first", [[0, 1], [0, 1], [0]]), ("last", [[3, 4], [1, 2], [0]])])
-def test_the_first_or_last_canvases_of_an_example_are_those(which, expected):
+@pytest.mark.parametrize(
+    "choice, expected",
+    [(FirstCanvases(2), [[0, 1], [0, 1], [0]]), (LastCanvases(2), [[3, 4], [1, 2], [0]])],
+)
+def test_the_first_or_last_canvases_of_an_example_are_those(choice, expected):
     rows = [example(0, responses=(17,)), example(1, responses=(10,)), example(2, responses=(3,))]
     for epoch in (0, 1):
-        batch = replace(collator(2), which=which)(rows, epoch=epoch, step=1, slots=range(3), total_slots=3)
+        batch = collator(choice)(rows, epoch=epoch, step=1, slots=range(3), total_slots=3)
         chosen = [
             [canvas for canvas, length in zip(row, lengths, strict=True) if length]
             for row, lengths in zip(batch.address_BC3[..., 2].tolist(), batch.length_BC.tolist(), strict=True)
@@ -172,7 +187,7 @@ def test_the_first_or_last_canvases_of_an_example_are_those(which, expected):
 
 
 @pytest.mark.parametrize("scope", ["all", "response"])
-@pytest.mark.parametrize("canvases", [1, 2, "all"])
+@pytest.mark.parametrize("canvases", [RandomCanvases(1), RandomCanvases(2), AllCanvases()])
 def test_normalised_by_example_every_example_weighs_one_in_both_losses(canvases, scope):
     make = replace(collator(canvases), normalisation="example", ar_scope=scope)
     batch = make(EXAMPLES, epoch=0, step=1, slots=range(20), total_slots=20)
@@ -186,7 +201,7 @@ def test_normalised_by_example_every_example_weighs_one_in_both_losses(canvases,
 
 
 def test_normalised_by_token_every_position_weighs_one():
-    batch = collator("all")(EXAMPLES, epoch=0, step=1, slots=range(20), total_slots=20)
+    batch = collator(AllCanvases())(EXAMPLES, epoch=0, step=1, slots=range(20), total_slots=20)
     assert batch.canvas_count() == int(batch.is_scored_BCL.sum()) and (batch.weight_BC == 1).all()
     assert batch.ar_count() == sum(len(each.tokens) - 1 for each in EXAMPLES) and (batch.ar_weight_BS == 1).all()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint import init
 from blockdiff.data.chat import Example
-from blockdiff.data.collate import Collator, micro_batches
+from blockdiff.data.collate import AllCanvases, Collator, RandomCanvases, micro_batches
 from blockdiff.data.packing import best_fit, deal
 from blockdiff.data.plan import Plan
 from blockdiff.diffusion.corruption import UniformCorruption
@@ -121,7 +121,11 @@ def scored_pairs(batches: list[Batch]) -> list[tuple[int, int, int, float]]:
     return sorted(pairs)
 
 
-OPTIONS = [{}, {"canvases": "all"}, {"normalisation": "example", "ar_scope": "response", "canvases": 2}]
+OPTIONS = [
+    {},
+    {"canvases": AllCanvases()},
+    {"normalisation": "example", "ar_scope": "response", "canvases": RandomCanvases(2)},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -164,7 +168,7 @@ def test_an_example_longer_than_a_packed_row_has_one_to_itself():
 
 @pytest.mark.parametrize("pack", [None, 64])
 def test_rows_of_one_micro_batch_have_similar_sizes(pack):
-    batches = micro_batches(EXAMPLES, PLAN, collator(canvases="all"), STEP, micro_batch_size=2, pack=pack)
+    batches = micro_batches(EXAMPLES, PLAN, collator(canvases=AllCanvases()), STEP, micro_batch_size=2, pack=pack)
     sizes = [sorted(((batch.doc_start_BS >= 0).sum(1) + batch.length_BC.sum(1)).tolist()) for batch in batches]
     assert len(sizes) > 1 and all(after[-1] <= before[0] for before, after in pairwise(sizes))
 

@@ -15,7 +15,7 @@ from torch import nn
 from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.checkpoint import init
 from blockdiff.data.chat import Example
-from blockdiff.data.collate import Collator, heldout_batches
+from blockdiff.data.collate import AllCanvases, Collator, heldout_batches
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.diffusion.weight import ElboWeight
@@ -207,7 +207,7 @@ EXAMPLES = [Example(n, [2, *range(3 + n, 20 + 2 * n)], [(4, 18 + n)]) for n in r
 
 
 def collator(**options):
-    return Collator(8, pad_id=0, eos_id=1, seed=5, time=StratifiedTime(1e-4), canvases="all", **options)
+    return Collator(8, pad_id=0, eos_id=1, seed=5, time=StratifiedTime(1e-4), canvases=AllCanvases(), **options)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from blockdiff.errors import RunError
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.loop import Options, train
-from blockdiff.training.optimiser import WarmupCosine, adamw
+from blockdiff.training.optimiser import adamw
+from blockdiff.training.schedule import CosineDecay, learning_rate
 from tests.oracle import tiny_config
 from tests.toy_objective import Losses, ToyObjective, slots, toy_batch, toy_batches
 
@@ -240,11 +242,11 @@ def test_the_real_objective_overfits_one_batch():
         rows.append(CleanRow([2, 20 + row, 30 + row, *response], [canvas], sample_id=row))
     batch = lay_out(rows, 8, pad_id=0)
     steps = 160
-    schedule = WarmupCosine(3e-3, steps, warmup_steps=5)
+    lr = partial(learning_rate, CosineDecay(), peak=3e-3, steps=steps, warmup_steps=5)
     records: list[dict] = []
     options = Options(steps, log_every=1)
     train(
-        objective, adamw(objective, 3e-3), schedule.lr, lambda _: [batch], options, ALONE, log=records.append
+        objective, adamw(objective, 3e-3), lr, lambda _: [batch], options, ALONE, log=records.append
     )
     assert records[0]["canvas_loss"] > 5.0
     assert records[-1]["canvas_loss"] < 0.02

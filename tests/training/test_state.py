@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.training import state
 from blockdiff.training.ema import Ema
 from blockdiff.training.loop import Options, train
-from blockdiff.training.optimiser import WarmupCosine, adamw
+from blockdiff.training.optimiser import adamw
+from blockdiff.training.schedule import CosineDecay, learning_rate
 from tests.toy_objective import ToyObjective, slots, toy_batches
 
 ALONE = Ranks(torch.device("cpu"))
@@ -36,11 +38,10 @@ def run_to(run: Path, stop: int, resume: bool = False, seed: int = 0, keep: int 
     checkpoint = state.enter(run, resume, ALONE)
     start = state.restore(checkpoint, objective, optimiser, FACTS) if checkpoint else 0
     log.cut(start)
-    schedule = WarmupCosine(peak=0.1, steps=9, warmup_steps=3)
     train(
         objective,
         optimiser,
-        schedule.lr,
+        partial(learning_rate, CosineDecay(), peak=0.1, steps=9, warmup_steps=3),
         toy_batches(slots(ALONE, 4, 2), 4),
         Options(steps=stop, log_every=1, save_every=2),
         ALONE,
