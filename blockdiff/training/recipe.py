@@ -38,8 +38,8 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for origin, directory, tree in _file_layers(path, ()) + [_override_layer(text) for text in overrides]:
         model, below = tree.get("model"), merged.get("model")
         if isinstance(model, dict) and (model.get("path") or model.get("preset")) and isinstance(below, dict):
-            for key in ("path", "preset"):  # choosing one in a derived recipe replaces the other
-                below.pop(key, None)
+            for other in ("path", "preset"):  # choosing one in a derived recipe replaces the other
+                below.pop(other, None)
         _merge(merged, tree, (), (origin, directory), origins)
     for key, must_exist in FILE_KEYS.items():
         section = merged.get(key[0])
