@@ -11,7 +11,7 @@ from torch import nn
 from blockdiff import checkpoint
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.data.tokenizer import load_tokenizer
+from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.diffusion.corruption import Corruption
 from blockdiff.errors import RecipeError
 from blockdiff.objective import Objective
