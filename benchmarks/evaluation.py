@@ -32,9 +32,9 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.heldout import heldout
-from blockdiff.training.loop import Options, train
-from blockdiff.training.optimiser import adamw
+from blockdiff.training.optimiser import build, clip_gradients, trainable
 from blockdiff.training.samples import sample_prompts
+from blockdiff.training.step import Counts, backpropagate
 
 
 def measure(
@@ -55,16 +55,20 @@ def measure(
     examples = {name: encoder.encode(split)[0] for name, split in sets.items()}
     collator = Collator(int(config.canvas_length), 0, 1, seed=0, time=StratifiedTime(1e-4), scores_ar=False)
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size))
-    optimiser = adamw(objective, 3e-3, (0.9, 0.99), 1e-8, 1e-4)
+    optimiser, weights = build(objective, lr=3e-3, betas=(0.9, 0.99)), list(trainable(objective).values())
     plan = Plan(len(examples["train"]), batch, 0)
-    records: list[dict[str, Any]] = []
-
-    def batches(step: int) -> Any:
-        return micro_batches(examples["train"], plan, collator, step)
+    ends = [0.0]
 
     def learn() -> None:
-        options = Options(steps, ar_weight=0.0, log_every=max(1, steps // 10))
-        train(objective, optimiser, lambda _: 3e-3, batches, options, alone, log=records.append)
+        began = time.perf_counter()
+        for number in range(1, steps + 1):
+            window = micro_batches(examples["train"], plan, collator, number)
+            optimiser.zero_grad(set_to_none=True)
+            counts = Counts.of(window, False, False, alone)
+            gradient = backpropagate(objective, weights, window, counts, 0.0, None, alone)
+            clip_gradients(weights, gradient.norm, 1.0)
+            optimiser.step()
+            ends.append(time.perf_counter() - began)
 
     def evaluate() -> Any:
         return heldout(objective, heldout_batches(examples["test"][:rows], collator, batch), alone)
@@ -78,8 +82,7 @@ def measure(
 
     untrained = sample()
     learn()
-    ends = [(0, 0.0), *((record["step"], record["seconds"]) for record in records)]
-    step = statistics.median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(ends))
+    step = statistics.median(b - a for a, b in pairwise(ends))
     held, sampled = seconds_of(evaluate, repeats), sample()
     total = every * step + held + sampled["sample_seconds"]
     return {

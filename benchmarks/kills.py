@@ -175,14 +175,14 @@ def attempt(folder: Path, run: Path, kill: Kill | None) -> dict[str, int] | None
 def in_child(folder: Path, words: list[str], kill: Kill | None = None) -> dict[str, int] | None:
     """Run a `blockdiff` command in a process of its own, forked after the imports."""
     from blockdiff.cli.main import app
-    from blockdiff.training import run as training
+    from blockdiff.training import export
 
     counted, said = folder / "operations", folder / "said"
     counted.unlink(missing_ok=True)
     child = os.fork()
     if not child:
         code = 1
-        training.draw_curves = lambda *_, **__: None  # would take longer than the run, and nothing comes of it
+        export.draw_curves = lambda *_, **__: None  # would take longer than the run, and nothing comes of it
         try:
             handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(handle, 1), os.dup2(handle, 2)

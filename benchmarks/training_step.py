@@ -25,7 +25,7 @@ from blockdiff.checkpoint.names import to_hub
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.objective import Objective
-from blockdiff.training.optimiser import adamw
+from blockdiff.training.optimiser import build
 
 SUITE = "training step"
 # fp32 sums of thousands of terms in another order; half precision is judged by the peer's own error instead
@@ -86,7 +86,7 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
         sums = objective(batch)
         return sums.canvas_sum / canvas_count, sums.ar_sum / ar_count
 
-    our_update = adamw(objective, lr=0.0) if case.update else None
+    our_update = build(objective, lr=0.0) if case.update else None
     ours = _optimiser_step(models.ours, losses, precision, our_update)
 
     def step_of(model: DiffusionGemmaForBlockDiffusion, rows: str, experts: str) -> peer.TrainingStep:

@@ -1,29 +1,41 @@
-"""Train and sample block-diffusion language models. The public face: `load`, `Sampler`, `__version__`.
+"""Train and sample block-diffusion language models. The public face: `load`, `save`, `init`, `train`, `Sampler`, ...
 
 Importing this package imports nothing heavy; torch comes with the first use of a public name.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blockdiff.checkpoint import load
-    from blockdiff.sampling.sampler import Sampler
+    from blockdiff.checkpoint import init, load, save
+    from blockdiff.sampling import Request, Sampler
+    from blockdiff.training.callbacks import Callback
+    from blockdiff.training.recipe import Recipe
+    from blockdiff.training.run import Run
+    from blockdiff.training.trainer import Trainer, train
 
-__all__ = ["Sampler", "__version__", "load"]
 __version__ = "0.1.0"
+# Where each public name is defined; it is imported when it is first used.
+_HOME = {
+    "Callback": "blockdiff.training.callbacks",
+    "Recipe": "blockdiff.training.recipe",
+    "Request": "blockdiff.sampling",
+    "Run": "blockdiff.training.run",
+    "Sampler": "blockdiff.sampling",
+    "Trainer": "blockdiff.training.trainer",
+    "init": "blockdiff.checkpoint",
+    "load": "blockdiff.checkpoint",
+    "save": "blockdiff.checkpoint",
+    "train": "blockdiff.training.trainer",
+}
+__all__ = ["Callback", "Recipe", "Request", "Run", "Sampler", "Trainer", "__version__", "init", "load", "save", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":
-        from blockdiff.checkpoint import load
-
-        return load
-    if name == "Sampler":
-        from blockdiff.sampling.sampler import Sampler
-
-        return Sampler
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'blockdiff' has no attribute {name!r}")
 
 

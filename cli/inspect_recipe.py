@@ -9,8 +9,8 @@ import torch
 from blockdiff.cli.inspect_model import parts, show_config, show_parts
 from blockdiff.data.tokenizer import decoder
 from blockdiff.plots.moments import visible
-from blockdiff.training import assemble
-from blockdiff.training import data as assemble_data
+from blockdiff.training.build import corruption_of, read_origin, trains_routers
+from blockdiff.training.data import read_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,18 +27,18 @@ CANVAS_COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 
 def show_recipe(recipe: Recipe, console: Console, step: int, rows: int) -> None:
     """Print the model a recipe starts from, its data, and the batch of optimiser step `step`."""
-    base = assemble.basis(recipe)
-    shapes = _hub_tensors(base.config)
-    show_config(base.config, console, recipe.model.path or f"preset {recipe.model.preset} (random weights)")
-    show_parts(parts(shapes), base.config, console)
-    console.print(f"router: {'trained' if assemble.trains_router(recipe) else 'frozen'}")
+    origin = read_origin(recipe)
+    shapes = _hub_tensors(origin.config)
+    show_config(origin.config, console, recipe.model.path or f"preset {recipe.model.preset} (random weights)")
+    show_parts(parts(shapes), origin.config, console)
+    console.print(f"router: {'trained' if trains_routers(recipe) else 'frozen'}")
     console.print()
-    data = assemble_data.data(recipe, base)
+    data = read_data(recipe, origin)
     for line in data.lines():
         console.print(line)
     batch = data.batches(step)[0]
     alpha = recipe.objective.schedule.alpha(batch.t_BC)
-    corruption = assemble.corruption(recipe, base)
+    corruption = corruption_of(recipe, origin)
     noisy_BCL, is_corrupted_BCL = corruption.corrupt(batch.canvas_BCL, alpha, batch.address_BC3, recipe.seed)
     is_present_BC = batch.length_BC > 0
     examples = data.examples_of(step)
@@ -58,7 +58,7 @@ def show_recipe(recipe: Recipe, console: Console, step: int, rows: int) -> None:
     pairs = int(batch.is_ar_scored_BS.sum())
     ar = recipe.objective.ar_loss
     console.print(f"  {pairs} next-token pairs scored, weight {0 if ar is None else ar.weight:g}")
-    decode = decoder(base.tokenizer)
+    decode = decoder(origin.tokenizer)
     console.print("  " + "; ".join(LEGEND))
     for row in range(min(rows, len(batch.tokens_BS))):
         samples = dict.fromkeys(batch.address_BC3[row, is_present_BC[row], 1].tolist())  # several in a packed row

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from blockdiff.canvas import Batch
 from blockdiff.errors import DataError, RunError
 from blockdiff.metrics import MetricsLog
 from blockdiff.parallel.ranks import Ranks, from_accelerate
-from blockdiff.parallel.signals import Interrupted, Stopped, caught, interruptible
+from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.training import state
-from blockdiff.training.loop import Options, train
-from blockdiff.training.optimiser import adamw
+from blockdiff.training.optimiser import build
 from tests.toy_objective import ToyObjective, slots, toy_batches
+from tests.toy_trainer import Options, train
 
 TIMEOUT = 3.0  # seconds: a hung rank is noticed after so many
+AT_A_TIME = 6
 
 
 def toy_run(
@@ -36,7 +38,7 @@ def toy_run(
 ) -> None:
     """Nine steps, saved after every third; `disturb(step)` comes between a step's batches or within a save."""
     objective = ToyObjective()
-    optimiser = adamw(objective, lr=0.1)
+    optimiser = build(objective, lr=0.1)
     found = state.enter(run, True, ranks)
     start = state.restore(found, objective, optimiser, {}, ranks=ranks) if found else 0
     draw = toy_batches(slots(ranks, 4), 4)
@@ -51,7 +53,10 @@ def toy_run(
     def save(step: int) -> None:
         if in_save:
             disturb(step)
-        state.save(run, step, objective, optimiser, {}, 2, ranks)
+        with ranks.main_first(f"saving step {step}"):
+            if ranks.is_main:
+                state.save(run, step, objective, optimiser, {}, ranks.world)
+                state.prune(run, 2)
 
     with caught(speaks=False) as signals:
         train(
@@ -120,11 +125,8 @@ def failed_work(ranks: Ranks, run: Path) -> None:
 
 def measuring(ranks: Ranks, run: Path, work: Callable[[int], None]) -> None:
     """Rank 1 is done at once; rank 0 has six pieces of work, each half a timeout long, and tells of each."""
-    with (
-        caught(speaks=False) as signals,
-        interruptible(signals.is_stopping),
-        ranks.guarded("the evaluation after step 5"),
-    ):
+    with caught(speaks=False) as signals, ranks.guarded("the evaluation after step 5"):
+        ranks = replace(ranks, is_stopping=signals.is_stopping)
         try:
             with ranks.at_own_pace("measuring") as look:
                 for piece in range(6 if ranks.is_main else 0):
@@ -258,5 +260,16 @@ if __name__ == "__main__":
     import accelerate  # noqa: F401
     import torch._dynamo
 
+    # Scenarios mostly wait, so several run at a time, each watched by a process of its own.
+    running = 0
     for each in sys.argv[2:] or SCENARIOS:
-        print(json.dumps(outcome(each, Path(sys.argv[1]))), flush=True)
+        if running == AT_A_TIME:
+            os.wait()
+            running -= 1
+        if not os.fork():
+            print(json.dumps(outcome(each, Path(sys.argv[1]))), flush=True)
+            os._exit(0)
+        running += 1
+    while running:
+        os.wait()
+        running -= 1

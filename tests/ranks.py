@@ -25,9 +25,9 @@ from blockdiff.metrics import MetricsLog
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.training import state
-from blockdiff.training.loop import Options, train
 from tests.oracle import tiny_config
 from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches, toy_row
+from tests.toy_trainer import Options, train
 
 BATCH, STEPS = 6, 5
 Tensors = dict[str, Tensor]
@@ -144,7 +144,10 @@ def resumed(ranks: Ranks, run: Path) -> list[str]:
     options = Options(2, save_every=1)
 
     def save(step: int) -> None:
-        state.save(run, step, objective, optimiser, {}, 1, ranks)
+        with ranks.main_first():
+            if ranks.is_main:
+                state.save(run, step, objective, optimiser, {}, ranks.world)
+                state.prune(run, 1)
 
     log = MetricsLog(run / "metrics.jsonl").append
     batches = toy_batches(slots(ranks, BATCH), BATCH)

@@ -1,6 +1,6 @@
-"""Where this process stands among its ranks, and what they do together. The only place that knows DDP.
+"""Who this process is among its ranks, how the ranks agree, and how they wait for one another.
 
-Accelerate starts the processes and names the device; the wrapping is ours. One process is a world of one.
+Accelerate starts the processes and names the device. One process is a world of one.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from inspect import signature
 from threading import Event, Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from blockdiff.errors import RunError
-from blockdiff.parallel.signals import ASKED, Interrupted
+from blockdiff.parallel.signals import Interrupted
 
 BEAT = 2.0  # seconds between two signs of life of a rank that the others wait for
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|socket|gloo|nccl", re.IGNORECASE)
@@ -32,10 +30,11 @@ _DONE, _FAILED, _INTERRUPTED = 1, 2, 3
 
 @dataclass(frozen=True)
 class Ranks:
-    """One rank of `world` processes that train one model on one global batch.
+    """All processes that train one model on one global batch, as one of them, rank `rank` of `world`, sees them.
 
     timeout: seconds after which a rank that does not answer counts as hung. beats: a gloo group of its own, over which
-    the ranks wait for work that may take longer.
+    the ranks wait for work that may take longer. is_stopping: the number of the signal that asked this rank to stop,
+    0 while none has.
     """
 
     device: torch.device
@@ -43,6 +42,7 @@ class Ranks:
     world: int = 1
     timeout: float = 600.0
     beats: Any = None
+    is_stopping: Callable[[], int] = lambda: 0
 
     @property
     def is_main(self) -> bool:
@@ -77,42 +77,16 @@ class Ranks:
     def main_first(self, doing: str = "the main process's work") -> Iterator[None]:
         """Rank 0 runs the body while the others wait, then they run it: reading data into a cache, writing files.
 
-        It may take longer than the timeout: rank 0 gives signs of life meanwhile, and only their absence counts.
-        Raises RunError on the ranks that wait when rank 0 fails or is lost, and on rank 0 when another one is lost.
+        It may take longer than the timeout, as with `at_own_pace`. Raises RunError on the ranks that wait when rank 0
+        fails or is lost, and on rank 0 when another one is lost.
         """
-        if self.world == 1:
+        if self.is_main:
+            with self.guarded(doing), self.at_own_pace(doing):
+                yield
+        else:
+            with self.guarded(doing), self.at_own_pace(doing):
+                pass
             yield
-            return
-        if not self.is_main:
-            with self.guarded(doing):
-                while not (state := self._beat(0)):
-                    pass
-            if state == _FAILED:
-                raise RunError(f"the main process failed during {doing}; its own message says why")
-            yield
-            return
-        is_over, errors = Event(), []
-
-        def beat() -> None:
-            try:
-                while not is_over.wait(min(BEAT, self.timeout / 4)):
-                    self._beat(0)
-            except RuntimeError as error:
-                errors.append(error)
-
-        thread = Thread(target=beat, daemon=True)
-        thread.start()
-        state = _FAILED
-        try:
-            yield
-            state = _DONE
-        finally:
-            is_over.set()
-            thread.join()
-            with self.guarded(doing) if state == _DONE else suppress(RuntimeError):
-                if errors:
-                    raise errors[0]
-                self._beat(state)
 
     @contextmanager
     def at_own_pace(self, doing: str) -> Iterator[Callable[[], None]]:
@@ -120,55 +94,36 @@ class Ranks:
 
         It may take any rank longer than the timeout: all give signs of life until the last one is done, and only
         their absence counts. Gives `look`, to be called between pieces of the work. Raises Interrupted on all ranks
-        when one was asked to stop before the last was done (`signals.interruptible`), RunError on the others when one
-        fails, and what gloo raises when one is lost, for `guarded`.
+        when a piece of work was left because a rank was asked to stop, RunError on the others when one fails, and
+        what gloo raises when one is lost, for `guarded`.
         """
-        pace = _Pace(self, ASKED.get(), doing)
-        pace.begin()
+        heartbeat = _Heartbeat(self, doing)
         state = _FAILED
         try:
-            yield pace.look
+            yield heartbeat.look
             state = _DONE
         except Interrupted:
             state = _INTERRUPTED
         finally:
-            pace.end(state)
-        pace.refuse_failure()
-        if pace.count[_INTERRUPTED] or state == _INTERRUPTED:
+            heartbeat.end(state)
+        heartbeat.refuse_failure()
+        if heartbeat.count[_INTERRUPTED] or state == _INTERRUPTED:
             raise Interrupted
 
-    def _beat(self, state: int) -> int:
-        """What rank 0 has to say: 0 = goes on, else it is done. All ranks call it together."""
-        said = torch.tensor(state)
-        dist.all_reduce(said, group=self.beats)
-        return int(said)
-
     @contextmanager
-    def guarded(self, doing: str) -> Iterator[None]:
-        """Makes one RunError of the errors inside that mean that another rank is gone or does not answer."""
+    def guarded(self, doing: str | Callable[[], str]) -> Iterator[None]:
+        """Makes one RunError of the errors inside that mean that another rank is gone or does not answer.
+
+        doing: what the ranks are at, for the message.
+        """
         try:
             yield
         except RuntimeError as error:
             if self.world == 1 or not (_LOST.search(str(error)) or isinstance(error, dist.DistError)):
                 raise
             what = f"hung for {self.timeout:g} s" if _HUNG.search(str(error)) else "was lost"
-            raise RunError(f"rank {self.rank}: another rank {what} during {doing}; go on with --resume") from error
-
-    def wrap(self, objective: nn.Module) -> nn.Module:
-        """What the loop calls: the objective itself, or with several ranks DDP, which averages gradients."""
-        if self.world == 1:
-            return objective
-        # Buffers are constants; the switch that leaves them alone was renamed in torch 2.13.
-        known = signature(DistributedDataParallel).parameters
-        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        leave: dict[str, Any] = {name: False}
-        return DistributedDataParallel(_TouchEveryParameter(objective), gradient_as_bucket_view=True, **leave)
-
-    def synchronise(self, module: nn.Module, now: bool) -> AbstractContextManager[Any]:
-        """Surrounds forward and backward of a micro-batch; ranks exchange gradients only if `now`."""
-        if isinstance(module, DistributedDataParallel) and not now:
-            return module.no_sync()
-        return nullcontext()
+            place = doing if isinstance(doing, str) else doing()
+            raise RunError(f"rank {self.rank}: another rank {what} during {place}; go on with --resume") from error
 
     def close(self) -> None:
         """Leave the process group, if there is one."""
@@ -176,19 +131,16 @@ class Ranks:
             dist.destroy_process_group()
 
 
-class _Pace:
-    """What the ranks tell each other while each works at its own pace, from a thread beside the work."""
+class _Heartbeat:
+    """The ranks' signs of life while each works by itself: a thread beside the work tells the others its state."""
 
-    def __init__(self, ranks: Ranks, is_asked: Callable[[], int], doing: str) -> None:
-        self.ranks, self.is_asked, self.doing = ranks, is_asked, doing
+    def __init__(self, ranks: Ranks, doing: str) -> None:
+        self.ranks, self.doing = ranks, doing
         self.state = 0
-        self.count = [0, 0, 0, 0, 0]  # ranks in each state, and those asked to stop
+        self.count = [0, 0, 0, 0, 0]  # ranks in each state, and at the end those that were asked to stop
         self._is_over = Event()
         self._errors: list[Exception] = []
         self._thread = Thread(target=self._run, daemon=True) if ranks.world > 1 else None
-
-    def begin(self) -> None:
-        """Give the first sign of life."""
         if self._thread:
             self._thread.start()
 
@@ -197,7 +149,7 @@ class _Pace:
         if self._errors:
             raise self._errors[0]
         self.refuse_failure()
-        if self.is_asked() or self.count[-1]:
+        if self.ranks.is_stopping() or self.count[-1]:
             raise Interrupted
 
     def refuse_failure(self) -> None:
@@ -206,7 +158,7 @@ class _Pace:
             raise RunError(f"another rank failed during {self.doing}; its own message says why")
 
     def end(self, state: int) -> None:
-        """Say how this rank's work ended and wait for the others."""
+        """Tell how this rank's work ended and wait for the others."""
         self.state = state
         if self._thread:
             self._is_over.set()
@@ -219,11 +171,11 @@ class _Pace:
         try:
             while self.count[_FAILED] == 0 and self.count[_DONE] + self.count[_INTERRUPTED] < self.ranks.world:
                 self._is_over.wait(min(BEAT, self.ranks.timeout / 4))
-                said = torch.zeros(len(self.count), dtype=torch.int64)
-                said[self.state] = 1
-                said[-1] = bool(self.is_asked())
-                dist.all_reduce(said, group=self.ranks.beats)
-                self.count = said.tolist()
+                states = torch.zeros(len(self.count), dtype=torch.int64)
+                states[self.state] = 1
+                states[-1] = bool(self.ranks.is_stopping())
+                dist.all_reduce(states, group=self.ranks.beats)
+                self.count = states.tolist()
         except Exception as error:  # the work's own thread raises it
             self._errors.append(error)
 
@@ -257,41 +209,3 @@ def from_accelerate(cpu: bool = False, timeout: float = 600.0) -> Ranks:
     world = state.num_processes
     beats = dist.new_group(backend="gloo", timeout=limit) if world > 1 else None
     return Ranks(device, state.process_index, world, timeout, beats)
-
-
-def autocast(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
-    """Surrounds a forward that computes in `precision`, "bfloat16" or None for the model's own."""
-    if precision is None:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, precision))
-
-
-class _Touch(torch.autograd.Function):
-    """Identity on a loss that puts parameters into its graph without giving them a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.count = len(parameters)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return (gradients[0], *[None] * ctx.count)
-
-
-class _TouchEveryParameter(nn.Module):
-    """DDP waits for every parameter in every backward; a rank without a canvas or a coin leaves some unused.
-
-    Touching them all keeps it from waiting forever, and costs neither a graph walk nor a zero gradient.
-    """
-
-    def __init__(self, objective: nn.Module) -> None:
-        super().__init__()
-        self.objective = objective
-
-    def _trainable(self) -> Iterator[nn.Parameter]:
-        return (parameter for parameter in self.objective.parameters() if parameter.requires_grad)
-
-    def forward(self, batch: Any) -> Any:
-        losses = self.objective(batch)
-        return losses._replace(canvas_sum=_Touch.apply(losses.canvas_sum, *self._trainable()))

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import FrameType
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 ECHO = 1.0  # seconds in which another signal is the same wish: launchers pass on what the terminal also sent
 
-
-ASKED: ContextVar[Callable[[], int]] = ContextVar("ASKED", default=lambda: 0)  # whether to leave work in its middle
 
 
 class Interrupted(Exception):
@@ -55,16 +52,6 @@ class Signals:
             if self._speaks:  # not print(): the signal may have come in the middle of one
                 name = signal.Signals(number).name
                 os.write(2, f"{name}: saving after this optimiser step; a second one ends at once\n".encode())
-
-
-@contextmanager
-def interruptible(is_stopping: Callable[[], int] | None) -> Iterator[None]:
-    """Inside, work at a rank's own pace (`Ranks.at_own_pace`) raises Interrupted once `is_stopping()` is not 0."""
-    token = ASKED.set(is_stopping or (lambda: 0))
-    try:
-        yield
-    finally:
-        ASKED.reset(token)
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from blockdiff.errors import RunError
 from blockdiff.metrics import METRICS, Record, metrics_of_evaluations
+from blockdiff.training.state import steps_saved
 
 
 def check(metric: str) -> None:
@@ -34,3 +36,8 @@ def evaluations_since_best(records: Sequence[Record], metric: str) -> int:
     """How many times the metric was measured after its best value: early stopping compares it with its patience."""
     best = best_of(records, metric)
     return 0 if best is None else sum(step > best[0] for step, _ in values_of(records, metric))
+
+
+def best_saved(run: Path, records: Sequence[Record], metric: str | None) -> tuple[int, float] | None:
+    """The best step of a metric among the checkpoints of a run directory, and its value; None without a metric."""
+    return None if metric is None else best_of(records, metric, among=steps_saved(run))

@@ -1,16 +1,14 @@
-"""From a recipe to its data: sources, examples, how they become batches, and what must stay the same on resume."""
+"""From a recipe to its data: sources, examples, and how they become batches."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blockdiff.canvas import Batch
 from blockdiff.data.chat import Encoder, Example
@@ -20,22 +18,11 @@ from blockdiff.data.plan import AnyPlan, SequentialPlan
 from blockdiff.data.rows import Row
 from blockdiff.data.sources import Source, rows_of
 from blockdiff.data.stream import StreamedExamples
-from blockdiff.training.assemble import Basis
+from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.recipe import Recipe
 
-# What may change when a run is resumed: its length, what is shown and kept, and where things lie.
-FREE = {
-    "output",
-    "model.path",
-    "model.tokenizer",
-    "data.train",  # compared by content
-    "data.heldout",
-    "data.cache",
-    "evaluation.prompts",  # likewise
-    "evaluation.prompts_every",
-    *(f"train.{key}" for key in ("steps", "log_every", "eval_every", "save_every", "keep", "keep_every")),
-    *(f"train.{key}" for key in ("trackers", "timeout")),
-}
+if TYPE_CHECKING:
+    from blockdiff.training.build import Origin
 
 
 @dataclass(frozen=True)
@@ -117,13 +104,13 @@ def cache_directory(said: str) -> Path | None:
     return Path(own).expanduser().absolute() if own else Path(user).expanduser() / "blockdiff"
 
 
-def encoder(recipe: Recipe, base: Basis) -> Encoder:
+def encoder(recipe: Recipe, origin: Origin) -> Encoder:
     """How rows become tokens."""
     d = recipe.data
     return Encoder(
-        base.tokenizer,
-        base.eos_id,
-        base.canvas_length,
+        origin.tokenizer,
+        origin.eos_id,
+        origin.canvas_length,
         None if d.max_length is None else d.max_length.tokens,
         enable_thinking=d.thinking,
         turns=d.turns,
@@ -133,13 +120,13 @@ def encoder(recipe: Recipe, base: Basis) -> Encoder:
     )
 
 
-def collator(recipe: Recipe, base: Basis) -> Collator:
+def collator(recipe: Recipe, origin: Origin) -> Collator:
     """How examples become batches."""
     o = recipe.objective
     return Collator(
-        canvas_length=base.canvas_length,
-        pad_id=base.pad_id,
-        eos_id=base.eos_id,
+        canvas_length=origin.canvas_length,
+        pad_id=origin.pad_id,
+        eos_id=origin.eos_id,
         seed=recipe.seed,
         time=o.time,
         canvases=recipe.data.canvases,
@@ -150,14 +137,18 @@ def collator(recipe: Recipe, base: Basis) -> Collator:
     )
 
 
-def data(recipe: Recipe, base: Basis, first: Callable[[], AbstractContextManager[object]] | None = None) -> Data:
+def read_data(recipe: Recipe, origin: Origin, ranks: Ranks | None = None) -> Data:
     """Read and encode the rows of a recipe, or find them in the cache.
 
-    `first()` surrounds what one process does before the others. Raises DataError with file and line for what cannot
+    With several ranks the main process fills the cache first. Raises DataError with file and line for what cannot
     be used.
     """
-    encode = encoder(recipe, base)
+    encode = encoder(recipe, origin)
     cache, d = cache_directory(recipe.data.cache), recipe.data
+
+    def main_first() -> AbstractContextManager[object]:
+        return nullcontext() if ranks is None else ranks.main_first("reading the data")
+
     specs = sources(d.train, recipe, d.split)
     train: Dataset | StreamedExamples
     order: AnyPlan
@@ -165,38 +156,18 @@ def data(recipe: Recipe, base: Basis, first: Callable[[], AbstractContextManager
         train = StreamedExamples(specs, encode, d.streaming.shuffle_buffer, recipe.seed)
         order = SequentialPlan(recipe.train.batch_size)
     else:
-        train = load_dataset(specs, encode, cache=cache, first=first() if first else None)
+        train = load_dataset(specs, encode, cache=cache, first=main_first())
         order = plan(train, recipe.train.batch_size, recipe.seed)
     heldout = None
     if d.heldout is not None:
         specs = sources(d.heldout, recipe, d.heldout_split)
-        heldout = load_dataset(specs, encode, cache=cache, first=first() if first else None)
+        heldout = load_dataset(specs, encode, cache=cache, first=main_first())
     if train.has_conversations:
         # The model learns this format: the tokenizer saved beside it writes it.
-        base.tokenizer.chat_template = encode.template
+        origin.tokenizer.chat_template = encode.template
     prompts = []
     asked = recipe.evaluation.prompts
     if asked is not None:
         specs = sources(asked, recipe, d.heldout_split)
         prompts = list(islice((row for spec in specs for row in rows_of(spec)), recipe.evaluation.prompts_count))
-    return Data(recipe, encode, train, heldout, prompts, collator(recipe, base), order)
-
-
-def facts(recipe: Recipe, base: Basis, data: Data) -> dict[str, Any]:
-    """What must be the same for a run to be resumed as the same run, by recipe key."""
-    known: dict[str, Any] = {}
-    for name, section in json.loads(recipe.model_dump_json()).items():
-        leaves = {name: section}
-        if isinstance(section, dict):
-            leaves = {f"{name}.{key}": value for key, value in section.items()}
-        known |= {key: value for key, value in leaves.items() if key not in FREE}
-    # By content, wherever it lies: the shape of the model, the examples, the prompts.
-    known["model"] = _hash(base.config.to_dict())
-    known["evaluation.prompts"] = _hash([asdict(replace(row, where="")) for row in data.prompts])
-    known["data.train"] = data.train.fingerprint
-    known["data.heldout"] = None if data.heldout is None else data.heldout.fingerprint
-    return known
-
-
-def _hash(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return Data(recipe, encode, train, heldout, prompts, collator(recipe, origin), order)

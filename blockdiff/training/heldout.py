@@ -15,7 +15,8 @@ from blockdiff.canvas import Batch
 from blockdiff.errors import RunError
 from blockdiff.metrics import Record
 from blockdiff.objective import evaluating
-from blockdiff.parallel.ranks import Ranks, autocast
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.training.step import autocast
 
 if TYPE_CHECKING:
     from blockdiff.objective import Evaluation, Objective

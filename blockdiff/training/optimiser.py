@@ -1,9 +1,9 @@
-"""The optimiser and its parameter groups, the gradient norm and clipping. Schedules are in `lr`."""
+"""The optimiser and its parameter groups, the gradient norm and clipping. Learning rates are in `schedule`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -63,16 +63,23 @@ def build(
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
     layer_decay: float = 1.0,
+    make: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimiser over what trains in `module`: "adamw", or "adamw_8bit" from a library that is installed.
 
     AdamW (arXiv 1711.05101) runs in one fused kernel where torch has it (CPU and CUDA). Decay leaves norms, scales
-    and the embedding table alone; `layer_decay` < 1 lowers the rate of earlier layers (see `lr_scale`).
+    and the embedding table alone; `layer_decay` < 1 lowers the rate of earlier layers (see `lr_scale`). make: makes
+    another optimiser from the parameters, with its own settings; the rates of its groups are the peaks of the schedule.
     Raises RunError when nothing trains, or no library has the 8-bit one.
     """
     groups = parameter_groups(module, weight_decay, layer_decay)
     if not groups:
         raise RunError("no parameter trains; look at optim.freeze")
+    if make is not None:
+        optimiser = make([parameter for group in groups for parameter in group["params"]])
+        for group in optimiser.param_groups:
+            group["lr_scale"] = float(group["lr"]) / lr
+        return optimiser
     if name == "adamw_8bit":
         optimiser = adamw_8bit(groups, lr, betas, eps)
     elif name == "adamw":
@@ -83,17 +90,6 @@ def build(
         raise RunError(f"optim.name: there is no optimiser {name!r}; choose adamw or adamw_8bit")
     set_lr(optimiser, lr)
     return optimiser
-
-
-def adamw(
-    module: nn.Module,
-    lr: float,
-    betas: tuple[float, float] = (0.95, 0.99),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-4,
-) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters: `build` without a choice."""
-    return build(module, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def set_lr(optimiser: torch.optim.Optimizer, lr: float) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blockdiff.data.rows import Row
 from blockdiff.evals.run import Task, evaluate
 from blockdiff.metrics import Record
-from blockdiff.parallel.ranks import Ranks, autocast
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.training.step import autocast
 
 if TYPE_CHECKING:
     from blockdiff.data.chat import Encoder

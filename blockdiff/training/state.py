@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from blockdiff.training.ema import Ema
 FOLDER = "checkpoints"
 MODEL, OPTIMISER, TRAINER = "model.safetensors", "optimiser.safetensors", "trainer.json"
 AVERAGE = "ema.safetensors"
+FORMAT = 2  # of trainer.json; without it: 1, whose facts have the recipe keys of before
 SIGNS_OF_A_RUN = (FOLDER, FILE_NAME, "recipe.yaml")
 _COMPLETE = re.compile(r"step-(\d+)")
 
@@ -59,38 +61,45 @@ def enter(run: Path, resume: bool, ranks: Ranks) -> Path | None:
     return saved[max(saved)] if saved else None
 
 
+@contextmanager
+def entered(run: Path, resume: bool, ranks: Ranks) -> Iterator[Path | None]:
+    """`enter`; a start that fails inside leaves no empty directory that would refuse the next try."""
+    found = enter(run, resume, ranks)
+    try:
+        yield found
+    except BaseException:
+        for directory in (run / FOLDER, run):
+            if ranks.is_main and directory.is_dir() and not any(directory.iterdir()):
+                directory.rmdir()
+        raise
+
+
 def save(
     run: Path,
     step: int,
     model: nn.Module,
     optimiser: torch.optim.Optimizer,
     facts: Facts,
-    keep: int,
-    ranks: Ranks,
+    world: int = 1,
     *,
-    ema: Ema | None = None,
-    keep_every: int = 0,
-    protect: Collection[int] = (),
+    average: Ema | None = None,
 ) -> Path:
-    """Write `checkpoints/step-N`, then remove the older ones that `prune` does not keep; rank 0 writes, all wait.
+    """Write `checkpoints/step-N`; one process does while the others wait.
 
     `facts` (JSON values, such as seed and recipe) are compared by `restore`. A kill at any moment leaves the
     earlier checkpoints as they were and at most a hidden directory that `enter` removes.
     """
     final = run / FOLDER / f"step-{step}"
-    with ranks.main_first(f"saving step {step}"):
-        if ranks.is_main:
-            with whole_directory(final) as beside:
-                tensors, values = _pack(model, optimiser)
-                save_file({name: t.detach().contiguous() for name, t in model.state_dict().items()}, beside / MODEL)
-                save_file(tensors, beside / OPTIMISER)
-                if ema is not None:
-                    save_file({name: t.contiguous() for name, t in ema.state().items()}, beside / AVERAGE)
-                trainer = {"step": step, "world": ranks.world, "facts": dict(facts), "optimiser": values}
-                (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
-                if (run / FILE_NAME).exists():
-                    sync(run / FILE_NAME)  # a checkpoint never outlives the records of its steps
-            prune(run, keep, keep_every=keep_every, protect=protect)
+    with whole_directory(final) as beside:
+        tensors, values = _pack(model, optimiser)
+        save_file({name: t.detach().contiguous() for name, t in model.state_dict().items()}, beside / MODEL)
+        save_file(tensors, beside / OPTIMISER)
+        if average is not None:
+            save_file({name: t.contiguous() for name, t in average.state().items()}, beside / AVERAGE)
+        trainer = {"format": FORMAT, "step": step, "world": world, "facts": dict(facts), "optimiser": values}
+        (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
+        if (run / FILE_NAME).exists():
+            sync(run / FILE_NAME)  # a checkpoint never outlives the records of its steps
     return final
 
 
@@ -108,7 +117,7 @@ def restore(
     optimiser: torch.optim.Optimizer,
     facts: Facts,
     *,
-    ema: Ema | None = None,
+    average: Ema | None = None,
     ranks: Ranks | None = None,
 ) -> int:
     """Load a checkpoint into a model, its optimiser and its average, bit for bit, and return its step.
@@ -118,11 +127,16 @@ def restore(
     """
     try:
         trainer = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
+        if trainer.get("format") != FORMAT:
+            raise RunError(
+                f"{checkpoint}: the run was started by an earlier blockdiff, whose recipes have other keys; go on with "
+                "that version, or start another run from its weights with model.path"
+            )
         # Before any tensors: with other options there may be other files.
         _refuse_other_facts(checkpoint, trainer["facts"], json.loads(json.dumps(dict(facts))))
         weights = load_file(checkpoint / MODEL)
         tensors = load_file(checkpoint / OPTIMISER)
-        averages = None if ema is None else load_file(checkpoint / AVERAGE)
+        averages = None if average is None else load_file(checkpoint / AVERAGE)
     except (OSError, ValueError, SafetensorError) as error:
         raise RunError(f"{checkpoint}: cannot be read ({error}); remove it to go on from an earlier one") from None
     world = trainer.get("world", 1)
@@ -134,21 +148,21 @@ def restore(
         )
     _load_weights(checkpoint / MODEL, model, weights)
     _unpack(checkpoint / OPTIMISER, model, optimiser, tensors, trainer["optimiser"])
-    if ema is not None and averages is not None:
-        ema.load(averages)
+    if average is not None and averages is not None:
+        average.load(averages)
     return int(trainer["step"])
 
 
-def restore_weights(checkpoint: Path, model: nn.Module, ema: Ema | None = None) -> None:
+def restore_weights(checkpoint: Path, model: nn.Module, average: Ema | None = None) -> None:
     """Load only the weights of a checkpoint, and their average: the best ones, to export."""
     try:
         weights = load_file(checkpoint / MODEL)
-        averages = None if ema is None else load_file(checkpoint / AVERAGE)
+        averages = None if average is None else load_file(checkpoint / AVERAGE)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{checkpoint}: cannot be read ({error})") from None
     _load_weights(checkpoint / MODEL, model, weights)
-    if ema is not None and averages is not None:
-        ema.load(averages)
+    if average is not None and averages is not None:
+        average.load(averages)
 
 
 def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
@@ -161,7 +175,7 @@ def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, An
     if differing:
         raise RunError(
             f"{checkpoint}: the run was started with {'; '.join(differing)}; "
-            "keep what it was started with, or start another run with --output"
+            "keep what it was started with (what was given from Python too), or start another run with --output"
         )
 
 

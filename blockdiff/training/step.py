@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from blockdiff.canvas import Batch
 from blockdiff.errors import RunError
 from blockdiff.metrics import Record
-from blockdiff.parallel.ranks import Ranks, autocast
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.shard import exchanging
 from blockdiff.training.optimiser import fill_gradients, gradient_norm
 
 MOST_SKIPS = 20  # more steps in a row without a finite gradient end a run that skips them
@@ -76,7 +78,7 @@ def backpropagate(
     canvas_count, ar_count = counts.canvas or 1.0, counts.ar or 1.0
     sums = torch.zeros(max(1, len(window)), 2, dtype=torch.float64, device=ranks.device)
     for index, batch in enumerate(window):
-        with ranks.synchronise(module, now=index == len(window) - 1):
+        with exchanging(module, now=index == len(window) - 1):
             with autocast(ranks.device, precision):
                 losses = module(batch.to(ranks.device))
             # The one place that divides; DDP averages over ranks, hence the factor.
@@ -134,3 +136,10 @@ def samples_of(batch: Batch) -> list[int]:
     """The ids of all samples in a batch; a packed row holds several, which its canvases name."""
     canvases = batch.address_BC3[..., 1][batch.length_BC > 0].tolist()
     return sorted({sample_id for sample_id in [*batch.sample_id_B.tolist(), *canvases] if sample_id >= 0})
+
+
+def autocast(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
+    """Surrounds a forward that computes in `precision`, "bfloat16" or None for the model's own."""
+    if precision is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, precision))

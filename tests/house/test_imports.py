@@ -39,7 +39,7 @@ FLOORS = {
 LIGHT = {name for name, floor in FLOORS.items() if floor < 6} - {"data"}
 LIGHT_TRAINING = (
     *("training", "training.optimiser", "training.schedule", "training.eight_bit", "training.freeze", "training.ema"),
-    *("training.activations", "training.loop", "training.step", "training.state", "training.best", "training.clock"),
+    *("training.activations", "training.step", "training.state", "training.best", "training.clock"),
     "training.heldout",
 )
 THERE = {"blockdiff", "torch", "triton", "transformers", "safetensors", "tokenizers"}

@@ -79,7 +79,7 @@ def test_the_others_do_not_wait_for_a_main_process_that_failed(found):
     outcome = found["failed_work"]
     assert outcome["codes"] == [1, 1]
     assert outcome["words"][0] == "a bad row"
-    assert outcome["words"][1].startswith("the main process failed during reading the data")
+    assert outcome["words"][1].startswith("another rank failed during reading the data")
 
 
 def test_a_rank_that_measures_longer_than_the_timeout_is_waited_for(found):

@@ -13,8 +13,10 @@ from blockdiff.checkpoint import init
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.objective import Objective
-from blockdiff.parallel.ranks import Ranks, autocast
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.shard import replicate
 from blockdiff.training.activations import checkpoint_activations
+from blockdiff.training.step import autocast
 from tests.oracle import tiny_config
 
 CPU = torch.device("cpu")
@@ -70,7 +72,7 @@ def test_under_ddp_too():
     try:
         recomputing = objective()
         checkpoint_activations(recomputing.model)
-        wrapped = Ranks(CPU, 0, world=2).wrap(recomputing)
+        wrapped = replicate(recomputing, Ranks(CPU, 0, world=2))
         assert_same_bits(losses_and_gradients(wrapped, batch()), expected)
     finally:
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from blockdiff.data.template import packaged_template
-from blockdiff.training.data import data
+from blockdiff.training.data import read_data
 from blockdiff.training.recipe import Recipe
 from tests.chat_tokenizer import chat_tokenizer
 
@@ -44,5 +44,5 @@ def test_the_tokenizer_gets_the_template_of_training_if_rows_were_conversations(
     for _ in range(1 + cached):
         base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8)
         base.tokenizer.chat_template = None
-        data(recipe, base)
+        read_data(recipe, base)
         assert base.tokenizer.chat_template == (packaged_template() if expected else None)

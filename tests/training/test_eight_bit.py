@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.errors import RunError
-from blockdiff.parallel.ranks import Ranks
 from blockdiff.training import eight_bit, state
 from blockdiff.training import optimiser as optim
 from blockdiff.training.eight_bit import flattened, unflattened
@@ -52,7 +51,7 @@ def test_from_a_checkpoint_it_goes_on_to_the_bit(tmp_path):
     module = net()
     optimiser = optim.build(module, name="adamw_8bit", lr=1e-2)
     learn(module, optimiser, range(1, 16))
-    saved = state.save(tmp_path, 15, module, optimiser, {}, 1, Ranks(torch.device("cpu")))
+    saved = state.save(tmp_path, 15, module, optimiser, {})
     again = net()
     fresh = optim.build(again, name="adamw_8bit", lr=1e-2)
     assert state.restore(saved, again, fresh, {}) == 15

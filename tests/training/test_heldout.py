@@ -22,7 +22,7 @@ from blockdiff.diffusion.weight import ElboWeight
 from blockdiff.errors import RunError
 from blockdiff.objective import Evaluation, Objective
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.parallel.signals import Interrupted, interruptible
+from blockdiff.parallel.signals import Interrupted
 from blockdiff.training.heldout import heldout
 from tests.oracle import tiny_config
 
@@ -308,6 +308,6 @@ def test_a_signal_is_looked_for_between_batches():
             read.append(batch)
             yield batch
 
-    with interruptible(asked), pytest.raises(Interrupted):
-        heldout(objective, watched(), ALONE)
+    with pytest.raises(Interrupted):
+        heldout(objective, watched(), replace(ALONE, is_stopping=asked))
     assert len(read) == 2 and objective.training

@@ -16,11 +16,11 @@ from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RunError
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.training.loop import Options, train
-from blockdiff.training.optimiser import adamw
+from blockdiff.training.optimiser import build
 from blockdiff.training.schedule import CosineDecay, learning_rate
 from tests.oracle import tiny_config
 from tests.toy_objective import Losses, ToyObjective, slots, toy_batch, toy_batches
+from tests.toy_trainer import Options, train
 
 ALONE = Ranks(torch.device("cpu"))
 
@@ -216,7 +216,7 @@ def test_a_step_with_nothing_to_score_has_a_zero_gradient():
 
 def test_momentum_carries_parameters_on_that_a_step_did_not_reach():
     objective = ToyObjective()
-    optimiser = adamw(objective, 0.1, weight_decay=0.0)
+    optimiser = build(objective, lr=0.1, weight_decay=0.0)
     seen = []
     optimiser.register_step_post_hook(lambda *_: seen.append(objective.signal.weight.detach().clone()))
     run(objective, lambda step: [toy_batch([1], coin=step == 1)], steps=2, optimiser=optimiser, rate=0.1)
@@ -246,7 +246,7 @@ def test_the_real_objective_overfits_one_batch():
     records: list[dict] = []
     options = Options(steps, log_every=1)
     train(
-        objective, adamw(objective, 3e-3), lr, lambda _: [batch], options, ALONE, log=records.append
+        objective, build(objective, lr=3e-3), lr, lambda _: [batch], options, ALONE, log=records.append
     )
     assert records[0]["canvas_loss"] > 5.0
     assert records[-1]["canvas_loss"] < 0.02

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from blockdiff.errors import DataError, RunError
 from blockdiff.metrics import of_kind, reproducible
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Stopped
-from blockdiff.training.loop import Options, train
-from blockdiff.training.optimiser import adamw
+from blockdiff.training.optimiser import build
 from blockdiff.training.step import MOST_SKIPS, samples_of
 from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches
+from tests.toy_trainer import Options, train
 
 ALONE = Ranks(torch.device("cpu"))
 
@@ -25,7 +26,7 @@ class Loop:
     def __init__(self, objective=None, **settings):
         self.calls, self.records = [], list(settings.get("logged") or ())
         self.objective = objective or ToyObjective()
-        self.optimiser = settings.pop("optimiser", None) or adamw(self.objective, 0.1)
+        self.optimiser = settings.pop("optimiser", None) or build(self.objective, lr=0.1)
         known = Options.__dataclass_fields__
         options = {key: settings.pop(key) for key in list(settings) if key in known}
         self.options = Options(**{"steps": 6, "log_every": 1, **options})
@@ -158,8 +159,11 @@ def test_a_signal_before_an_evaluation_leaves_it_to_the_resumed_run():
 def test_a_signal_within_an_evaluation_leaves_it_between_two_pieces_and_saves(kind):
     caught, pieces = [], []
 
+    def is_stopping():
+        return int(bool(caught) and caught[0])
+
     def take(step):
-        with ALONE.at_own_pace("measuring") as look:
+        with replace(ALONE, is_stopping=is_stopping).at_own_pace("measuring") as look:
             for piece in range(4):
                 look()
                 pieces.append((step, piece))
@@ -168,7 +172,7 @@ def test_a_signal_within_an_evaluation_leaves_it_between_two_pieces_and_saves(ki
         return {"heldout_ar_loss": 1.0} if kind == "evaluate" else {"sample_accuracy": 1.0}
 
     every = {"eval_every": 3, "sample_every": 3}
-    loop = Loop(**every, **{kind: take}, is_stopping=lambda: int(bool(caught) and caught[0]))
+    loop = Loop(**every, **{kind: take}, is_stopping=is_stopping)
     with pytest.raises(Stopped, match="stopped by SIGTERM after step 3"):
         loop.run()
     assert [piece for piece in pieces if piece[0] == 3] == [(3, 0), (3, 1)]

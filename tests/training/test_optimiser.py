@@ -11,7 +11,6 @@ from torch import nn
 from blockdiff.checkpoint import init
 from blockdiff.errors import RunError
 from blockdiff.training.optimiser import (
-    adamw,
     build,
     clip_gradients,
     gradient_norm,
@@ -81,7 +80,7 @@ def test_adamw_takes_the_step_of_its_formula():
     module = nn.Linear(3, 2, bias=False)
     before = module.weight.detach().clone()
     module.weight.grad = torch.tensor([[1.0, -2.0, 0.5], [0.1, 0.0, 3.0]])
-    adamw(module, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.2).step()
+    build(module, lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.2).step()
     expected = before * (1 - 0.1 * 0.2) - 0.1 * module.weight.grad.sign()
     torch.testing.assert_close(module.weight.detach(), expected, rtol=1e-5, atol=1e-6)
 

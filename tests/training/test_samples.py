@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,13 +23,13 @@ from blockdiff.evals import task
 from blockdiff.metrics import METRICS, MetricsLog, read
 from blockdiff.objective import Objective, evaluating
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.parallel.signals import Interrupted, interruptible
+from blockdiff.parallel.signals import Interrupted
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.heldout import heldout
-from blockdiff.training.loop import Options, train
 from blockdiff.training.samples import FILE_NAME, sample_prompts
 from tests.oracle import tiny_config
 from tests.scripted_sampler import ScriptedSampler
+from tests.toy_trainer import Options, train
 
 ALONE = Ranks(torch.device("cpu"))
 EXACT = task("exact")
@@ -180,6 +181,6 @@ def test_a_signal_is_looked_for_after_every_canvas(sampler):
         asked.append(1)
         return 15 * (len(asked) == 3)
 
-    with interruptible(is_stopping), pytest.raises(Interrupted):
-        sample_prompts(sampler, ROWS, EXACT, ALONE, batch_size=1)
+    with pytest.raises(Interrupted):
+        sample_prompts(sampler, ROWS, EXACT, replace(ALONE, is_stopping=is_stopping), batch_size=1)
     assert len(asked) == 3

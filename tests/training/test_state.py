@@ -21,32 +21,40 @@ from blockdiff.metrics import MetricsLog, read, reproducible
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training import state
 from blockdiff.training.ema import Ema
-from blockdiff.training.loop import Options, train
-from blockdiff.training.optimiser import adamw
+from blockdiff.training.optimiser import build
 from blockdiff.training.schedule import CosineDecay, learning_rate
 from tests.toy_objective import ToyObjective, slots, toy_batches
+from tests.toy_trainer import Options, train
 
 ALONE = Ranks(torch.device("cpu"))
+def saved(run, step, objective, optimiser, keep=2, **kept):
+    """Save a step and remove the checkpoints that are not kept, as the trainer does."""
+    path = state.save(run, step, objective, optimiser, FACTS)
+    state.prune(run, keep, **kept)
+    return path
+
+
 FACTS = {"seed": 3, "recipe": {"optim": {"lr": 0.1}}}
 
 
 def run_to(run: Path, stop: int, resume: bool = False, seed: int = 0, keep: int = 2):
     """Train a toy run of 9 steps up to step `stop`, saving every 2, as the command line would."""
     objective = ToyObjective(seed)
-    optimiser = adamw(objective, lr=0.1)
+    optimiser = build(objective, lr=0.1)
     log = MetricsLog(run / "metrics.jsonl")
     checkpoint = state.enter(run, resume, ALONE)
     start = state.restore(checkpoint, objective, optimiser, FACTS) if checkpoint else 0
     log.cut(start)
+    lr = partial(learning_rate, CosineDecay(), peak=0.1, steps=9, warmup_steps=3)
     train(
         objective,
         optimiser,
-        partial(learning_rate, CosineDecay(), peak=0.1, steps=9, warmup_steps=3),
+        lr,
         toy_batches(slots(ALONE, 4, 2), 4),
         Options(steps=stop, log_every=1, save_every=2),
         ALONE,
         log=log.append,
-        save=lambda step: state.save(run, step, objective, optimiser, FACTS, keep, ALONE),
+        save=lambda step: saved(run, step, objective, optimiser, keep),
         start=start,
     )
     return objective, optimiser
@@ -111,21 +119,19 @@ def test_only_the_newest_checkpoints_stay(tmp_path):
 
 def test_every_nth_checkpoint_and_the_protected_ones_stay_too(tmp_path):
     objective = ToyObjective()
-    optimiser = adamw(objective, lr=0.1)
+    optimiser = build(objective, lr=0.1)
     for step in range(1, 12):
-        state.save(
-            tmp_path, step, objective, optimiser, FACTS, 2, ALONE, keep_every=4, protect={3} if step < 9 else {7}
-        )
+        saved(tmp_path, step, objective, optimiser, keep_every=4, protect={3} if step < 9 else {7})
     assert list(state.steps_saved(tmp_path)) == [4, 7, 8, 10, 11]  # 3 went when 7 became the best
-    state.save(tmp_path, 12, objective, optimiser, FACTS, 1, ALONE, protect={10})
+    saved(tmp_path, 12, objective, optimiser, 1, protect={10})
     assert list(state.steps_saved(tmp_path)) == [10, 12]
 
 
 def test_the_average_is_saved_and_goes_on_to_the_bit(tmp_path):
     def averaged(seed, steps, checkpoint=None):
         objective = ToyObjective(seed)
-        optimiser, ema = adamw(objective, lr=0.1), Ema(objective, 0.9)
-        start = state.restore(checkpoint, objective, optimiser, FACTS, ema=ema) if checkpoint else 0
+        optimiser, ema = build(objective, lr=0.1), Ema(objective, 0.9)
+        start = state.restore(checkpoint, objective, optimiser, FACTS, average=ema) if checkpoint else 0
         batches = toy_batches(slots(ALONE, 4), 4)
         settings = {"log": lambda record: None, "after_step": ema.update, "start": start}
         train(objective, optimiser, lambda _: 0.1, batches, Options(steps), ALONE, **settings)
@@ -133,7 +139,7 @@ def test_the_average_is_saved_and_goes_on_to_the_bit(tmp_path):
 
     whole = averaged(0, 6)[2].state()
     objective, optimiser, ema = averaged(0, 3)
-    path = state.save(tmp_path, 3, objective, optimiser, FACTS, 1, ALONE, ema=ema)
+    path = state.save(tmp_path, 3, objective, optimiser, FACTS, average=ema)
     resumed = averaged(5, 6, path)[2].state()
     assert resumed.keys() == whole.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -147,14 +153,14 @@ def test_the_average_is_saved_and_goes_on_to_the_bit(tmp_path):
 def test_a_run_that_kept_no_average_cannot_go_on_with_one(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
     with pytest.raises(RunError, match=r"step-2: cannot be read .*ema\.safetensors"):
-        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, ema=Ema(objective, 0.9))
+        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, average=Ema(objective, 0.9))
 
 
 def test_an_average_asked_for_since_is_refused_by_its_key_not_by_a_missing_file(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
     facts = {**FACTS, "optim.ema": 0.9}
     with pytest.raises(RunError, match=r"was started with optim\.ema null, not 0\.9; keep what it was started with"):
-        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, facts, ema=Ema(objective, 0.9))
+        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, facts, average=Ema(objective, 0.9))
 
 
 def test_every_fact_that_differs_is_named_with_both_values(tmp_path):
@@ -194,7 +200,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
     with torch.no_grad():
         objective.norm.fill_(4.0)
-    state.save(tmp_path, 2, objective, optimiser, FACTS, 2, ALONE)
+    state.save(tmp_path, 2, objective, optimiser, FACTS)
     assert tensors_of(tmp_path, 2)["norm"].tolist() == [4.0] * 8
 
 
@@ -229,7 +235,7 @@ for moment in range(1, 40):
     shutil.rmtree = dying(shutil.rmtree)
     Path.rename = dying(Path.rename)
     Path.write_text = dying(Path.write_text)
-    state.save(run, 6, objective, optimiser, test_state.FACTS, 2, test_state.ALONE)
+    test_state.saved(run, 6, objective, optimiser)
     os._exit(0)
 """
 
@@ -244,7 +250,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path):
     for run in runs:
         checkpoint = state.enter(run, resume=True, ranks=ALONE)
         objective = ToyObjective(5)
-        reached.append(state.restore(checkpoint, objective, adamw(objective, 0.1), FACTS))
+        reached.append(state.restore(checkpoint, objective, build(objective, lr=0.1), FACTS))
         assert all(path.name.startswith("step-") for path in (run / "checkpoints").iterdir())
     assert reached == sorted(reached)
     assert set(reached) == {4, 6}
@@ -266,7 +272,7 @@ def test_another_model_is_refused_by_the_name_of_a_tensor_and_left_alone(tmp_pat
     wider.mix = torch.nn.Linear(8, 9, bias=False)
     before = {name: tensor.clone() for name, tensor in wider.state_dict().items()}
     with pytest.raises(RunError, match=r"mix\.weight is .*\[8, 8\] there and .*\[9, 8\] in the model"):
-        state.restore(checkpoint, wider, adamw(wider, 0.1), FACTS)
+        state.restore(checkpoint, wider, build(wider, lr=0.1), FACTS)
     assert all(torch.equal(before[name], tensor) for name, tensor in wider.state_dict().items())
 
 
@@ -275,7 +281,7 @@ def test_a_parameter_frozen_since_is_named(tmp_path):
     frozen = ToyObjective()
     frozen.mix.requires_grad_(False)
     with pytest.raises(RunError, match=r"mix\.weight was trained in the run to resume"):
-        state.restore(tmp_path / "checkpoints" / "step-2", frozen, adamw(frozen, 0.1), FACTS)
+        state.restore(tmp_path / "checkpoints" / "step-2", frozen, build(frozen, lr=0.1), FACTS)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimiser.safetensors", "trainer.json"])
@@ -293,7 +299,7 @@ def test_the_state_of_another_optimiser_kind_survives_too(tmp_path):
     optimiser = torch.optim.SGD(objective.parameters(), lr=0.1, momentum=0.9)
     objective(toy_batches([range(4)], 4)(1)[0]).canvas_sum.backward()
     optimiser.step()
-    path = state.save(tmp_path, 1, objective, optimiser, FACTS, 1, ALONE)
+    path = state.save(tmp_path, 1, objective, optimiser, FACTS)
     again = ToyObjective(1)
     other = torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
     assert state.restore(path, again, other, FACTS) == 1

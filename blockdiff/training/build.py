@@ -1,0 +1,197 @@
+"""`build`: from a recipe to everything that trains, one function to be read from top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from blockdiff import checkpoint, evals
+from blockdiff.checkpoint.files import find
+from blockdiff.data.tokenizer import load_tokenizer
+from blockdiff.diffusion.corruption import Corruption
+from blockdiff.errors import RecipeError
+from blockdiff.evals.run import ask
+from blockdiff.objective import Objective
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.shard import replicate
+from blockdiff.sampling import Generation
+from blockdiff.sampling.choices import Choices
+from blockdiff.training import optimiser as optimisers
+from blockdiff.training import schedule, state
+from blockdiff.training.activations import checkpoint_activations
+from blockdiff.training.data import Data, read_data
+from blockdiff.training.ema import Ema
+from blockdiff.training.facts import facts_of, objective_record
+from blockdiff.training.freeze import count_parts, freeze
+from blockdiff.training.progress import Progress
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.sections import MaskToken, UniformTokens
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run starts from, as far as it is known without the weights."""
+
+    config: Any
+    tokenizer: Any
+    generation: Generation  # what generation_config.json of the trained model will say
+    eos_id: int
+    pad_id: int
+
+    @property
+    def canvas_length(self) -> int:
+        """L of the model."""
+        return int(self.config.canvas_length or 256)
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the model."""
+        return int(self.config.text_config.vocab_size)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a trainer trains, with what, and on what."""
+
+    origin: Origin
+    data: Data
+    model: Any
+    objective: Objective
+    module: nn.Module  # what is called: the objective, wrapped where there are several ranks
+    optimiser: torch.optim.Optimizer
+    learning_rate: Callable[[int], float]
+    average: Ema | None
+    choices: Choices
+    facts: dict[str, Any]  # what must be the same for the run to be resumed
+    step: int  # the optimiser step of the checkpoint that was restored, 0 = none was
+
+
+def read_origin(recipe: Recipe) -> Origin:
+    """Config, tokenizer and settings of the model a recipe starts from; reads no weights."""
+    m, generation = recipe.model, None
+    if m.path is not None:
+        config = checkpoint.read_config(m.path)
+        tokenizer = load_tokenizer(m.tokenizer or find(m.path, with_weights=False))
+        generation = Generation.from_pretrained(m.path)
+    elif m.tokenizer is not None:
+        tokenizer = load_tokenizer(m.tokenizer)
+        config = checkpoint.fitted(checkpoint.preset_config(str(m.preset)), tokenizer)
+    else:
+        raise RecipeError(
+            f"model.tokenizer: missing; the preset {m.preset} has random weights and no tokenizer, name one"
+        )
+    special = checkpoint.special_tokens(config, generation, tokenizer)
+    if not special.eos_ids:
+        raise RecipeError("model: neither generation_config.json nor the tokenizer names an eos token; set one")
+    settings = {key: value for key, value in recipe.generation.model_dump().items() if value is not None}
+    try:
+        generation = replace(generation or checkpoint.default_generation(config), **settings)
+    except ValueError as error:
+        raise RecipeError(f"generation: {error}") from None
+    origin = Origin(config, tokenizer, generation, special.eos_ids[0], special.pad_id)
+    if len(tokenizer) > origin.vocab_size:
+        raise RecipeError(
+            f"model.tokenizer: {len(tokenizer)} tokens, but the model has {origin.vocab_size}; "
+            "use the tokenizer the weights were trained with"
+        )
+    return origin
+
+
+def build(
+    recipe: Recipe,
+    ranks: Ranks,
+    show: Progress,
+    saved: Path | None = None,
+    *,
+    make_objective: Callable[..., Objective] | None = None,
+    make_optimiser: Callable[..., torch.optim.Optimizer] | None = None,
+) -> Parts:
+    """Make everything that a recipe names, and restore the checkpoint `saved`; says on the terminal what it is.
+
+    make_objective: what is called as `Objective` is. make_optimiser: makes another optimiser than the recipe's, from
+    the parameters that train. Raises RecipeError, DataError, CheckpointError or RunError in one line.
+    """
+    m, o, t = recipe.model, recipe.objective, recipe.train
+    origin = read_origin(recipe)
+    model = checkpoint.empty(origin.config, kernels=m.kernels)
+    objective = (make_objective or Objective)(
+        model,
+        o.schedule,
+        corruption_of(recipe, origin),
+        seed=recipe.seed,
+        weight=o.weight,
+        prediction=o.prediction,
+        positions=o.positions,
+        stop_gradient=o.stop_gradient,
+    )
+    if not trains_routers(recipe):
+        for parameter in model.router_parameters():
+            parameter.requires_grad_(False)
+    freeze(model, recipe.optim.freeze)
+
+    data = read_data(recipe, origin, ranks)
+    for line in data.lines():
+        show.line(line)
+    if data.prompts:
+        ask(data.prompts, evals.task(recipe.evaluation.task), data.encoder)  # a wrong row is refused before training
+
+    if t.activation_checkpointing:
+        checkpoint_activations(model)
+    if m.compile:
+        for layer in model.layers:
+            layer.compile()
+    if m.path is not None:
+        checkpoint.load_weights(model, m.path, dtype=m.dtype, device=ranks.device)
+    else:
+        dtype = "float32" if m.dtype == "auto" else m.dtype
+        checkpoint.draw_weights(model, seed=recipe.seed, dtype=dtype, device=ranks.device)
+    show.line(f"model     {m.path or f'preset {m.preset}'}, {model.dtype}".replace("torch.", ""))
+    show.parts(count_parts(model))
+
+    module = replicate(objective, ranks)
+    p = recipe.optim
+    optimiser = optimisers.build(
+        objective,
+        name=p.name,
+        lr=p.lr,
+        betas=p.betas,
+        eps=p.eps,
+        weight_decay=p.weight_decay,
+        layer_decay=p.layer_decay,
+        make=make_optimiser,
+    )
+    learning_rate = partial(
+        schedule.learning_rate, p.schedule, peak=p.lr, steps=t.steps, warmup_steps=p.warmup_steps
+    )
+    average = Ema(objective, recipe.optim.ema) if recipe.optim.ema is not None else None
+    facts = facts_of(
+        recipe, origin, data, objective, {"objective": make_objective, "optimiser": make_optimiser}
+    )
+    step = 0
+    if saved is not None:
+        step = state.restore(saved, model, optimiser, facts, average=average, ranks=ranks)
+    choices = Choices.of(objective, objective_record(recipe, objective))
+    return Parts(
+        origin, data, model, objective, module, optimiser, learning_rate, average, choices, facts, step
+    )
+
+
+def trains_routers(recipe: Recipe) -> bool:
+    """Whether the routers train: by default only from scratch, where they have learnt nothing yet."""
+    if recipe.objective.router == "auto":
+        return recipe.model.path is None
+    return recipe.objective.router == "trained"
+
+
+def corruption_of(recipe: Recipe, origin: Origin) -> Corruption:
+    """What a corrupted token becomes, for this tokenizer; the recipe may hold one that was given from Python."""
+    chosen = recipe.objective.corruption
+    if not isinstance(chosen, UniformTokens | MaskToken):
+        return chosen
+    return chosen.of(origin.tokenizer, origin.vocab_size, (origin.eos_id, origin.pad_id, origin.tokenizer.bos_token_id))

@@ -1,0 +1,61 @@
+"""The facts of a run: what must be the same for it to be resumed as the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from blockdiff.training.data import Data
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.sections import described
+
+if TYPE_CHECKING:
+    from blockdiff.training.build import Origin
+
+# What may change when a run is resumed: its length, what is shown and kept, and where things lie.
+FREE = {
+    "output",
+    "model.path",
+    "model.tokenizer",
+    "data.train",  # compared by content
+    "data.heldout",
+    "data.cache",
+    "evaluation.prompts",  # likewise
+    "evaluation.prompts_every",
+    *(f"train.{key}" for key in ("steps", "log_every", "eval_every", "save_every", "keep", "keep_every")),
+    *(f"train.{key}" for key in ("trackers", "timeout")),
+}
+
+
+def objective_record(recipe: Recipe, objective: Any) -> dict[str, Any]:
+    """What the objective is made of, by recipe key: read off the object, which may have other parts than the recipe."""
+    record: dict[str, Any] = recipe.objective.model_dump(mode="json")
+    live = [key for key in ("schedule", "weight") if hasattr(objective, key)]
+    return record | {key: described(getattr(objective, key)) for key in live}
+
+
+def facts_of(recipe: Recipe, origin: Origin, data: Data, objective: Any, made_by: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for a run to be resumed as the same run, by recipe key.
+
+    made_by: what made the objective and the optimiser, for which there are no keys; None = what recipes have.
+    """
+    sections = json.loads(recipe.model_dump_json()) | {"objective": objective_record(recipe, objective)}
+    known: dict[str, Any] = {}
+    for name, section in sections.items():
+        leaves = {name: section}
+        if isinstance(section, dict):
+            leaves = {f"{name}.{key}": value for key, value in section.items()}
+        known |= {key: value for key, value in leaves.items() if key not in FREE}
+    # By content, wherever it lies: the shape of the model, the examples, the prompts.
+    known["model"] = _hash(origin.config.to_dict())
+    known["evaluation.prompts"] = _hash([asdict(replace(row, where="")) for row in data.prompts])
+    known["data.train"] = data.train.fingerprint
+    known["data.heldout"] = None if data.heldout is None else data.heldout.fingerprint
+    return known | {name: None if part is None else described(part) for name, part in made_by.items()}
+
+
+def _hash(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,437 @@
+"""`Trainer`: a run from its first optimiser step, or its last checkpoint, to its export. `fit()` is the way through it.
+
+What a run is made of comes from `build`, the gradient of a step from `step`, the files of a checkpoint from `state`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from blockdiff import evals
+from blockdiff.canvas import Batch
+from blockdiff.data.dataset import Dataset
+from blockdiff.diffusion.corruption import Corruption
+from blockdiff.diffusion.schedule import Schedule
+from blockdiff.diffusion.weight import TimeWeight
+from blockdiff.errors import DataError
+from blockdiff.metrics import FILE_NAME, MetricsLog, Record, of_kind
+from blockdiff.objective import Objective
+from blockdiff.parallel.ranks import from_accelerate
+from blockdiff.parallel.signals import Interrupted, Stopped, caught
+from blockdiff.sampling import Sampler
+from blockdiff.training import best, export, state
+from blockdiff.training.build import Parts, build
+from blockdiff.training.callbacks import Callback
+from blockdiff.training.clock import Clock, memory_gib
+from blockdiff.training.heldout import heldout
+from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
+from blockdiff.training.progress import Progress
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.refuse import refuse, without_effect
+from blockdiff.training.run import Run, settled
+from blockdiff.training.samples import FILE_NAME as SAMPLES
+from blockdiff.training.samples import sample_prompts
+from blockdiff.training.sections import described
+from blockdiff.training.step import Counts, Gradient, Skips, backpropagate
+from blockdiff.training.trackers import Trackers
+
+
+class Trainer:
+    """One training run. Subclass it and override a method to change what happens there; the rest stays as it is.
+
+    The arguments are those of `blockdiff.train`. While `fit()` runs there are `step` (the optimiser step, counted from
+    1), `ranks`, `parts` (model, objective, optimiser, data, ...), `records` (all of metrics.jsonl, on the main
+    process) and `show` (what is printed).
+    """
+
+    def __init__(
+        self,
+        recipe: str | Path | Mapping[str, Any] | Recipe,
+        overrides: Sequence[str] = (),
+        output: str | Path | None = None,
+        resume: bool = False,
+        *,
+        schedule: Schedule | None = None,
+        corruption: Corruption | None = None,
+        weight: TimeWeight | None = None,
+        objective: Callable[..., Objective] | None = None,
+        optimiser: Callable[..., torch.optim.Optimizer] | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.recipe = settled(recipe, overrides, output, schedule=schedule, corruption=corruption, weight=weight)
+        self.directory = Path(str(self.recipe.output))
+        self.resume, self.callbacks = resume, list(callbacks)
+        self.make_objective, self.make_optimiser = objective, optimiser
+        self.began = time.perf_counter()
+        self.trackers: Trackers | None = None
+        self.records: list[Record] = []
+        self.step = self.saved = 0
+        self.doing = "the start of the run"  # said of a rank that is lost meanwhile
+
+    def fit(self) -> Run:
+        """Train to the end of the recipe, from step 0 or the last checkpoint, and export the model.
+
+        Raises Stopped when a signal asked for an end and the step is saved, RunError, DataError or RecipeError in one
+        line for what cannot go on.
+        """
+        with self.running():
+            is_over = self.catch_up()
+            while not is_over:
+                self.step += 1
+                window, counts = self.next_window()
+                gradient = self.backpropagate(window, counts)
+                if gradient.is_finite:
+                    self.update(gradient)
+                    self.log(gradient)
+                else:
+                    self.skip(gradient, window)
+                is_over = self.between_steps()
+            self.finish()
+        return Run(self.directory)
+
+    # -- the optimiser step ----------------------------------------------------------------------------------------
+
+    def fetch(self, step: int) -> Sequence[Batch]:
+        """This rank's micro-batches of an optimiser step, on the CPU; with several ranks never none."""
+        rows = self.recipe.train.micro_batch_size
+        return self.parts.data.batches(step, self.ranks.rank, self.ranks.world, rows)
+
+    def next_window(self) -> tuple[Sequence[Batch], Counts]:
+        """The micro-batches of this step, and what all ranks count in theirs.
+
+        Raises, after saving and on all ranks together, Stopped when a signal asks for it and DataError when the
+        micro-batches of any rank cannot be read.
+        """
+        self.doing = f"step {self.step}"
+        window: Sequence[Batch] = []
+        refusal = None
+        try:
+            window = self.fetch(self.step)
+        except DataError as error:
+            refusal = str(error)
+        counts = Counts.of(window, bool(self.ranks.is_stopping()), refusal is not None, self.ranks)
+        if counts.is_stopping or counts.is_failing:
+            self.step -= 1
+            if counts.is_stopping:
+                self.stop()
+            self.refuse_data(refusal)
+        return window, counts
+
+    def backpropagate(self, window: Sequence[Batch], counts: Counts) -> Gradient:
+        """Fill the gradients of what trains with those of the global batch."""
+        self.parts.optimiser.zero_grad(set_to_none=True)
+        ar_loss = self.recipe.objective.ar_loss
+        ar_weight = 0.0 if ar_loss is None else ar_loss.weight
+        gradient = backpropagate(
+            self.parts.module, self.weights, window, counts, ar_weight, self.recipe.train.autocast, self.ranks
+        )
+        self.clock.count(counts.tokens_2)
+        return gradient
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of an optimiser step, counted from 1."""
+        return self.parts.learning_rate(step)
+
+    def update(self, gradient: Gradient) -> None:
+        """Take the optimiser step, and take the new weights into their average."""
+        clip_gradients(self.weights, gradient.norm, self.recipe.optim.clip)
+        set_lr(self.parts.optimiser, self.learning_rate(self.step))
+        self.parts.optimiser.step()
+        if self.parts.average is not None:
+            self.parts.average.update(self.step)
+
+    def log(self, gradient: Gradient) -> None:
+        """Record the losses of this step where one is due."""
+        if not self.is_due(self.recipe.train.log_every):
+            return
+        rates = {**self.clock.read(), "memory_gib": memory_gib(self.ranks.device)}
+        record: Record = {"step": self.step, "kind": "train", **gradient.losses}
+        record |= {"grad_norm": gradient.norm, "lr": self.learning_rate(self.step)}
+        if steps_per_epoch := self.steps_per_epoch():
+            record["epoch"] = round(self.step / steps_per_epoch, 4)
+        self.record({**record, "skipped": len(self.skips.steps), **rates})
+
+    def skip(self, gradient: Gradient, window: Sequence[Batch]) -> None:
+        """Record a step whose losses or gradient are not finite; RunError where that is to end the run."""
+        self.record(self.skips.note(self.step, window, gradient, self.ranks))
+
+    # -- between optimiser steps -----------------------------------------------------------------------------------
+
+    def is_due(self, every: int) -> bool:
+        """Whether something done `every` so many optimiser steps (0 = at the end only) is done after this one."""
+        return self.step == self.recipe.train.steps or (every > 0 and self.step % every == 0)
+
+    def measurements(self) -> dict[str, int]:
+        """What is measured beside the training losses: the kind of the records, and every how many steps."""
+        every = {"heldout": self.recipe.train.eval_every, "sample": self.recipe.evaluation.prompts_every}
+        there = {"heldout": self.parts.data.heldout is not None, "sample": bool(self.parts.data.prompts)}
+        return {kind: every[kind] for kind in every if there[kind]}
+
+    def catch_up(self) -> bool:
+        """Make what is due after the step that was restored and was not logged before; True when training is over."""
+        if self.parts.step > 0:
+            made = {record["kind"] for record in self.records if record["step"] == self.step}
+            return self.between_steps(set(self.ranks.agree(sorted(made))))
+        return self.between_steps()
+
+    def between_steps(self, made: Sequence[str] | set[str] = ()) -> bool:
+        """Save and measure what is due and not `made` yet; True when training is over.
+
+        A checkpoint comes first, so an evaluation that fails loses nothing.
+        """
+        if self.step > self.parts.step:
+            if self.ranks.is_main:
+                self.show.step(self.step)
+            self.tell("on_step")
+        with self.clock.stopped():
+            done, steps = set(made), self.recipe.train.steps
+            if self.is_due(self.recipe.train.save_every):
+                self.keep()
+            self.measure(done)
+            if self.step == steps:
+                return True
+            if not any(self.is_due(every) for every in self.measurements().values()):
+                return False
+            if self.ranks.agree(self.is_best()):
+                self.keep()
+            if not self.ranks.agree(self.should_stop()):
+                return False
+            self.keep()
+            self.measure(done, is_end=True)
+            return True
+
+    def measure(self, done: set[str], is_end: bool = False) -> None:
+        """Evaluate and sample where due, or both at the end, unless `done`."""
+        take = {"heldout": self.evaluate, "sample": self.sample}
+        for kind, every in self.measurements().items():
+            if kind in done or not (is_end or self.is_due(every)):
+                continue
+            if any(self.ranks.gather(self.ranks.is_stopping())):
+                self.stop()  # the run that is resumed measures
+            self.doing = f"the evaluation after step {self.step}"
+            try:
+                record = take[kind](self.step)
+            except Interrupted:
+                self.stop()
+            self.record({"step": self.step, "kind": kind, **record})
+            done.add(kind)
+
+    def evaluate(self, step: int) -> Record:
+        """The held-out losses and accuracies."""
+        batches = self.parts.data.heldout_batches(self.ranks.rank, self.ranks.world)
+        with self.averaged():
+            levels = self.recipe.evaluation.noise_levels
+            return heldout(self.parts.objective, batches, self.ranks, self.recipe.train.autocast, levels)
+
+    def sample(self, step: int) -> Record:
+        """The figures of the sampled prompts; some of their texts go to samples.jsonl."""
+        p = self.parts
+        sampler = Sampler(p.model, p.origin.tokenizer, p.origin.generation, p.choices)
+        with self.averaged():
+            sampled = sample_prompts(
+                sampler,
+                p.data.prompts,
+                evals.task(self.recipe.evaluation.task),
+                self.ranks,
+                seed=self.recipe.seed,
+                precision=self.recipe.train.autocast,
+                encoder=p.data.encoder,
+            )
+        if self.ranks.is_main:
+            texts = MetricsLog(self.directory / SAMPLES)
+            texts.cut(step - 1)  # a run that was killed here has written some already
+            for text in sampled.texts:
+                texts.append({"step": step, **text})
+        return sampled.record
+
+    def is_best(self) -> bool:
+        """Whether the metric that decides is at its best after this step; the main process knows."""
+        metric = self.recipe.evaluation.best
+        found = None if metric is None else best.best_of(self.records, metric)
+        return found is not None and found[0] == self.step
+
+    def should_stop(self) -> bool:
+        """Whether the metric that decides has not improved for too long; the main process knows."""
+        e = self.recipe.evaluation
+        if e.best is None or e.patience is None:
+            return False
+        return best.evaluations_since_best(self.records, e.best) >= e.patience
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that are evaluated and exported: their average where there is one."""
+        return nullcontext() if self.parts.average is None else self.parts.average.applied()
+
+    # -- records, checkpoints, the end -----------------------------------------------------------------------------
+
+    def record(self, record: Record) -> None:
+        """Write a record to metrics.jsonl, show it and hand it to trackers and callbacks, on the main process."""
+        if self.ranks.is_main:
+            self.records.append(record)
+            MetricsLog(self.directory / FILE_NAME).append(record)
+            self.show.record(record)
+            if self.trackers is not None:
+                self.trackers.log(record)
+            self.tell("on_record", record)
+
+    def keep(self) -> None:
+        """Save a step that has not been saved."""
+        if self.step > self.saved:
+            self.save(self.step)
+            self.saved = self.step
+            self.tell("on_save")
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint; the best one so far stays."""
+        p = self.parts
+        with self.ranks.main_first(f"saving step {step}"):
+            if self.ranks.is_main:
+                state.save(self.directory, step, p.model, p.optimiser, p.facts, self.ranks.world, average=p.average)
+                self.prune()
+
+    def prune(self) -> None:
+        """Remove checkpoints but the newest, those to keep, and the best."""
+        t, found = self.recipe.train, self.best_saved()
+        state.prune(self.directory, t.keep, keep_every=t.keep_every, protect=() if found is None else (found[0],))
+
+    def best_saved(self) -> tuple[int, float] | None:
+        """The saved step with the best value of the metric that decides, and that value."""
+        return best.best_saved(self.directory, self.records, self.recipe.evaluation.best)
+
+    def refuse_data(self, refusal: str | None) -> NoReturn:
+        """Save and raise what is wrong with the data on the first rank that says so, all ranks together."""
+        reason = next(line for line in self.ranks.gather(refusal) if line is not None)
+        self.keep()
+        saved = f"; the run is saved at step {self.step}, go on with --resume" if self.saved == self.step > 0 else ""
+        raise DataError(reason + saved)
+
+    def stop(self) -> NoReturn:
+        """Save and leave, all ranks together."""
+        self.keep()
+        raise Stopped(self.step, max(self.ranks.gather(self.ranks.is_stopping())))
+
+    def finish(self) -> None:
+        """Export the model, draw the curves, and say in one line what the run was."""
+        self.doing = "the end of the run"
+        with self.ranks.main_first("exporting the model"):
+            if self.ranks.is_main:
+                export.finish(self)
+        self.tell("on_end")
+
+    def tell(self, event: str, *values: Any) -> None:
+        """Call a method of every callback."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *values)
+
+    # -- the start -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Surrounds the run: the ranks join, everything is built and restored, signals wait for the end of a step."""
+        ranks = from_accelerate(timeout=self.recipe.train.timeout)
+        try:
+            with ranks.guarded(lambda: self.doing), caught(speaks=ranks.is_main) as signals:
+                self.ranks = replace(ranks, is_stopping=signals.is_stopping)
+                self.start()
+                with self.show.running(self.step):
+                    yield
+        finally:
+            if self.trackers is not None:
+                self.trackers.finish()
+            ranks.close()
+
+    def start(self) -> None:
+        """Refuse what would fail late, build what trains, go back to the last checkpoint and cut the logs to it."""
+        self.show = Progress(self.recipe.train.steps, is_shown=self.ranks.is_main)
+        refuse(self.recipe, self.ranks.world)
+        for line in without_effect(self.recipe):
+            self.show.line(f"note      {line}")
+        with state.entered(self.directory, self.resume, self.ranks) as checkpoint:
+            self.begin(
+                build(
+                    self.recipe,
+                    self.ranks,
+                    self.show,
+                    checkpoint,
+                    make_objective=self.make_objective,
+                    make_optimiser=self.make_optimiser,
+                )
+            )
+        self.show.line(f"run       {self.directory}: {self.plan()}, {self.ranks.world} x {self.ranks.device}")
+        if checkpoint is not None:
+            self.show.line(f"resumed   {checkpoint}")
+        elif self.resume:
+            self.show.line(f"resumed   nothing: {self.directory} has no checkpoint, so this starts at step 0")
+        if self.ranks.is_main:
+            self.records = export.open_logs(self, is_new=checkpoint is None)
+        self.go_on()
+        self.tell("on_start")
+
+    def go_on(self) -> None:
+        """Count the skipped steps and the seconds on from what the logs say."""
+        skipped = [record["step"] for record in of_kind(self.records, "skipped")]
+        self.skips = Skips(self.recipe.train.non_finite, self.ranks.agree(skipped))
+        seconds = max((record.get("seconds", 0.0) for record in self.records), default=0.0)
+        self.clock = Clock(self.ranks.device, seconds)
+
+    def begin(self, parts: Parts) -> None:
+        """Take what was built."""
+        self.parts, self.step, self.saved = parts, parts.step, parts.step
+        self.weights = list(trainable(parts.objective).values())
+
+    def plan(self) -> str:
+        """What is going to happen, in words."""
+        t, canvases = self.recipe.train, described(self.recipe.data.canvases)
+        epochs = self.steps_per_epoch()
+        length = "" if epochs is None else f", {t.steps / epochs:.1f} epochs"
+        saved = f"saved every {t.save_every}" if t.save_every else "saved at the end only"
+        scored = f"{canvases} canvas{'es' * (canvases != 1)}"
+        return f"{t.steps} optimiser steps of {t.batch_size} examples, {scored} of each{length}, {saved}"
+
+    def steps_per_epoch(self) -> float | None:
+        """Optimiser steps that see every example once; None where the data are a stream."""
+        train = self.parts.data.train
+        return len(train) / self.recipe.train.batch_size if isinstance(train, Dataset) else None
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    overrides: Sequence[str] = (),
+    output: str | Path | None = None,
+    resume: bool = False,
+    *,
+    schedule: Schedule | None = None,
+    corruption: Corruption | None = None,
+    weight: TimeWeight | None = None,
+    objective: Callable[..., Objective] | None = None,
+    optimiser: Callable[..., torch.optim.Optimizer] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Train what a recipe says and return the run: `Trainer(...).fit()`, with every guarantee of the command.
+
+    recipe: the path of a YAML recipe, a mapping with the same keys (rows may stand in it, in memory), or a Recipe.
+    overrides: `key.path=value` texts. output: the run directory. resume: go on from its last checkpoint.
+    schedule, corruption, weight: objects that replace the recipe's. objective: what is called as
+    `blockdiff.objective.Objective` is, a subclass for example. optimiser: makes one from the parameters that train,
+    such as a class of torch.optim or a `functools.partial` of one. What is given is recorded by name and values, and
+    resuming asks for the same.
+    callbacks: told of the run while it goes on. Raises what `Trainer.fit` raises.
+    """
+    return Trainer(
+        recipe,
+        overrides,
+        output,
+        resume,
+        schedule=schedule,
+        corruption=corruption,
+        weight=weight,
+        objective=objective,
+        optimiser=optimiser,
+        callbacks=callbacks,
+    ).fit()

@@ -1,0 +1,143 @@
+"""`Trainer` with a toy objective, without a recipe file, data or a run directory, and with functions to watch it by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from blockdiff.canvas import Batch
+from blockdiff.metrics import Record
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.shard import replicate
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the recipe of a toy run says."""
+
+    steps: int
+    ar_weight: float = 1.0
+    clip: float = 1.0
+    autocast: Literal["bfloat16"] | None = None
+    log_every: int = 10
+    eval_every: int = 0
+    sample_every: int = 0
+    save_every: int = 0
+    non_finite: Literal["stop", "skip"] = "stop"
+    steps_per_epoch: float | None = None
+
+
+class ToyTrainer(Trainer):
+    """A trainer whose parts are given and whose methods call the functions in `watch` where there are any."""
+
+    def __init__(
+        self,
+        objective: nn.Module,
+        optimiser: torch.optim.Optimizer,
+        lr: Callable[[int], float],
+        batches: Callable[[int], Sequence[Batch]],
+        options: Options,
+        ranks: Ranks,
+        *,
+        logged: Sequence[Record] | None = None,
+        start: int = 0,
+        seconds: float = 0.0,
+        **watch: Any,
+    ) -> None:
+        o = options
+        train = {key: getattr(o, key) for key in ("steps", "autocast", "log_every", "eval_every", "save_every")}
+        recipe = Recipe.model_validate(
+            {
+                "model": {"preset": "tiny"},
+                "data": {"train": "rows.jsonl"},
+                "objective": {"ar_loss": o.ar_weight or "none"},
+                "optim": {"clip": o.clip},
+                "train": {**train, "batch_size": 1, "non_finite": o.non_finite},
+                "evaluation": {"prompts_every": o.sample_every},
+            }
+        )
+        super().__init__(recipe, output="toy")
+        is_stopping = watch.pop("is_stopping", None)
+        self.ranks = ranks if is_stopping is None else replace(ranks, is_stopping=is_stopping)
+        self.options, self.batches, self.lr, self.watch = o, batches, lr, watch
+        self.records, self.seconds = list(logged or ()), seconds
+        self.show = SimpleNamespace(step=lambda step: self.call("on_step"))
+        parts: Any = SimpleNamespace(
+            objective=objective,
+            module=replicate(objective, ranks),
+            optimiser=optimiser,
+            average=None,
+            step=start,
+        )
+        self.begin(parts)
+
+    def call(self, name: str, default: Any = None) -> Any:
+        function = self.watch.get(name)
+        return default if function is None else function(self.step)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with self.ranks.guarded(lambda: self.doing):
+            self.go_on()
+            self.clock._seconds = self.seconds or self.clock._seconds
+            yield
+
+    def fetch(self, step: int) -> Sequence[Batch]:
+        return self.batches(step)
+
+    def learning_rate(self, step: int) -> float:
+        return self.lr(step)
+
+    def update(self, gradient: Any) -> None:
+        super().update(gradient)
+        self.call("after_step")
+
+    def measurements(self) -> dict[str, int]:
+        every = {"heldout": self.options.eval_every, "sample": self.options.sample_every}
+        names = {"heldout": "evaluate", "sample": "sample"}
+        return {kind: every[kind] for kind in every if self.watch.get(names[kind])}
+
+    def evaluate(self, step: int) -> Record:
+        return self.call("evaluate")
+
+    def sample(self, step: int) -> Record:
+        return self.call("sample")
+
+    def is_best(self) -> bool:
+        return self.call("is_best", False)
+
+    def should_stop(self) -> bool:
+        return self.call("should_stop", False)
+
+    def record(self, record: Record) -> None:
+        if self.ranks.is_main:
+            self.records.append(record)
+            self.watch["log"](record)
+
+    def keep(self) -> None:
+        if self.watch.get("save"):
+            super().keep()
+
+    def save(self, step: int) -> None:
+        self.call("save")
+
+    def finish(self) -> None:
+        pass
+
+    def steps_per_epoch(self) -> float | None:
+        return self.options.steps_per_epoch
+
+
+def train(*parts: Any, **watch: Any) -> int:
+    """Run a toy trainer to its end and return the step it reached."""
+    trainer = ToyTrainer(*parts, **watch)
+    trainer.fit()
+    return trainer.step
