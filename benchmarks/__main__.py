@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers.utils import logging
 
 from benchmarks import (
     denoise_step,
@@ -22,6 +21,7 @@ from benchmarks import (
 )
 from benchmarks.result import Result, table
 from benchmarks.settings import Settings
+from blockdiff.terminal import quiet
 
 SUITES = {
     "training": training_step.run,
@@ -56,7 +56,7 @@ def main(words: list[str] | None = None) -> int:
     unknown = [name for name in chosen if name not in known]
     if unknown or options.repeats < 1:
         parser.error(f"no size {unknown[0]!r}; there are: {', '.join(known)}" if unknown else "--repeats: at least 1")
-    logging.set_verbosity_error()
+    quiet()
 
     compiled_peer = options.compiled_peer or device.type == "cuda"
     settings = Settings(device, options.repeats, options.kernels, compiled_peer)

@@ -27,7 +27,7 @@ def init(
     if (directory / "config.json").exists():
         raise CheckpointError(f"{directory}: holds a checkpoint already; name another directory or remove it")
     from blockdiff import checkpoint
-    from blockdiff.data.tokenizer import load_tokenizer
+    from blockdiff.checkpoint.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
     model = checkpoint.init(preset, seed=seed, dtype=dtype)

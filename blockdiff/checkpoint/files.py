@@ -21,16 +21,16 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 CHOICES = "blockdiff.json"  # what the model was trained for (`sampling.choices`)
-# What lies beside config and weights, and is carried from the checkpoint loaded to the one saved.
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model")  # a directory with neither holds no tokenizer
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
+    *VOCABULARY_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
 )
+# What lies beside config and weights, and is carried from the checkpoint loaded to the one saved.
 SIDE_FILES = (GENERATION, CHOICES, *TOKENIZER_FILES, "processor_config.json", "preprocessor_config.json")
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -18,7 +17,6 @@ SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>")  # ids 0, 1, 2 as in Gemma
 MASK = "<mask>"
 TURN_TOKENS = ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>")  # the Gemma 4 turn format
 BYTES = 256
-FILES = ("tokenizer.json", "tokenizer.model")  # a directory with neither holds no tokenizer
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -92,26 +90,6 @@ def _wrapped(tokenizer: Tokenizer, bos_id: int, **special: str) -> PreTrainedTok
         clean_up_tokenization_spaces=False,
         **special,
     )
-
-
-def load_tokenizer(path_or_hub_id: str | Path) -> Any:
-    """The tokenizer beside a checkpoint, in a directory of its own, or on the Hub; never runs remote code."""
-    from transformers import AutoTokenizer, PreTrainedConfig
-
-    directory = Path(path_or_hub_id)
-    try:
-        # Without files transformers makes an empty tokenizer of the model's type, which knows no word.
-        if directory.is_dir() and not any((directory / name).is_file() for name in FILES):
-            raise FileNotFoundError(f"none of {', '.join(FILES)}")
-        # The type of the model decides; to build its whole config would import most of transformers.
-        values, _ = PreTrainedConfig.get_config_dict(str(path_or_hub_id))
-        config = PreTrainedConfig.from_dict(values, name_or_path=str(path_or_hub_id))
-        return AutoTokenizer.from_pretrained(str(path_or_hub_id), config=config)
-    except Exception as error:  # transformers raises a dozen kinds for a directory without a tokenizer
-        raise DataError(
-            f"{path_or_hub_id}: no tokenizer to be read there ({' '.join(str(error).split())[:200]}); "
-            "put tokenizer.json beside the weights or name another one"
-        ) from error
 
 
 def decoder(tokenizer: Any) -> Callable[[int], str]:

@@ -17,22 +17,22 @@ class Draws:
     def __init__(self, seed_B: Tensor, canvas: int, length: int, vocab_size: int):
         self.seed_B = seed_B
         self.canvas, self.length, self.vocab_size = canvas, length, vocab_size
-        self._first = 0
-        self._uniform_TBL: Tensor | None = None
-        self._noise_TBL: Tensor | None = None
+        self._first, self._uniform_TBL, self._noise_TBL = 0, *self._draw(0)
 
     def of_step(self, step: int) -> tuple[Tensor, Tensor]:
         """Uniform float32 [B, L] in [0, 1) and noise tokens int64 [B, L] of a step, counted from 0."""
-        if self._uniform_TBL is None or self._noise_TBL is None or step >= self._first + STEPS_AHEAD:
-            self._first = step
-            steps = torch.arange(step, step + STEPS_AHEAD, device=self.seed_B.device)[:, None]
-            words_TBN = words(self.seed_B, Stream.SAMPLE, (self.canvas, steps), 2 * self.length)
-            self._uniform_TBL = to_uniform(words_TBN[..., : self.length])
-            self._noise_TBL = to_integers(words_TBN[..., self.length :], self.vocab_size)
+        if not self._first <= step < self._first + STEPS_AHEAD:
+            self._first, self._uniform_TBL, self._noise_TBL = step, *self._draw(step)
         return self._uniform_TBL[step - self._first], self._noise_TBL[step - self._first]
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows of the batch."""
         self.seed_B = self.seed_B[rows]
-        if self._uniform_TBL is not None and self._noise_TBL is not None:
-            self._uniform_TBL, self._noise_TBL = self._uniform_TBL[:, rows], self._noise_TBL[:, rows]
+        self._uniform_TBL, self._noise_TBL = self._uniform_TBL[:, rows], self._noise_TBL[:, rows]
+
+    def _draw(self, first: int) -> tuple[Tensor, Tensor]:
+        """The numbers of STEPS_AHEAD steps from `first` on."""
+        steps = torch.arange(first, first + STEPS_AHEAD, device=self.seed_B.device)[:, None]
+        words_TBN = words(self.seed_B, Stream.SAMPLE, (self.canvas, steps), 2 * self.length)
+        uniform_TBL = to_uniform(words_TBN[..., : self.length])
+        return uniform_TBL, to_integers(words_TBN[..., self.length :], self.vocab_size)

@@ -74,7 +74,7 @@ class Sampler:
 
         What cannot be used is refused before the weights are read.
         """
-        from blockdiff.data.tokenizer import load_tokenizer
+        from blockdiff.checkpoint.tokenizer import load_tokenizer
 
         directory = find(path_or_hub_id)
         generation, tokenizer = Generation.from_pretrained(directory), load_tokenizer(directory)

@@ -13,7 +13,7 @@ from torch import nn
 
 from blockdiff import checkpoint, evals
 from blockdiff.checkpoint.files import find
-from blockdiff.data.tokenizer import load_tokenizer
+from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.diffusion.corruption import Corruption
 from blockdiff.errors import RecipeError
 from blockdiff.evals.run import ask

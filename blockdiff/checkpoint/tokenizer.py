@@ -1,0 +1,32 @@
+"""The tokenizer beside a checkpoint's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from blockdiff.checkpoint.files import VOCABULARY_FILES
+from blockdiff.errors import CheckpointError
+
+
+def load_tokenizer(path_or_hub_id: str | Path) -> Any:
+    """The tokenizer beside a checkpoint, in a directory of its own, or on the Hub; never runs remote code.
+
+    Raises CheckpointError where there is none.
+    """
+    from transformers import AutoTokenizer, PreTrainedConfig
+
+    directory = Path(path_or_hub_id).expanduser()
+    name = str(directory if directory.is_dir() else path_or_hub_id)
+    try:
+        # Without files transformers makes an empty tokenizer of the model's type, which knows no word.
+        if directory.is_dir() and not any((directory / name).is_file() for name in VOCABULARY_FILES):
+            raise FileNotFoundError(f"none of {', '.join(VOCABULARY_FILES)}")
+        # The type of the model decides; to build its whole config would import most of transformers.
+        values, _ = PreTrainedConfig.get_config_dict(name)
+        return AutoTokenizer.from_pretrained(name, config=PreTrainedConfig.from_dict(values, name_or_path=name))
+    except Exception as error:  # transformers raises a dozen kinds for a directory without a tokenizer
+        raise CheckpointError(
+            f"{path_or_hub_id}: no tokenizer to be read there ({' '.join(str(error).split())[:200]}); "
+            "put tokenizer.json beside the weights or name another one"
+        ) from error
