@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,10 +85,17 @@ MACHINE_UNITS = ("s", "GiB", "tokens/s", "scored tokens/s")  # their numbers dep
 ABSENT_AT_0 = ("ar_loss", "skipped")  # an AR loss of 0 has no weight in the recipe
 
 
+def measured(record: Mapping[str, Any], key: str) -> float | None:
+    """A record's value of a metric; None if it was not measured or is not finite."""
+    value = record.get(key)
+    if not isinstance(value, int | float) or not math.isfinite(value) or (value == 0 and key in ABSENT_AT_0):
+        return None
+    return value
+
+
 def texts(record: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
     """The metrics of a record in words, by key and in the order of `keys`; what was not measured is left out."""
-    values = {key: record[key] for key in keys if record.get(key) is not None}
-    return {key: METRICS[key].text(value) for key, value in values.items() if value != 0 or key not in ABSENT_AT_0}
+    return {key: METRICS[key].text(value) for key in keys if (value := measured(record, key)) is not None}
 
 
 def metrics_of_evaluations() -> list[str]:

@@ -6,20 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from blockdiff.plots.panels import LEVEL, Line, Panel, Run, named_apart, panels_comparing, panels_of, read_run
+from blockdiff.metrics import read
+from blockdiff.plots.panels import LEVEL, Line, Panel, Run, named_apart, panels_of, read_run
 
 
 def draw_curves(metrics: str | Path, picture: str | Path, title: str | None = None) -> None:
     """Draw the metrics.jsonl of one run as a PNG: losses, held-out figures by noise level, samples, rates, speed.
 
     Training values are noisy: they stay faint behind their moving average. Nothing is drawn when the file has no
-    records.
+    metrics.
     """
-    from blockdiff.metrics import read
-
-    records = read(Path(metrics))
-    if records:
-        _draw(panels_of(Run(title or "", records)), picture, title=title)
+    _draw([Run(title or "", read(Path(metrics)))], picture)
 
 
 def draw_comparison(directories: Sequence[str | Path], picture: str | Path) -> None:
@@ -27,12 +24,7 @@ def draw_comparison(directories: Sequence[str | Path], picture: str | Path) -> N
 
     Raises RunError naming a directory without a run.
     """
-    runs = named_apart([read_run(directory) for directory in directories])
-    if len(runs) == 1:
-        _draw(panels_of(runs[0]), picture, title=runs[0].name)
-    else:
-        panels = panels_comparing(runs)
-        _draw(panels, picture, names={line.label: line.colour for p in panels for line in p.lines if line.label})
+    _draw(named_apart([read_run(directory) for directory in directories]), picture)
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:
@@ -45,47 +37,42 @@ def smooth(values: Sequence[float], reach: int) -> list[float]:
     return result
 
 
-def _draw(
-    panels: Sequence[Panel], picture: str | Path, title: str | None = None, names: dict[str, str] | None = None
-) -> None:
-    """Panels on a grid of three columns; one run's losses get four cells. `names`: the runs of one common legend."""
+def _draw(runs: Sequence[Run], picture: str | Path) -> None:
+    """Panels on a grid of three columns. The losses of a single run get four cells; several runs share one legend."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    places, rows = _places(len(panels), has_large=names is None)
-    figure = Figure(figsize=(11, 0.5 + (1.9 if rows == len(panels) - 1 else 2.5) * rows), dpi=140, layout="constrained")
+    panels, is_alone = panels_of(runs), len(runs) == 1
+    if not panels:
+        return
+    places = _places(len(panels), has_large=is_alone)
+    height = 1.9 if len(places) == len(panels) - 1 else 2.5
+    figure = Figure(figsize=(11, 0.5 + height * len(places)), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(rows, 3)
-    for panel, (row, column) in zip(panels, places, strict=True):
-        axes = figure.add_subplot(grid[row, column])
-        _fill(axes, panel, has_legend=names is None)
-    if names:
+    axes = figure.subplot_mosaic(places, empty_sentinel=-1)
+    for number, panel in enumerate(panels):
+        _fill(axes[number], panel, has_legend=is_alone)
+    if is_alone:
+        figure.suptitle(runs[0].name, x=0.01, ha="left", fontsize=11)
+    else:
+        names = {line.label: line.colour for panel in panels for line in panel.lines if line.label}
         handles = [Line2D([], [], color=colour, linewidth=2) for colour in names.values()]
         columns = max(1, min(len(names), 110 // (max(map(len, names)) + 8)))
         figure.legend(handles, list(names), loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
-    elif title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.savefig(str(picture))
 
 
-def _places(count: int, has_large: bool) -> tuple[list[tuple[slice, slice]], int]:
-    """A (rows, columns) place for every panel, and how many rows there are."""
-
-    def cell(row: int, column: int) -> tuple[slice, slice]:
-        return slice(row, row + 1), slice(column, column + 1)
-
-    if not has_large:
-        return [cell(*divmod(number, 3)) for number in range(count)], max(1, -(-count // 3))
-    if count == 1:
-        return [(slice(0, 2), slice(0, 3))], 2
-    tall = max(2, count - 1) if count <= 4 else 2  # rows of the large one: few others stand beside it
-    places = [(slice(0, tall), slice(0, 2))]
-    beside = count - 1 if count <= 4 else 2
-    places += [cell(row, 2) for row in range(beside)]
-    below = count - 1 - beside
-    places += [cell(tall + number // 3, number % 3) for number in range(below)]
-    return places, tall + -(-below // 3)
+def _places(count: int, has_large: bool) -> list[list[int]]:
+    """Which panel has each cell of the grid, by rows; -1 = none. A large panel 0 has others beside and below it."""
+    small, rows = list(range(count)), []
+    if has_large:
+        beside = small[1:] if count <= 4 else small[1:3]
+        small = small[1 + len(beside) :]
+        right = beside or [0]  # alone it has the whole width
+        rows = [[0, 0, place] for place in right + [-1 if beside else 0] * (2 - len(right))]
+    padded = small + [-1] * (-len(small) % 3)
+    return rows + [padded[at : at + 3] for at in range(0, len(padded), 3)]
 
 
 def _fill(axes: Any, panel: Panel, has_legend: bool) -> None:
@@ -97,7 +84,7 @@ def _fill(axes: Any, panel: Panel, has_legend: bool) -> None:
 
         axes.set_ylim(-0.02, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    elif panel.is_loss and min(values) > 0 and max(values) > 20 * min(values):
+    elif panel.has_losses and min(values) > 0 and max(values) > 20 * min(values):
         axes.set_yscale("log")
     elif min(values) >= 0:
         axes.set_ylim(bottom=0)

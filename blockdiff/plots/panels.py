@@ -2,42 +2,91 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from blockdiff.errors import RunError
+from blockdiff.metrics import FILE_NAME, METRICS, Record, measured, read
 
-Record = Mapping[str, Any]
 Points = tuple[list[float], list[float]]
 
 # Told apart by most eyes, also in grey (Okabe and Ito's palette, without its yellow).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d", "#7b3294")
+BLUE, ORANGE, GREY = COLOURS[0], COLOURS[1], COLOURS[6]
 STEP, LEVEL = "optimiser step", "t (0 = clean, 1 = all noise)"
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points and how they look: `noisy` ones stay faint behind their moving average, `dots` were measured there."""
+    """A metric and how it looks, with the points of a run once it is drawn."""
 
-    points: Points
-    label: str | None
-    colour: str
-    style: Literal["noisy", "plain", "dots"] = "plain"
+    key: str
+    label: str | None = None
+    colour: str = GREY
     is_dashed: bool = False
+    points: Points = ([], [])
+
+    @property
+    def style(self) -> Literal["noisy", "plain", "dots"]:
+        """Training values stay faint behind their moving average; evaluations are dots, joined."""
+        if METRICS[self.key].kind != "train":
+            return "dots"
+        return "plain" if self.key == "lr" else "noisy"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines over one axis; `is_share`: from 0 to 100 %."""
+    """Lines over one axis. The scale of losses may be logarithmic; `dashed`: what dashed lines are, for the title."""
 
     title: str
     lines: tuple[Line, ...]
     x: str = STEP
-    is_share: bool = False
-    is_loss: bool = False
+    has_losses: bool = False
+    dashed: str = ""
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the axis goes from 0 to 100 %."""
+        return METRICS[self.lines[0].key].format.endswith("%")
+
+
+def _with_heldout(key: str, label: str, colour: str) -> tuple[Line, Line]:
+    return Line(key, label, colour), Line(f"heldout_{key}", f"{label}, held out", colour, is_dashed=True)
+
+
+def _by_signal(part: str, measure: str, colour: str) -> tuple[Line, Line]:
+    key = f"heldout_{part}_{measure}"
+    return Line(key, part, colour), Line(f"{key}_no_signal", f"{part}, no signal", colour, is_dashed=True)
+
+
+def _by_part(measure: str) -> tuple[Line, Line]:
+    return Line(f"heldout_corrupted_{measure}"), Line(f"heldout_kept_{measure}", is_dashed=True)
+
+
+def _over_steps(*keys: str) -> list[Panel]:
+    return [Panel(METRICS[key].label, (Line(key),)) for key in keys]
+
+
+CANVAS, NEXT = _with_heldout("canvas_loss", "canvas", BLUE), _with_heldout("ar_loss", "next token", ORANGE)
+ALONE = [  # one run: losses first, then everything else that it measured; colours tell measures apart
+    Panel("loss per token", (*CANVAS, *NEXT), has_losses=True),
+    *(
+        Panel(
+            f"held-out {m} by noise level", (*_by_signal("corrupted", m, ORANGE), *_by_signal("kept", m, BLUE)), LEVEL
+        )
+        for m in ("loss", "accuracy")
+    ),
+    *_over_steps("heldout_canvas_accuracy", "sample_accuracy", "sample_steps_per_canvas"),
+    *_over_steps("grad_norm", "lr", "tokens_per_second"),
+]
+COMPARED = [  # several runs: colours tell runs apart
+    Panel(METRICS["canvas_loss"].label, CANVAS, has_losses=True, dashed="held out"),
+    Panel(METRICS["ar_loss"].label, NEXT, has_losses=True, dashed="held out"),
+    *(Panel(f"held-out {m}, corrupted", _by_part(m), LEVEL, dashed="kept") for m in ("loss", "accuracy")),
+    *_over_steps("heldout_canvas_accuracy", "sample_accuracy", "sample_steps_per_canvas", "tokens_per_second"),
+]
 
 
 @dataclass(frozen=True)
@@ -45,30 +94,11 @@ class Run:
     """The records of a run and what it is called in a picture."""
 
     name: str
-    records: list[dict[str, Any]]
-
-
-# A training key, its panel when runs are compared, its label and colour when one is drawn.
-LOSSES = (
-    ("canvas_loss", "canvas loss", "canvas", "#0072b2"),
-    ("ar_loss", "next-token loss", "next token", "#d55e00"),
-)
-# Over steps: key, title, style, is_share.
-OVER_STEPS: tuple[tuple[str, str, Literal["noisy", "plain", "dots"], bool], ...] = (
-    ("heldout_canvas_accuracy", "held-out canvas tokens right", "dots", True),
-    ("sample_accuracy", "sampled prompts right", "dots", True),
-    ("sample_steps_per_canvas", "steps per canvas of sampled prompts", "dots", False),
-    ("grad_norm", "gradient norm before clipping", "noisy", False),
-    ("lr", "learning rate", "plain", False),
-    ("tokens_per_second", "tokens per second", "noisy", False),
-)
-NOT_COMPARED = ("grad_norm", "lr")
+    records: list[Record]
 
 
 def read_run(directory: str | Path) -> Run:
     """The run in a directory. Raises RunError, naming it, when none is there or it has logged nothing yet."""
-    from blockdiff.metrics import FILE_NAME, read
-
     path = Path(directory)
     if not (path / FILE_NAME).is_file():
         what = f"no {FILE_NAME} in it" if path.is_dir() else "not a directory"
@@ -90,74 +120,36 @@ def named_apart(runs: Sequence[Run]) -> list[Run]:
 
 
 def series(records: Sequence[Record], key: str) -> Points:
-    """Optimiser steps and values of the records that have a finite `key`."""
-    points = [(record["step"], float(record[key])) for record in records if _is_number(record.get(key))]
+    """Optimiser steps and values of the records that have the metric."""
+    points = [(record["step"], value) for record in records if (value := measured(record, key)) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def by_level(records: Sequence[Record], key: str) -> Points:
-    """Middles of the noise levels t and the values of `key` there, at the last evaluation that has levels."""
-    levels: list[Record] = next(
+    """Middles of the noise levels t and the held-out metric there, at the last evaluation that has levels."""
+    levels: list[Mapping[str, Any]] = next(
         (record["heldout_levels"] for record in reversed(records) if record.get("heldout_levels")), []
     )
-    found = [
-        ((level["t_from"] + level["t_to"]) / 2, float(level[key])) for level in levels if _is_number(level.get(key))
-    ]
+    inner = key.removeprefix("heldout_")
+    found = [((level["t_from"] + level["t_to"]) / 2, level[inner]) for level in levels if inner in level]
     return [t for t, _ in found], [value for _, value in found]
 
 
-def panels_of(run: Run) -> list[Panel]:
-    """One run: losses first, then everything else that it measured; colours tell measures apart."""
-    losses = []
-    for key, _, label, colour in LOSSES:
-        losses.append(Line(series(run.records, key), label, colour, "noisy"))
-        losses.append(Line(series(run.records, f"heldout_{key}"), f"{label}, held out", colour, "dots", is_dashed=True))
-    panels = [Panel("loss per token", tuple(losses), is_loss=True)]
-    for measure in ("loss", "accuracy"):
-        lines = []
-        for part, colour in (("corrupted", "#d55e00"), ("kept", "#0072b2")):
-            for end, words, is_dashed in (("", "", False), ("_no_signal", ", no signal", True)):
-                points = by_level(run.records, f"{part}_{measure}{end}")
-                lines.append(Line(points, f"{part}{words}", colour, "dots", is_dashed))
-        panels.append(Panel(f"held-out {measure} by noise level", tuple(lines), LEVEL, is_share=measure == "accuracy"))
-    for key, title, style, is_share in OVER_STEPS:
-        panels.append(Panel(title, (Line(series(run.records, key), None, "#4d4d4d", style),), is_share=is_share))
-    return _with_something(panels)
-
-
-def panels_comparing(runs: Sequence[Run]) -> list[Panel]:
-    """Several runs: colours tell runs apart; dashed with dots is held out, or what was kept by the noise."""
-    coloured = [(run, COLOURS[number % len(COLOURS)]) for number, run in enumerate(runs)]
+def panels_of(runs: Sequence[Run]) -> list[Panel]:
+    """The panels and lines for which one run, or any of several, has points."""
     panels = []
-    for key, title, _, _ in LOSSES:
-        lines = [Line(series(run.records, key), run.name, colour, "noisy") for run, colour in coloured]
-        held = [(series(run.records, f"heldout_{key}"), colour) for run, colour in coloured]
-        lines += [Line(points, None, colour, "dots", is_dashed=True) for points, colour in held]
-        title += " (dashed: held out)" if any(steps for (steps, _), _ in held) else ""
-        panels.append(Panel(title, tuple(lines), is_loss=True))
-    for measure in ("loss", "accuracy"):
+    for panel in ALONE if len(runs) == 1 else COMPARED:
         lines = []
-        for run, colour in coloured:
-            lines.append(Line(by_level(run.records, f"corrupted_{measure}"), run.name, colour, "dots"))
-            lines.append(Line(by_level(run.records, f"kept_{measure}"), None, colour, "dots", is_dashed=True))
-        title = f"held-out {measure}, corrupted (dashed: kept)"
-        panels.append(Panel(title, tuple(lines), LEVEL, is_share=measure == "accuracy"))
-    for key, title, style, is_share in OVER_STEPS:
-        if key not in NOT_COMPARED:
-            lines = [Line(series(run.records, key), run.name, colour, style) for run, colour in coloured]
-            panels.append(Panel(title, tuple(lines), is_share=is_share))
-    return _with_something(panels)
-
-
-def _with_something(panels: Sequence[Panel]) -> list[Panel]:
-    """Panels and lines that have points; a loss that is 0 throughout has no weight in the recipe and is left out."""
-    kept = []
-    for panel in panels:
-        lines = [line for line in panel.lines if line.points[1] and (any(line.points[1]) or not panel.is_loss)]
+        for line in panel.lines:
+            for number, run in enumerate(runs):
+                points = (by_level if panel.x == LEVEL else series)(run.records, line.key)
+                if points[1] and len(runs) > 1:
+                    label, colour = None if line.is_dashed else run.name, COLOURS[number % len(COLOURS)]
+                    lines.append(replace(line, points=points, label=label, colour=colour))
+                elif points[1]:
+                    lines.append(replace(line, points=points))
         if lines:
-            kept.append(replace(panel, lines=tuple(lines)))
-    return kept
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+            is_dashed = panel.dashed and any(line.is_dashed for line in lines)
+            title = f"{panel.title} (dashed: {panel.dashed})" if is_dashed else panel.title
+            panels.append(replace(panel, title=title, lines=tuple(lines)))
+    return panels

@@ -7,16 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.plots.moments import (
-    Cell,
-    Decode,
-    Moment,
-    grid_moments,
-    grid_side,
-    most_entropy,
-    pictures,
-    visible,
-)
+from blockdiff.plots.moments import Cell, Decode, Moment, grid_moments, grid_side, moments_of, most_entropy, visible
 
 if TYPE_CHECKING:
     from blockdiff.sampling.trace import Trace
@@ -26,27 +17,24 @@ INK, SOFT, WRONG = "#1f2328", "#8b929b", "#b91c1c"
 SURE, GIVEN, EMPTY = "#0f9d76", "#e2e5ea", "#f7f8fa"
 
 
-def draw_picture(trace: Trace, path: str | Path, decode: Decode, grid: int | None = None) -> None:
-    """Draw a trace as PNG: rows = moments, columns = positions; or squares side by side.
+def draw_picture(trace: Trace, path: str | Path, decode: Decode) -> None:
+    """Draw a trace as PNG: rows = moments, columns = positions; a sudoku as squares side by side.
 
-    `grid` is the side of the squares; None = where the prompt is a sudoku, 0 = never. Canvases wider than 48
-    positions are cut; of several canvases the rows show the first.
+    Canvases wider than 48 positions are cut; of several canvases the rows show the first.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    request = pictures([trace], decode)[0]
-    most = most_entropy([request])
-    side = grid_side(request) if grid is None else grid
-    if side:
-        moments = grid_moments(request, side)
+    most = most_entropy([trace])
+    if side := grid_side(trace):
+        moments = grid_moments(trace, side, decode)
         figure = Figure(figsize=(1.75 * len(moments), 2.25), dpi=150)
         panels = figure.subplots(1, len(moments), squeeze=False)[0]
         for moment, axes in zip(moments, panels, strict=True):
-            _square(axes, moment, side, most, is_last=moment is moments[-1])
+            _square(axes, moment, side, most)
         figure.subplots_adjust(left=0.01, right=0.99, bottom=0.2, top=0.98, wspace=0.12)
     else:
-        moments = list(request.canvases[0].moments) if request.canvases else []
+        moments = moments_of(trace, trace.canvases[0], decode) if trace.canvases else []
         width = min(WIDEST, max((len(moment.cells) for moment in moments), default=1))
         figure = Figure(figsize=(1.6 + 0.42 * width, 0.4 + 0.4 * len(moments)), dpi=150, layout="constrained")
         _rows(figure.add_subplot(), moments, width, most)
@@ -62,10 +50,10 @@ def heat(entropy: float | None, most: float) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _square(axes: Any, moment: Moment, side: int, most: float, is_last: bool) -> None:
+def _square(axes: Any, moment: Moment, side: int, most: float) -> None:
     for place, cell in enumerate(moment.cells):
         row, column = divmod(place, side)
-        _draw_cell(axes, column, row, cell, most, is_last, size=15 if side == 4 else 8)
+        _draw_cell(axes, column, row, cell, most, size=15 if side == 4 else 8)
     box = math.isqrt(side)
     for edge in range(box, side, box):
         axes.plot([edge, edge], [0, side], color=INK, linewidth=1.2)
@@ -81,32 +69,26 @@ def _rows(axes: Any, moments: Sequence[Moment], width: int, most: float) -> None
     for row, moment in enumerate(moments):
         axes.text(-0.3, row + 0.5, moment.name, ha="right", va="center", fontsize=8, color=INK)
         for column, cell in enumerate(moment.cells[:width]):
-            _draw_cell(axes, column, row, cell, most, is_last=moment is moments[-1], size=7)
+            _draw_cell(axes, column, row, cell, most, size=7)
     axes.set(xlim=(-3.2, width + 0.1), ylim=(len(moments) + 0.1, -0.1), aspect="auto")
     axes.axis("off")
 
 
-def _draw_cell(axes: Any, x: float, y: float, cell: Cell, most: float, is_last: bool, size: float) -> None:
+def _draw_cell(axes: Any, x: float, y: float, cell: Cell, most: float, size: float) -> None:
     from matplotlib.patches import Polygon, Rectangle
 
-    is_given = cell.note == "given"
-    is_done = is_last and not cell.is_noise and not is_given
-    colour = GIVEN if is_given else EMPTY if cell.is_noise else heat(cell.entropy, most)
-    edge = SURE if cell.is_accepted or is_done else "white"
+    is_sure = cell.is_accepted or cell.state == "committed"
+    colour = {"given": GIVEN, "noise": EMPTY}.get(cell.state) or heat(cell.entropy, most)
+    edge = SURE if is_sure else "white"
     axes.add_patch(Rectangle((x + 0.04, y + 0.04), 0.92, 0.92, facecolor=colour, edgecolor=edge, linewidth=1.3))
     if cell.is_changed:
         corner = [(x + 0.96, y + 0.04), (x + 0.66, y + 0.04), (x + 0.96, y + 0.34)]
         axes.add_patch(Polygon(corner, facecolor="#2563eb", edgecolor="none"))
     text = visible(cell.text)[:5] if cell.text else ""
-    shrink = 1.0 if len(text) <= 2 else 2 / len(text)
-    axes.text(
-        x + 0.5,
-        y + 0.54,
-        text.replace("$", r"\$"),
-        ha="center",
-        va="center",
-        fontsize=max(4.0, size * shrink),
-        color=SOFT if cell.is_noise else WRONG if cell.is_wrong else INK,
-        fontstyle="italic" if cell.is_noise else "normal",
-        fontweight="bold" if is_given or is_done or cell.is_accepted else "normal",
-    )
+    look = {
+        "fontsize": max(4.0, size * min(1.0, 2 / max(1, len(text)))),
+        "color": SOFT if cell.state == "noise" else WRONG if cell.is_wrong else INK,
+        "fontstyle": "italic" if cell.state == "noise" else "normal",
+        "fontweight": "bold" if is_sure or cell.state == "given" else "normal",
+    }
+    axes.text(x + 0.5, y + 0.54, text.replace("$", r"\$"), ha="center", va="center", **look)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,14 +13,8 @@ import pytest
 from blockdiff.errors import RunError
 from blockdiff.plots.curves import draw_comparison, draw_curves, smooth
 from blockdiff.plots.denoising import draw_page, page
-from blockdiff.plots.moments import (
-    grid_moments,
-    grid_side,
-    most_entropy,
-    pictures,
-    visible,
-)
-from blockdiff.plots.panels import LEVEL, Run, by_level, named_apart, panels_comparing, panels_of, read_run, series
+from blockdiff.plots.moments import grid_moments, grid_side, moments_of, most_entropy, visible
+from blockdiff.plots.panels import LEVEL, Run, by_level, named_apart, panels_of, read_run, series
 from blockdiff.plots.picture import draw_picture, heat
 from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
 
@@ -56,27 +51,27 @@ def decode(token: int) -> str:
 
 
 def test_moments_are_noise_then_steps_then_the_commit(trace: Trace) -> None:
-    canvas = pictures([trace], decode)[0].canvases[0]
-    assert [moment.name for moment in canvas.moments] == ["noise", "step 1", "step 2", "committed"]
-    noise, first, second, committed = (moment.cells for moment in canvas.moments)
-    assert all(cell.is_noise and cell.entropy is None and cell.text == "3" for cell in noise)
+    moments = moments_of(trace, trace.canvases[0], decode)
+    assert [moment.name for moment in moments] == ["noise", "step 1", "step 2", "committed"]
+    noise, first, second, committed = (moment.cells for moment in moments)
+    assert all(cell.state == "noise" and cell.entropy is None and cell.text == "3" for cell in noise)
     assert [cell.text for cell in first[:3]] == ["1", "4", "3"]
     assert [cell.is_accepted for cell in first] == [True] + [False] * 16
     # Nothing has changed before the first guess; then exactly the position whose guess did.
     assert not any(cell.is_changed for cell in first)
     assert [place for place, cell in enumerate(second) if cell.is_changed] == [1]
     assert "".join(cell.text for cell in committed) == SOLUTION + "<eos>"
-    assert all(cell.entropy is None for cell in committed)
+    assert all(cell.entropy is None and cell.state == "committed" for cell in committed)
 
 
 def test_tokens_after_the_end_are_not_drawn_as_committed(trace: Trace) -> None:
     cut = CommittedCanvas("a", 0, PUZZLE, trace.canvases[0].tokens, 5, "1234", 2, "eos")
-    committed = pictures([Trace("a", PUZZLE, "1234", trace.steps, [cut])], decode)[0].canvases[0].moments[-1]
-    assert [cell.is_noise for cell in committed.cells] == [False] * 5 + [True] * 12
+    committed = moments_of(trace, cut, decode)[-1]
+    assert [cell.state for cell in committed.cells] == ["committed"] * 5 + ["noise"] * 12
 
 
 def test_the_colour_scale_ends_at_the_largest_entropy(trace: Trace) -> None:
-    assert most_entropy(pictures([trace], decode)) == 2.0
+    assert most_entropy([trace]) == 2.0
     assert most_entropy([]) == 0.5
     assert heat(0.0, 2.0) == pytest.approx((0.969, 0.973, 0.98)) and heat(9.0, 2.0) == heat(2.0, 2.0)
 
@@ -86,15 +81,15 @@ def test_the_colour_scale_ends_at_the_largest_entropy(trace: Trace) -> None:
     [(PUZZLE, 4), ("." * 81 + "=", 9), ("." * 80 + "=", None), (".......5........=", None), ("Hello", None)],
 )
 def test_a_sudoku_is_recognised_by_its_prompt(prompt: str, side: int | None) -> None:
-    assert grid_side(pictures([Trace("a", prompt)], decode)[0]) == side
+    assert grid_side(Trace("a", prompt)) == side
 
 
 def test_grids_show_givens_through_the_noise_and_mark_contradictions(trace: Trace) -> None:
     trace.steps[0].argmax[0] = WORDS.index("2")  # the puzzle says 1
-    noise, first, *_, committed = grid_moments(pictures([trace], decode)[0], 4)
+    noise, first, *_, committed = grid_moments(trace, 4, decode)
     assert len(noise.cells) == 16
     givens = [place for place, cell in enumerate(PUZZLE[:16]) if cell != "."]
-    assert [place for place, cell in enumerate(noise.cells) if cell.note == "given"] == givens
+    assert [place for place, cell in enumerate(noise.cells) if cell.state == "given"] == givens
     assert [place for place, cell in enumerate(first.cells) if cell.is_wrong] == [0]
     assert not any(cell.is_wrong for cell in committed.cells)
     assert "".join(cell.text for cell in committed.cells) == SOLUTION
@@ -106,11 +101,12 @@ def test_grids_run_over_several_canvases() -> None:
     canvases = [
         CommittedCanvas("a", n, PUZZLE, tokens[4 * n : 4 * n + 4], 4, SOLUTION[: 4 * n + 4], 1, None) for n in range(4)
     ]
-    moments = grid_moments(pictures([Trace("a", PUZZLE, SOLUTION, steps, canvases)], decode)[0], 4)
+    moments = grid_moments(Trace("a", PUZZLE, SOLUTION, steps, canvases), 4, decode)
     assert len(moments) == 12
     # While the second canvas is denoised the first stands and the third is still empty.
     blank = [place for place, cell in enumerate(moments[4].cells) if not cell.text]
     assert [place for place in range(8, 16) if PUZZLE[place] == "."] == blank
+    assert {cell.state for cell in moments[4].cells[:4]} == {"given", "committed"}
     assert "".join(cell.text for cell in moments[-1].cells) == SOLUTION
 
 
@@ -146,7 +142,7 @@ class Balanced(HTMLParser):
 
 
 def test_a_page_is_one_file_that_asks_for_nothing_else(trace: Trace, tmp_path: Path) -> None:
-    draw_page([trace], tmp_path / "page.html", decode)
+    draw_page([trace], tmp_path / "page.html", decode, "t")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     reader = Balanced()
     reader.feed(text)
@@ -158,19 +154,19 @@ def test_a_page_is_one_file_that_asks_for_nothing_else(trace: Trace, tmp_path: P
 
 def test_a_page_draws_every_cell_of_every_moment(trace: Trace) -> None:
     reader = Balanced()
-    reader.feed(page(pictures([trace], decode), "t", grid=0))
+    reader.feed(page([replace(trace, prompt="Hello")], decode, "t"))
     legend = 4
     assert len(reader.cells) == legend + 4 * 17
     assert sum("new" in cells.split() for cells in reader.cells) == 1 + 1
     assert sum("kept" in cells.split() for cells in reader.cells) == 1 + 1 + 17
     assert sum("done" in cells.split() for cells in reader.cells) == 1 + 17
     with_grid = Balanced()
-    with_grid.feed(page(pictures([trace], decode), "t"))
+    with_grid.feed(page([trace], decode, "t"))
     assert len(with_grid.cells) == legend + 2 + 4 * 17 + 4 * 16
 
 
 def test_entropy_sets_the_heat_of_a_cell(trace: Trace) -> None:
-    row = page(pictures([trace], decode), "t", grid=0).split("step 1")[1].split("</tr>")[0]
+    row = page([replace(trace, prompt="Hello")], decode, "t").split("step 1")[1].split("</tr>")[0]
     assert re.findall(r"--h:([\d.]+)", row)[:3] == ["0.000", "1.000", "0.250"]
 
 
@@ -178,19 +174,19 @@ def test_text_on_a_page_is_escaped() -> None:
     token = WORDS.index("<b>")
     canvas = CommittedCanvas("<i>", 0, "<script>x</script>", [token], 1, "<b>", 1, "eos")
     hostile = Trace("<i>", "<script>x</script>", "<b>", [], [canvas])
-    text = page(pictures([hostile], decode), "<u>")
+    text = page([hostile], decode, "<u>")
     assert not re.search(r"<script|<b>|<i>|<u>", text)
     assert "&lt;script&gt;" in text
 
 
 def test_pictures_are_drawn_as_grids_and_as_rows(trace: Trace, tmp_path: Path) -> None:
+    text = replace(trace, prompt="Cost: $5")
     draw_picture(trace, tmp_path / "grid.png", decode)
-    draw_picture(trace, tmp_path / "rows.png", decode, grid=0)
-    trace.prompt = "Cost: $5"
-    draw_picture(trace, tmp_path / "text.png", decode)
-    sizes = {name: (tmp_path / f"{name}.png").read_bytes() for name in ("grid", "rows", "text")}
-    assert all(data.startswith(b"\x89PNG") and len(data) > 3000 for data in sizes.values())
-    assert sizes["rows"] == sizes["text"] != sizes["grid"]
+    draw_picture(text, tmp_path / "rows.png", decode)
+    draw_picture(text, tmp_path / "formula.png", lambda token: "$\\x$")  # no formula for matplotlib
+    drawn = [(tmp_path / f"{name}.png").read_bytes() for name in ("grid", "rows", "formula")]
+    assert all(data.startswith(b"\x89PNG") and len(data) > 3000 for data in drawn)
+    assert len(set(drawn)) == 3
 
 
 def test_series_leave_out_records_without_the_value() -> None:
@@ -248,18 +244,18 @@ def write_run(directory: Path, records: list[dict]) -> Path:
 
 
 def test_noise_levels_are_those_of_the_last_evaluation_and_empty_ones_are_left_out() -> None:
-    assert by_level(measured(), "corrupted_loss") == ([0.25, 0.75], [1.0, 3.0])
-    assert by_level(measured(), "kept_loss") == ([0.25], [0.1])
-    assert by_level([{"step": 1}], "kept_loss") == ([], [])
+    assert by_level(measured(), "heldout_corrupted_loss") == ([0.25, 0.75], [1.0, 3.0])
+    assert by_level(measured(), "heldout_kept_loss") == ([0.25], [0.1])
+    assert by_level([{"step": 1}], "heldout_kept_loss") == ([], [])
 
 
 def test_one_run_shows_what_it_measured_and_nothing_else() -> None:
-    panels = {panel.title: panel for panel in panels_of(Run("a", measured(sample_steps_per_canvas=None)))}
+    panels = {panel.title: panel for panel in panels_of([Run("a", measured(sample_steps_per_canvas=None))])}
     assert list(panels) == [
         "loss per token",
         "held-out loss by noise level",
         "held-out accuracy by noise level",
-        "gradient norm before clipping",
+        "gradient norm",
         "learning rate",
         "tokens per second",
     ]
@@ -274,12 +270,12 @@ def test_one_run_shows_what_it_measured_and_nothing_else() -> None:
 
 def test_compared_runs_keep_their_colour_in_every_panel() -> None:
     sampled = {"sample_accuracy": 0.5, "sample_steps_per_canvas": 7.0}
-    panels = panels_comparing([Run("a", measured(ar=1.0, **sampled)), Run("b", measured(0.5)), Run("c", measured())])
+    panels = panels_of([Run("a", measured(ar=1.0, **sampled)), Run("b", measured(0.5)), Run("c", measured())])
     assert [panel.title for panel in panels] == [
         "canvas loss (dashed: held out)",
         "next-token loss",
         "held-out loss, corrupted (dashed: kept)",
-        "held-out accuracy, corrupted (dashed: kept)",
+        "held-out accuracy, corrupted",
         "sampled prompts right",
         "steps per canvas of sampled prompts",
         "tokens per second",
