@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
 from blockdiff.checkpoint import preset_config
-from blockdiff.checkpoint.names import to_hub
 from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.diffusion_gemma.names import NAMES
 
 GIB = 2**30
 # The vision tower never runs here, but transformers builds one.
@@ -67,7 +67,7 @@ class Pair(NamedTuple):
 
     def peer_parameter(self, name: str) -> Tensor:
         """The peer's parameter that corresponds to ours called `name`."""
-        return self.peer.get_parameter(to_hub(name))
+        return self.peer.get_parameter(NAMES.to_hub(name))
 
 
 def sizes(device: torch.device) -> dict[str, Size]:
@@ -112,7 +112,7 @@ def pair(
     with torch.device("meta"):
         ours = DiffusionGemma(config, kernels=kernels)
     state = peer.state_dict()
-    weights = {name: state[to_hub(name)].detach().clone() for name in ours.state_dict()}
+    weights = {name: state[NAMES.to_hub(name)].detach().clone() for name in ours.state_dict()}
     ours.load_state_dict(weights, assign=True)
     return Pair(ours.train(), peer.train())
 

@@ -21,9 +21,9 @@ from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
 from benchmarks.timing import contenders, interleaved, once, peak_memory, probe
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
-from blockdiff.checkpoint.names import to_hub
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
+from blockdiff.models.diffusion_gemma.names import NAMES
 from blockdiff.objective import Objective
 from blockdiff.training.optimiser import build
 
@@ -210,7 +210,7 @@ def _gradient_error(
     """Relative 2-norm error against the reference's gradients: of all together, and of the worst tensor."""
     squared_error = squared_norm = worst = 0.0
     for name, gradient in gradients:
-        truth = reference.get_parameter(to_hub(name)).grad
+        truth = reference.get_parameter(NAMES.to_hub(name)).grad
         truth = torch.zeros_like(gradient) if truth is None else truth
         error, norm = float((gradient.float() - truth.float()).norm()), float(truth.float().norm())
         squared_error, squared_norm = squared_error + error**2, squared_norm + norm**2

@@ -11,25 +11,15 @@ from typing import TYPE_CHECKING, Any
 from blockdiff.checkpoint.config import config_from, read_config
 from blockdiff.checkpoint.files import CONFIG, first_line, read_json, stored_tensors
 from blockdiff.errors import CheckpointError
+from blockdiff.models.family import Family, family_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Words in a Hub name, tried in this order, and the part of the model they belong to.
-PARTS = (
-    ("vision", ("vision_tower.", "embed_vision.")),
-    ("layer scalars", ("layer_scalar",)),
-    ("router", (".router.",)),
-    ("experts", (".experts.",)),
-    ("self-conditioning", (".self_conditioning.",)),
-    ("norms", ("norm",)),
-    ("attention", (".self_attn.",)),
-    ("dense MLP", (".mlp.",)),
-    ("embedding", ("embed_tokens", "lm_head")),
-)
+CARRIED = "vision"  # the part of what is kept and written back, but not run
 TRAINS = {
-    "vision": "no, carried",
-    "layer scalars": "no, buffers",
+    CARRIED: "no, carried",
+    "layer_scalars": "no, buffers",
     "router": "only from scratch",
 }
 
@@ -44,16 +34,17 @@ class Part:
     dtypes: tuple[str, ...]
 
 
-def part_of(hub_name: str) -> str:
+def part_of(hub_name: str, family: Family) -> str:
     """The part that a tensor belongs to, by its Hub name."""
-    return next((part for part, words in PARTS if any(word in hub_name for word in words)), "other")
+    ours = family.names.to_ours(hub_name)
+    return family.part_of(ours) if ours is not None else CARRIED if family.names.is_carried(hub_name) else "other"
 
 
-def parts(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> list[Part]:
+def parts(tensors: Iterable[tuple[str, tuple[int, ...], str]], family: Family) -> list[Part]:
     """(Hub name, shape, dtype) of all tensors, added up by part, largest first."""
     sums: dict[str, list[Any]] = {}
     for name, shape, dtype in tensors:
-        entry = sums.setdefault(part_of(name), [0, 0, set()])
+        entry = sums.setdefault(part_of(name, family), [0, 0, set()])
         entry[0] += 1
         entry[1] += math.prod(shape)
         entry[2].add(dtype)
@@ -65,23 +56,14 @@ def show_model(target: str, console: Console) -> None:
     """Print what a checkpoint directory or hub id holds."""
     config, tensors, origin = _headers(target)
     show_config(config, console, origin)
-    show_parts(parts(tensors), config, console)
+    show_parts(parts(tensors, family_of(config)), config, console)
 
 
 def show_config(config: Any, console: Console, origin: str) -> None:
     """Print the shape of a model in a few lines."""
-    text = config.text_config
-    sliding = sum(kind == "sliding_attention" for kind in text.layer_types)
-    full = len(text.layer_types) - sliding
     console.print(origin)
-    console.print(
-        f"  {len(text.layer_types)} layers ({sliding} sliding, window {text.sliding_window}; {full} full), "
-        f"hidden {text.hidden_size}, vocabulary {text.vocab_size:,}, canvas {config.canvas_length}"
-    )
-    console.print(
-        f"  {text.num_experts} experts of {text.moe_intermediate_size}, {text.top_k_experts} per token, "
-        f"beside a dense MLP of {text.intermediate_size}; {text.num_attention_heads} query heads"
-    )
+    for line in family_of(config).outline(config).lines:
+        console.print(f"  {line}")
 
 
 def show_parts(found: list[Part], config: Any, console: Console) -> None:
@@ -106,29 +88,19 @@ def show_parts(found: list[Part], config: Any, console: Console) -> None:
 
 def show_memory(sizes: Mapping[str, int], config: Any, console: Console) -> None:
     """Print how many parameters a token meets, and what weights, training and the prefix need."""
-    text = config.text_config
-    vision = sizes.get("vision", 0)
+    outline, vision = family_of(config).outline(config), sizes.get(CARRIED, 0)
     run = sum(sizes.values()) - vision
     experts = sizes.get("experts", 0)
-    active = run - experts + experts * text.top_k_experts // text.num_experts
+    active = run - experts + experts * outline.experts_per_token // max(1, outline.experts)
     console.print(f"text model {run:,} parameters, {active:,} of them met by one token; vision {vision:,}")
-    trained = run - sizes.get("router", 0) - sizes.get("layer scalars", 0)
+    trained = run - sizes.get("router", 0) - sizes.get("layer_scalars", 0)
     console.print(f"fine-tuning trains {trained:,}; from scratch the router too ({sizes.get('router', 0):,})")
     weights = ", ".join(f"{name} {_bytes(run * size)}" for name, size in (("bf16", 2), ("fp32", 4)))
     # fp32 weights, gradients and two AdamW moments; what stands still has weights only.
     training = _bytes(16 * trained + 4 * (run - trained))
     console.print(f"memory: weights {weights}; full training in fp32 with AdamW {training} and activations")
-    console.print(f"prefix in bf16: {_bytes(prefix_bytes(config, 1024))} for 1,024 tokens of one row")
-
-
-def prefix_bytes(config: Any, tokens: int, width: int = 2) -> int:
-    """Bytes of one row's cached keys and values for a prefix of `tokens`."""
-    text = config.text_config
-    per_token = 0
-    for layer in range(len(text.layer_types)):
-        heads = text.per_layer_config[layer]
-        per_token += 2 * heads.num_key_value_heads * heads.head_dim * width
-    return per_token * tokens
+    prefix = _bytes(2 * outline.cached_per_token * 1024)
+    console.print(f"prefix in bf16: {prefix} for 1,024 tokens of one row")
 
 
 def _headers(target: str) -> tuple[Any, list[tuple[str, tuple[int, ...], str]], str]:

@@ -8,6 +8,7 @@ import torch
 
 from blockdiff.cli.inspect_model import parts, show_config, show_parts
 from blockdiff.data.tokenizer import decoder
+from blockdiff.models.family import family_of
 from blockdiff.plots.moments import visible
 from blockdiff.training.build import corruption_of, read_origin, trains_routers
 from blockdiff.training.data import read_data
@@ -30,7 +31,7 @@ def show_recipe(recipe: Recipe, console: Console, step: int, rows: int) -> None:
     origin = read_origin(recipe)
     shapes = _hub_tensors(origin.config)
     show_config(origin.config, console, recipe.model.path or f"preset {recipe.model.preset} (random weights)")
-    show_parts(parts(shapes), origin.config, console)
+    show_parts(parts(shapes, family_of(origin.config)), origin.config, console)
     console.print(f"router: {'trained' if trains_routers(recipe) else 'frozen'}")
     console.print()
     data = read_data(recipe, origin)
@@ -138,6 +139,7 @@ def _shown(text: str) -> str:
 def _hub_tensors(config: object) -> list[tuple[str, tuple[int, ...], str]]:
     """(Hub name, shape, dtype) of a model that is not there yet."""
     from blockdiff.checkpoint import empty
-    from blockdiff.checkpoint.names import to_hub
 
-    return [(to_hub(name), tuple(tensor.shape), "F32") for name, tensor in empty(config).state_dict().items()]
+    names = family_of(config).names
+    state = empty(config).state_dict()
+    return [(str(names.to_hub(name)), tuple(tensor.shape), "F32") for name, tensor in state.items()]

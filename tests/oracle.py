@@ -76,9 +76,9 @@ def oracle(
 
 def ours(model: DiffusionGemmaForBlockDiffusion) -> DiffusionGemma:
     """Our model with the oracle's weights, mapped by the checkpoint's name table."""
-    from blockdiff.checkpoint.names import to_hub
+    from blockdiff.models.diffusion_gemma.names import NAMES
 
     state = model.state_dict()
     result = DiffusionGemma(model.config, kernels="torch").to(model.dtype)
-    result.load_state_dict({name: state[to_hub(name)] for name in result.state_dict()})
+    result.load_state_dict({name: state[NAMES.to_hub(name)] for name in result.state_dict()})
     return result.eval()

@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModel, DiffusionGemmaConfig
 
 from blockdiff.checkpoint.config import fitted, preset_config
 from blockdiff.checkpoint.files import Carried
 from blockdiff.checkpoint.read import empty, fill, resolve_device, resolve_dtype
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.family import BlockDiffusionModel, family_of
 
 
 def init(
-    preset: str | Path | DiffusionGemmaConfig,
+    preset: Any,
     seed: int = 0,
     tokenizer: Any = None,
     dtype: str | torch.dtype = "float32",
@@ -28,7 +26,7 @@ def init(
     preset: a preset's name, a preset file, or a config. tokenizer: gives the vocabulary size and the special
     tokens (None: as the preset says). Raises CheckpointError.
     """
-    config = preset if isinstance(preset, DiffusionGemmaConfig) else preset_config(preset)
+    config = preset_config(preset) if isinstance(preset, str | Path) else preset
     if tokenizer is not None:
         config = fitted(config, tokenizer)
     return draw_weights(empty(config, kernels), seed, dtype, device)
@@ -46,32 +44,16 @@ def draw_weights(
     frozen. Raises CheckpointError.
     """
     place, target = resolve_device(device), resolve_dtype(dtype)
-    draw = torch.Generator().manual_seed(seed)
+    family, draw = family_of(model.config), torch.Generator().manual_seed(seed)
+    spread = family.outline(model.config).initializer_range
     for name, tensor in model.state_dict().items():
         if _is_gain(name):
             values = torch.ones(tensor.shape)
         else:
-            values = torch.randn(tensor.shape, generator=draw) * model.config.text_config.initializer_range
+            values = torch.randn(tensor.shape, generator=draw) * spread
         fill(model, name, values.to(place, target))
-    model.carried = Carried(tensors=image_tensors(model.config, seed, target))
+    model.carried = Carried(tensors=family.image_tensors(model.config, seed, target))
     return model.eval()
-
-
-def image_tensors(
-    config: DiffusionGemmaConfig, seed: int, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
-    """Random image tensors by Hub name, as transformers initialises them; none without an image side."""
-    if config.vision_config is None:
-        return {}
-    vision, text = AutoConfig.for_model(**config.vision_config.to_dict()), config.text_config
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tower = AutoModel.from_config(vision)
-        width = getattr(vision, "output_proj_dims", vision.hidden_size)
-        projection = torch.randn(text.hidden_size, width) * config.initializer_range
-    tensors = {f"model.encoder.vision_tower.{name}": tensor for name, tensor in tower.state_dict().items()}
-    tensors["model.encoder.embed_vision.embedding_projection.weight"] = projection
-    return {name: t.detach().to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
 
 def _is_gain(name: str) -> bool:

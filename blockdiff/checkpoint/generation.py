@@ -13,6 +13,7 @@ from blockdiff.diffusion.acceptance import EntropyBound
 from blockdiff.diffusion.stopping import StableAndConfident
 from blockdiff.diffusion.temperature import LinearTemperature
 from blockdiff.errors import CheckpointError
+from blockdiff.models.family import family_of
 
 
 @dataclass(frozen=True)
@@ -127,21 +128,20 @@ def special_tokens(config: Any, generation: Generation | None = None, tokenizer:
 
     Any of the three may be None. Where nobody names an eos there is none; where nobody names a pad it is 0.
     """
-    text = getattr(config, "text_config", None)
+    outline = None if config is None else family_of(config).outline(config)
 
-    def first(name: str, *settings: Any) -> tuple[int, ...]:
-        said = (*settings, getattr(text, name, None), getattr(tokenizer, name, None))
-        return next((ids for ids in map(_ids, said) if ids), ())
+    def first(name: str, in_settings: str = "") -> tuple[int, ...]:
+        said = getattr(generation, in_settings, None), getattr(outline, name, None)
+        return next((ids for ids in map(_ids, (*said, getattr(tokenizer, f"{name}_token_id", None))) if ids), ())
 
-    eos, pad = (None, None) if generation is None else (generation.eos_ids, generation.pad_id)
-    pad_id, bos_id = (*first("pad_token_id", pad), 0)[0], (*first("bos_token_id"), None)[0]
-    return SpecialTokens(first("eos_token_id", eos), pad_id, bos_id)
+    return SpecialTokens(first("eos", "eos_ids"), (*first("pad", "pad_id"), 0)[0], (*first("bos"), None)[0])
 
 
 def default_generation(config: Any) -> Generation:
     """The settings of a model that brings none: transformers' defaults, one canvas of tokens."""
     special = special_tokens(config)
-    return Generation(max_new_tokens=config.canvas_length or 256, eos_ids=special.eos_ids, pad_id=special.pad_id)
+    canvas_length = family_of(config).outline(config).canvas_length
+    return Generation(max_new_tokens=canvas_length, eos_ids=special.eos_ids, pad_id=special.pad_id)
 
 
 def _ids(said: int | Sequence[int] | None) -> tuple[int, ...]:

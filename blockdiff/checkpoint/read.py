@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DiffusionGemmaConfig
 
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_tensors, stored_tensors
-from blockdiff.checkpoint.names import hub_to_ours, is_carried, tie_of
 from blockdiff.errors import CheckpointError
-from blockdiff.models.diffusion_gemma import DiffusionGemma
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.names import Names
 
 
 def load(
@@ -28,10 +27,13 @@ def load(
     return load_weights(empty(read_config(directory), kernels), directory, dtype, device)
 
 
-def empty(config: DiffusionGemmaConfig, kernels: str = "auto") -> BlockDiffusionModel:
-    """A model whose weights have shapes but no memory (torch's meta device), to be filled or counted."""
+def empty(config: Any, kernels: str = "auto") -> BlockDiffusionModel:
+    """A model whose weights have shapes but no memory (torch's meta device), to be filled or counted.
+
+    Raises CheckpointError for a config of an unknown family, or that says what its models do not do.
+    """
     with torch.device("meta"):
-        return DiffusionGemma(config, kernels=kernels)
+        return family_of(config).model_class(config, kernels=kernels)
 
 
 def load_weights(
@@ -49,7 +51,8 @@ def load_weights(
     directory = find(path_or_hub_id)
     stored = stored_tensors(directory)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    source = _match(shapes, stored, directory)
+    names = family_of(model.config).names
+    source = _match(shapes, stored, directory, names)
 
     target = resolve_dtype(dtype, stored[source["vocabulary.table"]])
     place = resolve_device(device)
@@ -61,15 +64,15 @@ def load_weights(
             # A copy even where nothing changes: the tensor read is a view of the file.
             fill(model, ours, torch.empty(tensor.shape, dtype=target, device=place).copy_(tensor))
 
-    model.carried = carried_by(directory, stored)
+    model.carried = carried_by(directory, names, stored)
     return model.eval()
 
 
-def carried_by(directory: Path, stored: Mapping[str, Stored] | None = None) -> Carried:
+def carried_by(directory: Path, names: Names, stored: Mapping[str, Stored] | None = None) -> Carried:
     """What a checkpoint directory holds beside the weights that the model runs."""
     stored = stored_tensors(directory) if stored is None else stored
     return Carried(
-        stored={name: place for name, place in stored.items() if is_carried(name)},
+        stored={name: place for name, place in stored.items() if names.is_carried(name)},
         side_files=tuple(directory / name for name in SIDE_FILES if (directory / name).is_file()),
     )
 
@@ -112,30 +115,26 @@ def resolve_dtype(dtype: str | torch.dtype, table: Stored | None = None) -> torc
 
 
 def _match(
-    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored], directory: Path
+    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored], directory: Path, names: Names
 ) -> dict[str, str]:
     """Our name -> the Hub tensor that fills it; every stored tensor is used, carried, a tie, or refused."""
-    ours_of = hub_to_ours(shapes)
+    ours_of = names.hub_to_ours(shapes)
     source, missing = {}, []
     for hub, ours in ours_of.items():
         if hub in stored:
             source[ours] = hub
-        elif ours.endswith(".encoder_scalar"):
-            # NeMo AutoModel writes only the decoder's.
-            source[ours] = f"model.decoder.{hub.removeprefix('model.encoder.language_model.')}"
+        elif (tied := names.tied_to(hub)) in stored:
+            source[ours] = str(tied)  # NeMo AutoModel writes one layer scalar for both passes
         else:
             missing.append(hub)
     if missing:
         raise CheckpointError(f"{directory}: {_listed(missing, 'missing')}")
 
-    def known(hub: str) -> bool:
-        return hub in ours_of or is_carried(hub) or tie_of(hub) in ours_of
-
-    extra = [hub for hub in stored if not known(hub)]
+    extra = [hub for hub in stored if names.to_ours(hub) not in shapes and not names.is_carried(hub)]
     if extra:
-        raise CheckpointError(f"{directory}: {_listed(extra, 'not part of a DiffusionGemma of this config')}")
+        raise CheckpointError(f"{directory}: {_listed(extra, 'not part of a model of this config')}")
     for hub, place in stored.items():
-        ours_name = ours_of.get(hub) or ours_of.get(tie_of(hub) or "")
+        ours_name = names.to_ours(hub)
         if ours_name is not None and place.shape != shapes[ours_name]:
             raise CheckpointError(
                 f"{place.file}: tensor {hub} has shape {list(place.shape)}, "

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from blockdiff.checkpoint.create import image_tensors
 from blockdiff.checkpoint.files import (
     CONFIG,
     GENERATION,
@@ -27,13 +26,11 @@ from blockdiff.checkpoint.files import (
     read_tensors,
 )
 from blockdiff.checkpoint.generation import default_generation
-from blockdiff.checkpoint.names import to_hub
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.errors import CheckpointError
 from blockdiff.files import whole_directory
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.family import BlockDiffusionModel, family_of
 
-ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 SHARD_BYTES = 5 * 10**9
 
 
@@ -55,6 +52,7 @@ def save(
     overwrite: replace a checkpoint that stands there. choices: what sampling has to know beyond that (anything with
     `save`, such as `sampling.choices.Choices`). Raises CheckpointError.
     """
+    family_of(model.config).check(model.config)
     target = Path(directory).expanduser().absolute()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         if not (target / CONFIG).is_file():
@@ -69,7 +67,8 @@ def save(
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{target}: cannot be written ({first_line(error)})") from error
     if model.carried is not None and target in model.carried.directories():
-        model.carried = carried_by(target)  # the files it pointed to have just been replaced
+        # the files it pointed to have just been replaced
+        model.carried = carried_by(target, family_of(model.config).names)
     return target
 
 
@@ -81,7 +80,8 @@ def _write(
     dtype: str | torch.dtype | None,
     shard_bytes: int,
 ) -> None:
-    carried = model.carried or Carried(tensors=image_tensors(model.config, seed=0))
+    family = family_of(model.config)
+    carried = model.carried or Carried(tensors=family.image_tensors(model.config, 0, torch.float32))
     for file in carried.side_files:
         if tokenizer is not None and file.name in TOKENIZER_FILES:
             continue  # the old tokenizer's; a mixture of two would be neither
@@ -95,13 +95,13 @@ def _write(
         given = given.to_dict() if hasattr(given, "to_dict") else dict(given)
         _write_json(fresh / GENERATION, given)
 
-    ours = {to_hub(name): tensor for name, tensor in model.state_dict().items()}
+    ours = {str(family.names.to_hub(name)): tensor for name, tensor in model.state_dict().items()}
     cast = resolve_dtype(dtype) if dtype is not None else None
     _write_weights(fresh, ours, carried, cast, shard_bytes)
 
     config = copy.deepcopy(model.config)
-    config.architectures = [ARCHITECTURE]
-    config.dtype = cast or ours[to_hub("vocabulary.table")].dtype
+    config.architectures = [family.architecture]
+    config.dtype = cast or model.dtype
     config.save_pretrained(fresh)
 
 
@@ -142,5 +142,6 @@ def _write_json(file: Path, data: Mapping[str, Any]) -> None:
 
 def _default_generation(config: Any) -> dict[str, Any]:
     """generation_config.json for a model that brings none, as transformers would write it."""
-    special = {name: getattr(config.text_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    outline = family_of(config).outline(config)
+    special = {"bos_token_id": outline.bos, "eos_token_id": outline.eos, "pad_token_id": outline.pad}
     return {**default_generation(config).to_dict(), **special, "transformers_version": transformers.__version__}

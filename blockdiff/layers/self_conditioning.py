@@ -12,8 +12,10 @@ from blockdiff.layers.norm import RMSNorm
 class SelfConditioning(MLP):
     """`norm(embedding + mlp(pre_norm(soft)))`, the outer norm without weight; no signal means soft = 0."""
 
-    def __init__(self, hidden: int, intermediate: int, eps: float, kernels: Kernels):
-        super().__init__(hidden, intermediate)
+    def __init__(
+        self, hidden: int, intermediate: int, eps: float, kernels: Kernels, activation: str = "gelu_tanh"
+    ):
+        super().__init__(hidden, intermediate, activation)
         self.pre_norm = RMSNorm(hidden, eps, kernels)
         self.eps, self.kernels = eps, kernels
 

@@ -1,21 +1,128 @@
-"""What the rest of the house may ask of a model, whatever its family: its kinds of layers and its passes."""
+"""The contract of a model family: all that the rest of the house asks of a model, and nothing else names a family.
+
+A family is a module of this package with a `FAMILY`, which `family_of` finds by the model type of a config.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from blockdiff import models
+from blockdiff.errors import CheckpointError
 from blockdiff.layers.attention import KV
 from blockdiff.layers.rope import angles
 from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.models.names import Names
 from blockdiff.models.prefix import Prefix
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 
 Rope = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a config says, in words that all families share.
+
+    bos, eos, pad: ids of special tokens as the config has them; experts, experts_per_token: 0 without;
+    cached_per_token: numbers that a prefix holds of one token; lines: the shape of the model for a person to read.
+    """
+
+    vocab_size: int
+    canvas_length: int
+    bos: int | None
+    eos: int | list[int] | None
+    pad: int | None
+    initializer_range: float
+    experts: int
+    experts_per_token: int
+    cached_per_token: int
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a family's models can do; `Family.require` refuses everything else."""
+
+    kernels: tuple[str, ...]
+    predictions: tuple[str, ...]
+    corruptions: tuple[str, ...]
+    meshes: tuple[str, ...]
+    adapters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family.
+
+    model_type: what its config.json calls it; architecture: the class of transformers that loads its checkpoints.
+    parts: the name of a part -> patterns (`*`, `?`) of our parameters' names; a parameter belongs to the first part
+    that matches. Sizes, freezing and adapters go by parts. sharding_units: names of modules (`{}` is the layer number)
+    whose weights are gathered together when they are sharded, inner ones first.
+
+    The functions take the family's own config. `read(values)` makes it from the content of a config.json and checks it;
+    `check(config)` raises CheckpointError for what it says and the model does not do; `outline(config)` is what the
+    house reads of it; `with_tokens(config, vocab_size, special)` is the config with another vocabulary (special:
+    bos_token_id, eos_token_id, pad_token_id); `image_tensors(config, seed, dtype)` draws the tensors that are carried.
+    """
+
+    model_type: str
+    architecture: str
+    model_class: type[BlockDiffusionModel]
+    names: Names
+    parts: Mapping[str, tuple[str, ...]]
+    sharding_units: tuple[str, ...]
+    capabilities: Capabilities
+    read: Callable[[Mapping[str, Any]], Any]
+    check: Callable[[Any], None]
+    outline: Callable[[Any], Outline]
+    with_tokens: Callable[[Any, int, Mapping[str, int | None]], Any]
+    image_tensors: Callable[[Any, int, torch.dtype], dict[str, Tensor]]
+
+    def part_of(self, name: str) -> str:
+        """The part that one of our parameters or buffers belongs to, by its name; "other" for what none has."""
+        parts = self.parts.items()
+        return next((part for part, ours in parts if any(fnmatchcase(name, pattern) for pattern in ours)), "other")
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """The modules of a model to shard one by one, inner ones before those that hold them, the model last."""
+        named = dict(model.named_modules())
+        patterns = [re.compile(re.escape(unit).replace(r"\{\}", r"\d+")) for unit in self.sharding_units]
+        return [*(named[name] for pattern in patterns for name in named if pattern.fullmatch(name)), model]
+
+    def require(self, **asked: str) -> None:
+        """Raises CheckpointError for the first choice, by the capability's name, that the family does not support."""
+        for capability, choice in asked.items():
+            supported = getattr(self.capabilities, capability)
+            if choice not in supported:
+                there = ", ".join(supported) or "none"
+                raise CheckpointError(f"{self.model_type} does not support {choice} ({capability}: {there})")
+
+
+@functools.cache
+def families() -> dict[str, Family]:
+    """Every family by its model type: the FAMILY of each module of this package that has one."""
+    names = [each.name for each in pkgutil.iter_modules(models.__path__, "blockdiff.models.")]
+    modules = map(importlib.import_module, names)
+    return {module.FAMILY.model_type: module.FAMILY for module in modules if hasattr(module, "FAMILY")}
+
+
+def family_of(config: Any) -> Family:
+    """The family of a config, or of a model type; CheckpointError where there is none."""
+    model_type = config if isinstance(config, str) or config is None else config.model_type
+    if model_type not in families():
+        known = ", ".join(repr(name) for name in families())
+        raise CheckpointError(f"model_type is {model_type!r}; blockdiff reads {known}")
+    return families()[model_type]
 
 
 @dataclass(frozen=True, eq=False)

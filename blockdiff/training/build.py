@@ -17,6 +17,7 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.diffusion.corruption import Corruption
 from blockdiff.errors import RecipeError
 from blockdiff.evals.run import ask
+from blockdiff.models.family import family_of
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate
@@ -47,12 +48,12 @@ class Origin:
     @property
     def canvas_length(self) -> int:
         """L of the model."""
-        return int(self.config.canvas_length or 256)
+        return family_of(self.config).outline(self.config).canvas_length
 
     @property
     def vocab_size(self) -> int:
         """V of the model."""
-        return int(self.config.text_config.vocab_size)
+        return family_of(self.config).outline(self.config).vocab_size
 
 
 @dataclass(frozen=True)

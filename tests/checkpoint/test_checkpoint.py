@@ -29,9 +29,9 @@ from blockdiff.checkpoint import (
     save,
 )
 from blockdiff.checkpoint.files import INDEX, WEIGHTS, stored_tensors
-from blockdiff.checkpoint.names import is_carried, to_hub
 from blockdiff.errors import CheckpointError
 from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.diffusion_gemma.names import NAMES
 from tests.oracle import oracle, tiny_config
 
 SCALAR = "model.encoder.language_model.layers.1.layer_scalar"
@@ -89,7 +89,7 @@ def test_loading_puts_every_tensor_in_its_place_bit_exactly(theirs, written_by_t
     model = load(written_by_transformers, dtype="float32", device="cpu")
     state = theirs.state_dict()
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, state[to_hub(name)]), name
+        assert torch.equal(tensor, state[NAMES.to_hub(name)]), name
     assert not model.training
     assert model.config.text_config.final_logit_softcapping == 20.0
     assert not torch.equal(model.layers[0].encoder_scalar, model.layers[0].decoder_scalar)
@@ -117,15 +117,15 @@ def test_a_round_trip_changes_no_byte_of_any_tensor_or_side_file(written_by_tran
 
 def test_image_tensors_keep_their_own_dtype_and_bytes_whatever_the_text_is_cast_to(damaged, tmp_path):
     def mixed(tensors: dict[str, Tensor]) -> None:
-        tensors.update({n: t.half() for n, t in tensors.items() if is_carried(n)})
+        tensors.update({n: t.half() for n, t in tensors.items() if NAMES.is_carried(n)})
 
     edit(damaged, mixed)
     out = save(load(damaged, "float64", "cpu"), tmp_path / "out", dtype="bfloat16")
     before, after = all_tensors(damaged), all_tensors(out)
-    carried = [name for name in before if is_carried(name)]
+    carried = [name for name in before if NAMES.is_carried(name)]
     assert len(carried) > 10
     assert_same({n: before[n] for n in carried}, {n: after[n] for n in carried})
-    assert {t.dtype for n, t in after.items() if not is_carried(n)} == {torch.bfloat16}
+    assert {t.dtype for n, t in after.items() if not NAMES.is_carried(n)} == {torch.bfloat16}
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 

@@ -459,11 +459,13 @@ def test_init_writes_a_model_that_loads(workshop: Path, tmp_path: Path) -> None:
 def test_inspect_counts_every_tensor_of_a_model(workshop: Path) -> None:
     from blockdiff.checkpoint.files import stored_tensors
     from blockdiff.cli.inspect_model import parts
+    from blockdiff.models.family import family_of
 
     stored = stored_tensors(workshop / "run" / "model")
-    found = parts((name, place.shape, place.dtype) for name, place in stored.items())
+    tensors = ((name, place.shape, place.dtype) for name, place in stored.items())
+    found = parts(tensors, family_of(checkpoint.read_config(workshop / "run" / "model")))
     assert "other" not in {part.name for part in found}
-    assert {"vision", "router", "experts", "attention", "self-conditioning"} <= {part.name for part in found}
+    assert {"vision", "router", "experts", "attention", "self_conditioning"} <= {part.name for part in found}
     assert sum(part.tensors for part in found) == len(stored)
     text = works("inspect", workshop / "run" / "model")
     router = next(part for part in found if part.name == "router")

@@ -159,6 +159,36 @@ def test_both_forms_of_the_global_head_fields(form):
     close(mine.denoise(canvas, mine.encode(prompt)), transformers_run(model, prompt, canvas).hidden)
 
 
+def rope(sliding: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+    full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25, **full}
+    sliding = {"rope_type": "default", "rope_theta": 1e4, **sliding}
+    return {"rope_parameters": {"sliding_attention": sliding, "full_attention": full}}
+
+
+CONFIGS = {
+    "silu": {"hidden_activation": "silu"},
+    "linear RoPE": rope({"rope_type": "linear", "factor": 3.0}, {}),
+    "a factor of the proportional RoPE": rope({}, {"factor": 8.0, "partial_rotary_factor": 0.5}),
+    "both kinds proportional": rope({"rope_type": "proportional", "factor": 2.0}, {"rope_theta": 3e5}),
+    "another eps": {"rms_norm_eps": 1e-2},
+    "only full layers": {"layer_types": ["full_attention"] * 4},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_a_config_says_is_computed_as_transformers_does(name):
+    model = oracle(tiny_config(**CONFIGS[name]))
+    mine = ours(model)
+    prompt, canvas = tokens(2, 40), tokens(2, L, seed=1)
+    logits = torch.randn(2, L, 384, generator=torch.Generator().manual_seed(6)) * 3
+    truth = transformers_run(model, prompt, canvas, self_conditioning_logits=logits)
+    prefix = mine.encode(prompt)
+    hidden = mine.denoise(canvas, prefix, mine.soft_embedding(logits))
+    close(prefix.hidden, truth.encoder)
+    close(hidden, truth.hidden, 1e-7)
+    close(mine.unembed(hidden), truth.logits, 1e-6)
+
+
 def test_logits_are_soft_capped():
     model = oracle(tiny_config(final_logit_softcapping=2.0))
     mine = ours(model)

@@ -16,7 +16,7 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint import init
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.objective import Objective
 from blockdiff.sampling import Generation, Request, Sampler
 from tests.oracle import tiny_config
@@ -38,7 +38,7 @@ def model() -> BlockDiffusionModel:
 
 def sharded() -> BlockDiffusionModel:
     made, mesh = model(), init_device_mesh("cpu", (1,))
-    for part in (*made.layers, made.vocabulary, made):
+    for part in family_of(made.config).units(made):
         fully_shard(part, mesh=mesh)
     assert all(isinstance(part, FSDPModule) for part in (made, made.vocabulary, *made.layers))
     assert all(isinstance(p, DTensor) for p in made.parameters())

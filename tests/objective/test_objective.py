@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
-from blockdiff.checkpoint.names import to_hub
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.diffusion_gemma.names import NAMES
 from blockdiff.objective import Losses, Objective
 from tests.oracle import oracle, ours, tiny_config
 
@@ -106,7 +106,7 @@ def gradients(module: torch.nn.Module, loss: Tensor) -> Gradients:
 
 def compare(mine: Gradients, theirs: Gradients, names: Sequence[str], tolerance: float) -> None:
     for name in names:
-        got, truth = mine[name], theirs.get(to_hub(name))
+        got, truth = mine[name], theirs.get(NAMES.to_hub(name))
         if truth is None or not truth.any():
             assert not got.any(), name
             continue
@@ -147,7 +147,7 @@ def test_fp32_gradients_are_as_close_to_fp64_as_transformers_fp32_ones(pair):
         truth, other = gradients(model, exact[n]), gradients(theirs, rough[n])
         got = gradients(single, losses[n])
         for name, gradient in got.items():
-            hub = to_hub(name)
+            hub = NAMES.to_hub(name)
             if hub in truth:
                 error, allowed = ((x - truth[hub]).norm() / truth[hub].norm() for x in (gradient, other[hub]))
                 assert error <= max(2 * allowed, 2e-5), f"{name}: {error:.1e} against {allowed:.1e}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from blockdiff.errors import CheckpointError, DataError
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.trace import Recorder, read_traces, write_traces
+from tests.oracle import tiny_config
 from tests.scripted import ScriptedModel, random_script
 
 
@@ -84,17 +84,16 @@ class Tokenizer:
     bos_token_id, eos_token_id, pad_token_id = 7, 8, 9
 
 
-def config(**text: int | list[int] | None) -> SimpleNamespace:
-    return SimpleNamespace(text_config=SimpleNamespace(**text))
+NO_TOKENS = tiny_config(eos_token_id=None, pad_token_id=None, bos_token_id=None)
 
 
 @pytest.mark.parametrize(
     "sources, expected",
     [
-        ((config(eos_token_id=[1, 4], pad_token_id=0), Generation(eos_ids=(5, 6), pad_id=3)), ((5, 6), 3, None)),
-        ((config(eos_token_id=[1, 4], pad_token_id=0, bos_token_id=2), Generation(), Tokenizer()), ((1, 4), 0, 2)),
-        ((config(eos_token_id=None, pad_token_id=None), Generation(), Tokenizer()), ((8,), 9, 7)),
-        ((config(eos_token_id=0),), ((0,), 0, None)),
+        ((tiny_config(eos_token_id=[1, 4]), Generation(eos_ids=(5, 6), pad_id=3)), ((5, 6), 3, 2)),
+        ((tiny_config(eos_token_id=[1, 4]), Generation(), Tokenizer()), ((1, 4), 0, 2)),
+        ((NO_TOKENS, Generation(), Tokenizer()), ((8,), 9, 7)),
+        ((tiny_config(eos_token_id=0, pad_token_id=3),), ((0,), 3, 2)),
         ((None, Generation(pad_id=3), Tokenizer()), ((8,), 3, 7)),
         ((None,), ((), 0, None)),
     ],

@@ -30,11 +30,15 @@ from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.rope import default_frequencies, proportional_frequencies
 from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.models.diffusion_gemma.config import ACTIVATIONS, KINDS, check
 from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope
 from blockdiff.spans import Spans
 
 if TYPE_CHECKING:
-    from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig
+    from transformers.models.diffusion_gemma.configuration_diffusion_gemma import (
+        DiffusionGemmaConfig,
+        DiffusionGemmaTextConfig,
+    )
 
 
 class Layer(nn.Module):
@@ -43,7 +47,7 @@ class Layer(nn.Module):
     def __init__(self, text: DiffusionGemmaTextConfig, index: int, kernels: Kernels):
         super().__init__()
         hidden, eps = text.hidden_size, text.rms_norm_eps
-        heads = text.per_layer_config[index]
+        heads, activation = text.per_layer_config[index], ACTIVATIONS[text.hidden_activation]
         self.eps, self.kernels = eps, kernels
         self.is_sliding = text.layer_types[index] == "sliding_attention"
         self.input_norm = RMSNorm(hidden, eps, kernels)
@@ -58,11 +62,11 @@ class Layer(nn.Module):
         )
         self.post_attention_norm = RMSNorm(hidden, eps, kernels)
         self.pre_mlp_norm = RMSNorm(hidden, eps, kernels)
-        self.mlp = MLP(hidden, text.intermediate_size)
+        self.mlp = MLP(hidden, text.intermediate_size, activation)
         self.post_mlp_norm = RMSNorm(hidden, eps, kernels)
         self.router = Router(hidden, text.num_experts, text.top_k_experts)
         self.pre_experts_norm = RMSNorm(hidden, eps, kernels)
-        self.experts = Experts(text.num_experts, hidden, text.moe_intermediate_size, kernels)
+        self.experts = Experts(text.num_experts, hidden, text.moe_intermediate_size, kernels, activation)
         self.post_experts_norm = RMSNorm(hidden, eps, kernels)
         self.post_ff_norm = RMSNorm(hidden, eps, kernels)
         self.register_buffer("encoder_scalar", torch.ones(1))
@@ -89,19 +93,23 @@ class DiffusionGemma(BlockDiffusionModel):
 
     def __init__(self, config: DiffusionGemmaConfig, kernels: str | Kernels = "auto"):
         super().__init__()
-        text = config.text_config
-        assert text is not None and not isinstance(text, dict)
+        check(config)
+        text: Any = config.text_config
         self.config = config
         self.kernels = resolve(kernels)
         self.canvas_length = config.canvas_length or 256
         self.vocab_size = text.vocab_size
         self.vocabulary = Vocabulary(text.vocab_size, text.hidden_size, text.final_logit_softcapping, self.kernels)
         self.self_conditioning = SelfConditioning(
-            text.hidden_size, text.intermediate_size, text.rms_norm_eps, self.kernels
+            text.hidden_size,
+            text.intermediate_size,
+            text.rms_norm_eps,
+            self.kernels,
+            ACTIVATIONS[text.hidden_activation],
         )
         self.layers = nn.ModuleList(Layer(text, n, self.kernels) for n in range(text.num_hidden_layers))
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, self.kernels)
-        self.layer_kinds = tuple(kind.removesuffix("_attention") for kind in text.layer_types)
+        self.layer_kinds = tuple(KINDS[layer_type] for layer_type in text.layer_types)
         self.kinds = {name: _kind(text, name, self.layer_kinds.index(name)) for name in dict.fromkeys(self.layer_kinds)}
 
     def forward(
@@ -138,8 +146,10 @@ def _kind(text: Any, name: str, layer: int) -> LayerKind:
     """The kind called `name`, of which `layer` is one."""
     rope = text.rope_parameters[text.layer_types[layer]]
     head_dim, theta = text.per_layer_config[layer].head_dim, rope["rope_theta"]
-    if rope["rope_type"] == "proportional":
+    if rope.get("rope_type") == "proportional":
         frequencies = proportional_frequencies(head_dim, theta, rope.get("partial_rotary_factor", 1.0))
     else:
         frequencies = default_frequencies(head_dim, theta)
+    if rope.get("rope_type", "default") != "default":
+        frequencies = frequencies / rope.get("factor", 1.0)
     return LayerKind(name, text.sliding_window if name == "sliding" else None, frequencies)

@@ -1,12 +1,11 @@
-"""What each of our tensors is called on the Hub: one literal table per family."""
+"""What each tensor of DiffusionGemma is called on the Hub."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from blockdiff.models.names import Names
 
 # `{}` is the layer number. The encoder and the decoder share every weight; only the layer scalars differ.
-DIFFUSION_GEMMA: tuple[tuple[str, str], ...] = (
+TABLE: tuple[tuple[str, str], ...] = (
     # ours                                      Hub
     ("vocabulary.table", "model.decoder.embed_tokens.weight"),
     ("norm.weight", "model.decoder.norm.weight"),
@@ -39,35 +38,11 @@ DIFFUSION_GEMMA: tuple[tuple[str, str], ...] = (
     ("layers.{}.encoder_scalar", "model.encoder.language_model.layers.{}.layer_scalar"),
 )
 
-_TO_HUB = dict(DIFFUSION_GEMMA)
-_LAYER = re.compile(r"^layers\.(\d+)\.")
-_ENCODER = "model.encoder.language_model."
-_DECODER = "model.decoder."
-_CARRIED = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
-
-
-def to_hub(ours: str) -> str:
-    """The Hub's name of one of our parameters or buffers; KeyError when the table has no such row."""
-    layer = _LAYER.match(ours)
-    if layer is None:
-        return _TO_HUB[ours]
-    return _TO_HUB[f"layers.{{}}.{ours[layer.end() :]}"].format(layer[1])
-
-
-def hub_to_ours(names: Iterable[str]) -> dict[str, str]:
-    """Hub name -> our name, for all of our `names`."""
-    return {to_hub(name): name for name in names}
-
-
-def is_carried(hub: str) -> bool:
-    """True for tensors of the image side, which we keep and write back but do not run."""
-    return hub.startswith(_CARRIED)
-
-
-def tie_of(hub: str) -> str | None:
-    """The tensor that `hub` is a tied copy of, None if it is none. Some writers save both ends of a tie."""
-    if hub == "lm_head.weight":
-        return _DECODER + "embed_tokens.weight"
-    if hub.startswith(_ENCODER) and not hub.endswith(".layer_scalar"):
-        return _DECODER + hub.removeprefix(_ENCODER)
-    return None
+NAMES = Names(
+    TABLE,
+    carried=("model.encoder.vision_tower.", "model.encoder.embed_vision."),
+    ties=(
+        ("lm_head.weight", "model.decoder.embed_tokens.weight"),
+        ("model.encoder.language_model.", "model.decoder."),
+    ),
+)

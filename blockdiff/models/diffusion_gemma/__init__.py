@@ -1,0 +1,38 @@
+"""DiffusionGemma: Google's block-diffusion model over Gemma 4's mixture-of-experts stack."""
+
+from blockdiff.models.diffusion_gemma import config
+from blockdiff.models.diffusion_gemma.model import DiffusionGemma
+from blockdiff.models.diffusion_gemma.names import NAMES
+from blockdiff.models.family import Capabilities, Family
+
+FAMILY = Family(
+    model_type="diffusion_gemma",
+    architecture="DiffusionGemmaForBlockDiffusion",
+    model_class=DiffusionGemma,
+    names=NAMES,
+    parts={
+        "layer_scalars": ("layers.*_scalar",),
+        "router": ("layers.*.router.*",),
+        "experts": ("layers.*.experts.*",),
+        "self_conditioning": ("self_conditioning.*",),
+        "norms": ("*norm.weight",),
+        "attention": ("layers.*.attention.*",),
+        "mlp": ("layers.*.mlp.*",),
+        "embedding": ("vocabulary.table",),
+    },
+    sharding_units=("layers.{}.experts", "layers.{}", "vocabulary"),
+    capabilities=Capabilities(
+        kernels=("torch", "triton"),
+        predictions=("posterior", "leave_one_out"),
+        corruptions=("uniform", "mask"),
+        meshes=("replicate",),
+        adapters=(),
+    ),
+    read=config.read,
+    check=config.check,
+    outline=config.outline,
+    with_tokens=config.with_tokens,
+    image_tensors=config.image_tensors,
+)
+
+__all__ = ["FAMILY", "DiffusionGemma"]

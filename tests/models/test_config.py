@@ -1,0 +1,130 @@
+"""What a config can say is computed (tests/models/test_backbone.py) or refused in one line that names the field."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedConfig
+from transformers.models.diffusion_gemma.configuration_diffusion_gemma import (
+    DiffusionGemmaConfig,
+    DiffusionGemmaTextConfig,
+)
+
+from blockdiff.checkpoint import init, load, read_config, save
+from blockdiff.errors import CheckpointError
+from blockdiff.models.diffusion_gemma.config import IRRELEVANT, ONE_VALUE, USED
+
+SMALL = {
+    "model_type": "diffusion_gemma",
+    "canvas_length": 4,
+    "text_config": {
+        **dict(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2),
+        **dict(num_key_value_heads=1, head_dim=4, global_head_dim=4, sliding_window=4),
+        **dict(layer_types=["sliding_attention", "full_attention"], num_experts=2, top_k_experts=1),
+        **dict(moe_intermediate_size=4),
+    },
+}
+
+
+def rope(**sliding: Any) -> dict[str, Any]:
+    return {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, **sliding},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        }
+    }
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "activation": ({"hidden_activation": "gelu"}, ["hidden_activation 'gelu'", "silu"]),
+    "bias": ({"attention_bias": True}, ["attention_bias is True; only False"]),
+    "dropout": ({"attention_dropout": 0.1}, ["attention_dropout is 0.1"]),
+    "bidirectional": ({"use_bidirectional_attention": "all"}, ["use_bidirectional_attention is 'all'"]),
+    "wide MLP": ({"use_double_wide_mlp": True}, ["use_double_wide_mlp is True"]),
+    "shared kv": ({"num_kv_shared_layers": 1}, ["num_kv_shared_layers is 1"]),
+    "no experts": ({"num_experts": None}, ["num_experts is None"]),
+    "too many experts": ({"top_k_experts": 3}, ["top_k_experts is 3", "2 experts"]),
+    "layer type": ({"layer_types": ["chunked_attention", "full_attention"]}, ["layer_types 'chunked_attention'"]),
+    "odd heads": ({"head_dim": 3}, ["head_dim of layer 0 is 3"]),
+    "kv heads": ({"num_attention_heads": 3, "num_key_value_heads": 2}, ["layer 0", "3 query heads", "do not divide"]),
+    "a layer's own": ({"per_layer_config": {"1": {"hidden_size": 4}}}, ["per_layer_config", "hidden_size of layer 1"]),
+    "yarn": (
+        rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=64),
+        ["rope_parameters.sliding_attention", "'yarn'", "proportional"],
+    ),
+    "dynamic": (rope(rope_type="dynamic", factor=2.0), ["sliding_attention", "'dynamic'"]),
+    "a factor without effect": (rope(factor=2.0), ["sliding_attention", "factor 2.0", "'default'"]),
+    "a part without effect": (
+        rope(rope_type="linear", factor=2.0, partial_rotary_factor=0.5),
+        ["partial_rotary_factor 0.5", "'linear'"],
+    ),
+    "no RoPE": (
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+        ["rope_parameters.sliding_attention: missing"],
+    ),
+}
+
+
+def changed(text: dict[str, Any]) -> dict[str, Any]:
+    values = json.loads(json.dumps(SMALL))
+    values["text_config"] |= text
+    return values
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    return save(init(DiffusionGemmaConfig(**changed({})), device="cpu"), tmp_path_factory.mktemp("model") / "m")
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_config_can_say_and_the_model_does_not_do_is_refused(what, tmp_path):
+    """By reading, which comes before any weight; by init of a config made in Python; and by saving."""
+    text, words = REFUSED[what]
+    (tmp_path / "config.json").write_text(json.dumps(changed(text)))
+    message = refusal(lambda: read_config(tmp_path))
+    assert str(tmp_path) in message and all(word in message for word in words), message
+    assert refusal(lambda: load(tmp_path)) == message
+    config = DiffusionGemmaConfig(**changed(text))
+    assert all(word in refusal(lambda: init(config)) for word in words)
+
+
+@pytest.mark.parametrize("text", [{"layer_types": ["full_attention"]}, {"num_hidden_layers": "two"}])
+def test_what_transformers_finds_wrong_is_said_in_its_own_words(text, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(changed(text)))
+    assert "num_hidden_layers" in refusal(lambda: read_config(tmp_path))
+
+
+def test_saving_refuses_what_loading_would_refuse(saved, tmp_path):
+    model = load(saved, device="cpu")
+    model.config.text_config.attention_bias = True
+    assert "attention_bias" in refusal(lambda: save(model, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_neutral_values_are_not_refused(saved):
+    neutral = {"use_double_wide_mlp": False, "num_kv_shared_layers": 0, "attention_dropout": None}
+    init(DiffusionGemmaConfig(**changed(neutral | rope(factor=1.0, partial_rotary_factor=1.0))), device="cpu")
+
+
+def test_every_field_of_the_configs_is_used_has_one_value_or_is_irrelevant():
+    """A field that a newer transformers adds belongs in one of the lists."""
+    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)} | set(vars(PreTrainedConfig()))
+    fields = {
+        field.name for each in (DiffusionGemmaConfig, DiffusionGemmaTextConfig) for field in dataclasses.fields(each)
+    }
+    own = {name for name in fields - inherited if not name.startswith("_")}
+    lists = (USED, set(ONE_VALUE), IRRELEVANT, {"tie_word_embeddings"})
+    assert own <= set.union(*lists), own - set.union(*lists)
+    assert sum(map(len, lists)) == len(set.union(*lists))
