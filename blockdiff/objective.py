@@ -19,7 +19,7 @@ from blockdiff.canvas import CANVAS_FIELDS, Batch
 from blockdiff.diffusion.corruption import Corruption, UniformCorruption
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Schedule
-from blockdiff.diffusion.weight import NoWeight, TimeWeight
+from blockdiff.diffusion.weight import NoWeight, Weight
 from blockdiff.errors import RecipeError
 from blockdiff.layers.attention import KV
 from blockdiff.layers.vocabulary import Vocabulary
@@ -65,7 +65,7 @@ class Objective(nn.Module):
     """The canvas and AR losses of a batch: `objective(batch) -> Losses` (formulas: docs/objective.md).
 
     The defaults are Google's DiffusionGemma recipe.
-    seed: of the corruption draws, which are addressed by the batch's `address_BC3`; weight: of the canvas loss in t;
+    seed: of the corruption draws, which are addressed by the batch's `address_BC3`; weight: of the canvas loss;
     prediction: what the logits mean, the posterior given the whole noisy canvas or (leave_one_out) the token given all
     others; positions: which positions of a canvas have a loss, the counts stay; stop_gradient: the canvas loss does
     not train the encoder. Which parameters train is not decided here: their `requires_grad` stays as it is.
@@ -79,14 +79,14 @@ class Objective(nn.Module):
         corruption: Corruption,
         seed: int = 0,
         *,
-        weight: TimeWeight | None = None,
+        weight: Weight | None = None,
         prediction: Literal["posterior", "leave_one_out"] = "posterior",
         positions: Literal["all", "corrupted"] = "all",
         stop_gradient: bool = False,
     ):
         super().__init__()
         self.model, self.schedule, self.corruption, self.seed = model, schedule, corruption, seed
-        self.weight: TimeWeight = weight or NoWeight()
+        self.weight: Weight = weight or NoWeight()
         self.prediction, self.positions, self.stop_gradient = prediction, positions, stop_gradient
         self.bonus_vocabulary: int | None = None  # V of the leave-one-out bonus; None: no bonus
         if prediction == "leave_one_out":
@@ -145,7 +145,11 @@ class Objective(nn.Module):
         has_loss_BCL = batch.is_scored_BCL
         if self.positions == "corrupted":
             has_loss_BCL = has_loss_BCL & is_corrupted_BCL
-        return (batch.weight_BC * self.weight.of(self.schedule, batch.t_BC))[..., None] * has_loss_BCL
+        weight_BCL = self.weight.of(self.schedule, batch.t_BC, batch.canvas_BCL, is_corrupted_BCL)
+        if weight_BCL.dim() != 3:
+            shapes = f"{[*weight_BCL.shape]} instead of {[*has_loss_BCL.shape]} or {[*batch.t_BC.shape, 1]}"
+            raise RecipeError(f"objective.weight: {type(self.weight).__name__} gave weights {shapes}; reshape them")
+        return batch.weight_BC[..., None] * weight_BCL * has_loss_BCL
 
     def _bonus(self, batch: Batch) -> Tensor | None:
         """What the observed tokens' logits gain, fp32 [B, C]; the signal is always made without it."""

@@ -1,4 +1,4 @@
-"""What the loss of a canvas is multiplied by, as a function of its noise level."""
+"""What the loss of each canvas position is multiplied by."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from blockdiff.diffusion.schedule import Schedule
 SMALLEST_T = 1e-6
 
 
-class TimeWeight(Protocol):
-    """A weight in t. It multiplies the loss, never the count that the loss is divided by."""
+class Weight(Protocol):
+    """A weight of the canvas loss. It multiplies the loss, never the count that the loss is divided by."""
 
-    def of(self, schedule: Schedule, t_BC: Tensor) -> Tensor:
-        """The weight of each canvas, float32 [B, C], from the noise levels [B, C]."""
+    def of(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+        """The weights, float32 [B, C, L] or [B, C, 1], from noise levels, true tokens and which of them were replaced.
+
+        Without gradient: what a weight is made of is no part of what trains.
+        """
 
 
 @dataclass(frozen=True)
 class NoWeight:
     """w(t) = 1: plain cross-entropy at every noise level (Google's recipe)."""
 
-    def of(self, schedule: Schedule, t_BC: Tensor) -> Tensor:
-        """Ones."""
-        return torch.ones_like(t_BC, dtype=torch.float32)
+    def of(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+        """Ones, [B, C, 1]."""
+        return torch.ones_like(t_BC[..., None], dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class ElboWeight:
         if self.limit is not None and not 0 < self.limit < math.inf:
             raise ValueError(f"limit must be more than 0, got {self.limit}")
 
-    def of(self, schedule: Schedule, t_BC: Tensor) -> Tensor:
-        """The weight, with t taken as at least 1e-6: finite for every t."""
-        t = t_BC.double().clamp(min=SMALLEST_T)  # high powers of a small t are no fp32 numbers
-        weight_BC = -schedule.derivative(t) / schedule.noise(t)
-        return (weight_BC if self.limit is None else weight_BC.clamp(max=self.limit)).float()
+    def of(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+        """The weight in t, [B, C, 1], with t taken as at least 1e-6: finite for every t."""
+        t = t_BC[..., None].double().clamp(min=SMALLEST_T)  # high powers of a small t are no fp32 numbers
+        weight_BC1 = -schedule.derivative(t) / schedule.noise(t)
+        return (weight_BC1 if self.limit is None else weight_BC1.clamp(max=self.limit)).float()

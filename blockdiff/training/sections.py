@@ -32,7 +32,7 @@ from blockdiff.diffusion.schedule import (
     TimeDraw,
     UniformTime,
 )
-from blockdiff.diffusion.weight import ElboWeight, NoWeight, TimeWeight
+from blockdiff.diffusion.weight import ElboWeight, NoWeight, Weight
 from blockdiff.errors import DataError, RecipeError
 from blockdiff.training.choice import Choice, by_class
 from blockdiff.training.schedule import Constant, CosineDecay, LearningRateSchedule, LinearDecay, StableDecay
@@ -238,7 +238,7 @@ class ObjectiveSection(Section):
     schedule: Annotated[Schedule, SCHEDULE] = Linear()
     time: Annotated[TimeDraw, TIME] = StratifiedTime()
     corruption: Annotated[UniformTokens | MaskToken | Corruption, CORRUPTION] = UniformTokens()
-    weight: Annotated[TimeWeight, WEIGHT] = NoWeight()
+    weight: Annotated[Weight, WEIGHT] = NoWeight()
     positions: Literal["all", "corrupted"] = "all"
     prediction: Literal["posterior", "leave_one_out"] = "posterior"
     normalisation: Literal["token", "example"] = "token"

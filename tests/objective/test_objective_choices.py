@@ -89,7 +89,8 @@ class Plain:
                 nll = F.cross_entropy(z, batch.canvas_BCL[b, c], reduction="none")
                 if self.only_corrupted:
                     nll = nll * is_corrupted_BCL[b, c]
-                canvas_sum = canvas_sum + nll.sum() * eval(self.factor, {"t": t}) * batch.weight_BC[b, c]
+                known = {"t": t, "tokens": batch.canvas_BCL[b, c], "is_corrupted": is_corrupted_BCL[b, c]}
+                canvas_sum = canvas_sum + (nll * eval(self.factor, known)).sum() * batch.weight_BC[b, c]
         return canvas_sum, ar_sum
 
 
@@ -114,12 +115,27 @@ def assert_same(got: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor], model:
             assert (gradient - expected).norm() <= 1e-5 * expected.norm(), name
 
 
+class ByToken:
+    """A weight that looks at tokens and noise."""
+
+    def of(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+        return t_BC[..., None] + tokens_BCL % 3 + 2.0 * is_corrupted_BCL
+
+
+class ByCanvas:
+    """A weight that forgets the positions."""
+
+    def of(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+        return t_BC
+
+
 UNIFORM = UniformCorruption(V)
 CHOICES: dict[str, tuple[Plain, dict[str, Any]]] = {
     "defaults, with weights": (Plain(Linear(), UNIFORM), {}),
     "elbo, linear": (Plain(Linear(), UNIFORM, "1 / t"), {"weight": ElboWeight()}),
     "elbo, polynomial": (Plain(Polynomial(3.0), UNIFORM, "3 / t"), {"weight": ElboWeight()}),
     "elbo with a limit": (Plain(Linear(), UNIFORM, "min(1 / t, 2.0)"), {"weight": ElboWeight(2.0)}),
+    "one's own weight": (Plain(Linear(), UNIFORM, "t + tokens % 3 + 2 * is_corrupted"), {"weight": ByToken()}),
     "corrupted positions": (Plain(Linear(), UNIFORM, only_corrupted=True), {"positions": "corrupted"}),
     "masks": (Plain(Linear(), MaskCorruption(MASK)), {}),
     "masked elbo": (
@@ -160,6 +176,12 @@ def test_counts_are_of_all_scored_positions_whatever_has_a_loss(model):
     losses = objective(nothing)
     assert losses.canvas_sum.item() == 0.0
     assert all(not g.any() for g in gradients(model, losses.canvas_sum).values())
+
+
+def test_a_weight_without_positions_is_refused(model):
+    shapes = r"\[2, 2\] instead of \[2, 2, \d+\] or \[2, 2, 1\]"
+    with pytest.raises(RecipeError, match=rf"objective\.weight: ByCanvas gave weights {shapes}; reshape them"):
+        Objective(model, Linear(), UNIFORM, SEED, weight=ByCanvas())(batch())
 
 
 def test_leave_one_out_is_refused_where_its_bonus_is_no_posterior(model):
