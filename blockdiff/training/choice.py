@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -89,8 +89,17 @@ class Choice:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Reads YAML values in their short or full form and takes any other object as it is."""
 
+        protocols = [each for each in (source, *get_args(source)) if getattr(each, "_is_protocol", False)]
+        verbs = [name for protocol in protocols for name in vars(protocol) if not name.startswith("_")]
+
         def chosen(value: Any, read: Any) -> Any:
+            if type(value) in self.kinds.values():
+                return value
             if not isinstance(value, PLAIN):
+                missing = [name for name in verbs if not callable(getattr(value, name, None))]
+                if not verbs or missing or isinstance(value, type):
+                    wanted = f"an object with the methods {', '.join(verbs)}" if verbs else self._listed()
+                    raise ValueError(f"input should be {wanted}")
                 return value
             full = self.full(value)
             return None if full is None else next(iter(read(full).values()))

@@ -88,9 +88,9 @@ def refuse_old(tree: Mapping[str, Any], origins: Origins) -> None:
 
 
 def spelt_out(choice: Choice, value: Any) -> Any:
-    """A value as {word: fields}; what is wrong stays as it is and is refused by pydantic."""
+    """A value or one of the choice's objects as {word: fields}; what is wrong stays and is refused by pydantic."""
     try:
-        return choice.full(value)
+        return choice.full(choice.short(value) if type(value) in choice.kinds.values() else value)
     except ValueError:
         return value
 

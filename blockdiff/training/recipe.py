@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
+from blockdiff.data.sources import Source
 from blockdiff.errors import RecipeError
 from blockdiff.files import is_hub_id, matching
-from blockdiff.training.mistakes import CHOICES, KEYS, Key, Origins, one_line, refuse_old, spelt_out
+from blockdiff.training.mistakes import CHOICES, KEYS, SOURCES, Key, Origins, one_line, refuse_old, spelt_out
 from blockdiff.training.sections import Recipe as Recipe
+from blockdiff.training.sections import Section
 
 # Keys that name files or directories, and whether they must exist (model and tokenizer may be hub ids, and rows
 # too where a name cannot be a file's).
@@ -26,16 +29,19 @@ FILE_KEYS = {
 }
 
 
-def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def read_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe on top of those it `extends`, with `key.path=value` overrides (values are YAML) on top.
 
-    Relative paths of data, weights and tokenizer are looked up from the current directory first, then from
-    the directory of the recipe that names them. Raises RecipeError: one line with file, key path and cure.
+    source: a path, the same as a mapping, or a recipe that was read. In a mapping, rows may stand for a source of rows
+    (a `datasets.Dataset` or a list of mappings) and an object for a choice. Relative paths of data, weights and
+    tokenizer are looked up from the current directory first, then from the directory of the recipe that names them.
+    Raises RecipeError: one line with file, key path and cure.
     """
-    path = Path(path)
+    if isinstance(source, Recipe):
+        source = _tree(source)
     merged: dict[str, Any] = {}
     origins: Origins = {}
-    for origin, directory, tree in _file_layers(path, ()) + [_override_layer(text) for text in overrides]:
+    for origin, directory, tree in _layers(source) + [_override_layer(text) for text in overrides]:
         model, below = tree.get("model"), merged.get("model")
         if isinstance(model, dict) and (model.get("path") or model.get("preset")) and isinstance(below, dict):
             for other in ("path", "preset"):  # choosing one in a derived recipe replaces the other
@@ -49,7 +55,15 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
-        raise RecipeError(one_line(error, origins, str(path))) from None
+        raise RecipeError(one_line(error, origins, _name(source))) from None
+
+
+def _name(source: str | Path | Mapping[str, Any]) -> str:
+    return "recipe" if isinstance(source, Mapping) else str(source)
+
+
+def _tree(section: Section) -> dict[str, Any]:
+    return {key: _tree(value) if isinstance(value, Section) else value for key, value in section}
 
 
 def _merge(into: dict[str, Any], tree: Mapping[Any, Any], path: Key, layer: tuple[str, Path], origins: Origins) -> None:
@@ -64,11 +78,11 @@ def _merge(into: dict[str, Any], tree: Mapping[Any, Any], path: Key, layer: tupl
             value, below = spelt_out(CHOICES[here], value), spelt_out(CHOICES[here], below)
             if isinstance(below, dict) and below.keys() != value.keys():
                 below = {}
-        if isinstance(value, dict):
+        if isinstance(value, dict) and here not in SOURCES:
             into[key] = dict(below) if isinstance(below, dict) else {}
             _merge(into[key], value, here, layer, origins)
         else:
-            into[key] = value
+            into[key] = str(value) if isinstance(value, Path) else value
 
 
 class _Loader(yaml.SafeLoader):
@@ -103,28 +117,57 @@ def _parse(text: str, origin: str) -> Any:
 Layer = tuple[str, Path, dict[str, Any]]
 
 
-def _file_layers(path: Path, chain: tuple[Path, ...]) -> list[Layer]:
+def _layers(source: str | Path | Mapping[str, Any], chain: tuple[Path, ...] = ()) -> list[Layer]:
     """The recipe's own layer, preceded by those of the recipes it extends."""
+    origin = _name(source)
+    if isinstance(source, Mapping):
+        directory, tree = Path(), _with_rows(source)
+    else:
+        directory, tree = Path(source).parent, _read(Path(source), chain)
+        chain = (*chain, Path(source).resolve())
+    base = tree.pop("extends", None)
+    own: Layer = (origin, directory, tree)
+    if base is None:
+        return [own]
+    if not isinstance(base, str | Path):
+        raise RecipeError(f"{origin}: extends: expected the path of one recipe, got {base!r}")
+    return [*_layers(directory / base, chain), own]
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    """The mapping in a file; `chain` are the recipes that led there by what they extend."""
     if path.resolve() in chain:
         raise RecipeError(f"{path}: extends: the recipes extend one another in a circle; break it")
     try:
-        text = path.read_text(encoding="utf-8")
+        tree = _parse(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError:
         raise RecipeError(f"{path}: not a text file; a recipe is YAML (see recipes/)") from None
     except OSError as error:
         reason = "no such recipe" if isinstance(error, FileNotFoundError) else error.strerror
         asked = f" (named by extends in {chain[-1]})" if chain else ""
         raise RecipeError(f"{path}: {reason}{asked}; give the path of a YAML recipe") from None
-    tree = _parse(text, str(path))
     if not isinstance(tree, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of keys ({', '.join(KEYS[()])}), this file holds none")
-    base = tree.pop("extends", None)
-    own: Layer = (str(path), path.parent, tree)
-    if base is None:
-        return [own]
-    if not isinstance(base, str):
-        raise RecipeError(f"{path}: extends: expected the path of one recipe, got {base!r}")
-    return [*_file_layers(path.parent / base, (*chain, path.resolve())), own]
+    return tree
+
+
+def _with_rows(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe from Python, in which rows may stand where a file names sources."""
+    tree = dict(given)
+    for section, key in SOURCES:
+        if isinstance(tree.get(section), Mapping) and (value := tree[section].get(key)) is not None:
+            tree[section] = {**tree[section], key: _sources(value, f"{section}.{key}")}
+    return tree
+
+
+def _sources(value: Any, key: str) -> Any:
+    """Rows become a source of rows: whatever is no name and no source, and a list of mappings without a `path`."""
+    if isinstance(value, Mapping) and not {"path", "rows"} & value.keys():
+        names = ", ".join(map(str, value))
+        raise RecipeError(f"recipe: {key}: a mapping of {names}; give a sequence of rows, such as one of these")
+    each = value if isinstance(value, list | tuple) else [value]
+    is_rows = any(isinstance(item, Mapping) and not {"path", "rows"} & item.keys() for item in each)
+    return [{"rows": value}] if is_rows else list(each)
 
 
 def _override_layer(text: str) -> Layer:
@@ -142,9 +185,11 @@ def _located(named: Any, key: str, origin: str, directory: Path, must_exist: boo
     """What a file key says, a name or a list of sources, with every name located."""
     if isinstance(named, list):
         return [_located(source, key, origin, directory, must_exist) for source in named]
-    if isinstance(named, dict) and isinstance(named.get("path"), str):
-        return {**named, "path": _locate(named["path"], key, origin, directory, must_exist)}
-    return _locate(named, key, origin, directory, must_exist) if isinstance(named, str) else named
+    if isinstance(named, dict) and named.get("path"):
+        return {**named, "path": _located(named["path"], key, origin, directory, must_exist)}
+    if isinstance(named, Source) and named.path:
+        return replace(named, path=_locate(named.path, key, origin, directory, must_exist))
+    return _locate(str(named), key, origin, directory, must_exist) if isinstance(named, str | Path) else named
 
 
 def _locate(name: str, key: str, origin: str, directory: Path, must_exist: bool) -> str:

@@ -184,10 +184,10 @@ def _source(value: Any, read: Callable[[Any], Source]) -> Source:
     """A source that says no more than its path may be written as that; from Python it may be the rows themselves."""
     if isinstance(value, str):
         value = {"path": value}
-    elif isinstance(value, Mapping) and isinstance(value.get("rows"), int):
-        raise ValueError(f"{value['rows']} rows were given from Python; give them again from Python")
-    elif not isinstance(value, Mapping | Source) and hasattr(value, "__getitem__"):
+    elif not isinstance(value, Mapping | Source | bool | int | float | None):
         value = {"rows": value}
+    if isinstance(value, Mapping) and isinstance(value.get("rows"), int):
+        raise ValueError(f"{value['rows']} rows were given from Python; give them again from Python")
     try:
         return read(value)
     except DataError as error:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from blockdiff.data.collate import AllCanvases, FirstCanvases, LastCanvases, RandomCanvases
+from blockdiff.data.sources import Source
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, LogitNormalTime, Polynomial, UniformTime
 from blockdiff.diffusion.weight import ElboWeight, NoWeight
@@ -380,7 +381,13 @@ class Square:
     scale: float = 1.0
 
     def alpha(self, t: Any) -> Any:
-        return 1 - t * t
+        return 1 - self.scale * t * t
+
+    def noise(self, t: Any) -> Any:
+        return self.scale * t * t
+
+    def derivative(self, t: Any) -> Any:
+        return -2 * self.scale * t
 
 
 class Step:
@@ -434,3 +441,88 @@ def test_every_recipe_in_the_repository_is_valid(monkeypatch: pytest.MonkeyPatch
                 Path(name).parent.mkdir(parents=True, exist_ok=True)
                 Path(name).write_text("")
         assert read_recipe(path).train.steps > 0
+
+
+# -- recipes from Python -------------------------------------------------------------------------------------
+
+ROWS = [{"prompt": "1+1=", "response": "2"}, {"prompt": "1+2=", "response": "3"}]
+
+
+def from_python(**sections: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {"model": {"preset": "tiny"}, "data": {"train": ROWS}}
+    tree["train"] = {"steps": 9, "batch_size": 2}
+    return tree | {name: tree.get(name, {}) | section for name, section in sections.items()}
+
+
+def test_a_mapping_is_read_like_a_file(folder: Path) -> None:
+    tree = yaml.safe_load(MINIMAL)
+    tree["data"]["train"] = folder / "train.jsonl"
+    tree["objective"] = {"schedule": Polynomial(3.0), "ar_loss": None}
+    recipe = read_recipe(tree, ["objective.schedule.polynomial.power=4", "optim.lr=1"])
+    assert recipe == read_recipe(
+        folder / "base.yaml", ["objective.schedule.polynomial.power=4", "objective.ar_loss=none", "optim.lr=1"]
+    )
+    assert set(tree) == {"model", "data", "train", "objective"} and tree["objective"]["schedule"] == Polynomial(3.0)
+    assert read_recipe({"extends": folder / "base.yaml", "seed": 3}) == read_recipe(folder / "base.yaml", ["seed=3"])
+
+
+def test_a_recipe_that_was_read_is_read_again(folder: Path) -> None:
+    recipe = read_recipe(
+        folder / "base.yaml", ["objective.time.logit_normal.mean=1", "model.path=org/name", "data.columns.prompt=q"]
+    )
+    assert read_recipe(recipe) == recipe
+    again = read_recipe(recipe, ["objective.time.logit_normal.std=2", "model.preset=tiny", "data.columns.response=a"])
+    assert again.objective.time == LogitNormalTime(1.0, 2.0)
+    assert (again.model.path, again.model.preset) == (None, "tiny")
+    assert (again.data.columns.prompt, again.data.columns.response) == ("q", "a")
+
+
+@pytest.mark.parametrize("rows", [ROWS, tuple(ROWS), "dataset"])
+def test_rows_in_memory_are_a_source(folder: Path, rows: Any) -> None:
+    if rows == "dataset":
+        rows = pytest.importorskip("datasets").Dataset.from_list(ROWS)
+    recipe = read_recipe(from_python(data={"train": rows, "heldout": rows}, evaluation={"prompts": rows}))
+    for sources in (recipe.data.train, recipe.data.heldout, recipe.evaluation.prompts):
+        assert sources is not None and len(sources) == 1
+        assert sources[0].path is None and sources[0].rows is rows
+    again = read_recipe(recipe, ["seed=1"])
+    assert again.data.train[0].rows is rows and again.seed == 1
+
+
+def test_names_and_rows_make_a_mixture(folder: Path) -> None:
+    file = str(folder / "train.jsonl")
+    mixture = [file, {"path": file, "weight": 2}, {"rows": ROWS, "name": "sums"}, Source(path=file)]
+    train = read_recipe(from_python(data={"train": mixture})).data.train
+    assert [source.title for source in train] == ["train.jsonl", "train.jsonl", "sums", "train.jsonl"]
+    assert [source.weight for source in train] == [1, 2, 1, 1] and train[2].rows is ROWS
+    single = read_recipe(from_python(data={"train": {"path": file, "weight": 2}})).data.train
+    assert single == [Source(path=file, weight=2)]
+
+
+def test_a_recipe_with_rows_of_its_own_says_so_where_it_is_read_without_them(folder: Path) -> None:
+    (folder / "recipe.yaml").write_text(read_recipe(from_python()).resolved())
+    expected = "data.train: source 1: 2 rows were given from Python; give them again from Python"
+    assert expected in refusal(folder / "recipe.yaml")
+
+
+WANTED = "recipe: objective.schedule: input should be an object with the methods alpha, noise, derivative"
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"train": {"steps": 0}}, "recipe: train.steps: input should be greater than 0 (got 0)"),
+        ({"train": {"stepz": 0}}, "recipe: unknown key train.stepz; did you mean train.steps?"),
+        ({"data": {"train": {"train": ROWS, "test": ROWS}}}, "recipe: data.train: a mapping of train, test; give"),
+        ({"data": {"train": iter(ROWS)}}, "recipe: data.train: source 1: rows is a list_iterator; give a sequence"),
+        ({"data": {"train": []}}, "recipe: data.train: list should have at least 1 item"),
+        ({"data": {"train": "none.jsonl"}}, "recipe: data.train: no file 'none.jsonl'"),
+        ({"objective": {"schedule": Step()}}, WANTED),
+        ({"objective": {"schedule": Linear}}, WANTED),
+        ({"data": {"max_length": Step()}}, "recipe: data.max_length: input should be null, 'truncate'"),
+    ],
+)
+def test_a_wrong_recipe_from_python_says_where_and_what(folder: Path, sections: Any, expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(from_python(**sections))
+    assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
