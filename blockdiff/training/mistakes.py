@@ -18,7 +18,8 @@ from blockdiff.training.choice import Choice
 from blockdiff.training.sections import Columns, Recipe, Section
 
 Key = tuple[str, ...]
-Origins = dict[Key, tuple[str, Path]]  # where each key was last said, and the directory its paths are relative to
+Place = tuple[str, Path | None]  # where a key was said, and what its paths are relative to (None: looked up before)
+Origins = dict[Key, Place]  # of the last layer that says a key
 
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names
 SOURCES = (("data", "train"), ("data", "heldout"), ("evaluation", "prompts"))

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from blockdiff.data.sources import Source
 from blockdiff.errors import RecipeError
 from blockdiff.files import is_hub_id, matching
-from blockdiff.training.mistakes import CHOICES, KEYS, SOURCES, Key, Origins, one_line, refuse_old, spelt_out
+from blockdiff.training.mistakes import CHOICES, KEYS, SOURCES, Key, Origins, Place, one_line, refuse_old, spelt_out
 from blockdiff.training.sections import Recipe as Recipe
 from blockdiff.training.sections import Section
 
@@ -29,7 +29,10 @@ FILE_KEYS = {
 }
 
 
-def read_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str] = ()) -> Recipe:
+AnyRecipe = str | Path | Mapping[str, Any] | Recipe
+
+
+def read_recipe(source: AnyRecipe, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe on top of those it `extends`, with `key.path=value` overrides (values are YAML) on top.
 
     source: a path, the same as a mapping, or a recipe that was read. In a mapping, rows may stand for a source of rows
@@ -37,8 +40,6 @@ def read_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequ
     tokenizer are looked up from the current directory first, then from the directory of the recipe that names them.
     Raises RecipeError: one line with file, key path and cure.
     """
-    if isinstance(source, Recipe):
-        source = _tree(source)
     merged: dict[str, Any] = {}
     origins: Origins = {}
     for origin, directory, tree in _layers(source) + [_override_layer(text) for text in overrides]:
@@ -50,7 +51,9 @@ def read_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequ
     for key, must_exist in FILE_KEYS.items():
         section = merged.get(key[0])
         if isinstance(section, dict) and key[1] in section:
-            section[key[1]] = _located(section[key[1]], ".".join(key), *origins[key], must_exist)
+            origin, directory = origins[key]
+            if directory is not None:
+                section[key[1]] = _located(section[key[1]], ".".join(key), origin, directory, must_exist)
     refuse_old(merged, origins)
     try:
         return Recipe.model_validate(merged)
@@ -58,15 +61,15 @@ def read_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequ
         raise RecipeError(one_line(error, origins, _name(source))) from None
 
 
-def _name(source: str | Path | Mapping[str, Any]) -> str:
-    return "recipe" if isinstance(source, Mapping) else str(source)
+def _name(source: AnyRecipe) -> str:
+    return str(source) if isinstance(source, str | Path) else "recipe"
 
 
 def _tree(section: Section) -> dict[str, Any]:
     return {key: _tree(value) if isinstance(value, Section) else value for key, value in section}
 
 
-def _merge(into: dict[str, Any], tree: Mapping[Any, Any], path: Key, layer: tuple[str, Path], origins: Origins) -> None:
+def _merge(into: dict[str, Any], tree: Mapping[Any, Any], path: Key, layer: Place, origins: Origins) -> None:
     """Put what a layer says over what the layers below it say, key by key; another choice replaces the one below."""
     for key, value in ((str(key), value) for key, value in tree.items()):
         here = (*path, key)
@@ -114,12 +117,14 @@ def _parse(text: str, origin: str) -> Any:
         raise RecipeError(f"{place}: not valid YAML: {reason}") from None
 
 
-Layer = tuple[str, Path, dict[str, Any]]
+Layer = tuple[str, Path | None, dict[str, Any]]  # where it comes from, what its paths are relative to
 
 
-def _layers(source: str | Path | Mapping[str, Any], chain: tuple[Path, ...] = ()) -> list[Layer]:
+def _layers(source: AnyRecipe, chain: tuple[Path, ...] = ()) -> list[Layer]:
     """The recipe's own layer, preceded by those of the recipes it extends."""
     origin = _name(source)
+    if isinstance(source, Recipe):  # its paths have been looked up
+        return [(origin, None, _tree(source))]
     if isinstance(source, Mapping):
         directory, tree = Path(), _with_rows(source)
     else:

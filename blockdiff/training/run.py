@@ -56,17 +56,16 @@ def settled(
 ) -> Recipe:
     """The recipe of a run: with its directory in it, and with `parts` of the objective that are not None.
 
-    Raises RecipeError where no directory is named.
+    Raises RecipeError where no directory is named, and for a part that lacks a method.
     """
-    read_in = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, overrides)  # type: ignore[arg-type]
+    read_in = read_recipe(recipe, overrides)
     where = output if output is not None else read_in.output
     if where is None:
         name = recipe if isinstance(recipe, str | Path) else "recipe"
         raise RecipeError(f"{name}: output: missing; give --output DIR or set it in the recipe")
     given = {key: part for key, part in parts.items() if part is not None}
-    return read_in.model_copy(
-        update={
-            "output": str(Path(where).expanduser().absolute()),
-            "objective": read_in.objective.model_copy(update=given),
-        }
-    )
+    changed = {
+        "output": str(Path(where).expanduser().absolute()),
+        "objective": read_in.objective.model_copy(update=given),
+    }
+    return read_recipe(read_in.model_copy(update=changed))  # checks the objects

@@ -19,7 +19,7 @@ from blockdiff.canvas import Batch
 from blockdiff.data.dataset import Dataset
 from blockdiff.diffusion.corruption import Corruption
 from blockdiff.diffusion.schedule import Schedule
-from blockdiff.diffusion.weight import TimeWeight
+from blockdiff.diffusion.weight import Weight
 from blockdiff.errors import DataError
 from blockdiff.metrics import FILE_NAME, MetricsLog, Record, of_kind
 from blockdiff.objective import Objective
@@ -60,7 +60,7 @@ class Trainer:
         *,
         schedule: Schedule | None = None,
         corruption: Corruption | None = None,
-        weight: TimeWeight | None = None,
+        weight: Weight | None = None,
         objective: Callable[..., Objective] | None = None,
         optimiser: Callable[..., torch.optim.Optimizer] | None = None,
         callbacks: Sequence[Callback] = (),
@@ -388,6 +388,8 @@ class Trainer:
     def plan(self) -> str:
         """What is going to happen, in words."""
         t, canvases = self.recipe.train, described(self.recipe.data.canvases)
+        if isinstance(canvases, dict):  # {last: 2}
+            canvases = " ".join(str(word) for item in canvases.items() for word in item)
         epochs = self.steps_per_epoch()
         length = "" if epochs is None else f", {t.steps / epochs:.1f} epochs"
         saved = f"saved every {t.save_every}" if t.save_every else "saved at the end only"
@@ -408,7 +410,7 @@ def train(
     *,
     schedule: Schedule | None = None,
     corruption: Corruption | None = None,
-    weight: TimeWeight | None = None,
+    weight: Weight | None = None,
     objective: Callable[..., Objective] | None = None,
     optimiser: Callable[..., torch.optim.Optimizer] | None = None,
     callbacks: Sequence[Callback] = (),

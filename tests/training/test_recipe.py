@@ -17,6 +17,7 @@ from blockdiff.diffusion.weight import ElboWeight, NoWeight
 from blockdiff.errors import RecipeError
 from blockdiff.training.mistakes import KEYS, OLD, PATHS
 from blockdiff.training.recipe import FILE_KEYS, Recipe, read_recipe
+from blockdiff.training.run import settled
 from blockdiff.training.schedule import Constant, CosineDecay, LinearDecay, StableDecay
 from blockdiff.training.sections import (
     ArLoss,
@@ -526,3 +527,11 @@ def test_a_wrong_recipe_from_python_says_where_and_what(folder: Path, sections: 
     with pytest.raises(RecipeError) as caught:
         read_recipe(from_python(**sections))
     assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
+
+
+def test_a_run_takes_overrides_and_checks_parts_whatever_its_recipe_comes_as(folder: Path) -> None:
+    read_before = read_recipe(from_python())
+    recipe = settled(read_before, ["seed=7"], output=folder / "run", schedule=Square(0.5))
+    assert (recipe.seed, recipe.output, recipe.objective.schedule) == (7, str(folder / "run"), Square(0.5))
+    with pytest.raises(RecipeError, match=f"^{WANTED}"):
+        settled(read_before, output=folder / "run", schedule=Step())
