@@ -80,8 +80,6 @@ METRICS: dict[str, Metric] = {
     "skipped": Metric("skipped", "optimiser steps skipped", "lower", "d", "optimiser steps skipped"),
 }
 MACHINE_UNITS = ("s", "GiB", "tokens/s", "scored tokens/s")  # their numbers depend on clocks and machines
-
-
 ABSENT_AT_0 = ("ar_loss", "skipped")  # an AR loss of 0 has no weight in the recipe
 
 
@@ -98,8 +96,8 @@ def texts(record: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
     return {key: METRICS[key].text(value) for key in keys if (value := measured(record, key)) is not None}
 
 
-def metrics_of_evaluations() -> list[str]:
-    """The keys that can tell which weights are the best: held-out and sampled metrics that have a better direction."""
+def decisive_metrics() -> list[str]:
+    """The keys that can decide which weights are the best: of held-out and sampled metrics with a better direction."""
     return [
         key
         for key, metric in METRICS.items()
@@ -108,7 +106,7 @@ def metrics_of_evaluations() -> list[str]:
 
 
 class MetricsLog:
-    """Appends records to a JSONL file; whoever reads it meanwhile sees whole lines."""
+    """Appends records to a JSONL file, which a reader can follow line by line meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

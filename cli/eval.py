@@ -48,7 +48,7 @@ def evaluate(
     source = Source(data, subset=subset, split=split, columns=options.parse_columns(columns))
     rows = [row.as_conversation() if chat else row for row in islice(rows_of(source), limit)]
     found = find_task(task)
-    run.ask(rows, found)  # refused now rather than after the weights are read
+    run.questions_of(rows, found)  # refused now rather than after the weights are read
     options.make_parent(output)
     quiet()
     sampler = Sampler.from_pretrained(model, dtype=dtype, device=device, kernels=kernels)

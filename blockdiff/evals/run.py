@@ -42,12 +42,12 @@ class Question:
     length: int | None = None
 
     @property
-    def asked(self) -> str:
+    def last_message(self) -> str:
         """The prompt, or the last message of the conversation."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     def request(self) -> Request:
-        """What the sampler is asked."""
+        """The request that the sampler answers."""
         if self.tokens is not None:
             return Request(self.place, tokens=self.tokens)
         if isinstance(self.prompt, str):
@@ -94,7 +94,7 @@ def evaluate(
     `max_new_tokens` is given. With `encoder` a prompt has the tokens that training gives it (system prompt, thinking).
     Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank is to stop.
     """
-    questions = ask(rows, task, encoder)
+    questions = questions_of(rows, task, encoder)
     started = time.perf_counter()
     mine = questions[ranks.rank :: ranks.world]
     with evaluating(sampler.model), ranks.at_own_pace("the sampling of prompts") as look:
@@ -113,7 +113,7 @@ def evaluate(
     return {"task": task.name, **_summary(records), "seconds": seconds, "seed": seed, "records": records}
 
 
-def ask(rows: Sequence[Row], task: Task, encoder: Encoder | None = None) -> list[Question]:
+def questions_of(rows: Sequence[Row], task: Task, encoder: Encoder | None = None) -> list[Question]:
     """The question of every row; raises DataError for rows that the task does not take, and for no rows."""
     if not rows:
         raise DataError("no rows to evaluate; name a file with at least one")
@@ -128,7 +128,7 @@ def longest_response(sampler: Sampler, questions: Sequence[Question], task: Task
     lengths = [question.length for question in questions if question.length is not None]
     if len(lengths) < len(questions):
         lengths = [_tokens(sampler, question) + 1 for question in questions]
-    # Without an encoder nobody knows what the chat template puts around reasoning.
+    # Without an encoder it is not known what the chat template puts around reasoning.
     is_open = task.is_open or any(question.has_reasoning and question.length is None for question in questions)
     return max(*lengths, sampler.generation.max_new_tokens) if is_open else max(lengths)
 

@@ -23,12 +23,12 @@ def check(question: Question) -> None:
 
 def is_solved(question: Question, text: str) -> bool:
     """Whether the text is a solution of the puzzle."""
-    return sudoku.is_solved(question.asked, text)
+    return sudoku.is_solved(question.last_message, text)
 
 
 def facts(question: Question, text: str) -> dict[str, Any]:
     """`givens`: how many digits the puzzle shows."""
-    return {"givens": sum(cell.isdigit() for cell in question.asked)}
+    return {"givens": sum(cell.isdigit() for cell in question.last_message)}
 
 
 TASK = Task("sudoku", is_solved, check, facts)

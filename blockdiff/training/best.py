@@ -6,13 +6,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from blockdiff.errors import RunError
-from blockdiff.metrics import METRICS, Record, metrics_of_evaluations
+from blockdiff.metrics import METRICS, Record, decisive_metrics
 from blockdiff.training.state import steps_saved
 
 
 def check(metric: str) -> None:
-    """Raises RunError for a metric that cannot tell which weights are the best."""
-    if metric not in (known := metrics_of_evaluations()):
+    """Raises RunError for a metric that cannot decide which weights are the best."""
+    if metric not in (known := decisive_metrics()):
         raise RunError(f"evaluation.best: no metric {metric!r}; choose one of {', '.join(known)}")
 
 

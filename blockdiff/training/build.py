@@ -16,7 +16,7 @@ from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.diffusion.corruption import Corruption
 from blockdiff.errors import RecipeError
-from blockdiff.evals.run import ask
+from blockdiff.evals.run import questions_of
 from blockdiff.models.family import family_of
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
@@ -140,7 +140,8 @@ def build(
     for line in data.lines():
         show.line(line)
     if data.prompts:
-        ask(data.prompts, evals.task(recipe.evaluation.task), data.encoder)  # a wrong row is refused before training
+        # A wrong row is refused before training.
+        questions_of(data.prompts, evals.task(recipe.evaluation.task), data.encoder)
 
     if t.activation_checkpointing:
         checkpoint_activations(model)

@@ -1,4 +1,4 @@
-"""The held-out losses and accuracies: over all of it, and by noise level.
+"""The held-out losses and accuracies: over all held-out examples, and by noise level.
 
 The draws of held-out batches are addressed by example and never change, so two evaluations differ by the weights only.
 """
@@ -35,8 +35,8 @@ def heldout(
     """Token means over the batches of all ranks, losses in nats; a mean of nothing is left out.
 
     - `heldout_canvas_loss`, `heldout_canvas_accuracy`: scored canvas positions, each canvas with or without the
-      self-conditioning signal as its fixed coin says. Plain cross-entropy, so that runs can be compared which weight,
-      normalise or choose positions differently.
+      self-conditioning signal as its fixed coin says. Plain cross-entropy, so that runs that
+      weight, normalise or choose positions differently can be compared.
     - `heldout_weighted_loss`: the canvas loss as training has it, with its weights, positions and normalisation.
     - `heldout_ar_loss`, `heldout_ar_accuracy`: next tokens of the clean rows.
     - `heldout_{corrupted,kept}_{loss,accuracy}`: the scored positions that the noise drew for replacement, and the
@@ -54,12 +54,12 @@ def heldout(
             look()
             batch = batch.to(ranks.device)
             with autocast(ranks.device, precision):
-                measured = objective.evaluate(batch)
+                evaluation = objective.evaluate(batch)
             if batch.is_scored_BCL.any():
-                levels += _by_level(measured, batch, noise_levels)
-                by_coin += _by_coin(measured, batch)
-                weighted += _weighted(measured, batch)
-            ar += _sums(batch.is_ar_scored_BS, measured.ar_loss_BS, measured.ar_is_correct_BS)
+                levels += _by_level(evaluation, batch, noise_levels)
+                by_coin += _by_coin(evaluation, batch)
+                weighted += _weighted(evaluation, batch)
+            ar += _sums(batch.is_ar_scored_BS, evaluation.ar_loss_BS, evaluation.ar_is_correct_BS)
     sums = [levels, by_coin, weighted, ar]
     flat = ranks.sum(torch.cat([each.flatten() for each in sums])).cpu()
     levels, by_coin, weighted, ar = (
@@ -90,40 +90,40 @@ def heldout(
     return record
 
 
-def _by_level(measured: Evaluation, batch: Batch, noise_levels: int) -> Tensor:
+def _by_level(evaluation: Evaluation, batch: Batch, noise_levels: int) -> Tensor:
     """Counts and the sums of every measure [noise_levels, parts, 1 + measures] over a batch."""
     is_scored_BCL = batch.is_scored_BCL
     level_BC = (batch.t_BC.double() * noise_levels).long().clamp(0, noise_levels - 1)
-    place_N = (level_BC[..., None] * len(PARTS) + measured.is_corrupted_BCL)[is_scored_BCL]
+    place_N = (level_BC[..., None] * len(PARTS) + evaluation.is_corrupted_BCL)[is_scored_BCL]
     columns = (
-        torch.ones_like(measured.loss_BCL),
-        measured.signal_loss_BCL,
-        measured.signal_is_correct_BCL,
-        measured.loss_BCL,
-        measured.is_correct_BCL,
+        torch.ones_like(evaluation.loss_BCL),
+        evaluation.signal_loss_BCL,
+        evaluation.signal_is_correct_BCL,
+        evaluation.loss_BCL,
+        evaluation.is_correct_BCL,
     )
     values = torch.stack([column[is_scored_BCL].double() for column in columns], 1)
     sums = values.new_zeros(noise_levels * len(PARTS), len(columns)).index_add_(0, place_N, values)
     return sums.view(noise_levels, len(PARTS), len(columns))
 
 
-def _at_coin(measured: Evaluation, batch: Batch) -> tuple[Tensor, Tensor]:
+def _at_coin(evaluation: Evaluation, batch: Batch) -> tuple[Tensor, Tensor]:
     """Loss and hit of every position [B, C, L], with the signal where the canvas's coin is true."""
     coin_BC1 = batch.coin_BC[..., None]
     return (
-        measured.signal_loss_BCL.where(coin_BC1, measured.loss_BCL),
-        measured.signal_is_correct_BCL.where(coin_BC1, measured.is_correct_BCL),
+        evaluation.signal_loss_BCL.where(coin_BC1, evaluation.loss_BCL),
+        evaluation.signal_is_correct_BCL.where(coin_BC1, evaluation.is_correct_BCL),
     )
 
 
-def _by_coin(measured: Evaluation, batch: Batch) -> Tensor:
-    return _sums(batch.is_scored_BCL, *_at_coin(measured, batch))
+def _by_coin(evaluation: Evaluation, batch: Batch) -> Tensor:
+    return _sums(batch.is_scored_BCL, *_at_coin(evaluation, batch))
 
 
-def _weighted(measured: Evaluation, batch: Batch) -> Tensor:
+def _weighted(evaluation: Evaluation, batch: Batch) -> Tensor:
     """Count and sum of the canvas loss that training would divide."""
-    loss_BCL, _ = _at_coin(measured, batch)
-    total = (measured.factor_BCL.double() * loss_BCL).sum()
+    loss_BCL, _ = _at_coin(evaluation, batch)
+    total = (evaluation.factor_BCL.double() * loss_BCL).sum()
     return torch.stack([total.new_tensor(float(batch.canvas_count())), total])
 
 

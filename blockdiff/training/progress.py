@@ -93,12 +93,13 @@ class Progress:
         """Show a metrics record as one line, and its loss, speed and memory beside the bar."""
         step = record["step"]
         keys = [key for key in LINE if key != "loss" or record.get("ar_loss")]  # otherwise it is the canvas loss
-        words = [f"step {step:>{len(str(self.steps))}}/{self.steps}", *texts(record, keys).values()]
+        shown = list(texts(record, keys).values())
+        words = [f"step {step:>{len(str(self.steps))}}/{self.steps}", *shown]
         if record["kind"] == "skipped":
             ids = ", ".join(map(str, record["not_finite_ids"]))
             words.append(f"the {record['not_finite']} is not finite (sample ids {ids})")
         if record["kind"] == "train":
-            self._update(description=words[1], rates="  ".join(texts(record, BESIDE_BAR).values()))
+            self._update(description=shown[0] if shown else "", rates="  ".join(texts(record, BESIDE_BAR).values()))
             if self._bar is None:
                 words.append(f"left {self._left(step)}")
         self.line("  ".join(words))

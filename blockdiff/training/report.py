@@ -101,13 +101,10 @@ def _last_and_best(records: Sequence[Record], key: str) -> dict[str, Any]:
 
 def _mean_speed(trained: Sequence[Record], key: str) -> float | None:
     """Over the run: each record's speed counts for the seconds since the record before it."""
-    tokens = seconds = before = 0.0
-    for record in trained:
-        if key in record:
-            tokens += record[key] * (record["seconds"] - before)
-            seconds += record["seconds"] - before
-        before = record["seconds"]
-    return round(tokens / seconds, 1) if seconds > 0 else None
+    ends = [(record["seconds"], record[key]) for record in trained if key in record and "seconds" in record]
+    starts = [0.0, *(seconds for seconds, _ in ends)]
+    tokens = sum(speed * (end - start) for start, (end, speed) in zip(starts, ends, strict=False))
+    return round(tokens / starts[-1], 1) if starts[-1] > 0 else None
 
 
 def _device(device: torch.device) -> str:
@@ -129,7 +126,7 @@ def _commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # not somebody else's repository around site-packages
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed copy may lie inside another repository
         return git("rev-parse", "--short=10", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
         return None

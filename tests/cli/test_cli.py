@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from blockdiff import checkpoint
 from blockdiff.cli.main import app
-from blockdiff.metrics import METRICS, metrics_of_evaluations
+from blockdiff.metrics import METRICS, decisive_metrics
 from blockdiff.training.recipe import read_recipe
 
 COMMANDS = [["train"], ["sample"], ["eval"], ["data"], ["data", "sudoku"], ["data", "tokenizer"], ["init"], ["inspect"]]
@@ -271,7 +271,7 @@ def test_a_run_directory_is_complete(workshop: Path) -> None:
 def test_the_metrics_that_can_decide_are_those_that_are_measured(workshop: Path) -> None:
     records = metrics(workshop / "run")
     measured = {key for record in records if record["kind"] == "heldout" for key in record}
-    decisive = {key for key in metrics_of_evaluations() if METRICS[key].kind == "heldout"}
+    decisive = {key for key in decisive_metrics() if METRICS[key].kind == "heldout"}
     assert measured == {*decisive, "step", "kind", "heldout_levels"}
     assert {record["kind"] for record in records} == {"train", "heldout"}
 

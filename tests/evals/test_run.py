@@ -10,7 +10,7 @@ from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 from blockdiff.evals import task
-from blockdiff.evals.run import ask, evaluate, longest_response
+from blockdiff.evals.run import evaluate, longest_response, questions_of
 from blockdiff.sampling.request import tokenised
 from tests.chat_tokenizer import chat_tokenizer
 from tests.scripted_sampler import ScriptedSampler
@@ -35,9 +35,9 @@ def test_a_conversation_is_asked_up_to_its_last_assistant_turn():
         ),
         id="x",
     )
-    (question,) = ask([row], EXACT)
+    (question,) = questions_of([row], EXACT)
     assert question.prompt == row.messages[:4] and question.reference == "d"
-    assert question.asked == "c"
+    assert question.last_message == "c"
     report = evaluate(ScriptedSampler(LETTERS, [("d", [2, 4])]), [row], EXACT)
     assert report["solved"] == 1 and report["steps_per_canvas"] == 3.0
     assert report["records"][0]["id"] == "x"
@@ -45,29 +45,29 @@ def test_a_conversation_is_asked_up_to_its_last_assistant_turn():
 
 def test_a_turn_in_several_messages_is_one_reference():
     row = Row("f:1", messages=messages(("user", "a"), ("assistant", "b "), ("assistant", "c")))
-    (question,) = ask([row], EXACT)
+    (question,) = questions_of([row], EXACT)
     assert (question.prompt, question.reference) == (row.messages[:1], "bc")
 
 
 def test_a_conversation_that_the_assistant_opens_asks_nothing():
     row = Row("f.jsonl:7", messages=messages(("assistant", "hello"), ("user", "bye")))
     with pytest.raises(DataError, match=r"f\.jsonl:7: nothing comes before"):
-        ask([row], EXACT)
+        questions_of([row], EXACT)
 
 
 def test_nothing_to_evaluate_is_refused():
     with pytest.raises(DataError, match="no rows to evaluate"):
-        ask([], EXACT)
+        questions_of([], EXACT)
 
 
 def test_a_response_has_the_room_of_the_longest_reference_unless_longer_ones_can_be_right():
     rows = [pair("a", "b"), pair("a", "abcd")]
     sampler = ScriptedSampler(LETTERS, [("b", [1])] * 2, max_new_tokens=99)
-    assert longest_response(sampler, ask(rows, EXACT), EXACT) == 5
+    assert longest_response(sampler, questions_of(rows, EXACT), EXACT) == 5
     solved = [pair("a", "#### 1")]
-    assert longest_response(sampler, ask(solved, GSM8K), GSM8K) == 99
+    assert longest_response(sampler, questions_of(solved, GSM8K), GSM8K) == 99
     assert (
-        longest_response(ScriptedSampler(LETTERS, []), ask(solved, GSM8K), GSM8K) == 7
+        longest_response(ScriptedSampler(LETTERS, []), questions_of(solved, GSM8K), GSM8K) == 7
     )  # never less than the reference
     evaluate(sampler, rows, EXACT)
     assert sampler.asked["max_new_tokens"] == 5
@@ -97,7 +97,7 @@ CHATS = [
 def test_a_prompt_of_the_encoder_is_what_the_sampler_makes_of_the_messages():
     tokenizer = chat_tokenizer(packaged_template())
     encoder = Encoder(tokenizer, eos_id=1, canvas_length=8, max_length=20)
-    plain, laid_out = ask(CHATS, EXACT), ask(CHATS, EXACT, encoder)
+    plain, laid_out = questions_of(CHATS, EXACT), questions_of(CHATS, EXACT, encoder)
     for without, question in zip(plain, laid_out, strict=True):
         expected = tokenised(without.request(), 0, 0, tokenizer, len(tokenizer)).prompt_tokens
         assert list(question.request().tokens) == expected
@@ -115,7 +115,7 @@ def test_with_thinking_the_prompt_says_so_and_the_answer_is_what_follows_the_tho
         messages=({"role": "user", "content": "a"}, {"role": "assistant", "content": "42", "reasoning": "6 * 7"}),
     )
     encoder = Encoder(tokenizer, eos_id=1, canvas_length=8, enable_thinking=True)
-    (question,) = ask([row], EXACT, encoder)
+    (question,) = questions_of([row], EXACT, encoder)
     assert "<|think|>" in tokenizer.decode(question.tokens)
     text = "<|channel>thought\n6 * 7\n<channel|>42"
     sampler = ScriptedSampler(tokenizer, [(text, [1])])
@@ -124,5 +124,5 @@ def test_with_thinking_the_prompt_says_so_and_the_answer_is_what_follows_the_tho
     assert sampler.asked["max_new_tokens"] == question.length > len(tokenizer(text)["input_ids"])
     wrong = ScriptedSampler(tokenizer, [("<|channel>thought\n42\n<channel|>41", [1])])
     assert evaluate(wrong, [row], EXACT, encoder=encoder)["solved"] == 0
-    # Without the encoder nobody knows how much the reasoning takes.
-    assert longest_response(ScriptedSampler(tokenizer, [], max_new_tokens=77), ask([row], EXACT), EXACT) == 77
+    # Without the encoder it is not known how many tokens the reasoning takes.
+    assert longest_response(ScriptedSampler(tokenizer, [], max_new_tokens=77), questions_of([row], EXACT), EXACT) == 77

@@ -217,7 +217,7 @@ def objective():
     return Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
 
 
-def held(objective, batch_size, world=1, **options):
+def heldout_of(objective, batch_size, world=1, **options):
     """The figures of all ranks' batches as one process sums them."""
     make = collator(**options)
     each = [heldout_batches(EXAMPLES, make, batch_size, rank=rank, world=world) for rank in range(world)]
@@ -235,14 +235,14 @@ def close(got, expected, rel):
 
 
 def test_the_noise_of_an_example_does_not_depend_on_batch_size_or_world_size(objective):
-    expected = held(objective, 7)
-    assert held(objective, 7) == expected
-    close(held(objective, 2), expected, rel=1e-6)
-    close(held(objective, 3, world=3), expected, rel=1e-6)
+    expected = heldout_of(objective, 7)
+    assert heldout_of(objective, 7) == expected
+    close(heldout_of(objective, 2), expected, rel=1e-6)
+    close(heldout_of(objective, 3, world=3), expected, rel=1e-6)
 
 
 def test_the_canvas_loss_is_that_of_training(objective):
-    record = held(objective, 7)
+    record = heldout_of(objective, 7)
     (batch,) = heldout_batches(EXAMPLES, collator(), 7)
     with torch.no_grad():
         losses = objective(batch)
@@ -258,9 +258,9 @@ def test_a_batch_without_canvases_has_an_ar_loss_only(objective):
 
 
 def test_a_weight_changes_the_weighted_loss_only(objective):
-    plain = held(objective, 7)
+    plain = heldout_of(objective, 7)
     weighted = Objective(objective.model, Linear(), UniformCorruption(384), seed=11, weight=ElboWeight())
-    record = held(weighted, 7)
+    record = heldout_of(weighted, 7)
     (batch,) = heldout_batches(EXAMPLES, collator(), 7)
     with torch.no_grad():
         loss = float(weighted(batch).canvas_sum) / batch.canvas_count()
@@ -270,7 +270,7 @@ def test_a_weight_changes_the_weighted_loss_only(objective):
 
 
 def test_everything_is_corrupted_at_the_noisy_end_and_nothing_at_the_clean_one(objective):
-    first, *_, last = held(objective, 7)["heldout_levels"]
+    first, *_, last = heldout_of(objective, 7)["heldout_levels"]
     assert first["kept_count"] > 3 * first["corrupted_count"]
     assert last["corrupted_count"] > 3 * last["kept_count"]
 

@@ -87,6 +87,11 @@ def test_sampled_prompts_show_accuracy_and_steps_per_canvas():
     assert nothing == "step  50/100  25.0% of sampled prompts right  32 prompts\n"
 
 
+def test_a_trainer_may_log_what_it_likes():
+    assert shown({"step": 5, "kind": "train", "mine": 1.0}).startswith("step   5/100  left 0:00:0")
+    assert "5/100" in shown({"step": 5, "kind": "train", "mine": 1.0}, is_terminal=True)
+
+
 def test_the_table_of_what_trains_adds_up():
     table = shown(rows=[PartCounts("vocabulary", 1, 0, 24576), PartCounts("layers: mlp", 12, 1000, 24)])
     assert [line.split() for line in table.splitlines()] == [

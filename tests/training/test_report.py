@@ -46,8 +46,8 @@ RECORDS = [
 
 
 def reported(records=RECORDS, **changes):
-    told = {"run": "chat", "batch_size": 8, "examples": 64, "device": CPU, "world": 2, **changes}
-    return run_report(records, **told)
+    given = {"run": "chat", "batch_size": 8, "examples": 64, "device": CPU, "world": 2, **changes}
+    return run_report(records, **given)
 
 
 def test_the_report_counts_examples_and_keeps_last_and_best_figures():
@@ -95,6 +95,12 @@ def test_what_was_not_measured_is_left_out():
     assert line.startswith("chat, 10 optimiser steps, 80 examples, canvas loss 3.0000, 10 tokens/s, 1:06:40 of tr")
     assert "None" not in line and "commit" not in line and "next-token" not in line
     assert report_line(reported([])).startswith("chat, 0 optimiser steps, 0 examples, 0.0 epochs, 2 x ")
+
+
+def test_a_trainer_may_log_what_it_likes():
+    report = reported([{"step": 5, "kind": "train", "mine": 1.0}])
+    assert (report["steps"], report["seconds"], report["tokens_per_second"]) == (5, None, None)
+    assert report_line(report).startswith("chat, 5 optimiser steps, 40 examples, 0.6 epochs, 2 x ")
 
 
 def test_the_commit_is_that_of_the_checkout_and_of_no_other_repository(tmp_path, monkeypatch):
