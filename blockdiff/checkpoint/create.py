@@ -9,7 +9,7 @@ import torch
 
 from blockdiff.checkpoint.config import fitted, preset_config
 from blockdiff.checkpoint.files import Carried
-from blockdiff.checkpoint.read import empty, fill, resolve_device, resolve_dtype
+from blockdiff.checkpoint.read import empty, fill, require_room, resolve_device, resolve_dtype
 from blockdiff.models.family import BlockDiffusionModel, family_of
 
 
@@ -44,6 +44,7 @@ def draw_weights(
     frozen. Raises CheckpointError.
     """
     place, target = resolve_device(device), resolve_dtype(dtype)
+    require_room(model, target, place)
     family, draw = family_of(model.config), torch.Generator().manual_seed(seed)
     spread = family.outline(model.config).initializer_range
     for name, tensor in model.state_dict().items():

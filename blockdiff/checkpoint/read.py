@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockdiff import memory
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_tensors, stored_tensors
 from blockdiff.errors import CheckpointError
@@ -56,6 +57,7 @@ def load_weights(
 
     target = resolve_dtype(dtype, stored[source["vocabulary.table"]])
     place = resolve_device(device)
+    require_room(model, target, place)
     filled: dict[str, list[str]] = {}
     for ours, hub in source.items():
         filled.setdefault(hub, []).append(ours)
@@ -75,6 +77,12 @@ def carried_by(directory: Path, names: Names, stored: Mapping[str, Stored] | Non
         stored={name: place for name, place in stored.items() if names.is_carried(name)},
         side_files=tuple(directory / name for name in SIDE_FILES if (directory / name).is_file()),
     )
+
+
+def require_room(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises BlockdiffError where a device has no room for the weights of an empty model."""
+    numbers = sum(tensor.numel() for tensor in model.state_dict().values())
+    memory.require({"weights": numbers * dtype.itemsize}, device, {'dtype="bfloat16"': numbers * 2})
 
 
 def fill(model: nn.Module, name: str, tensor: Tensor) -> None:

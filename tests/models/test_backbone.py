@@ -15,7 +15,9 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.errors import BlockdiffError
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.family import LayerKind
 from blockdiff.models.prefix import Prefix
+from blockdiff.spans import Spans
 from tests.oracle import oracle, ours, tiny_config
 
 L = 16  # canvas length; the window is 16 as well
@@ -465,6 +467,63 @@ def test_several_canvases_and_packed_documents_match_one_by_one(pair):
                 close(hidden[row, c], truth.hidden[0], 1e-7)
                 compared += 1
     assert compared == 8
+
+
+# -- clean and noisy tokens in one call ----------------------------------------------------------------------
+
+
+def beside(kind: LayerKind, past: int, S: int, B: int = 2) -> Spans:
+    """`past` cached tokens, then S clean tokens and a canvas after them in one call: [clean | canvas].
+
+    With past 2, S 3, L 2 on a full layer, and where a query sees two tokens before it (window 3):
+
+        cached | clean | canvas        cached | clean | canvas
+         x x   | x . . | . .            x x   | x . . | . .
+         x x   | x x . | . .            . x   | x x . | . .
+         x x   | x x x | . .            . .   | x x x | . .
+         x x   | x x x | x x            . .   | . x x | x x
+         x x   | x x x | x x            . .   | . x x | x x
+    """
+    clean = kind.encode_spans(torch.zeros(B, S, dtype=torch.int64), torch.full((B,), past)).bounds_BT4
+    oldest = 0 if kind.window is None else max(0, past + S - kind.window + 1)
+    noisy = torch.tensor([min(oldest, past), past, max(0, oldest - past), S + L], dtype=torch.int32)
+    return Spans(torch.cat([clean, noisy.expand(B, L, 4)], 1))
+
+
+def in_one_call(mine: DiffusionGemma, prompt: Tensor, clean: Tensor, canvas: Tensor, soft: Tensor) -> Tensor:
+    (B, past), S = prompt.shape, clean.shape[1]
+    spans = {name: beside(kind, past, S) for name, kind in mine.kinds.items()}
+    cached = None
+    if past:
+        before = mine.encode(prompt)
+        spans, cached = {name: before.held(mine.kinds[name], each) for name, each in spans.items()}, before.layers()
+    is_noisy = (torch.arange(S + L) >= S).expand(B, -1)
+    positions = torch.arange(past, past + S + L).expand(B, -1)
+    signal = torch.cat([torch.zeros(B, S, 64, dtype=torch.float64), soft], 1)
+    return mine(torch.cat([clean, canvas], 1), positions, spans, cached, is_noisy, signal)[0]
+
+
+def in_two_calls(mine: DiffusionGemma, prompt: Tensor, clean: Tensor, canvas: Tensor, soft: Tensor) -> Tensor:
+    prefix = mine.encode(clean, prefix=mine.encode(prompt) if prompt.shape[1] else None)
+    return torch.cat([prefix.hidden, mine.denoise(canvas, prefix, soft)], 1)
+
+
+@pytest.mark.parametrize("past,S", [(0, 5), (0, 30), (7, 3), (25, 1), (25, 20)])
+def test_clean_and_noisy_tokens_in_one_call_have_the_values_and_gradients_of_two_calls(mine, past, S, monkeypatch):
+    monkeypatch.setattr(Tensor, "float", Tensor.double)  # norms compute in fp32; in fp64 nothing is left to rounding
+    given = tokens(2, past), tokens(2, S, seed=1), tokens(2, L, seed=2)
+    found = []
+    for run in (in_one_call, in_two_calls):
+        draw = torch.Generator().manual_seed(3)
+        soft = torch.randn(2, L, 64, generator=draw, dtype=torch.float64).requires_grad_()
+        mine.zero_grad(set_to_none=True)
+        hidden = run(mine, *given, soft)
+        (torch.randn(hidden.shape, generator=draw, dtype=torch.float64) * hidden).sum().backward()
+        found.append([hidden.detach(), soft.grad, *(p.grad for p in mine.parameters() if p.grad is not None)])
+    mine.zero_grad(set_to_none=True)
+    assert len(found[0]) == len(found[1]) > 50
+    for one, two in zip(*found, strict=True):
+        close(one, two, EXACT)
 
 
 # -- what a canvas sees: changing what it must not see changes nothing, changing what it sees does -----------
