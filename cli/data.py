@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -98,21 +99,15 @@ def _counts(splits: list[str], count: int | None) -> dict[str, int]:
     """Puzzles per split name; everything is `train` when no split is asked for."""
     counts: dict[str, int] = {}
     for text in splits:
-        name, sign, number = text.partition("=")
-        is_name = name.replace("-", "").replace("_", "").isalnum()
-        if not (sign and is_name and number.isascii() and number.isdigit() and int(number) > 0):
+        name, _, number = text.partition("=")
+        if not re.fullmatch(r"[\w-]+=0*[1-9][0-9]*", text):
             raise typer.BadParameter(f"{text!r} is not NAME=N, such as train=20000", param_hint="--split")
         if name in counts:
             raise typer.BadParameter(f"the name {name!r} appears twice", param_hint="--split")
         counts[name] = int(number)
-    if not counts:
-        if count is None or count < 1:
-            raise typer.BadParameter(
-                "say how many puzzles: --count N or --split NAME=N", param_hint="--count"
-            )
-        return {"train": count}
-    if count is not None and count != sum(counts.values()):
-        raise typer.BadParameter(
-            f"{count} puzzles, but the splits add up to {sum(counts.values())}", param_hint="--count"
-        )
-    return counts
+    total = sum(counts.values()) if counts else count or 0
+    if total < 1:
+        raise typer.BadParameter("say how many puzzles: --count N or --split NAME=N", param_hint="--count")
+    if count not in (None, total):
+        raise typer.BadParameter(f"{count} puzzles, but the splits add up to {total}", param_hint="--count")
+    return counts or {"train": total}

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from blockdiff.checkpoint.tokenizer import decoder
 from blockdiff.cli.inspect_model import parts, show_config, show_parts
-from blockdiff.data.tokenizer import decoder
 from blockdiff.models.family import family_of
 from blockdiff.plots.moments import visible
 from blockdiff.training.build import corruption_of, read_origin, trains_routers

@@ -6,7 +6,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.data.tokenizer import decoder
+from blockdiff.checkpoint.tokenizer import decoder
 from blockdiff.terminal import console
 
 if TYPE_CHECKING:

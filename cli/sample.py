@@ -117,7 +117,7 @@ def sample(
 
 def write_trace(path: Path, traces: list[Trace], sampler: Sampler) -> None:
     """Write traces as the kind that the suffix names: a page, records, or a picture of the first request."""
-    from blockdiff.data.tokenizer import decoder
+    from blockdiff.checkpoint.tokenizer import decoder
 
     decode = decoder(sampler.tokenizer)
     if path.suffix == ".jsonl":

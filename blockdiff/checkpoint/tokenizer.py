@@ -1,7 +1,9 @@
-"""The tokenizer beside a checkpoint's weights."""
+"""The tokenizer beside a checkpoint's weights, and the text of single tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +32,14 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Any:
             f"{path_or_hub_id}: no tokenizer to be read there ({' '.join(str(error).split())[:200]}); "
             "put tokenizer.json beside the weights or name another one"
         ) from error
+
+
+def decoder(tokenizer: Any) -> Callable[[int], str]:
+    """Token id -> its text, special tokens included; an id that the tokenizer does not have shows as its number."""
+    size = len(tokenizer)
+
+    @cache
+    def decode(token: int) -> str:
+        return str(tokenizer.decode([token], skip_special_tokens=False)) if token < size else f"<{token}>"
+
+    return decode

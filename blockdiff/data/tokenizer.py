@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -90,14 +89,3 @@ def _wrapped(tokenizer: Tokenizer, bos_id: int, **special: str) -> PreTrainedTok
         clean_up_tokenization_spaces=False,
         **special,
     )
-
-
-def decoder(tokenizer: Any) -> Callable[[int], str]:
-    """Token id -> its text, special tokens included; an id that the tokenizer does not have shows as its number."""
-    size = len(tokenizer)
-
-    @cache
-    def decode(token: int) -> str:
-        return str(tokenizer.decode([token], skip_special_tokens=False)) if token < size else f"<{token}>"
-
-    return decode

@@ -17,6 +17,7 @@ from torch import Tensor
 from blockdiff.checkpoint import load
 from blockdiff.checkpoint.files import CHOICES, find
 from blockdiff.checkpoint.generation import Generation, special_tokens
+from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.kernels.vocabulary import Stats, pack_allowed
 from blockdiff.sampling.choices import Choices
@@ -74,8 +75,6 @@ class Sampler:
 
         What cannot be used is refused before the weights are read.
         """
-        from blockdiff.checkpoint.tokenizer import load_tokenizer
-
         directory = find(path_or_hub_id)
         generation, tokenizer = Generation.from_pretrained(directory), load_tokenizer(directory)
         return cls(load(directory, dtype=dtype, device=device, kernels=kernels), tokenizer, generation)
