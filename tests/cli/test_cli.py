@@ -274,6 +274,8 @@ def test_the_metrics_that_can_decide_are_those_that_are_measured(workshop: Path)
     decisive = {key for key in decisive_metrics() if METRICS[key].kind == "heldout"}
     assert measured == {*decisive, "step", "kind", "heldout_levels"}
     assert {record["kind"] for record in records} == {"train", "heldout"}
+    logged = {key for record in records if record["kind"] == "train" for key in record} - {"step", "kind"}
+    assert {METRICS[key].kind for key in logged - {"skipped"}} == {"train"}
 
 
 def test_the_recipe_in_a_run_directory_repeats_the_run(workshop: Path, tmp_path: Path) -> None:

@@ -212,8 +212,9 @@ def test_curves_are_drawn_from_a_metrics_file(tmp_path: Path, count: int) -> Non
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_no_records_no_picture(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("")
+@pytest.mark.parametrize("records", [[], [{"step": 1, "skipped": 1, "not_finite": "gradient", "not_finite_ids": [3]}]])
+def test_no_figures_no_picture(tmp_path: Path, records: list[dict]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
 
