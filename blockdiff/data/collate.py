@@ -41,22 +41,30 @@ class CanvasChoice(Protocol):
         """How many of `count` canvases are run."""
 
 
-@dataclass(frozen=True)
-class AllCanvases:
-    """Every canvas."""
+class _Range:
+    """A choice that is the same in every epoch: the canvases of `kept`."""
+
+    def kept(self, count: int) -> range:
+        """The numbers of those to run of `count` canvases: all."""
+        return range(count)
 
     def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
-        """All numbers."""
-        return [list(range(count)) for count in counts]
+        """Those of `kept`, whatever the address."""
+        return [list(self.kept(count)) for count in counts]
 
     def most(self, count: int) -> int:
-        """`count`."""
-        return count
+        """As many as `kept` has."""
+        return len(self.kept(count))
 
 
 @dataclass(frozen=True)
-class _SomeCanvases:
-    """`count` canvases, or all where an example has fewer."""
+class AllCanvases(_Range):
+    """Every canvas."""
+
+
+@dataclass(frozen=True)
+class FirstCanvases(_Range):
+    """The first `count` canvases, or all where an example has fewer."""
 
     count: int
 
@@ -64,43 +72,34 @@ class _SomeCanvases:
         if self.count < 1:
             raise ValueError(f"the number of canvases must be at least 1, got {self.count}")
 
-    def most(self, count: int) -> int:
-        """At most `self.count`."""
-        return min(self.count, count)
+    def kept(self, count: int) -> range:
+        """From 0 on."""
+        return range(min(self.count, count))
 
 
 @dataclass(frozen=True)
-class RandomCanvases(_SomeCanvases):
-    """`count` canvases drawn anew in every epoch: those with the smallest random keys."""
+class LastCanvases(FirstCanvases):
+    """The last `count` canvases, or all where an example has fewer."""
+
+    def kept(self, count: int) -> range:
+        """Up to the last."""
+        return range(max(0, count - self.count), count)
+
+
+@dataclass(frozen=True)
+class RandomCanvases(FirstCanvases):
+    """`count` canvases, or all where an example has fewer, drawn anew in every epoch."""
 
     def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
-        """Without a draw where no example has more than `count`."""
+        """Those with the smallest random keys; without a draw where no example has more than `count`."""
         if max(counts) <= self.count:
-            return AllCanvases().choose(counts, seed, epochs, samples)
+            return super().choose(counts, seed, epochs, samples)
         address = (torch.tensor(epochs), torch.tensor(samples))
         keys = uniform(seed, Stream.CANVAS_CHOICE, address, max(counts)).tolist()
         return [
             sorted(sorted(range(count), key=own.__getitem__)[: self.count])
             for count, own in zip(counts, keys, strict=True)
         ]
-
-
-@dataclass(frozen=True)
-class FirstCanvases(_SomeCanvases):
-    """The first `count` canvases."""
-
-    def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
-        """From 0 on."""
-        return [list(range(self.most(count))) for count in counts]
-
-
-@dataclass(frozen=True)
-class LastCanvases(_SomeCanvases):
-    """The last `count` canvases."""
-
-    def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
-        """Up to the last."""
-        return [list(range(count - self.most(count), count)) for count in counts]
 
 
 @dataclass(frozen=True)

@@ -93,13 +93,19 @@ class Polynomial:
 
 
 @dataclass(frozen=True)
-class UniformTime:
-    """t ~ U(eps, 1 - eps), every canvas on its own, addressed (step, slot, canvas)."""
+class _Time:
+    """Noise levels stay `eps` away from 0 and 1."""
 
     eps: float = 1e-4
 
     def __post_init__(self) -> None:
-        _check_eps(self.eps)
+        if not 0 <= self.eps < 0.5:
+            raise ValueError(f"eps must be at least 0 and less than 0.5, got {self.eps}")
+
+
+@dataclass(frozen=True)
+class UniformTime(_Time):
+    """t ~ U(eps, 1 - eps), every canvas on its own, addressed (step, slot, canvas)."""
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
         """t = eps + (1 - 2 eps) u."""
@@ -107,17 +113,12 @@ class UniformTime:
 
 
 @dataclass(frozen=True)
-class StratifiedTime:
+class StratifiedTime(_Time):
     """One canvas in each of `total` equal parts of (eps, 1 - eps), so a global batch sees the whole range.
 
     Which slot gets which part turns by a random amount with every step and canvas number, so each t on its
     own is U(eps, 1 - eps), and the mean of a loss over the batch varies less than with independent draws.
     """
-
-    eps: float = 1e-4
-
-    def __post_init__(self) -> None:
-        _check_eps(self.eps)
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
         """t = eps + (1 - 2 eps) ((slot + rotation(step, canvas)) mod total + u) / total."""
@@ -125,7 +126,7 @@ class StratifiedTime:
 
 
 @dataclass(frozen=True)
-class LogitNormalTime:
+class LogitNormalTime(_Time):
     """logit(t) ~ N(mean, std^2), cut off at eps and 1 - eps: the middle noise levels more often than the ends.
 
     As diffusion models of images draw it (arXiv 2403.03206). The quantiles are stratified over the
@@ -134,22 +135,16 @@ class LogitNormalTime:
 
     mean: float = 0.0
     std: float = 1.0
-    eps: float = 1e-4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not math.isfinite(self.mean) or not 0 < self.std < math.inf:
             raise ValueError(f"mean must be finite and std more than 0, got {self.mean} and {self.std}")
-        _check_eps(self.eps)
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
         """t = sigmoid(mean + std Phi^-1(u)), within [eps, 1 - eps]; u is stratified, Phi the normal distribution."""
         normal_N = torch.special.ndtri(_stratified_uniform(seed, step, slot_N, canvas_N, total))
         return torch.sigmoid(self.mean + self.std * normal_N).clamp(self.eps, 1 - self.eps).float()
-
-
-def _check_eps(eps: float) -> None:
-    if not 0 <= eps < 0.5:
-        raise ValueError(f"eps must be at least 0 and less than 0.5, got {eps}")
 
 
 def _own_uniform(seed: int, step: int, slot_N: Tensor, canvas_N: Tensor) -> Tensor:

@@ -64,28 +64,33 @@ def refuse_old(tree: Mapping[str, Any], origins: Origins) -> None:
         return
     new: dict[str, dict[str, Any]] = {}
     for name, key in found:
-        part, word, field = OLD[name, key]
-        section, value, parts = sections[name], sections[name][key], new.setdefault(name, {})
-        if part not in parts and (part in section or value is not None):
-            otherwise: Any = {"canvases": 1, "max_length": None}.get(part, {word: {}})
-            parts[part] = spelt_out(CHOICES[name, part], section.get(part, otherwise))
-        chosen = parts.get(part)
-        if key == "ar_weight" and value == 0:
-            parts[part] = None
-        elif isinstance(chosen, dict):
-            ((word, inner),) = chosen.items()
-            if field is None:
-                parts[part] = {value: inner} if inner else chosen
-            elif value is not None and field in KEYS[name, part, word]:
-                parts[part] = {word: {**inner, field: value}}
-    for name, section in new.items():
-        section |= {part: _short(CHOICES[name, part], chosen) for part, chosen in section.items()}
-    now = ", ".join(dict.fromkeys(f"{name}.{OLD[name, key][0]}" for name, key in found))
-    written = new if len(new) > 1 else new[found[0][0]]
-    text = yaml.safe_dump(written, default_flow_style=True, sort_keys=False, width=math.inf)
-    keys, verb = ", ".join(map(".".join, found)), "are" if len(found) > 1 else "is"
-    write = text.strip()[1:-1] or "nothing"
-    raise RecipeError(f"{origins[found[0]][0]}: {keys}: {verb} now part of {now}; write {write}")
+        _move(sections[name], name, key, new.setdefault(name, {}))
+    for name, parts in new.items():
+        parts |= {part: _short(CHOICES[name, part], chosen) for part, chosen in parts.items()}
+    said = new if len(new) > 1 else new[found[0][0]]
+    written = yaml.safe_dump(said, default_flow_style=True, sort_keys=False, width=math.inf).strip()[1:-1] or "nothing"
+    keys = ", ".join(map(".".join, found)) + (": are" if len(found) > 1 else ": is")
+    parts_of = ", ".join(dict.fromkeys(f"{name}.{OLD[name, key][0]}" for name, key in found))
+    raise RecipeError(f"{origins[found[0]][0]}: {keys} now part of {parts_of}; write {written}")
+
+
+def _move(section: Mapping[str, Any], name: str, key: str, parts: dict[str, Any]) -> None:
+    """Put what an old key says into `parts`, as {word: fields} by new key; what had no effect there is left out."""
+    part, usual, field = OLD[name, key]
+    value = section[key]
+    if part not in section and value is None:
+        return
+    if part not in parts:
+        chosen: Any = {"canvases": 1, "max_length": None}.get(part, {usual: {}})
+        parts[part] = spelt_out(CHOICES[name, part], section.get(part, chosen))
+    if key == "ar_weight" and value == 0:
+        parts[part] = None
+    elif isinstance(parts[part], dict) and value is not None:
+        ((word, fields),) = parts[part].items()
+        if field is None:
+            parts[part] = {value: fields} if fields else {word: fields}
+        elif field in KEYS[name, part, word]:
+            parts[part] = {word: {**fields, field: value}}
 
 
 def spelt_out(choice: Choice, value: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from blockdiff.errors import RecipeError
 from blockdiff.metrics import METRICS
 from blockdiff.training import best
@@ -39,24 +37,15 @@ def without_effect(recipe: Recipe) -> list[str]:
     """A line for every key that was changed but does nothing beside those of other sections."""
     d, t, e = recipe.data, recipe.train, recipe.evaluation
     keeps_some = not t.keep_every or (t.save_every > 0 and t.keep_every % t.save_every == 0)
-    # Which key needs what, and whether it is there.
-    needs: dict[str, tuple[bool, str]] = {
-        "train.eval_every": (d.heldout is not None, "data.heldout"),
-        "train.keep_every": (keeps_some, "to be a multiple of train.save_every"),
-        "evaluation.rows": (d.heldout is not None, "data.heldout"),
-        "evaluation.noise_levels": (d.heldout is not None, "data.heldout"),
-        "evaluation.prompts_every": (e.prompts is not None, "evaluation.prompts"),
-        "evaluation.prompts_count": (e.prompts is not None, "evaluation.prompts"),
-        "evaluation.task": (e.prompts is not None, "evaluation.prompts"),
-    }
-    return [
-        f"{key} has no effect: it needs {what}"
-        for key, (is_there, what) in needs.items()
-        if not is_there and _is_changed(recipe, key)
+    needs = [
+        (t, "train", ("eval_every",), d.heldout is not None, "data.heldout"),
+        (t, "train", ("keep_every",), keeps_some, "to be a multiple of train.save_every"),
+        (e, "evaluation", ("rows", "noise_levels"), d.heldout is not None, "data.heldout"),
+        (e, "evaluation", ("prompts_every", "prompts_count", "task"), e.prompts is not None, "evaluation.prompts"),
     ]
-
-
-def _is_changed(recipe: Recipe, path: str) -> bool:
-    name, _, key = path.partition(".")
-    section: Any = getattr(recipe, name)
-    return bool(getattr(section, key) != type(section).model_fields[key].default)
+    return [
+        f"{name}.{key} has no effect: it needs {what}"
+        for section, name, keys, is_there, what in needs
+        for key in keys
+        if not is_there and getattr(section, key) != type(section).model_fields[key].default
+    ]

@@ -16,7 +16,7 @@ from blockdiff.diffusion.weight import ElboWeight, NoWeight
 
 SCHEDULES = [Linear(), Cosine(), Polynomial(), Polynomial(0.5), Polynomial(3.7)]
 TIMES = [UniformTime(), StratifiedTime()]
-ALL_TIMES = [*TIMES, LogitNormalTime(0.5, 2.0)]
+ALL_TIMES = [*TIMES, LogitNormalTime(mean=0.5, std=2.0)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -68,7 +68,7 @@ def test_times_are_uniform_between_the_margins(time):
 
 @pytest.mark.parametrize("mean, std", [(0.0, 1.0), (-1.0, 0.5), (0.8, 2.0)])
 def test_logit_normal_times_have_their_distribution(mean, std):
-    total, time = 8, LogitNormalTime(mean, std)
+    total, time = 8, LogitNormalTime(mean=mean, std=std)
     slots, ranks = torch.arange(total), torch.zeros(total, dtype=torch.int64)
     t = torch.stack([time.draw(3, step, slots, ranks, total) for step in range(500)])
     assert t.dtype == torch.float32
@@ -81,16 +81,16 @@ def test_logit_normal_times_have_their_distribution(mean, std):
 
 def test_logit_normal_times_stay_within_the_margins():
     slots = torch.arange(512)
-    wide = LogitNormalTime(0.0, 30.0, eps=0.25).draw(3, 0, slots, torch.zeros_like(slots), 512)
+    wide = LogitNormalTime(mean=0.0, std=30.0, eps=0.25).draw(3, 0, slots, torch.zeros_like(slots), 512)
     assert wide.min() == 0.25 and wide.max() == 0.75
-    narrow = LogitNormalTime(1.0, 1e-6).draw(3, 0, slots, torch.zeros_like(slots), 512)
+    narrow = LogitNormalTime(mean=1.0, std=1e-6).draw(3, 0, slots, torch.zeros_like(slots), 512)
     assert (narrow - 1 / (1 + math.exp(-1.0))).abs().max() < 1e-5
     with pytest.raises(ValueError, match="std"):
-        LogitNormalTime(0.0, 0.0)
+        LogitNormalTime(std=0.0)
 
 
 def test_logit_normal_times_take_one_canvas_from_each_quantile():
-    total, time = 16, LogitNormalTime(0.3, 1.4)
+    total, time = 16, LogitNormalTime(mean=0.3, std=1.4)
     slots, ranks = torch.arange(total), torch.zeros(total, dtype=torch.int64)
     t = time.draw(5, 7, slots, ranks, total).double()
     quantile = torch.distributions.Normal(0.3, 1.4).cdf(torch.logit(t))

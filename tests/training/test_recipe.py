@@ -251,8 +251,8 @@ def test_every_known_path_is_a_field() -> None:
         (
             "objective.time",
             "{logit_normal: {mean: -1}}",
-            LogitNormalTime(-1.0),
-            "{logit_normal: {mean: -1.0, std: 1.0, eps: 0.0001}}",
+            LogitNormalTime(mean=-1.0),
+            "{logit_normal: {eps: 0.0001, mean: -1.0, std: 1.0}}",
         ),
         ("objective.corruption", "mask", MaskToken(), "mask"),
         ("objective.corruption", "{mask: {token: <mask>}}", MaskToken("<mask>"), "{mask: {token: <mask>}}"),
@@ -310,7 +310,7 @@ def test_overrides_reach_into_choices(folder: Path) -> None:
         ],
     )
     assert recipe.objective.schedule == Polynomial(3.0)
-    assert recipe.objective.time == LogitNormalTime(1.0, 2.0)
+    assert recipe.objective.time == LogitNormalTime(mean=1.0, std=2.0)
     assert recipe.objective.ar_loss == ArLoss(0.5, "response")
 
 
@@ -332,11 +332,12 @@ def test_another_choice_in_a_derived_recipe_replaces_the_whole_one(folder: Path)
         ("objective: {schedule: linear, power: 3}", "write schedule: linear"),
         (
             "objective: {time_mean: 1, time_std: 2}",
-            "are now part of objective.time; write time: {logit_normal: {mean: 1.0, std: 2.0, eps: 0.0001}}",
+            "are now part of objective.time; write time: {logit_normal: {eps: 0.0001, mean: 1.0, std: 2.0}}",
         ),
         ("objective: {time: uniform, eps: 0.01}", "write time: {uniform: {eps: 0.01}}"),
         ("objective: {eps: 0.01}", "write time: {stratified: {eps: 0.01}}"),
         ("objective: {corruption: mask, mask_token: <x>}", "write corruption: {mask: {token: <x>}}"),
+        ("objective: {mask_token: null}", "objective.mask_token: is now part of objective.corruption; write nothing"),
         ("objective: {weight: elbo, weight_max: 5}", "write weight: {elbo: {limit: 5.0}}"),
         ("objective: {ar_weight: 0.5}", "write ar_loss: 0.5"),
         ("objective: {ar_weight: 0.0, ar_scope: response}", "write ar_loss: none"),
@@ -367,12 +368,35 @@ def test_a_key_of_an_older_recipe_says_what_to_write_now(folder: Path, text: str
     assert message.startswith(f"{folder / 'other.yaml'}: ") and message.endswith(new)
 
 
-def test_what_an_older_recipe_is_told_to_write_is_read(folder: Path) -> None:
-    old = {"objective": {"weight": "elbo", "weight_max": 5, "time": "logit_normal", "time_std": 2.0, "ar_weight": 0}}
-    message = refusal(write(folder, yaml.safe_dump({"extends": "base.yaml"} | old)))
+# What the run directory of an older version holds: every key, with its default.
+OLD_DEFAULTS = {
+    "data": {"streaming": False, "shuffle_buffer": 10_000, "max_length": None, "too_long": "truncate"}
+    | {"canvases": 1, "which": "random"},
+    "objective": {"schedule": "linear", "power": 2.0, "time": "stratified", "time_mean": 0.0, "time_std": 1.0}
+    | {"eps": 1e-4, "corruption": "uniform", "mask_token": None, "weight": "none", "weight_max": None}
+    | {"ar_weight": 1.0, "ar_scope": "all"},
+    "optim": {"schedule": "cosine", "decay_steps": None, "final_lr_ratio": 0.1},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "meant"),
+    [
+        ({}, {}),
+        (
+            {"weight": "elbo", "weight_max": 5, "time": "logit_normal", "time_std": 2.0, "ar_weight": 0},
+            {"weight": ElboWeight(5.0), "time": LogitNormalTime(std=2.0), "ar_loss": None},
+        ),
+    ],
+)
+def test_an_older_run_directory_is_told_in_one_line_all_that_has_to_be_written(
+    folder: Path, changes: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    old = {"extends": "base.yaml", **OLD_DEFAULTS, "objective": OLD_DEFAULTS["objective"] | changes}
+    message = refusal(write(folder, yaml.safe_dump(old)))
     new = yaml.safe_load("{" + message.partition("; write ")[2] + "}")
-    recipe = read_recipe(write(folder, yaml.safe_dump({"extends": "base.yaml", "objective": new})))
-    assert recipe.objective == ObjectiveSection(weight=ElboWeight(5.0), time=LogitNormalTime(std=2.0), ar_loss=None)
+    recipe = read_recipe(write(folder, yaml.safe_dump({"extends": "base.yaml", **new})))
+    assert recipe == read_recipe(folder / "base.yaml").model_copy(update={"objective": ObjectiveSection(**meant)})
 
 
 @dataclass(frozen=True)
@@ -473,7 +497,7 @@ def test_a_recipe_that_was_read_is_read_again(folder: Path) -> None:
     )
     assert read_recipe(recipe) == recipe
     again = read_recipe(recipe, ["objective.time.logit_normal.std=2", "model.preset=tiny", "data.columns.response=a"])
-    assert again.objective.time == LogitNormalTime(1.0, 2.0)
+    assert again.objective.time == LogitNormalTime(mean=1.0, std=2.0)
     assert (again.model.path, again.model.preset) == (None, "tiny")
     assert (again.data.columns.prompt, again.data.columns.response) == ("q", "a")
 
