@@ -20,6 +20,7 @@ ROLES = {
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
 REASONING_KEYS = ("reasoning", "reasoning_content")
 CONVERSATION_KEYS = ("messages", "conversations")
+CONTENT_KEYS = {"prompt", "response", *CONVERSATION_KEYS}
 KEYS = ("prompt", "response", "messages", "system", "id")
 
 

@@ -7,13 +7,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from blockdiff.data.formats import FORMATS, Skip, format_of, values
-from blockdiff.data.rows import CONVERSATION_KEYS, KEYS, Row, check_row
+from blockdiff.data.rows import CONTENT_KEYS, KEYS, Row, check_row
 from blockdiff.errors import DataError
 from blockdiff.files import is_hub_id, is_pattern, matching
 
@@ -73,35 +73,9 @@ class Source:
     def choose(self, names: list[str]) -> list[str]:
         """The columns of a file that are read: all where the rows are missing, so that an error can name them."""
         columns = set((self.columns or {}).values())
-        content = {"prompt", "response", *CONVERSATION_KEYS, *columns} & set(names)
-        if not content or not columns <= set(names):
+        if not columns <= set(names) or not (CONTENT_KEYS | columns) & set(names):
             return names
-        return [name for name in names if name in {*KEYS, *CONVERSATION_KEYS, *columns}]
-
-
-def as_sources(value: Any) -> list[Source]:
-    """The sources that `value` names: a path, rows in memory, a `Source`, a mapping of its fields, or a list of these.
-
-    A list of mappings is rows, unless each has a `path` or `rows`. Raises DataError for fields that do not exist.
-    """
-    if isinstance(value, Source):
-        return [value]
-    if isinstance(value, str | Path):
-        return [Source(str(value))]
-    if _has_fields(value):
-        known = [each.name for each in fields(Source)]
-        unknown = [key for key in value if key not in known]
-        if unknown:
-            raise DataError(f"a source has no {unknown[0]!r}; it has {', '.join(known)}")
-        return [Source(**value)]
-    is_list = isinstance(value, list | tuple) and bool(value)
-    if is_list and all(not isinstance(each, Mapping) or _has_fields(each) for each in value):
-        return [source for each in value for source in as_sources(each)]
-    return [Source(rows=value)]
-
-
-def _has_fields(value: Any) -> bool:
-    return isinstance(value, Mapping) and ("path" in value or "rows" in value)
+        return [name for name in names if name in CONTENT_KEYS | columns | set(KEYS)]
 
 
 def titles(sources: Sequence[Source]) -> list[str]:

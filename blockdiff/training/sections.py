@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from blockdiff.data.collate import AllCanvases, CanvasChoice, FirstCanvases, LastCanvases, RandomCanvases
+from blockdiff.data.rows import CONTENT_KEYS
 from blockdiff.data.sources import Source
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption, UniformCorruption
 from blockdiff.diffusion.schedule import (
@@ -176,8 +177,9 @@ class Columns(Section):
 
 
 def _sources(value: Any) -> Any:
-    """One source may stand without a list."""
-    return value if isinstance(value, list) else [value]
+    """One source may stand without a list, and from Python a list may be the rows of one."""
+    is_rows = isinstance(value, list) and value and isinstance(value[0], Mapping) and CONTENT_KEYS & value[0].keys()
+    return value if isinstance(value, list) and not is_rows else [value]
 
 
 def _source(value: Any, read: Callable[[Any], Source]) -> Source:

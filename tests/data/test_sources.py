@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from blockdiff.data.formats import Skip
-from blockdiff.data.sources import Source, as_sources, open_source, rows_of, titles
+from blockdiff.data.sources import Source, open_source, rows_of, titles
 from blockdiff.errors import DataError
 
 PAIRS = [{"prompt": f"{n}+{n}=", "response": f'{2 * n}, "said"\nhe'} for n in range(1, 6)]
@@ -245,24 +245,6 @@ def test_the_fingerprint_of_rows_in_memory_is_that_of_what_they_say():
 def test_a_source_that_makes_no_sense_is_refused(fields, reason):
     with pytest.raises(DataError, match=reason):
         Source(**fields)
-
-
-def test_sources_may_be_written_in_short():
-    table = datasets.Dataset.from_list(PAIRS)
-    half = Source("b.jsonl", weight=0.5)
-    for value, expected in [
-        ("a.jsonl", [Source("a.jsonl")]),
-        (Path("a.jsonl"), [Source("a.jsonl")]),
-        (half, [half]),
-        ({"path": "b.jsonl", "weight": 0.5}, [half]),
-        (["a.jsonl", {"path": "b.jsonl", "weight": 0.5}], [Source("a.jsonl"), half]),
-        (PAIRS, [Source(rows=PAIRS)]),
-        (table, [Source(rows=table)]),
-        ([table, {"rows": PAIRS, "weight": 2.0}], [Source(rows=table), Source(rows=PAIRS, weight=2.0)]),
-    ]:
-        assert as_sources(value) == expected
-    with pytest.raises(DataError, match="a source has no 'wieght'; it has path, weight"):
-        as_sources({"path": "a", "wieght": 1.0})
 
 
 def test_a_recipe_fills_in_what_a_source_does_not_say():

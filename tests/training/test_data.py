@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import datasets
 import pytest
 
+from blockdiff.data.sources import Source
 from blockdiff.data.template import packaged_template
 from blockdiff.training.data import read_data
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.sections import DataSection
 from tests.chat_tokenizer import chat_tokenizer
 
 PAIR = {"prompt": "a", "response": "b"}
@@ -46,3 +49,12 @@ def test_the_tokenizer_gets_the_template_of_training_if_rows_were_conversations(
         base.tokenizer.chat_template = None
         read_data(recipe, base)
         assert base.tokenizer.chat_template == (packaged_template() if expected else None)
+
+
+def test_rows_from_python_are_one_source_with_or_without_saying_so():
+    for rows in ([PAIR, PAIR], [TALK], datasets.Dataset.from_list([PAIR])):
+        for named in (rows, [{"rows": rows}], {"rows": rows}, Source(rows=rows)):
+            (source,) = DataSection.model_validate({"train": named}).train
+            assert source.rows is rows and source.title == "rows"
+    both = DataSection.model_validate({"train": ["a.jsonl", {"rows": [PAIR], "weight": 2.0}]}).train
+    assert [(source.path, source.weight) for source in both] == [("a.jsonl", 1.0), (None, 2.0)]
