@@ -6,11 +6,14 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
+import pyarrow as pa
+
 from blockdiff.data.chat import Encoder
-from blockdiff.data.examples import Examples
+from blockdiff.data.examples import read_table
 from blockdiff.data.sources import OpenedSource
 from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
@@ -30,31 +33,34 @@ def key_of(source: OpenedSource, encoder: Encoder) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def temporary(write: Write, files: list[str], first_id: int) -> tuple[Examples, Statistics]:
+def temporary(write: Write) -> tuple[pa.Table, Statistics]:
     """What `write` writes, in a file without a name that is gone when the process is, however it ends."""
     with tempfile.TemporaryFile() as file:
         statistics = write(file)
         file.flush()
-        return Examples(file, files, first_id), statistics
+        return read_table(file), statistics
 
 
-def cached(
-    directory: Path, key: str, write: Write, files: list[str], first_id: int
-) -> tuple[Examples, Statistics]:
+def cached(directory: Path, key: str, write: Write) -> tuple[pa.Table, Statistics]:
     """What `directory`/`key` holds; if nothing, what `write` writes goes there first.
 
-    An entry appears whole or not at all.
+    An entry appears whole or not at all. Raises DataError where it cannot be written.
     """
     entry = directory / key
-    found = _read(entry, files, first_id)
+    found = _read(entry)
     if found is not None:
         return found
     where, reason = str(entry), "it cannot be read back"
     try:
-        _write(entry, write)
+        remove_leftovers(directory, seconds=STALE)
+        with whole_directory(entry) as fresh:
+            with (fresh / TOKENS).open("wb") as file:
+                statistics = write(file)
+                facts = {"bytes": file.tell(), "statistics": asdict(statistics)}
+            (fresh / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
     except OSError as error:  # also where another process was quicker, whose entry is as good
         where, reason = str(error.filename or directory), str(error.strerror)
-    found = _read(entry, files, first_id)
+    found = _read(entry)
     if found is None:
         raise DataError(
             f"{where}: the token cache cannot be written ({reason}); set data.cache to a directory, or to off"
@@ -62,23 +68,13 @@ def cached(
     return found
 
 
-def _read(entry: Path, files: list[str], first_id: int) -> tuple[Examples, Statistics] | None:
-    """A complete entry, or None: its facts are written last, and know the size of the rest."""
+def _read(entry: Path) -> tuple[pa.Table, Statistics] | None:
+    """An entry, or None where there is none or a damaged one."""
     try:
         facts = json.loads((entry / FACTS).read_text(encoding="utf-8"))
         if (entry / TOKENS).stat().st_size != facts["bytes"]:
             return None
         with (entry / TOKENS).open("rb") as file:
-            return Examples(file, files, first_id), Statistics(**facts["statistics"])
+            return read_table(file), Statistics(**facts["statistics"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _write(entry: Path, write: Write) -> None:
-    remove_leftovers(entry.parent, seconds=STALE)
-    with whole_directory(entry) as fresh:
-        with (fresh / TOKENS).open("wb") as file:
-            statistics = write(file)
-            size = file.tell()
-        facts = {"bytes": size, "statistics": statistics.counts()}
-        (fresh / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")

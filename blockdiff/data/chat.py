@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from blockdiff.data.rows import Row
-from blockdiff.data.statistics import Statistics, Tally
+from blockdiff.data.statistics import Statistics
 from blockdiff.data.template import Span, render, template_error, token_spans, training_template
 from blockdiff.errors import DataError
 
@@ -99,24 +99,24 @@ class Encoder:
 
         Raises DataError naming file and line where a row cannot be tokenised, and when no row is left.
         """
-        tally = Tally(self.canvas_length)
-        examples = list(self.examples(rows, tally))
+        statistics = Statistics(self.canvas_length)
+        examples = list(self.examples(rows, statistics))
         if not examples:
-            raise self.nothing_left(tally.rows)
-        return examples, tally.statistics()
+            raise self.nothing_left(statistics.rows)
+        return examples, statistics
 
-    def examples(self, rows: Iterable[Row], tally: Tally) -> Iterator[Example]:
-        """The examples of `rows` one after the other, counted in `tally`; `sample_id` counts rows from 0.
+    def examples(self, rows: Iterable[Row], statistics: Statistics) -> Iterator[Example]:
+        """The examples of `rows` one after the other, counted in `statistics`; `sample_id` counts rows from 0.
 
         Raises DataError naming file and line where a row cannot be tokenised or is longer than it may be.
         """
         for sample_id, (row, tokens, responses, turns) in enumerate(self._encoded(rows)):
-            tally.row(is_conversation=row.messages is not None, unscored_turns=turns - len(responses))
+            statistics.count_row(is_conversation=row.messages is not None, unscored_turns=turns - len(responses))
             fitted = self._fitted(tokens, responses, row.where)
             if fitted is None:
-                tally.dropped += 1
+                statistics.dropped += 1
                 continue
-            tally.example(fitted[0], fitted[1], cut_tokens=len(tokens) - len(fitted[0]))
+            statistics.count_example(fitted[0], fitted[1], cut_tokens=len(tokens) - len(fitted[0]))
             yield Example(sample_id, fitted[0], fitted[1], len(fitted[0]) < len(tokens), row.where)
 
     def nothing_left(self, rows: int, where: str = "") -> DataError:

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from blockdiff.data.cache import cached, key_of, temporary
-from blockdiff.data.chat import Encoder, Example
-from blockdiff.data.examples import Examples, Joined, write_examples
+from blockdiff.data.chat import Encoder
+from blockdiff.data.examples import Examples, write_examples
 from blockdiff.data.plan import AnyPlan, MixturePlan, Plan
 from blockdiff.data.sources import OpenedSource, Source, open_source, titles
-from blockdiff.data.statistics import Statistics, Tally
+from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
 
 TOTAL = "total"
@@ -30,13 +31,12 @@ QUANTILES = (0.5, 0.9, 0.99, 1.0)
 class Dataset:
     """The examples of one or more sources, one source after the other.
 
-    `lengths` [N] are tokens per example; `statistics` has a line for each source and, of several, the total;
-    `fingerprint` says what the examples were made from and how, wherever the files lie. `sizes` and `weights` are
-    the sources' numbers of examples and parts of the mixture.
+    `statistics` has a line for each source and, of several, the total; `fingerprint` says what the examples were made
+    from and how, wherever the files lie. `sizes` and `weights` are the sources' numbers of examples and parts of the
+    mixture.
     """
 
-    examples: Sequence[Example]
-    lengths: NDArray[np.int64]
+    examples: Examples
     statistics: list[tuple[str, Statistics]]
     fingerprint: str
     sizes: list[int]
@@ -44,6 +44,11 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens per example [N]."""
+        return self.examples.lengths
 
     @property
     def total(self) -> Statistics:
@@ -80,39 +85,40 @@ def load_dataset(
     so that only one fills the cache. Raises DataError with file and line for a row that cannot be used, for a
     source of which nothing is left, and for options that need conversations where there are none.
     """
-    parts: list[Examples] = []
-    found: list[Statistics] = []
-    hashes: list[str] = []
+    parts: list[tuple[pa.Table, Statistics]] = []
+    files, first_ids, hashes = [], [0], []
     with (first if first is not None and cache is not None else nullcontext()):
         for source in sources:
             opened = open_source(source)
             write = partial(_write, source=opened, encoder=encoder)
-            first_id = sum(statistics.rows for statistics in found)
             key = key_of(opened, encoder)
-            if cache is None:
-                examples, statistics = temporary(write, opened.files, first_id)
-            else:
-                examples, statistics = cached(cache, key, write, opened.files, first_id)
-            parts.append(examples)
-            found.append(statistics)
+            parts.append(temporary(write) if cache is None else cached(cache, key, write))
+            files.append(opened.files)
+            first_ids.append(first_ids[-1] + parts[-1][1].rows)
             hashes.append(f"{key} {source.weight!r}")
-    together = reduce(add, found)
-    check_conversations(encoder, together)
+    tables = [table for table, _ in parts]
+    statistics = with_total(titles(sources), [counts for _, counts in parts])
+    check_conversations(encoder, statistics[-1][1])
     return Dataset(
-        examples=parts[0] if len(parts) == 1 else Joined(parts),
-        lengths=np.concatenate([part.lengths for part in parts]),
-        statistics=[*zip(titles(sources), found, strict=True), *([(TOTAL, together)] if len(found) > 1 else [])],
+        examples=Examples(tables, files, first_ids[:-1]),
+        statistics=statistics,
         fingerprint=hashlib.blake2b("\n".join(hashes).encode(), digest_size=16).hexdigest(),
-        sizes=[len(part) for part in parts],
+        sizes=[len(table) for table in tables],
         weights=[source.weight for source in sources],
     )
 
 
 def _write(file: IO[bytes], source: OpenedSource, encoder: Encoder) -> Statistics:
-    tally = Tally(encoder.canvas_length)
-    if not write_examples(file, encoder.examples(source.rows(), tally), source.files):
-        raise encoder.nothing_left(tally.rows, source.files[0])
-    return tally.statistics()
+    statistics = Statistics(encoder.canvas_length)
+    if not write_examples(file, encoder.examples(source.rows(), statistics), source.files):
+        raise encoder.nothing_left(statistics.rows, source.files[0])
+    return statistics
+
+
+def with_total(names: Sequence[str], found: Sequence[Statistics]) -> list[tuple[str, Statistics]]:
+    """The statistics of each source by name and, of several, of all together."""
+    total = [(TOTAL, reduce(add, found))] if len(found) > 1 else []
+    return [*zip(names, found, strict=True), *total]
 
 
 def check_conversations(encoder: Encoder, statistics: Statistics) -> None:

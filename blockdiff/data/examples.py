@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import mmap
-from array import array
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import IO, Any, overload
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from blockdiff.data.chat import Example
@@ -38,38 +38,44 @@ def write_examples(file: IO[bytes], examples: Iterable[Example], files: Sequence
         while chunk := list(islice(examples, BATCH)):
             places = [example.where.rpartition(":") for example in chunk]
             columns: list[Any] = [
-                pa.array([example.sample_id for example in chunk], pa.int64()),
-                _lists([example.tokens for example in chunk]),
-                _lists([[edge for span in example.responses for edge in span] for example in chunk]),
-                pa.array([example.is_truncated for example in chunk], pa.bool_()),
-                pa.array([number[name] for name, _, _ in places], pa.int32()),
-                pa.array([place for _, _, place in places], pa.string()),
+                [example.sample_id for example in chunk],
+                [example.tokens for example in chunk],
+                [[edge for span in example.responses for edge in span] for example in chunk],
+                [example.is_truncated for example in chunk],
+                [number[name] for name, _, _ in places],
+                [place for _, _, place in places],
             ]
-            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+            writer.write_batch(pa.RecordBatch.from_pydict(dict(zip(SCHEMA.names, columns, strict=True)), SCHEMA))
             count += len(chunk)
     return count
 
 
-def _lists(rows: Sequence[Sequence[int]]) -> Any:
-    """A column of integer lists, by way of one flat array: far quicker than one Python object at a time."""
-    flat = array("i")
-    for row in rows:
-        flat.extend(row)
-    offsets = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(flat, np.int32)))
+def read_table(file: IO[bytes]) -> pa.Table:
+    """The table that `write_examples` wrote, as views into the file, which may be closed and removed afterwards."""
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return pa.ipc.open_stream(pa.py_buffer(mapped)).read_all()
 
 
-class _InParts(Sequence[Example]):
-    """Examples that lie in parts one after the other; `_ends` [parts + 1] are where the parts begin, and the end."""
+class Examples(Sequence[Example]):
+    """The examples of several tables, one after the other; `lengths` [N] are tokens per example.
 
-    _ends: NDArray[np.int64]
+    For each table there is the list of its files, and the number that is added to its sample ids.
+    """
 
-    def _at(self, part: int, inside: int) -> Example:
-        raise NotImplementedError
+    def __init__(self, tables: Sequence[pa.Table], files: Sequence[Sequence[str]], first_ids: Sequence[int]) -> None:
+        self.files: list[str] = []
+        numbered = []
+        for table, names, first_id in zip(tables, files, first_ids, strict=True):
+            for column, before in (("sample_id", first_id), ("file", len(self.files))):
+                at = SCHEMA.get_field_index(column)
+                table = table.set_column(at, column, pc.add(table[column], pa.scalar(before, SCHEMA.types[at])))
+            self.files += names
+            numbered.append(table)
+        self.columns = pa.concat_tables(numbered).columns
+        self.lengths: NDArray[np.int64] = pc.list_value_length(self.columns[1]).to_numpy().astype(np.int64)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self.lengths)
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -78,64 +84,6 @@ class _InParts(Sequence[Example]):
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
-        index %= len(self)
-        part = int(np.searchsorted(self._ends, index, side="right")) - 1
-        return self._at(part, index - int(self._ends[part]))
-
-
-class Examples(_InParts):
-    """The examples of a file that `write_examples` wrote; `first_id` is added to every sample id.
-
-    The file object may be closed, and the file removed, as soon as this is made.
-    """
-
-    def __init__(self, file: IO[bytes], files: Sequence[str], first_id: int = 0) -> None:
-        self.files, self.first_id = list(files), first_id
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._batches = [_Batch(batch) for batch in pa.ipc.open_stream(pa.py_buffer(mapped))]
-        self._ends = np.cumsum([0, *(len(batch) for batch in self._batches)])
-        per_batch = [np.diff(batch.token_edges) for batch in self._batches]
-        self.lengths: NDArray[np.int64] = np.concatenate([np.empty(0, np.int64), *per_batch])
-
-    def _at(self, part: int, inside: int) -> Example:
-        return self._batches[part].example(inside, self.files, self.first_id)
-
-
-class _Batch:
-    """The columns of one record batch as numpy views into the file."""
-
-    def __init__(self, batch: Any) -> None:
-        self.sample_id = batch.column("sample_id").to_numpy()
-        self.token_edges = batch.column("tokens").offsets.to_numpy()
-        self.tokens = batch.column("tokens").values.to_numpy()
-        self.response_edges = batch.column("responses").offsets.to_numpy()
-        self.responses = batch.column("responses").values.to_numpy()
-        self.is_truncated = batch.column("is_truncated")
-        self.file = batch.column("file").to_numpy()
-        self.place = batch.column("place")
-
-    def __len__(self) -> int:
-        return len(self.sample_id)
-
-    def example(self, at: int, files: Sequence[str], first_id: int) -> Example:
-        edges = self.responses[self.response_edges[at] : self.response_edges[at + 1]].tolist()
-        return Example(
-            first_id + int(self.sample_id[at]),
-            self.tokens[self.token_edges[at] : self.token_edges[at + 1]].tolist(),
-            list(zip(edges[::2], edges[1::2], strict=True)),
-            bool(self.is_truncated[at].as_py()),
-            f"{files[self.file[at]]}:{self.place[at].as_py()}",
-        )
-
-
-class Joined(_InParts):
-    """The examples of several sources, one after the other."""
-
-    def __init__(self, parts: Sequence[Sequence[Example]]) -> None:
-        self.parts = list(parts)
-        self._ends = np.cumsum([0, *map(len, self.parts)])
-
-    def _at(self, part: int, inside: int) -> Example:
-        return self.parts[part][inside]
+        sample_id, tokens, edges, is_truncated, file, place = (column[index].as_py() for column in self.columns)
+        responses = list(zip(edges[::2], edges[1::2], strict=True))
+        return Example(sample_id, tokens, responses, is_truncated, f"{self.files[file]}:{place}")

@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Statistics:
-    """Counts over the rows of one source; tokens are those of the rows that stay.
+    """Counts over the rows of one source, made while they are encoded; tokens are those of the rows that stay.
 
     `dropped` rows were too long (or had no room for a canvas within max_length), `truncated` ones were cut at a
     canvas boundary and lost `cut_tokens`. `clean_tokens` are in rows (prompts too), `response_tokens` in responses.
     Of the `conversations` among the rows, `unscored_turns` of the assistant are context only.
     """
 
-    rows: int
-    dropped: int
-    truncated: int
-    cut_tokens: int
-    responses: int
-    canvases: int
-    response_tokens: int
-    clean_tokens: int
-    longest: int
     canvas_length: int
+    rows: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    cut_tokens: int = 0
+    responses: int = 0
+    canvases: int = 0
+    response_tokens: int = 0
+    clean_tokens: int = 0
+    longest: int = 0
     conversations: int = 0
     unscored_turns: int = 0
+
+    def count_row(self, *, is_conversation: bool, unscored_turns: int) -> None:
+        """Count a row, whether it stays or not."""
+        self.rows += 1
+        self.conversations += is_conversation
+        self.unscored_turns += unscored_turns
+
+    def count_example(self, tokens: Sequence[int], responses: Sequence[Span], *, cut_tokens: int) -> None:
+        """Count an example, which lost `cut_tokens` to the limit."""
+        self.truncated += cut_tokens > 0
+        self.cut_tokens += cut_tokens
+        self.responses += len(responses)
+        self.clean_tokens += len(tokens)
+        self.longest = max(self.longest, len(tokens))
+        for start, end in responses:
+            self.response_tokens += end - start
+            self.canvases += -(-(end - start) // self.canvas_length)
 
     @property
     def scored_tokens(self) -> int:
@@ -49,57 +66,19 @@ class Statistics:
         """Both together; the canvas length has to be the same."""
         if self.canvas_length != other.canvas_length:
             raise ValueError(f"canvases of {self.canvas_length} and of {other.canvas_length} do not add up")
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        sums |= {"longest": max(self.longest, other.longest), "canvas_length": self.canvas_length}
-        return Statistics(**sums)
-
-    def counts(self) -> dict[str, int]:
-        """What `Statistics(**counts)` is made of again."""
-        return asdict(self)
+        sums = {name: value + getattr(other, name) for name, value in asdict(self).items()}
+        return Statistics(**{**sums, "longest": max(self.longest, other.longest), "canvas_length": self.canvas_length})
 
     def to_record(self) -> dict[str, int | float]:
         """All numbers, for JSON."""
         derived = {"examples": self.examples, "scored_tokens": self.scored_tokens, "fill_share": self.fill_share}
-        return {**self.counts(), **derived}
+        return {**asdict(self), **derived}
 
     def __str__(self) -> str:
-        talk = ""
-        if self.unscored_turns:
-            talk = f" ({self.unscored_turns:,} assistant turns as context only)"
+        context = f" ({self.unscored_turns:,} assistant turns as context only)" if self.unscored_turns else ""
         return (
             f"{self.rows:,} rows ({self.dropped:,} dropped, {self.truncated:,} truncated: "
-            f"{self.cut_tokens:,} tokens cut), {self.responses:,} responses{talk}, "
+            f"{self.cut_tokens:,} tokens cut), {self.responses:,} responses{context}, "
             f"{self.canvases:,} canvases of {self.canvas_length}, {self.fill_share:.1%} fill, "
             f"{self.scored_tokens:,} scored tokens, longest row {self.longest:,}"
         )
-
-
-class Tally:
-    """Counts rows while they are encoded, and says at the end what became of them."""
-
-    def __init__(self, canvas_length: int) -> None:
-        self.canvas_length = canvas_length
-        self.rows = self.conversations = self.unscored_turns = 0
-        self.dropped = self.truncated = self.cut_tokens = 0
-        self.responses = self.canvases = self.response_tokens = self.clean_tokens = self.longest = 0
-
-    def row(self, *, is_conversation: bool, unscored_turns: int) -> None:
-        """Count a row, whether it stays or not."""
-        self.rows += 1
-        self.conversations += is_conversation
-        self.unscored_turns += unscored_turns
-
-    def example(self, tokens: Sequence[int], responses: Sequence[Span], *, cut_tokens: int) -> None:
-        """Count an example, which lost `cut_tokens` to the limit."""
-        self.truncated += cut_tokens > 0
-        self.cut_tokens += cut_tokens
-        self.responses += len(responses)
-        self.clean_tokens += len(tokens)
-        self.longest = max(self.longest, len(tokens))
-        for start, end in responses:
-            self.response_tokens += end - start
-            self.canvases += -(-(end - start) // self.canvas_length)
-
-    def statistics(self) -> Statistics:
-        """What has been counted so far."""
-        return Statistics(**vars(self))

@@ -12,11 +12,11 @@ from itertools import chain, islice
 import numpy as np
 
 from blockdiff.data.chat import Encoder, Example
-from blockdiff.data.dataset import TOTAL, check_conversations
+from blockdiff.data.dataset import check_conversations, with_total
 from blockdiff.data.formats import Skip
 from blockdiff.data.plan import mixture_block, mixture_counts
 from blockdiff.data.sources import TRAIN, Files, Source, open_source, titles
-from blockdiff.data.statistics import Statistics, Tally
+from blockdiff.data.statistics import Statistics
 from blockdiff.seeding import Stream as Draw
 from blockdiff.seeding import permutation
 
@@ -69,9 +69,7 @@ class StreamedExamples:
     @property
     def statistics(self) -> list[tuple[str, Statistics]]:
         """What became of the rows read so far (repeated passes count again), as in `Dataset`."""
-        found = [each.tally.statistics() for each in self._passes]
-        total = [(TOTAL, sum(found[1:], start=found[0]))] if len(found) > 1 else []
-        return [*zip(self._titles, found, strict=True), *total]
+        return with_total(self._titles, [each.statistics for each in self._passes])
 
     def _read(self, window: int) -> None:
         first = window * self.shuffle_buffer
@@ -119,7 +117,7 @@ class _Pass:
     def __init__(self, source: Source, encoder: Encoder) -> None:
         self.source, self.encoder = source.with_defaults(TRAIN, {}), encoder
         self.opened = open_source(source, streaming=True)
-        self.tally = Tally(encoder.canvas_length)
+        self.statistics = Statistics(encoder.canvas_length)
         self.restart()
 
     @property
@@ -137,12 +135,12 @@ class _Pass:
         while True:
             is_whole_pass = self._examples is None
             if self._examples is None:
-                self._examples = self.encoder.examples(self.opened.rows(), self.tally)
+                self._examples = self.encoder.examples(self.opened.rows(), self.statistics)
             example = next(self._examples, None)
             if example is not None:
                 return example
             if is_whole_pass:
-                raise self.encoder.nothing_left(self.tally.rows, self.opened.files[0])
+                raise self.encoder.nothing_left(self.statistics.rows, self.opened.files[0])
             self._examples = None
 
     def skip(self, count: int) -> None:
@@ -153,7 +151,7 @@ class _Pass:
                 before, rows = skip.left, self.opened.rows(skip)
                 first = next(rows, None)
                 if first is not None:
-                    self._examples = self.encoder.examples(chain([first], rows), self.tally)
+                    self._examples = self.encoder.examples(chain([first], rows), self.statistics)
                 else:  # a whole pass was skipped, and so can be all the others
                     skip.left %= before - skip.left
             return

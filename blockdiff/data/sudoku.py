@@ -1,4 +1,4 @@
-"""Sudoku as a task that makes its own data: 4x4 and 9x9 puzzles with one solution, their splits, the checker.
+"""Sudoku as a task that makes its own data: 4x4 and 9x9 puzzles with one solution, their splits, and the test of a solution.
 
 No solved grid of one split equals a grid of another, not even after relabelling its digits. At 4x4 there are
 only 288 solved grids in 12 such classes, so the classes themselves are dealt out to the splits.
@@ -7,14 +7,14 @@ only 288 solved grids in 12 such classes, so the classes themselves are dealt ou
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import count, pairwise
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 
 from blockdiff.errors import DataError
+from blockdiff.files import write_text
 from blockdiff.seeding import Stream, integers, permutation
 
 Grid = tuple[int, ...]  # size * size digits 1..size, 0 where the puzzle is blank
@@ -83,104 +83,66 @@ def relabelled(grid: Grid) -> Grid:
     return tuple(names.setdefault(digit, len(names) + 1) for digit in grid)
 
 
-class _Board:
-    """The digits already used in each row, column and box as bit masks, and the cells still open."""
+def solutions(puzzle: Grid, order: Sequence[Sequence[int]] | None = None) -> Iterator[Grid]:
+    """Every solution of a puzzle (0 = blank): the most constrained cell first, its digits in the cell's `order`."""
+    size = math.isqrt(len(puzzle))
+    houses, every_digit = _houses(size), (1 << size + 1) - 2  # digits are bits 1 to size
+    cells, blanks = list(puzzle), [cell for cell, digit in enumerate(puzzle) if not digit]
+    used = [0] * (3 * size)  # the digits in each row, column and box
 
-    def __init__(self, puzzle: Grid | list[int], size: int):
-        self.size = size
-        self.full = (1 << size) - 1
-        self.cells = list(puzzle)
-        self.used = [0] * (3 * size)
-        self.open = []
-        for cell, digit in enumerate(puzzle):
-            if digit:
-                self.put(cell, digit)
-            else:
-                self.open.append(cell)
+    def flip(cell: int, digit: int) -> None:
+        for house in houses[cell]:
+            used[house] ^= 1 << digit
 
-    def put(self, cell: int, digit: int) -> None:
-        self.cells[cell] = digit
-        bit = 1 << (digit - 1)
-        for house in _houses(self.size)[cell]:
-            self.used[house] ^= bit
-
-    def take(self, cell: int) -> None:
-        self.put(cell, self.cells[cell])
-        self.cells[cell] = 0
-
-    def candidates(self, cell: int) -> int:
-        row, column, box = _houses(self.size)[cell]
-        return self.full & ~(self.used[row] | self.used[column] | self.used[box])
-
-    def solutions(self, order: list[list[int]] | None = None) -> Iterator[Grid]:
-        """Every way to fill the open cells, the most constrained cell first, digits in the cell's `order`."""
-        best, best_mask, best_count = -1, 0, self.size + 1
-        used, houses, full = self.used, _houses(self.size), self.full
-        for index, cell in enumerate(self.open):
+    def search() -> Iterator[Grid]:
+        best, best_free, fewest = -1, 0, size + 1
+        for index, cell in enumerate(blanks):
             row, column, box = houses[cell]
-            mask = full & ~(used[row] | used[column] | used[box])
-            options = mask.bit_count()
-            if options < best_count:
-                best, best_mask, best_count = index, mask, options
-                if options <= 1:
+            free = every_digit & ~(used[row] | used[column] | used[box])
+            if free.bit_count() < fewest:
+                best, best_free, fewest = index, free, free.bit_count()
+                if fewest <= 1:
                     break
         if best < 0:
-            yield tuple(self.cells)
+            yield tuple(cells)
             return
-        cell = self.open[best]
-        self.open[best] = self.open[-1]
-        self.open.pop()
-        for digit in order[cell] if order else range(1, self.size + 1):
-            if best_mask >> (digit - 1) & 1:
-                self.put(cell, digit)
-                yield from self.solutions(order)
-                self.take(cell)
-        self.open.append(cell)
-        self.open[best], self.open[-1] = self.open[-1], self.open[best]
+        cell, blanks[best] = blanks[best], blanks[-1]
+        blanks.pop()
+        for digit in order[cell] if order else range(1, size + 1):
+            if best_free >> digit & 1:
+                cells[cell] = digit
+                flip(cell, digit)
+                yield from search()
+                flip(cell, digit)
+        blanks.append(cell)
+        blanks[best], blanks[-1] = cell, blanks[best]
+
+    for cell, digit in enumerate(puzzle):
+        if digit:
+            flip(cell, digit)
+    return search()
 
 
-def solutions(puzzle: Grid) -> Iterator[Grid]:
-    """Every solution of a puzzle (0 = blank), most constrained cell first."""
-    size = {16: 4, 81: 9}[len(puzzle)]
-    return _Board(puzzle, size).solutions()
-
-
-def dig(solution: Grid, order: list[int], givens: int) -> Grid:
+def dig(solution: Grid, order: Sequence[int], givens: int) -> Grid:
     """Blank cells in the given order while the solution stays the only one, down to `givens` digits."""
-    size = {16: 4, 81: 9}[len(solution)]
-    board = _Board(solution, size)
-    left = len(solution)
+    cells, left, size = list(solution), len(solution), math.isqrt(len(solution))
     for cell in order:
         if left <= givens:
             break
-        digit = board.cells[cell]
-        board.take(cell)
         # The cell is free to go if no other digit in it can be completed to a solution.
-        if _another_fits(board, cell, digit):
-            board.put(cell, digit)
-        else:
-            board.open.append(cell)
+        seen = {cells[other] for house in _houses(size)[cell] for other in groups(size)[house]}
+        others = ((*cells[:cell], digit, *cells[cell + 1 :]) for digit in range(1, size + 1) if digit not in seen)
+        if not any(next(solutions(other), None) for other in others):
+            cells[cell] = 0
             left -= 1
-    return tuple(board.cells)
-
-
-def _another_fits(board: _Board, cell: int, digit: int) -> bool:
-    others = board.candidates(cell) & ~(1 << (digit - 1))
-    for other in range(1, board.size + 1):
-        if others >> (other - 1) & 1:
-            trial = _Board(board.cells, board.size)
-            trial.open.remove(cell)
-            trial.put(cell, other)
-            if next(trial.solutions(), None) is not None:
-                return True
-    return False
+    return tuple(cells)
 
 
 @cache
 def classes4() -> tuple[tuple[Grid, ...], ...]:
     """The 288 solved 4x4 grids in their 12 classes modulo relabelling, each of 24 grids."""
     classes: dict[Grid, list[Grid]] = {}
-    for grid in _Board([0] * 16, 4).solutions():
+    for grid in solutions((0,) * 16):
         classes.setdefault(relabelled(grid), []).append(grid)
     return tuple(tuple(classes[name]) for name in sorted(classes))
 
@@ -189,25 +151,7 @@ def random_grid9(keys: list[int]) -> Grid:
     """A solved 9x9 grid: a search that tries digits in random order, given by 9 `keys` per cell."""
     by_cell = (keys[9 * cell : 9 * cell + 9] for cell in range(81))
     order = [[place + 1 for place in sorted(range(9), key=of_cell.__getitem__)] for of_cell in by_cell]
-    return next(_Board([0] * 81, 9).solutions(order))
-
-
-@dataclass(frozen=True)
-class Split:
-    """What one written split holds; `str` gives the line to print."""
-
-    name: str
-    puzzles: int
-    grids: int
-    classes: int
-    givens: Mapping[int, int]  # number of givens -> puzzles
-
-    def __str__(self) -> str:
-        mean = sum(number * times for number, times in self.givens.items()) / max(self.puzzles, 1)
-        return (
-            f"{self.name}: {self.puzzles} puzzles from {self.grids} solved grids in {self.classes} classes "
-            f"(modulo relabelling), {min(self.givens)}-{max(self.givens)} givens, mean {mean:.1f}"
-        )
+    return next(solutions((0,) * 81, order))
 
 
 def deal_classes(counts: Mapping[str, int], seed: int) -> dict[str, list[int]]:
@@ -224,9 +168,7 @@ def deal_classes(counts: Mapping[str, int], seed: int) -> dict[str, list[int]]:
         shares[max(shares, key=lambda name: shares[name])] -= 1
     shares[largest] += total - sum(shares.values())
     order = permutation(seed, Stream.DATA, (0, 4), total).tolist()
-    bounds = [0]
-    for share in shares.values():
-        bounds.append(bounds[-1] + share)
+    bounds = accumulate(shares.values(), initial=0)
     return {name: sorted(order[a:b]) for name, (a, b) in zip(shares, pairwise(bounds), strict=True)}
 
 
@@ -248,8 +190,7 @@ def make_splits(size: int, counts: Mapping[str, int], seed: int = 0) -> dict[str
     for index, (name, number) in enumerate(counts.items()):
         grids = [grid for label in dealt.get(name, []) for grid in classes4()[label]]
         rows: dict[str, dict[str, str]] = {}
-        attempts = 0
-        for keys in _keys(size, seed, index + 1):
+        for attempts, keys in enumerate(_keys(size, seed, index + 1)):
             if size == 4:
                 solution = grids[keys[-2] * len(grids) >> 31]
             else:
@@ -264,7 +205,6 @@ def make_splits(size: int, counts: Mapping[str, int], seed: int = 0) -> dict[str
             rows.setdefault(row["prompt"], row)
             if len(rows) == number:
                 break
-            attempts += 1
             if attempts > 20 * number + 10_000:
                 raise DataError(
                     f"split {name!r}: found only {len(rows)} distinct puzzles of {number} in the "
@@ -284,10 +224,10 @@ def _keys(size: int, seed: int, split: int) -> Iterator[list[int]]:
         yield from integers(seed, Stream.DATA, (split, size, number), width, 1 << 31).tolist()
 
 
-def write_splits(directory: str | Path, size: int, counts: Mapping[str, int], seed: int = 0) -> list[Split]:
+def write_splits(directory: str | Path, size: int, counts: Mapping[str, int], seed: int = 0) -> list[str]:
     """Write NAME.jsonl for every split and the character tokenizer into `directory`/tokenizer.
 
-    Returns what each split holds, in order. Raises DataError as `make_splits`.
+    Returns a line for each split that says what it holds. Raises DataError as `make_splits`.
     """
     from blockdiff.data.tokenizer import character_tokenizer
 
@@ -295,11 +235,13 @@ def write_splits(directory: str | Path, size: int, counts: Mapping[str, int], se
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     character_tokenizer(alphabet(size)).save_pretrained(directory / "tokenizer")
-    written = []
+    lines = []
     for name, rows in splits.items():
-        with (directory / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        solved = {tuple(map(int, row["response"])) for row in rows}
-        givens = Counter(sum(cell.isdigit() for cell in row["prompt"]) for row in rows)
-        written.append(Split(name, len(rows), len(solved), len(set(map(relabelled, solved))), givens))
-    return written
+        write_text(directory / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        grids = {tuple(map(int, row["response"])) for row in rows}
+        givens = [sum(cell.isdigit() for cell in row["prompt"]) for row in rows]
+        lines.append(
+            f"{name}: {len(rows)} puzzles from {len(grids)} solved grids in {len(set(map(relabelled, grids)))} classes "
+            f"(modulo relabelling), {min(givens)}-{max(givens)} givens, mean {sum(givens) / len(givens):.1f}"
+        )
+    return lines

@@ -61,9 +61,8 @@ class Data:
         t = self.recipe.train
         rows = t.micro_batch_size or max(1, t.batch_size // world)
         if self.heldout is not None:
-            examples, most = self.heldout.examples, self.recipe.evaluation.rows
-            if most is not None:
-                examples = examples[:most]
+            most = self.recipe.evaluation.rows
+            examples = self.heldout.examples if most is None else self.heldout.examples[:most]
             yield from heldout_batches(examples, self.collator, rows, rank=rank, world=world)
 
     def examples_of(self, step: int) -> dict[int, Example]:

@@ -18,7 +18,7 @@ import pytest
 from blockdiff.data import examples as examples_file
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.dataset import Dataset, load_dataset
-from blockdiff.data.examples import Examples, write_examples
+from blockdiff.data.examples import Examples, read_table, write_examples
 from blockdiff.data.sources import Source, rows_of
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.sudoku import alphabet
@@ -158,8 +158,9 @@ def test_sources_are_told_apart_and_summed_up(rows, tmp_path):
 
 
 def test_statistics_of_other_canvases_do_not_add_up():
-    one = Statistics(1, 0, 0, 0, 1, 1, 3, 5, 5, canvas_length=4)
-    assert one + one == Statistics(2, 0, 0, 0, 2, 2, 6, 10, 5, canvas_length=4)
+    one = Statistics(canvas_length=4, rows=1, responses=1, canvases=1, response_tokens=3, clean_tokens=5, longest=5)
+    two = Statistics(canvas_length=4, rows=2, responses=2, canvases=2, response_tokens=6, clean_tokens=10, longest=5)
+    assert one + one == two
     with pytest.raises(ValueError, match="do not add up"):
         one + replace(one, canvas_length=8)
 
@@ -187,7 +188,7 @@ def test_writing_holds_a_part_of_the_examples_at_a_time(tmp_path, monkeypatch):
         assert write_examples(file, stream(), ["f"]) == 100
     assert len(set(written)) == 10
     with (tmp_path / "e.arrow").open("rb") as file:
-        examples = Examples(file, ["g"], first_id=1000)
+        examples = Examples([read_table(file)], [["g"]], [1000])
     (tmp_path / "e.arrow").unlink()
     assert [example.sample_id for example in examples] == list(range(1000, 1100))
     assert examples[37] == Example(1037, [37] * 3, [(0, 1)], False, "g:37")

@@ -78,8 +78,8 @@ def test_a_restart_far_away_looks_at_no_row_it_does_not_need(path, monkeypatch):
     looked = []
     examples = Encoder.examples
 
-    def counted(self, rows, tally):
-        return examples(self, (looked.append(row) or row for row in rows), tally)
+    def counted(self, rows, statistics):
+        return examples(self, (looked.append(row) or row for row in rows), statistics)
 
     monkeypatch.setattr(Encoder, "examples", counted)
     opened = []
