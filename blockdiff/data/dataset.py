@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from blockdiff.data.cache import cached, key_of, temporary
 from blockdiff.data.chat import Encoder
 from blockdiff.data.examples import Examples, write_examples
-from blockdiff.data.plan import AnyPlan, MixturePlan, Plan
 from blockdiff.data.sources import OpenedSource, Source, open_source, titles
 from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
@@ -128,10 +127,3 @@ def check_conversations(encoder: Encoder, statistics: Statistics) -> None:
             raise DataError(
                 f"data.{key}: is set, but no row is a conversation; write messages rows, or leave data.{key} out"
             )
-
-
-def plan(dataset: Dataset, batch_size: int, seed: int) -> AnyPlan:
-    """Which examples each optimiser step takes: all in epochs, or a mixture of several sources by weight."""
-    if len(dataset.sizes) == 1:
-        return Plan(dataset.sizes[0], batch_size, seed)
-    return MixturePlan(tuple(dataset.sizes), tuple(dataset.weights), batch_size, seed)

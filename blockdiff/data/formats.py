@@ -7,7 +7,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -232,16 +232,13 @@ def parquet(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     import pyarrow.parquet as pq
 
     with _open(path) as raw, pq.ParquetFile(raw) as file:
-        columns, row = choose(file.schema_arrow.names), 0
-        for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
-            if skip.left >= rows:
-                skip.left -= rows
-                row += rows
-                continue
-            for batch in file.iter_batches(BATCH, row_groups=[group], columns=columns):
-                yield from _objects(batch, row, path, skip)
-                row += batch.num_rows
+        columns, group, row = choose(file.schema_arrow.names), 0, 0
+        while group < file.num_row_groups and skip.left >= file.metadata.row_group(group).num_rows:
+            row += file.metadata.row_group(group).num_rows
+            skip.left -= file.metadata.row_group(group).num_rows
+            group += 1
+        groups = list(range(group, file.num_row_groups))
+        yield from _rows(file.iter_batches(BATCH, row_groups=groups, columns=columns), row, path, skip)
 
 
 def arrow(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
@@ -252,32 +249,30 @@ def arrow(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
         except pa.ArrowInvalid:
             file = pa.ipc.open_file(raw)
             batches = map(file.get_batch, range(file.num_record_batches))
-        row = 0
-        for batch in batches:
-            chosen = batch.select(choose(batch.schema.names))
-            for start in range(0, batch.num_rows, BATCH):
-                yield from _objects(chosen.slice(start, BATCH), row + start, path, skip)
-            row += batch.num_rows
+        yield from _rows((batch.select(choose(batch.schema.names)) for batch in batches), 0, path, skip)
 
 
-def _objects(batch: Any, before: int, path: Path, skip: Skip) -> Iterator[Value]:
-    """The rows of a record batch as objects; `before` rows of the file come before it."""
-    passed = min(skip.left, batch.num_rows)
-    skip.left -= passed
-    batch, first = batch.slice(passed), before + passed + 1
+def _rows(batches: Iterable[Any], before: int, path: Path, skip: Skip) -> Iterator[Value]:
+    """The rows of record batches as objects, some at a time; `before` rows of the file come before them."""
+    for batch in batches:
+        passed = min(skip.left, batch.num_rows)
+        skip.left -= passed
+        for start in range(passed, batch.num_rows, BATCH):
+            yield from _objects(batch.slice(start, BATCH), before + start + 1, path)
+        before += batch.num_rows
+
+
+def _objects(batch: Any, first: int, path: Path) -> Iterator[Value]:
+    """The rows of a record batch as objects, numbered from `first`."""
     try:
         rows = batch.to_pylist()
-    except UnicodeDecodeError:  # one row at a time, to say which
-        rows = (_object_at(batch, index, f"{path}:row {first + index}") for index in range(batch.num_rows))
-    for row, value in enumerate(rows, start=first):
-        yield f"row {row}", value
-
-
-def _object_at(batch: Any, index: int, where: str) -> Any:
-    try:
-        return batch.slice(index, 1).to_pylist()[0]
     except UnicodeDecodeError:
-        raise DataError(f"{where}: not valid UTF-8; write its text as UTF-8") from None
+        if batch.num_rows == 1:
+            raise DataError(f"{path}:row {first}: not valid UTF-8; write its text as UTF-8") from None
+        for index in range(batch.num_rows):  # one at a time, to say which
+            yield from _objects(batch.slice(index, 1), first + index, path)
+        return
+    yield from ((f"row {row}", value) for row, value in enumerate(rows, first))
 
 
 Reader = Callable[[Path, Skip, Choose], Iterator[Value]]

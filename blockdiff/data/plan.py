@@ -1,11 +1,10 @@
-"""Which examples each optimiser step takes. Every plan is a function of the step, so resuming needs nothing else."""
+"""Which examples each optimiser step takes. A plan is a function of the step, so resuming needs nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,80 +14,53 @@ from blockdiff.seeding import Stream, permutation
 BLOCK = 10_000  # places of a mixture in which every source has exactly its share
 EPOCHS = 2  # of each source whose orders are kept, for a global batch may reach over the edge of one
 
-
-class AnyPlan(Protocol):
-    """What `plan` returns: `plan(step)` gives (epoch, index of the example) for every slot of the global batch."""
-
-    @property
-    def batch_size(self) -> int:
-        """Slots of a global batch."""
-        ...
-
-    def __call__(self, step: int) -> list[tuple[int, int]]:
-        """The slots of optimiser step `step`, counted from 1."""
-        ...
-
-
-class Orders:
-    """The orders of a plan's examples in the epochs that were asked for last, of every source."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, dict[int, NDArray[np.int64]]] = {}
-
-    def of(self, seed: int, epoch: int, source: int, examples: int) -> NDArray[np.int64]:
-        """Which example stands at each place of an epoch [examples]."""
-        kept = self._kept.setdefault(source, {})
-        if epoch not in kept:
-            kept[epoch] = permutation(seed, Stream.ORDER, (epoch, source), examples).numpy()
-            for old in list(kept)[:-EPOCHS]:  # the ones that were made first
-                del kept[old]
-        return kept[epoch]
+# `plan(step)` gives (epoch, index of the example) for every slot of the global batch of `step`, counted from 1.
+AnyPlan = Callable[[int], list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One source, epoch after epoch, each in its own order, no step cut short."""
+    """Epoch after epoch of one source, each in its own order, or a mixture of several; no step is cut short.
 
-    examples: int
+    `examples` says how many there are, of several sources one after the other how many of each; those are mixed in
+    proportion to `weights`, each in epochs of its own. The places of the run form blocks of 10,000; in each a source
+    has its exact share (to 1 in 10,000, at least one place), and an order of the block's own says where. So the n-th
+    place of a source is known without looking back, and a source that is small or heavy starts its next epoch earlier
+    than the others.
+    """
+
+    examples: int | Sequence[int]
     batch_size: int
     seed: int
-    orders: Orders = field(default_factory=Orders, init=False, repr=False, compare=False)
+    weights: Sequence[float] = (1.0,)
+
+    def __post_init__(self) -> None:
+        if len(self._sizes) != len(self.weights):
+            raise ValueError(f"{len(self._sizes)} sources of examples, but {len(self.weights)} weights")
 
     def __call__(self, step: int) -> list[tuple[int, int]]:
         """(epoch, index of the example) for every slot of the global batch of `step`, counted from 1."""
-        first = (step - 1) * self.batch_size
-        places = (divmod(place, self.examples) for place in range(first, first + self.batch_size))
-        return [(epoch, int(self.orders.of(self.seed, epoch, 0, self.examples)[place])) for epoch, place in places]
-
-
-@dataclass(frozen=True)
-class MixturePlan:
-    """Several sources in proportion to `weights`, each in epochs of its own, all laid one after the other.
-
-    The places of the run form blocks of 10,000; in each a source has its exact share (to 1 in 10,000, at least
-    one place), and an order of the block's own says where. So the n-th place of a source is known without
-    looking back, and a source that is small or heavy starts its next epoch earlier than the others.
-    """
-
-    sizes: tuple[int, ...]
-    weights: tuple[float, ...]
-    batch_size: int
-    seed: int
-    orders: Orders = field(default_factory=Orders, init=False, repr=False, compare=False)
-
-    def __call__(self, step: int) -> list[tuple[int, int]]:
-        """(epoch of its source, index of the example) for every slot of the global batch of `step`, from 1."""
-        first = (step - 1) * self.batch_size
         counts = mixture_counts(self.weights)
-        starts = np.cumsum((0, *self.sizes))
+        starts = np.cumsum([0, *self._sizes])
         slots = []
-        for place in range(first, first + self.batch_size):
+        for place in range((step - 1) * self.batch_size, step * self.batch_size):
             block, inside = divmod(place, BLOCK)
             source, rank = mixture_block(self.seed, block, counts)[inside].tolist()
-            epoch, at = divmod(block * counts[source] + rank, self.sizes[source])
-            order = self.orders.of(self.seed, epoch, source, self.sizes[source])
-            slots.append((epoch, int(starts[source] + order[at])))
+            epoch, at = divmod(block * counts[source] + rank, self._sizes[source])
+            slots.append((epoch, int(starts[source] + self._orders[source](epoch)[at])))
         return slots
+
+    @property
+    def _sizes(self) -> Sequence[int]:
+        return (self.examples,) if isinstance(self.examples, int) else self.examples
+
+    @cached_property
+    def _orders(self) -> list[Callable[[int], NDArray[np.int64]]]:
+        """For each source which example stands at each place of an epoch [examples]."""
+        return [lru_cache(EPOCHS)(partial(self._order, source)) for source in range(len(self._sizes))]
+
+    def _order(self, source: int, epoch: int) -> NDArray[np.int64]:
+        return permutation(self.seed, Stream.ORDER, (epoch, source), self._sizes[source]).numpy()
 
 
 @dataclass(frozen=True)
@@ -99,8 +71,7 @@ class SequentialPlan:
 
     def __call__(self, step: int) -> list[tuple[int, int]]:
         """(0, place in the stream) for every slot of the global batch of `step`, counted from 1."""
-        first = (step - 1) * self.batch_size
-        return [(0, place) for place in range(first, first + self.batch_size)]
+        return [(0, place) for place in range((step - 1) * self.batch_size, step * self.batch_size)]
 
 
 def mixture_counts(weights: Sequence[float]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Sudoku as a task that makes its own data: 4x4 and 9x9 puzzles with one solution, their splits, and the test of a solution.
+"""Sudoku as a task that makes its own data: 4x4 and 9x9 puzzles with one solution, splits, a test of solutions.
 
 No solved grid of one split equals a grid of another, not even after relabelling its digits. At 4x4 there are
 only 288 solved grids in 12 such classes, so the classes themselves are dealt out to the splits.

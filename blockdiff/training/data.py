@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from blockdiff.canvas import Batch
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.collate import Collator, heldout_batches, micro_batches
-from blockdiff.data.dataset import Dataset, load_dataset, plan
-from blockdiff.data.plan import AnyPlan, SequentialPlan
+from blockdiff.data.dataset import Dataset, load_dataset
+from blockdiff.data.plan import AnyPlan, Plan, SequentialPlan
 from blockdiff.data.rows import Row
 from blockdiff.data.sources import Source, rows_of
 from blockdiff.data.stream import StreamedExamples
@@ -156,7 +156,7 @@ def read_data(recipe: Recipe, origin: Origin, ranks: Ranks | None = None) -> Dat
         order = SequentialPlan(recipe.train.batch_size)
     else:
         train = load_dataset(specs, encode, cache=cache, first=main_first())
-        order = plan(train, recipe.train.batch_size, recipe.seed)
+        order = Plan(train.sizes, recipe.train.batch_size, recipe.seed, train.weights)
     heldout = None
     if d.heldout is not None:
         specs = sources(d.heldout, recipe, d.heldout_split)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from blockdiff.data import plan as plan_module
-from blockdiff.data.plan import BLOCK, MixturePlan, Plan, SequentialPlan, mixture_counts
+from blockdiff.data.plan import BLOCK, Plan, SequentialPlan, mixture_counts
 from blockdiff.seeding import Stream, permutation
 
 
@@ -23,14 +23,16 @@ def test_a_plan_of_one_source_shows_every_example_once_per_epoch():
     assert slots[:10] != [(0, index) for index in range(10)] and slots[:10] != slots[10:]
 
 
-def test_a_mixture_of_one_source_is_the_plan_of_that_source_in_another_order():
-    mixture, plan = MixturePlan((10,), (2.0,), 5, seed=3), Plan(10, 5, seed=3)
+def test_a_mixture_of_one_source_is_the_plan_of_that_source_whatever_its_weight():
+    mixture, plan = Plan((10,), 5, seed=3, weights=(2.0,)), Plan(10, 5, seed=3)
     assert taken(mixture, range(1, 9)) == taken(plan, range(1, 9))
+    with pytest.raises(ValueError, match="2 sources of examples, but 1 weights"):
+        Plan((10, 20), 5, seed=3)
 
 
 def test_a_mixture_has_every_source_in_its_share_and_each_in_epochs_of_its_own():
     sizes, weights = (700, 50, 3000), (5.0, 3.0, 2.0)
-    plan = MixturePlan(sizes, weights, batch_size=100, seed=1)
+    plan = Plan(sizes, batch_size=100, seed=1, weights=weights)
     slots = taken(plan, range(1, BLOCK // 100 + 1))
     bounds = [0, 700, 750, 3750]
     for source, share in enumerate((0.5, 0.3, 0.2)):
@@ -46,21 +48,21 @@ def test_a_mixture_has_every_source_in_its_share_and_each_in_epochs_of_its_own()
 
 
 def test_sources_of_one_size_are_in_different_orders():
-    slots = taken(MixturePlan((50, 50), (1.0, 1.0), 10, seed=0), range(1, 20))
+    slots = taken(Plan((50, 50), 10, seed=0, weights=(1.0, 1.0)), range(1, 20))
     orders = [[index % 50 for _, index in slots if index // 50 == source][:50] for source in (0, 1)]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(50)) and orders[0] != orders[1]
 
 
 def test_a_mixture_goes_on_from_block_to_block_without_looking_back():
-    plan = MixturePlan((300, 70), (1.0, 1.0), batch_size=33, seed=0)
+    plan = Plan((300, 70), batch_size=33, seed=0, weights=(1.0, 1.0))
     steps = range(1, 5 * BLOCK // 66)
     slots = taken(plan, steps)
     for low, high in ((0, 300), (300, 370)):
         epochs = [epoch for epoch, index in slots if low <= index < high]
         assert epochs == [place // (high - low) for place in range(len(epochs))]
-    again = MixturePlan((300, 70), (1.0, 1.0), batch_size=33, seed=0)
+    again = Plan((300, 70), batch_size=33, seed=0, weights=(1.0, 1.0))
     assert again(steps[-1]) == slots[-33:] and again(1) == slots[:33]
-    assert MixturePlan((300, 70), (1.0, 1.0), 33, seed=1)(1) != plan(1)
+    assert Plan((300, 70), 33, seed=1, weights=(1.0, 1.0))(1) != plan(1)
 
 
 @pytest.mark.parametrize(
@@ -84,12 +86,12 @@ def test_every_order_of_many_sources_is_drawn_once_and_few_are_kept(monkeypatch)
         return permutation(seed, stream, address, size)
 
     monkeypatch.setattr(plan_module, "permutation", counted)
-    plan = MixturePlan((60,) * 40, (1.0,) * 40, batch_size=32, seed=1)
+    plan = Plan((60,) * 40, batch_size=32, seed=1, weights=(1.0,) * 40)
     slots = taken(plan, range(1, 301))
     used = {(epoch, index // 60) for epoch, index in slots}
     assert len(used) > 100 and sorted(drawn) == sorted(used)
-    kept = [list(epochs) for epochs in plan.orders._kept.values()]
-    assert len(kept) == 40 and all(len(epochs) <= 2 and max(epochs) >= 2 for epochs in kept)
+    kept = [orders.cache_info() for orders in plan._orders]
+    assert len(kept) == 40 and all(orders.currsize <= 2 and orders.misses >= 2 for orders in kept)
 
 
 def test_a_sequential_plan_counts():
