@@ -48,6 +48,7 @@ def heldout(
     RunError on every rank when one of them is not finite, and Interrupted between batches when a rank is to stop.
     """
     levels = torch.zeros(noise_levels, len(PARTS), 1 + len(MEASURES), dtype=torch.float64, device=ranks.device)
+    # Counts and sums: at the canvases' coins, as training weights them, and of next tokens.
     by_coin, weighted, ar = (torch.zeros(n, dtype=torch.float64, device=ranks.device) for n in (3, 2, 3))
     with evaluating(objective), ranks.at_own_pace("the held-out evaluation") as look:
         for batch in batches:
@@ -57,8 +58,10 @@ def heldout(
                 evaluation = objective.evaluate(batch)
             if batch.is_scored_BCL.any():
                 levels += _by_level(evaluation, batch, noise_levels)
-                by_coin += _by_coin(evaluation, batch)
-                weighted += _weighted(evaluation, batch)
+                loss_BCL, is_correct_BCL = _at_coin(evaluation, batch)
+                by_coin += _sums(batch.is_scored_BCL, loss_BCL, is_correct_BCL)
+                weighted[0] += batch.canvas_count()
+                weighted[1] += (evaluation.factor_BCL.double() * loss_BCL).sum()
             ar += _sums(batch.is_ar_scored_BS, evaluation.ar_loss_BS, evaluation.ar_is_correct_BS)
     sums = [levels, by_coin, weighted, ar]
     flat = ranks.sum(torch.cat([each.flatten() for each in sums])).cpu()
@@ -77,11 +80,10 @@ def heldout(
         **_means("heldout_ar_", ar, MEASURES[:2]),
         **_of_parts("heldout_", levels.sum(0)),
     }
-    edges = torch.linspace(0, 1, noise_levels + 1, dtype=torch.float64).tolist()
     record["heldout_levels"] = [
         {
-            "t_from": round(edges[number], 6),
-            "t_to": round(edges[number + 1], 6),
+            "t_from": round(number / noise_levels, 6),
+            "t_to": round((number + 1) / noise_levels, 6),
             **{f"{part}_count": int(of_part[0]) for part, of_part in zip(PARTS, level, strict=True)},
             **_of_parts("", level),
         }
@@ -114,17 +116,6 @@ def _at_coin(evaluation: Evaluation, batch: Batch) -> tuple[Tensor, Tensor]:
         evaluation.signal_loss_BCL.where(coin_BC1, evaluation.loss_BCL),
         evaluation.signal_is_correct_BCL.where(coin_BC1, evaluation.is_correct_BCL),
     )
-
-
-def _by_coin(evaluation: Evaluation, batch: Batch) -> Tensor:
-    return _sums(batch.is_scored_BCL, *_at_coin(evaluation, batch))
-
-
-def _weighted(evaluation: Evaluation, batch: Batch) -> Tensor:
-    """Count and sum of the canvas loss that training would divide."""
-    loss_BCL, _ = _at_coin(evaluation, batch)
-    total = (evaluation.factor_BCL.double() * loss_BCL).sum()
-    return torch.stack([total.new_tensor(float(batch.canvas_count())), total])
 
 
 def _sums(is_scored: Tensor, *columns: Tensor) -> Tensor:
