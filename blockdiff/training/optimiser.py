@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RunError
-from blockdiff.training.eight_bit import adamw_8bit
 
 EMBEDDING_TABLE = "vocabulary.table"
 _LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
@@ -65,12 +68,12 @@ def build(
     layer_decay: float = 1.0,
     make: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimiser over what trains in `module`: "adamw", or "adamw_8bit" from a library that is installed.
+    """The optimiser over what trains in `module`: "adamw", or "adamw_8bit" from bitsandbytes.
 
     AdamW (arXiv 1711.05101) runs in one fused kernel where torch has it (CPU and CUDA). Decay leaves norms, scales
     and the embedding table alone; `layer_decay` < 1 lowers the rate of earlier layers (see `lr_scale`). make: makes
     another optimiser from the parameters, with its own settings; the rates of its groups are the peaks of the schedule.
-    Raises RunError when nothing trains, or no library has the 8-bit one.
+    Raises RunError when nothing trains, or the 8-bit one is not installed.
     """
     groups = parameter_groups(module, weight_decay, layer_decay)
     if not groups:
@@ -89,6 +92,26 @@ def build(
     else:
         raise RunError(f"optim.name: there is no optimiser {name!r}; choose adamw or adamw_8bit")
     set_lr(optimiser, lr)
+    return optimiser
+
+
+def adamw_8bit(
+    groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
+) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW, whose moments of 4,096 numbers or more are 8-bit in blocks (arXiv 2110.02861)."""
+    if find_spec("bitsandbytes") is None:
+        raise RunError(
+            "optim.name: adamw_8bit needs bitsandbytes, which is not installed; "
+            "`pip install bitsandbytes` or choose adamw"
+        )
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it misses kernels that no optimiser needs
+    try:
+        kind = import_module("bitsandbytes.optim").AdamW8bit
+    except Exception as error:  # a library built for another torch fails in its own ways
+        raise RunError(
+            f"optim.name: adamw_8bit: bitsandbytes cannot be imported ({first_line(error)}); mend it or choose adamw"
+        ) from error
+    optimiser: torch.optim.Optimizer = kind(groups, lr=lr, betas=betas, eps=eps)
     return optimiser
 
 

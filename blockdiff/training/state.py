@@ -23,12 +23,12 @@ from blockdiff.errors import RunError
 from blockdiff.files import remove_directory, remove_leftovers, sync, whole_directory
 from blockdiff.metrics import FILE_NAME
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.training.eight_bit import flattened, unflattened
 from blockdiff.training.ema import Ema
 
 FOLDER = "checkpoints"
 MODEL, OPTIMISER, TRAINER = "model.safetensors", "optimiser.safetensors", "trainer.json"
 AVERAGE = "ema.safetensors"
+SHARED = ("qmap1", "qmap2")  # tables that bitsandbytes keeps once for all parameters
 FORMAT = 2  # of trainer.json; without it: 1, whose facts have the recipe keys of before
 SIGNS_OF_A_RUN = (FOLDER, FILE_NAME, "recipe.yaml")
 _COMPLETE = re.compile(r"step-(\d+)")
@@ -200,9 +200,10 @@ def _pack(model: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[dict[str,
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        for key, value in flattened(optimiser.state.get(parameter, {})).items():
+        for key, value in optimiser.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = value.detach().contiguous()
+                value = value.detach().contiguous()
+                tensors[f"{name}/{key}"] = value.clone() if key in SHARED else value
             else:
                 values[f"{name}/{key}"] = value
     return tensors, values
@@ -228,7 +229,6 @@ def _unpack(
             raise RunError(f"{path}: {name} was trained in the run to resume and is not trained now")
         state.setdefault(place[parameter], {})[key] = value
     # load_state_dict puts every tensor where this optimiser wants it (the step counter of a fused one, say).
-    state = {index: unflattened(flat) for index, flat in state.items()}
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
 
 

@@ -38,7 +38,7 @@ FLOORS = {
 # What a bare GPU machine imports, and all it may import beside the standard library when it does.
 LIGHT = {name for name, floor in FLOORS.items() if floor < 6} - {"data"}
 LIGHT_TRAINING = (
-    *("training", "training.optimiser", "training.schedule", "training.eight_bit", "training.freeze", "training.ema"),
+    *("training", "training.optimiser", "training.schedule", "training.freeze", "training.ema"),
     *("training.activations", "training.step", "training.state", "training.best", "training.clock"),
     "training.heldout",
 )

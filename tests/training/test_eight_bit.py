@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from blockdiff.errors import RunError
-from blockdiff.training import eight_bit, state
 from blockdiff.training import optimiser as optim
-from blockdiff.training.eight_bit import flattened, unflattened
+from blockdiff.training import state
 
 
 def net():
@@ -58,55 +56,9 @@ def test_from_a_checkpoint_it_goes_on_to_the_bit(tmp_path):
     assert learn(again, fresh, range(16, 31)) == expected[15:]
 
 
-class OptimState8bit(Tensor):
-    """A quantised tensor with the interface of torchao's."""
-
-    @staticmethod
-    def __new__(cls, codes, scale, signed, dtype):
-        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype)
-
-    def __init__(self, codes, scale, signed, dtype):
-        self.codes, self.scale, self.signed = codes, scale, signed
-
-    def __tensor_flatten__(self):
-        return ["codes", "scale"], [self.signed, self.dtype]
-
-    @classmethod
-    def __tensor_unflatten__(cls, parts, extra, size=None, stride=None):
-        return cls(parts["codes"], parts["scale"], *extra)
-
-    @classmethod
-    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
-        raise NotImplementedError(op)
-
-
-def test_a_quantised_tensor_is_taken_apart_and_put_together(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "torchao.optim", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", SimpleNamespace(OptimState8bit=OptimState8bit))
-    codes, scale = torch.arange(6, dtype=torch.uint8).view(2, 3), torch.tensor([0.5, 2.0])
-    moments = {"step": torch.tensor(3.0), "exp_avg": OptimState8bit(codes, scale, True, torch.bfloat16)}
-    flat = flattened(moments)
-    assert {key for key, value in flat.items() if type(value) is Tensor} == {"step", "exp_avg|codes", "exp_avg|scale"}
-    assert flat["exp_avg|"] == ["OptimState8bit", True, "bfloat16"]
-    back = unflattened(flat)
-    assert back.keys() == moments.keys() and back["step"] == 3
-    assert back["exp_avg"].signed and back["exp_avg"].dtype == torch.bfloat16
-    assert torch.equal(back["exp_avg"].codes, codes) and torch.equal(back["exp_avg"].scale, scale)
-
-
-def test_state_of_a_library_that_is_missing_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", None)
-    with pytest.raises(RunError, match="made by torchao, which is missing; `pip install torchao` to go on"):
-        unflattened({"exp_avg|codes": torch.ones(2), "exp_avg|": ["OptimState8bit", True, "float32"]})
-    with pytest.raises(RunError, match="holds a Strange, which is not known here"):
-        unflattened({"exp_avg|": ["Strange", True, "float32"]})
-
-
 def test_without_a_library_it_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(eight_bit, "find_spec", lambda name: None)
-    with pytest.raises(RunError, match=r"optim\.name: adamw_8bit needs bitsandbytes or torchao, and neither is inst"):
+    monkeypatch.setattr(optim, "find_spec", lambda name: None)
+    with pytest.raises(RunError, match=r"optim\.name: adamw_8bit needs bitsandbytes, which is not installed"):
         optim.build(net(), name="adamw_8bit", lr=0.1)
 
 
