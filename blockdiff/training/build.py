@@ -15,8 +15,9 @@ from blockdiff import checkpoint, evals
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.diffusion.corruption import Corruption
-from blockdiff.errors import RecipeError
+from blockdiff.errors import RecipeError, RunError
 from blockdiff.evals.run import questions_of
+from blockdiff.memory import require
 from blockdiff.models.family import family_of
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
@@ -30,6 +31,7 @@ from blockdiff.training.data import Data, read_data
 from blockdiff.training.ema import Ema
 from blockdiff.training.facts import facts_of, objective_record
 from blockdiff.training.freeze import count_parts, freeze
+from blockdiff.training.optimiser import trainable
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.sections import MaskToken, UniformTokens
@@ -135,6 +137,7 @@ def build(
         for parameter in model.router_parameters():
             parameter.requires_grad_(False)
     freeze(model, recipe.optim.freeze)
+    require_memory(model, recipe, ranks.device)
 
     data = read_data(recipe, origin, ranks)
     for line in data.lines():
@@ -178,9 +181,34 @@ def build(
     step = 0
     if saved is not None:
         step = state.restore(saved, model, optimiser, facts, average=average, ranks=ranks)
+        if step > t.steps:
+            raise RunError(f"{saved}: already at step {step}, past train.steps = {t.steps}; raise train.steps to go on")
     choices = Choices.of(objective, objective_record(recipe, objective))
     return Parts(
         origin, data, model, objective, module, optimiser, learning_rate, average, choices, facts, step
+    )
+
+
+def require_memory(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
+    """Refuse a model without memory whose training cannot fit on a device; activations are not counted."""
+    total = sum(tensor.numel() for tensor in model.state_dict().values())
+    trained = sum(parameter.numel() for parameter in trainable(model).values())
+
+    def needs(dtype: str, optimiser: str) -> dict[str, int]:
+        width = 4 if dtype == "float32" else 2
+        moments = 2 * (1 if optimiser == "adamw_8bit" else width)
+        parts = {"weights": total * width, "gradients": trained * width, "optimiser": trained * moments}
+        return parts if recipe.optim.ema is None else parts | {"average": 4 * trained}
+
+    smaller = {
+        "optim.name: adamw_8bit": needs(recipe.model.dtype, "adamw_8bit"),
+        "model.dtype: bfloat16": needs("bfloat16", recipe.optim.name),
+        "both": needs("bfloat16", "adamw_8bit"),
+    }
+    require(
+        needs(recipe.model.dtype, recipe.optim.name),
+        device,
+        {choice: sum(parts.values()) for choice, parts in smaller.items()},
     )
 
 

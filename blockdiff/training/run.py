@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from blockdiff import checkpoint
 from blockdiff.errors import RecipeError
 from blockdiff.metrics import FILE_NAME, Record, read
 from blockdiff.training import best
-from blockdiff.training.recipe import Recipe, read_recipe
+from blockdiff.training.recipe import AnyRecipe, Recipe, read_recipe
 
 REPORT = "report.json"
 
@@ -49,7 +49,7 @@ class Run:
 
 
 def settled(
-    recipe: str | Path | Mapping[str, Any] | Recipe,
+    recipe: AnyRecipe,
     overrides: Sequence[str] = (),
     output: str | Path | None = None,
     **parts: Any,

@@ -166,7 +166,6 @@ def restore_weights(checkpoint: Path, model: nn.Module, average: Ema | None = No
 
 
 def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
-    was, now = _leaves(was), _leaves(now)
     differing = [
         f"{name} {json.dumps(was.get(name))}, not {json.dumps(now.get(name))}"
         for name in sorted({*was, *now})
@@ -177,14 +176,6 @@ def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, An
             f"{checkpoint}: the run was started with {'; '.join(differing)}; "
             "keep what it was started with (what was given from Python too), or start another run with --output"
         )
-
-
-def _leaves(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested facts by dotted name."""
-    leaves: dict[str, Any] = {}
-    for name, value in facts.items():
-        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
-    return leaves
 
 
 def _load_weights(path: Path, model: nn.Module, weights: dict[str, Tensor]) -> None:

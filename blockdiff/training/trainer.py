@@ -6,11 +6,11 @@ What a run is made of comes from `build`, the gradient of a step from `step`, th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict, Unpack
 
 import torch
 
@@ -33,7 +33,7 @@ from blockdiff.training.clock import Clock, memory_gib
 from blockdiff.training.heldout import heldout
 from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
 from blockdiff.training.progress import Progress
-from blockdiff.training.recipe import Recipe
+from blockdiff.training.recipe import AnyRecipe
 from blockdiff.training.refuse import refuse, without_effect
 from blockdiff.training.run import Run, settled
 from blockdiff.training.samples import FILE_NAME as SAMPLES
@@ -41,6 +41,22 @@ from blockdiff.training.samples import sample_prompts
 from blockdiff.training.sections import described
 from blockdiff.training.step import Counts, Gradient, Skips, backpropagate
 from blockdiff.training.trackers import Trackers
+
+
+class Given(TypedDict, total=False):
+    """What may be given from Python. It is recorded by name and values, and resuming asks for the same.
+
+    schedule, corruption, weight: objects that replace the recipe's. objective: what is called as
+    `blockdiff.objective.Objective` is, a subclass for example. optimiser: makes one from the parameters that train,
+    such as a class of torch.optim or a `functools.partial` of one. callbacks: told of the run while it goes on.
+    """
+
+    schedule: Schedule | None
+    corruption: Corruption | None
+    weight: Weight | None
+    objective: Callable[..., Objective] | None
+    optimiser: Callable[..., torch.optim.Optimizer] | None
+    callbacks: Sequence[Callback]
 
 
 class Trainer:
@@ -53,22 +69,17 @@ class Trainer:
 
     def __init__(
         self,
-        recipe: str | Path | Mapping[str, Any] | Recipe,
+        recipe: AnyRecipe,
         overrides: Sequence[str] = (),
         output: str | Path | None = None,
         resume: bool = False,
-        *,
-        schedule: Schedule | None = None,
-        corruption: Corruption | None = None,
-        weight: Weight | None = None,
-        objective: Callable[..., Objective] | None = None,
-        optimiser: Callable[..., torch.optim.Optimizer] | None = None,
-        callbacks: Sequence[Callback] = (),
+        **given: Unpack[Given],
     ) -> None:
-        self.recipe = settled(recipe, overrides, output, schedule=schedule, corruption=corruption, weight=weight)
+        chosen = {key: given.get(key) for key in ("schedule", "corruption", "weight")}
+        self.recipe = settled(recipe, overrides, output, **chosen)
         self.directory = Path(str(self.recipe.output))
-        self.resume, self.callbacks = resume, list(callbacks)
-        self.make_objective, self.make_optimiser = objective, optimiser
+        self.resume, self.callbacks = resume, list(given.get("callbacks", ()))
+        self.make_objective, self.make_optimiser = given.get("objective"), given.get("optimiser")
         self.began = time.perf_counter()
         self.trackers: Trackers | None = None
         self.records: list[Record] = []
@@ -403,37 +414,16 @@ class Trainer:
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any] | Recipe,
+    recipe: AnyRecipe,
     overrides: Sequence[str] = (),
     output: str | Path | None = None,
     resume: bool = False,
-    *,
-    schedule: Schedule | None = None,
-    corruption: Corruption | None = None,
-    weight: Weight | None = None,
-    objective: Callable[..., Objective] | None = None,
-    optimiser: Callable[..., torch.optim.Optimizer] | None = None,
-    callbacks: Sequence[Callback] = (),
+    **given: Unpack[Given],
 ) -> Run:
     """Train what a recipe says and return the run: `Trainer(...).fit()`, with every guarantee of the command.
 
     recipe: the path of a YAML recipe, a mapping with the same keys (rows may stand in it, in memory), or a Recipe.
-    overrides: `key.path=value` texts. output: the run directory. resume: go on from its last checkpoint.
-    schedule, corruption, weight: objects that replace the recipe's. objective: what is called as
-    `blockdiff.objective.Objective` is, a subclass for example. optimiser: makes one from the parameters that train,
-    such as a class of torch.optim or a `functools.partial` of one. What is given is recorded by name and values, and
-    resuming asks for the same.
-    callbacks: told of the run while it goes on. Raises what `Trainer.fit` raises.
+    overrides: `key.path=value` texts. output: the run directory. resume: go on from its last checkpoint. given: parts
+    of one's own, see `Given`. Raises what `Trainer.fit` raises.
     """
-    return Trainer(
-        recipe,
-        overrides,
-        output,
-        resume,
-        schedule=schedule,
-        corruption=corruption,
-        weight=weight,
-        objective=objective,
-        optimiser=optimiser,
-        callbacks=callbacks,
-    ).fit()
+    return Trainer(recipe, overrides, output, resume, **given).fit()

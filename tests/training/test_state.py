@@ -34,7 +34,7 @@ def saved(run, step, objective, optimiser, keep=2, **kept):
     return path
 
 
-FACTS = {"seed": 3, "recipe": {"optim": {"lr": 0.1}}}
+FACTS = {"seed": 3, "optim.lr": 0.1}
 
 
 def run_to(run: Path, stop: int, resume: bool = False, seed: int = 0, keep: int = 2):
@@ -165,8 +165,8 @@ def test_an_average_asked_for_since_is_refused_by_its_key_not_by_a_missing_file(
 
 def test_every_fact_that_differs_is_named_with_both_values(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
-    changed = {"seed": 4, "recipe": {"optim": {"lr": 0.1, "clip": 2.0}}}
-    words = r"started with recipe\.optim\.clip null, not 2\.0; seed 3, not 4; keep what it was started with"
+    changed = {"seed": 4, "optim.lr": 0.1, "optim.clip": 2.0}
+    words = r"started with optim\.clip null, not 2\.0; seed 3, not 4; keep what it was started with"
     with pytest.raises(RunError, match=words):
         state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, changed)
 

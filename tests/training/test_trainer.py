@@ -1,0 +1,228 @@
+"""Training from Python: `blockdiff.train` and `Trainer` give what the command gives, and take parts of one's own."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import blockdiff
+from blockdiff.data.sudoku import alphabet, make_splits
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.errors import BlockdiffError, DataError, RecipeError, RunError
+from blockdiff.metrics import reproducible
+from blockdiff.objective import Objective
+from blockdiff.training import export
+from tests.little_model import LITTLE, save_preset
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Squared:
+    """A schedule of one's own: alpha(t) = (1 - t)^2 to a power."""
+
+    power: float = 2.0
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return (1 - t) ** self.power
+
+    def noise(self, t: Tensor) -> Tensor:
+        return 1 - self.alpha(t)
+
+    def derivative(self, t: Tensor) -> Tensor:
+        return -self.power * (1 - t) ** (self.power - 1)
+
+
+class HarderLast:
+    """A weight that sees tokens and noise: corrupted positions count twice."""
+
+    def of(self, schedule: Any, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+        return 1.0 + is_corrupted_BCL.float()
+
+
+class MostlyCanvas(Objective):
+    """The usual objective with a tenth of its next-token loss."""
+
+    def forward(self, batch):
+        losses = super().forward(batch)
+        return losses._replace(ar_sum=losses.ar_sum / 10)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """The recipe of a little run as a mapping, with its rows in memory."""
+    folder = tmp_path_factory.mktemp("inputs")
+    character_tokenizer(alphabet(4)).save_pretrained(folder / "tokenizer")
+    save_preset(folder / "little.json", LITTLE)
+    rows = make_splits(4, {"train": 24, "test": 6}, seed=0)
+    return {
+        "seed": 1,
+        "model": {"preset": str(folder / "little.json"), "tokenizer": str(folder / "tokenizer")},
+        "data": {"train": rows["train"], "heldout": rows["test"], "cache": str(folder / "cache")},
+        "optim": {"lr": 1e-3, "schedule": "constant", "warmup_steps": 1},
+        "train": {"steps": STEPS, "batch_size": 6, "log_every": 1, "eval_every": 2, "save_every": 2},
+    }
+
+
+def weights_of(run: blockdiff.Run) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in run.model().state_dict().values()])
+
+
+@pytest.fixture(scope="module")
+def plain(inputs, tmp_path_factory):
+    return blockdiff.train(inputs, output=tmp_path_factory.mktemp("plain") / "run")
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(plain, monkeypatch):
+    """Only the first run draws its curves: they take longer than the training."""
+    monkeypatch.setattr(export, "draw_curves", lambda *_, **__: None)
+
+
+def test_a_mapping_with_rows_in_memory_trains_a_whole_run(plain):
+    assert [record["step"] for record in plain.records if record["kind"] == "train"] == [1, 2, 3, 4]
+    assert [record["step"] for record in plain.records if record["kind"] == "heldout"] == [0, 2, 4]
+    for name in ("recipe.yaml", "metrics.jsonl", "curves.png", "report.json", "data.json", "model"):
+        assert (plain.directory / name).exists(), name
+    assert plain.best is None
+    assert plain.model().vocab_size == 9
+
+
+def test_overrides_and_the_metric_that_decides(inputs, tmp_path):
+    run = blockdiff.train(inputs, ("train.steps=2", "evaluation.best=heldout_canvas_loss"), tmp_path / "run")
+    step, value = run.best
+    assert (step, value) == (2, run.records[-1]["heldout_canvas_loss"])
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(inputs, plain, tmp_path):
+    blockdiff.train(inputs, ("train.steps=2",), tmp_path / "run")
+    run = blockdiff.train(inputs, (), tmp_path / "run", resume=True)
+    assert torch.equal(weights_of(run), weights_of(plain))
+    assert reproducible(run.records) == reproducible(plain.records)
+
+
+def test_a_run_is_not_started_over_and_an_unknown_key_is_refused(inputs, plain):
+    with pytest.raises(RunError, match="already holds a run"):
+        blockdiff.train(inputs, output=plain.directory)
+    with pytest.raises(RecipeError, match="did you mean"):
+        blockdiff.Trainer({**inputs, "trian": {}}, output="run")
+    with pytest.raises(RecipeError, match="output: missing"):
+        blockdiff.Trainer(inputs)
+
+
+PARTS = {
+    "schedule": Squared(3.0),
+    "weight": HarderLast(),
+    "objective": MostlyCanvas,
+    "optimiser": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_ones_own_trains_is_recorded_and_resumes_with_it_alone(name, inputs, plain, tmp_path):
+    part = {name: PARTS[name]}
+    two = ("train.steps=2",)
+    run = blockdiff.train(inputs, two, tmp_path / "run", **part)
+    with pytest.raises(RunError, match=rf"the run was started with (objective\.)?{name} .*\S+\.\S+.*, not "):
+        blockdiff.train(inputs, (), run.directory, resume=True)
+    resumed = blockdiff.train(inputs, (), run.directory, resume=True, **part)
+    whole = blockdiff.train(inputs, (), tmp_path / "whole", **part)
+    assert torch.equal(weights_of(resumed), weights_of(whole))
+    assert not torch.equal(weights_of(whole), weights_of(plain))
+    with pytest.raises(RunError, match=rf"the run was started with (objective\.)?{name} "):
+        blockdiff.train(inputs, ("train.steps=5",), plain.directory, resume=True, **part)
+
+
+def test_other_values_of_a_part_are_another_part(inputs, tmp_path):
+    blockdiff.train(inputs, ("train.steps=2",), tmp_path / "run", schedule=Squared(3.0))
+    with pytest.raises(RunError, match=r"schedule .*Squared.*3\.0.*, not .*Squared.*2\.0"):
+        blockdiff.train(inputs, (), tmp_path / "run", resume=True, schedule=Squared(2.0))
+
+
+def test_what_the_sampler_has_to_know_comes_from_the_objects(inputs, tmp_path):
+    run = blockdiff.train(inputs, ("train.steps=1",), tmp_path / "run", schedule=Squared(3.0))
+    written = (run.directory / "model" / "blockdiff.json").read_text()
+    assert "Squared" in written and "3.0" in written
+
+
+def test_the_schedule_scales_the_rates_of_every_parameter_group_of_ones_own_optimiser(inputs, tmp_path):
+    def make(parameters):
+        first, *others = parameters
+        return torch.optim.SGD([{"params": [first], "lr": 0.5}, {"params": others}], lr=0.1)
+
+    rates: list[list[float]] = []
+
+    class Seeing(blockdiff.Callback):
+        def on_step(self, trainer):
+            rates.append([group["lr"] for group in trainer.parts.optimiser.param_groups])
+
+    settings = ("optim.schedule=linear", "optim.warmup_steps=0", "train.steps=2")
+    blockdiff.train(inputs, settings, tmp_path / "run", optimiser=make, callbacks=[Seeing()])
+    first, second = rates
+    assert first == pytest.approx([5 * first[1], first[1]]) and second == pytest.approx([5 * second[1], second[1]])
+    assert second == pytest.approx([0.05, 0.01])  # down to a tenth at the last step
+
+
+def test_callbacks_hear_of_steps_records_and_checkpoints(inputs, tmp_path):
+    heard: list[Any] = []
+
+    class Watching(blockdiff.Callback):
+        def on_start(self, trainer):
+            heard.append(("start", trainer.step))
+
+        def on_step(self, trainer):
+            heard.append(("step", trainer.step))
+
+        def on_record(self, trainer, record):
+            heard.append((record["kind"], record["step"]))
+
+        def on_save(self, trainer):
+            assert (trainer.directory / "checkpoints" / f"step-{trainer.step}").is_dir()
+            heard.append(("save", trainer.step))
+
+        def on_end(self, trainer):
+            assert (trainer.directory / "model").is_dir()
+            heard.append(("end", trainer.step))
+
+    blockdiff.train(inputs, ("train.steps=2",), tmp_path / "run", callbacks=[Watching()])
+    steps = [("train", 1), ("step", 1), ("train", 2), ("step", 2), ("save", 2), ("heldout", 2)]
+    assert heard == [("start", 0), ("heldout", 0), *steps, ("end", 2)]
+
+
+def test_a_method_that_is_overridden_is_called_and_the_rest_stays(inputs, plain, tmp_path):
+    class Watching(blockdiff.Trainer):
+        def evaluate(self, step):
+            return {**super().evaluate(step), "heldout_mood": 1.0}
+
+    run = Watching(inputs, output=tmp_path / "run").fit()
+    assert [record["heldout_mood"] for record in run.records if record["kind"] == "heldout"] == [1.0] * 3
+    assert torch.equal(weights_of(run), weights_of(plain))
+
+
+def test_rows_in_memory_are_checked_and_named_like_those_of_a_file(inputs, tmp_path):
+    rows = [*inputs["data"]["train"][:3], {"prompt": "1"}]
+    with pytest.raises(DataError, match=r"rows:4: response is missing"):
+        blockdiff.train({**inputs, "data": {**inputs["data"], "train": rows}}, output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_with_rows_in_memory_is_not_resumed_by_the_command(plain):
+    with pytest.raises(RecipeError, match=r"data\.train"):
+        blockdiff.train(plain.directory / "recipe.yaml", output=plain.directory, resume=True)
+
+
+def test_a_run_that_is_past_its_last_step_is_refused(inputs, plain):
+    with pytest.raises(RunError, match=r"already at step 4, past train\.steps = 3; raise train\.steps to go on"):
+        blockdiff.train(inputs, ("train.steps=3",), plain.directory, resume=True)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_its_data_are_read(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr("blockdiff.memory.available_bytes", lambda device: 100_000)
+    recipe = {**inputs, "data": {"train": [{"prompt": "no response"}], "cache": "off"}}
+    with pytest.raises(BlockdiffError, match=r"needs 0\.\d+ GiB \(weights .*, gradients .*, optimiser .*\).*would fit: both"):
+        blockdiff.train(recipe, output=tmp_path / "run")
