@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_said_in_one_line_with_what_would(monkeypatch):
         "cuda:0: needs 13.0 GiB (weights 9.0 GiB, gradients 4.0 GiB), 10.0 GiB are there; "
         "what would fit: lora (9.0 GiB)"
     )
-    with pytest.raises(BlockdiffError, match="10.0 GiB are there; use a device with more memory"):
+    with pytest.raises(BlockdiffError, match=r"10.0 GiB are there; use a device with more memory"):
         memory.require({"weights": 11 * GIB}, "cuda:0")
 
 

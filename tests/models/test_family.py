@@ -26,7 +26,7 @@ def model() -> BlockDiffusionModel:
 def test_a_family_is_found_by_its_model_type():
     assert family_of("diffusion_gemma") is family_of(preset_config("tiny")) is families()["diffusion_gemma"]
     for unknown in ("llama", None):
-        with pytest.raises(CheckpointError, match="model_type is .*blockdiff reads 'diffusion_gemma'"):
+        with pytest.raises(CheckpointError, match=r"model_type is .*blockdiff reads 'diffusion_gemma'"):
             family_of(unknown)
 
 
