@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from blockdiff.checkpoint.added import added_to, draw_added, fill, shapes_of
 from blockdiff.checkpoint.config import fitted, preset_config
 from blockdiff.checkpoint.files import Carried
-from blockdiff.checkpoint.read import empty, fill, require_room, resolve_device, resolve_dtype
+from blockdiff.checkpoint.read import empty, require_room, resolve_device, resolve_dtype
 from blockdiff.models.family import BlockDiffusionModel, family_of
 
 
@@ -20,8 +21,9 @@ def init(
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "auto",
     kernels: str = "auto",
+    model: type[BlockDiffusionModel] | None = None,
 ) -> BlockDiffusionModel:
-    """A model with random weights, in evaluation mode: see `draw_weights`.
+    """A model with random weights, in evaluation mode: see `empty` and `draw_weights`.
 
     preset: a preset's name, a preset file, or a config. tokenizer: gives the vocabulary size and the special
     tokens (None: as the preset says). Raises CheckpointError.
@@ -29,7 +31,7 @@ def init(
     config = preset_config(preset) if isinstance(preset, str | Path) else preset
     if tokenizer is not None:
         config = fitted(config, tokenizer)
-    return draw_weights(empty(config, kernels), seed, dtype, device)
+    return draw_weights(empty(config, kernels, model), seed, dtype, device)
 
 
 def draw_weights(
@@ -40,18 +42,19 @@ def draw_weights(
 ) -> BlockDiffusionModel:
     """Fill an empty model with random weights drawn from `seed`, the same ones on every device; returns it.
 
-    Matrices are normal with the config's `initializer_range`, everything that only scales is 1. What is frozen stays
-    frozen. Raises CheckpointError.
+    Matrices are normal with the config's `initializer_range`, everything that only scales is 1; `reset_parameters`
+    sets what the model's class adds to its family. What is frozen stays frozen. Raises CheckpointError.
     """
     place, target = resolve_device(device), resolve_dtype(dtype)
     require_room(model, target, place)
     family, draw = family_of(model.config), torch.Generator().manual_seed(seed)
     spread = family.outline(model.config).initializer_range
-    for name, tensor in model.state_dict().items():
-        if _is_gain(name):
-            values = torch.ones(tensor.shape)
-        else:
-            values = torch.randn(tensor.shape, generator=draw) * spread
+    added = added_to(model)
+    draw_added(model, seed, target, place)
+    for name, shape in shapes_of(model).items():
+        if name in added:
+            continue
+        values = torch.ones(shape) if _is_gain(name) else torch.randn(shape, generator=draw) * spread
         fill(model, name, values.to(place, target))
     model.carried = Carried(tensors=family.image_tensors(model.config, seed, target))
     return model.eval()

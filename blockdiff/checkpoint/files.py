@@ -20,6 +20,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+ADDED = "blockdiff.safetensors"  # what a tweaked model class adds (`added.py`)
 CHOICES = "blockdiff.json"  # what the model was trained for (`sampling.choices`)
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model")  # a directory with neither holds no tokenizer
 TOKENIZER_FILES = (

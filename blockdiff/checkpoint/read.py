@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from blockdiff import memory
+from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shapes_of
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_tensors, stored_tensors
 from blockdiff.errors import CheckpointError
@@ -22,19 +23,26 @@ def load(
     dtype: str | torch.dtype = "bfloat16",
     device: str | torch.device = "auto",
     kernels: str = "auto",
+    model: type[BlockDiffusionModel] | None = None,
 ) -> BlockDiffusionModel:
-    """A model from a Hub-layout directory or a Hub id, in evaluation mode: see `load_weights`."""
+    """A model from a Hub-layout directory or a Hub id, in evaluation mode: see `empty` and `load_weights`."""
     directory = find(path_or_hub_id)
-    return load_weights(empty(read_config(directory), kernels), directory, dtype, device)
+    return load_weights(empty(read_config(directory), kernels, model), directory, dtype, device)
 
 
-def empty(config: Any, kernels: str = "auto") -> BlockDiffusionModel:
+def empty(
+    config: Any, kernels: str = "auto", model: type[BlockDiffusionModel] | None = None
+) -> BlockDiffusionModel:
     """A model whose weights have shapes but no memory (torch's meta device), to be filled or counted.
 
-    Raises CheckpointError for a config of an unknown family, or that says what its models do not do.
+    model: a subclass of the family's model class to make instead; what it adds is saved beside the weights. Raises
+    CheckpointError for a config of an unknown family, or that says what its models do not do.
     """
+    own = family_of(config).model_class
+    if model is not None and not issubclass(model, own):
+        raise CheckpointError(f"{model.__name__} is no subclass of {own.__name__}, the model of {config.model_type}")
     with torch.device("meta"):
-        return family_of(config).model_class(config, kernels=kernels)
+        return (model or own)(config, kernels=kernels)
 
 
 def load_weights(
@@ -47,17 +55,19 @@ def load_weights(
 
     dtype: of all text parameters, or "auto" for the dtype the embedding table is stored in. device: "auto" is cuda
     where there is one. The host holds little beside the model. What is frozen stays frozen. Image tensors are not
-    loaded; saving copies them through. Raises CheckpointError.
+    loaded; saving copies them through. What the model's class adds to its family is read from `blockdiff.safetensors`;
+    where there is none, `reset_parameters` of the modules that hold it sets it. Raises CheckpointError.
     """
     directory = find(path_or_hub_id)
     stored = stored_tensors(directory)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    names = family_of(model.config).names
+    names, added = family_of(model.config).names, added_to(model)
+    shapes = {name: shape for name, shape in shapes_of(model).items() if name not in added}
     source = _match(shapes, stored, directory, names)
 
     target = resolve_dtype(dtype, stored[source["vocabulary.table"]])
     place = resolve_device(device)
     require_room(model, target, place)
+    read_added(model, directory, target, place)
     filled: dict[str, list[str]] = {}
     for ours, hub in source.items():
         filled.setdefault(hub, []).append(ours)
@@ -83,17 +93,6 @@ def require_room(model: nn.Module, dtype: torch.dtype, device: torch.device) -> 
     """Raises BlockdiffError where a device has no room for the weights of an empty model."""
     numbers = sum(tensor.numel() for tensor in model.state_dict().values())
     memory.require({"weights": numbers * dtype.itemsize}, device, {'dtype="bfloat16"': numbers * 2})
-
-
-def fill(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put `tensor` in the place of the parameter or buffer called `name`."""
-    owner_name, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
-    if leaf in owner._buffers:
-        owner._buffers[leaf] = tensor
-    else:
-        old = owner._parameters[leaf]
-        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=old is not None and old.requires_grad)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -136,11 +135,11 @@ def _match(
         else:
             missing.append(hub)
     if missing:
-        raise CheckpointError(f"{directory}: {_listed(missing, 'missing')}")
+        raise CheckpointError(f"{directory}: {_are(missing, 'missing')}")
 
     extra = [hub for hub in stored if names.to_ours(hub) not in shapes and not names.is_carried(hub)]
     if extra:
-        raise CheckpointError(f"{directory}: {_listed(extra, 'not part of a model of this config')}")
+        raise CheckpointError(f"{directory}: {_are(extra, 'not part of a model of this config')}")
     for hub, place in stored.items():
         ours_name = names.to_ours(hub)
         if ours_name is not None and place.shape != shapes[ours_name]:
@@ -155,6 +154,5 @@ def _match(
     return source
 
 
-def _listed(names: list[str], what: str) -> str:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{'tensors' if len(names) > 1 else 'tensor'} {shown} {'are' if len(names) > 1 else 'is'} {what}"
+def _are(names: list[str], what: str) -> str:
+    return f"{'tensors' if len(names) > 1 else 'tensor'} {listed(names)} {'are' if len(names) > 1 else 'is'} {what}"

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from blockdiff.checkpoint.added import added_to, check_whole, write_added
 from blockdiff.checkpoint.files import (
     CONFIG,
     GENERATION,
@@ -25,7 +26,7 @@ from blockdiff.checkpoint.files import (
     first_line,
     read_tensors,
 )
-from blockdiff.checkpoint.generation import default_generation
+from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.errors import CheckpointError
 from blockdiff.files import whole_directory
@@ -38,21 +39,23 @@ def save(
     model: BlockDiffusionModel,
     directory: str | Path,
     tokenizer: Any = None,
-    generation_config: Mapping[str, Any] | Any = None,
+    *,
+    generation: Generation | Mapping[str, Any] | None = None,
+    choices: Any = None,
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
-    choices: Any = None,
 ) -> Path:
     """Write `model` to `directory`, which appears complete or not at all; returns the directory.
 
     tokenizer: anything with `save_pretrained`; None carries the files of the checkpoint the model came from.
-    generation_config: a mapping, or anything with `to_dict`; None carries the old one or writes the defaults.
-    dtype: cast the text tensors (None: as they are). Image tensors are written as they were read.
-    overwrite: replace a checkpoint that stands there. choices: what sampling has to know beyond that (anything with
-    `save`, such as `sampling.choices.Choices`). Raises CheckpointError.
+    generation: the settings, or the content of generation_config.json; None carries the old ones or writes the
+    defaults. choices: what sampling has to know beyond that (`sampling.Choices`). dtype: cast the text tensors (None:
+    as they are); image tensors are written as they were read. overwrite: replace a checkpoint that stands there.
+    What a tweaked model class adds is written to `blockdiff.safetensors`. Raises CheckpointError.
     """
     family_of(model.config).check(model.config)
+    check_whole(model)
     target = Path(directory).expanduser().absolute()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         if not (target / CONFIG).is_file():
@@ -61,7 +64,7 @@ def save(
             raise CheckpointError(f"{target} holds a checkpoint already; use another directory or remove it")
     try:
         with whole_directory(target) as fresh:
-            _write(model, fresh, tokenizer, generation_config, dtype, shard_bytes)
+            _write(model, fresh, tokenizer, generation, dtype, shard_bytes)
             if choices is not None:
                 choices.save(fresh)
     except (OSError, SafetensorError) as error:
@@ -76,7 +79,7 @@ def _write(
     model: BlockDiffusionModel,
     fresh: Path,
     tokenizer: Any,
-    generation_config: Mapping[str, Any] | Any,
+    generation: Generation | Mapping[str, Any] | None,
     dtype: str | torch.dtype | None,
     shard_bytes: int,
 ) -> None:
@@ -90,14 +93,17 @@ def _write(
         shutil.copyfile(file, fresh / file.name)
     if tokenizer is not None:
         tokenizer.save_pretrained(fresh)
-    if generation_config is not None or not (fresh / GENERATION).exists():
-        given = generation_config if generation_config is not None else _default_generation(model.config)
-        given = given.to_dict() if hasattr(given, "to_dict") else dict(given)
-        _write_json(fresh / GENERATION, given)
+    if generation is not None or not (fresh / GENERATION).exists():
+        given = _default_generation(model.config) if generation is None else generation
+        _write_json(fresh / GENERATION, given.to_dict() if isinstance(given, Generation) else given)
 
-    ours = {str(family.names.to_hub(name)): tensor for name, tensor in model.state_dict().items()}
-    cast = resolve_dtype(dtype) if dtype is not None else None
+    added, cast = added_to(model), resolve_dtype(dtype) if dtype is not None else None
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in added}
+    ours = {str(family.names.to_hub(name)): tensor for name, tensor in state.items()}
     _write_weights(fresh, ours, carried, cast, shard_bytes)
+    write_added(model, fresh, cast)
+    for file in fresh.glob("*.safetensors"):  # written such that only their owner can read them, unlike the others
+        file.chmod((fresh / GENERATION).stat().st_mode)
 
     config = copy.deepcopy(model.config)
     config.architectures = [family.architecture]
@@ -132,8 +138,6 @@ def _write_weights(
         tensors |= dict(read_tensors(carried.stored, [name for name in names if name in carried.stored]))
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, fresh / file, metadata={"format": "pt"})
-        # safetensors writes files only their owner can read; give them the mode of the others.
-        (fresh / file).chmod((fresh / GENERATION).stat().st_mode)
 
 
 def _write_json(file: Path, data: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from blockdiff import models
 from blockdiff.errors import CheckpointError
+from blockdiff.kernels import Kernels
 from blockdiff.layers.attention import KV
 from blockdiff.layers.rope import angles
 from blockdiff.layers.vocabulary import Vocabulary
@@ -165,6 +166,7 @@ class BlockDiffusionModel(nn.Module):
     config: Any
     canvas_length: int
     vocab_size: int
+    kernels: Kernels
     vocabulary: Vocabulary
     layers: nn.ModuleList
     kinds: dict[str, LayerKind]  # by name

@@ -54,7 +54,7 @@ def export(trainer: Trainer) -> str:
             parts.model,
             directory / "model",
             tokenizer=parts.origin.tokenizer,
-            generation_config=parts.origin.generation,
+            generation=parts.origin.generation,
             overwrite=True,
             choices=parts.choices,
         )

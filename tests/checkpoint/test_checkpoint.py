@@ -371,7 +371,7 @@ def test_carried_files_that_have_gone_are_named(damaged, tmp_path):
 def test_a_generation_config_given_or_default_is_what_transformers_reads(written_by_transformers, tmp_path):
     model = load(written_by_transformers, "auto", "cpu")
     given = {"max_denoising_steps": 5, "eos_token_id": [1, 106]}
-    out = save(model, tmp_path / "given", generation_config=given)
+    out = save(model, tmp_path / "given", generation=given)
     read = DiffusionGemmaGenerationConfig.from_pretrained(out)
     assert (read.max_denoising_steps, read.eos_token_id) == (5, [1, 106])
     out = save(DiffusionGemma(tiny_config()), tmp_path / "default")

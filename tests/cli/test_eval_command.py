@@ -40,7 +40,7 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval") / "model"
     made = init(config, seed=3, device="cpu", kernels="torch")
     settings = Generation(max_steps=3, max_new_tokens=16, eos_ids=(1,))
-    checkpoint.save(made, folder, tokenizer=chat_tokenizer(packaged_template()), generation_config=settings)
+    checkpoint.save(made, folder, tokenizer=chat_tokenizer(packaged_template()), generation=settings)
     return folder
 
 

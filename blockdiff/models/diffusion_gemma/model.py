@@ -89,7 +89,12 @@ class Layer(nn.Module):
 
 
 class DiffusionGemma(BlockDiffusionModel):
-    """The encode/denoise backbone. Single-device code: wrapping, sharding and losses live elsewhere."""
+    """The encode/denoise backbone. Single-device code: wrapping, sharding and losses live elsewhere.
+
+    A subclass may name another `layer_class`; what it adds is drawn, saved and loaded (`checkpoint/added.py`).
+    """
+
+    layer_class: type[Layer] = Layer
 
     def __init__(self, config: DiffusionGemmaConfig, kernels: str | Kernels = "auto"):
         super().__init__()
@@ -107,7 +112,7 @@ class DiffusionGemma(BlockDiffusionModel):
             self.kernels,
             ACTIVATIONS[text.hidden_activation],
         )
-        self.layers = nn.ModuleList(Layer(text, n, self.kernels) for n in range(text.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_class(text, n, self.kernels) for n in range(text.num_hidden_layers))
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, self.kernels)
         self.layer_kinds = tuple(KINDS[layer_type] for layer_type in text.layer_types)
         self.kinds = {name: _kind(text, name, self.layer_kinds.index(name)) for name in dict.fromkeys(self.layer_kinds)}

@@ -1,0 +1,137 @@
+"""What a tweaked model class adds to its family's tensors: `blockdiff.safetensors` beside the weights.
+
+The rest of such a checkpoint is the family's own, so that transformers loads it as it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from blockdiff.checkpoint.files import ADDED, first_line
+from blockdiff.errors import CheckpointError
+from blockdiff.models.family import BlockDiffusionModel, family_of
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def shapes_of(model: nn.Module) -> Shapes:
+    """The shapes of all tensors of a model, by our names."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def added_to(model: BlockDiffusionModel) -> Shapes:
+    """The tensors that a model has beside those of its family's model of this config."""
+    own = _own(model)
+    return {name: shape for name, shape in shapes_of(model).items() if name not in own}
+
+
+def check_whole(model: BlockDiffusionModel) -> None:
+    """Raises CheckpointError for a model that could not be loaded again.
+
+    It lacks tensors that its config asks for, has some of another shape, or has more than its class says.
+    """
+    shapes, own = shapes_of(model), _own(model)
+    for name, shape in own.items():
+        if name not in shapes:
+            raise CheckpointError(f"the model has no {name}, which its config asks for; it cannot be saved")
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"{name} has the shape {list(shapes[name])}, the config asks for {list(shape)}; it cannot be saved"
+            )
+    added = [name for name in shapes if name not in own]
+    if added and _is_own_class(model):
+        raise CheckpointError(
+            f"the model has {listed(added)}, which a {type(model).__name__} has not; add it in a subclass, "
+            "whose instances can be saved and loaded (load(..., model=...))"
+        )
+
+
+def write_added(model: BlockDiffusionModel, directory: Path, dtype: torch.dtype | None) -> None:
+    """Write what the class of a model adds, be it nothing but code, if it is not the family's own; cast to `dtype`."""
+    if _is_own_class(model):
+        return
+    state = model.state_dict()
+    tensors = {name: _cast(state[name].detach(), dtype, "cpu").clone() for name in added_to(model)}
+    save_file(tensors, directory / ADDED, metadata={"format": "pt", "class": type(model).__qualname__})
+
+
+def read_added(model: BlockDiffusionModel, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """Fill what the class of a model adds from `directory`; where that has no such file, the class draws it.
+
+    Raises CheckpointError where the file is of another class.
+    """
+    file, added = directory / ADDED, added_to(model)
+    if not file.exists():
+        draw_added(model, 0, dtype, device)
+        return
+    try:
+        with safe_open(file, framework="pt", device="cpu") as handle:
+            tensors = {name: handle.get_tensor(name) for name in list(handle.keys())}
+            name_of_class = (handle.metadata() or {}).get("class", "another class")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: truncated or not a safetensors file ({first_line(error)})") from error
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != added or _is_own_class(model):
+        raise CheckpointError(
+            f"{file}: holds what the model class {name_of_class} adds ({listed(list(found))}); load it with model=, "
+            f"that class; {type(model).__name__} adds {listed(list(added))}"
+        )
+    for name, tensor in tensors.items():
+        fill(model, name, _cast(tensor, dtype, device))
+
+
+def draw_added(model: BlockDiffusionModel, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Fill what the class of a model adds by the `reset_parameters` of the modules that hold it, drawn from `seed`.
+
+    Raises CheckpointError for a module without that method (torch's own layers have it).
+    """
+    added, state = added_to(model), model.state_dict()
+    for name in added:
+        fill(model, name, torch.zeros_like(state[name], device="cpu"))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for owner in dict.fromkeys(name.rpartition(".")[0] for name in added):
+            module = model.get_submodule(owner)
+            if not hasattr(module, "reset_parameters"):
+                kind = type(module).__name__
+                raise CheckpointError(f"no file has what {kind} adds ({owner}), and it has no reset_parameters()")
+            module.reset_parameters()
+    state = model.state_dict()
+    for name in added:
+        fill(model, name, _cast(state[name].detach(), dtype, device))
+
+
+def fill(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put `tensor` in the place of the parameter or buffer called `name`."""
+    owner_name, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    if leaf in owner._buffers:
+        owner._buffers[leaf] = tensor
+    else:
+        old = owner._parameters[leaf]
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=old is not None and old.requires_grad)
+
+
+def listed(names: list[str]) -> str:
+    """The first few of some names."""
+    return (", ".join(names[:3]) or "nothing") + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _own(model: BlockDiffusionModel) -> Shapes:
+    """The tensors of the family's model of the same config."""
+    with torch.device("meta"):
+        return shapes_of(family_of(model.config).model_class(model.config, model.kernels))
+
+
+def _is_own_class(model: BlockDiffusionModel) -> bool:
+    return type(model) is family_of(model.config).model_class
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None, device: Any) -> Tensor:
+    return tensor.to(device, dtype if tensor.is_floating_point() else None)
