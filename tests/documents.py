@@ -1,0 +1,64 @@
+"""The documents of the repository, read: their Python blocks, the cells of their tables, a place to run them in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / folder / "README.md" for folder in ("recipes", "benchmarks")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+NOT_RUN = re.compile(r"<!-- not run: (\S.*) -->")
+
+
+def name_of(document: Path) -> str:
+    """A document's path inside the repository."""
+    return str(document.relative_to(ROOT))
+
+
+@dataclass(frozen=True)
+class Python:
+    """A piece of Python in a document, at the line where it begins."""
+
+    document: Path
+    line: int
+    source: str
+
+    def run(self, names: dict[str, Any]) -> None:
+        """Execute it; an error's traceback points into the document."""
+        code: CodeType = compile("\n" * (self.line - 1) + self.source, str(self.document), "exec")
+        exec(code, names)
+
+
+def blocks(document: Path) -> Iterator[Python]:
+    """The fenced `python` blocks of a document, but those under a line `<!-- not run: REASON -->`."""
+    lines = document.read_text(encoding="utf-8").splitlines()
+    first = None
+    for number, line in enumerate(lines, start=1):
+        if first is None and line.strip() == "```python":
+            first = number
+        elif first is not None and line.strip() == "```":
+            if first < 2 or not NOT_RUN.fullmatch(lines[first - 2]):
+                yield Python(document, first + 1, "\n".join(lines[first : number - 1]))
+            first = None
+
+
+def table_rows(document: Path) -> Iterator[tuple[int, list[str]]]:
+    """The rows of a document's tables without their heads: line number and cells."""
+    lines = document.read_text(encoding="utf-8").splitlines()
+    for number, (line, before) in enumerate(zip(lines[1:], lines, strict=False), start=2):
+        is_rule = set(line) <= set("|-: ")
+        if line.startswith("|") and before.startswith("|") and not is_rule:
+            yield number, [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def code_of(cell: str) -> list[str]:
+    """The pieces of code in a table's cell."""
+    return re.findall(r"`([^`]+)`", cell)
