@@ -1,17 +1,18 @@
-"""What the documents draw and point to is there."""
+"""What the documents draw and point to is there, and their Python runs."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.spans import Spans, denoise_spans, encode_spans
+from tests.documents import DOCUMENTS, ROOT, blocks, name_of
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMING_FROM = ROOT / "docs" / "coming-from.md"  # its tables run too: test_coming_from.py
 ROW, CANVASES = "pqrABCDstEF$", ("ABCD", "EF$$")
 
 
@@ -46,7 +47,7 @@ def headings(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_link_inside_the_repository_leads_somewhere(document: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
         if re.match(r"[a-z]+:", link):
@@ -57,10 +58,17 @@ def test_every_link_inside_the_repository_leads_somewhere(document: Path) -> Non
         assert not anchor or anchor in headings(target), link
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_file_that_a_document_names_in_full_exists(document: Path) -> None:
     words = re.findall(
         r"`((?:blockdiff|cli|tests|docs|recipes|benchmarks|notebooks)/[\w./-]+)`",
         document.read_text(encoding="utf-8"),
     )
     assert not [word for word in words if not (ROOT / word).exists()]
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d != COMING_FROM and [*blocks(d)]], ids=name_of)
+def test_the_python_of_a_document_runs_from_top_to_bottom(document: Path, quickstart: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(document):
+        block.run(names)
