@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-HELDOUT_STEP = -1  # epoch and optimiser step by which held-out draws are addressed, so that they never change
-PADDING_ROW = CleanRow((), (), sample_id=-1, doc_starts=())  # a rank without examples takes part with a row of padding
+HELDOUT = -1  # epoch and optimiser step of held-out evaluation: its draws never change
+NOTHING = CleanRow((), (), sample_id=-1, doc_starts=())  # a rank without examples takes part with a row of padding
+
+
 Numbers = Sequence[int]  # one per example
 
 
@@ -40,18 +42,18 @@ class CanvasChoice(Protocol):
 
 
 class _Range:
-    """A choice that is the same in every epoch."""
+    """A choice that is the same in every epoch: the canvases of `kept`."""
 
     def kept(self, count: int) -> range:
-        """Which of `count` canvases are run."""
+        """The numbers of those to run of `count` canvases: all."""
         return range(count)
 
     def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
-        """The same canvases in every epoch."""
+        """Those of `kept`, whatever the address."""
         return [list(self.kept(count)) for count in counts]
 
     def most(self, count: int) -> int:
-        """How many of `count` canvases are run."""
+        """As many as `kept` has."""
         return len(self.kept(count))
 
 
@@ -71,7 +73,7 @@ class FirstCanvases(_Range):
             raise ValueError(f"the number of canvases must be at least 1, got {self.count}")
 
     def kept(self, count: int) -> range:
-        """The first ones."""
+        """From 0 on."""
         return range(min(self.count, count))
 
 
@@ -80,7 +82,7 @@ class LastCanvases(FirstCanvases):
     """The last `count` canvases, or all where an example has fewer."""
 
     def kept(self, count: int) -> range:
-        """The last ones."""
+        """Up to the last."""
         return range(max(0, count - self.count), count)
 
 
@@ -89,7 +91,7 @@ class RandomCanvases(FirstCanvases):
     """`count` canvases, or all where an example has fewer, drawn anew in every epoch."""
 
     def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
-        """The canvases with the smallest random keys; nothing is drawn where no example has more than `count`."""
+        """Those with the smallest random keys; without a draw where no example has more than `count`."""
         if max(counts) <= self.count:
             return super().choose(counts, seed, epochs, samples)
         address = (torch.tensor(epochs), torch.tensor(samples))
@@ -268,7 +270,7 @@ def micro_batches(
         total_slots=total,
     )
     row_of = dict(zip(slots, rows, strict=True))
-    laid_out = [joined([row_of[slot] for slot in row]) for row in groups] or [PADDING_ROW]
+    laid_out = [joined([row_of[slot] for slot in row]) for row in groups] or [NOTHING]
     size = micro_batch_size or len(laid_out)
     if len(laid_out) > size:  # less padding; the largest first, so that memory peaks early
         laid_out.sort(key=lambda row: -len(row.tokens) - len(row.canvases) * collator.canvas_length)
@@ -283,4 +285,4 @@ def heldout_batches(
     for start in range(0, len(slots), batch_size):
         part = slots[start : start + batch_size]
         chosen = [examples[slot] for slot in part]
-        yield collator(chosen, epoch=HELDOUT_STEP, step=HELDOUT_STEP, slots=part, total_slots=len(examples))
+        yield collator(chosen, epoch=HELDOUT, step=HELDOUT, slots=part, total_slots=len(examples))
