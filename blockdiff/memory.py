@@ -29,16 +29,25 @@ def require(needs: Mapping[str, int], device: Any, smaller: Mapping[str, int] | 
     there, asked = available_bytes(device), sum(needs.values())
     if there is None or asked <= there:
         return
-    parts = ", ".join(f"{name} {gib(count)}" for name, count in needs.items())
-    fitting = [f"{choice} ({gib(count)})" for choice, count in (smaller or {}).items() if count <= there]
+    parts = ", ".join(f"{name} {size(count)}" for name, count in needs.items())
+    fitting = [f"{choice} ({size(count)})" for choice, count in (smaller or {}).items() if count <= there]
     remedy = f"what would fit: {', '.join(fitting)}" if fitting else "use a device with more memory"
-    raise BlockdiffError(f"{device}: needs {gib(asked)} ({parts}), {gib(there)} are there; {remedy}")
+    raise BlockdiffError(f"{device}: needs {size(asked)} ({parts}), {size(there)} are there; {remedy}")
 
 
-def gib(count: float) -> str:
-    """Bytes in words: `1.5 GiB`, with three digits where it is less than one."""
-    size = count / 2**30
-    return f"{size:,.1f} GiB" if size >= 1 else f"{size:.3f} GiB"
+def of_training(
+    numbers: int, trained: int, dtype: str = "float32", optimiser: str = "adamw", is_averaged: bool = False
+) -> dict[str, int]:
+    """Bytes of training by what they hold, without activations: of `numbers` weights `trained` ones train."""
+    width = 4 if dtype == "float32" else 2
+    moments = 2 * (1 if optimiser == "adamw_8bit" else width)
+    needs = {"weights": numbers * width, "gradients": trained * width, "optimiser": trained * moments}
+    return needs | {"average": 4 * trained} if is_averaged else needs
+
+
+def size(count: float) -> str:
+    """Bytes in words: `1.5 GiB`, or `2.0 MiB` where it is less than one."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 def _host_bytes(root: Path) -> int | None:

@@ -25,15 +25,17 @@ def inspect(
     is_recipe = Path(target).suffix in (".yaml", ".yml")
     if set_ and not is_recipe:
         raise typer.BadParameter("only a recipe (a .yaml file) has keys to set", param_hint="--set")
-    from blockdiff.terminal import console, quiet
+    from blockdiff.terminal import quiet
+    from blockdiff.training.progress import Progress
 
     quiet()
+    show = Progress(steps=0, is_shown=True)
     if not is_recipe:
         from blockdiff.cli.inspect_model import show_model
 
-        show_model(target, console())
+        show_model(target, show)
         return
     from blockdiff.cli.inspect_recipe import show_recipe
     from blockdiff.training.recipe import read_recipe
 
-    show_recipe(read_recipe(target, set_ or ()), console(), step, rows)
+    show_recipe(read_recipe(target, set_ or ()), show, step, rows)

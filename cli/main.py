@@ -83,21 +83,16 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(epilog="Example: blockdiff train recipes/quickstart.yaml --set optim.lr=3e-4 --output runs/a")(
-    train
-)
-app.command(
-    epilog="Example: blockdiff sample runs/a/model --prompts prompts.jsonl --output texts.jsonl --seed 1"
-)(sample)
-app.command(
-    "eval", epilog="Example: blockdiff eval runs/a/model --task sudoku --data data/sudoku4/test.jsonl"
-)(evaluate)
 app.add_typer(data, name="data")
-app.command(epilog="Example: blockdiff init sudoku4 fresh-model")(init)
-app.command(epilog="Examples: blockdiff inspect runs/a/model; blockdiff inspect recipes/quickstart.yaml")(
-    inspect
-)
-app.command(epilog="Example: blockdiff plot runs/a runs/b --output compared.png")(plot)
+for name, command, example in (
+    ("train", train, "recipes/quickstart.yaml --set optim.lr=3e-4 --output runs/a"),
+    ("sample", sample, "runs/a/model --prompts prompts.jsonl --output texts.jsonl --seed 1"),
+    ("eval", evaluate, "runs/a/model --task sudoku --data data/sudoku4/test.jsonl"),
+    ("init", init, "sudoku4 fresh-model"),
+    ("inspect", inspect, "recipes/quickstart.yaml --step 2"),
+    ("plot", plot, "runs/a runs/b --output compared.png"),
+):
+    app.command(name, epilog=f"Example: blockdiff {name} {example}")(command)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint import init
-from blockdiff.data.collate import NOTHING
+from blockdiff.data.collate import PADDING_ROW
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RunError
@@ -106,7 +106,7 @@ def real(ranks: Ranks, rows: int = BATCH, is_double: bool = False) -> tuple[list
 
     def batches(step: int) -> list[Batch]:
         parts = slots(ranks, rows, 2) or [range(0)]
-        return [lay_out([row(slot) for slot in part] or [NOTHING], 8, pad_id=0) for part in parts]
+        return [lay_out([row(slot) for slot in part] or [PADDING_ROW], 8, pad_id=0) for part in parts]
 
     return train_plainly(objective, batches, ranks, 5e-4)
 

@@ -83,7 +83,7 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
     if path.exists():
         raise CheckpointError(f"{path} is a file; a checkpoint is a directory with {CONFIG} and {WEIGHTS}")
     if not is_hub_id(str(path_or_hub_id)):
-        raise CheckpointError(f"{path}: no such directory")
+        raise CheckpointError(f"{path}: no such directory; name a checkpoint directory or a hub id")
     from huggingface_hub import snapshot_download
 
     try:

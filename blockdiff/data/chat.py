@@ -1,4 +1,4 @@
-"""From rows to tokens that know where their responses lie. Choosing canvases and noise come in `collate`."""
+"""From rows to tokens, and where the responses lie in them. `collate` chooses canvases and noise."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
+from jinja2 import TemplateError
+
 from blockdiff.data.rows import Row
 from blockdiff.data.statistics import Statistics
-from blockdiff.data.template import Span, render, template_error, token_spans, training_template
+from blockdiff.data.template import Span, render, token_spans, training_template
 from blockdiff.errors import DataError
 
 if TYPE_CHECKING:
@@ -188,7 +190,7 @@ class Encoder:
             messages = ({"role": "system", "content": self.system}, *messages)
         try:
             return render(self.tokenizer, self.template, messages, self.enable_thinking)
-        except template_error() as error:
+        except TemplateError as error:
             raise DataError(f"{row.where}: the chat template refuses it ({error}); change the row") from None
 
     def _backend(self) -> Any:

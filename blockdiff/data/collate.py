@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-HELDOUT = -1  # epoch and optimiser step of held-out evaluation: its draws never change
-NOTHING = CleanRow((), (), sample_id=-1, doc_starts=())  # a rank without examples takes part with a row of padding
-
-
+HELDOUT_STEP = -1  # epoch and optimiser step by which held-out draws are addressed, so that they never change
+PADDING_ROW = CleanRow((), (), sample_id=-1, doc_starts=())  # a rank without examples takes part with a row of padding
 Numbers = Sequence[int]  # one per example
 
 
@@ -42,18 +40,18 @@ class CanvasChoice(Protocol):
 
 
 class _Range:
-    """A choice that is the same in every epoch: the canvases of `kept`."""
+    """A choice that is the same in every epoch."""
 
     def kept(self, count: int) -> range:
-        """The numbers of those to run of `count` canvases: all."""
+        """Which of `count` canvases are run."""
         return range(count)
 
     def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
-        """Those of `kept`, whatever the address."""
+        """The same canvases in every epoch."""
         return [list(self.kept(count)) for count in counts]
 
     def most(self, count: int) -> int:
-        """As many as `kept` has."""
+        """How many of `count` canvases are run."""
         return len(self.kept(count))
 
 
@@ -73,7 +71,7 @@ class FirstCanvases(_Range):
             raise ValueError(f"the number of canvases must be at least 1, got {self.count}")
 
     def kept(self, count: int) -> range:
-        """From 0 on."""
+        """The first ones."""
         return range(min(self.count, count))
 
 
@@ -82,7 +80,7 @@ class LastCanvases(FirstCanvases):
     """The last `count` canvases, or all where an example has fewer."""
 
     def kept(self, count: int) -> range:
-        """Up to the last."""
+        """The last ones."""
         return range(max(0, count - self.count), count)
 
 
@@ -91,7 +89,7 @@ class RandomCanvases(FirstCanvases):
     """`count` canvases, or all where an example has fewer, drawn anew in every epoch."""
 
     def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
-        """Those with the smallest random keys; without a draw where no example has more than `count`."""
+        """The canvases with the smallest random keys; nothing is drawn where no example has more than `count`."""
         if max(counts) <= self.count:
             return super().choose(counts, seed, epochs, samples)
         address = (torch.tensor(epochs), torch.tensor(samples))
@@ -270,7 +268,7 @@ def micro_batches(
         total_slots=total,
     )
     row_of = dict(zip(slots, rows, strict=True))
-    laid_out = [joined([row_of[slot] for slot in row]) for row in groups] or [NOTHING]
+    laid_out = [joined([row_of[slot] for slot in row]) for row in groups] or [PADDING_ROW]
     size = micro_batch_size or len(laid_out)
     if len(laid_out) > size:  # less padding; the largest first, so that memory peaks early
         laid_out.sort(key=lambda row: -len(row.tokens) - len(row.canvases) * collator.canvas_length)
@@ -285,4 +283,4 @@ def heldout_batches(
     for start in range(0, len(slots), batch_size):
         part = slots[start : start + batch_size]
         chosen = [examples[slot] for slot in part]
-        yield collator(chosen, epoch=HELDOUT, step=HELDOUT, slots=part, total_slots=len(examples))
+        yield collator(chosen, epoch=HELDOUT_STEP, step=HELDOUT_STEP, slots=part, total_slots=len(examples))

@@ -1,4 +1,4 @@
-"""Reading files of rows, one value at a time: JSON lines, JSON, CSV, TSV, parquet and Arrow. What a row is: `rows`."""
+"""Reading files of rows, one value at a time: JSON lines, JSON, CSV, TSV, parquet and Arrow; `rows` checks them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from blockdiff.errors import DataError
 
-# (place in the file, value): the place is "17" for a line and "row 17" where lines mean nothing, both from 1.
+# (place in the file, value): the place is "17" for a line and "row 17" where lines mean nothing, both counted from 1.
 Value = tuple[str, Any]
 # Given the names of all columns of a file, the names of those to read.
 Choose = Callable[[list[str]], list[str]]
@@ -44,7 +44,7 @@ class Skip:
 
 
 def format_of(path: Path) -> str | None:
-    """The suffix that says how to read a file, `.gz` put aside; None if it is none of FORMATS."""
+    """The suffix that says how to read a file, without `.gz`; None if it is none of FORMATS."""
     name = path.name.lower()
     suffix = Path(name.removesuffix(GZIP)).suffix
     return suffix if suffix in (TEXT_FORMATS if name.endswith(GZIP) else FORMATS) else None

@@ -1,4 +1,4 @@
-"""What a training row is: every row of every file passes here, or is refused with place, reason and remedy."""
+"""What a training row is: each one, wherever it comes from, is checked here or refused with place, reason and remedy."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from typing import Any
 from blockdiff.data.formats import DECODER
 from blockdiff.errors import DataError
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "model": "assistant",
-}
-# The names that conversations in the ShareGPT form give the roles.
+# What rows call the roles, and what they are called here.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "model": "assistant"}
+# Further names, in conversations of the ShareGPT form.
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
 REASONING_KEYS = ("reasoning", "reasoning_content")
 CONVERSATION_KEYS = ("messages", "conversations")
@@ -35,16 +30,16 @@ class Row:
     id: str | None = None
 
     def as_conversation(self) -> Row:
-        """The same with a prompt as the user's turn and its response as the assistant's."""
+        """The same row with its prompt as the user's turn and its response as the assistant's."""
         if self.messages is not None:
             return self
-        said = (("user", self.prompt), ("assistant", self.response))
-        messages = tuple({"role": role, "content": text or ""} for role, text in said)
+        turns = (("user", self.prompt), ("assistant", self.response))
+        messages = tuple({"role": role, "content": text or ""} for role, text in turns)
         return replace(self, prompt=None, response=None, messages=messages)
 
 
 def texts_of(row: Row) -> Iterator[str]:
-    """Everything a row says, role names and turn tokens left out."""
+    """The texts that people wrote into a row: no names of roles, no turn tokens."""
     for text in (row.prompt, row.response):
         if text:
             yield text
@@ -53,23 +48,23 @@ def texts_of(row: Row) -> Iterator[str]:
 
 
 def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None) -> Row:
-    """Check one row, whatever file it comes from, and make it a `Row`; raises DataError naming `where`.
+    """Check one row, wherever it comes from, and make it a `Row`; raises DataError naming `where`.
 
     `columns` maps keys of KEYS to the column that holds them; without an entry a key is looked up by its name.
     Conversations may be in the ShareGPT form too: `conversations` of `from` and `value`.
     """
     try:
-        return _row(_picked(value, columns) if columns else value, where)
+        return _row(_renamed(value, columns) if columns else value, where)
     except _BadRow as bad:
         raise DataError(f"{where}: {bad}") from None
 
 
 class _BadRow(Exception):
-    """Why a row is refused; `check_row` puts the place in front."""
+    """Why a row is refused; `check_row` adds the place."""
 
 
-def _picked(value: Any, columns: Mapping[str, str]) -> Any:
-    """The row with its columns under the names they have here; what `columns` asks for is the form that counts."""
+def _renamed(value: Any, columns: Mapping[str, str]) -> Any:
+    """The row with its columns under our names; where `columns` names one form of rows, the other form is left out."""
     if not isinstance(value, Mapping):
         return value
     for key, column in columns.items():

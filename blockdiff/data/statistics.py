@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-
-Span = tuple[int, int]
 
 
 @dataclass
@@ -36,7 +33,7 @@ class Statistics:
         self.conversations += is_conversation
         self.unscored_turns += unscored_turns
 
-    def count_example(self, tokens: Sequence[int], responses: Sequence[Span], *, cut_tokens: int) -> None:
+    def count_example(self, tokens: list[int], responses: list[tuple[int, int]], *, cut_tokens: int) -> None:
         """Count an example, which lost `cut_tokens` to the limit."""
         self.truncated += cut_tokens > 0
         self.cut_tokens += cut_tokens

@@ -17,8 +17,7 @@ from blockdiff.data.formats import Skip
 from blockdiff.data.plan import mixture_block, mixture_counts
 from blockdiff.data.sources import TRAIN, Files, Source, open_source, titles
 from blockdiff.data.statistics import Statistics
-from blockdiff.seeding import Stream as Draw
-from blockdiff.seeding import permutation
+from blockdiff.seeding import Stream, permutation
 
 WINDOWS = 2  # kept, for a global batch may reach over the edge of one
 FIRST_ROWS = 100  # of each source, by which a stream knows whether it has conversations
@@ -79,7 +78,7 @@ class StreamedExamples:
                 each.restart()
         self._skip_to(first)
         taken = [self._take() for _ in range(self.shuffle_buffer)]
-        order = permutation(self.seed, Draw.WINDOW, (window,), self.shuffle_buffer).tolist()
+        order = permutation(self.seed, Stream.WINDOW, (window,), self.shuffle_buffer).tolist()
         self._windows[window] = [taken[number] for number in order]
         for old in list(self._windows)[:-WINDOWS]:  # the ones that were read first
             del self._windows[old]

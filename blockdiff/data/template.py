@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from jinja2 import TemplateError
+
 from blockdiff.errors import DataError
 
 if TYPE_CHECKING:
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 
-TURN_TOKENS = ("<|turn>", "<turn|>")
+TURN_EDGES = ("<|turn>", "<turn|>")
+TURN_TOKENS = (*TURN_EDGES, "<|channel>", "<channel|>", "<|think|>")  # the Gemma 4 turn format
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Rendered by a template to see whether it writes the Gemma 4 turn format.
 PROBES: tuple[list[dict[str, str]], ...] = (
@@ -36,16 +39,16 @@ def packaged_template() -> str:
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The template that marks the assistant turns: the tokenizer's own if it has generation tags.
+    """The template that marks the assistant turns: the tokenizer's own if it has generation tags, or the packaged one.
 
-    One that writes the Gemma 4 turn format without tags (as the released one), or none at all beside a
-    vocabulary with that format's turn tokens, gives the packaged template. Raises DataError for any other:
-    without tags nothing says exactly where a response starts and ends.
+    The packaged one is used where the tokenizer's own writes the Gemma 4 turn format without tags, as the released one
+    does, and where there is none but the vocabulary has the turn tokens. Raises DataError in all other cases: without
+    tags nothing says exactly where a response starts and ends.
     """
     own = tokenizer.get_chat_template() if tokenizer.chat_template else None
     if own is None:
         vocabulary = tokenizer.get_vocab()
-        if all(token in vocabulary for token in TURN_TOKENS):
+        if all(token in vocabulary for token in TURN_EDGES):
             return packaged_template()
         raise DataError(
             "the tokenizer has no chat template, so messages rows cannot be rendered; "
@@ -53,9 +56,8 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str:
         )
     if GENERATION_TAG.search(own):
         return own
-    packaged = packaged_template()
-    if all(_text_or_none(tokenizer, own, probe) == render(tokenizer, packaged, probe)[0] for probe in PROBES):
-        return packaged
+    if _is_turn_format(tokenizer, own):
+        return packaged_template()
     raise DataError(
         "the tokenizer's chat template has no {% generation %} tags, so it cannot mark assistant turns; "
         "add them around each assistant turn and its end token, or write prompt/response rows"
@@ -108,17 +110,10 @@ def token_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
     return result
 
 
-def _text_or_none(
-    tokenizer: PreTrainedTokenizerBase, template: str, messages: Sequence[dict[str, str]]
-) -> str | None:
+def _is_turn_format(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether a template writes what the packaged one writes."""
+    packaged = packaged_template()
     try:
-        return render(tokenizer, template, messages)[0]
-    except template_error():
-        return None
-
-
-def template_error() -> type[Exception]:
-    """What a template raises that refuses a conversation."""
-    from jinja2 import TemplateError
-
-    return TemplateError
+        return all(render(tokenizer, template, probe)[0] == render(tokenizer, packaged, probe)[0] for probe in PROBES)
+    except TemplateError:
+        return False

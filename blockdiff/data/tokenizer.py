@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from blockdiff.data.template import TURN_TOKENS
 from blockdiff.errors import DataError
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>")  # ids 0, 1, 2 as in Gemma
 MASK = "<mask>"
-TURN_TOKENS = ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>")  # the Gemma 4 turn format
 BYTES = 256
 
 

@@ -5,7 +5,7 @@ from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.prompts import read_prompts
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.sampling.trace import CommittedCanvas, Recorder, Step, Trace, read_traces, write_traces
+from blockdiff.sampling.trace import CommittedCanvas, Recorder, Step, Trace, write_traces
 
 __all__ = [
     "Choices",
@@ -18,6 +18,5 @@ __all__ = [
     "Step",
     "Trace",
     "read_prompts",
-    "read_traces",
     "write_traces",
 ]

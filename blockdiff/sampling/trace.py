@@ -9,7 +9,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from blockdiff.errors import DataError
 from blockdiff.kernels.vocabulary import Stats
 
 
@@ -115,17 +114,3 @@ def write_traces(path: str | Path, traces: Iterable[Trace]) -> None:
     """Write traces as JSON lines, one request per line."""
     lines = (json.dumps(asdict(trace), ensure_ascii=False) for trace in traces)
     Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def read_traces(path: str | Path) -> list[Trace]:
-    """Read what `write_traces` wrote; DataError names the file and line that is something else."""
-    traces = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            record = json.loads(line)
-            record["steps"] = [Step(**step) for step in record["steps"]]
-            record["canvases"] = [CommittedCanvas(**canvas) for canvas in record["canvases"]]
-            traces.append(Trace(**record))
-        except (ValueError, TypeError, KeyError) as error:
-            raise DataError(f"{path}:{number}: not a sampling trace ({error})") from error
-    return traces

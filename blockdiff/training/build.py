@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from blockdiff import checkpoint, evals
+from blockdiff import checkpoint, evals, memory
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.diffusion.corruption import Corruption
 from blockdiff.errors import RecipeError, RunError
 from blockdiff.evals.run import questions_of
-from blockdiff.memory import require
 from blockdiff.models.family import family_of
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
@@ -133,10 +132,7 @@ def build(
         positions=o.positions,
         stop_gradient=o.stop_gradient,
     )
-    if not trains_routers(recipe):
-        for parameter in model.router_parameters():
-            parameter.requires_grad_(False)
-    freeze(model, recipe.optim.freeze)
+    freeze(model, recipe.optim.freeze, trains_routers(recipe))
     require_memory(model, recipe, ranks.device)
 
     data = read_data(recipe, origin, ranks)
@@ -191,25 +187,17 @@ def build(
 
 def require_memory(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
     """Refuse a model without memory whose training cannot fit on a device; activations are not counted."""
-    total = sum(tensor.numel() for tensor in model.state_dict().values())
+    o, dtype = recipe.optim, recipe.model.dtype
+    numbers = sum(tensor.numel() for tensor in model.state_dict().values())
     trained = sum(parameter.numel() for parameter in trainable(model).values())
-
-    def needs(dtype: str, optimiser: str) -> dict[str, int]:
-        width = 4 if dtype == "float32" else 2
-        moments = 2 * (1 if optimiser == "adamw_8bit" else width)
-        parts = {"weights": total * width, "gradients": trained * width, "optimiser": trained * moments}
-        return parts if recipe.optim.ema is None else parts | {"average": 4 * trained}
-
+    needs = partial(memory.of_training, numbers, trained, is_averaged=o.ema is not None)
     smaller = {
-        "optim.name: adamw_8bit": needs(recipe.model.dtype, "adamw_8bit"),
-        "model.dtype: bfloat16": needs("bfloat16", recipe.optim.name),
+        "optim.name: adamw_8bit": needs(dtype, "adamw_8bit"),
+        "model.dtype: bfloat16": needs("bfloat16", o.name),
         "both": needs("bfloat16", "adamw_8bit"),
     }
-    require(
-        needs(recipe.model.dtype, recipe.optim.name),
-        device,
-        {choice: sum(parts.values()) for choice, parts in smaller.items()},
-    )
+    totals = {choice: sum(parts.values()) for choice, parts in smaller.items()}
+    memory.require(needs(dtype, o.name), device, totals)
 
 
 def trains_routers(recipe: Recipe) -> bool:

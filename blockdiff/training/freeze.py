@@ -8,9 +8,8 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from torch import nn
-
 from blockdiff.errors import RunError
+from blockdiff.models.family import BlockDiffusionModel, family_of
 
 _LAYER = re.compile(r"(?<![^.])layers\.\d+\.")
 
@@ -24,13 +23,16 @@ class PartCounts(NamedTuple):
     frozen: int
 
 
-def freeze(module: nn.Module, patterns: Sequence[str]) -> dict[str, int]:
+def freeze(model: BlockDiffusionModel, patterns: Sequence[str], trains_routers: bool = True) -> dict[str, int]:
     """Take the parameters whose names match (`*`, `?`, `[ab]`) out of training; returns parameters by pattern.
 
-    Raises RunError for a pattern that
-    matches nothing, naming close ones, and when nothing would be left to train.
+    Without `trains_routers` those of the routers too. Raises RunError for a pattern that matches nothing, naming close
+    ones, and when nothing would be left to train.
     """
-    named = dict(module.named_parameters())
+    named = dict(model.named_parameters())
+    if not trains_routers:
+        for parameter in model.router_parameters():
+            parameter.requires_grad_(False)
     counts: dict[str, int] = {}
     for pattern in patterns:
         matching = [name for name in named if fnmatchcase(name, pattern)]
@@ -45,23 +47,14 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> dict[str, int]:
     return counts
 
 
-def count_parts(module: nn.Module) -> list[PartCounts]:
-    """The parameters of a module by part, in its order: layers are added up, their norms are one part."""
-    sums: dict[str, list[int]] = {}
-    for name, parameter in module.named_parameters():
-        row = sums.setdefault(part_of(name), [0, 0, 0])
+def count_parts(model: BlockDiffusionModel) -> list[PartCounts]:
+    """The parameters of a model by the parts of its family, in the order of the model."""
+    family, sums = family_of(model.config), dict[str, list[int]]()
+    for name, parameter in model.named_parameters():
+        row = sums.setdefault(family.part_of(name), [0, 0, 0])
         row[0] += 1
         row[1 if parameter.requires_grad else 2] += parameter.numel()
     return [PartCounts(part, *row) for part, row in sums.items()]
-
-
-def part_of(name: str) -> str:
-    """The part a parameter belongs to, by its name: `layers.3.mlp.up.weight` -> "layers: mlp"."""
-    layer = _LAYER.search(name)
-    if layer is None:
-        return name.removeprefix("model.").partition(".")[0]
-    module = name[layer.end() :].partition(".")[0]
-    return "layers: norms" if module.endswith("norm") else f"layers: {module}"
 
 
 def _close(pattern: str, names: list[str]) -> str:

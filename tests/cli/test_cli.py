@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from blockdiff import checkpoint
+from blockdiff.checkpoint.files import stored_tensors
 from blockdiff.cli.main import app
 from blockdiff.metrics import METRICS, decisive_metrics
 from blockdiff.training.recipe import read_recipe
@@ -200,8 +202,8 @@ CORPUS: dict[str, tuple[str, str, str | bytes]] = {
     ),
     "init over a checkpoint": ("init tiny {model}", "holds a checkpoint already", ""),
     "init of no preset": ("init tny {here}/new", "did you mean tiny?", ""),
-    "inspect nothing": ("inspect {here}/nowhere", "name a checkpoint directory, a hub id", ""),
-    "inspect a file": ("inspect {here}/rows.jsonl", "a file; name a checkpoint directory", ""),
+    "inspect nothing": ("inspect {here}/nowhere", "no such directory; name a checkpoint directory or a hub id", ""),
+    "inspect a file": ("inspect {here}/rows.jsonl", "is a file; a checkpoint is a directory", ""),
     "inspect no recipe": ("inspect {here}/no.yaml", "no such recipe", ""),
 }
 
@@ -407,12 +409,10 @@ def test_seeds_come_from_the_line_then_from_the_option_and_the_id(
 
 
 def test_traces_are_written_as_the_suffix_says(workshop: Path, tmp_path: Path, prompt: str) -> None:
-    from blockdiff.sampling import read_traces
-
     words = ["sample", workshop / "run" / "model", "--prompt", prompt, "--steps", "2", "--trace"]
     text = works(*words, tmp_path / "t.jsonl")
-    trace = read_traces(tmp_path / "t.jsonl")[0]
-    assert trace.text == text.rstrip("\n") and trace.prompt.removeprefix("<bos>") == prompt
+    (trace,) = output_lines((tmp_path / "t.jsonl").read_text())
+    assert trace["text"] == text.rstrip("\n") and trace["prompt"].removeprefix("<bos>") == prompt
     works(*words, tmp_path / "t.html")
     assert 'class="grid"' in (tmp_path / "t.html").read_text()
     works(*words, tmp_path / "t.png")
@@ -459,19 +459,17 @@ def test_init_writes_a_model_that_loads(workshop: Path, tmp_path: Path) -> None:
 
 
 def test_inspect_counts_every_tensor_of_a_model(workshop: Path) -> None:
-    from blockdiff.checkpoint.files import stored_tensors
-    from blockdiff.cli.inspect_model import parts
-    from blockdiff.models.family import family_of
-
+    model = checkpoint.load(workshop / "run" / "model", dtype="auto")
     stored = stored_tensors(workshop / "run" / "model")
-    tensors = ((name, place.shape, place.dtype) for name, place in stored.items())
-    found = parts(tensors, family_of(checkpoint.read_config(workshop / "run" / "model")))
-    assert "other" not in {part.name for part in found}
-    assert {"vision", "router", "experts", "attention", "self_conditioning"} <= {part.name for part in found}
-    assert sum(part.tensors for part in found) == len(stored)
     text = works("inspect", workshop / "run" / "model")
-    router = next(part for part in found if part.name == "router")
-    assert f"{router.parameters:,}" in text and "no, carried" in text
+    carried = [math.prod(place.shape) for name, place in stored.items() if "vision" in name]
+    assert f"{len(stored)} tensors as F32" in text
+    assert f"{len(carried)} of them, {sum(carried):,} numbers, are carried" in text
+    routers = sum(parameter.numel() for parameter in model.router_parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert re.search(rf"router +\d+ +- +{routers:,}\n", text)
+    assert re.search(rf"total +\d+ +{count - routers:,} +{routers:,}\n", text)
+    assert f"of {count:,} parameters" in text
 
 
 def test_inspect_draws_the_batch_that_training_sees(workshop: Path) -> None:
@@ -482,7 +480,7 @@ def test_inspect_draws_the_batch_that_training_sees(workshop: Path) -> None:
     firsts, seconds = (text.count(f"canvas at column {start}: ") for start in (18, 27))
     assert firsts + seconds == 6
     assert f"{seconds} of them fill" in text and text.count("1 fill") >= seconds
-    assert "24 rows (0 dropped" in text and "router: trained" in text
+    assert "24 rows (0 dropped" in text and re.search(r"router +\d+ +[\d,]+ +-\n", text)
 
 
 def test_the_documentation_names_every_option() -> None:
