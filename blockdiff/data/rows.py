@@ -1,4 +1,4 @@
-"""What a training row is: each one, wherever it comes from, is checked here or refused with place, reason and remedy."""
+"""What a training row is. Each one is checked here, wherever it is from, or refused with place, reason and remedy."""
 
 from __future__ import annotations
 
