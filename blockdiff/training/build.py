@@ -30,10 +30,10 @@ from blockdiff.training.data import Data, read_data
 from blockdiff.training.ema import Ema
 from blockdiff.training.facts import facts_of, objective_record
 from blockdiff.training.freeze import count_parts, freeze
+from blockdiff.training.objects import MaskToken, UniformTokens
 from blockdiff.training.optimiser import trainable
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.sections import MaskToken, UniformTokens
 
 
 @dataclass(frozen=True)

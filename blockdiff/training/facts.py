@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from blockdiff.training.data import Data
+from blockdiff.training.objects import described
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.sections import described
 
 if TYPE_CHECKING:
     from blockdiff.training.build import Origin

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from blockdiff.data.sources import Source
 from blockdiff.errors import RecipeError
-from blockdiff.training.choice import Choice
+from blockdiff.training.one_of import OneOf
 from blockdiff.training.sections import Columns, Recipe, Section
 
 Key = tuple[str, ...]
@@ -26,14 +26,14 @@ SOURCES = (("data", "train"), ("data", "heldout"), ("evaluation", "prompts"))
 # The keys below each key, and the keys that choose an object.
 KEYS: dict[Key, list[str]] = {(): [*Recipe.model_fields], ("data", "columns"): [*Columns.model_fields]}
 KEYS |= {key: [field.name for field in fields(Source)] for key in SOURCES}
-CHOICES: dict[Key, Choice] = {}
+CHOICES: dict[Key, OneOf] = {}
 for name, section in Recipe.model_fields.items():
     if isinstance(section.annotation, type) and issubclass(section.annotation, Section):
         KEYS[name,] = [*section.annotation.model_fields]
         for key, field in section.annotation.model_fields.items():
-            for choice in (each for each in field.metadata if isinstance(each, Choice)):
+            for choice in (each for each in field.metadata if isinstance(each, OneOf)):
                 CHOICES[name, key] = choice
-                KEYS |= {(name, key, word): [f.name for f in fields(kind)] for word, kind in choice.kinds.items()}
+                KEYS |= {(name, key, word): [*own] for word, own in choice.fields.items()}
 PATHS = [f"{name}.{key}" for name in KEYS[()] for key in KEYS.get((name,), ())]
 PATHS += [name for name in KEYS[()] if (name,) not in KEYS]
 
@@ -93,7 +93,7 @@ def _move(section: Mapping[str, Any], name: str, key: str, parts: dict[str, Any]
             parts[part] = {word: {**fields, field: value}}
 
 
-def spelt_out(choice: Choice, value: Any) -> Any:
+def spelt_out(choice: OneOf, value: Any) -> Any:
     """A value or one of the choice's objects as {word: fields}; what is wrong stays and is refused by pydantic."""
     try:
         return choice.full(choice.short(value) if type(value) in choice.kinds.values() else value)
@@ -101,7 +101,7 @@ def spelt_out(choice: Choice, value: Any) -> Any:
         return value
 
 
-def _short(choice: Choice, full: Any) -> Any:
+def _short(choice: OneOf, full: Any) -> Any:
     try:
         return choice.none if full is None else choice.short(TypeAdapter(Annotated[Any, choice]).validate_python(full))
     except ValidationError:

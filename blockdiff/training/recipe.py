@@ -20,15 +20,7 @@ from blockdiff.training.sections import Section
 
 # Keys that name files or directories, and whether they must exist (model and tokenizer may be hub ids, and rows
 # too where a name cannot be a file's).
-FILE_KEYS = {
-    ("data", "train"): True,
-    ("data", "heldout"): True,
-    ("evaluation", "prompts"): True,
-    ("model", "path"): False,
-    ("model", "tokenizer"): False,
-}
-
-
+FILE_KEYS = {**dict.fromkeys(SOURCES, True), ("model", "path"): False, ("model", "tokenizer"): False}
 AnyRecipe = str | Path | Mapping[str, Any] | Recipe
 
 
@@ -77,12 +69,12 @@ def _merge(into: dict[str, Any], tree: Mapping[Any, Any], path: Key, layer: Plac
         below = into.get(key)
         if value is None and path == () and here in KEYS:
             value = {}  # all its keys are commented out
-        if isinstance(value, dict) and here in CHOICES:
+        if isinstance(value, Mapping) and here in CHOICES:
             value, below = spelt_out(CHOICES[here], value), spelt_out(CHOICES[here], below)
-            if isinstance(below, dict) and below.keys() != value.keys():
+            if isinstance(below, Mapping) and below.keys() != value.keys():
                 below = {}
-        if isinstance(value, dict) and here not in SOURCES:
-            into[key] = dict(below) if isinstance(below, dict) else {}
+        if isinstance(value, Mapping) and here not in SOURCES:
+            into[key] = dict(below) if isinstance(below, Mapping) else {}
             _merge(into[key], value, here, layer, origins)
         else:
             into[key] = str(value) if isinstance(value, Path) else value

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -15,132 +14,24 @@ from pydantic import (
     Field,
     PlainSerializer,
     WrapValidator,
-    field_validator,
     model_validator,
 )
 
-from blockdiff.data.collate import AllCanvases, CanvasChoice, FirstCanvases, LastCanvases, RandomCanvases
+from blockdiff.data.collate import CanvasChoice, RandomCanvases
 from blockdiff.data.rows import CONTENT_KEYS
 from blockdiff.data.sources import Source
-from blockdiff.diffusion.corruption import Corruption, MaskCorruption, UniformCorruption
-from blockdiff.diffusion.schedule import (
-    Cosine,
-    Linear,
-    LogitNormalTime,
-    Polynomial,
-    Schedule,
-    StratifiedTime,
-    TimeDraw,
-    UniformTime,
-)
-from blockdiff.diffusion.weight import ElboWeight, NoWeight, Weight
-from blockdiff.errors import DataError, RecipeError
-from blockdiff.training.choice import Choice, by_class
-from blockdiff.training.schedule import Constant, CosineDecay, LearningRateSchedule, LinearDecay, StableDecay
+from blockdiff.diffusion.schedule import Linear, Schedule, StratifiedTime, TimeDraw
+from blockdiff.diffusion.weight import NoWeight, Weight
+from blockdiff.errors import DataError
+from blockdiff.training import objects
+from blockdiff.training.objects import Positive
+from blockdiff.training.schedule import CosineDecay, LearningRateSchedule
 
-Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Amount = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 AboveZero = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-@dataclass(frozen=True)
-class ArLoss:
-    """The next-token loss of the encode pass, times `weight`: of all clean tokens, or of those in a response."""
-
-    weight: float = 1.0
-    scope: Literal["all", "response"] = "all"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.weight < math.inf:
-            raise ValueError(f"the weight must be more than 0, got {self.weight}; none trains without this loss")
-
-
-@dataclass(frozen=True)
-class Streaming:
-    """Rows are read as they are needed; `shuffle_buffer` of them are shuffled among themselves."""
-
-    shuffle_buffer: Positive = 10_000
-
-
-@dataclass(frozen=True)
-class MaxLength:
-    """The longest example in tokens, and what happens to longer ones."""
-
-    tokens: Positive
-    too_long: ClassVar[Literal["truncate", "drop", "refuse"]]
-
-
-class Truncate(MaxLength):
-    """Longer examples are cut at a canvas boundary."""
-
-    too_long = "truncate"
-
-
-class Drop(MaxLength):
-    """Longer examples are left out."""
-
-    too_long = "drop"
-
-
-class Refuse(MaxLength):
-    """Longer examples end the run before it begins."""
-
-    too_long = "refuse"
-
-
-@dataclass(frozen=True)
-class UniformTokens:
-    """A corrupted token becomes any token of the vocabulary."""
-
-    def of(self, tokenizer: Any, vocab_size: int, taken: Collection[int | None]) -> Corruption:
-        """The corruption of a model with so many tokens."""
-        return UniformCorruption(vocab_size)
-
-
-@dataclass(frozen=True)
-class MaskToken:
-    """A corrupted token becomes the mask token: the tokenizer's own, or another of its tokens by name."""
-
-    token: str | None = None
-
-    def of(self, tokenizer: Any, vocab_size: int, taken: Collection[int | None]) -> Corruption:
-        """The corruption for a tokenizer; RecipeError without a mask token or if its id is among `taken`."""
-        mask_id = tokenizer.mask_token_id if self.token is None else tokenizer.get_vocab().get(self.token)
-        if mask_id is None:
-            reason = "the tokenizer has no mask token"
-            reason = reason if self.token is None else f"{self.token!r} is no token of the tokenizer"
-            remedy = "name one of its tokens that no text contains, {mask: {token: NAME}}"
-            raise RecipeError(f"objective.corruption: {reason}; {remedy}")
-        if mask_id in taken:
-            name = tokenizer.convert_ids_to_tokens(mask_id)
-            raise RecipeError(
-                f"objective.corruption: {name!r} is the bos, eos or pad token; name another, {{mask: {{token: NAME}}}}"
-            )
-        return MaskCorruption(int(mask_id))
-
-
-SCHEDULE = Choice({"linear": Linear, "cosine": Cosine, "polynomial": Polynomial})
-TIME = Choice({"stratified": StratifiedTime, "uniform": UniformTime, "logit_normal": LogitNormalTime})
-CORRUPTION = Choice({"uniform": UniformTokens, "mask": MaskToken})
-WEIGHT = Choice({"none": NoWeight, "elbo": ElboWeight})
-AR_LOSS = Choice({"": ArLoss}, number="", none="none")
-LR_SCHEDULE = Choice({"cosine": CosineDecay, "linear": LinearDecay, "wsd": StableDecay, "constant": Constant})
-CANVASES = Choice(
-    {"all": AllCanvases, "random": RandomCanvases, "first": FirstCanvases, "last": LastCanvases}, number="random"
-)
-STREAMING = Choice({"": Streaming}, none=False, default=True)
-MAX_LENGTH = Choice({"truncate": Truncate, "drop": Drop, "refuse": Refuse}, number="truncate", none=None)
-
-
-def described(part: object) -> Any:
-    """An object by name and values, as YAML and JSON have them: as recipes spell it, or else by its class."""
-    for choice in (SCHEDULE, TIME, CORRUPTION, WEIGHT, AR_LOSS, LR_SCHEDULE, CANVASES, MAX_LENGTH):
-        if type(part) in choice.kinds.values():
-            return choice.short(part)
-    return by_class(part)
 
 
 class Section(BaseModel):
@@ -217,36 +108,31 @@ class DataSection(Section):
     split: str = "train"  # of hub data sets in data.train that name none
     heldout_split: str = "test"  # of those in data.heldout
     columns: Columns = Columns()
-    streaming: Annotated[Streaming | None, STREAMING] = None
+    streaming: Annotated[objects.Streaming | None, objects.STREAMING] = None
     chat: bool = False  # prompt and response are the user's and the assistant's turn, not raw text
     turns: Literal["all", "last"] = "all"
     system: str | None = None  # put before conversations that bring no system message
     thinking: bool = False
-    max_length: Annotated[MaxLength | None, MAX_LENGTH] = None  # null = whatever the rows need
+    max_length: Annotated[objects.MaxLength | None, objects.MAX_LENGTH] = None  # null = whatever the rows need
     pack: Positive | None = None  # tokens of a packed row; null = one example per row
-    canvases: Annotated[CanvasChoice, CANVASES] = RandomCanvases(1)
-    cache: str = "auto"  # a directory, "auto" (the user's cache directory) or "off"
-
-    @field_validator("cache", mode="before")
-    @classmethod
-    def _off(cls, value: Any) -> Any:
-        """YAML reads a bare off as false."""
-        return "off" if value is False else value
+    canvases: Annotated[CanvasChoice, objects.CANVASES] = RandomCanvases(1)
+    # A directory, "auto" (the user's cache directory) or "off", which YAML reads as false.
+    cache: Annotated[str, BeforeValidator(lambda value: "off" if value is False else value)] = "auto"
 
 
 class ObjectiveSection(Section):
     """The noise and the losses (docs/objective.md, docs/training.md)."""
 
-    schedule: Annotated[Schedule, SCHEDULE] = Linear()
-    time: Annotated[TimeDraw, TIME] = StratifiedTime()
-    corruption: Annotated[UniformTokens | MaskToken | Corruption, CORRUPTION] = UniformTokens()
-    weight: Annotated[Weight, WEIGHT] = NoWeight()
+    schedule: Annotated[Schedule, objects.SCHEDULE] = Linear()
+    time: Annotated[TimeDraw, objects.TIME] = StratifiedTime()
+    corruption: Annotated[objects.AnyCorruption, objects.CORRUPTION] = objects.UniformTokens()
+    weight: Annotated[Weight, objects.WEIGHT] = NoWeight()
     positions: Literal["all", "corrupted"] = "all"
     prediction: Literal["posterior", "leave_one_out"] = "posterior"
     normalisation: Literal["token", "example"] = "token"
     stop_gradient: bool = False  # into the encoder, from the canvas loss
     coin: Share = 0.5
-    ar_loss: Annotated[ArLoss | None, AR_LOSS] = ArLoss()
+    ar_loss: Annotated[objects.ArLoss | None, objects.AR_LOSS] = objects.ArLoss()
     router: Literal["auto", "frozen", "trained"] = "auto"  # auto: frozen for model.path, trained for a preset
 
 
@@ -259,7 +145,7 @@ class OptimSection(Section):
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     weight_decay: Amount = 1e-4
     clip: Amount = 1.0  # largest gradient norm; 0 = no clipping
-    schedule: Annotated[LearningRateSchedule, LR_SCHEDULE] = CosineDecay()
+    schedule: Annotated[LearningRateSchedule, objects.LR_SCHEDULE] = CosineDecay()
     warmup_steps: Count = 25
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     freeze: list[str] = []

@@ -31,6 +31,7 @@ from blockdiff.training.build import Parts, build
 from blockdiff.training.callbacks import Callback
 from blockdiff.training.clock import Clock, memory_gib
 from blockdiff.training.heldout import heldout
+from blockdiff.training.objects import described
 from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import AnyRecipe
@@ -38,7 +39,6 @@ from blockdiff.training.refuse import refuse, without_effect
 from blockdiff.training.run import Run, settled
 from blockdiff.training.samples import FILE_NAME as SAMPLES
 from blockdiff.training.samples import sample_prompts
-from blockdiff.training.sections import described
 from blockdiff.training.step import Counts, Gradient, Skips, backpropagate
 from blockdiff.training.trackers import Trackers
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from blockdiff.data.collate import AllCanvases, FirstCanvases, LastCanvases, RandomCanvases
@@ -16,19 +18,11 @@ from blockdiff.diffusion.schedule import Linear, LogitNormalTime, Polynomial, Un
 from blockdiff.diffusion.weight import ElboWeight, NoWeight
 from blockdiff.errors import RecipeError
 from blockdiff.training.mistakes import KEYS, OLD, PATHS
+from blockdiff.training.objects import ArLoss, Drop, MaskToken, Refuse, Streaming, Truncate, described
 from blockdiff.training.recipe import FILE_KEYS, Recipe, read_recipe
 from blockdiff.training.run import settled
 from blockdiff.training.schedule import Constant, CosineDecay, LinearDecay, StableDecay
-from blockdiff.training.sections import (
-    ArLoss,
-    Drop,
-    MaskToken,
-    ObjectiveSection,
-    Refuse,
-    Streaming,
-    Truncate,
-    described,
-)
+from blockdiff.training.sections import ObjectiveSection
 
 MINIMAL_TREE = {"model": {"preset": "a"}, "data": {"train": "b"}, "train": {"steps": 1, "batch_size": 1}}
 MINIMAL = """\
@@ -420,6 +414,11 @@ class Step:
         self.at, self._hidden = [0.5], 3
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    table: Any
+
+
 def test_an_object_from_python_is_taken_as_it_is_and_recorded_by_class_and_values(folder: Path) -> None:
     made = Recipe.model_validate({**MINIMAL_TREE, "objective": {"schedule": Square(2.0), "weight": ElboWeight(3.0)}})
     assert made.objective.schedule == Square(2.0) and made.objective.weight == ElboWeight(3.0)
@@ -428,6 +427,10 @@ def test_an_object_from_python_is_taken_as_it_is_and_recorded_by_class_and_value
     assert written["schedule"] == {name: {"scale": 2.0}} and written["weight"] == {"elbo": {"limit": 3.0}}
     assert described(Square(2.0)) == {name: {"scale": 2.0}} and described(ElboWeight(3.0)) == written["weight"]
     assert described(Step()) == {f"{__name__}.Step": {"at": [0.5]}}
+    assert described(partial(Square, scale=3.0)) == {"functools.partial": {"func": name, "args": [], "scale": 3.0}}
+    assert described(Square) == name and described(Holder(torch.ones(2))) == {
+        f"{__name__}.Holder": {"table": [1.0, 1.0]}
+    }
     assert described(UniformTime()) == "uniform" and described(UniformCorruption(7)) == {
         "blockdiff.diffusion.corruption.UniformCorruption": {"vocab_size": 7}
     }

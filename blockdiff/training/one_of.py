@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
 from typing import Any, get_args
 
 from pydantic import GetCoreSchemaHandler
@@ -16,7 +17,7 @@ from pydantic_core import CoreSchema, core_schema
 PLAIN = (str, bool, int, float, Mapping, list, tuple, type(None))  # what YAML has
 
 
-class Choice:
+class OneOf:
     """Stands in pydantic's `Annotated` and says which dataclasses a key chooses from.
 
     kinds: the dataclass behind each word. A word alone means its defaults, `{word: {field: value}}` names its fields,
@@ -29,37 +30,39 @@ class Choice:
         self, kinds: Mapping[str, type], *, number: str | None = None, none: Any = MISSING, default: Any = MISSING
     ) -> None:
         self.kinds, self.number, self.none, self.default = kinds, number, none, default
+        self.fields = {word: {field.name: field.default for field in fields(kind)} for word, kind in kinds.items()}
+        # The field that is written without its name.
+        self.only = {word: next(iter(own)) for word, own in self.fields.items() if [*own.values()] == [MISSING]}
 
     def full(self, value: Any) -> Any:
         """A YAML value as {word: fields} or None; raises ValueError that says what the key takes."""
-        if self.none is not MISSING and (value is None or (value == self.none and type(value) is type(self.none))):
+        word, inner = value, None
+        if isinstance(value, Mapping):
+            if "" in self.kinds:
+                return value if value.keys() == {""} else {"": value}
+            word, inner = next(iter(value.items())) if len(value) == 1 else (None, None)
+        elif self.none is not MISSING and value in (None, self.none):
             return None
-        if value is self.default:
+        elif value is self.default:
             return {"": {}}
-        if isinstance(value, Mapping) and "" in self.kinds:
-            return value if value.keys() == {""} else {"": value}
-        if isinstance(value, int | float) and not isinstance(value, bool) and self.number is not None:
-            return {self.number: {fields(self.kinds[self.number])[0].name: value}}
-        chosen = {value: None} if isinstance(value, str) else value
-        word = next(iter(chosen)) if isinstance(chosen, Mapping) and len(chosen) == 1 else None
-        if not word or word not in self.kinds:
-            if isinstance(word, str) and "." in word:
-                raise ValueError(f"{word} was given from Python; give it again from Python")
+        elif self.number is not None and isinstance(value, int | float) and not isinstance(value, bool):
+            return {self.number: {next(iter(self.fields[self.number])): value}}
+        if isinstance(word, str) and "." in word:
+            raise ValueError(f"{word} was given from Python; give it again from Python")
+        if not isinstance(word, str) or not word or word not in self.kinds:
             raise ValueError(f"input should be {self._listed()}")
-        inner, own = chosen[word], fields(self.kinds[word])
-        is_bare = len(own) == 1 and own[0].default is MISSING
-        if isinstance(inner, Mapping) or (inner is None and not is_bare):
+        if word in self.only and inner is not None:
+            return {word: inner if isinstance(inner, Mapping) else {self.only[word]: inner}}
+        if word not in self.only and isinstance(inner, Mapping | None):
             return {word: inner or {}}
-        if is_bare and inner is not None:
-            return {word: {own[0].name: inner}}
-        raise ValueError(f"{word} takes {self._example(word) if own else 'no keys'}")
+        raise ValueError(f"{word} takes {self._example(word)}")
 
     def _example(self, word: str) -> str:
-        """What stands in a recipe for the fields of a kind."""
-        own = fields(self.kinds[word])
-        if len(own) == 1 and own[0].default is MISSING:
-            return f"a value, {{{word}: {own[0].name.upper()}}}"
-        return "{" + ", ".join(f"{field.name}: {field.default}" for field in own) + "}"
+        """What can stand in a recipe for the fields of a kind."""
+        if word in self.only:
+            return f"a value, {{{word}: {self.only[word].upper()}}}"
+        own = ", ".join(f"{name}: {default}" for name, default in self.fields[word].items())
+        return f"{{{own}}}" if own else "no keys"
 
     def _listed(self) -> str:
         words = [word for word in (self.none, self.default, *self.kinds) if word not in (MISSING, "")]
@@ -75,20 +78,19 @@ class Choice:
         word = next((word for word, kind in self.kinds.items() if type(part) is kind), None)
         if word is None:
             return by_class(part)
-        own = fields(part)
-        values = {field.name: getattr(part, field.name) for field in own}
-        is_default = [values[field.name] == field.default for field in own]
-        if word == self.number and all(is_default[1:]):
-            return values[own[0].name]
-        if all(is_default):
+        values = {name: getattr(part, name) for name in self.fields[word]}
+        changed = {name for name, value in values.items() if value != self.fields[word][name]}
+        first = next(iter(values), "")
+        if word == self.number and changed <= {first}:
+            return values[first]
+        if not changed:
             return word or self.default
-        if len(own) == 1 and own[0].default is MISSING:
-            return {word: values[own[0].name]}
+        if word in self.only:
+            return {word: values[first]}
         return {word: values} if word else values
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Reads YAML values in their short or full form and takes any other object as it is."""
-
+        """Reads YAML values in their short or full form, and takes an object that has the methods of the protocol."""
         protocols = [each for each in (source, *get_args(source)) if getattr(each, "_is_protocol", False)]
         verbs = [name for protocol in protocols for name in vars(protocol) if not name.startswith("_")]
 
@@ -114,21 +116,25 @@ class Choice:
 
 
 def by_class(part: Any) -> Any:
-    """An object that has no word in recipes, recorded: its class, and its dataclass fields or public attributes."""
+    """An object that recipes have no word for: its class, with its dataclass fields, public attributes or repr."""
     if isinstance(part, Mapping):
         return {str(key): by_class(value) for key, value in part.items()}
     if isinstance(part, list | tuple):
         return [by_class(value) for value in part]
     if isinstance(part, PLAIN):
         return part
-    named = part if isinstance(part, type) or hasattr(part, "__qualname__") else type(part)
+    if hasattr(part, "tolist"):  # tensors and arrays
+        return part.tolist()
+    named = part if hasattr(part, "__qualname__") else type(part)
     name = f"{named.__module__}.{named.__qualname__}"
-    if named is part:  # a function or a class
+    if named is part:  # a class or a function
         return name
-    if is_dataclass(part):
+    if isinstance(part, partial):
+        values = {"func": part.func, "args": part.args, **part.keywords}
+    elif is_dataclass(part):
         values = {field.name: getattr(part, field.name) for field in fields(part)}
     elif hasattr(part, "__dict__"):
         values = {key: value for key, value in vars(part).items() if not key.startswith("_")}
     else:
-        return {name: repr(part)}
+        values = {"repr": repr(part)}
     return {name: by_class(values)} if values else name

@@ -1,0 +1,119 @@
+"""The objects that the words of a recipe name, where they are not those of other rooms, and how each is recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from blockdiff.data.collate import AllCanvases, FirstCanvases, LastCanvases, RandomCanvases
+from blockdiff.diffusion.corruption import Corruption, MaskCorruption, UniformCorruption
+from blockdiff.diffusion.schedule import Cosine, Linear, LogitNormalTime, Polynomial, StratifiedTime, UniformTime
+from blockdiff.diffusion.weight import ElboWeight, NoWeight
+from blockdiff.errors import RecipeError
+from blockdiff.training.one_of import OneOf, by_class
+from blockdiff.training.schedule import Constant, CosineDecay, LinearDecay, StableDecay
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True)
+class ArLoss:
+    """The next-token loss of the encode pass, times `weight`: of all clean tokens, or of those in a response."""
+
+    weight: float = 1.0
+    scope: Literal["all", "response"] = "all"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"the weight must be more than 0, got {self.weight}; none trains without this loss")
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Rows are read as they are needed; `shuffle_buffer` of them are shuffled among themselves."""
+
+    shuffle_buffer: Positive = 10_000
+
+
+@dataclass(frozen=True)
+class MaxLength:
+    """The longest example in tokens, and what happens to longer ones."""
+
+    tokens: Positive
+    too_long: ClassVar[Literal["truncate", "drop", "refuse"]]
+
+
+class Truncate(MaxLength):
+    """Longer examples are cut at a canvas boundary."""
+
+    too_long = "truncate"
+
+
+class Drop(MaxLength):
+    """Longer examples are left out."""
+
+    too_long = "drop"
+
+
+class Refuse(MaxLength):
+    """Longer examples end the run before it begins."""
+
+    too_long = "refuse"
+
+
+@dataclass(frozen=True)
+class UniformTokens:
+    """A corrupted token becomes any token of the vocabulary."""
+
+    def of(self, tokenizer: Any, vocab_size: int, taken: Collection[int | None]) -> Corruption:
+        """The corruption of a model with so many tokens."""
+        return UniformCorruption(vocab_size)
+
+
+@dataclass(frozen=True)
+class MaskToken:
+    """A corrupted token becomes the mask token: the tokenizer's own, or another of its tokens by name."""
+
+    token: str | None = None
+
+    def of(self, tokenizer: Any, vocab_size: int, taken: Collection[int | None]) -> Corruption:
+        """The corruption for a tokenizer; RecipeError without a mask token or if its id is among `taken`."""
+        mask_id = tokenizer.mask_token_id if self.token is None else tokenizer.get_vocab().get(self.token)
+        if mask_id is None:
+            reason = "the tokenizer has no mask token"
+            reason = reason if self.token is None else f"{self.token!r} is no token of the tokenizer"
+            remedy = "name one of its tokens that no text contains, {mask: {token: NAME}}"
+            raise RecipeError(f"objective.corruption: {reason}; {remedy}")
+        if mask_id in taken:
+            name = tokenizer.convert_ids_to_tokens(mask_id)
+            raise RecipeError(
+                f"objective.corruption: {name!r} is the bos, eos or pad token; name another, {{mask: {{token: NAME}}}}"
+            )
+        return MaskCorruption(int(mask_id))
+
+
+AnyCorruption = UniformTokens | MaskToken | Corruption
+
+SCHEDULE = OneOf({"linear": Linear, "cosine": Cosine, "polynomial": Polynomial})
+TIME = OneOf({"stratified": StratifiedTime, "uniform": UniformTime, "logit_normal": LogitNormalTime})
+CORRUPTION = OneOf({"uniform": UniformTokens, "mask": MaskToken})
+WEIGHT = OneOf({"none": NoWeight, "elbo": ElboWeight})
+AR_LOSS = OneOf({"": ArLoss}, number="", none="none")
+LR_SCHEDULE = OneOf({"cosine": CosineDecay, "linear": LinearDecay, "wsd": StableDecay, "constant": Constant})
+CANVASES = OneOf(
+    {"all": AllCanvases, "random": RandomCanvases, "first": FirstCanvases, "last": LastCanvases}, number="random"
+)
+STREAMING = OneOf({"": Streaming}, none=False, default=True)
+MAX_LENGTH = OneOf({"truncate": Truncate, "drop": Drop, "refuse": Refuse}, number="truncate", none=None)
+
+
+def described(part: object) -> Any:
+    """An object by name and values, as YAML and JSON have them: as recipes spell it, or else by its class."""
+    for choice in (SCHEDULE, TIME, CORRUPTION, WEIGHT, AR_LOSS, LR_SCHEDULE, CANVASES, MAX_LENGTH):
+        if type(part) in choice.kinds.values():
+            return choice.short(part)
+    return by_class(part)
