@@ -121,6 +121,8 @@ def build(
     """
     m, o, t = recipe.model, recipe.objective, recipe.train
     origin = read_origin(recipe)
+    corruption = "mask" if isinstance(o.corruption, MaskToken) else "uniform"
+    family_of(origin.config).require(predictions=o.prediction, corruptions=corruption, meshes="replicate")
     model = checkpoint.empty(origin.config, kernels=m.kernels)
     objective = (make_objective or Objective)(
         model,

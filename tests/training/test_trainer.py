@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import BlockdiffError, DataError, RecipeError, RunError
 from blockdiff.metrics import reproducible
+from blockdiff.models.diffusion_gemma import FAMILY
 from blockdiff.objective import Objective
 from blockdiff.training import export
 from tests.little_model import LITTLE, save_preset
@@ -226,3 +227,11 @@ def test_a_model_that_does_not_fit_is_refused_before_its_data_are_read(inputs, t
     recipe = {**inputs, "data": {"train": [{"prompt": "no response"}], "cache": "off"}}
     with pytest.raises(BlockdiffError, match=r"needs .*weights .*gradients .*optimiser .*what would fit: both"):
         blockdiff.train(recipe, output=tmp_path / "run")
+
+
+def test_what_a_family_does_not_support_is_refused_before_its_data_are_read(inputs, tmp_path, monkeypatch):
+    limited = replace(FAMILY, capabilities=replace(FAMILY.capabilities, predictions=("posterior",)))
+    monkeypatch.setattr("blockdiff.training.build.family_of", lambda config: limited)
+    recipe = {**inputs, "data": {"train": [{"prompt": "no response"}], "cache": "off"}}
+    with pytest.raises(BlockdiffError, match="diffusion_gemma does not support leave_one_out"):
+        blockdiff.train(recipe, ("objective.prediction=leave_one_out",), tmp_path / "run")
