@@ -84,7 +84,7 @@ class Trainer:
         self.trackers: Trackers | None = None
         self.records: list[Record] = []
         self.step = self.saved = 0
-        self.doing = "the start of the run"  # said of a rank that is lost meanwhile
+        self.doing = "the start of the run"  # what the others name when a rank is lost meanwhile
 
     def fit(self) -> Run:
         """Train to the end of the recipe, from step 0 or the last checkpoint, and export the model.
