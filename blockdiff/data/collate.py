@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -242,12 +243,9 @@ def micro_batches(
     if total < world:
         raise DataError(f"batch_size {total} is less than {world} processes; raise train.batch_size")
 
-    read: dict[int, Example] = {}  # in the order of the slots, for a stream goes forward only
-
+    @cache  # each is read once, in the order of the slots, for a stream goes forward only
     def example_of(slot: int) -> Example:
-        if slot not in read:
-            read[slot] = examples[taken[slot][1]]
-        return read[slot]
+        return examples[taken[slot][1]]
 
     def length_of(slot: int) -> int:
         return len(example_of(slot).tokens) if lengths is None else int(lengths[taken[slot][1]])

@@ -14,7 +14,7 @@ import numpy as np
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.dataset import check_conversations, with_total
 from blockdiff.data.formats import Skip
-from blockdiff.data.plan import mixture_block, mixture_counts
+from blockdiff.data.plan import BLOCK, mixture_block, mixture_counts
 from blockdiff.data.sources import TRAIN, Files, Source, open_source, titles
 from blockdiff.data.statistics import Statistics
 from blockdiff.seeding import Stream, permutation
@@ -44,8 +44,7 @@ class StreamedExamples:
         window, inside = divmod(place, self.shuffle_buffer)
         if window not in self._windows:
             self._read(window)
-        order = self._windows[window]
-        example = order[inside]
+        example = self._windows[window][inside]
         return replace(example, tokens=list(example.tokens))
 
     @cached_property
@@ -76,7 +75,9 @@ class StreamedExamples:
             self._next = 0
             for each in self._passes:
                 each.restart()
-        self._skip_to(first)
+        for source, each in enumerate(self._passes):
+            each.skip(self._given(source, first) - self._given(source, self._next))
+        self._next = first
         taken = [self._take() for _ in range(self.shuffle_buffer)]
         order = permutation(self.seed, Stream.WINDOW, (window,), self.shuffle_buffer).tolist()
         self._windows[window] = [taken[number] for number in order]
@@ -85,29 +86,19 @@ class StreamedExamples:
         if not window:  # a restart further on has not seen the rows before, which were enough for the run so far
             check_conversations(self.encoder, self.statistics[-1][1])
 
-    def _skip_to(self, number: int) -> None:
-        """Pass over the examples before `number`, each source as cheaply as it can."""
-        for source, each in enumerate(self._passes):
-            each.skip(self._given(source, number) - self._given(source, self._next))
-        self._next = number
-
     def _given(self, source: int, number: int) -> int:
         """How many of the examples before `number` come from a source."""
-        blocks, rest = divmod(number, sum(self._counts))
+        blocks, rest = divmod(number, BLOCK)
         inside = mixture_block(self.seed, blocks, self._counts)[:rest, 0] == source
         return blocks * self._counts[source] + int(np.count_nonzero(inside))
 
     def _take(self) -> Example:
-        example = next(self._passes[self._owner(self._next)])
+        block, inside = divmod(self._next, BLOCK)
+        example = next(self._passes[mixture_block(self.seed, block, self._counts)[inside, 0]])
         # Held as machine integers: a window is many examples, and Python integers are eight times as large.
         compact = replace(example, sample_id=self._next, tokens=array("i", example.tokens))  # type: ignore[arg-type]
         self._next += 1
         return compact
-
-    def _owner(self, number: int) -> int:
-        """The source that gives the example with a running number."""
-        block, inside = divmod(number, sum(self._counts))
-        return int(mixture_block(self.seed, block, self._counts)[inside, 0])
 
 
 class _Pass:

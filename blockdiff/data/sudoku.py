@@ -59,22 +59,15 @@ def is_solved(prompt: str, text: str) -> bool:
 @cache
 def groups(size: int) -> tuple[tuple[int, ...], ...]:
     """The cells of every row, column and box: 3 * size groups of `size` cells."""
-    box, side = BOX[size], range(size)
-    rows = [tuple(size * r + c for c in side) for r in side]
-    columns = [tuple(size * r + c for r in side) for c in side]
-    boxes = [
-        tuple(size * (box * (b // box) + i // box) + box * (b % box) + i % box for i in side) for b in side
-    ]
-    return (*rows, *columns, *boxes)
+    houses = range(3 * size)
+    return tuple(tuple(cell for cell, own in enumerate(_houses(size)) if house in own) for house in houses)
 
 
 @cache
 def _houses(size: int) -> tuple[tuple[int, int, int], ...]:
-    """For every cell the index of its row, column and box in `groups`."""
-    members = [
-        [index for index, group in enumerate(groups(size)) if cell in group] for cell in range(size**2)
-    ]
-    return tuple((row, column, box) for row, column, box in members)
+    """For every cell the number of its row, column and box in `groups`."""
+    box, side = BOX[size], range(size)
+    return tuple((r, size + c, 2 * size + r // box * box + c // box) for r in side for c in side)
 
 
 def relabelled(grid: Grid) -> Grid:
