@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 from blockdiff.checkpoint.tokenizer import decoder
@@ -40,7 +39,7 @@ class Watcher:
 
     def canvas(self, canvas: CommittedCanvas) -> None:
         """Print what a committed canvas adds to its response."""
-        self._stop()
+        self.close()
         text = canvas.text[self.shown.get(canvas.id, 0) :]
         self.shown[canvas.id] = len(canvas.text)
         file = self.console.file
@@ -50,11 +49,7 @@ class Watcher:
             print(text, end="\n" if canvas.finish_reason else "", file=file, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
-        self._stop()
-        sys.stdout.flush()
-
-    def _stop(self) -> None:
+        """Leave the terminal as it was before `step` drew on it."""
         if self.live is not None:
             self.live.stop()
             self.live = None

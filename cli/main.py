@@ -78,7 +78,6 @@ def report(error: Exception) -> int:
 app = typer.Typer(
     cls=Commands,
     name="blockdiff",
-    help="Train and sample block-diffusion language models (DiffusionGemma).",
     epilog="Example: blockdiff sample runs/quickstart/model --prompt '1..4..1.2..3.3..='",
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -110,7 +109,7 @@ def options(
         bool, typer.Option("--debug", help="Show the traceback of an error; may stand anywhere.")
     ] = False,
 ) -> None:
-    """Train and sample block-diffusion language models (DiffusionGemma)."""
+    """Train and sample block-diffusion language models."""
 
 
 def main() -> None:
