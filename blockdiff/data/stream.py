@@ -94,7 +94,8 @@ class StreamedExamples:
 
     def _take(self) -> Example:
         block, inside = divmod(self._next, BLOCK)
-        example = next(self._passes[mixture_block(self.seed, block, self._counts)[inside, 0]])
+        source = int(mixture_block(self.seed, block, self._counts)[inside, 0])
+        example = next(self._passes[source])
         # Held as machine integers: a window is many examples, and Python integers are eight times as large.
         compact = replace(example, sample_id=self._next, tokens=array("i", example.tokens))  # type: ignore[arg-type]
         self._next += 1
