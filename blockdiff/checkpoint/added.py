@@ -97,7 +97,7 @@ def draw_added(model: BlockDiffusionModel, seed: int, dtype: torch.dtype, device
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in added):
-            module = model.get_submodule(owner)
+            module: Any = model.get_submodule(owner)
             if not hasattr(module, "reset_parameters"):
                 kind = type(module).__name__
                 raise CheckpointError(f"no file has what {kind} adds ({owner}), and it has no reset_parameters()")
