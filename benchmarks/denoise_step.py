@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from benchmarks import peer
-from benchmarks.models import Pair, Size, in_fp32, pair
+from benchmarks.models import Pair, Size, in_fp32, pair, with_wide_margins
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
 from benchmarks.timing import Stopwatch, contenders, interleaved, once, peak_memory, probe
@@ -47,10 +47,19 @@ def measure(models: Pair, size: Size, rows: int, settings: Settings) -> Result:
     """One line: compare the logits of two steps, then time in turns, then trace the memory."""
     models.ours.eval(), models.peer.eval()
     device = settings.device
-    draw = torch.Generator().manual_seed(2)
     ours = models.ours
-    tokens_BS = torch.randint(3, ours.vocab_size, (rows, size.prompt), generator=draw).to(device)
-    canvas_BL = torch.randint(0, ours.vocab_size, (rows, ours.canvas_length), generator=draw).to(device)
+
+    def draw(seed: int) -> tuple[Tensor, Tensor]:
+        """Prompts and canvases."""
+        draws = torch.Generator().manual_seed(1 + seed)
+        tokens_BS = torch.randint(3, ours.vocab_size, (rows, size.prompt), generator=draws)
+        canvas_BL = torch.randint(0, ours.vocab_size, (rows, ours.canvas_length), generator=draws)
+        return tokens_BS.to(device), canvas_BL.to(device)
+
+    def run(drawn: tuple[Tensor, Tensor]) -> object:
+        return _logits_of_two_steps(models, *drawn)
+
+    tokens_BS, canvas_BL = with_wide_margins(ours, draw, run) if ours.dtype == torch.float32 else draw(1)
     case = f"{'fp32' if ours.dtype == torch.float32 else 'bf16'}, batch {rows}"
     result = Result(SUITE, size.name, case, _agreement(models, tokens_BS, canvas_BL))
     if not result.agreement.is_met:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from benchmarks import peer
-from benchmarks.models import Pair, Size, in_fp32, pair
+from benchmarks.models import Pair, Size, in_fp32, pair, with_wide_margins
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
 from benchmarks.timing import contenders, interleaved, once, peak_memory, probe
@@ -71,11 +71,17 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
 def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
     """One line: compare, then time in turns, then trace the memory."""
     device, vocabulary = settings.device, models.ours.vocab_size
-    whole = rows_of(size, vocabulary, models.ours.canvas_length, case.canvases).to(device)
-    scored = case.canvases - 1
-    is_scored_BC = (torch.arange(case.canvases, device=device) == scored).expand(whole.start_BC.shape)
-    batch, _ = whole.keep(is_scored_BC)
     objective = Objective(models.ours, Linear(), UniformCorruption(vocabulary), seed=0)
+    scored = case.canvases - 1
+
+    def draw(seed: int) -> tuple[Batch, Batch]:
+        """All canvases, and only those that are scored."""
+        whole = rows_of(size, vocabulary, models.ours.canvas_length, case.canvases, seed).to(device)
+        is_scored_BC = (torch.arange(case.canvases, device=device) == scored).expand(whole.start_BC.shape)
+        return whole, whole.keep(is_scored_BC)[0]
+
+    plain = case.dtype == torch.float32 and not case.autocast
+    whole, batch = with_wide_margins(models.ours, draw, lambda drawn: objective(drawn[1])) if plain else draw(1)
     noisy_BCL, _ = objective.corruption.corrupt(
         whole.canvas_BCL, objective.schedule.alpha(whole.t_BC), whole.address_BC3, objective.seed
     )
@@ -103,7 +109,6 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
         for rows in ("coin", "all")
     }
 
-    plain = case.dtype == torch.float32 and not case.autocast
     if plain:
         agreement = _agreement(models, ours(), next(iter(variants.values()))())
     else:
@@ -126,9 +131,9 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
     return replace(result, memory=(peak, peer_peak))
 
 
-def rows_of(size: Size, vocabulary: int, canvas_length: int, canvases: int) -> Batch:
+def rows_of(size: Size, vocabulary: int, canvas_length: int, canvases: int, seed: int = 1) -> Batch:
     """Rows of `prompt` tokens and whole canvases; every other row has the signal, t is spread evenly."""
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator().manual_seed(seed)
     width = size.prompt + canvases * canvas_length
     tokens_BS = torch.randint(3, vocabulary, (size.rows, width), generator=draw).tolist()
     rows = []

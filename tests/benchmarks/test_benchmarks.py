@@ -81,6 +81,28 @@ def test_other_cases_agree_with_the_peer(case):
     assert result.agreement.is_met, result.agreement
 
 
+def test_rows_are_compared_only_where_no_router_is_near_a_tie():
+    ours = models.pair(WIDE, CPU).ours
+    layer = ours.layers[1]
+
+    def rows(seed: int) -> tuple[int, torch.Tensor]:
+        return seed, torch.randint(3, ours.vocab_size, (3, 5), generator=torch.Generator().manual_seed(seed))
+
+    def run(drawn: tuple[int, torch.Tensor]) -> None:
+        with torch.no_grad():
+            # experts 0 and 1 get equal scores for the first two seeds
+            kept = layer.router.proj.weight.clone()
+            if drawn[0] < 3:
+                layer.router.proj.weight[1:] = layer.router.proj.weight[0]
+            ours.encode(drawn[1])
+            layer.router.proj.weight.copy_(kept)
+
+    seed, tokens = models.with_wide_margins(ours, rows, run)
+    assert seed >= 3
+    assert models.router_margin(ours, lambda: ours.encode(tokens)) >= models.MARGIN
+    assert models.router_margin(ours, lambda: run(rows(1))) < models.MARGIN
+
+
 def test_a_speed_up_is_the_median_ratio_of_neighbours_against_the_fastest_variant():
     agreement = Agreement({"losses": (0.0, 1.0)})
     peers = {"slow": Times((9.0, 9.0, 9.0)), "fast": Times((2.0, 6.0, 4.0))}

@@ -49,14 +49,13 @@ class Layer(nn.Module):
         hidden, eps = text.hidden_size, text.rms_norm_eps
         heads, activation = text.per_layer_config[index], ACTIVATIONS[text.hidden_activation]
         self.eps, self.kernels = eps, kernels
-        self.is_sliding = text.layer_types[index] == "sliding_attention"
         self.input_norm = RMSNorm(hidden, eps, kernels)
         self.attention = Attention(
             hidden,
             text.num_attention_heads,
             heads.num_key_value_heads,
             heads.head_dim,
-            has_value=self.is_sliding,
+            has_value=KINDS[text.layer_types[index]] == "sliding",
             eps=eps,
             kernels=kernels,
         )
@@ -72,20 +71,21 @@ class Layer(nn.Module):
         self.register_buffer("encoder_scalar", torch.ones(1))
         self.register_buffer("decoder_scalar", torch.ones(1))
 
-    def forward(
-        self, x_BTD: Tensor, rope: Rope, spans: Spans, past: KV | None, scalar: Tensor
-    ) -> tuple[Tensor, KV]:
-        attended, kv = self.attention(self.input_norm(x_BTD), rope, spans, past)
-        x_BTD = self.kernels.add_rms_norm(x_BTD, attended, self.post_attention_norm.weight, self.eps)
+    def forward(self, x: Tensor, rope: Rope, spans: Spans, past: KV | None, scalar: Tensor) -> tuple[Tensor, KV]:
+        """Of the residual x [B, T, D]: the next one, and the keys and values of these tokens.
+
+        scalar: the layer scalar, [1] for all tokens or [B, T, 1].
+        """
+        attended, kv = self.attention(self.input_norm(x), rope, spans, past)
+        x = self.post_attention_norm.added_to(x, attended)  # x + norm(attended)
         # three norms of the same residual: for the MLP, the experts, and (without weight) the router
         weights = (self.pre_mlp_norm.weight, self.pre_experts_norm.weight, None)
-        for_mlp, for_experts, for_router = self.kernels.rms_norms(x_BTD, weights, self.eps)
+        for_mlp, for_experts, for_router = self.kernels.rms_norms(x, weights, self.eps)
         index_Nk, weight_Nk = self.router(for_router.flatten(0, 1))
         padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
-        routed = self.experts(for_experts.flatten(0, 1), index_Nk, weight_Nk, padding_N).view_as(x_BTD)
-        y_BTD = self.post_mlp_norm(self.mlp(for_mlp))
-        y_BTD = self.kernels.add_rms_norm(y_BTD, routed, self.post_experts_norm.weight, self.eps)
-        return self.kernels.add_rms_norm(x_BTD, y_BTD, self.post_ff_norm.weight, self.eps, scalar), kv
+        routed = self.experts(for_experts.flatten(0, 1), index_Nk, weight_Nk, padding_N).view_as(x)
+        y = self.post_experts_norm.added_to(self.post_mlp_norm(self.mlp(for_mlp)), routed)
+        return self.post_ff_norm.added_to(x, y, scalar), kv
 
 
 class DiffusionGemma(BlockDiffusionModel):
