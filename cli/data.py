@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -68,30 +70,23 @@ def tokenizer(
     from blockdiff.data.rows import texts_of
     from blockdiff.data.sources import Source, rows_of
     from blockdiff.data.tokenizer import byte_level_bpe
-    from blockdiff.errors import BlockdiffError
     from blockdiff.terminal import quiet
 
     quiet()
-    chosen = options.parse_columns(columns)
+    chosen, counts = options.parse_columns(columns), Counter[str]()
     named = [Source(source, subset=subset, split=split, columns=chosen) for source in sources]
-    count = characters = 0
 
     def texts() -> Iterator[str]:
-        nonlocal count, characters
-        for source in named:
-            for row in rows_of(source):
-                count += 1
-                for text in texts_of(row):
-                    characters += len(text)
-                    yield text
+        for row in chain.from_iterable(map(rows_of, named)):
+            counts["rows"] += 1
+            for text in texts_of(row):
+                counts["characters"] += len(text)
+                yield text
 
     made = byte_level_bpe(texts(), vocab_size)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        made.save_pretrained(output)
-    except OSError as error:
-        raise BlockdiffError(f"{output}: cannot be written ({error.strerror}); choose another place") from None
-    print(f"{len(made):,} tokens from {count:,} rows, {characters:,} characters")
+    options.make_parent(output / "tokenizer.json")
+    made.save_pretrained(output)
+    print(f"{len(made):,} tokens from {counts['rows']:,} rows, {counts['characters']:,} characters")
     print(f"written to {output}")
 
 

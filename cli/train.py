@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
+from blockdiff.cli import options
+
 
 def train(
     recipe: Annotated[
         Path, typer.Argument(metavar="RECIPE", help="A YAML recipe (recipes/README.md lists the keys).")
     ],
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a key (YAML value).")
-    ] = None,
+    set_: options.Overrides = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The run directory.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
 ) -> None:
