@@ -178,7 +178,7 @@ def build(
     )
     step = 0
     if saved is not None:
-        step = state.restore(saved, model, optimiser, facts, average=average, ranks=ranks)
+        step = state.restore(saved, objective, optimiser, facts, average=average, ranks=ranks)
         if step > t.steps:
             raise RunError(f"{saved}: already at step {step}, past train.steps = {t.steps}; raise train.steps to go on")
     choices = Choices.of(objective, objective_record(recipe, objective))

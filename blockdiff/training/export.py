@@ -45,7 +45,7 @@ def export(trainer: Trainer) -> str:
     found, which = trainer.best_saved(), "the last weights"
     if found is not None:
         step, value = found
-        state.restore_weights(state.steps_saved(directory)[step], parts.model, parts.average)
+        state.restore_weights(state.steps_saved(directory)[step], parts.objective, parts.average)
         which = f"the weights of step {step}, best {trainer.recipe.evaluation.best} {value:.4g}"
     if parts.average is not None:
         which += " (averaged)"

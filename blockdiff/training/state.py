@@ -6,7 +6,10 @@ No pickle: tensors are safetensors, the rest is JSON. Models in Hub layout are w
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -19,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RunError
 from blockdiff.files import remove_directory, remove_leftovers, sync, whole_directory
 from blockdiff.metrics import FILE_NAME
@@ -63,21 +67,39 @@ def enter(run: Path, resume: bool, ranks: Ranks) -> Path | None:
 
 @contextmanager
 def entered(run: Path, resume: bool, ranks: Ranks) -> Iterator[Path | None]:
-    """`enter`; a start that fails inside leaves no empty directory that would refuse the next try."""
+    """`enter`, and nobody else trains into the directory meanwhile; a start that fails leaves no empty directory."""
     found = enter(run, resume, ranks)
+    handle = os.open(run, os.O_RDONLY) if ranks.is_main else None
     try:
-        yield found
-    except BaseException:
-        for directory in (run / FOLDER, run):
-            if ranks.is_main and directory.is_dir() and not any(directory.iterdir()):
-                directory.rmdir()
-        raise
+        if not ranks.agree(handle is None or _is_locked(handle)):
+            raise RunError(f"{run}: another process trains into this directory; wait for its end or stop it")
+        try:
+            yield found
+        except BaseException:
+            for directory in (run / FOLDER, run):
+                if ranks.is_main and directory.is_dir() and not any(directory.iterdir()):
+                    directory.rmdir()
+            raise
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _is_locked(handle: int) -> bool:
+    """Lock an open directory until it is closed or its process dies; False where another process holds the lock."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system that has no locks for directories
+        pass
+    return True
 
 
 def save(
     run: Path,
     step: int,
-    model: nn.Module,
+    objective: nn.Module,
     optimiser: torch.optim.Optimizer,
     facts: Facts,
     world: int = 1,
@@ -86,20 +108,26 @@ def save(
 ) -> Path:
     """Write `checkpoints/step-N`; one process does while the others wait.
 
-    `facts` (JSON values, such as seed and recipe) are compared by `restore`. A kill at any moment leaves the
-    earlier checkpoints as they were and at most a hidden directory that `enter` removes.
+    objective: what trains; the tensors of its `model` have the names they have there. `facts` (JSON values, such as
+    seed and recipe) are compared by `restore`. A kill at any moment leaves the earlier checkpoints as they were and at
+    most a hidden directory that `enter` removes.
     """
     final = run / FOLDER / f"step-{step}"
     with whole_directory(final) as beside:
-        tensors, values = _pack(model, optimiser)
-        save_file({name: t.detach().contiguous() for name, t in model.state_dict().items()}, beside / MODEL)
+        tensors, values = _pack(objective, optimiser)
+        save_file({_short(name): t.detach().contiguous() for name, t in objective.state_dict().items()}, beside / MODEL)
         save_file(tensors, beside / OPTIMISER)
         if average is not None:
             save_file({name: t.contiguous() for name, t in average.state().items()}, beside / AVERAGE)
         trainer = {"format": FORMAT, "step": step, "world": world, "facts": dict(facts), "optimiser": values}
-        (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
+        digests = {path.name: _digest(path) for path in sorted(beside.iterdir())}
+        log: dict[str, Any] = {"bytes": 0, "digest": None}
         if (run / FILE_NAME).exists():
             sync(run / FILE_NAME)  # a checkpoint never outlives the records of its steps
+            size = (run / FILE_NAME).stat().st_size
+            log = {"bytes": size, "digest": _digest(run / FILE_NAME, size)}
+        trainer |= {"digests": digests, "log": log}
+        (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
     return final
 
 
@@ -113,56 +141,87 @@ def prune(run: Path, keep: int, *, keep_every: int = 0, protect: Collection[int]
 
 def restore(
     checkpoint: Path,
-    model: nn.Module,
+    objective: nn.Module,
     optimiser: torch.optim.Optimizer,
     facts: Facts,
     *,
     average: Ema | None = None,
     ranks: Ranks | None = None,
 ) -> int:
-    """Load a checkpoint into a model, its optimiser and its average, bit for bit, and return its step.
+    """Load a checkpoint into what trains, its optimiser and its average, bit for bit, and return its step.
 
-    Raises RunError naming every fact, or the first tensor, in which the run to resume differs from this one. Another
-    number of processes is one warning: the draws stay the same, sums are rounded differently.
+    Raises RunError naming every fact, or the first tensor, in which the run to resume differs from this one, and for
+    files that are not as they were written. Another number of processes, or a log that was changed since, is one
+    warning: the draws stay the same, sums are rounded differently.
     """
-    try:
+    with _readable(checkpoint):
         trainer = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
         if trainer.get("format") != FORMAT:
             raise RunError(
                 f"{checkpoint}: the run was started by an earlier blockdiff, whose recipes have other keys; go on with "
                 "that version, or start another run from its weights with model.path"
             )
+        if trainer["step"] != int(checkpoint.name.removeprefix("step-")):
+            raise ValueError(f"{TRAINER} is that of step {trainer['step']}")
         # Before any tensors: with other options there may be other files.
         _refuse_other_facts(checkpoint, trainer["facts"], json.loads(json.dumps(dict(facts))))
-        weights = load_file(checkpoint / MODEL)
-        tensors = load_file(checkpoint / OPTIMISER)
-        averages = None if average is None else load_file(checkpoint / AVERAGE)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise RunError(f"{checkpoint}: cannot be read ({error}); remove it to go on from an earlier one") from None
-    world = trainer.get("world", 1)
+        files = (MODEL, OPTIMISER, *((AVERAGE,) if average is not None else ()))
+        for name in files:
+            if _digest(checkpoint / name) != trainer["digests"][name]:
+                raise ValueError(f"{name} has changed since it was written")
+        tensors = {name: load_file(checkpoint / name) for name in files}
+        world, log, values = trainer["world"], trainer["log"], trainer["optimiser"]
+        written = checkpoint.parents[1] / FILE_NAME
+        if (_digest(written, log["bytes"]) if written.exists() else None) != log["digest"]:
+            warnings.warn(
+                f"{written}: was removed or edited since step {trainer['step']} was saved; "
+                "which step was the best is read off what is left",
+                stacklevel=2,
+            )
     if ranks is not None and ranks.is_main and ranks.world != world:
         warnings.warn(
             f"{checkpoint}: saved by {world} processes, resumed by {ranks.world}: "
             "the same batches and draws, but sums are rounded differently",
             stacklevel=2,
         )
-    _load_weights(checkpoint / MODEL, model, weights)
-    _unpack(checkpoint / OPTIMISER, model, optimiser, tensors, trainer["optimiser"])
-    if average is not None and averages is not None:
-        average.load(averages)
+    _load_weights(checkpoint / MODEL, objective, tensors[MODEL])
+    _unpack(checkpoint / OPTIMISER, objective, optimiser, tensors[OPTIMISER], values)
+    if average is not None:
+        average.load(tensors[AVERAGE])
     return int(trainer["step"])
 
 
-def restore_weights(checkpoint: Path, model: nn.Module, average: Ema | None = None) -> None:
+def restore_weights(checkpoint: Path, objective: nn.Module, average: Ema | None = None) -> None:
     """Load only the weights of a checkpoint, and their average: the best ones, to export."""
-    try:
+    with _readable(checkpoint):
         weights = load_file(checkpoint / MODEL)
-        averages = None if average is None else load_file(checkpoint / AVERAGE)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{checkpoint}: cannot be read ({error})") from None
-    _load_weights(checkpoint / MODEL, model, weights)
-    if average is not None and averages is not None:
+        averages = {} if average is None else load_file(checkpoint / AVERAGE)
+    _load_weights(checkpoint / MODEL, objective, weights)
+    if average is not None:
         average.load(averages)
+
+
+@contextmanager
+def _readable(checkpoint: Path) -> Iterator[None]:
+    """Makes one RunError of what is wrong with the files of a checkpoint."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        reason = f"{error} is missing in {TRAINER}" if isinstance(error, KeyError) else first_line(error)
+        raise RunError(f"{checkpoint}: cannot be read ({reason}); remove it to go on from an earlier one") from None
+
+
+def _digest(path: Path, size: int | None = None) -> str:
+    """A hash of a file, or of its first `size` bytes."""
+    with path.open("rb") as file:
+        if size is None:
+            return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+        return hashlib.blake2b(file.read(size)).hexdigest()[:32]
+
+
+def _short(name: str) -> str:
+    """The name of a tensor of the objective: those of its model without the prefix."""
+    return name.removeprefix("model.")
 
 
 def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
@@ -178,36 +237,36 @@ def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, An
         )
 
 
-def _load_weights(path: Path, model: nn.Module, weights: dict[str, Tensor]) -> None:
-    state = model.state_dict()
+def _load_weights(path: Path, objective: nn.Module, weights: dict[str, Tensor]) -> None:
+    state = {_short(name): tensor for name, tensor in objective.state_dict().items()}
     _refuse_difference(path, _shapes(state), _shapes(weights))
     with torch.no_grad():
         for name, tensor in state.items():
             tensor.copy_(weights[name])
 
 
-def _pack(model: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _pack(objective: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Optimiser state by `parameter name/key`: tensors, and what is not a tensor."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in objective.named_parameters():
         for key, value in optimiser.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 value = value.detach().contiguous()
-                tensors[f"{name}/{key}"] = value.clone() if key in SHARED else value
+                tensors[f"{_short(name)}/{key}"] = value.clone() if key in SHARED else value
             else:
-                values[f"{name}/{key}"] = value
+                values[f"{_short(name)}/{key}"] = value
     return tensors, values
 
 
 def _unpack(
     path: Path,
-    model: nn.Module,
+    objective: nn.Module,
     optimiser: torch.optim.Optimizer,
     tensors: dict[str, Tensor],
     values: dict[str, Any],
 ) -> None:
-    named = dict(model.named_parameters())
+    named = {_short(name): parameter for name, parameter in objective.named_parameters()}
     place = {
         parameter: index
         for index, parameter in enumerate(p for group in optimiser.param_groups for p in group["params"])

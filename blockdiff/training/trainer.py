@@ -303,7 +303,7 @@ class Trainer:
         p = self.parts
         with self.ranks.main_first(f"saving step {step}"):
             if self.ranks.is_main:
-                state.save(self.directory, step, p.model, p.optimiser, p.facts, self.ranks.world, average=p.average)
+                state.save(self.directory, step, p.objective, p.optimiser, p.facts, self.ranks.world, average=p.average)
                 self.prune()
 
     def prune(self) -> None:
@@ -349,31 +349,34 @@ class Trainer:
         try:
             with ranks.guarded(lambda: self.doing), caught(speaks=ranks.is_main) as signals:
                 self.ranks = replace(ranks, is_stopping=signals.is_stopping)
-                self.start()
-                with self.show.running(self.step):
-                    yield
+                self.refuse()
+                with state.entered(self.directory, self.resume, self.ranks) as checkpoint:
+                    self.start(checkpoint)
+                    with self.show.running(self.step):
+                        yield
         finally:
             if self.trackers is not None:
                 self.trackers.finish()
             ranks.close()
 
-    def start(self) -> None:
-        """Refuse what would fail late, build what trains, go back to the last checkpoint and cut the logs to it."""
+    def refuse(self) -> None:
+        """Refuse what would fail late, and say which keys have no effect."""
         self.show = Progress(self.recipe.train.steps, is_shown=self.ranks.is_main)
         refuse(self.recipe, self.ranks.world)
         for line in without_effect(self.recipe):
             self.show.line(f"note      {line}")
-        with state.entered(self.directory, self.resume, self.ranks) as checkpoint:
-            self.begin(
-                build(
-                    self.recipe,
-                    self.ranks,
-                    self.show,
-                    checkpoint,
-                    make_objective=self.make_objective,
-                    make_optimiser=self.make_optimiser,
-                )
-            )
+
+    def start(self, checkpoint: Path | None) -> None:
+        """Build what trains as it was at a checkpoint, or from the start, and cut the logs to it."""
+        parts = build(
+            self.recipe,
+            self.ranks,
+            self.show,
+            checkpoint,
+            make_objective=self.make_objective,
+            make_optimiser=self.make_optimiser,
+        )
+        self.begin(parts)
         self.show.line(f"run       {self.directory}: {self.plan()}, {self.ranks.world} x {self.ranks.device}")
         if checkpoint is not None:
             self.show.line(f"resumed   {checkpoint}")

@@ -284,6 +284,62 @@ def test_a_parameter_frozen_since_is_named(tmp_path):
         state.restore(tmp_path / "checkpoints" / "step-2", frozen, build(frozen, lr=0.1), FACTS)
 
 
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+        ("optimiser.safetensors", lambda content: content[:-4096] + bytes(4096)),
+        ("trainer.json", lambda content: b"{}"),
+        ("trainer.json", lambda content: b"[]"),
+        ("trainer.json", lambda content: content.replace(b'"facts"', b'"fact"')),
+        ("trainer.json", lambda content: content.replace(b'"digests": {', b'"digests": 7, "others": {')),
+        ("trainer.json", lambda content: content.replace(b'"step": 2', b'"step": 4')),
+    ],
+)
+def test_what_was_changed_in_a_checkpoint_is_noticed_in_one_line(tmp_path, name, damage):
+    objective, optimiser = run_to(tmp_path, 2)
+    file = tmp_path / "checkpoints" / "step-2" / name
+    before = file.read_bytes()
+    file.write_bytes(damage(before))
+    assert file.read_bytes() != before
+    with pytest.raises(RunError, match=r"step-2: (cannot be read .* remove it|the run was started by an earlier)"):
+        state.restore(file.parent, objective, optimiser, FACTS)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda log: log.write_text(log.read_text().replace("1", "2"))])
+def test_a_log_that_was_removed_or_edited_is_one_warning(tmp_path, damage):
+    objective, optimiser = run_to(tmp_path, 2)
+    damage(tmp_path / "metrics.jsonl")
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl: was removed or edited since step 2 was saved"):
+        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS)
+
+
+def test_two_processes_do_not_train_into_one_directory(tmp_path):
+    run = tmp_path / "run"
+    with state.entered(run, True, ALONE):
+        script = "import sys\nfrom tests.training.test_state import *\n"
+        script += "with state.entered(Path(sys.argv[1]), True, ALONE): pass"
+        command = [sys.executable, "-c", script, str(run)]
+        second = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+        assert "run: another process trains into this directory; wait for its end or stop it" in second.stderr
+        assert run.is_dir()
+    with state.entered(run, True, ALONE) as found:
+        assert found is None
+
+
+def test_what_an_objective_trains_beside_its_model_is_saved_too(tmp_path):
+    class Weighted(torch.nn.Module):
+        def __init__(self, start):
+            super().__init__()
+            self.model, self.weight = ToyObjective(), torch.nn.Parameter(torch.tensor([start]))
+
+    objective, other = Weighted(2.0), Weighted(5.0)
+    path = state.save(tmp_path, 1, objective, build(objective, lr=0.1), FACTS)
+    assert {"weight", "norm", "mix.weight"} <= load_file(path / "model.safetensors").keys()
+    state.restore(path, other, build(other, lr=0.1), FACTS)
+    assert other.weight.tolist() == [2.0]
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "optimiser.safetensors", "trainer.json"])
 def test_a_damaged_checkpoint_is_one_line_with_what_to_do(tmp_path, name):
     objective, optimiser = run_to(tmp_path, 2)
