@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from blockdiff.errors import BlockdiffError
@@ -52,38 +52,21 @@ def size(count: float) -> str:
 
 def _host_bytes(root: Path) -> int | None:
     """What the kernel says is available, and no more than the control groups of this process leave."""
-    limits = [_meminfo(root / "proc/meminfo"), *map(_left_in_group, _groups(root))]
-    return min((limit for limit in limits if limit is not None), default=None)
+    lines = [line.split() for line in _text(root / "proc/meminfo").splitlines()]
+    limits = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
+    own = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
+    for path in (PurePosixPath(own), *PurePosixPath(own).parents):
+        limits += _left_in_group(root / "sys/fs/cgroup" / path.relative_to("/"))
+    return min(limits, default=None)
 
 
-def _meminfo(file: Path) -> int | None:
-    lines = [line.split() for line in _text(file).splitlines()]
-    return next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), None)
-
-
-def _groups(root: Path) -> list[Path]:
-    """The directories of the process's memory control group and of those around it, of both versions."""
-    found = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            top = root / "sys/fs/cgroup" / controllers
-            own = top / path.lstrip("/")
-            found += [top, own, *(parent for parent in own.parents if top in parent.parents)]
-    return found
-
-
-def _left_in_group(group: Path) -> int | None:
-    """The limit of a group less what its processes hold; file pages that can be dropped do not count as held."""
-    for limit, usage, droppable in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        most, held = _text(group / limit).strip(), _text(group / usage).strip()
-        if most.isdecimal() and held.isdecimal():
-            statistics = dict(line.split() for line in _text(group / "memory.stat").splitlines())
-            return max(0, int(most) - int(held) + int(statistics.get(droppable, 0)))
-    return None
+def _left_in_group(group: Path) -> list[int]:
+    """The limit of a control group (version 2) less what it holds, without file pages that can be dropped; or none."""
+    most, held = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
+    if not most.isdecimal() or not held.isdecimal():
+        return []
+    statistics = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+    return [max(0, int(most) - int(held) + int(statistics.get("inactive_file", 0)))]
 
 
 def _text(file: Path) -> str:

@@ -15,6 +15,17 @@ from blockdiff.diffusion.temperature import LinearTemperature
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import family_of
 
+# Our settings and transformers' names of them; two more are no single number there.
+_THEIRS = {
+    "max_new_tokens": "max_new_tokens",
+    "max_steps": "max_denoising_steps",
+    "t_min": "t_min",
+    "t_max": "t_max",
+    "stability": "stability_threshold",
+    "confidence": "confidence_threshold",
+    "pad_id": "pad_token_id",
+}
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -86,31 +97,16 @@ class Generation:
         rule = acceptance.get("_cls_name", "EntropyBoundSamplerConfig")
         if rule != "EntropyBoundSamplerConfig":
             raise ValueError(f"sampler {rule!r} is not supported, only EntropyBoundSamplerConfig")
-        values: dict[str, Any] = {
-            "max_steps": config.get("max_denoising_steps"),
-            "entropy_bound": acceptance.get("entropy_bound"),
-            "t_min": config.get("t_min"),
-            "t_max": config.get("t_max"),
-            "stability": config.get("stability_threshold"),
-            "confidence": config.get("confidence_threshold"),
-            "max_new_tokens": config.get("max_new_tokens"),
-            "eos_ids": _ids(config.get("eos_token_id")),
-            "pad_id": config.get("pad_token_id"),
-        }
+        values = {ours: config.get(theirs) for ours, theirs in _THEIRS.items()}
+        values |= {"entropy_bound": acceptance.get("entropy_bound"), "eos_ids": _ids(config.get("eos_token_id"))}
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def to_dict(self) -> dict[str, Any]:
         """The settings in transformers' names, as generation_config.json holds them."""
         return {
-            "max_new_tokens": self.max_new_tokens,
-            "max_denoising_steps": self.max_steps,
+            **{theirs: getattr(self, ours) for ours, theirs in _THEIRS.items()},
             "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": self.entropy_bound},
-            "t_min": self.t_min,
-            "t_max": self.t_max,
-            "stability_threshold": self.stability,
-            "confidence_threshold": self.confidence,
             "eos_token_id": list(self.eos_ids),
-            "pad_token_id": self.pad_id,
         }
 
 

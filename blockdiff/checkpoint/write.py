@@ -21,7 +21,6 @@ from blockdiff.checkpoint.files import (
     GENERATION,
     INDEX,
     TOKENIZER_FILES,
-    WEIGHTS,
     Carried,
     first_line,
     read_tensors,
@@ -115,24 +114,20 @@ def _write_weights(
     fresh: Path, ours: Mapping[str, Tensor], carried: Carried, cast: torch.dtype | None, shard_bytes: int
 ) -> None:
     """Shards of at most `shard_bytes` (one tensor at least); the host holds one at a time."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     sizes = {name: tensor.numel() * (cast or tensor.dtype).itemsize for name, tensor in ours.items()}
     sizes |= {name: tensor.nbytes for name, tensor in carried.tensors.items()}
     sizes |= {name: place.nbytes for name, place in carried.stored.items()}
-    shards: list[list[str]] = [[]]
-    held = 0
-    for name in sorted(sizes):
-        if shards[-1] and held + sizes[name] > shard_bytes:
-            shards.append([])
-            held = 0
-        shards[-1].append(name)
-        held += sizes[name]
-
-    files = [WEIGHTS]
-    if len(shards) > 1:
-        files = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-        placed = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        _write_json(fresh / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": placed})
-    for file, names in zip(files, shards, strict=True):
+    split: Any = split_state_dict_into_shards_factory(
+        dict(sorted(sizes.items())),
+        get_storage_size=int,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    if split.is_sharded:
+        _write_json(fresh / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+    for file, names in split.filename_to_tensors.items():
         tensors = {name: ours[name].detach().to("cpu", cast) for name in names if name in ours}
         tensors |= {name: carried.tensors[name].cpu() for name in names if name in carried.tensors}
         tensors |= dict(read_tensors(carried.stored, [name for name in names if name in carried.stored]))

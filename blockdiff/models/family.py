@@ -202,9 +202,10 @@ class BlockDiffusionModel(nn.Module):
         """The dtype of the weights."""
         return self.vocabulary.table.dtype
 
-    def router_parameters(self) -> list[nn.Parameter]:
-        """The parameters that decide the routing: frozen by default when fine-tuning."""
-        return [p for name, p in self.named_parameters() if ".router." in name]
+    def parameters_of(self, part: str) -> list[nn.Parameter]:
+        """The parameters of one of the family's parts."""
+        family = family_of(self.config)
+        return [p for name, p in self.named_parameters() if family.part_of(name) == part]
 
     def rope(self, positions_BT: Tensor) -> dict[str, Rope]:
         """cos and sin of every kind of layer."""

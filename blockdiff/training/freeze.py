@@ -31,7 +31,7 @@ def freeze(model: BlockDiffusionModel, patterns: Sequence[str], trains_routers: 
     """
     named = dict(model.named_parameters())
     if not trains_routers:
-        for parameter in model.router_parameters():
+        for parameter in model.parameters_of("router"):
             parameter.requires_grad_(False)
     counts: dict[str, int] = {}
     for pattern in patterns:

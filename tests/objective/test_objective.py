@@ -170,7 +170,7 @@ def test_a_frozen_router_gets_no_gradient_and_changes_nobody_elses(pair):
     batch = batch_of(rows())
     routers = {name for name, _ in mine.named_parameters() if ".router." in name}
     assert len(routers) == 3 * 4
-    with without_gradient(mine.router_parameters()):
+    with without_gradient(mine.parameters_of("router")):
         frozen = gradients(mine, sum(objective_of(mine)(batch)))
     assert not routers & set(frozen)
     trained = gradients(mine, sum(objective_of(mine)(batch)))
@@ -193,7 +193,7 @@ def without_gradient(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def test_an_objective_leaves_what_trains_and_what_stands_still_as_it_is(pair):
-    chosen = pair[1].router_parameters()
+    chosen = pair[1].parameters_of("router")
     with without_gradient(chosen):
         objective_of(pair[1])
         assert {id(p) for p in pair[1].parameters() if not p.requires_grad} == {id(p) for p in chosen}
