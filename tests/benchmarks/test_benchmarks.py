@@ -148,14 +148,26 @@ def test_peak_memory_counts_what_is_held_at_once():
     assert peak_memory(work, CPU) == 2 * 2**20
 
 
-def test_the_benchmarks_need_nothing_that_a_bare_gpu_machine_lacks():
-    absent = "for name in ('accelerate', 'datasets', 'matplotlib', 'pydantic'): sys.modules[name] = None"
-    script = f"import sys\n{absent}\nimport benchmarks.__main__\nprint(*sys.modules)"
+def without_what_a_bare_gpu_machine_lacks(code: str) -> str:
+    """What a process prints that has only what kernels, models and sampling need."""
+    absent = ("accelerate", "datasets", "matplotlib", "pyarrow", "pydantic")
+    script = f"import sys\nfor name in {absent}: sys.modules[name] = None\n{code}"
     root = Path(__file__).resolve().parents[2]
-    run = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
-    loaded = run.stdout.split()
+    run = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def test_the_benchmarks_need_nothing_that_a_bare_gpu_machine_lacks():
+    loaded = without_what_a_bare_gpu_machine_lacks("import benchmarks.__main__\nprint(*sys.modules)").split()
     assert "blockdiff.objective" in loaded
     assert not [name for name in loaded if name.startswith(OUTSIDE)]
+
+
+def test_the_gpu_tests_are_found_on_a_bare_gpu_machine():
+    words = ["-q", "-m", "gpu", "--collect-only", "tests", "-p", "no:cacheprovider"]
+    found = without_what_a_bare_gpu_machine_lacks(f"import pytest\nsys.exit(pytest.main({words}))")
+    assert all(f"tests/{room}/" in found for room in ("kernels", "models", "benchmarks"))
 
 
 @pytest.mark.gpu

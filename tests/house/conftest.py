@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from blockdiff import checkpoint
-from blockdiff.data.sudoku import alphabet, write_splits
-from blockdiff.data.template import packaged_template
-from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.training import export
-from tests.chat_tokenizer import chat_tokenizer
 from tests.documents import ROOT
 
 
 @pytest.fixture(scope="session")
 def _quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Not at the top: a bare GPU machine, which has not all of this, reads this file too.
+    from blockdiff import checkpoint
+    from blockdiff.data.sudoku import alphabet, write_splits
+    from blockdiff.data.template import packaged_template
+    from blockdiff.data.tokenizer import character_tokenizer
+    from tests.chat_tokenizer import chat_tokenizer
+
     place = tmp_path_factory.mktemp("quickstart")
     (place / "recipes").symlink_to(ROOT / "recipes")
     puzzles = place / "data" / "sudoku4"
@@ -39,5 +40,5 @@ def quickstart(_quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     place = tmp_path / "quickstart"
     shutil.copytree(_quickstart, place, symlinks=True)
     monkeypatch.chdir(place)
-    monkeypatch.setattr(export, "draw_curves", lambda *_, **__: None)
+    monkeypatch.setattr("blockdiff.training.export.draw_curves", lambda *_, **__: None)
     return place
