@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.evals import task
 from blockdiff.objective import Objective
-from blockdiff.parallel.ranks import Ranks, from_accelerate
+from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.heldout import heldout
 from blockdiff.training.samples import sample_prompts
@@ -47,8 +46,6 @@ def figures(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    ranks = from_accelerate()
-    found = figures(ranks)
-    Path(sys.argv[1], f"found-{ranks.rank}.json").write_text(json.dumps(found))
-    ranks.close()
+def write_figures(ranks: Ranks, directory: Path) -> None:
+    """Write what this rank found to `directory`."""
+    (directory / f"found-{ranks.rank}.json").write_text(json.dumps(figures(ranks)))

@@ -1,6 +1,6 @@
 """What `test_lost_ranks.py` starts: two ranks of a toy run, of which one dies, hangs, is told to stop, or takes long.
 
-Forked after the imports, so that a scenario takes a second. Prints one JSON object per scenario.
+They are forked after the imports, so that a scenario takes a second.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -254,20 +253,19 @@ def outcome(name: str, directory: Path) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    # Before the forks, what joining and DDP would import in each of them.
-    import accelerate  # noqa: F401
-    import torch._dynamo
+def everything(directory: Path) -> None:
+    """Run all scenarios and write the outcome of each to `directory`.
 
-    # Scenarios mostly wait, so several run at a time, each watched by a process of its own.
+    They mostly wait, so several run at a time, each watched by a process of its own.
+    """
     running = 0
-    for each in sys.argv[2:] or SCENARIOS:
+    for name in SCENARIOS:
         if running == AT_A_TIME:
             os.wait()
             running -= 1
         if not os.fork():
-            os.write(1, (json.dumps(outcome(each, Path(sys.argv[1]))) + "\n").encode())  # whole, whoever else writes
+            found = outcome(name, directory)
+            (directory / f"{name}.json").write_text(json.dumps(found))
             os._exit(0)
         running += 1
     while running:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from blockdiff.data.plan import Plan
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.objective import Objective
-from blockdiff.parallel.ranks import Ranks, from_accelerate
+from blockdiff.parallel.ranks import Ranks
 from tests.oracle import tiny_config
 from tests.ranks import train_plainly
 
@@ -48,9 +47,3 @@ def everything(ranks: Ranks, directory: Path) -> None:
     records, tensors = train_plainly(objective, batches, ranks, 5e-4)
     save_file({name: t.contiguous() for name, t in tensors.items()}, directory / f"{ranks.rank}.safetensors")
     (directory / f"{ranks.rank}.json").write_text(json.dumps({"records": records, "rows": rows}))
-
-
-if __name__ == "__main__":
-    ranks = from_accelerate()
-    everything(ranks, Path(sys.argv[1]))
-    ranks.close()

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise, permutations
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +26,7 @@ from blockdiff.diffusion.weight import ElboWeight
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
+from tests.forked import run_ranks
 from tests.oracle import oracle, ours, tiny_config
 from tests.packed_ranks import everything
 
@@ -325,17 +322,7 @@ def test_two_processes_of_which_one_gets_nothing_train_as_one_does(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
     everything(Ranks(torch.device("cpu")), one)
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("--module", "tests.packed_ranks", str(two)),
-        ],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
-        timeout=120,
-        check=True,
-        capture_output=True,
-    )
+    run_ranks(2, everything, two)
     alone, first, second = (
         json.loads((where / f"{rank}.json").read_text()) for where, rank in ((one, 0), (two, 0), (two, 1))
     )

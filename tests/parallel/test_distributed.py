@@ -1,10 +1,9 @@
-"""Two and four processes of `accelerate launch` (gloo) train as one process does on the same global batch."""
+"""Two processes of `accelerate launch` and four forked ones (gloo) train as one does on the same global batch."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -16,13 +15,8 @@ from safetensors.torch import load_file
 
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks, from_accelerate
+from tests.forked import run, run_ranks
 from tests.ranks import differences, everything
-
-LAUNCH = [
-    *(sys.executable, "-m", "accelerate.commands.launch"),
-    *("--multi_gpu", "--num_machines", "1"),
-    *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -32,25 +26,29 @@ def one(tmp_path_factory):
     return directory
 
 
-def launch(world: int, directory: Path) -> Path:
-    subprocess.run(
-        [*LAUNCH, "--num_processes", str(world), "--module", "tests.ranks", str(directory)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
-        timeout=240,
-        check=True,
-    )
-    return directory
+def launch(directory: Path) -> None:
+    """`accelerate launch`, whose two ranks are processes of their own."""
+    from accelerate.commands.launch import main
+
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    sys.argv = ["accelerate launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    sys.argv += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    sys.argv += ["--module", "tests.ranks", str(directory)]
+    main()
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return launch(2, tmp_path_factory.mktemp("two"))
+    directory = tmp_path_factory.mktemp("two")
+    run(launch, directory, log=directory / "launch.log")
+    return directory
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return launch(4, tmp_path_factory.mktemp("four"))
+    directory = tmp_path_factory.mktemp("four")
+    run_ranks(4, everything, directory)
+    return directory
 
 
 def found(directory: Path, rank: int = 0) -> dict:

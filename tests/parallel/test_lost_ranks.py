@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +10,8 @@ import torch
 
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks
+from tests import losing_ranks
+from tests.forked import run
 from tests.losing_ranks import TIMEOUT
 
 KILLED = -9
@@ -22,16 +20,9 @@ KILLED = -9
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The outcome of every scenario of `losing_ranks`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.losing_ranks", str(tmp_path_factory.mktemp("runs"))],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    return {outcome["name"]: outcome for outcome in map(json.loads, done.stdout.splitlines())}
+    directory = tmp_path_factory.mktemp("runs")
+    run(losing_ranks.everything, directory, log=directory / "log")
+    return {path.stem: json.loads(path.read_text()) for path in directory.glob("*.json")}
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from blockdiff.parallel.ranks import Ranks
-from tests.eval_ranks import figures
+from tests.eval_ranks import figures, write_figures
+from tests.forked import run_ranks
 
 WORLD = 3
 
@@ -20,15 +17,7 @@ WORLD = 3
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
-    launch = ["--multi_gpu", "--num_processes", str(WORLD), "--num_machines", "1", "--mixed_precision", "no"]
-    launch += ["--dynamo_backend", "no", "--main_process_port", "0", "--module", "tests.eval_ranks"]
-    subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *launch, str(directory)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
-        timeout=240,
-        check=True,
-    )
+    run_ranks(WORLD, write_figures, directory)
     return [json.loads((directory / f"found-{rank}.json").read_text()) for rank in range(WORLD)]
 
 

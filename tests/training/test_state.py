@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from blockdiff.training import state
 from blockdiff.training.ema import Ema
 from blockdiff.training.optimiser import build
 from blockdiff.training.schedule import CosineDecay, learning_rate
+from tests.forked import run
 from tests.toy_objective import ToyObjective, slots, toy_batches
 from tests.toy_trainer import Options, train
 
@@ -204,54 +204,51 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
     assert tensors_of(tmp_path, 2)["norm"].tolist() == [4.0] * 8
 
 
-KILLED = """
-import os, shutil, signal, sys
-from pathlib import Path
-from blockdiff.training import state
-from tests.training import test_state
+def die_at_every_moment(folder: Path) -> None:
+    """Save step 6 of a run in `folder` again and again, each time in a process that dies one moment later."""
+    run_to(folder / "0", 1)  # imports what a first step imports, once
+    for moment in range(1, 40):
+        child = os.fork()
+        if child:
+            status = os.waitpid(child, 0)[1]
+            if status != signal.SIGKILL:
+                os._exit(status)  # that save went through: every moment has been died at
+        else:
+            save_and_die(folder / str(moment), moment)
+            os._exit(0)
 
-def dying(function):
-    def call(*args, **kwargs):
-        global calls
-        calls += 1
-        if calls == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **kwargs)
-    return call
 
-test_state.run_to(Path(sys.argv[1]) / "0", 1)  # imports what a first step imports, once
-for moment in range(1, 40):
-    child = os.fork()
-    if child:
-        status = os.waitpid(child, 0)[1]
-        if status != signal.SIGKILL:
-            sys.exit(status)  # that save went through: every moment has been died at
-        continue
-    run, calls = Path(sys.argv[1]) / str(moment), 0
-    objective, optimiser = test_state.run_to(run, 4)
-    # Every write, sync, rename and removal of a save is a moment to die at.
-    state.save_file = dying(state.save_file)
-    os.fsync = dying(os.fsync)
-    shutil.rmtree = dying(shutil.rmtree)
-    Path.rename = dying(Path.rename)
-    Path.write_text = dying(Path.write_text)
-    test_state.saved(run, 6, objective, optimiser)
-    os._exit(0)
-"""
+def save_and_die(run: Path, moment: int) -> None:
+    """Every write, sync, rename and removal of a save is a moment to die at."""
+    objective, optimiser = run_to(run, 4)
+    calls = 0
+
+    def dying(function):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    moments = [(state, "save_file"), (os, "fsync"), (shutil, "rmtree"), (Path, "rename"), (Path, "write_text")]
+    for place, name in moments:
+        setattr(place, name, dying(getattr(place, name)))
+    saved(run, 6, objective, optimiser)
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path):
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, timeout=120, check=True)
-    runs = sorted((run for run in tmp_path.iterdir() if run.name != "0"), key=lambda run: int(run.name))
+    run(die_at_every_moment, tmp_path, log=tmp_path.with_suffix(".log"))
+    runs = sorted((path for path in tmp_path.iterdir() if path.name != "0"), key=lambda path: int(path.name))
     assert len(runs) > 10
     reached = []
-    for run in runs:
-        checkpoint = state.enter(run, resume=True, ranks=ALONE)
+    for path in runs:
+        checkpoint = state.enter(path, resume=True, ranks=ALONE)
         objective = ToyObjective(5)
         reached.append(state.restore(checkpoint, objective, build(objective, lr=0.1), FACTS))
-        assert all(path.name.startswith("step-") for path in (run / "checkpoints").iterdir())
+        assert all(path.name.startswith("step-") for path in (path / "checkpoints").iterdir())
     assert reached == sorted(reached)
     assert set(reached) == {4, 6}
 

@@ -1,0 +1,99 @@
+"""Processes that cost a test no imports: one server process imports what they need and forks each of them.
+
+A target is a function of a module and its arguments are pickled, so a process shares nothing with the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockdiff.parallel.ranks import from_accelerate
+
+ROOT = Path(__file__).parents[1]
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.run", "accelerate", "datasets", "blockdiff.training.trainer", "tests.oracle"]
+)
+
+
+@contextlib.contextmanager
+def started(target: Callable[..., None], *arguments: Any, log: Path, **variables: str) -> Iterator[ForkServerProcess]:
+    """A process that runs `target(*arguments)` and is killed at the end of the context if it still runs then.
+
+    log: the file its stderr goes to; its stdout goes nowhere. variables: what its environment has beside that of the
+    first process.
+    """
+    with pytest.MonkeyPatch.context() as patch:  # for the server, which starts with the first process
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        process = SERVER.Process(target=_begin, args=(target, arguments, str(log), variables))
+        process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def run(target: Callable[..., None], *arguments: Any, log: Path) -> None:
+    """Run `target(*arguments)` in a process of its own; raises AssertionError with what it said when it fails."""
+    with started(target, *arguments, log=log) as process:
+        _finish([process], [log])
+
+
+def run_ranks(world: int, target: Callable[..., None], directory: Path, *arguments: Any) -> None:
+    """Run `target(ranks, directory, *arguments)` in `world` processes; raises AssertionError when one of them fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        logs = [directory / f"rank-{rank}.log" for rank in range(world)]
+        processes = [
+            stack.enter_context(
+                started(_join, target, directory, *arguments, log=log, **rank_variables(rank, world, port))
+            )
+            for rank, log in enumerate(logs)
+        ]
+        _finish(processes, logs)
+
+
+def rank_variables(rank: int, world: int, port: int) -> dict[str, str]:
+    """What a launcher puts in the environment of a rank on the CPU."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    return {**{name: str(n) for name, n in numbers.items()}, "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "1"}
+
+
+def _begin(target: Callable[..., None], arguments: tuple[Any, ...], log: str, variables: dict[str, str]) -> None:
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(handle, 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.environ |= variables
+    target(*arguments)
+
+
+def _join(target: Callable[..., None], *arguments: Any) -> None:
+    ranks = from_accelerate()
+    target(ranks, *arguments)
+    ranks.close()
+
+
+def _finish(processes: list[ForkServerProcess], logs: list[Path], seconds: float = 120) -> None:
+    """Wait for the processes, but no longer when one has failed."""
+    until = time.monotonic() + seconds
+    while any(process.exitcode is None for process in processes):
+        failed = any(process.exitcode for process in processes)
+        if failed or time.monotonic() > until:
+            break
+        multiprocessing.connection.wait([process.sentinel for process in processes if process.exitcode is None], 1)
+    codes = [process.exitcode for process in processes]
+    assert not any(code != 0 for code in codes), (codes, *(log.read_text() for log in logs))
