@@ -22,19 +22,19 @@ from blockdiff.training import state
 from blockdiff.training.ema import Ema
 from blockdiff.training.optimiser import build
 from blockdiff.training.schedule import CosineDecay, learning_rate
-from tests.forked import run
+from tests import forked
 from tests.toy_objective import ToyObjective, slots, toy_batches
 from tests.toy_trainer import Options, train
 
 ALONE = Ranks(torch.device("cpu"))
+FACTS = {"seed": 3, "optim.lr": 0.1}
+
+
 def saved(run, step, objective, optimiser, keep=2, **kept):
     """Save a step and remove the checkpoints that are not kept, as the trainer does."""
     path = state.save(run, step, objective, optimiser, FACTS)
     state.prune(run, keep, **kept)
     return path
-
-
-FACTS = {"seed": 3, "optim.lr": 0.1}
 
 
 def run_to(run: Path, stop: int, resume: bool = False, seed: int = 0, keep: int = 2):
@@ -240,7 +240,7 @@ def save_and_die(run: Path, moment: int) -> None:
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path):
-    run(die_at_every_moment, tmp_path, log=tmp_path.with_suffix(".log"))
+    forked.run(die_at_every_moment, tmp_path, log=tmp_path.with_suffix(".log"))
     runs = sorted((path for path in tmp_path.iterdir() if path.name != "0"), key=lambda path: int(path.name))
     assert len(runs) > 10
     reached = []
@@ -311,14 +311,17 @@ def test_a_log_that_was_removed_or_edited_is_one_warning(tmp_path, damage):
         state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS)
 
 
+def enter(run: Path) -> None:
+    with state.entered(run, True, ALONE):
+        pass
+
+
 def test_two_processes_do_not_train_into_one_directory(tmp_path):
     run = tmp_path / "run"
     with state.entered(run, True, ALONE):
-        script = "import sys\nfrom tests.training.test_state import *\n"
-        script += "with state.entered(Path(sys.argv[1]), True, ALONE): pass"
-        command = [sys.executable, "-c", script, str(run)]
-        second = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-        assert "run: another process trains into this directory; wait for its end or stop it" in second.stderr
+        words = "run: another process trains into this directory; wait for its end or stop it"
+        with pytest.raises(AssertionError, match=words):
+            forked.run(enter, run, log=tmp_path / "log")
         assert run.is_dir()
     with state.entered(run, True, ALONE) as found:
         assert found is None
