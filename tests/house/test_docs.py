@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 
 from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.spans import Spans, denoise_spans, encode_spans
-from tests.documents import DOCUMENTS, ROOT, blocks, name_of
+from blockdiff.training.callbacks import Callback
+from blockdiff.training.trainer import Trainer
+from tests.documents import DOCUMENTS, ROOT, blocks, code_of, name_of, table_rows
 
 COMING_FROM = ROOT / "docs" / "coming-from.md"  # its tables run too: test_coming_from.py
 ROW, CANVASES = "pqrABCDstEF$", ("ABCD", "EF$$")
@@ -72,3 +75,16 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(document: Path, quicks
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(document):
         block.run(names)
+
+
+@pytest.mark.parametrize(
+    ("document", "owner", "names"),
+    [("training.md", Trainer, {"fetch", "update", "evaluate"}), ("extending.md", Callback, {*vars(Callback)})],
+)
+def test_the_methods_that_a_document_lists_are_those_of_the_code(document: str, owner: type, names: set[str]) -> None:
+    cells = [code for _, row in table_rows(ROOT / "docs" / document) for code in code_of(row[0])]
+    calls = [call for cell in cells if (call := re.fullmatch(r"(\w+)\((.*)\)", cell)) and hasattr(owner, call[1])]
+    assert {name for name in names if not name.startswith("_")} <= {call[1] for call in calls}
+    for call in calls:
+        arguments = [*inspect.signature(getattr(owner, call[1])).parameters]
+        assert arguments == ["self", *filter(None, call[2].split(", "))]
