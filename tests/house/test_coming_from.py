@@ -40,4 +40,3 @@ def test_every_option_of_transformers_is_named() -> None:
     for function in (DiffusionGemmaForBlockDiffusion.generate, DiffusionGemmaForBlockDiffusion.forward):
         options |= set(inspect.signature(function).parameters)
     assert not options - named - {"self", "kwargs", "transformers_version"}
-
