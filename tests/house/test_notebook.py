@@ -59,3 +59,9 @@ def test_the_stored_outputs_show_no_place_of_the_machine_they_come_from() -> Non
     for output in stored:
         texts = [output.get("text", ""), *(v for k, v in output.get("data", {}).items() if k != "image/png")]
         assert not re.search(r"/(home|tmp|root|usr|opt|Users)/|site-packages", "".join(texts))
+
+
+def test_the_documents_that_it_names_exist() -> None:
+    text = "".join(cell.source for cell in read().cells if cell.cell_type == "markdown")
+    named = re.findall(r"`((?:docs|recipes)/[\w./-]+)`", text)
+    assert named and all((ROOT / name).exists() for name in named)
