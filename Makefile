@@ -28,7 +28,7 @@ install: $(INSTALLED) ## make the environment in .venv and install blockdiff int
 
 quickstart: $(INSTALLED) ## make sudoku data, train a small model, evaluate it, draw how it solves one
 	rm -rf $(RUN)
-	$(BLOCKDIFF) data sudoku --size 4 --count 61000 --split train=60000 --split test=1000 --output $(PUZZLES)
+	$(BLOCKDIFF) data sudoku --size 4 --count 61000 --split train=60000 --split test=1000 --output $(PUZZLES) --overwrite
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc_per_node 2 -m blockdiff train recipes/quickstart.yaml --output $(RUN)
 	@sed -n 5p $(PUZZLES)/test.jsonl > $(RUN)/puzzle.jsonl
 	$(BLOCKDIFF) sample $(RUN)/model --prompts $(RUN)/puzzle.jsonl --trace $(RUN)/denoising.html

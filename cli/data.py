@@ -25,6 +25,7 @@ data = typer.Typer(
 )
 def sudoku(
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for NAME.jsonl and tokenizer/.")],
+    overwrite: options.Overwrite = False,
     size: Annotated[int, typer.Option(help="Side of the grid: 4 or 9.")] = 4,
     count: Annotated[
         int | None, typer.Option(help="Puzzles in all (default: what the splits add to).")
@@ -43,6 +44,8 @@ def sudoku(
         raise typer.BadParameter(f"{size} is neither 4 nor 9", param_hint="--size")
     from blockdiff.data.sudoku import write_splits
 
+    for written in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
+        options.prepare_output(output / written, overwrite=overwrite)
     for written in write_splits(output, size, counts, seed):
         print(written)
     print(f"written to {output}")
@@ -57,6 +60,7 @@ def tokenizer(
         list[str], typer.Argument(metavar="SOURCE...", help="Files, directories, patterns or hub ids.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the tokenizer's files.")],
+    overwrite: options.Overwrite = False,
     columns: options.Columns = None,
     vocab_size: Annotated[int, typer.Option(min=1, help="Tokens in all.")] = 4096,
     subset: options.Subset = None,
@@ -72,6 +76,7 @@ def tokenizer(
     from blockdiff.data.tokenizer import byte_level_bpe
     from blockdiff.terminal import quiet
 
+    options.prepare_output(output / "tokenizer.json", *sources, overwrite=overwrite)
     quiet()
     chosen, counts = options.parse_columns(columns), Counter[str]()
     named = [Source(source, subset=subset, split=split, columns=chosen) for source in sources]
@@ -84,7 +89,6 @@ def tokenizer(
                 yield text
 
     made = byte_level_bpe(texts(), vocab_size)
-    options.make_parent(output / "tokenizer.json")
     made.save_pretrained(output)
     print(f"{len(made):,} tokens from {counts['rows']:,} rows, {counts['characters']:,} characters")
     print(f"written to {output}")

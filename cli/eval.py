@@ -19,6 +19,7 @@ def evaluate(
     task: Annotated[str, typer.Option(help=f"What is right: {', '.join(TASKS)}.")],
     data: Annotated[str, typer.Option(help="Rows of the task: a file, a directory, a pattern or a hub id.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON to write the numbers to.")] = None,
+    overwrite: options.Overwrite = False,
     columns: options.Columns = None,
     subset: options.Subset = None,
     split: options.Split = "test",
@@ -49,7 +50,7 @@ def evaluate(
     rows = [row.as_conversation() if chat else row for row in islice(rows_of(source), limit)]
     found = find_task(task)
     run.questions_of(rows, found)  # refused now rather than after the weights are read
-    options.make_parent(output)
+    options.prepare_output(output, model, data, overwrite=overwrite)
     quiet()
     sampler = Sampler.from_pretrained(model, dtype=dtype, device=device, kernels=kernels)
     max_steps = steps or sampler.generation.max_steps

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from blockdiff.errors import BlockdiffError
+from blockdiff.files import matching
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory or a hub id.")]
 Overrides = Annotated[
@@ -21,6 +22,7 @@ Subset = Annotated[str | None, typer.Option(help="Configuration of a hub data se
 Split = Annotated[str, typer.Option(help="Of a hub data set or a directory.")]
 MaxSteps = Annotated[int | None, typer.Option("--steps", min=1, help="At most so many denoising steps per canvas.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the draws.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that are there already.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Requests that run together.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")]
@@ -42,11 +44,21 @@ def parse_columns(text: str | None) -> dict[str, str]:
     return columns
 
 
-def make_parent(path: Path | None) -> None:
-    """Make the directory that a file is to be written into, before any work is done for it."""
+def prepare_output(path: Path | None, *inputs: str | Path | None, overwrite: bool = False) -> None:
+    """Make the directory that a file is to be written into, before any work is done for it.
+
+    inputs: what the command reads, as the user named it: paths, patterns, or names of the Hub. Raises BlockdiffError
+    for a file that is one of them or lies in such a directory, and for one that is there unless `overwrite`.
+    """
     if path is None:
         return
     try:
+        if path.is_file():  # neither /dev/stdout nor a pipe
+            for found in (each for name in inputs if name is not None for each in matching(name)):
+                if found.resolve() in (path.resolve(), path.resolve().parent):
+                    raise BlockdiffError(f"{path}: is read by this command, so it is not written; choose another file")
+            if not overwrite:
+                raise BlockdiffError(f"{path}: is there already; choose another file, or replace it with --overwrite")
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BlockdiffError(f"{path}: cannot be written ({error.strerror}); choose another place") from None

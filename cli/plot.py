@@ -12,7 +12,7 @@ from blockdiff.cli import options
 
 def plot(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories of `blockdiff train`.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The PNG to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The PNG to write, or to draw anew.")],
 ) -> None:
     """Draw what runs measured: losses, also by noise level, sampled prompts and their steps per canvas, speed.
 
@@ -22,6 +22,6 @@ def plot(
 
     if output.suffix.lower() != ".png":
         raise typer.BadParameter(f"{output} is no .png file", param_hint="--output")
-    options.make_parent(output)
+    options.prepare_output(output, overwrite=True)  # runs hold no picture that it reads
     draw_comparison(runs, output)
     print(f"{output}: {len(runs)} run{'s' * (len(runs) != 1)}")

@@ -29,6 +29,7 @@ def sample(
     chat: Annotated[str | None, typer.Option(help="A user's message, put into the chat template.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSONL: prompt or messages, optionally id, seed.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSONL to write.")] = None,
+    overwrite: options.Overwrite = False,
     seed: options.Seed = 0,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Rounded up to whole canvases.")] = None,
     steps: options.MaxSteps = None,
@@ -48,6 +49,8 @@ def sample(
         raise typer.BadParameter("give exactly one of --prompt, --chat and --prompts", param_hint="--prompt")
     if trace is not None and trace.suffix not in TRACE_KINDS:
         raise typer.BadParameter(f"{trace} ends in none of {', '.join(TRACE_KINDS)}", param_hint="--trace")
+    if trace is not None and trace == output:
+        raise typer.BadParameter(f"{trace} is the file of --output, too", param_hint="--trace")
 
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Recorder, Request, Sampler, read_prompts
@@ -60,8 +63,8 @@ def sample(
         entries = [Request(1, prompt=prompt)]
     else:
         entries = [Request(1, messages=[{"role": "user", "content": str(chat)}])]
-    options.make_parent(output)
-    options.make_parent(trace)
+    for written in (output, trace):
+        options.prepare_output(written, model, prompts, overwrite=overwrite)
     quiet()
     sampler = Sampler.from_pretrained(model, dtype=dtype, device=device, kernels=kernels)
 

@@ -140,6 +140,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["sample", "m"], "give exactly one of --prompt, --chat and --prompts"),
         (["sample", "m", "--prompt", "a", "--chat", "b"], "give exactly one of"),
         (["sample", "m", "--prompt", "a", "--steps", "0"], "--steps"),
+        (["sample", "m", "--prompt", "a", "-o", "x.png", "--trace", "x.png"], "x.png is the file of --output, too"),
         (["sample", "m", "--prompt", "a", "--trace", "x.gif"], "x.gif ends in none of .html, .jsonl, .png"),
         (["eval", "m", "--task", "chess", "--data", "d.jsonl"], "'chess' is none of exact, gsm8k, sudoku"),
         (["data", "sudoku", "--size", "5", "--count", "3", "--output", "o"], "5 is neither 4 nor 9"),
@@ -164,6 +165,7 @@ GOOD = '{"prompt": "1=", "response": "2"}' + "\n"
 CHAT = '{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}' + "\n"
 TRAIN = "train {recipe} --output {here}/run"
 ROWS = TRAIN + " --set data.train={here}/rows.jsonl"
+PUZZLE = json.dumps({"prompt": "4.2332.423..1..2=", "response": "4123321423411432"})
 EVAL = "eval {model} --task sudoku --data {here}/rows.jsonl"
 # What is wrong: the command line, what its one line says, and the content of {here}/rows.jsonl.
 CORPUS: dict[str, tuple[str, str, str | bytes]] = {
@@ -194,6 +196,34 @@ CORPUS: dict[str, tuple[str, str, str | bytes]] = {
     "an empty prompts file": ("sample {model} --prompts {here}/rows.jsonl", "holds no prompt", "\n"),
     "only bad prompts": ("sample {model} --prompts {here}/rows.jsonl", "rows.jsonl:1: not an object", "3\n"),
     "an output below a file": ("sample {model} --prompt 1= --output {recipe}/o", "cannot be written", ""),
+    "prompts as output": (
+        "sample {model} --prompts {here}/rows.jsonl --output {here}/../{here.name}/rows.jsonl --overwrite",
+        "rows.jsonl: is read by this command",
+        GOOD,
+    ),
+    "prompts as trace": (
+        "sample {model} --prompts {here}/rows.jsonl --trace {here}/rows.jsonl", "is read by this command", GOOD
+    ),
+    "rows as output": (EVAL + " --output {here}/rows.jsonl --overwrite", "rows.jsonl: is read by this command", PUZZLE),
+    "an output in a directory of rows": (
+        "eval {model} --task sudoku --data {here} --output {here}/rows.jsonl --overwrite",
+        "rows.jsonl: is read by this command",
+        PUZZLE,
+    ),
+    "an output in the model": (
+        "sample {model} --prompt 1= --output {model}/config.json --overwrite",
+        "config.json: is read by this command",
+        "",
+    ),
+    "an output that is there": ("sample {model} --prompt 1= --output {here}/rows.jsonl", "with --overwrite", GOOD),
+    "a tokenizer that is there": (
+        "data tokenizer {here}/rows.jsonl --output {folder}/puzzles/tokenizer",
+        "tokenizer.json: is there already",
+        GOOD,
+    ),
+    "puzzles that are there": (
+        "data sudoku --split new=9 --split test=9 --output {folder}/puzzles", "test.jsonl: is there already", ""
+    ),
     "rows of another task": (EVAL, "rows.jsonl:1: not a sudoku", GOOD),
     "a solution that is none": (
         EVAL,
@@ -215,6 +245,7 @@ def test_a_mistake_is_one_line_that_says_where(workshop: Path, tmp_path: Path, n
     model, recipe = workshop / "run" / "model", workshop / "recipe.yaml"
     words = command.format(here=tmp_path, folder=workshop, model=model, recipe=recipe).split()
     assert expected in refusal(*words)
+    assert (tmp_path / "rows.jsonl").read_bytes() == (content if isinstance(content, bytes) else content.encode())
     # A command that could not start leaves nothing behind that would stop the next try.
     assert not (tmp_path / "run").exists() and not (tmp_path / "new").exists()
 
@@ -365,6 +396,8 @@ def test_output_lines_have_the_documented_fields(workshop: Path, tmp_path: Path,
     written = tmp_path / "made" / "o.jsonl"
     assert works(*words, "--max-new-tokens", "10", "--output", written, "--batch-size", "1") == ""
     assert [r["id"] for r in output_lines(written.read_text())] == ["a", 2, 3, "a", 5]
+    assert "is there already" in refusal(*words, "--output", written)
+    works(*words, "--output", written, "--overwrite")
 
 
 def test_a_prompts_file_without_a_prompt_is_one_message_and_no_record(workshop: Path, tmp_path: Path) -> None:

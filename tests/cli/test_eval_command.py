@@ -67,7 +67,7 @@ def test_gsm8k_needs_no_script(model, tmp_path):
 
 def test_exact_takes_conversations_and_a_limit_on_tokens(model, tmp_path):
     data, output = write(tmp_path / "test.jsonl", [CHAT] * 3), tmp_path / "e.json"
-    words = ("eval", model, "--task", "exact", "--data", data, "--output", output, "--limit", "2")
+    words = ("eval", model, "--task", "exact", "--data", data, "--output", output, "--overwrite", "--limit", "2")
     assert run(*words).exit_code == 0
     numbers = json.loads(output.read_text())
     assert (numbers["count"], numbers["errors"]) == (2, 0)
@@ -80,7 +80,7 @@ def test_the_same_seed_gives_the_same_answers(model, tmp_path):
     data, output = write(tmp_path / "test.jsonl", GSM8K), tmp_path / "e.json"
     texts = []
     for seed in ("1", "1", "2"):
-        words = ("--columns", "prompt=question,response=answer", "--output", output, "--seed", seed)
+        words = ("--columns", "prompt=question,response=answer", "--output", output, "--overwrite", "--seed", seed)
         assert run("eval", model, "--task", "gsm8k", "--data", data, *words).exit_code == 0
         texts.append([record["text"] for record in json.loads(output.read_text())["records"]])
     assert texts[0] == texts[1] != texts[2]
