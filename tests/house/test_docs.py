@@ -14,6 +14,7 @@ from blockdiff.spans import Spans, denoise_spans, encode_spans
 from blockdiff.training.callbacks import Callback
 from blockdiff.training.trainer import Trainer
 from tests.documents import DOCUMENTS, ROOT, blocks, code_of, name_of, table_rows
+from tests.house.test_imports import FLOORS
 
 COMING_FROM = ROOT / "docs" / "coming-from.md"  # its tables run too: test_coming_from.py
 ROW, CANVASES = "pqrABCDstEF$", ("ABCD", "EF$$")
@@ -44,6 +45,11 @@ def test_the_masks_of_the_design_are_those_of_the_code() -> None:
         assert [line[48 * place :][:45].rstrip() for line in denoisings] == denoising
 
 
+def test_the_floors_of_the_design_are_those_of_the_code() -> None:
+    rows = [row for _, row in table_rows(ROOT / "docs" / "design.md") if row[0].isdigit()]
+    assert {code_of(row[1])[0].rstrip("/").removesuffix(".py"): int(row[0]) for row in rows} == FLOORS
+
+
 def headings(document: Path) -> set[str]:
     """The anchors of a document's headings, as GitHub names them."""
     lines = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.M)
@@ -68,6 +74,16 @@ def test_every_file_that_a_document_names_in_full_exists(document: Path) -> None
         document.read_text(encoding="utf-8"),
     )
     assert not [word for word in words if not (ROOT / word).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_target_and_benchmark_that_a_document_names_exists(document: Path) -> None:
+    text, makefile = document.read_text(encoding="utf-8"), (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"(?:^ *|`)make ([a-z]+)", text, re.M):
+        assert re.search(rf"^{target}:.* ## ", makefile, re.M), target
+    for module in re.findall(r"python -m (benchmarks[\w.]*)", text):
+        path = ROOT.joinpath(*module.split("."))
+        assert path.is_dir() or path.with_suffix(".py").is_file(), module
 
 
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if d != COMING_FROM and [*blocks(d)]], ids=name_of)
