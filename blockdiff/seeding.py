@@ -1,6 +1,6 @@
 """The one source of randomness: draws with an address (seed, stream, index, position), no state.
 
-Philox4x32-10 (Salmon et al. 2011, "Ranks random numbers: as easy as 1, 2, 3") in int64 arithmetic, so the
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") in int64 arithmetic, so the
 CPU, a GPU and a kernel produce the same numbers, and no draw depends on batch neighbours or on a restart.
 """
 

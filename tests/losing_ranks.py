@@ -38,7 +38,8 @@ def toy_run(
     """Nine steps, saved after every third; `disturb(step)` comes between a step's batches or within a save."""
     objective = ToyObjective()
     optimiser = build(objective, lr=0.1)
-    found = state.enter(run, True, ranks)
+    with state.entered(run, True, ranks) as found:
+        pass
     start = state.restore(found, objective, optimiser, {}, ranks=ranks) if found else 0
     draw = toy_batches(slots(ranks, 4), 4)
     log = MetricsLog(run / "metrics.jsonl")

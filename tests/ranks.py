@@ -136,11 +136,16 @@ def failing(ranks: Ranks) -> str:
     return "finished"
 
 
+def enter(run: Path, resume: bool, ranks: Ranks) -> Path | None:
+    with state.entered(run, resume, ranks) as checkpoint:
+        return checkpoint
+
+
 def resumed(ranks: Ranks, run: Path) -> list[str]:
     """Save on every rank, be refused, resume; returns what each rank saw."""
     objective = ToyObjective(ranks.rank)
     optimiser = torch.optim.SGD(objective.parameters(), lr=0.1)
-    seen = [str(state.enter(run, resume=False, ranks=ranks))]
+    seen = [str(enter(run, False, ranks))]
     options = Options(2, save_every=1)
 
     def save(step: int) -> None:
@@ -153,10 +158,10 @@ def resumed(ranks: Ranks, run: Path) -> list[str]:
     batches = toy_batches(slots(ranks, BATCH), BATCH)
     train(objective, optimiser, lambda _: 0.1, batches, options, ranks, log=log, save=save)
     try:
-        state.enter(run, resume=False, ranks=ranks)
+        enter(run, False, ranks)
     except RunError:
         seen.append("refused")
-    checkpoint = state.enter(run, resume=True, ranks=ranks)
+    checkpoint = enter(run, True, ranks)
     assert checkpoint is not None
     again = ToyObjective(5)
     seen.append(str(state.restore(checkpoint, again, torch.optim.SGD(again.parameters(), lr=0.1), {})))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,12 +59,12 @@ class Signals:
 def caught(speaks: bool = True) -> Iterator[Signals]:
     """Surrounds training: signals inside are caught as `Signals` says, with a line on stderr if this one `speaks`.
 
-    For the main thread only, as Python has it. Handlers are put back at the end.
+    Handlers are put back at the end. In another thread than the main one Python allows none, so nothing is caught.
     """
-    signals = Signals(speaks)
-    before = {number: signal.signal(number, signals.handle) for number in HANDLED}
+    signals, is_main = Signals(speaks), threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, signals.handle) for number in HANDLED if is_main}
     try:
         yield signals
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python that had set it

@@ -46,10 +46,13 @@ def steps_saved(run: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
-def enter(run: Path, resume: bool, ranks: Ranks) -> Path | None:
-    """Open a run directory and return the checkpoint to go on from, None to start at step 0.
+@contextmanager
+def entered(run: Path, resume: bool, ranks: Ranks) -> Iterator[Path | None]:
+    """Hold a run directory; gives the checkpoint to go on from, None to start at step 0.
 
-    Raises RunError when a run is there and `resume` is not asked for. All ranks call it, before any writes.
+    Inside, no other process trains into the directory, and a start that fails leaves no empty one. All ranks call it
+    before any of them writes. Raises RunError when a run is there and `resume` is not asked for, when another process
+    holds the directory, and when the ranks see different checkpoints.
     """
     saved = steps_saved(run)
     if not resume and any((run / sign).exists() for sign in SIGNS_OF_A_RUN):
@@ -58,23 +61,17 @@ def enter(run: Path, resume: bool, ranks: Ranks) -> Path | None:
     latest = ranks.gather(max(saved, default=0))  # nobody goes on before everybody has looked
     if len(set(latest)) > 1:
         raise RunError(f"{run}: processes see checkpoints up to steps {latest}; put it where all of them see the same")
-    if ranks.is_main:
-        (run / FOLDER).mkdir(parents=True, exist_ok=True)
-        remove_leftovers(run / FOLDER)
-    ranks.barrier()
-    return saved[max(saved)] if saved else None
-
-
-@contextmanager
-def entered(run: Path, resume: bool, ranks: Ranks) -> Iterator[Path | None]:
-    """`enter`, and nobody else trains into the directory meanwhile; a start that fails leaves no empty directory."""
-    found = enter(run, resume, ranks)
-    handle = os.open(run, os.O_RDONLY) if ranks.is_main else None
+    handle = None
     try:
+        if ranks.is_main:
+            (run / FOLDER).mkdir(parents=True, exist_ok=True)
+            handle = os.open(run, os.O_RDONLY)
         if not ranks.agree(handle is None or _is_locked(handle)):
             raise RunError(f"{run}: another process trains into this directory; wait for its end or stop it")
         try:
-            yield found
+            if ranks.is_main:
+                remove_leftovers(run / FOLDER)
+            yield saved[max(saved)] if saved else None
         except BaseException:
             for directory in (run / FOLDER, run):
                 if ranks.is_main and directory.is_dir() and not any(directory.iterdir()):
@@ -110,7 +107,7 @@ def save(
 
     objective: what trains; the tensors of its `model` have the names they have there. `facts` (JSON values, such as
     seed and recipe) are compared by `restore`. A kill at any moment leaves the earlier checkpoints as they were and at
-    most a hidden directory that `enter` removes.
+    most a hidden directory that `entered` removes.
     """
     final = run / FOLDER / f"step-{step}"
     with whole_directory(final) as beside:

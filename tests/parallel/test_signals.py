@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -31,6 +32,15 @@ def test_other_ranks_say_nothing(capfd):
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.is_stopping() == signal.SIGTERM
     assert capfd.readouterr().err == ""
+
+
+def test_a_run_in_another_thread_goes_on_without_catching_signals():
+    def handler_inside():
+        with caught() as signals:
+            return signals.is_stopping(), signal.getsignal(signal.SIGINT)
+
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(handler_inside).result() == (0, signal.getsignal(signal.SIGINT))
 
 
 def test_a_second_signal_ends_the_process_by_that_signal():

@@ -37,12 +37,18 @@ def saved(run, step, objective, optimiser, keep=2, **kept):
     return path
 
 
+def enter(run: Path, resume: bool = True) -> Path | None:
+    """Enter a run directory and leave it; returns the checkpoint to go on from."""
+    with state.entered(run, resume, ALONE) as checkpoint:
+        return checkpoint
+
+
 def run_to(run: Path, stop: int, resume: bool = False, seed: int = 0, keep: int = 2):
     """Train a toy run of 9 steps up to step `stop`, saving every 2, as the command line would."""
     objective = ToyObjective(seed)
     optimiser = build(objective, lr=0.1)
     log = MetricsLog(run / "metrics.jsonl")
-    checkpoint = state.enter(run, resume, ALONE)
+    checkpoint = enter(run, resume)
     start = state.restore(checkpoint, objective, optimiser, FACTS) if checkpoint else 0
     log.cut(start)
     lr = partial(learning_rate, CosineDecay(), peak=0.1, steps=9, warmup_steps=3)
@@ -97,18 +103,18 @@ def test_a_run_killed_before_its_first_checkpoint_resumes_at_step_0(tmp_path):
 def test_an_existing_run_is_not_started_over(tmp_path, sign):
     (tmp_path / sign).mkdir() if sign == "checkpoints" else (tmp_path / sign).write_text("")
     with pytest.raises(RunError, match="already holds a run with no checkpoint yet; go on with --resume"):
-        state.enter(tmp_path, resume=False, ranks=ALONE)
+        enter(tmp_path, resume=False)
 
 
 def test_the_refusal_says_how_far_the_run_got(tmp_path):
     run_to(tmp_path, 4)
     with pytest.raises(RunError, match="saved up to step 4"):
-        state.enter(tmp_path, resume=False, ranks=ALONE)
+        enter(tmp_path, resume=False)
 
 
 def test_a_directory_with_other_files_can_be_used(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    assert state.enter(tmp_path, resume=False, ranks=ALONE) is None
+    assert enter(tmp_path, resume=False) is None
 
 
 def test_only_the_newest_checkpoints_stay(tmp_path):
@@ -187,7 +193,7 @@ def test_another_number_of_processes_is_one_warning(tmp_path):
 def test_step_10_is_newer_than_step_9(tmp_path):
     for step in (9, 10):
         (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
-    assert state.enter(tmp_path, resume=True, ranks=ALONE) == tmp_path / "checkpoints" / "step-10"
+    assert enter(tmp_path) == tmp_path / "checkpoints" / "step-10"
 
 
 def test_a_checkpoint_holds_no_pickle(tmp_path):
@@ -245,7 +251,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path):
     assert len(runs) > 10
     reached = []
     for path in runs:
-        checkpoint = state.enter(path, resume=True, ranks=ALONE)
+        checkpoint = enter(path)
         objective = ToyObjective(5)
         reached.append(state.restore(checkpoint, objective, build(objective, lr=0.1), FACTS))
         assert all(path.name.startswith("step-") for path in (path / "checkpoints").iterdir())
@@ -311,20 +317,17 @@ def test_a_log_that_was_removed_or_edited_is_one_warning(tmp_path, damage):
         state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS)
 
 
-def enter(run: Path) -> None:
-    with state.entered(run, True, ALONE):
-        pass
-
-
 def test_two_processes_do_not_train_into_one_directory(tmp_path):
     run = tmp_path / "run"
     with state.entered(run, True, ALONE):
+        unfinished = run / "checkpoints" / ".step-2.1234.tmp"  # what the first one is just saving
+        unfinished.mkdir()
         words = "run: another process trains into this directory; wait for its end or stop it"
         with pytest.raises(AssertionError, match=words):
             forked.run(enter, run, log=tmp_path / "log")
-        assert run.is_dir()
-    with state.entered(run, True, ALONE) as found:
-        assert found is None
+        assert unfinished.is_dir()
+    assert enter(run) is None
+    assert not unfinished.exists()
 
 
 def test_what_an_objective_trains_beside_its_model_is_saved_too(tmp_path):
