@@ -110,21 +110,17 @@ def build(
     ranks: Ranks,
     show: Progress,
     saved: Path | None = None,
-    *,
-    make_objective: Callable[..., Objective] | None = None,
-    make_optimiser: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> Parts:
     """Make everything that a recipe names, and restore the checkpoint `saved`; says on the terminal what it is.
 
-    make_objective: what is called as `Objective` is. make_optimiser: makes another optimiser than the recipe's, from
-    the parameters that train. Raises RecipeError, DataError, CheckpointError or RunError in one line.
+    Raises RecipeError, DataError, CheckpointError or RunError in one line.
     """
     m, o, t = recipe.model, recipe.objective, recipe.train
     origin = read_origin(recipe)
     corruption = "mask" if isinstance(o.corruption, MaskToken) else "uniform"
     family_of(origin.config).require(predictions=o.prediction, corruptions=corruption, meshes="replicate")
     model = checkpoint.empty(origin.config, kernels=m.kernels)
-    objective = (make_objective or Objective)(
+    objective = (recipe.given.objective or Objective)(
         model,
         o.schedule,
         corruption_of(recipe, origin),
@@ -167,15 +163,13 @@ def build(
         eps=p.eps,
         weight_decay=p.weight_decay,
         layer_decay=p.layer_decay,
-        make=make_optimiser,
+        make=recipe.given.optimiser,
     )
     learning_rate = partial(
         schedule.learning_rate, p.schedule, peak=p.lr, steps=t.steps, warmup_steps=p.warmup_steps
     )
     average = Ema(objective, recipe.optim.ema) if recipe.optim.ema is not None else None
-    facts = facts_of(
-        recipe, origin, data, objective, {"objective": make_objective, "optimiser": make_optimiser}
-    )
+    facts = facts_of(recipe, origin, data, objective)
     step = 0
     if saved is not None:
         step = state.restore(saved, objective, optimiser, facts, average=average, ranks=ranks)

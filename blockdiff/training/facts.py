@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +36,8 @@ def objective_record(recipe: Recipe, objective: Any) -> dict[str, Any]:
     return record | {key: described(getattr(objective, key)) for key in live}
 
 
-def facts_of(recipe: Recipe, origin: Origin, data: Data, objective: Any, made_by: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same for a run to be resumed as the same run, by recipe key.
-
-    made_by: what made the objective and the optimiser, for which there are no keys; None = what recipes have.
-    """
+def facts_of(recipe: Recipe, origin: Origin, data: Data, objective: Any) -> dict[str, Any]:
+    """What must be the same for a run to be resumed as the same run, by recipe key."""
     sections = json.loads(recipe.model_dump_json()) | {"objective": objective_record(recipe, objective)}
     known: dict[str, Any] = {}
     for name, section in sections.items():
@@ -54,7 +50,7 @@ def facts_of(recipe: Recipe, origin: Origin, data: Data, objective: Any, made_by
     known["evaluation.prompts"] = _hash([asdict(replace(row, where="")) for row in data.prompts])
     known["data.train"] = data.train.fingerprint
     known["data.heldout"] = None if data.heldout is None else data.heldout.fingerprint
-    return known | {name: None if part is None else described(part) for name, part in made_by.items()}
+    return known
 
 
 def _hash(value: Any) -> str:

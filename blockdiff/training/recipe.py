@@ -24,17 +24,21 @@ FILE_KEYS = {**dict.fromkeys(SOURCES, True), ("model", "path"): False, ("model",
 AnyRecipe = str | Path | Mapping[str, Any] | Recipe
 
 
-def read_recipe(source: AnyRecipe, overrides: Sequence[str] = ()) -> Recipe:
+def read_recipe(
+    source: AnyRecipe, overrides: Sequence[str] = (), given: Mapping[str, Mapping[str, Any]] | None = None
+) -> Recipe:
     """Read a recipe on top of those it `extends`, with `key.path=value` overrides (values are YAML) on top.
 
-    source: a path, the same as a mapping, or a recipe that was read. In a mapping, rows may stand for a source of rows
+    source: a path, the same as a mapping, or a recipe that was read. given: values from Python by section and key,
+    which come on top of everything. In a mapping, rows may stand for a source of rows
     (a `datasets.Dataset` or a list of mappings) and an object for a choice. Relative paths of data, weights and
     tokenizer are looked up from the current directory first, then from the directory of the recipe that names them.
     Raises RecipeError: one line with file, key path and cure.
     """
     merged: dict[str, Any] = {}
     origins: Origins = {}
-    for origin, directory, tree in _layers(source) + [_override_layer(text) for text in overrides]:
+    layers = _layers(source) + [_override_layer(text) for text in overrides]
+    for origin, directory, tree in [*layers, ("from Python", None, dict(given or {}))]:
         model, below = tree.get("model"), merged.get("model")
         if isinstance(model, dict) and (model.get("path") or model.get("preset")) and isinstance(below, dict):
             for other in ("path", "preset"):  # choosing one in a derived recipe replaces the other

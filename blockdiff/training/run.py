@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from blockdiff import checkpoint
-from blockdiff.errors import RecipeError
+from blockdiff.errors import RecipeError, RunError
 from blockdiff.metrics import FILE_NAME, Record, read
 from blockdiff.training import best
 from blockdiff.training.recipe import AnyRecipe, Recipe, read_recipe
 
-REPORT = "report.json"
+RECIPE, REPORT = "recipe.yaml", "report.json"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory: `Run("runs/a")`, and what `blockdiff.train` returns."""
+    """A run directory: `Run("runs/a")`, and what `blockdiff.train` returns.
+
+    A run that goes on or was stopped has records and a best step, and no report and no model yet. What is not there is
+    a RunError, or of the model a CheckpointError.
+    """
 
     directory: Path
 
@@ -29,43 +35,49 @@ class Run:
     @property
     def records(self) -> list[Record]:
         """The records of metrics.jsonl, in order."""
-        return read(self.directory / FILE_NAME)
+        return read(self._file(FILE_NAME))
 
     @property
     def report(self) -> dict[str, Any]:
         """The figures of the whole run, as report.json has them."""
-        report: dict[str, Any] = json.loads((self.directory / REPORT).read_text(encoding="utf-8"))
+        report: dict[str, Any] = json.loads(self._file(REPORT).read_text(encoding="utf-8"))
         return report
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The step whose weights are exported and its value of `evaluation.best`; None where no metric decides."""
-        metric = self.report["best_metric"]
-        return None if metric is None else best.best_saved(self.directory, self.records, metric)
+        """The saved step with the best value of `evaluation.best`, and that value; None where no metric decides.
+
+        At the end of a run its weights are exported.
+        """
+        recipe = yaml.safe_load(self._file(RECIPE).read_text(encoding="utf-8"))
+        return best.best_saved(self.directory, self.records, recipe["evaluation"]["best"])
 
     def model(self, **options: Any) -> Any:
         """The exported model; `options` go to `blockdiff.load`, the dtype is the stored one unless they say another."""
         return checkpoint.load(self.directory / "model", **{"dtype": "auto", **options})
+
+    def _file(self, name: str) -> Path:
+        path = self.directory / name
+        if not path.is_file():
+            raise RunError(f"{path}: no such file; the run has not come to write it, or the directory holds no run")
+        return path
 
 
 def settled(
     recipe: AnyRecipe,
     overrides: Sequence[str] = (),
     output: str | Path | None = None,
-    **parts: Any,
+    **sections: Mapping[str, Any],
 ) -> Recipe:
-    """The recipe of a run: with its directory in it, and with `parts` of the objective that are not None.
+    """The recipe of a run, with its directory in it.
 
-    Raises RecipeError where no directory is named, and for a part that lacks a method.
+    sections: what Python gives on top of the recipe and its overrides; a value None gives nothing. Raises RecipeError
+    where no directory is named, and as `read_recipe` does.
     """
-    read_in = read_recipe(recipe, overrides)
-    where = output if output is not None else read_in.output
+    given = {name: {key: value for key, value in keys.items() if value is not None} for name, keys in sections.items()}
+    settled = read_recipe(recipe, overrides, {name: keys for name, keys in given.items() if keys})
+    where = settled.output if output is None else output
     if where is None:
         name = recipe if isinstance(recipe, str | Path) else "recipe"
         raise RecipeError(f"{name}: output: missing; give --output DIR or set it in the recipe")
-    given = {key: part for key, part in parts.items() if part is not None}
-    changed = {
-        "output": str(Path(where).expanduser().absolute()),
-        "objective": read_in.objective.model_copy(update=given),
-    }
-    return read_recipe(read_in.model_copy(update=changed))  # checks the objects
+    return settled.model_copy(update={"output": str(Path(where).expanduser().absolute())})

@@ -25,6 +25,7 @@ from blockdiff.diffusion.weight import NoWeight, Weight
 from blockdiff.errors import DataError
 from blockdiff.training import objects
 from blockdiff.training.objects import Positive
+from blockdiff.training.one_of import by_class
 from blockdiff.training.schedule import CosineDecay, LearningRateSchedule
 
 Count = Annotated[int, Field(ge=0)]
@@ -195,6 +196,23 @@ class GenerationSection(Section):
     confidence: AboveZero | None = None
 
 
+def _from_python(value: Any) -> Any:
+    if value is None or callable(value):
+        return value
+    raise ValueError(f"it was given from Python; give it again from Python (got {value})")
+
+
+OnlyFromPython = Annotated[Callable[..., Any] | None, BeforeValidator(_from_python), PlainSerializer(by_class)]
+
+
+class GivenSection(Section):
+    """What only Python can give: a run directory records it, and it has to be given again to train from that."""
+
+    objective: OnlyFromPython = None  # called as `blockdiff.objective.Objective` is
+    optimiser: OnlyFromPython = None  # makes an optimiser from the parameters that train
+    trainer: OnlyFromPython = None  # the subclass of `Trainer` that trains
+
+
 class Recipe(Section):
     """Everything that decides a training run."""
 
@@ -207,6 +225,7 @@ class Recipe(Section):
     train: TrainSection
     evaluation: EvaluationSection = EvaluationSection()
     generation: GenerationSection = GenerationSection()
+    given: GivenSection = GivenSection()
 
     def resolved(self) -> str:
         """The recipe as YAML text, defaults filled in and paths located; it reads back as an equal recipe."""

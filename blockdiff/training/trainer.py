@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict, Unpack
+from typing import Any, NoReturn
 
 import torch
 
@@ -43,28 +43,17 @@ from blockdiff.training.step import Counts, Gradient, Skips, backpropagate
 from blockdiff.training.trackers import Trackers
 
 
-class Given(TypedDict, total=False):
-    """What may be given from Python. It is recorded by name and values, and resuming asks for the same.
-
-    schedule, corruption, weight: objects that replace the recipe's. objective: what is called as
-    `blockdiff.objective.Objective` is, a subclass for example. optimiser: makes one from the parameters that train,
-    such as a class of torch.optim or a `functools.partial` of one. callbacks: told of the run while it goes on.
-    """
-
-    schedule: Schedule | None
-    corruption: Corruption | None
-    weight: Weight | None
-    objective: Callable[..., Objective] | None
-    optimiser: Callable[..., torch.optim.Optimizer] | None
-    callbacks: Sequence[Callback]
-
-
 class Trainer:
     """One training run. Subclass it and override a method to change what happens there; the rest stays as it is.
 
-    The arguments are those of `blockdiff.train`. While `fit()` runs there are `step` (the optimiser step, counted from
-    1), `ranks`, `parts` (model, objective, optimiser, data, ...), `records` (all of metrics.jsonl, on the main
-    process) and `show` (what is printed).
+    schedule, corruption, weight: objects that replace the recipe's. objective: what is called as
+    `blockdiff.objective.Objective` is, a subclass for example. optimiser: makes one from the parameters that train,
+    such as a class of torch.optim or a `functools.partial` of one. All of these, and a subclass of `Trainer`, are
+    recorded by name and values, and resuming asks for the same. callbacks: told of the run while it goes on. The
+    other arguments are those of `blockdiff.train`.
+
+    While `fit()` runs there are `step` (the optimiser step, counted from 1), `ranks`, `parts` (model, objective,
+    optimiser, data, ...), `records` (all of metrics.jsonl, on the main process) and `show` (what is printed).
     """
 
     def __init__(
@@ -73,13 +62,24 @@ class Trainer:
         overrides: Sequence[str] = (),
         output: str | Path | None = None,
         resume: bool = False,
-        **given: Unpack[Given],
+        *,
+        schedule: Schedule | None = None,
+        corruption: Corruption | None = None,
+        weight: Weight | None = None,
+        objective: Callable[..., Objective] | None = None,
+        optimiser: Callable[..., torch.optim.Optimizer] | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
-        chosen = {key: given.get(key) for key in ("schedule", "corruption", "weight")}
-        self.recipe = settled(recipe, overrides, output, **chosen)
+        trainer = None if type(self) is Trainer else type(self)
+        self.recipe = settled(
+            recipe,
+            overrides,
+            output,
+            objective={"schedule": schedule, "corruption": corruption, "weight": weight},
+            given={"objective": objective, "optimiser": optimiser, "trainer": trainer},
+        )
         self.directory = Path(str(self.recipe.output))
-        self.resume, self.callbacks = resume, list(given.get("callbacks", ()))
-        self.make_objective, self.make_optimiser = given.get("objective"), given.get("optimiser")
+        self.resume, self.callbacks = resume, list(callbacks)
         self.began = time.perf_counter()
         self.trackers: Trackers | None = None
         self.records: list[Record] = []
@@ -368,15 +368,7 @@ class Trainer:
 
     def start(self, checkpoint: Path | None) -> None:
         """Build what trains as it was at a checkpoint, or from the start, and cut the logs to it."""
-        parts = build(
-            self.recipe,
-            self.ranks,
-            self.show,
-            checkpoint,
-            make_objective=self.make_objective,
-            make_optimiser=self.make_optimiser,
-        )
-        self.begin(parts)
+        self.begin(build(self.recipe, self.ranks, self.show, checkpoint))
         self.show.line(f"run       {self.directory}: {self.plan()}, {self.ranks.world} x {self.ranks.device}")
         if checkpoint is not None:
             self.show.line(f"resumed   {checkpoint}")
@@ -421,12 +413,29 @@ def train(
     overrides: Sequence[str] = (),
     output: str | Path | None = None,
     resume: bool = False,
-    **given: Unpack[Given],
+    *,
+    schedule: Schedule | None = None,
+    corruption: Corruption | None = None,
+    weight: Weight | None = None,
+    objective: Callable[..., Objective] | None = None,
+    optimiser: Callable[..., torch.optim.Optimizer] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train what a recipe says and return the run: `Trainer(...).fit()`, with every guarantee of the command.
 
     recipe: the path of a YAML recipe, a mapping with the same keys (rows may stand in it, in memory), or a Recipe.
-    overrides: `key.path=value` texts. output: the run directory. resume: go on from its last checkpoint. given: parts
-    of one's own, see `Given`. Raises what `Trainer.fit` raises.
+    overrides: `key.path=value` texts. output: the run directory. resume: go on from its last checkpoint. The others
+    are parts of one's own, as `Trainer` takes them. Raises what `Trainer.fit` raises.
     """
-    return Trainer(recipe, overrides, output, resume, **given).fit()
+    return Trainer(
+        recipe,
+        overrides,
+        output,
+        resume,
+        schedule=schedule,
+        corruption=corruption,
+        weight=weight,
+        objective=objective,
+        optimiser=optimiser,
+        callbacks=callbacks,
+    ).fit()

@@ -533,7 +533,7 @@ def test_a_recipe_with_rows_of_its_own_says_so_where_it_is_read_without_them(fol
     assert expected in refusal(folder / "recipe.yaml")
 
 
-WANTED = "recipe: objective.schedule: input should be an object with the methods alpha, noise, derivative"
+WANTED = "objective.schedule: input should be an object with the methods alpha, noise, derivative"
 
 
 @pytest.mark.parametrize(
@@ -545,8 +545,8 @@ WANTED = "recipe: objective.schedule: input should be an object with the methods
         ({"data": {"train": iter(ROWS)}}, "recipe: data.train: source 1: rows is a list_iterator; give a sequence"),
         ({"data": {"train": []}}, "recipe: data.train: list should have at least 1 item"),
         ({"data": {"train": "none.jsonl"}}, "recipe: data.train: no file 'none.jsonl'"),
-        ({"objective": {"schedule": Step()}}, WANTED),
-        ({"objective": {"schedule": Linear}}, WANTED),
+        ({"objective": {"schedule": Step()}}, f"recipe: {WANTED}"),
+        ({"objective": {"schedule": Linear}}, f"recipe: {WANTED}"),
         ({"data": {"max_length": Step()}}, "recipe: data.max_length: input should be null, 'truncate'"),
     ],
 )
@@ -558,7 +558,28 @@ def test_a_wrong_recipe_from_python_says_where_and_what(folder: Path, sections: 
 
 def test_a_run_takes_overrides_and_checks_parts_whatever_its_recipe_comes_as(folder: Path) -> None:
     read_before = read_recipe(from_python())
-    recipe = settled(read_before, ["seed=7"], output=folder / "run", schedule=Square(0.5))
+    recipe = settled(read_before, ["seed=7"], folder / "run", objective={"schedule": Square(0.5), "weight": None})
     assert (recipe.seed, recipe.output, recipe.objective.schedule) == (7, str(folder / "run"), Square(0.5))
-    with pytest.raises(RecipeError, match=f"^{WANTED}"):
-        settled(read_before, output=folder / "run", schedule=Step())
+    assert recipe.objective.weight == read_before.objective.weight
+    with pytest.raises(RecipeError, match=f"^from Python: {WANTED}"):
+        settled(read_before, output=folder / "run", objective={"schedule": Step()})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "part"),
+    [
+        ("objective", "schedule", Square(2.0)),
+        ("given", "objective", Square),
+        ("given", "optimiser", partial(Square, scale=3.0)),
+    ],
+)
+def test_the_recipe_of_a_run_asks_for_what_python_gave_and_takes_it(
+    folder: Path, section: str, key: str, part: Any
+) -> None:
+    given = {section: {key: part}}
+    made = settled(folder / "base.yaml", output=folder / "run", **given)
+    (folder / "recipe.yaml").write_text(made.resolved())
+    message = refusal(folder / "recipe.yaml")
+    assert f"recipe.yaml: {section}.{key}: " in message and "Square" in message
+    assert "was given from Python; give it again from Python" in message
+    assert settled(folder / "recipe.yaml", output=folder / "run", **given) == made

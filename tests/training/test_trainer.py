@@ -98,6 +98,10 @@ def test_overrides_and_the_metric_that_decides(inputs, tmp_path):
     run = blockdiff.train(inputs, ("train.steps=2", "evaluation.best=heldout_canvas_loss"), tmp_path / "run")
     step, value = run.best
     assert (step, value) == (2, run.records[-1]["heldout_canvas_loss"])
+    (run.directory / "report.json").unlink()  # as in a run that goes on or was stopped
+    assert run.best == (step, value)
+    with pytest.raises(RunError, match=r"report\.json: no such file; the run has not come to write it"):
+        _ = run.report
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(inputs, plain, tmp_path):
@@ -114,6 +118,8 @@ def test_a_run_is_not_started_over_and_an_unknown_key_is_refused(inputs, plain):
         blockdiff.Trainer({**inputs, "trian": {}}, output="run")
     with pytest.raises(RecipeError, match="output: missing"):
         blockdiff.Trainer(inputs)
+    with pytest.raises(TypeError, match="schedul"):
+        blockdiff.train(inputs, output="run", schedul=Squared())
 
 
 PARTS = {
@@ -129,13 +135,13 @@ def test_a_part_of_ones_own_trains_is_recorded_and_resumes_with_it_alone(name, i
     part = {name: PARTS[name]}
     two = ("train.steps=2",)
     run = blockdiff.train(inputs, two, tmp_path / "run", **part)
-    with pytest.raises(RunError, match=rf"the run was started with (objective\.)?{name} .*\S+\.\S+.*, not "):
+    with pytest.raises(RunError, match=rf"the run was started with (objective|given)\.{name} .*\S+\.\S+.*, not "):
         blockdiff.train(inputs, (), run.directory, resume=True)
     resumed = blockdiff.train(inputs, (), run.directory, resume=True, **part)
     whole = blockdiff.train(inputs, (), tmp_path / "whole", **part)
     assert torch.equal(weights_of(resumed), weights_of(whole))
     assert not torch.equal(weights_of(whole), weights_of(plain))
-    with pytest.raises(RunError, match=rf"the run was started with (objective\.)?{name} "):
+    with pytest.raises(RunError, match=rf"the run was started with (objective|given)\.{name} "):
         blockdiff.train(inputs, ("train.steps=5",), plain.directory, resume=True, **part)
 
 
@@ -203,6 +209,8 @@ def test_a_method_that_is_overridden_is_called_and_the_rest_stays(inputs, plain,
     run = Watching(inputs, output=tmp_path / "run").fit()
     assert [record["heldout_mood"] for record in run.records if record["kind"] == "heldout"] == [1.0] * 3
     assert torch.equal(weights_of(run), weights_of(plain))
+    with pytest.raises(RunError, match=r"the run was started with given\.trainer .*Watching.*, not null"):
+        blockdiff.train(inputs, ("train.steps=5",), run.directory, resume=True)
 
 
 def test_rows_in_memory_are_checked_and_named_like_those_of_a_file(inputs, tmp_path):
