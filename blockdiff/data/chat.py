@@ -96,6 +96,12 @@ class Encoder:
         text = json.dumps([template, options, more, bool(self.tokenizer.split_special_tokens)], default=str)
         return hashlib.blake2b((text + backend.to_str()).encode(), digest_size=16).hexdigest()
 
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        """A hash of the tokenizer, but not of its chat template."""
+        text = json.dumps(self.tokenizer.special_tokens_map, sort_keys=True, default=str) + self._backend().to_str()
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
     def encode(self, rows: Sequence[Row]) -> tuple[list[Example], Statistics]:
         """The examples of `rows` in order, and what became of the rows.
 

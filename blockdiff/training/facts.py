@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 FREE = {
     "output",
     "model.path",
-    "model.tokenizer",
-    "data.train",  # compared by content
+    "model.tokenizer",  # compared by content
+    "data.train",  # likewise
     "data.heldout",
     "data.cache",
     "evaluation.prompts",  # likewise
@@ -45,8 +45,9 @@ def facts_of(recipe: Recipe, origin: Origin, data: Data, objective: Any) -> dict
         if isinstance(section, dict):
             leaves = {f"{name}.{key}": value for key, value in section.items()}
         known |= {key: value for key, value in leaves.items() if key not in FREE}
-    # By content, wherever it lies: the shape of the model, the examples, the prompts.
+    # By content, wherever it lies: the shape of the model, the tokenizer, the examples, the prompts.
     known["model"] = _hash(origin.config.to_dict())
+    known["model.tokenizer"] = data.encoder.tokenizer_fingerprint
     known["evaluation.prompts"] = _hash([asdict(replace(row, where="")) for row in data.prompts])
     known["data.train"] = data.train.fingerprint
     known["data.heldout"] = None if data.heldout is None else data.heldout.fingerprint

@@ -345,6 +345,14 @@ def test_resuming_compares_the_model_and_the_rows_by_content_wherever_they_lie(w
     rows = (tmp_path / "puzzles" / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "puzzles" / "train.jsonl").write_text("".join([*rows[1:], rows[0]]))
     assert "data.train" in refusal(*moved)
+    (tmp_path / "puzzles" / "train.jsonl").write_text("".join(rows))
+    vocabulary = tmp_path / "puzzles" / "tokenizer" / "tokenizer.json"
+    swapped = {'"1": 5': '"1": 6', '"2": 6': '"2": 5'}
+    text = vocabulary.read_text()
+    vocabulary.write_text(re.sub("|".join(swapped), lambda found: swapped[found[0]], text))
+    assert vocabulary.read_text() != text
+    tokenizer = f"model.tokenizer={vocabulary.parent}"
+    assert 'model.tokenizer "' in refusal(*moved, "--set", tokenizer)
     other = json.loads(json.dumps(LITTLE))
     other["text_config"]["sliding_window"] = 4
     try:
