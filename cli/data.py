@@ -33,7 +33,7 @@ def sudoku(
     split: Annotated[
         list[str] | None, typer.Option(metavar="NAME=N", help="N puzzles in NAME.jsonl.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same puzzles.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The same seed gives the same puzzles.")] = 0,
 ) -> None:
     """Sudoku puzzles with one solution each, and the character tokenizer they are written in.
 

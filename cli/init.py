@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from blockdiff.cli import options
 from blockdiff.errors import CheckpointError
 
 
@@ -17,7 +18,7 @@ def init(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="Where to write it; must not hold a checkpoint yet.")
     ],
-    seed: Annotated[int, typer.Option(help="The same seed gives the same weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The same seed gives the same weights.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     tokenizer: Annotated[str | None, typer.Option(help="A directory or hub id to copy it from.")] = None,
 ) -> None:

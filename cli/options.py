@@ -21,7 +21,8 @@ Columns = Annotated[
 Subset = Annotated[str | None, typer.Option(help="Configuration of a hub data set.")]
 Split = Annotated[str, typer.Option(help="Of a hub data set or a directory.")]
 MaxSteps = Annotated[int | None, typer.Option("--steps", min=1, help="At most so many denoising steps per canvas.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of the draws.")]
+MAX_SEED = 2**64 - 1
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the draws.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that are there already.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Requests that run together.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16, float16 or float64.")]

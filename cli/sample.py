@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blockdiff.cli import options
-from blockdiff.errors import RequestError
+from blockdiff.errors import BlockdiffError, RequestError
 
 if TYPE_CHECKING:
     from blockdiff.sampling import Request, Result, Sampler, Trace
@@ -80,8 +82,8 @@ def sample(
     start, chunk = time.perf_counter(), 8 * batch_size
     counts: Counter[str] = Counter()
     first_error = None
-    lines = sys.stdout if prompts is not None else None
-    with nullcontext(lines) if output is None else output.open("w", encoding="utf-8") as file:
+    lines = sys.stdout.buffer if prompts is not None else None
+    with nullcontext(lines) if output is None else output.open("wb", buffering=0) as file:
         # In chunks, so that a long file shows results early; draws do not depend on what runs together.
         for first in range(0, len(entries), chunk):
             results = sampler.generate(
@@ -100,7 +102,7 @@ def sample(
                 counts["steps"] += sum(result.steps)
                 first_error = first_error or result.error
                 if file is not None:
-                    print(json.dumps(result.to_record(), ensure_ascii=False), file=file, flush=True)
+                    _write_line(file, result, output)
     seconds = time.perf_counter() - start
     if view is not None:
         view.close()
@@ -116,6 +118,25 @@ def sample(
             typer.echo(f"first failure: {first_error}", err=True)
     elif output is None and view is None:
         print(results[0].text)
+
+
+def _write_line(file: IO[bytes], result: Result, path: Path | None) -> None:
+    """Write one output line, whole or not at all; half a surrogate pair is written as the JSON escape it is."""
+    line = (json.dumps(result.to_record(), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    start = file.tell() if file.seekable() else None
+    try:
+        if file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.flush()
+    except OSError as error:
+        if path is None:
+            raise
+        if start is not None:
+            with suppress(OSError):  # /dev/full, say
+                file.truncate(start)
+        raise BlockdiffError(
+            f"{path}: {error.strerror}; it has the answers before that of {result.id!r}, ask for the others elsewhere"
+        ) from None
 
 
 def write_trace(path: Path, traces: list[Trace], sampler: Sampler) -> None:

@@ -35,7 +35,8 @@ class Outline:
     """What a config says, in words that all families share.
 
     bos, eos, pad: ids of special tokens as the config has them; experts, experts_per_token: 0 without;
-    cached_per_token: numbers that a prefix holds of one token; lines: the shape of the model for a person to read.
+    cached_per_token: numbers that a prefix holds of one token; positions: how many tokens a row may have; lines: the
+    shape of the model for a person to read.
     """
 
     vocab_size: int
@@ -47,6 +48,7 @@ class Outline:
     experts: int
     experts_per_token: int
     cached_per_token: int
+    positions: int
     lines: tuple[str, ...]
 
 

@@ -65,4 +65,8 @@ def _record(line: bytes) -> dict[str, Any]:
 def _id(value: Any) -> str | int:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise RequestError(f"id must be a string or an integer, got {json.dumps(value)[:80]}")
+    try:
+        str(value).encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError(r"id has half of a surrogate pair (\ud800-\udfff); repair the escape") from None
     return value

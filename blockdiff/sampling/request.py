@@ -39,6 +39,8 @@ class Request:
             raise RequestError(f"prompt must be text, got {self.prompt!r:.80}")
         if self.seed is not None and not _is_integer(self.seed):
             raise RequestError(f"seed must be an integer, got {self.seed!r:.80}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise RequestError(f"seed has 64 bits at most, got {self.seed!r:.80}")
         if self.messages is not None:
             _check_messages(self.messages)
 
@@ -71,7 +73,10 @@ class Result:
 
 @dataclass
 class Pending:
-    """A request that is being answered: its prompt tokens, its draws' seed, and the response so far."""
+    """A request that is being answered: its prompt tokens, its draws' seed, and the response so far.
+
+    `error` says why it cannot be answered any further.
+    """
 
     place: int
     id: str | int
@@ -81,6 +86,7 @@ class Pending:
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None
 
     def commit(self, tokens: list[int], steps: int, eos_ids: Sequence[int], is_last: bool) -> int:
         """Add a canvas to the response up to its first eos, which ends it; returns how many tokens that is."""

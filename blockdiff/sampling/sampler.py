@@ -20,6 +20,7 @@ from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.kernels.vocabulary import Stats, pack_allowed
+from blockdiff.models.family import family_of
 from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.draws import Draws
 from blockdiff.sampling.request import Pending, Prompt, Result, as_request, tokenised
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.models.prefix import Prefix
 
+NOT_FINITE = "the model's logits are not finite; are its weights? a wider --dtype may help"
 OnCanvas = Callable[[CommittedCanvas], object]
 OnStep = Callable[[Step], object]
 
@@ -52,6 +54,7 @@ class Sampler:
         choices: Choices | None = None,
     ):
         self.model, self.tokenizer = model, tokenizer
+        self._has_warned = False  # of tokens without a text
         origin = _origin(model)
         self.generation = generation or (Generation.from_pretrained(origin) if origin else Generation())
         self.choices = choices or (Choices.from_pretrained(origin) if origin else Choices())
@@ -64,7 +67,14 @@ class Sampler:
                 "a plain denoiser, as transformers and vLLM do",
                 stacklevel=2,
             )
-        special = special_tokens(getattr(model, "config", None), self.generation, tokenizer)
+        if tokenizer is not None and len(tokenizer) > model.vocab_size:
+            warnings.warn(
+                f"the tokenizer has {len(tokenizer)} tokens, the model {model.vocab_size}; is it that of the model?",
+                stacklevel=2,
+            )
+        config = getattr(model, "config", None)
+        self._positions = None if config is None else family_of(config).outline(config).positions
+        special = special_tokens(config, self.generation, tokenizer)
         self.generation = replace(self.generation, eos_ids=special.eos_ids, pad_id=special.pad_id)
 
     @classmethod
@@ -102,6 +112,13 @@ class Sampler:
             generation = replace(generation, max_new_tokens=max_new_tokens)
         if max_steps is not None:
             generation = replace(generation, max_steps=max_steps)
+        canvases = -(-generation.max_new_tokens // self.model.canvas_length)
+        room = None if self._positions is None else self._positions - canvases * self.model.canvas_length
+        if room is not None and room < 1:
+            raise RequestError(
+                f"max_new_tokens {generation.max_new_tokens} leaves no room for a prompt in the model's "
+                f"{self._positions} positions; ask for fewer"
+            )
         results: dict[int, Result] = {}
         pending: list[Pending] = []
         for place, prompt in enumerate(prompts):
@@ -110,7 +127,14 @@ class Sampler:
                 continue
             request = as_request(prompt, place)
             try:
-                pending.append(tokenised(request, place, seed, self.tokenizer, self.model.vocab_size))
+                asked = tokenised(request, place, seed, self.tokenizer, self.model.vocab_size)
+                if room is not None and len(asked.prompt_tokens) > room:
+                    raise RequestError(
+                        f"the prompt has {len(asked.prompt_tokens)} tokens, but the model's {self._positions} "
+                        f"positions leave room for {room} before {canvases} canvases; "
+                        "shorten it or lower max_new_tokens"
+                    )
+                pending.append(asked)
             except RequestError as error:
                 results[place] = Result.failed(request.id, error)
         # Prompts of similar length share a batch: less padding.
@@ -119,6 +143,9 @@ class Sampler:
             batch = pending[first : first + batch_size]
             self._answer(batch, generation, on_canvas, on_step)
             for each in batch:
+                if each.error is not None:
+                    results[each.place] = Result.failed(each.id, each.error)
+                    continue
                 text = self._text(each, generation.eos_ids)
                 results[each.place] = Result(each.id, text, each.tokens, str(each.finish_reason), each.steps)
         return [results[place] for place in range(len(prompts))]
@@ -132,13 +159,15 @@ class Sampler:
         for number in range(canvases):
             canvas_BL, steps = self._denoise(prefix, batch, number, generation, on_step)
             for each, tokens, count in zip(batch, canvas_BL.tolist(), steps, strict=True):
+                if each.error is not None:
+                    continue
                 kept = each.commit(tokens, count, generation.eos_ids, is_last=number + 1 == canvases)
                 if on_canvas is not None:
                     text = self._text(each, generation.eos_ids)
                     on_canvas(
                         CommittedCanvas(each.id, number, each.prompt, tokens, kept, text, count, each.finish_reason)
                     )
-            unfinished = [row for row, each in enumerate(batch) if each.finish_reason is None]
+            unfinished = [row for row, each in enumerate(batch) if each.finish_reason is None and not each.error]
             if not unfinished:
                 return
             if len(unfinished) < len(batch):
@@ -159,7 +188,10 @@ class Sampler:
     def _denoise(
         self, prefix: Prefix, batch: Sequence[Pending], number: int, generation: Generation, on_step: OnStep | None
     ) -> tuple[Tensor, list[int]]:
-        """Denoise canvas `number` of every row: the argmax canvases [B, L] and how many steps each took."""
+        """Denoise canvas `number` of every row: the argmax canvases [B, L] and how many steps each took.
+
+        A row whose logits are not finite gets an `error`, and its canvas means nothing.
+        """
         model, device = self.model, self.model.device
         seed_B = torch.tensor([_signed(each.seed) for each in batch], device=device)
         draws = Draws(seed_B, number, model.canvas_length, model.vocab_size)
@@ -190,9 +222,14 @@ class Sampler:
             is_last = step + 1 == generation.max_steps
             if step < generation.stability and not is_last:
                 continue  # no canvas can stop yet, so the host need not wait for the device
-            flags = [is_last or flag for flag in is_stopped_B.tolist()]
-            stopped = [row for row, flag in enumerate(flags) if flag]
-            staying = [row for row, flag in enumerate(flags) if not flag]
+            is_finite_B = stats.entropy.isfinite().all(-1)
+            flags = torch.stack((is_stopped_B, is_finite_B)).tolist()  # the one wait for the device
+            stopped: list[int] = []
+            staying: list[int] = []
+            for row, (is_stopped, is_finite) in enumerate(zip(*flags, strict=True)):
+                if not is_finite:
+                    batch[live[row]].error = f"{NOT_FINITE} (canvas {number + 1}, step {step + 1})"
+                (stopped if is_last or is_stopped or not is_finite else staying).append(row)
             if not stopped:
                 continue
             places = [live[row] for row in stopped]
@@ -225,6 +262,14 @@ class Sampler:
         if self.tokenizer is None:
             return ""
         # Not every eos of every tokenizer is a special token that decoding would leave out.
+        size = len(self.tokenizer)
+        if not self._has_warned and any(token >= size for token in answered.tokens):
+            self._has_warned = True
+            warnings.warn(
+                f"the model answers with tokens that the tokenizer, which has {size}, has no text for; "
+                "is it that of the model?",
+                stacklevel=1,
+            )
         has_end = bool(answered.tokens) and answered.tokens[-1] in eos_ids
         return str(self.tokenizer.decode(answered.tokens[: -1 if has_end else None], skip_special_tokens=True))
 

@@ -216,7 +216,7 @@ class GivenSection(Section):
 class Recipe(Section):
     """Everything that decides a training run."""
 
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     output: str | None = None
     model: ModelSection
     data: DataSection

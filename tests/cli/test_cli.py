@@ -140,6 +140,9 @@ def test_help_imports_nothing_heavy() -> None:
         (["sample", "m"], "give exactly one of --prompt, --chat and --prompts"),
         (["sample", "m", "--prompt", "a", "--chat", "b"], "give exactly one of"),
         (["sample", "m", "--prompt", "a", "--steps", "0"], "--steps"),
+        (["sample", "m", "--prompt", "a", "--seed", str(2**64)], "--seed"),
+        (["data", "sudoku", "--output", "o", "--seed", str(2**64)], "--seed"),
+        (["init", "tiny", "d", "--seed", str(2**64)], "--seed"),
         (["sample", "m", "--prompt", "a", "-o", "x.png", "--trace", "x.png"], "x.png is the file of --output, too"),
         (["sample", "m", "--prompt", "a", "--trace", "x.gif"], "x.gif ends in none of .html, .jsonl, .png"),
         (["eval", "m", "--task", "chess", "--data", "d.jsonl"], "'chess' is none of exact, gsm8k, sudoku"),
@@ -195,6 +198,13 @@ CORPUS: dict[str, tuple[str, str, str | bytes]] = {
     "no prompts file": ("sample {model} --prompts {here}/no.jsonl", "no.jsonl: No such file", ""),
     "an empty prompts file": ("sample {model} --prompts {here}/rows.jsonl", "holds no prompt", "\n"),
     "only bad prompts": ("sample {model} --prompts {here}/rows.jsonl", "rows.jsonl:1: not an object", "3\n"),
+    "an unending answer": ("sample {model} --prompt 1= --max-new-tokens 1000000000", "leaves no room for a prompt", ""),
+    "a seed of a recipe with more than 64 bits": (TRAIN + f" --set seed={2**64}", "seed: ", ""),
+    "a full disk": (
+        "sample {model} --prompts {here}/rows.jsonl --output /dev/full --steps 1",
+        "/dev/full: No space left on device; it has the answers before that of 1,",
+        GOOD,
+    ),
     "an output below a file": ("sample {model} --prompt 1= --output {recipe}/o", "cannot be written", ""),
     "prompts as output": (
         "sample {model} --prompts {here}/rows.jsonl --output {here}/../{here.name}/rows.jsonl --overwrite",

@@ -34,6 +34,8 @@ BAD = {
     b'{"messages": [{"role": "assistant", "content": "a"}]}': "left to answer",
     b'{"prompt": "a", "seed": "x"}': "seed must be an integer",
     b'{"prompt": "a", "id": 1.5}': "id must be a string or an integer",
+    b'{"prompt": "a", "id": "\\ud800", "seed": 1}': "id has half of a surrogate pair",
+    b'{"prompt": "a", "seed": 18446744073709551616}': "seed has 64 bits at most",
     b'{"prompt": "b", "id": 1}': "the id 1 is that of line 1 already",
 }
 

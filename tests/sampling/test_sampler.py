@@ -11,6 +11,7 @@ import torch
 from blockdiff.checkpoint import Carried
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.errors import RequestError
 from blockdiff.sampling.draws import STEPS_AHEAD, Draws
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
@@ -164,6 +165,7 @@ BAD = {
     "an answer already": ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "left to answer"),
     "an image": ([{"role": "user", "content": [{"type": "image"}]}], "images"),
     "a seed in words": (Request(1, prompt="a", seed="x"), "seed"),
+    "a seed of more than 64 bits": (Request(1, prompt="a", seed=2**64), "64 bits"),
     "neither text nor messages": (7, "messages"),
 }
 
@@ -217,3 +219,44 @@ def test_draws_have_an_address_and_follow_their_rows():
     assert not any(
         torch.equal(a, b) for a, b in zip(other, Draws(seeds[1:2], 2, L, V).of_step(0), strict=True)
     )
+
+
+def test_logits_that_are_not_finite_end_their_request_with_an_error_and_no_other():
+    broken = random_script(L, V, {}, {10: 0, 11: 2})
+
+    def script(last: int, canvas: int, step: int) -> torch.Tensor:
+        logits = broken(last, canvas, step)
+        if last == 11 and canvas == 1 and step >= 1:
+            logits[3] = float("nan")
+        return logits
+
+    requests = [Request(n, tokens=[n]) for n in (10, 11, 12)]
+    model, whole = ScriptedModel(script, L, V), ScriptedModel(broken, L, V)
+    results = Sampler(model, None, GENERATION).generate(requests)
+    expected = Sampler(whole, None, GENERATION).generate(requests)
+    assert results[0] == expected[0] and results[2] == expected[2]
+    assert results[1].finish_reason == "error" and results[1].tokens == []
+    assert "not finite" in results[1].error and "canvas 2, step 2" in results[1].error
+    # Its row leaves the batch at the step at which it is seen.
+    assert model.denoised[6:12] == [3, 3, 1, 1, 1, 1]
+
+
+def test_a_tokenizer_of_another_size_is_one_warning():
+    few = character_tokenizer("0123456789")
+    sampler = Sampler(scripted(), few, GENERATION)
+    with pytest.warns(UserWarning, match="no text for") as caught:
+        sampler.generate(["1", "2"])
+        sampler.generate(["3"])
+    assert len(caught) == 1 and f"which has {len(few)}" in str(caught[0].message)
+    with pytest.warns(UserWarning, match="has 66 tokens, the model 40"):
+        Sampler(scripted(), character_tokenizer("".join(map(chr, range(40, 103)))), GENERATION)
+
+
+def test_what_needs_more_positions_than_the_model_has_is_refused():
+    sampler = Sampler(scripted(), None, GENERATION)
+    sampler._positions = 5 * L
+    fits, too_long = sampler.generate([Request(1, tokens=[5] * 2 * L), Request(2, tokens=[5] * (2 * L + 1))])
+    assert fits.finish_reason == "length" and too_long.finish_reason == "error"
+    assert "17 tokens" in too_long.error and "40 positions leave room for 16 before 3 canvases" in too_long.error
+    with pytest.raises(RequestError, match="max_new_tokens 1000000000 leaves no room"):
+        sampler.generate([Request(1, tokens=[5])], max_new_tokens=10**9)

@@ -21,7 +21,7 @@ USED = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_activation", "initializer_range", "rms_norm_eps", "pad_token_id"),
     *("eos_token_id", "bos_token_id", "rope_parameters", "sliding_window", "layer_types", "final_logit_softcapping"),
-    *("num_experts", "top_k_experts", "moe_intermediate_size"),
+    *("num_experts", "top_k_experts", "moe_intermediate_size", "max_position_embeddings"),
     *("text_config", "vision_config", "canvas_length"),
 }
 # What has to be as the released model has it: the values that we implement. The last two are Gemma 4's, which
@@ -33,9 +33,9 @@ ONE_VALUE: dict[str, tuple[Any, ...]] = {
     "use_double_wide_mlp": (False, None),
     "num_kv_shared_layers": (0, None),
 }
-# Without effect on the text model: image tokens are not run, positions beyond the longest are turned like all others,
-# and what the tie of the text config says transformers does not read.
-IRRELEVANT = {"max_position_embeddings", "boi_token_id", "eoi_token_id", "image_token_id"}
+# Without effect on the text model: image tokens are not run, and what the tie of the text config says transformers does
+# not read.
+IRRELEVANT = {"boi_token_id", "eoi_token_id", "image_token_id"}
 
 KINDS = {"sliding_attention": "sliding", "full_attention": "full"}  # layer types, and our names of the kinds
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}  # names there, and in kernels/
@@ -157,6 +157,7 @@ def outline(config: Any) -> Outline:
         experts=text.num_experts,
         experts_per_token=text.top_k_experts,
         cached_per_token=sum(2 * each.num_key_value_heads * each.head_dim for each in heads),
+        positions=text.max_position_embeddings,
         lines=(
             f"{len(kinds)} layers ({sliding} sliding, window {text.sliding_window}; {len(kinds) - sliding} full), "
             f"hidden {text.hidden_size}, vocabulary {text.vocab_size:,}, canvas {config.canvas_length}",
