@@ -112,10 +112,13 @@ class MetricsLog:
         self.path = path
 
     def append(self, record: Record) -> None:
-        """Write one record as one line. Values must be finite: JSON has no NaN."""
+        """Write one record as one line. Values must be finite: JSON has no NaN. Raises OSError naming the file."""
         line = json.dumps(record, allow_nan=False) + "\n"
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line)
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def cut(self, step: int) -> list[Record]:
         """Forget what was logged after optimiser step `step`, and a last line cut short; returns the rest."""
@@ -131,21 +134,25 @@ def read(path: Path) -> list[Record]:
 
     Raises RunError naming the line when anything else is not a record.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     records = []
     # A complete file ends in a newline, so what follows the last one was cut short.
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            record = json.loads(line)
+            record = json.loads(line.decode("utf-8"), parse_constant=_no_number)
             if not isinstance(record["step"], int):
                 raise TypeError
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise RunError(f"{path}:{number}: not a metrics record; remove the line to go on") from None
         # Logs of version 0.1.0 have no kinds.
         if (known := next((METRICS[key].kind for key in record if key in METRICS), None)) is not None:
             record.setdefault("kind", known)
         records.append(record)
     return records
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(word)  # NaN and infinities, which no record has
 
 
 def of_kind(records: Iterable[Record], kind: Kind) -> list[Record]:

@@ -51,10 +51,10 @@ def test_cutting_back_a_run_that_never_logged_is_fine(tmp_path):
     assert MetricsLog(tmp_path / "metrics.jsonl").cut(0) == []
 
 
-@pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1.0}', "3"])
+@pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1.0}', "3", '{"step": 1, "loss": NaN}', "\udcff"])
 def test_a_line_that_is_no_record_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n' + line + "\n")
+    path.write_bytes(b'{"step": 1}\n' + line.encode("utf-8", "surrogateescape") + b"\n")
     with pytest.raises(RunError, match=r"metrics\.jsonl:2: not a metrics record"):
         read(path)
 
