@@ -57,7 +57,7 @@ def whole_directory(target: Path) -> Iterator[Path]:
     """A new directory to write into, which is synced and renamed to `target` when the block ends without an error.
 
     What stood at `target` is removed, or still stands there after an error. A kill can leave hidden directories
-    beside it, which `remove_leftovers` removes.
+    beside it, which `remove_leftovers` removes. Raises OSError with a filename.
     """
     fresh, old = _hidden(target), _hidden(target)
     fresh.mkdir(parents=True)
@@ -77,8 +77,20 @@ def whole_directory(target: Path) -> Iterator[Path]:
         sync(target.parent)
         if is_replaced:
             shutil.rmtree(old)
+    except OSError as error:
+        raise error if error.filename else OSError(error.errno, error.strerror or str(error), str(target)) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def unwritten(path: Path, error: Exception, needed: int) -> str:
+    """One line: why a directory could not be written, and how many bytes it needs where the disk may be full."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    reason = (error.strerror if isinstance(error, OSError) else None) or text
+    there = next((place for place in path.absolute().parents if place.is_dir()), Path("/"))
+    free = shutil.disk_usage(there).free
+    room = f"; it needs {needed:,} bytes, {free:,} are free" if free < needed or "space" in reason else ""
+    return f"{path}: cannot be written ({reason}{room})"
 
 
 def remove_directory(path: Path) -> None:
@@ -94,7 +106,10 @@ def remove_leftovers(directory: Path, name: str = "*", seconds: float = 0.0) -> 
         except OSError:  # whoever wrote it has just finished
             continue
         if not seconds or time.time() - written > seconds:
-            shutil.rmtree(left, ignore_errors=True)
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -22,13 +22,12 @@ from blockdiff.checkpoint.files import (
     INDEX,
     TOKENIZER_FILES,
     Carried,
-    first_line,
     read_tensors,
 )
 from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.errors import CheckpointError
-from blockdiff.files import whole_directory
+from blockdiff.files import unwritten, whole_directory
 from blockdiff.models.family import BlockDiffusionModel, family_of
 
 SHARD_BYTES = 5 * 10**9
@@ -67,7 +66,10 @@ def save(
             if choices is not None:
                 choices.save(fresh)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{target}: cannot be written ({first_line(error)})") from error
+        tensors = model.state_dict().values()
+        needed = sum(tensor.numel() * (resolve_dtype(dtype) if dtype else tensor.dtype).itemsize for tensor in tensors)
+        kept = "what stood there is as it was" if target.exists() else "nothing is left of it"
+        raise CheckpointError(f"{unwritten(target, error, needed)}; {kept}, choose a place with room") from error
     if model.carried is not None and target in model.carried.directories():
         # the files it pointed to have just been replaced
         model.carried = carried_by(target, family_of(model.config).names)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RunError
-from blockdiff.files import remove_directory, remove_leftovers, sync, whole_directory
+from blockdiff.files import remove_directory, remove_leftovers, sync, unwritten, whole_directory
 from blockdiff.metrics import FILE_NAME
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.ema import Ema
@@ -110,21 +110,31 @@ def save(
     most a hidden directory that `entered` removes.
     """
     final = run / FOLDER / f"step-{step}"
-    with whole_directory(final) as beside:
-        tensors, values = _pack(objective, optimiser)
-        save_file({_short(name): t.detach().contiguous() for name, t in objective.state_dict().items()}, beside / MODEL)
-        save_file(tensors, beside / OPTIMISER)
-        if average is not None:
-            save_file({name: t.contiguous() for name, t in average.state().items()}, beside / AVERAGE)
-        trainer = {"format": FORMAT, "step": step, "world": world, "facts": dict(facts), "optimiser": values}
-        digests = {path.name: _digest(path) for path in sorted(beside.iterdir())}
-        log: dict[str, Any] = {"bytes": 0, "digest": None}
-        if (run / FILE_NAME).exists():
-            sync(run / FILE_NAME)  # a checkpoint never outlives the records of its steps
-            size = (run / FILE_NAME).stat().st_size
-            log = {"bytes": size, "digest": _digest(run / FILE_NAME, size)}
-        trainer |= {"digests": digests, "log": log}
-        (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
+    tensors, values = _pack(objective, optimiser)
+    files = {
+        MODEL: {_short(name): tensor.detach().contiguous() for name, tensor in objective.state_dict().items()},
+        OPTIMISER: tensors,
+    }
+    if average is not None:
+        files[AVERAGE] = {name: tensor.contiguous() for name, tensor in average.state().items()}
+    try:
+        with whole_directory(final) as beside:
+            for name, content in files.items():
+                save_file(content, beside / name)
+            trainer = {"format": FORMAT, "step": step, "world": world, "facts": dict(facts), "optimiser": values}
+            digests = {path.name: _digest(path) for path in sorted(beside.iterdir())}
+            log: dict[str, Any] = {"bytes": 0, "digest": None}
+            if (run / FILE_NAME).exists():
+                sync(run / FILE_NAME)  # a checkpoint never outlives the records of its steps
+                size = (run / FILE_NAME).stat().st_size
+                log = {"bytes": size, "digest": _digest(run / FILE_NAME, size)}
+            trainer |= {"digests": digests, "log": log}
+            (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        needed = sum(tensor.nbytes for content in files.values() for tensor in content.values())
+        last = max(steps_saved(run), default=None)
+        kept = "nothing is saved yet" if last is None else f"step {last} is saved"
+        raise RunError(f"{unwritten(final, error, needed)}; {kept}: make room and go on with --resume") from error
     return final
 
 

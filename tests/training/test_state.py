@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from blockdiff.errors import RunError
@@ -322,12 +323,32 @@ def test_two_processes_do_not_train_into_one_directory(tmp_path):
     with state.entered(run, True, ALONE):
         unfinished = run / "checkpoints" / ".step-2.1234.tmp"  # what the first one is just saving
         unfinished.mkdir()
+        file = run / "checkpoints" / ".step-7.5678.tmp"
+        file.write_text("")
         words = "run: another process trains into this directory; wait for its end or stop it"
         with pytest.raises(AssertionError, match=words):
             forked.run(enter, run, log=tmp_path / "log")
         assert unfinished.is_dir()
     assert enter(run) is None
-    assert not unfinished.exists()
+    assert not unfinished.exists() and not file.exists()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left (os error 28)")]
+)
+def test_a_full_disk_is_one_line_that_says_what_is_needed_and_what_is_saved(tmp_path, monkeypatch, error):
+    def full(*_: object) -> None:
+        raise error
+
+    objective, optimiser = run_to(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "save_file", full)
+        words = r"step-4: cannot be written \(.*No space left .*; it needs [\d,]+ bytes, .* are free\); step 2 is saved"
+        with pytest.raises(RunError, match=words):
+            state.save(tmp_path, 4, objective, optimiser, FACTS)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        MetricsLog(Path("/dev/full")).append({"step": 1})
 
 
 def test_what_an_objective_trains_beside_its_model_is_saved_too(tmp_path):
