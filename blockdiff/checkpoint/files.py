@@ -19,6 +19,7 @@ from blockdiff.files import is_hub_id
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+MODEL = "model"  # the directory of the trained model in that of a run
 GENERATION = "generation_config.json"
 ADDED = "blockdiff.safetensors"  # what a tweaked model class adds (`added.py`)
 CHOICES = "blockdiff.json"  # what the model was trained for (`sampling.choices`)
@@ -72,14 +73,17 @@ class Carried:
 
 
 def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
-    """The directory of a checkpoint: the path itself, or the local copy of a Hub repository.
+    """The directory of a checkpoint: the path itself, the model in that run directory, or the copy of a Hub repository.
 
     Without weights only the small files beside them are fetched from the Hub. Raises CheckpointError where there is
-    neither.
+    none, and for one with a pipe or a device among its files: reading those may never end.
     """
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
-        return path
+        found = path / MODEL if not (path / CONFIG).exists() and (path / MODEL / CONFIG).exists() else path
+        for name in (CONFIG, WEIGHTS, INDEX, ADDED, *SIDE_FILES):
+            require_regular(found / name)
+        return found
     if path.exists():
         raise CheckpointError(f"{path} is a file; a checkpoint is a directory with {CONFIG} and {WEIGHTS}")
     if not is_hub_id(str(path_or_hub_id)):
@@ -94,6 +98,12 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
         raise CheckpointError(
             f"{path_or_hub_id}: no such directory, and not to be had from the Hub ({reason})"
         ) from error
+
+
+def require_regular(file: Path) -> None:
+    """Raises CheckpointError for what is there but is no file that can be read to its end."""
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file}: not a regular file; remove it or put a file there")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -159,6 +169,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _header(file: Path) -> dict[str, Stored]:
+    require_regular(file)
     try:
         with safe_open(file, framework="pt", device="cpu") as handle:
             return {name: _stored(file, handle.get_slice(name)) for name in list(handle.keys())}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blockdiff import memory
 from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shapes_of
@@ -71,13 +72,33 @@ def load_weights(
     filled: dict[str, list[str]] = {}
     for ours, hub in source.items():
         filled.setdefault(hub, []).append(ours)
+    sums = {}
     for hub, tensor in read_tensors(stored, filled):
         for ours in filled[hub]:
             # A copy even where nothing changes: the tensor read is a view of the file.
-            fill(model, ours, torch.empty(tensor.shape, dtype=target, device=place).copy_(tensor))
+            filling = torch.empty(tensor.shape, dtype=target, device=place).copy_(tensor)
+            fill(model, ours, filling)
+        sums[hub] = filling.sum(dtype=torch.float32 if target == torch.float16 else None)
+    _warn_of_not_finite(model, directory, sums, filled)
 
     model.carried = carried_by(directory, names, stored)
     return model.eval()
+
+
+def _warn_of_not_finite(
+    model: nn.Module, directory: Path, sums: Mapping[str, Tensor], filled: Mapping[str, list[str]]
+) -> None:
+    """One warning for weights that are not finite. Their sums say so, which cost the least to make; large weights may
+    give an infinite sum, too, so those are looked at."""
+    is_finite = torch.stack(list(sums.values())).isfinite().tolist()
+    state = model.state_dict()
+    wrong = [
+        hub
+        for hub, fine in zip(sums, is_finite, strict=True)
+        if not fine and not bool(state[filled[hub][0]].isfinite().all())
+    ]
+    if wrong:
+        warnings.warn(f"{directory}: {_are(wrong, 'not finite')}; the model answers nothing with them", stacklevel=3)
 
 
 def carried_by(directory: Path, names: Names, stored: Mapping[str, Stored] | None = None) -> Carried:

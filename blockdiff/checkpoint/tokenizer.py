@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from blockdiff.checkpoint.files import VOCABULARY_FILES
+from blockdiff.checkpoint.files import CONFIG, VOCABULARY_FILES, find, read_json
 from blockdiff.errors import CheckpointError
 
 
@@ -19,6 +19,10 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedConfig
 
     directory = Path(path_or_hub_id).expanduser()
+    if directory.is_dir():
+        directory = find(directory)
+        if (directory / CONFIG).exists():
+            read_json(directory / CONFIG)  # a broken one is not the tokenizer's fault
     name = str(directory if directory.is_dir() else path_or_hub_id)
     try:
         # Without files transformers makes an empty tokenizer of the model's type, which knows no word.

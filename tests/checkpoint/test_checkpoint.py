@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +31,7 @@ from blockdiff.checkpoint import (
     save,
 )
 from blockdiff.checkpoint.files import INDEX, WEIGHTS, stored_tensors
+from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import CheckpointError
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.diffusion_gemma.names import NAMES
@@ -210,6 +213,32 @@ def test_loading_holds_at_most_two_read_tensors_beside_the_model(written_by_tran
     assert peak <= 2
 
 
+def test_weights_that_are_not_finite_are_one_warning(damaged):
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[PROJECTION][3, 5] = float("nan")
+        tensors["model.decoder.norm.weight"][0] = float("-inf")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        edit(damaged, lambda tensors: tensors["model.decoder.norm.weight"].fill_(6e4))
+        load(damaged, "float16", "cpu")  # a large sum is not yet an infinite weight
+    edit(damaged, spoil)
+    with pytest.warns(UserWarning, match=f"damaged: tensors .*{PROJECTION}.* are not finite") as caught:
+        load(damaged, "bfloat16", "cpu")
+    assert len(caught) == 1
+
+
+def test_the_directory_of_a_run_stands_for_its_model_and_a_broken_config_is_not_the_tokenizers_fault(damaged):
+    run = damaged.parent / "run"
+    run.mkdir()
+    damaged.rename(run / "model")
+    assert load(run, "auto", "cpu").canvas_length == read_config(run).canvas_length
+    (run / "model" / "config.json").write_text("{")
+    for read in (load_tokenizer, read_config):
+        with pytest.raises(CheckpointError, match=r"run/model/config\.json: not readable as JSON"):
+            read(run)
+
+
 def test_a_loaded_model_does_not_depend_on_its_files_staying_as_they_are(damaged):
     model = load(damaged, "auto", "cpu")
     before = model.vocabulary.table.detach().clone()
@@ -265,6 +294,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no text config": (configure(text_config=None), ["config.json", "text_config"]),
     "bad value": (configure(text_config={"hidden_size": "wide"}), ["config.json", "hidden_size"]),
     "untied": (configure(tie_word_embeddings=False), ["config.json", "tie_word_embeddings"]),
+    "endless layers": (configure(text_config={"num_hidden_layers": 10**9}), ["num_hidden_layers is 1000000000"]),
+    "a pipe": (lambda d: ((d / "config.json").unlink(), os.mkfifo(d / "config.json")), ["config.json: not a regular"]),
+    "a pipe beside": (lambda d: os.mkfifo(d / "tokenizer_config.json"), ["tokenizer_config.json", "not a regular"]),
+    "a pipe as shard": (
+        lambda d: (index({PROJECTION: "p.safetensors"})(d), os.mkfifo(d / "p.safetensors")), ["not a regular"]
+    ),
     "no weights": (lambda d: (d / WEIGHTS).rename(d / "pytorch_model.bin"), [WEIGHTS, "pytorch_model.bin"]),
     "bad index": (index(["part.safetensors"]), [INDEX, "weight_map"]),
     "shard gone": (index({PROJECTION: "gone.safetensors"}), [INDEX, "gone.safetensors"]),
@@ -318,7 +353,9 @@ def test_a_failed_save_leaves_nothing_and_keeps_what_was(written_by_transformers
 
     monkeypatch.setattr(blockdiff.checkpoint.write, "save_file", full)
     for target in (out, tmp_path / "new"):
-        with pytest.raises(CheckpointError, match="No space left"):
+        needed = sum(tensor.nbytes for tensor in model.state_dict().values())
+        words = rf"{target}: cannot be written \(No space left on device; it needs {needed:,} bytes, .* are free\); "
+        with pytest.raises(CheckpointError, match=words + ("what stood there" if target == out else "nothing is left")):
             save(model, target, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert_same(all_tensors(out), before)

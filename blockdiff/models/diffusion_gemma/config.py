@@ -37,6 +37,7 @@ ONE_VALUE: dict[str, tuple[Any, ...]] = {
 # not read.
 IRRELEVANT = {"boi_token_id", "eoi_token_id", "image_token_id"}
 
+MOST_LAYERS = 1000
 KINDS = {"sliding_attention": "sliding", "full_attention": "full"}  # layer types, and our names of the kinds
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}  # names there, and in kernels/
 # RoPE types, and the parameters beside `rope_theta` that each may have.
@@ -52,6 +53,9 @@ def read(values: Mapping[str, Any]) -> DiffusionGemmaConfig:
 
     if not isinstance(values.get("text_config"), Mapping):
         raise CheckpointError("no text_config")
+    layers = values["text_config"].get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would write a list of that length
+        raise CheckpointError(f"text_config.num_hidden_layers is {layers}; at most {MOST_LAYERS} are read")
     own: dict[str, Any] = json.loads(json.dumps(values))
     if own.get("vision_config"):
         own["vision_config"] = _image_config(own["vision_config"])
