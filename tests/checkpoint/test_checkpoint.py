@@ -295,6 +295,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "bad value": (configure(text_config={"hidden_size": "wide"}), ["config.json", "hidden_size"]),
     "untied": (configure(tie_word_embeddings=False), ["config.json", "tie_word_embeddings"]),
     "endless layers": (configure(text_config={"num_hidden_layers": 10**9}), ["num_hidden_layers is 1000000000"]),
+    "an endless head": (configure(text_config={"head_dim": 10**9}), ["head_dim is 1000000000"]),
+    "an endless vocabulary": (configure(text_config={"vocab_size": 10**20}), ["vocab_size is 1"]),
     "a pipe": (lambda d: ((d / "config.json").unlink(), os.mkfifo(d / "config.json")), ["config.json: not a regular"]),
     "a pipe beside": (lambda d: os.mkfifo(d / "tokenizer_config.json"), ["tokenizer_config.json", "not a regular"]),
     "a pipe as shard": (

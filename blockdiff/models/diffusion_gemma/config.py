@@ -37,7 +37,8 @@ ONE_VALUE: dict[str, tuple[Any, ...]] = {
 # not read.
 IRRELEVANT = {"boi_token_id", "eoi_token_id", "image_token_id"}
 
-MOST_LAYERS = 1000
+# What transformers or our model makes lists of before any weights are looked at; all other sizes are bounded by 2^31.
+LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16, "global_head_dim": 2**16}
 KINDS = {"sliding_attention": "sliding", "full_attention": "full"}  # layer types, and our names of the kinds
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}  # names there, and in kernels/
 # RoPE types, and the parameters beside `rope_theta` that each may have.
@@ -53,9 +54,10 @@ def read(values: Mapping[str, Any]) -> DiffusionGemmaConfig:
 
     if not isinstance(values.get("text_config"), Mapping):
         raise CheckpointError("no text_config")
-    layers = values["text_config"].get("num_hidden_layers")
-    if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would write a list of that length
-        raise CheckpointError(f"text_config.num_hidden_layers is {layers}; at most {MOST_LAYERS} are read")
+    for name, value in values["text_config"].items():
+        most = LARGEST.get(name, 2**31)
+        if isinstance(value, int) and value > most:
+            raise CheckpointError(f"text_config.{name} is {value}; at most {most} is supported")
     own: dict[str, Any] = json.loads(json.dumps(values))
     if own.get("vision_config"):
         own["vision_config"] = _image_config(own["vision_config"])
