@@ -64,7 +64,7 @@ def measure(
         for number in range(1, steps + 1):
             window = micro_batches(examples["train"], plan, collator, number)
             optimiser.zero_grad(set_to_none=True)
-            counts = Counts.of(window, False, False, alone)
+            counts = Counts.over_ranks(window, False, False, alone)
             gradient = backpropagate(objective, weights, window, counts, 0.0, None, alone)
             clip_gradients(weights, gradient.norm, 1.0)
             optimiser.step()

@@ -14,7 +14,7 @@ from blockdiff.checkpoint.tokenizer import decoder
 from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example
 from blockdiff.plots.moments import visible
-from blockdiff.training.build import corruption_of, read_origin, trains_routers
+from blockdiff.training.build import corruption_of, read_base, trains_routers
 from blockdiff.training.data import read_data
 from blockdiff.training.freeze import freeze
 from blockdiff.training.progress import Progress
@@ -37,21 +37,21 @@ class Drawn:
 
 def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
     """Print the model a recipe starts from, its data, and the batch of optimiser step `step`."""
-    origin = read_origin(recipe)
-    model = checkpoint.empty(origin.config)
+    base = read_base(recipe)
+    model = checkpoint.empty(base.config)
     freeze(model, recipe.optim.freeze, trains_routers(recipe))
     show_shape(model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show)
-    data = read_data(recipe, origin)
+    data = read_data(recipe, base)
     for line in ("", *data.lines(), ""):
         show.line(line)
     batch, examples = data.batches(step)[0], data.examples_of(step)
-    alpha_BC, corruption = recipe.objective.schedule.alpha(batch.t_BC), corruption_of(recipe, origin)
+    alpha_BC, corruption = recipe.objective.schedule.alpha(batch.t_BC), corruption_of(recipe, base)
     noise = corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, recipe.seed)
     drawn = Drawn(batch, *noise, content_lengths(batch, examples), examples)
     ar = recipe.objective.ar_loss
     for line in summary(drawn, step, 0 if ar is None else ar.weight):
         show.line(line)
-    decode = decoder(origin.tokenizer)
+    decode = decoder(base.tokenizer)
 
     def shown(token: int) -> str:
         """Special tokens stay readable between letters; a line break shows as a sign."""

@@ -36,7 +36,7 @@ class Options:
 
 
 class ToyTrainer(Trainer):
-    """A trainer whose parts are given and whose methods call the functions in `watch` where there are any."""
+    """A trainer of what is given, whose methods call the functions in `watch` where there are any."""
 
     def __init__(
         self,
@@ -68,16 +68,16 @@ class ToyTrainer(Trainer):
         is_stopping = watch.pop("is_stopping", None)
         self.ranks = ranks if is_stopping is None else replace(ranks, is_stopping=is_stopping)
         self.options, self.batches, self.lr, self.watch = o, batches, lr, watch
-        self.records, self.seconds = list(logged or ()), seconds
         self.show = SimpleNamespace(step=lambda step: self.call("on_step"))
-        parts: Any = SimpleNamespace(
+        built: Any = SimpleNamespace(
             objective=objective,
             module=replicate(objective, ranks),
             optimiser=optimiser,
             average=None,
             step=start,
         )
-        self.begin(parts)
+        self.begin(built, list(logged or ()))
+        self.clock._seconds += seconds
 
     def call(self, name: str, default: Any = None) -> Any:
         function = self.watch.get(name)
@@ -86,8 +86,6 @@ class ToyTrainer(Trainer):
     @contextmanager
     def running(self) -> Iterator[None]:
         with self.ranks.guarded(lambda: self.doing):
-            self.go_on()
-            self.clock._seconds = self.seconds or self.clock._seconds
             yield
 
     def fetch(self, step: int) -> Sequence[Batch]:
@@ -122,9 +120,9 @@ class ToyTrainer(Trainer):
             self.records.append(record)
             self.watch["log"](record)
 
-    def keep(self) -> None:
+    def ensure_saved(self) -> None:
         if self.watch.get("save"):
-            super().keep()
+            super().ensure_saved()
 
     def save(self, step: int) -> None:
         self.call("save")

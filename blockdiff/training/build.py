@@ -14,7 +14,7 @@ from torch import nn
 from blockdiff import checkpoint, evals, memory
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.tokenizer import load_tokenizer
-from blockdiff.diffusion.corruption import Corruption
+from blockdiff.diffusion.corruption import Corruption, MaskCorruption
 from blockdiff.errors import RecipeError, RunError
 from blockdiff.evals.run import questions_of
 from blockdiff.models.family import family_of
@@ -37,8 +37,8 @@ from blockdiff.training.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What a run starts from, as far as it is known without the weights."""
+class Base:
+    """The model that a run starts from, as far as it is known without weights."""
 
     config: Any
     tokenizer: Any
@@ -58,10 +58,10 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Built:
     """What a trainer trains, with what, and on what."""
 
-    origin: Origin
+    base: Base
     data: Data
     model: Any
     objective: Objective
@@ -74,7 +74,82 @@ class Parts:
     step: int  # the optimiser step of the checkpoint that was restored, 0 = none was
 
 
-def read_origin(recipe: Recipe) -> Origin:
+def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = None) -> Built:
+    """Make everything that a recipe names, and restore the checkpoint `saved`; `show` prints what it is.
+
+    What can be refused without weights is refused before they are read. Optimiser and average are made of the
+    parameters as they are spread over the ranks. Raises RecipeError, DataError, CheckpointError or RunError, in one
+    line each.
+    """
+    base = read_base(recipe)
+    corruption = corruption_of(recipe, base)
+    noise = "mask" if isinstance(corruption, MaskCorruption) else "uniform"
+    family_of(base.config).require(predictions=recipe.objective.prediction, corruptions=noise, meshes="replicate")
+    model = checkpoint.empty(base.config, kernels=recipe.model.kernels)
+    objective = (recipe.given.objective or Objective)(
+        model,
+        recipe.objective.schedule,
+        corruption,
+        seed=recipe.seed,
+        weight=recipe.objective.weight,
+        prediction=recipe.objective.prediction,
+        positions=recipe.objective.positions,
+        stop_gradient=recipe.objective.stop_gradient,
+    )
+    freeze(model, recipe.optim.freeze, trains_routers(recipe))
+    require_memory(model, recipe, ranks.device)
+
+    data = read_data(recipe, base, ranks)
+    for line in data.lines():
+        show.line(line)
+    if data.prompts:  # a wrong row is refused before training
+        questions_of(data.prompts, evals.task(recipe.evaluation.task), data.encoder)
+
+    if recipe.train.activation_checkpointing:
+        checkpoint_activations(model)
+    if recipe.model.compile:
+        for layer in model.layers:
+            layer.compile()
+    if recipe.model.path is not None:
+        checkpoint.load_weights(model, recipe.model.path, dtype=recipe.model.dtype, device=ranks.device)
+    else:
+        dtype = "float32" if recipe.model.dtype == "auto" else recipe.model.dtype
+        checkpoint.draw_weights(model, seed=recipe.seed, dtype=dtype, device=ranks.device)
+    show.line(f"model     {recipe.model.path or f'preset {recipe.model.preset}'}, {model.dtype}".replace("torch.", ""))
+    show.parts(count_parts(model))
+    objective.to(ranks.device)  # what it has beside the model
+    module = replicate(objective, ranks)
+
+    optimiser = optimisers.build(
+        objective,
+        name=recipe.optim.name,
+        lr=recipe.optim.lr,
+        betas=recipe.optim.betas,
+        eps=recipe.optim.eps,
+        weight_decay=recipe.optim.weight_decay,
+        layer_decay=recipe.optim.layer_decay,
+        make=recipe.given.optimiser,
+    )
+    learning_rate = partial(
+        schedule.learning_rate,
+        recipe.optim.schedule,
+        peak=recipe.optim.lr,
+        steps=recipe.train.steps,
+        warmup_steps=recipe.optim.warmup_steps,
+    )
+    average = Ema(objective, recipe.optim.ema) if recipe.optim.ema is not None else None
+
+    facts, step = facts_of(recipe, base, data, objective), 0
+    if saved is not None:
+        step = state.restore(saved, objective, optimiser, facts, average=average, ranks=ranks)
+        if step > recipe.train.steps:
+            steps = recipe.train.steps
+            raise RunError(f"{saved}: already at step {step}, past train.steps = {steps}; raise train.steps to go on")
+    choices = Choices.of(objective, objective_record(recipe, objective))
+    return Built(base, data, model, objective, module, optimiser, learning_rate, average, choices, facts, step)
+
+
+def read_base(recipe: Recipe) -> Base:
     """Config, tokenizer and settings of the model a recipe starts from; reads no weights."""
     m, generation = recipe.model, None
     if m.path is not None:
@@ -96,89 +171,13 @@ def read_origin(recipe: Recipe) -> Origin:
         generation = replace(generation or checkpoint.default_generation(config), **settings)
     except ValueError as error:
         raise RecipeError(f"generation: {error}") from None
-    origin = Origin(config, tokenizer, generation, special.eos_ids[0], special.pad_id)
-    if len(tokenizer) > origin.vocab_size:
+    base = Base(config, tokenizer, generation, special.eos_ids[0], special.pad_id)
+    if len(tokenizer) > base.vocab_size:
         raise RecipeError(
-            f"model.tokenizer: {len(tokenizer)} tokens, but the model has {origin.vocab_size}; "
+            f"model.tokenizer: {len(tokenizer)} tokens, but the model has {base.vocab_size}; "
             "use the tokenizer the weights were trained with"
         )
-    return origin
-
-
-def build(
-    recipe: Recipe,
-    ranks: Ranks,
-    show: Progress,
-    saved: Path | None = None,
-) -> Parts:
-    """Make everything that a recipe names, and restore the checkpoint `saved`; says on the terminal what it is.
-
-    Raises RecipeError, DataError, CheckpointError or RunError in one line.
-    """
-    m, o, t = recipe.model, recipe.objective, recipe.train
-    origin = read_origin(recipe)
-    corruption = "mask" if isinstance(o.corruption, MaskToken) else "uniform"
-    family_of(origin.config).require(predictions=o.prediction, corruptions=corruption, meshes="replicate")
-    model = checkpoint.empty(origin.config, kernels=m.kernels)
-    objective = (recipe.given.objective or Objective)(
-        model,
-        o.schedule,
-        corruption_of(recipe, origin),
-        seed=recipe.seed,
-        weight=o.weight,
-        prediction=o.prediction,
-        positions=o.positions,
-        stop_gradient=o.stop_gradient,
-    )
-    freeze(model, recipe.optim.freeze, trains_routers(recipe))
-    require_memory(model, recipe, ranks.device)
-
-    data = read_data(recipe, origin, ranks)
-    for line in data.lines():
-        show.line(line)
-    if data.prompts:
-        # A wrong row is refused before training.
-        questions_of(data.prompts, evals.task(recipe.evaluation.task), data.encoder)
-
-    if t.activation_checkpointing:
-        checkpoint_activations(model)
-    if m.compile:
-        for layer in model.layers:
-            layer.compile()
-    if m.path is not None:
-        checkpoint.load_weights(model, m.path, dtype=m.dtype, device=ranks.device)
-    else:
-        dtype = "float32" if m.dtype == "auto" else m.dtype
-        checkpoint.draw_weights(model, seed=recipe.seed, dtype=dtype, device=ranks.device)
-    show.line(f"model     {m.path or f'preset {m.preset}'}, {model.dtype}".replace("torch.", ""))
-    show.parts(count_parts(model))
-
-    module = replicate(objective, ranks)
-    p = recipe.optim
-    optimiser = optimisers.build(
-        objective,
-        name=p.name,
-        lr=p.lr,
-        betas=p.betas,
-        eps=p.eps,
-        weight_decay=p.weight_decay,
-        layer_decay=p.layer_decay,
-        make=recipe.given.optimiser,
-    )
-    learning_rate = partial(
-        schedule.learning_rate, p.schedule, peak=p.lr, steps=t.steps, warmup_steps=p.warmup_steps
-    )
-    average = Ema(objective, recipe.optim.ema) if recipe.optim.ema is not None else None
-    facts = facts_of(recipe, origin, data, objective)
-    step = 0
-    if saved is not None:
-        step = state.restore(saved, objective, optimiser, facts, average=average, ranks=ranks)
-        if step > t.steps:
-            raise RunError(f"{saved}: already at step {step}, past train.steps = {t.steps}; raise train.steps to go on")
-    choices = Choices.of(objective, objective_record(recipe, objective))
-    return Parts(
-        origin, data, model, objective, module, optimiser, learning_rate, average, choices, facts, step
-    )
+    return base
 
 
 def require_memory(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
@@ -203,9 +202,10 @@ def trains_routers(recipe: Recipe) -> bool:
     return recipe.objective.router == "trained"
 
 
-def corruption_of(recipe: Recipe, origin: Origin) -> Corruption:
+def corruption_of(recipe: Recipe, base: Base) -> Corruption:
     """What a corrupted token becomes, for this tokenizer; the recipe may hold one that was given from Python."""
     chosen = recipe.objective.corruption
     if not isinstance(chosen, UniformTokens | MaskToken):
         return chosen
-    return chosen.of(origin.tokenizer, origin.vocab_size, (origin.eos_id, origin.pad_id, origin.tokenizer.bos_token_id))
+    reserved = (base.eos_id, base.pad_id, base.tokenizer.bos_token_id)
+    return chosen.for_tokenizer(base.tokenizer, base.vocab_size, reserved)

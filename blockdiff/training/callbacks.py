@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override what is of interest. `trainer` has `step`, `parts` (model, optimiser, ...), `records` and `ranks`."""
+    """Override what is of interest. `trainer` has `step`, `built` (model, optimiser, ...), `records` and `ranks`."""
 
     def on_start(self, trainer: Trainer) -> None:
         """Everything is built and restored; on every rank."""

@@ -22,7 +22,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.recipe import Recipe
 
 if TYPE_CHECKING:
-    from blockdiff.training.build import Origin
+    from blockdiff.training.build import Base
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,13 @@ def cache_directory(said: str) -> Path | None:
     return Path(own).expanduser().absolute() if own else Path(user).expanduser() / "blockdiff"
 
 
-def encoder(recipe: Recipe, origin: Origin) -> Encoder:
+def encoder(recipe: Recipe, base: Base) -> Encoder:
     """How rows become tokens."""
     d = recipe.data
     return Encoder(
-        origin.tokenizer,
-        origin.eos_id,
-        origin.canvas_length,
+        base.tokenizer,
+        base.eos_id,
+        base.canvas_length,
         None if d.max_length is None else d.max_length.tokens,
         enable_thinking=d.thinking,
         turns=d.turns,
@@ -119,13 +119,13 @@ def encoder(recipe: Recipe, origin: Origin) -> Encoder:
     )
 
 
-def collator(recipe: Recipe, origin: Origin) -> Collator:
+def collator(recipe: Recipe, base: Base) -> Collator:
     """How examples become batches."""
     o = recipe.objective
     return Collator(
-        canvas_length=origin.canvas_length,
-        pad_id=origin.pad_id,
-        eos_id=origin.eos_id,
+        canvas_length=base.canvas_length,
+        pad_id=base.pad_id,
+        eos_id=base.eos_id,
         seed=recipe.seed,
         time=o.time,
         canvases=recipe.data.canvases,
@@ -136,13 +136,13 @@ def collator(recipe: Recipe, origin: Origin) -> Collator:
     )
 
 
-def read_data(recipe: Recipe, origin: Origin, ranks: Ranks | None = None) -> Data:
+def read_data(recipe: Recipe, base: Base, ranks: Ranks | None = None) -> Data:
     """Read and encode the rows of a recipe, or find them in the cache.
 
     With several ranks the main process fills the cache first. Raises DataError with file and line for what cannot
     be used.
     """
-    encode = encoder(recipe, origin)
+    encode = encoder(recipe, base)
     cache, d = cache_directory(recipe.data.cache), recipe.data
 
     def main_first() -> AbstractContextManager[object]:
@@ -163,10 +163,10 @@ def read_data(recipe: Recipe, origin: Origin, ranks: Ranks | None = None) -> Dat
         heldout = load_dataset(specs, encode, cache=cache, first=main_first())
     if train.has_conversations:
         # The model learns this format: the tokenizer saved beside it writes it.
-        origin.tokenizer.chat_template = encode.template
+        base.tokenizer.chat_template = encode.template
     prompts = []
     asked = recipe.evaluation.prompts
     if asked is not None:
         specs = sources(asked, recipe, d.heldout_split)
         prompts = list(islice((row for spec in specs for row in rows_of(spec)), recipe.evaluation.prompts_count))
-    return Data(recipe, encode, train, heldout, prompts, collator(recipe, origin), order)
+    return Data(recipe, encode, train, heldout, prompts, collator(recipe, base), order)

@@ -1,9 +1,10 @@
-"""What a run writes beside its checkpoints: the logs it begins with, and at its end the model, pictures and report."""
+"""What a run writes beside its checkpoints: its recipe and logs, at its end the model, the curves and the report."""
 
 from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdiff import checkpoint
@@ -13,60 +14,52 @@ from blockdiff.metrics import FILE_NAME, MetricsLog, Record
 from blockdiff.plots.curves import draw_curves
 from blockdiff.training import state
 from blockdiff.training.report import report_line, run_report
-from blockdiff.training.run import REPORT
+from blockdiff.training.run import RECIPE, REPORT
 from blockdiff.training.samples import FILE_NAME as SAMPLES
-from blockdiff.training.trackers import Trackers
 
 if TYPE_CHECKING:
+    from blockdiff.training.build import Built
+    from blockdiff.training.recipe import Recipe
     from blockdiff.training.trainer import Trainer
 
 
-def open_logs(trainer: Trainer, is_new: bool) -> list[Record]:
-    """Write what the run is, cut its logs back to the step it goes on from, and open its trackers.
-
-    Returns the records that are left. For the main process only.
-    """
-    directory, recipe = trainer.directory, trainer.recipe
-    write_text(directory / "recipe.yaml", recipe.resolved())
-    data = json.dumps(trainer.parts.data.report(), indent=1)
-    write_text(directory / "data.json", data + "\n")
-    last = -1 if is_new else trainer.step  # a new run evaluates at step 0 again
-    records = MetricsLog(directory / FILE_NAME).cut(last)
+def open_logs(directory: Path, recipe: Recipe, built: Built, checkpoint: Path | None) -> list[Record]:
+    """Write what the run is, and cut its logs back to the checkpoint; returns the records that are left."""
+    write_text(directory / RECIPE, recipe.resolved())
+    write_text(directory / "data.json", json.dumps(built.data.report(), indent=1) + "\n")
+    last = -1 if checkpoint is None else built.step  # a new run evaluates at step 0 again
     MetricsLog(directory / SAMPLES).cut(last)
-    if recipe.train.trackers:
-        settings = recipe.model_dump(mode="json")
-        trainer.trackers = Trackers(recipe.train.trackers, directory, settings, trainer.step)
-    return records
+    return MetricsLog(directory / FILE_NAME).cut(last)
 
 
-def export(trainer: Trainer) -> str:
-    """Write model/ in the Hub's layout, with the best weights if a metric decides; says which in words."""
-    parts, directory = trainer.parts, trainer.directory
+def write_model(trainer: Trainer) -> str:
+    """Write model/ in the Hub's layout, with the best weights if a metric decides; returns which these are."""
+    built, directory = trainer.built, trainer.directory
     found, which = trainer.best_saved(), "the last weights"
     if found is not None:
         step, value = found
-        state.restore_weights(state.steps_saved(directory)[step], parts.objective, parts.average)
+        state.restore_weights(state.steps_saved(directory)[step], built.objective, built.average)
         which = f"the weights of step {step}, best {trainer.recipe.evaluation.best} {value:.4g}"
-    if parts.average is not None:
+    if built.average is not None:
         which += " (averaged)"
     with trainer.averaged():
         checkpoint.save(
-            parts.model,
+            built.model,
             directory / "model",
-            tokenizer=parts.origin.tokenizer,
-            generation=parts.origin.generation,
+            tokenizer=built.base.tokenizer,
+            generation=built.base.generation,
             overwrite=True,
-            choices=parts.choices,
+            choices=built.choices,
         )
     remove_leftovers(directory, "model")  # of an export that was killed
     return which
 
 
-def finish(trainer: Trainer) -> None:
-    """Export the model, draw the curves, write the report, and say in one line what the run was."""
-    directory, recipe, data = trainer.directory, trainer.recipe, trainer.parts.data
+def write_results(trainer: Trainer) -> None:
+    """Write the model, the curves and the report, and say in one line what the run was."""
+    directory, recipe, data = trainer.directory, trainer.recipe, trainer.built.data
     trainer.prune()  # a kill in the last save may have left what it was about to remove
-    which = export(trainer)
+    which = write_model(trainer)
     draw_curves(directory / FILE_NAME, directory / "curves.png", title=directory.name)
     report = run_report(
         trainer.records,

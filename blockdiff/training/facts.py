@@ -12,7 +12,7 @@ from blockdiff.training.objects import described
 from blockdiff.training.recipe import Recipe
 
 if TYPE_CHECKING:
-    from blockdiff.training.build import Origin
+    from blockdiff.training.build import Base
 
 # What may change when a run is resumed: its length, what is shown and kept, and where things lie.
 FREE = {
@@ -36,7 +36,7 @@ def objective_record(recipe: Recipe, objective: Any) -> dict[str, Any]:
     return record | {key: described(getattr(objective, key)) for key in live}
 
 
-def facts_of(recipe: Recipe, origin: Origin, data: Data, objective: Any) -> dict[str, Any]:
+def facts_of(recipe: Recipe, base: Base, data: Data, objective: Any) -> dict[str, Any]:
     """What must be the same for a run to be resumed as the same run, by recipe key."""
     sections = json.loads(recipe.model_dump_json()) | {"objective": objective_record(recipe, objective)}
     known: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def facts_of(recipe: Recipe, origin: Origin, data: Data, objective: Any) -> dict
             leaves = {f"{name}.{key}": value for key, value in section.items()}
         known |= {key: value for key, value in leaves.items() if key not in FREE}
     # By content, wherever it lies: the shape of the model, the tokenizer, the examples, the prompts.
-    known["model"] = _hash(origin.config.to_dict())
+    known["model"] = _hash(base.config.to_dict())
     known["model.tokenizer"] = data.encoder.tokenizer_fingerprint
     known["evaluation.prompts"] = _hash([asdict(replace(row, where="")) for row in data.prompts])
     known["data.train"] = data.train.fingerprint

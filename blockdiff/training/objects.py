@@ -69,7 +69,7 @@ class Refuse(MaxLength):
 class UniformTokens:
     """A corrupted token becomes any token of the vocabulary."""
 
-    def of(self, tokenizer: Any, vocab_size: int, taken: Collection[int | None]) -> Corruption:
+    def for_tokenizer(self, tokenizer: Any, vocab_size: int, reserved: Collection[int | None]) -> Corruption:
         """The corruption of a model with so many tokens."""
         return UniformCorruption(vocab_size)
 
@@ -80,15 +80,15 @@ class MaskToken:
 
     token: str | None = None
 
-    def of(self, tokenizer: Any, vocab_size: int, taken: Collection[int | None]) -> Corruption:
-        """The corruption for a tokenizer; RecipeError without a mask token or if its id is among `taken`."""
+    def for_tokenizer(self, tokenizer: Any, vocab_size: int, reserved: Collection[int | None]) -> Corruption:
+        """The corruption for a tokenizer; RecipeError without a mask token or if its id is among `reserved`."""
         mask_id = tokenizer.mask_token_id if self.token is None else tokenizer.get_vocab().get(self.token)
         if mask_id is None:
             reason = "the tokenizer has no mask token"
             reason = reason if self.token is None else f"{self.token!r} is no token of the tokenizer"
             remedy = "name one of its tokens that no text contains, {mask: {token: NAME}}"
             raise RecipeError(f"objective.corruption: {reason}; {remedy}")
-        if mask_id in taken:
+        if mask_id in reserved:
             name = tokenizer.convert_ids_to_tokens(mask_id)
             raise RecipeError(
                 f"objective.corruption: {name!r} is the bos, eos or pad token; name another, {{mask: {{token: NAME}}}}"

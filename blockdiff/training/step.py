@@ -36,13 +36,13 @@ class Counts:
     is_failing: bool  # a rank could not read its micro-batches
 
     @classmethod
-    def of(cls, window: Sequence[Batch], is_stopping: bool, is_failing: bool, ranks: Ranks) -> Counts:
+    def over_ranks(cls, batches: Sequence[Batch], is_stopping: bool, is_failing: bool, ranks: Ranks) -> Counts:
         """Count this rank's micro-batches and add up the ranks' counts: the first thing they do together in a step."""
         mine = [
-            sum(batch.canvas_count() for batch in window),
-            sum(batch.ar_count() for batch in window),
-            sum(int((batch.doc_start_BS >= 0).sum() + batch.length_BC.sum()) for batch in window),
-            sum(int(batch.is_scored_BCL.sum() + batch.is_ar_scored_BS.sum()) for batch in window),
+            sum(batch.canvas_count() for batch in batches),
+            sum(batch.ar_count() for batch in batches),
+            sum(int((batch.doc_start_BS >= 0).sum() + batch.length_BC.sum()) for batch in batches),
+            sum(int(batch.is_scored_BCL.sum() + batch.is_ar_scored_BS.sum()) for batch in batches),
             float(is_stopping),
             float(is_failing),
         ]
@@ -68,7 +68,7 @@ class Gradient:
 def backpropagate(
     module: nn.Module,
     weights: list[nn.Parameter],
-    window: Sequence[Batch],
+    batches: Sequence[Batch],
     counts: Counts,
     ar_weight: float,
     precision: str | None,
@@ -76,9 +76,9 @@ def backpropagate(
 ) -> Gradient:
     """Fill the gradients of `weights` from this rank's micro-batches, averaged as one global batch."""
     canvas_count, ar_count = counts.canvas or 1.0, counts.ar or 1.0
-    sums = torch.zeros(max(1, len(window)), 2, dtype=torch.float64, device=ranks.device)
-    for index, batch in enumerate(window):
-        with exchanging(module, now=index == len(window) - 1):
+    sums = torch.zeros(max(1, len(batches)), 2, dtype=torch.float64, device=ranks.device)
+    for index, batch in enumerate(batches):
+        with exchanging(module, now=index == len(batches) - 1):
             with autocast(ranks.device, precision):
                 losses = module(batch.to(ranks.device))
             # The one place that divides; DDP averages over ranks, hence the factor.
@@ -99,37 +99,36 @@ class Skips:
     def __init__(self, policy: Literal["stop", "skip"], steps: Sequence[int] = ()) -> None:
         self.policy, self.steps = policy, list(steps)
 
-    def note(self, step: int, window: Sequence[Batch], gradient: Gradient, ranks: Ranks) -> Record:
+    def note(self, step: int, batches: Sequence[Batch], gradient: Gradient, ranks: Ranks) -> Record:
         """The record of a step that is not taken. Raises RunError when it should stop the run instead.
 
         Every rank sees the same gradient, so all come here together.
         """
-        part, samples = culprit(window, gradient.sums, ranks)
+        broken, samples = culprit(batches, gradient.sums, ranks)
         named = ", ".join(map(str, samples[:NAMED_SAMPLES])) + (", ..." if len(samples) > NAMED_SAMPLES else "")
-        what = f"step {step}: the {part} is not finite (sample ids {named})"
+        what = f"step {step}: the {broken} is not finite (sample ids {named})"
         if self.policy == "stop":
             raise RunError(f"{what}; look at these samples, or resume from the last checkpoint with a lower optim.lr")
         self.steps.append(step)
         if self.steps[-MOST_SKIPS - 1 :] == list(range(step - MOST_SKIPS, step + 1)):
             raise RunError(f"{what}, nor was anything in the {MOST_SKIPS} steps before; lower optim.lr")
         skip: Record = {"step": step, "kind": "skipped", "skipped": len(self.steps)}
-        return {**skip, "not_finite": part, "not_finite_ids": samples[:NAMED_SAMPLES]}
+        return {**skip, "not_finite": broken, "not_finite_ids": samples[:NAMED_SAMPLES]}
 
 
-def culprit(window: Sequence[Batch], sums: Tensor, ranks: Ranks) -> tuple[str, list[int]]:
-    """Which part of a step is not finite, and the samples of the micro-batches in which it is not, over all ranks."""
-    parts: dict[str, list[int]] = {"canvas loss": [], "AR loss": [], "gradient": []}
-    for batch, pair in zip(window, sums.isfinite().tolist(), strict=False):
-        ids = samples_of(batch)
-        parts["gradient"] += ids
-        for part, is_finite in zip(parts, pair, strict=False):
-            parts[part] += [] if is_finite else ids
-    gathered = ranks.gather(parts)
-    for part in parts:
-        ids = sorted({sample_id for rank in gathered for sample_id in rank[part]})
-        if ids:
-            break
-    return part, ids
+def culprit(batches: Sequence[Batch], sums: Tensor, ranks: Ranks) -> tuple[str, list[int]]:
+    """What is not finite in a step (a loss, or else the gradient), and the samples that it comes from, over all ranks.
+
+    sums: [micro-batches, 2], the canvas and AR loss of each. Of a loss the samples are those of the micro-batches in
+    which it is not finite; of the gradient they are all.
+    """
+    samples: dict[str, list[int]] = {"canvas loss": [], "AR loss": [], "gradient": []}
+    for batch, pair in zip(batches, sums.isfinite().tolist(), strict=False):
+        for name, is_finite in zip(samples, (*pair, False), strict=True):
+            samples[name] += [] if is_finite else samples_of(batch)
+    gathered = ranks.gather(samples)
+    found = {name: sorted({sample_id for rank in gathered for sample_id in rank[name]}) for name in samples}
+    return next(((name, ids) for name, ids in found.items() if ids), ("gradient", []))
 
 
 def samples_of(batch: Batch) -> list[int]:

@@ -39,7 +39,7 @@ class Trackers:
                 if start == 0:
                     tracker.store_init_configuration(_flat(config))
             except Exception as error:  # every library raises its own when nobody is logged in or a disk is full
-                self.finish()
+                self.close()
                 raise RunError(
                     f"train.trackers: {name} does not start ({first_line(error)}); see to it or leave it out"
                 ) from error
@@ -55,7 +55,7 @@ class Trackers:
                 warnings.warn(f"{name} gets no more metrics ({reason}); metrics.jsonl has them all", stacklevel=2)
                 del self._open[name]
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Write out what is still on its way, and close each tracker once, however often this is called."""
         while self._open:
             name, tracker = self._open.popitem()

@@ -1,13 +1,14 @@
 """`Trainer`: a run from its first optimiser step, or its last checkpoint, to its export. `fit()` is the way through it.
 
-What a run is made of comes from `build`, the gradient of a step from `step`, the files of a checkpoint from `state`.
+What a run is made of comes from `build`, the gradient of an optimiser step from `step`, the files of a checkpoint from
+`state`, and what else a run writes from `export`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,11 +24,11 @@ from blockdiff.diffusion.weight import Weight
 from blockdiff.errors import DataError
 from blockdiff.metrics import FILE_NAME, MetricsLog, Record, of_kind
 from blockdiff.objective import Objective
-from blockdiff.parallel.ranks import from_accelerate
+from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.sampling import Sampler
 from blockdiff.training import best, export, state
-from blockdiff.training.build import Parts, build
+from blockdiff.training.build import Built, build
 from blockdiff.training.callbacks import Callback
 from blockdiff.training.clock import Clock, memory_gib
 from blockdiff.training.heldout import heldout
@@ -51,10 +52,16 @@ class Trainer:
     such as a class of torch.optim or a `functools.partial` of one. All of these, and a subclass of `Trainer`, are
     recorded by name and values, and resuming asks for the same. callbacks: told of the run while it goes on. The
     other arguments are those of `blockdiff.train`.
-
-    While `fit()` runs there are `step` (the optimiser step, counted from 1), `ranks`, `parts` (model, objective,
-    optimiser, data, ...), `records` (all of metrics.jsonl, on the main process) and `show` (what is printed).
     """
+
+    # While `fit()` runs there are:
+    step: int  # the optimiser step that was taken last; they are counted from 1
+    saved: int  # the one of the newest checkpoint
+    ranks: Ranks
+    built: Built  # model, objective, optimiser, data, ...
+    records: list[Record]  # all of metrics.jsonl, on the main process
+    show: Progress  # what is printed
+    trackers: Trackers
 
     def __init__(
         self,
@@ -81,28 +88,27 @@ class Trainer:
         self.directory = Path(str(self.recipe.output))
         self.resume, self.callbacks = resume, list(callbacks)
         self.began = time.perf_counter()
-        self.trackers: Trackers | None = None
-        self.records: list[Record] = []
-        self.step = self.saved = 0
-        self.doing = "the start of the run"  # what the others name when a rank is lost meanwhile
+        self.doing = "the start of the run"  # what the message says when another rank is lost meanwhile
 
     def fit(self) -> Run:
         """Train to the end of the recipe, from step 0 or the last checkpoint, and export the model.
 
-        Raises Stopped when a signal asked for an end and the step is saved, RunError, DataError or RecipeError in one
-        line for what cannot go on.
+        Raises Stopped when a signal asked for an end and the step is saved; RunError, DataError or RecipeError, in one
+        line, for what cannot go on.
         """
         with self.running():
-            is_over = self.catch_up()
+            is_over = self.between_steps(made=self.kinds_logged())
             while not is_over:
+                batches, counts = self.next_batches()
                 self.step += 1
-                window, counts = self.next_window()
-                gradient = self.backpropagate(window, counts)
+                gradient = self.backpropagate(batches, counts)
                 if gradient.is_finite:
                     self.update(gradient)
                     self.log(gradient)
                 else:
-                    self.skip(gradient, window)
+                    self.skip(gradient, batches)
+                self.show.step(self.step)
+                self.notify("on_step")
                 is_over = self.between_steps()
             self.finish()
         return Run(self.directory)
@@ -112,54 +118,51 @@ class Trainer:
     def fetch(self, step: int) -> Sequence[Batch]:
         """This rank's micro-batches of an optimiser step, on the CPU; with several ranks never none."""
         rows = self.recipe.train.micro_batch_size
-        return self.parts.data.batches(step, self.ranks.rank, self.ranks.world, rows)
+        return self.built.data.batches(step, self.ranks.rank, self.ranks.world, rows)
 
-    def next_window(self) -> tuple[Sequence[Batch], Counts]:
-        """The micro-batches of this step, and what all ranks count in theirs.
+    def next_batches(self) -> tuple[Sequence[Batch], Counts]:
+        """The micro-batches of the next optimiser step, and what all ranks count in theirs.
 
-        Raises, after saving and on all ranks together, Stopped when a signal asks for it and DataError when the
-        micro-batches of any rank cannot be read.
+        Saves and raises, on all ranks together, Stopped when a signal asks for it and DataError when any rank cannot
+        read its micro-batches.
         """
-        self.doing = f"step {self.step}"
-        window: Sequence[Batch] = []
+        self.doing = f"step {self.step + 1}"
+        batches: Sequence[Batch] = []
         refusal = None
         try:
-            window = self.fetch(self.step)
+            batches = self.fetch(self.step + 1)
         except DataError as error:
             refusal = str(error)
-        counts = Counts.of(window, bool(self.ranks.is_stopping()), refusal is not None, self.ranks)
-        if counts.is_stopping or counts.is_failing:
-            self.step -= 1
-            if counts.is_stopping:
-                self.stop()
+        counts = Counts.over_ranks(batches, bool(self.ranks.is_stopping()), refusal is not None, self.ranks)
+        if counts.is_stopping:
+            self.stop()
+        if counts.is_failing:
             self.refuse_data(refusal)
-        return window, counts
+        return batches, counts
 
-    def backpropagate(self, window: Sequence[Batch], counts: Counts) -> Gradient:
+    def backpropagate(self, batches: Sequence[Batch], counts: Counts) -> Gradient:
         """Fill the gradients of what trains with those of the global batch."""
-        self.parts.optimiser.zero_grad(set_to_none=True)
-        ar_loss = self.recipe.objective.ar_loss
+        self.built.optimiser.zero_grad(set_to_none=True)
+        ar_loss, precision = self.recipe.objective.ar_loss, self.recipe.train.autocast
         ar_weight = 0.0 if ar_loss is None else ar_loss.weight
-        gradient = backpropagate(
-            self.parts.module, self.weights, window, counts, ar_weight, self.recipe.train.autocast, self.ranks
-        )
+        gradient = backpropagate(self.built.module, self.weights, batches, counts, ar_weight, precision, self.ranks)
         self.clock.count(counts.tokens_2)
         return gradient
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of an optimiser step, counted from 1."""
-        return self.parts.learning_rate(step)
+        return self.built.learning_rate(step)
 
     def update(self, gradient: Gradient) -> None:
         """Take the optimiser step, and take the new weights into their average."""
         clip_gradients(self.weights, gradient.norm, self.recipe.optim.clip)
-        set_lr(self.parts.optimiser, self.learning_rate(self.step))
-        self.parts.optimiser.step()
-        if self.parts.average is not None:
-            self.parts.average.update(self.step)
+        set_lr(self.built.optimiser, self.learning_rate(self.step))
+        self.built.optimiser.step()
+        if self.built.average is not None:
+            self.built.average.update(self.step)
 
     def log(self, gradient: Gradient) -> None:
-        """Record the losses of this step where one is due."""
+        """Record the losses of this step where a record is due."""
         if not self.is_due(self.recipe.train.log_every):
             return
         rates = {**self.clock.read(), "memory_gib": memory_gib(self.ranks.device)}
@@ -169,9 +172,9 @@ class Trainer:
             record["epoch"] = round(self.step / steps_per_epoch, 4)
         self.record({**record, "skipped": len(self.skips.steps), **rates})
 
-    def skip(self, gradient: Gradient, window: Sequence[Batch]) -> None:
+    def skip(self, gradient: Gradient, batches: Sequence[Batch]) -> None:
         """Record a step whose losses or gradient are not finite; RunError where that is to end the run."""
-        self.record(self.skips.note(self.step, window, gradient, self.ranks))
+        self.record(self.skips.note(self.step, batches, gradient, self.ranks))
 
     # -- between optimiser steps -----------------------------------------------------------------------------------
 
@@ -179,81 +182,70 @@ class Trainer:
         """Whether something done `every` so many optimiser steps (0 = at the end only) is done after this one."""
         return self.step == self.recipe.train.steps or (every > 0 and self.step % every == 0)
 
+    def between_steps(self, made: Sequence[str] = ()) -> bool:
+        """Save and measure what is due after this step; True when training is over.
+
+        made: the kinds of records that this step has already. A checkpoint comes before the evaluation, which may fail.
+        """
+        with self.clock.stopped():
+            if self.is_due(self.recipe.train.save_every):
+                self.ensure_saved()
+            measured = self.measurements()
+            due = [kind for kind, every in measured.items() if self.is_due(every)]
+            self.measure([kind for kind in due if kind not in made])
+            if self.step == self.recipe.train.steps:
+                return True
+            if not due:
+                return False
+            is_best, is_over = self.ranks.agree((self.is_best(), self.should_stop()))
+            if is_best or is_over:
+                self.ensure_saved()
+            if is_over:
+                self.measure([kind for kind in measured if kind not in due and kind not in made])
+            return bool(is_over)
+
     def measurements(self) -> dict[str, int]:
         """What is measured beside the training losses: the kind of the records, and every how many steps."""
-        every = {"heldout": self.recipe.train.eval_every, "sample": self.recipe.evaluation.prompts_every}
-        there = {"heldout": self.parts.data.heldout is not None, "sample": bool(self.parts.data.prompts)}
-        return {kind: every[kind] for kind in every if there[kind]}
+        measured = {"heldout": self.recipe.train.eval_every} if self.built.data.heldout is not None else {}
+        return measured | ({"sample": self.recipe.evaluation.prompts_every} if self.built.data.prompts else {})
 
-    def catch_up(self) -> bool:
-        """Make what is due after the step that was restored and was not logged before; True when training is over."""
-        if self.parts.step > 0:
-            made = {record["kind"] for record in self.records if record["step"] == self.step}
-            return self.between_steps(set(self.ranks.agree(sorted(made))))
-        return self.between_steps()
+    def kinds_logged(self) -> list[str]:
+        """The kinds of the records of this step, which a resumed run does not make again."""
+        kinds: list[str] = self.ranks.agree([record["kind"] for record in self.records if record["step"] == self.step])
+        return kinds
 
-    def between_steps(self, made: Sequence[str] | set[str] = ()) -> bool:
-        """Save and measure what is due and not `made` yet; True when training is over.
-
-        A checkpoint comes first, so an evaluation that fails loses nothing.
-        """
-        if self.step > self.parts.step:
-            if self.ranks.is_main:
-                self.show.step(self.step)
-            self.tell("on_step")
-        with self.clock.stopped():
-            done, steps = set(made), self.recipe.train.steps
-            if self.is_due(self.recipe.train.save_every):
-                self.keep()
-            self.measure(done)
-            if self.step == steps:
-                return True
-            if not any(self.is_due(every) for every in self.measurements().values()):
-                return False
-            if self.ranks.agree(self.is_best()):
-                self.keep()
-            if not self.ranks.agree(self.should_stop()):
-                return False
-            self.keep()
-            self.measure(done, is_end=True)
-            return True
-
-    def measure(self, done: set[str], is_end: bool = False) -> None:
-        """Evaluate and sample where due, or both at the end, unless `done`."""
-        take = {"heldout": self.evaluate, "sample": self.sample}
-        for kind, every in self.measurements().items():
-            if kind in done or not (is_end or self.is_due(every)):
-                continue
-            if any(self.ranks.gather(self.ranks.is_stopping())):
-                self.stop()  # the run that is resumed measures
+    def measure(self, kinds: Sequence[str]) -> None:
+        """Evaluate, sample, or both. A signal before or within saves and ends the run; the resumed run measures."""
+        for kind in kinds:
             self.doing = f"the evaluation after step {self.step}"
             try:
-                record = take[kind](self.step)
+                if any(self.ranks.gather(self.ranks.is_stopping())):
+                    raise Interrupted
+                record = self.evaluate(self.step) if kind == "heldout" else self.sample(self.step)
             except Interrupted:
                 self.stop()
             self.record({"step": self.step, "kind": kind, **record})
-            done.add(kind)
 
     def evaluate(self, step: int) -> Record:
         """The held-out losses and accuracies."""
-        batches = self.parts.data.heldout_batches(self.ranks.rank, self.ranks.world)
+        batches = self.built.data.heldout_batches(self.ranks.rank, self.ranks.world)
+        levels = self.recipe.evaluation.noise_levels
         with self.averaged():
-            levels = self.recipe.evaluation.noise_levels
-            return heldout(self.parts.objective, batches, self.ranks, self.recipe.train.autocast, levels)
+            return heldout(self.built.objective, batches, self.ranks, self.recipe.train.autocast, levels)
 
     def sample(self, step: int) -> Record:
         """The figures of the sampled prompts; some of their texts go to samples.jsonl."""
-        p = self.parts
-        sampler = Sampler(p.model, p.origin.tokenizer, p.origin.generation, p.choices)
+        base, data = self.built.base, self.built.data
+        sampler = Sampler(self.built.model, base.tokenizer, base.generation, self.built.choices)
         with self.averaged():
             sampled = sample_prompts(
                 sampler,
-                p.data.prompts,
+                data.prompts,
                 evals.task(self.recipe.evaluation.task),
                 self.ranks,
                 seed=self.recipe.seed,
                 precision=self.recipe.train.autocast,
-                encoder=p.data.encoder,
+                encoder=data.encoder,
             )
         if self.ranks.is_main:
             texts = MetricsLog(self.directory / SAMPLES)
@@ -262,24 +254,21 @@ class Trainer:
                 texts.append({"step": step, **text})
         return sampled.record
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that are evaluated and exported: their average where there is one."""
+        return nullcontext() if self.built.average is None else self.built.average.applied()
+
     def is_best(self) -> bool:
         """Whether the metric that decides is at its best after this step; the main process knows."""
-        metric = self.recipe.evaluation.best
-        found = None if metric is None else best.best_of(self.records, metric)
+        found = best.best_of(self.records, self.recipe.evaluation.best)
         return found is not None and found[0] == self.step
 
     def should_stop(self) -> bool:
         """Whether the metric that decides has not improved for too long; the main process knows."""
         e = self.recipe.evaluation
-        if e.best is None or e.patience is None:
-            return False
-        return best.evaluations_since_best(self.records, e.best) >= e.patience
+        return e.patience is not None and best.evaluations_since_best(self.records, e.best) >= e.patience
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that are evaluated and exported: their average where there is one."""
-        return nullcontext() if self.parts.average is None else self.parts.average.applied()
-
-    # -- records, checkpoints, the end -----------------------------------------------------------------------------
+    # -- records and checkpoints -----------------------------------------------------------------------------------
 
     def record(self, record: Record) -> None:
         """Write a record to metrics.jsonl, show it and hand it to trackers and callbacks, on the main process."""
@@ -287,27 +276,31 @@ class Trainer:
             self.records.append(record)
             MetricsLog(self.directory / FILE_NAME).append(record)
             self.show.record(record)
-            if self.trackers is not None:
-                self.trackers.log(record)
-            self.tell("on_record", record)
+            self.trackers.log(record)
+            self.notify("on_record", record)
 
-    def keep(self) -> None:
-        """Save a step that has not been saved."""
+    def notify(self, event: str, *values: Any) -> None:
+        """Call a method of every callback."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *values)
+
+    def ensure_saved(self) -> None:
+        """Save this step if it has not been saved."""
         if self.step > self.saved:
             self.save(self.step)
             self.saved = self.step
-            self.tell("on_save")
+            self.notify("on_save")
 
     def save(self, step: int) -> None:
-        """Write a checkpoint; the best one so far stays."""
-        p = self.parts
+        """Write a checkpoint and remove old ones."""
+        b = self.built
         with self.ranks.main_first(f"saving step {step}"):
             if self.ranks.is_main:
-                state.save(self.directory, step, p.objective, p.optimiser, p.facts, self.ranks.world, average=p.average)
+                state.save(self.directory, step, b.objective, b.optimiser, b.facts, self.ranks.world, average=b.average)
                 self.prune()
 
     def prune(self) -> None:
-        """Remove checkpoints but the newest, those to keep, and the best."""
+        """Remove checkpoints but the newest, those at multiples of `keep_every`, and the best."""
         t, found = self.recipe.train, self.best_saved()
         state.prune(self.directory, t.keep, keep_every=t.keep_every, protect=() if found is None else (found[0],))
 
@@ -315,30 +308,27 @@ class Trainer:
         """The saved step with the best value of the metric that decides, and that value."""
         return best.best_saved(self.directory, self.records, self.recipe.evaluation.best)
 
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def stop(self) -> NoReturn:
+        """Save and leave because a signal asked for it, all ranks together."""
+        self.ensure_saved()
+        raise Stopped(self.step, max(self.ranks.gather(self.ranks.is_stopping())))
+
     def refuse_data(self, refusal: str | None) -> NoReturn:
-        """Save and raise what is wrong with the data on the first rank that says so, all ranks together."""
+        """Save and leave because of data, all ranks together; the first rank that has a refusal says what is wrong."""
         reason = next(line for line in self.ranks.gather(refusal) if line is not None)
-        self.keep()
+        self.ensure_saved()
         saved = f"; the run is saved at step {self.step}, go on with --resume" if self.saved == self.step > 0 else ""
         raise DataError(reason + saved)
 
-    def stop(self) -> NoReturn:
-        """Save and leave, all ranks together."""
-        self.keep()
-        raise Stopped(self.step, max(self.ranks.gather(self.ranks.is_stopping())))
-
     def finish(self) -> None:
-        """Export the model, draw the curves, and say in one line what the run was."""
+        """Export the model, draw the curves, write the report, and say in one line what the run was."""
         self.doing = "the end of the run"
         with self.ranks.main_first("exporting the model"):
             if self.ranks.is_main:
-                export.finish(self)
-        self.tell("on_end")
-
-    def tell(self, event: str, *values: Any) -> None:
-        """Call a method of every callback."""
-        for callback in self.callbacks:
-            getattr(callback, event)(self, *values)
+                export.write_results(self)
+        self.notify("on_end")
 
     # -- the start -------------------------------------------------------------------------------------------------
 
@@ -349,47 +339,40 @@ class Trainer:
         try:
             with ranks.guarded(lambda: self.doing), caught(speaks=ranks.is_main) as signals:
                 self.ranks = replace(ranks, is_stopping=signals.is_stopping)
-                self.refuse()
+                self.show = Progress(self.recipe.train.steps, is_shown=ranks.is_main)
+                refuse(self.recipe, ranks.world)
+                for line in without_effect(self.recipe):
+                    self.show.line(f"note      {line}")
                 with state.entered(self.directory, self.resume, self.ranks) as checkpoint:
                     self.start(checkpoint)
-                    with self.show.running(self.step):
+                    with closing(self.trackers), self.show.running(self.step):
+                        self.notify("on_start")
                         yield
         finally:
-            if self.trackers is not None:
-                self.trackers.finish()
             ranks.close()
-
-    def refuse(self) -> None:
-        """Refuse what would fail late, and say which keys have no effect."""
-        self.show = Progress(self.recipe.train.steps, is_shown=self.ranks.is_main)
-        refuse(self.recipe, self.ranks.world)
-        for line in without_effect(self.recipe):
-            self.show.line(f"note      {line}")
 
     def start(self, checkpoint: Path | None) -> None:
         """Build what trains as it was at a checkpoint, or from the start, and cut the logs to it."""
-        self.begin(build(self.recipe, self.ranks, self.show, checkpoint))
+        built = build(self.recipe, self.ranks, self.show, checkpoint)
+        records = export.open_logs(self.directory, self.recipe, built, checkpoint) if self.ranks.is_main else []
+        self.begin(built, records)
+        names = self.recipe.train.trackers if self.ranks.is_main else ()
+        self.trackers = Trackers(names, self.directory, self.recipe.model_dump(mode="json"), self.step)
         self.show.line(f"run       {self.directory}: {self.plan()}, {self.ranks.world} x {self.ranks.device}")
         if checkpoint is not None:
             self.show.line(f"resumed   {checkpoint}")
         elif self.resume:
             self.show.line(f"resumed   nothing: {self.directory} has no checkpoint, so this starts at step 0")
-        if self.ranks.is_main:
-            self.records = export.open_logs(self, is_new=checkpoint is None)
-        self.go_on()
-        self.tell("on_start")
 
-    def go_on(self) -> None:
-        """Count the skipped steps and the seconds on from what the logs say."""
-        skipped = [record["step"] for record in of_kind(self.records, "skipped")]
+    def begin(self, built: Built, records: list[Record]) -> None:
+        """Take what was built, and count the skipped steps and the seconds on from what the log says."""
+        self.built, self.records = built, records
+        self.step = self.saved = built.step
+        self.weights = list(trainable(built.objective).values())
+        skipped = [record["step"] for record in of_kind(records, "skipped")]
         self.skips = Skips(self.recipe.train.non_finite, self.ranks.agree(skipped))
-        seconds = max((record.get("seconds", 0.0) for record in self.records), default=0.0)
+        seconds = max((record.get("seconds", 0.0) for record in records), default=0.0)
         self.clock = Clock(self.ranks.device, seconds)
-
-    def begin(self, parts: Parts) -> None:
-        """Take what was built."""
-        self.parts, self.step, self.saved = parts, parts.step, parts.step
-        self.weights = list(trainable(parts.objective).values())
 
     def plan(self) -> str:
         """What is going to happen, in words."""
@@ -404,7 +387,7 @@ class Trainer:
 
     def steps_per_epoch(self) -> float | None:
         """Optimiser steps that see every example once; None where the data are a stream."""
-        train = self.parts.data.train
+        train = self.built.data.train
         return len(train) / self.recipe.train.batch_size if isinstance(train, Dataset) else None
 
 

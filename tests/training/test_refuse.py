@@ -60,10 +60,10 @@ def test_more_processes_than_examples_of_a_step_are_refused() -> None:
 @pytest.mark.parametrize("token", ["<eos>", "<pad>", "<bos>", "nowhere"])
 def test_a_mask_token_that_texts_contain_is_refused(token: str) -> None:
     tokenizer = character_tokenizer("ab?")
-    taken = (1, 0, tokenizer.bos_token_id)
-    assert MaskToken("?").of(tokenizer, 6, taken) == MaskCorruption(5)
+    reserved = (1, 0, tokenizer.bos_token_id)
+    assert MaskToken("?").for_tokenizer(tokenizer, 6, reserved) == MaskCorruption(5)
     with pytest.raises(BlockdiffError, match=r"objective\.corruption: "):
-        MaskToken(token).of(tokenizer, 6, taken)
+        MaskToken(token).for_tokenizer(tokenizer, 6, reserved)
 
 
 def test_keys_that_need_those_of_another_section_are_named() -> None:

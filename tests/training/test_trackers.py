@@ -28,7 +28,7 @@ def test_tensorboard_files_hold_every_number_of_a_record_at_its_step(tmp_path):
     trackers.log({"step": 10, "loss": 2.5, "lr": 0.1})
     trackers.log({"step": 10, "heldout_canvas_loss": 3.25, "heldout_levels": LEVELS})
     trackers.log({"step": 20, "loss": 1.5, "lr": 0.05})
-    trackers.finish()
+    trackers.close()
     assert curves(tmp_path) == {
         "loss": [(10, 2.5), (20, 1.5)],
         "lr": [(10, 0.1), (20, 0.05)],
@@ -48,7 +48,7 @@ def test_a_resumed_run_replaces_what_a_killed_one_wrote_after_its_last_checkpoin
     resumed = Trackers(["tensorboard"], tmp_path, {}, start=20)
     resumed.log({"step": 30, "loss": 31.0})
     for each in (killed, resumed):
-        each.finish()
+        each.close()
     assert curves(tmp_path)["loss"] == [(10, 10.0), (20, 20.0), (30, 31.0)]
 
 
@@ -60,7 +60,7 @@ def test_only_finite_numbers_are_handed_over():
 def test_without_trackers_nothing_is_made(tmp_path):
     trackers = Trackers([], tmp_path, {"seed": 1})
     trackers.log({"step": 1, "loss": 1.0})
-    trackers.finish()
+    trackers.close()
     assert not list(tmp_path.iterdir())
 
 
@@ -96,7 +96,7 @@ def test_a_tracker_that_fails_during_the_run_is_left_out_and_the_others_go_on(mo
     with pytest.warns(UserWarning, match="aim gets no more metrics .the server is gone."):
         trackers.log({"step": 1, "loss": 1.0})
     trackers.log({"step": 2, "loss": 0.5})
-    trackers.finish()
+    trackers.close()
     assert curves(tmp_path)["loss"] == [(1, 1.0), (2, 0.5)]
 
 
@@ -161,7 +161,7 @@ def test_every_tracker_is_finished_once_even_if_the_first_try_is_broken_off(monk
     monkeypatch.setattr(tracking, "_available_trackers", ["aim", "swanlab"])
     trackers = Trackers(["aim", "swanlab"], tmp_path, {})
     with pytest.raises(KeyboardInterrupt):
-        trackers.finish()
-    trackers.finish()
-    trackers.finish()
+        trackers.close()
+    trackers.close()
+    trackers.close()
     assert sorted(finished) == ["aim", "swanlab"]

@@ -13,6 +13,7 @@ from torch import Tensor
 import blockdiff
 from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.diffusion.corruption import MaskCorruption
 from blockdiff.errors import BlockdiffError, DataError, RecipeError, RunError
 from blockdiff.metrics import reproducible
 from blockdiff.models.diffusion_gemma import FAMILY
@@ -166,7 +167,7 @@ def test_the_schedule_scales_the_rates_of_every_parameter_group_of_ones_own_opti
 
     class Seeing(blockdiff.Callback):
         def on_step(self, trainer):
-            rates.append([group["lr"] for group in trainer.parts.optimiser.param_groups])
+            rates.append([group["lr"] for group in trainer.built.optimiser.param_groups])
 
     settings = ("optim.schedule=linear", "optim.warmup_steps=0", "train.steps=2")
     blockdiff.train(inputs, settings, tmp_path / "run", optimiser=make, callbacks=[Seeing()])
@@ -238,8 +239,35 @@ def test_a_model_that_does_not_fit_is_refused_before_its_data_are_read(inputs, t
 
 
 def test_what_a_family_does_not_support_is_refused_before_its_data_are_read(inputs, tmp_path, monkeypatch):
-    limited = replace(FAMILY, capabilities=replace(FAMILY.capabilities, predictions=("posterior",)))
+    able = replace(FAMILY.capabilities, predictions=("posterior",), corruptions=("uniform",))
+    limited = replace(FAMILY, capabilities=able)
     monkeypatch.setattr("blockdiff.training.build.family_of", lambda config: limited)
     recipe = {**inputs, "data": {"train": [{"prompt": "no response"}], "cache": "off"}}
     with pytest.raises(BlockdiffError, match="diffusion_gemma does not support leave_one_out"):
         blockdiff.train(recipe, ("objective.prediction=leave_one_out",), tmp_path / "run")
+    with pytest.raises(BlockdiffError, match="diffusion_gemma does not support mask"):
+        blockdiff.train(recipe, (), tmp_path / "run", corruption=MaskCorruption(3))
+
+
+def test_what_an_objective_has_beside_its_model_goes_to_the_device_and_trains(inputs, tmp_path):
+    moved = []
+
+    class Scaled(MostlyCanvas):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def to(self, device):
+            moved.append(device)
+            return super().to(device)
+
+        def forward(self, batch):
+            losses = super().forward(batch)
+            return losses._replace(canvas_sum=losses.canvas_sum * self.scale)
+
+    class Watching(blockdiff.Callback):
+        def on_end(self, trainer):
+            assert moved == [trainer.ranks.device] and trainer.built.objective.scale.item() < 1
+
+    blockdiff.train(inputs, ("train.steps=1",), tmp_path / "run", objective=Scaled, callbacks=[Watching()])
+    assert len(moved) == 1
