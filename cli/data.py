@@ -45,7 +45,7 @@ def sudoku(
     from blockdiff.data.sudoku import write_splits
 
     for written in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
-        options.prepare_output(output / written, overwrite=overwrite)
+        options.require_free(output / written, overwrite=overwrite)
     for written in write_splits(output, size, counts, seed):
         print(written)
     print(f"written to {output}")
@@ -76,7 +76,7 @@ def tokenizer(
     from blockdiff.data.tokenizer import byte_level_bpe
     from blockdiff.terminal import quiet
 
-    options.prepare_output(output / "tokenizer.json", *sources, overwrite=overwrite)
+    options.require_free(output / "tokenizer.json", *sources, overwrite=overwrite)
     quiet()
     chosen, counts = options.parse_columns(columns), Counter[str]()
     named = [Source(source, subset=subset, split=split, columns=chosen) for source in sources]
@@ -89,8 +89,11 @@ def tokenizer(
                 yield text
 
     made = byte_level_bpe(texts(), vocab_size)
+    options.make_parent(output / "tokenizer.json")
     made.save_pretrained(output)
     print(f"{len(made):,} tokens from {counts['rows']:,} rows, {counts['characters']:,} characters")
+    if len(made) < vocab_size:
+        print(f"these texts give no more than that, fewer than the {vocab_size:,} of --vocab-size")
     print(f"written to {output}")
 
 

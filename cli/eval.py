@@ -50,7 +50,8 @@ def evaluate(
     rows = [row.as_conversation() if chat else row for row in islice(rows_of(source), limit)]
     found = find_task(task)
     run.questions_of(rows, found)  # refused now rather than after the weights are read
-    options.prepare_output(output, model, data, overwrite=overwrite)
+    options.require_free(output, model, data, overwrite=overwrite)
+    options.make_parent(output)
     quiet()
     sampler = Sampler.from_pretrained(model, dtype=dtype, device=device, kernels=kernels)
     max_steps = steps or sampler.generation.max_steps

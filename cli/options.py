@@ -45,21 +45,26 @@ def parse_columns(text: str | None) -> dict[str, str]:
     return columns
 
 
-def prepare_output(path: Path | None, *inputs: str | Path | None, overwrite: bool = False) -> None:
-    """Make the directory that a file is to be written into, before any work is done for it.
+def require_free(path: Path | None, *inputs: str | Path | None, overwrite: bool = False) -> None:
+    """Raises BlockdiffError for a file to write that is one of the inputs or lies in a directory that is, and for one
+    that is there unless `overwrite`.
 
-    inputs: what the command reads, as the user named it: paths, patterns, or names of the Hub. Raises BlockdiffError
-    for a file that is one of them or lies in such a directory, and for one that is there unless `overwrite`.
+    inputs: what the command reads, as the user named it: paths, patterns, or names of the Hub.
     """
+    if path is None or not path.is_file():  # /dev/stdout or a pipe can always be written to
+        return
+    for found in (each for name in inputs if name is not None for each in matching(name)):
+        if found.resolve() in (path.resolve(), path.resolve().parent):
+            raise BlockdiffError(f"{path}: is read by this command, so it is not written; choose another file")
+    if not overwrite:
+        raise BlockdiffError(f"{path}: is there already; choose another place, or replace it with --overwrite")
+
+
+def make_parent(path: Path | None) -> None:
+    """Make the directory that a file is to be written into, before any work is done for it."""
     if path is None:
         return
     try:
-        if path.is_file():  # neither /dev/stdout nor a pipe
-            for found in (each for name in inputs if name is not None for each in matching(name)):
-                if found.resolve() in (path.resolve(), path.resolve().parent):
-                    raise BlockdiffError(f"{path}: is read by this command, so it is not written; choose another file")
-            if not overwrite:
-                raise BlockdiffError(f"{path}: is there already; choose another file, or replace it with --overwrite")
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BlockdiffError(f"{path}: cannot be written ({error.strerror}); choose another place") from None

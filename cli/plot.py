@@ -22,6 +22,6 @@ def plot(
 
     if output.suffix.lower() != ".png":
         raise typer.BadParameter(f"{output} is no .png file", param_hint="--output")
-    options.prepare_output(output, overwrite=True)  # runs hold no picture that it reads
+    options.make_parent(output)
     draw_comparison(runs, output)
     print(f"{output}: {len(runs)} run{'s' * (len(runs) != 1)}")

@@ -66,7 +66,8 @@ def sample(
     else:
         entries = [Request(1, messages=[{"role": "user", "content": str(chat)}])]
     for written in (output, trace):
-        options.prepare_output(written, model, prompts, overwrite=overwrite)
+        options.require_free(written, model, prompts, overwrite=overwrite)
+        options.make_parent(written)
     quiet()
     sampler = Sampler.from_pretrained(model, dtype=dtype, device=device, kernels=kernels)
 
