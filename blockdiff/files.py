@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import re
 import shutil
@@ -81,6 +82,14 @@ def whole_directory(target: Path) -> Iterator[Path]:
         raise error if error.filename else OSError(error.errno, error.strerror or str(error), str(target)) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def digest(path: Path, size: int | None = None) -> str:
+    """A hash of a file, or of its first `size` bytes."""
+    with path.open("rb") as file:
+        if size is None:
+            return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+        return hashlib.blake2b(file.read(size)).hexdigest()[:32]
 
 
 def unwritten(path: Path, error: Exception, needed: int) -> str:

@@ -104,7 +104,9 @@ def _row(value: Any, where: str) -> Row:
         )
     for key in ("prompt", "response"):
         if key not in value:
-            raise _BadRow(f"{key} is missing; a row needs prompt and response")
+            others = ", ".join(repr(name) for name in value if name not in KEYS)
+            hint = f", or say with columns which column is the {key} (there are: {others})" if others else ""
+            raise _BadRow(f"{key} is missing; a row needs prompt and response{hint}")
     if system is not None and system != "":
         raise _BadRow("system is there, but prompt/response rows have no turns; put it into prompt or write messages")
     prompt, response = _text(value["prompt"], "prompt"), _text(value["response"], "response")

@@ -134,7 +134,8 @@ def _in_directory(path: Path, split: str) -> list[Path]:
     """The files of a directory: those whose names say the split, or all where no name says any."""
     if (path / ARROW_STATE).is_file():  # saved by datasets.Dataset.save_to_disk
         return sorted(path.glob("*.arrow"))
-    files = sorted(each for each in path.iterdir() if each.is_file() and format_of(each) is not None)
+    seen = (each for each in path.iterdir() if not each.name.startswith("."))
+    files = sorted(each for each in seen if each.is_file() and format_of(each) is not None)
     if not files:
         raise DataError(f"{path}: a directory without rows ({', '.join(FORMATS)}); name a file or a pattern in it")
     of_split = {each: _split_of(each) for each in files}

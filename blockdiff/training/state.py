@@ -7,7 +7,6 @@ No pickle: tensors are safetensors, the rest is JSON. Models in Hub layout are w
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RunError
-from blockdiff.files import remove_directory, remove_leftovers, sync, unwritten, whole_directory
+from blockdiff.files import digest, remove_directory, remove_leftovers, sync, unwritten, whole_directory
 from blockdiff.metrics import FILE_NAME
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.ema import Ema
@@ -122,12 +121,12 @@ def save(
             for name, content in files.items():
                 save_file(content, beside / name)
             trainer = {"format": FORMAT, "step": step, "world": world, "facts": dict(facts), "optimiser": values}
-            digests = {path.name: _digest(path) for path in sorted(beside.iterdir())}
+            digests = {path.name: digest(path) for path in sorted(beside.iterdir())}
             log: dict[str, Any] = {"bytes": 0, "digest": None}
             if (run / FILE_NAME).exists():
                 sync(run / FILE_NAME)  # a checkpoint never outlives the records of its steps
                 size = (run / FILE_NAME).stat().st_size
-                log = {"bytes": size, "digest": _digest(run / FILE_NAME, size)}
+                log = {"bytes": size, "digest": digest(run / FILE_NAME, size)}
             trainer |= {"digests": digests, "log": log}
             (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
     except (OSError, SafetensorError) as error:
@@ -174,12 +173,12 @@ def restore(
         _refuse_other_facts(checkpoint, trainer["facts"], json.loads(json.dumps(dict(facts))))
         files = (MODEL, OPTIMISER, *((AVERAGE,) if average is not None else ()))
         for name in files:
-            if _digest(checkpoint / name) != trainer["digests"][name]:
+            if digest(checkpoint / name) != trainer["digests"][name]:
                 raise ValueError(f"{name} has changed since it was written")
         tensors = {name: load_file(checkpoint / name) for name in files}
         world, log, values = trainer["world"], trainer["log"], trainer["optimiser"]
         written = checkpoint.parents[1] / FILE_NAME
-        if (_digest(written, log["bytes"]) if written.exists() else None) != log["digest"]:
+        if (digest(written, log["bytes"]) if written.exists() else None) != log["digest"]:
             warnings.warn(
                 f"{written}: was removed or edited since step {trainer['step']} was saved; "
                 "which step was the best is read off what is left",
@@ -216,14 +215,6 @@ def _readable(checkpoint: Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         reason = f"{error} is missing in {TRAINER}" if isinstance(error, KeyError) else first_line(error)
         raise RunError(f"{checkpoint}: cannot be read ({reason}); remove it to go on from an earlier one") from None
-
-
-def _digest(path: Path, size: int | None = None) -> str:
-    """A hash of a file, or of its first `size` bytes."""
-    with path.open("rb") as file:
-        if size is None:
-            return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
-        return hashlib.blake2b(file.read(size)).hexdigest()[:32]
 
 
 def _short(name: str) -> str:

@@ -209,8 +209,8 @@ def entry_of(cache: Path) -> Path:
     return entry
 
 
-@pytest.mark.parametrize("damage", ["cut", "no facts", "half facts", "zeros", "old facts"])
-def test_a_damaged_entry_is_made_again(rows, tmp_path, damage):
+@pytest.mark.parametrize("damage", ["cut", "no facts", "half facts", "zeros", "old facts", "other ids"])
+def test_a_damaged_entry_is_made_again_with_one_warning(rows, tmp_path, damage):
     cache = tmp_path / "cache"
     expected = list(load(rows, cache=cache).examples)
     tokens, facts = entry_of(cache) / "tokens.arrow", entry_of(cache) / "facts.json"
@@ -219,14 +219,26 @@ def test_a_damaged_entry_is_made_again(rows, tmp_path, damage):
         tokens.write_bytes(content[:-8])
     elif damage == "zeros":
         tokens.write_bytes(b"\0" * len(content))
+    elif damage == "other ids":
+        ids = np.array(expected[0].tokens, np.int32).tobytes()
+        assert ids in content
+        tokens.write_bytes(content.replace(ids, ids[::-1]))
     elif damage == "no facts":
         facts.unlink()
     elif damage == "half facts":
         facts.write_text(facts.read_text()[:20])
     else:
         facts.write_text(facts.read_text().replace("canvases", "pictures"))
-    assert list(load(rows, cache=cache).examples) == expected
-    assert tokens.read_bytes() == content and entry_of(cache)
+    with pytest.warns(UserWarning, match="has changed since it was written; the rows are encoded again") as caught:
+        assert list(load(rows, cache=cache).examples) == expected
+    assert tokens.read_bytes() == content and entry_of(cache) and len(caught) == 1
+
+
+def test_a_cache_can_be_trusted_without_reading_all_of_it(rows, tmp_path, monkeypatch):
+    expected = load(rows, cache=tmp_path / "cache")
+    monkeypatch.setenv("BLOCKDIFF_CACHE_TRUSTED", "1")
+    monkeypatch.setattr("blockdiff.data.cache.digest", lambda _: pytest.fail("read"))
+    assert list(load(rows, cache=tmp_path / "cache").examples) == list(expected.examples)
 
 
 @pytest.mark.parametrize("place", [1, 2], ids=["nothing synced", "one file synced"])

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from blockdiff.data.rows import Row, texts_of
+from blockdiff.data.rows import Row, check_row, texts_of
 from blockdiff.data.sources import Source, rows_of
 from blockdiff.errors import DataError
 
@@ -142,3 +142,8 @@ def test_files_that_hold_nothing_are_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="folder: a directory without rows"):
         list(rows_of(Source(str(tmp_path / "folder"))))
+
+
+def test_a_row_with_another_name_for_its_response_is_told_of_columns():
+    with pytest.raises(DataError, match=r"columns which column is the response \(there are: 'completion'\)"):
+        check_row({"prompt": "a", "completion": "b", "id": 1}, "rows.jsonl:1")

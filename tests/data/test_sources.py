@@ -114,6 +114,7 @@ def test_a_directory_gives_the_files_of_the_split_and_never_mixes_test_rows_into
         write(tmp_path / name, [{"prompt": name, "response": "b"}])
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    (tmp_path / "._train-00000-of-00002.jsonl").write_bytes(b"\0 what an editor or macOS leaves")
     path = str(tmp_path)
     train = ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"]
     assert [row.prompt for row in rows_of(Source(path))] == train
