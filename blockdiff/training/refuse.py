@@ -34,7 +34,10 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
 
 
 def without_effect(recipe: Recipe) -> list[str]:
-    """A line for every key that was changed but does nothing beside those of other sections."""
+    """A line for every key that was changed but does nothing beside those of other sections.
+
+    A warm-up that never ends, be it the default, gets a line, too.
+    """
     d, t, e = recipe.data, recipe.train, recipe.evaluation
     keeps_some = not t.keep_every or (t.save_every > 0 and t.keep_every % t.save_every == 0)
     needs = [
@@ -43,7 +46,9 @@ def without_effect(recipe: Recipe) -> list[str]:
         (e, "evaluation", ("rows", "noise_levels"), d.heldout is not None, "data.heldout"),
         (e, "evaluation", ("prompts_every", "prompts_count", "task"), e.prompts is not None, "evaluation.prompts"),
     ]
-    return [
+    warmup = recipe.optim.warmup_steps
+    endless = f"optim.warmup_steps: the warm-up of {warmup} steps does not end within the {t.steps} of train.steps"
+    return [endless] * (warmup >= t.steps) + [
         f"{name}.{key} has no effect: it needs {what}"
         for section, name, keys, is_there, what in needs
         for key in keys

@@ -67,9 +67,14 @@ def test_a_mask_token_that_texts_contain_is_refused(token: str) -> None:
 
 
 def test_keys_that_need_those_of_another_section_are_named() -> None:
-    assert without_effect(recipe()) == []
+    assert without_effect(recipe(optim={"warmup_steps": 8})) == []
     changed = recipe(
-        train={"keep_every": 7, "save_every": 5, "eval_every": 3}, evaluation={"prompts_every": 4}
+        train={"keep_every": 7, "save_every": 5, "eval_every": 3, "steps": 30}, evaluation={"prompts_every": 4}
     )
     keys = [line.split()[0] for line in without_effect(changed)]
     assert keys == ["train.eval_every", "train.keep_every", "evaluation.prompts_every"]
+
+
+def test_a_warm_up_that_never_ends_is_named() -> None:
+    (line,) = without_effect(recipe(train={"steps": 20}))
+    assert line == "optim.warmup_steps: the warm-up of 25 steps does not end within the 20 of train.steps"
