@@ -86,10 +86,14 @@ def _fill(axes: Any, panel: Panel, has_legend: bool) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     elif panel.has_losses and min(values) > 0 and max(values) > 20 * min(values):
         axes.set_yscale("log")
-    elif min(values) >= 0:
+    elif min(values) >= 0 and not (panel.has_losses and 2 * min(values) > max(values)):  # from 0 that would be flat
         axes.set_ylim(bottom=0)
     if panel.x == LEVEL:
         axes.set_xlim(0, 1)
+    else:
+        from matplotlib.ticker import MaxNLocator
+
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
     axes.set_title(panel.title, loc="left", fontsize=9.5)
     axes.set_xlabel(panel.x, fontsize=8)
     axes.grid(alpha=0.25, linewidth=0.6)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from blockdiff.errors import RunError
-from blockdiff.plots.curves import draw_comparison, draw_curves, smooth
+from blockdiff.plots.curves import _fill, draw_comparison, draw_curves, smooth
 from blockdiff.plots.denoising import draw_page, page
 from blockdiff.plots.moments import grid_moments, grid_side, moments_of, most_entropy, visible
 from blockdiff.plots.panels import LEVEL, Run, by_level, named_apart, panels_of, read_run, series
@@ -210,6 +210,18 @@ def test_curves_are_drawn_from_a_metrics_file(tmp_path: Path, count: int) -> Non
         file.write(json.dumps({"step": count, "heldout_canvas_loss": 0.5}) + "\n")
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png", title="run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("losses", "is_from_0"), [([6.0, 5.0, 4.0], False), ([6.0, 4.0, 2.0], True)])
+def test_a_loss_axis_shows_the_run_and_ticks_stand_at_whole_steps(losses: list[float], is_from_0: bool) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    records = [{"step": step, "kind": "train", "canvas_loss": loss} for step, loss in enumerate(losses, start=1)]
+    (panel,) = panels_of([Run("a", records)])
+    _fill(axes, panel, has_legend=True)
+    assert (axes.get_ylim()[0] == 0) == is_from_0
+    assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
 @pytest.mark.parametrize("records", [[], [{"step": 1, "skipped": 1, "not_finite": "gradient", "not_finite_ids": [3]}]])
