@@ -23,6 +23,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -30,7 +31,7 @@ from blockdiff.kernels import tiles
 from blockdiff.kernels.expert_mlp.triton import expert_mlp
 from blockdiff.kernels.norm_rope.triton import add_rms_norm, norm_rope, rms_norms
 from blockdiff.kernels.span_attention.triton import span_attention
-from blockdiff.kernels.vocabulary import pack_allowed
+from blockdiff.kernels.vocabulary import pack_allowed, triton_launch
 from blockdiff.kernels.vocabulary import triton as vocabulary_ops
 from blockdiff.spans import denoise_spans
 
@@ -78,11 +79,12 @@ def vocabulary(dtype: torch.dtype) -> None:
     tokens, vector = torch.zeros(N, dtype=torch.int64), torch.zeros(N)
     options = tokens, vector, vector > 0
     for chosen, chunk_bytes in (((), 1 << 24), (options, 1 << 20)):  # dloss/dx kept, and made again
-        cross_entropy: Callable[..., Tensor] = vocabulary_ops.linear_cross_entropy
-        loss = cross_entropy(hidden, table, tokens, 30.0, *chosen, chunk_bytes=chunk_bytes)
-        loss.sum().backward()
-        vocabulary_ops.token_scores(hidden, table, tokens, 30.0, *chosen[:2])
-        vocabulary_ops.soft_embedding(hidden, table, 30.0, 0.8, chunk_bytes).sum().backward()
+        with patch.object(triton_launch, "CHUNK_BYTES", chunk_bytes):
+            loss: Tensor = vocabulary_ops.linear_cross_entropy(hidden, table, tokens, 30.0, *chosen)
+            loss.sum().backward()
+            vocabulary_ops.linear_cross_entropy(hidden, table.detach(), tokens, 30.0, *chosen)
+            vocabulary_ops.token_scores(hidden, table, tokens, 30.0, *chosen[:2])
+            vocabulary_ops.soft_embedding(hidden, table, 30.0, 0.8).sum().backward()
     allowed = pack_allowed(torch.ones(1, V, dtype=torch.bool)).expand(N, -1)
     for given, mask in ((None, None), (tokens, allowed)):
         vocabulary_ops.token_stats(hidden, table, 30.0, 0.8, vector, given, mask)
@@ -117,35 +119,88 @@ class Driver:
         return GPUTarget("cuda", self.architecture, 32)
 
 
+Wanted = Callable[[str, dict[str, Any]], bool]  # of a kernel's name and its arguments by name
+
+
+class _Ended(Exception):
+    """A compilation of which no more is wanted; its argument: Triton's metadata so far."""
+
+
 @contextmanager
-def launches_compile(architecture: int, found: list[dict[str, Any]]) -> Iterator[None]:
-    """Within it a launch compiles its kernel instead, and adds the figures of a new one to `found`."""
-    seen: set[int] = set()
-    launch = JITFunction.run
+def launches_compile(
+    architecture: int, found: list[dict[str, Any]], wanted: Wanted | None = None, sizes_only: bool = False
+) -> Iterator[None]:
+    """Within it a launch compiles its kernel instead, if it is wanted, and adds the figures of a new one to `found`.
+
+    Kernels that do not fit have no more figures than their sizes, with sizes_only none has: most of the time goes
+    into what comes after these are known.
+    """
+    seen: set[Any] = set()
+    launch, make_ptx = JITFunction.run, CUDABackend.make_ptx
 
     def run(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        compiled = launch(kernel, *arguments, grid=grid, warmup=True, **named)
-        if id(compiled) not in seen:  # Triton keeps one for equal specialisations
-            seen.add(id(compiled))
-            found.append(dict(kernel=kernel.__name__, architecture=architecture, **_figures(kernel, compiled)))
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+        if wanted is not None and not wanted(kernel.__name__, values):
+            return
+        try:
+            compiled = launch(kernel, *arguments, grid=grid, warmup=True, **named)
+            identity: Any = id(compiled)
+            figures = _sizes(compiled.metadata._asdict()) | _code(compiled)
+        except _Ended as ended:
+            identity, figures = str(values), _sizes(ended.args[0])
+        if identity not in seen:  # Triton keeps one for equal specialisations
+            seen.add(identity)
+            constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
+            constants |= {name: named[name] for name in ("num_warps", "num_stages") if name in named}
+            found.append(dict(kernel=kernel.__name__, architecture=architecture, constants=constants, **figures))
+
+    def stop_or_go_on(backend: Any, source: Any, metadata: dict[str, Any], *rest: Any) -> Any:
+        if sizes_only or not fits(dict(architecture=architecture, **_sizes(metadata))):
+            raise _Ended(metadata)
+        return make_ptx(backend, source, metadata, *rest)
 
     with (
         patch.object(driver, "_active", Driver(architecture)),
         patch.object(JITFunction, "run", run),
+        patch.object(CUDABackend, "make_ptx", stop_or_go_on),
         patch.object(tiles, "architecture", lambda device: architecture),
     ):
         yield
 
 
-def _figures(kernel: JITFunction, compiled: Any) -> dict[str, Any]:
-    """Shared memory and stack in bytes, registers of a thread, columns of tensor memory, and the constants."""
-    metadata, names = compiled.metadata, kernel.arg_names
-    constants = {".".join([names[path[0]], *map(str, path[1:])]): v for path, v in compiled.src.constants.items()}
-    constants = {name: value for name, value in constants.items() if isinstance(value, int)}
-    constants |= dict(num_warps=metadata.num_warps, num_stages=metadata.num_stages)
-    tensor_memory = getattr(metadata, "tmem_size", 0) or 0
-    resources = _resources(compiled.asm["cubin"])
-    return dict(shared=metadata.shared, tensor_memory=tensor_memory, **resources, constants=constants)
+def _sizes(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of shared memory, and columns of tensor memory."""
+    return dict(shared=metadata["shared"], tensor_memory=metadata.get("tmem_size") or 0)
+
+
+def _code(compiled: Any) -> dict[str, Any]:
+    """Registers of a thread, bytes of its stack, and how many operations of products are executed for each useful one
+    (None where there are no products)."""
+    useful, executed = _useful(compiled.asm["ttir"]), _executed(compiled.asm["ptx"], compiled.metadata.num_warps)
+    return dict(products=executed / useful if useful and executed else None, **_resources(compiled.asm["cubin"]))
+
+
+def _useful(ttir: str) -> int:
+    """Operations of the products as they are written, once each."""
+    shapes = re.findall(r"tt\.dot .*tensor<(\d+)x(\d+)x\w+> \* tensor<\d+x(\d+)x", ttir)
+    return sum(2 * int(m) * int(k) * int(n) for m, k, n in shapes)
+
+
+def _executed(ptx: str, warps: int) -> int:
+    """Operations of the products of the loop that has most: what all warps execute, some of it perhaps twice.
+
+    sm_100 issues its products once for all warps, without a shape in the instruction: 0 there.
+    """
+    lines, labels, most = ptx.splitlines(), {}, 0
+    for place, line in enumerate(lines):
+        if label := re.match(r"\s*(\$L\w+):", line):
+            labels[label[1]] = place
+        elif (branch := re.search(r"\bbra(?:\.uni)?\s+(\$L\w+)", line)) and branch[1] in labels:
+            loop = "\n".join(lines[labels[branch[1]] : place])
+            found = re.findall(r"\b(w?g?mma)\S*\.m(\d+)n(\d+)k(\d+)\.", loop)
+            sizes = ((2 * int(m) * int(n) * int(k), name) for name, m, n, k in found)
+            most = max(most, sum(size * warps // (4 if name == "wgmma" else 1) for size, name in sizes))
+    return most
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
@@ -159,11 +214,13 @@ def _resources(cubin: bytes) -> dict[str, int]:
     return {} if usage is None else dict(registers=int(usage[1]), stack=int(usage[2]))
 
 
-def compiled(name: str, architecture: int) -> list[dict[str, Any]]:
-    """The figures of every kernel that an op of OPS launches on an architecture (90: sm_90)."""
+def compiled(
+    call: Callable[[], None], architecture: int, wanted: Wanted | None = None, sizes_only: bool = False
+) -> list[dict[str, Any]]:
+    """The figures of the wanted kernels that a call launches on an architecture (90: sm_90); default: of all."""
     found: list[dict[str, Any]] = []
-    with launches_compile(architecture, found):
-        OPS[name]()
+    with launches_compile(architecture, found, wanted, sizes_only):
+        call()
     return found
 
 
@@ -180,14 +237,16 @@ def main() -> int:
     parser.add_argument(
         "--architecture", action="append", type=int, choices=tiles.SHARED_MEMORY, help="default: all of the table"
     )
+    parser.add_argument("--sizes", action="store_true", help="shared and tensor memory only, in a third of the time")
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args()
     if not options.json:
-        print("| sm | op | kernel | constants | shared KiB | registers | stack bytes |\n|---|---|---|---|---|---|---|")
+        titles = ("sm", "op", "kernel", "constants", "shared KiB", "registers", "stack bytes", "executed / useful")
+        print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
     all_fit = True
     for architecture in options.architecture or tiles.SHARED_MEMORY:
         for name in options.only or OPS:
-            for line in compiled(name, architecture):
+            for line in compiled(OPS[name], architecture, sizes_only=options.sizes):
                 all_fit &= fits(line)
                 print(json.dumps(dict(op=name, **line)) if options.json else _row(name, line), flush=True)
     return 0 if all_fit else 1
@@ -196,7 +255,8 @@ def main() -> int:
 def _row(name: str, line: dict[str, Any]) -> str:
     constants = ", ".join(f"{key} {value}" for key, value in line["constants"].items())
     shared = f"{line['shared'] / 1024:.0f}{'' if fits(line) else ': TOO LARGE'}"
-    figures = (shared, line.get("registers"), line.get("stack"))
+    products = f"{line['products']:.2f}" if line.get("products") else ""
+    figures = (shared, line.get("registers"), line.get("stack"), products)
     return f"| {' | '.join(map(str, (line['architecture'], name, line['kernel'], constants, *figures)))} |"
 
 

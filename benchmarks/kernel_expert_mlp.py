@@ -24,7 +24,6 @@ from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
 from benchmarks.timing import contenders, interleaved, once, peak_memory, probe
 from blockdiff.kernels import resolve
-from blockdiff.kernels.expert_mlp import ExpertMLP
 
 SUITE = "experts"
 FP32_BOUND = 1e-4
@@ -128,7 +127,12 @@ def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
 
 
 def measure(
-    shape: Shape, kind: str, inputs: Inputs, experts: ExpertMLP, settings: Settings, ceilings: Ceilings | None
+    shape: Shape,
+    kind: str,
+    inputs: Inputs,
+    experts: Callable[..., Tensor],
+    settings: Settings,
+    ceilings: Ceilings | None,
 ) -> Result:
     """One line: compare with fp32 eager (bf16: bounded by the error of bf16 eager), time in turns, trace memory."""
     device = settings.device

@@ -24,7 +24,7 @@ from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
 from benchmarks.timing import contenders, interleaved, once, peak_memory, probe
 from blockdiff.kernels import resolve
-from blockdiff.kernels.span_attention import SpanAttention, reference
+from blockdiff.kernels.span_attention import reference
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 
 SUITE = "span attention"
@@ -154,7 +154,7 @@ class Ceilings:
 
 
 def measure(
-    shape: Shape, with_backward: bool, attend: SpanAttention, settings: Settings, ceilings: Ceilings | None
+    shape: Shape, with_backward: bool, attend: Callable[..., Any], settings: Settings, ceilings: Ceilings | None
 ) -> Result:
     """One line: compare row 0 with fp32, then time in turns, then trace the memory."""
     device = settings.device

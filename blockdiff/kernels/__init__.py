@@ -13,32 +13,25 @@ from typing import Any
 import torch
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels.expert_mlp import ExpertMLP
 from blockdiff.kernels.launch import Unserved
-from blockdiff.kernels.span_attention import SpanAttention
 
-# The folder of every op, in which native.py and triton.py hold a function of the op's name. Triton modules are
-# imported when they are asked for; `logits` has none, for its native form is a single product.
-OPS = {
-    "span_attention": "span_attention",
-    "expert_mlp": "expert_mlp",
-    "rms_norms": "norm_rope",
-    "add_rms_norm": "norm_rope",
-    "norm_rope": "norm_rope",
-    "logits": "vocabulary",
-    "linear_cross_entropy": "vocabulary",
-    "soft_embedding": "vocabulary",
-    "token_stats": "vocabulary",
-    "token_scores": "vocabulary",
+# The ops of every folder. Its native.py says what they compute and holds a function of each name; so does its
+# triton.py (imported when it is asked for), but for `logits`, whose native form is a single product.
+FOLDERS = {
+    "span_attention": ("span_attention",),
+    "expert_mlp": ("expert_mlp",),
+    "norm_rope": ("rms_norms", "add_rms_norm", "norm_rope"),
+    "vocabulary": ("logits", "linear_cross_entropy", "soft_embedding", "token_stats", "token_scores"),
 }
+OPS = {op: folder for folder, ops in FOLDERS.items() for op in ops}
 
 
 @dataclass(frozen=True)
 class Kernels:
     """The functions a model computes with; which implementation each is was decided when the model was built."""
 
-    span_attention: SpanAttention
-    expert_mlp: ExpertMLP
+    span_attention: Callable[..., Any]
+    expert_mlp: Callable[..., torch.Tensor]
     rms_norms: Callable[..., tuple[torch.Tensor, ...]]
     add_rms_norm: Callable[..., torch.Tensor]
     norm_rope: Callable[..., torch.Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,9 +28,18 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     """Run a Triton kernel on the device of its first tensor, whatever device is current; nothing for an empty grid."""
     if 0 in grid:
         return
-    device = next(argument.device for argument in arguments if hasattr(argument, "device"))
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    device = _device_of(arguments)
+    with torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **constants)
+
+
+def _device_of(arguments: tuple[Any, ...]) -> torch.device | None:
+    """The device of the first tensor among arguments and tuples of them."""
+    for argument in arguments:
+        device = _device_of(argument) if isinstance(argument, tuple) else getattr(argument, "device", None)
+        if device is not None:
+            return device
+    return None
 
 
 def op(name: str) -> Callable[[Callable[..., Iterator[Any]]], Any]:
@@ -63,6 +72,16 @@ def op(name: str) -> Callable[[Callable[..., Iterator[Any]]], Any]:
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of that shape, by default of `like`'s, on its device and in its dtype or another; dense, not filled."""
     return torch.empty(shape or like.shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def wanted(tensors: Iterable[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    """Empty tensors for the gradients that are needed, without elements for the others: an op gives no None."""
+    return [empty(x, *(x.shape if need else (0,))) for x, need in zip(tensors, needs, strict=True)]
+
+
+def needed(grads: Iterable[Tensor], needs: Sequence[bool]) -> list[Any]:
+    """The gradients that are needed, None for the others."""
+    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
 def check_dtypes(op: str, *tensors: Tensor) -> None:

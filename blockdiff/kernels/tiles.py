@@ -39,6 +39,10 @@ class Tile:
             self, **{name: min(getattr(self, name), max(LEAST, power_of_2(size))) for name, size in sizes.items()}
         )
 
+    def grid(self, rows: int, columns: int = 1) -> tuple[int, int]:
+        """How many programs cover a result of that size."""
+        return -(-rows // self.rows), -(-columns // self.columns)
+
     @property
     def options(self) -> dict[str, int]:
         """The constants and options of a kernel with this tile."""
@@ -72,17 +76,13 @@ def tile_of(kernel: str, x: Tensor, size: float) -> Tile:
 
     Raises Unserved where the table has no line for it.
     """
-    return _tile_of(kernel, architecture(x.device), x.element_size(), size)
-
-
-@functools.cache
-def _tile_of(kernel: str, architecture: int, element_size: int, size: float) -> Tile:
-    for limit, tile in table().get((kernel, architecture, element_size), ()):
+    on, bits = architecture(x.device), 8 * x.element_size()
+    for limit, tile in table().get((kernel, on, x.element_size()), ()):
         if size <= limit:
             return tile
     raise Unserved(
-        f"{kernel} in Triton has no tile for size {size:g} in {8 * element_size}-bit numbers on compute capability "
-        f"{architecture // 10}.{architecture % 10} (tiles.json)"
+        f"{kernel} in Triton has no tile for size {size:g} in {bits}-bit numbers on compute capability "
+        f"{on // 10}.{on % 10} (tiles.json)"
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.expert_mlp import native, reference
 from blockdiff.kernels.expert_mlp import triton as ours
-from blockdiff.kernels.expert_mlp.tiles import TABLE, tiles_of
+from blockdiff.kernels.tiles import SHARED_MEMORY, table
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -96,13 +96,16 @@ def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("N,E,k,choice", [(550, 5, 2, "padding"), (70, 130, 3, "random")])
 def test_slots_are_sorted_by_expert_and_cut_into_tiles_of_one_expert(N, E, k, choice, part, monkeypatch):
     monkeypatch.setattr(ours, "PART", part)
-    _, index = case(N, E, k, choice=choice)
-    tiles = tiles_of(N * k, E, 4)
-    plan = ours._Plan(ours._sort(index.to(DEVICE), E, tiles).cpu(), N * k, E, tiles)
-    rows, flat = tiles.down.rows, index.flatten()
+    (x, *_), index = case(N, E, k, choice=choice)
+    rows, flat = ours.tiles_for(x, N * k, E).down.rows, index.flatten()
+    lengths = ours.plan_lengths(N * k, E, rows)
+    plan = ours.Plan(*torch.empty(sum(lengths), dtype=torch.int32, device=DEVICE).split(lengths))
+    assert all(view.data_ptr() % 16 == 0 for view in plan)
+    ours._sort(index.to(DEVICE), E, rows, plan)
+    plan = ours.Plan(*(view.cpu() for view in plan))
     counts = torch.bincount(flat, minlength=E + 1)
-    assert plan.starts.tolist() == [0, *counts[:E].cumsum(0).tolist()]
-    assigned = int(plan.starts[-1])
+    assert plan.starts[: E + 1].tolist() == [0, *counts[:E].cumsum(0).tolist()]
+    assigned = int(plan.starts[E])
     assert torch.equal(plan.order[:assigned].long(), flat.argsort(stable=True)[:assigned])
     expected = [
         (e, row)
@@ -116,16 +119,18 @@ def test_slots_are_sorted_by_expert_and_cut_into_tiles_of_one_expert(N, E, k, ch
 
 @pytest.mark.parametrize("rows", [32, 64, 128])
 def test_the_list_of_tiles_is_long_enough_for_the_worst_routing(rows):
-    tiles = next(t for t in TABLE.values() if t.down.rows == rows)
     for E, slots in [(1, 1), (3, 2), (8, 300), (128, 2048), (128, 1)]:
         used = min(E, slots)  # one row each, and all that is left to the first
         needed = used - 1 + -(-(slots - used + 1) // rows)
-        assert needed <= ours._tile_count(slots, E, tiles)
+        assert needed <= ours.plan_lengths(slots, E, rows)[2]
 
 
 def test_all_products_over_rows_share_their_row_tiles():
-    for tiles in TABLE.values():
-        assert len({tile.rows for tile in (tiles.gate_up, tiles.down, tiles.activation, tiles.grad_x)}) == 1
+    names = ("gate_up", "down", "activation_backward", "grad_x")
+    for architecture, size in itertools.product(SHARED_MEMORY, (2, 4)):
+        lines = [table()[f"expert_mlp_{name}", architecture, size] for name in names]
+        for same in zip(*lines, strict=True):
+            assert len({(limit, tile.rows) for limit, tile in same}) == 1
 
 
 # -- against the reference -----------------------------------------------------------------------------------------
@@ -287,7 +292,7 @@ def test_what_the_kernels_cannot_take_is_refused_in_one_line():
         ours.expert_mlp(x, gate_up, down, index, weight, "relu")
     with pytest.raises(BlockdiffError, match="not bfloat16, float32"):
         ours.expert_mlp(x.bfloat16(), gate_up, down, index, weight)
-    with pytest.raises(BlockdiffError, match='kernels="torch" takes float64'):
+    with pytest.raises(BlockdiffError, match='not float64; kernels="torch" has no such limit'):
         ours.expert_mlp(x.double(), gate_up.double(), down.double(), index, weight)
 
 
@@ -307,12 +312,12 @@ def test_the_released_models_kernels_compile_for_an_h200_and_fit():
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert sum(line["op"] == "expert_mlp, all ones" for line in lines) >= 7
-    products = {"gate_up", "scattered_product", "activation_gradient", "outer_product"}
-    for op, (_, tiles) in zip(ops, (item for item in TABLE.items() if item[0][0] == 2), strict=True):
+    names = {"gate_up", "product", "activation_backward", "outer_product", "count_slots", "sort_slots", "sum_slots"}
+    for op, (_, tile) in zip(ops, table()["expert_mlp_gate_up", 90, 2], strict=True):
         of_op = [line for line in lines if line["op"] == op]
-        assert {line["kernel"] for line in of_op} == products | {"count_slots", "sort_slots", "sum_slots"}
-        gate_up = next(line["constants"] for line in of_op if line["kernel"] == "gate_up")
-        assert gate_up["ROWS"] == tiles.gate_up.rows and gate_up["COLUMNS"] == tiles.gate_up.columns
+        assert {line["kernel"] for line in of_op} == {f"expert_mlp_{name}" for name in names}
+        gate_up = next(line["constants"] for line in of_op if line["kernel"] == "expert_mlp_gate_up")
+        assert gate_up["ROWS"] == tile.rows and gate_up["COLUMNS"] == tile.columns
     for line in lines:
         assert line["shared"] <= 227 * 1024 and line["stack"] <= 8, line  # Triton 3.6 spills two registers
 

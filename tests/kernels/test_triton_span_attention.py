@@ -18,8 +18,8 @@ from torch import Tensor
 from benchmarks.visited_tiles import visited
 from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.span_attention import native, reference, triton_kernels
-from blockdiff.kernels.span_attention.tiles import Tile, splits_of, tiles_of
-from blockdiff.kernels.span_attention.triton import span_attention
+from blockdiff.kernels.span_attention.triton import span_attention, splits_of, tiles_for
+from blockdiff.kernels.tiles import Tile
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,11 +275,11 @@ def test_the_picture_shows_what_the_forward_visits(window):
     spans, prefix, own = canvases(window)
     tensors = [x[:1] for x in inputs(spans, prefix, own)]
     first = Spans(spans.bounds_BT4[:1])
-    tile = tiles_of(16, 4).forward
-    is_visited = visited(first, prefix, own, tile.M // 2, tile.N)
+    tile = tiles_for(tensors[0]).forward
+    is_visited = visited(first, prefix, own, tile.rows // 2, tile.columns)
     assert (is_visited | ~first.dense(prefix, own)).all()
     clean = with_lse(*on(tensors, torch.float32), moved(first), 1.0)[0]
-    for rows in (slice(0, tile.M // 2), slice(tile.M // 2, own)):  # one tile of queries, then the others
+    for rows in (slice(0, tile.rows // 2), slice(tile.rows // 2, own)):  # one tile of queries, then the others
         if window is None:
             assert is_visited[0, rows].any(0).sum() < prefix + own
         poisoned = [x.clone() for x in tensors]
@@ -294,7 +294,8 @@ def seeing(spans: Spans, first: int, keys: int, N: int) -> Tensor:
     tiles = triton.cdiv(keys, N)
     bounds = spans.bounds_BT4.contiguous().to(DEVICE)
     interval = torch.full((bounds.shape[0], tiles, 2), -7, dtype=torch.int32, device=DEVICE)
-    triton_kernels.seeing_queries[tiles, bounds.shape[0]](bounds, interval, first, bounds.shape[1], tiles, N=N)
+    kernel = triton_kernels.span_attention_backward_intervals
+    kernel[tiles, bounds.shape[0]](bounds, first, interval, bounds.shape[1], tiles, COLUMNS=N)
     return interval.cpu()
 
 
@@ -347,12 +348,12 @@ def test_under_autocast_everything_is_cast_to_one_dtype():
 
 def test_what_the_kernels_cannot_take_is_refused_in_words():
     spans = moved(arbitrary(3, 4, 5))
-    with pytest.raises(BlockdiffError, match=r"takes float32, bfloat16 or float16 .* not float64"):
+    with pytest.raises(BlockdiffError, match=r"tensors of one dtype, float32, bfloat16 or float16, not float64"):
         span_attention(*on(inputs(spans, 4, 5), torch.float64), spans, 1.0)
-    with pytest.raises(BlockdiffError, match="heads of up to 512, not float32 and 520"):
+    with pytest.raises(BlockdiffError, match="heads of up to 512, not 520"):
         span_attention(*on(inputs(spans, 4, 5, d=520), torch.float32), spans, 1.0)
     q, *keys = on(inputs(spans, 4, 5), torch.float32)
-    with pytest.raises(BlockdiffError, match="not bfloat16, float32 and 16"):
+    with pytest.raises(BlockdiffError, match="not bfloat16, float32"):
         span_attention(q.bfloat16(), *keys, spans, 1.0)
 
 
@@ -425,18 +426,18 @@ def test_the_released_models_kernels_compile_for_an_h200_and_fit():
     assert run.returncode == 0, run.stderr
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     heads = {(line["kernel"], line["constants"].get("D")) for line in lines}
-    names = {"forward", "merge", "backward_rows", "backward_q", "backward_kv"}
-    assert heads >= {(name, d) for name in names for d in (256, 512)}
+    names = {"forward", "backward_queries", "backward_keys"}
+    assert heads >= {(f"span_attention_{name}", d) for name in names for d in (256, 512)}
     for line in lines:
         assert line["shared"] <= 227 * 1024, line
         assert line["stack"] <= (0 if line["op"] == "norms" else 2048), line
 
 
 def test_tiles_of_few_rows_are_small():
-    assert tiles_of(256, 2).forward.fitted(8) == Tile(16, 64, 8, 2)
-    assert tiles_of(256, 2).forward.fitted(33).M == 64
-    assert tiles_of(256, 2).forward.fitted(10_000) == tiles_of(256, 2).forward
-    assert tiles_of(65, 4) == tiles_of(128, 4)
+    forward = Tile(128, 64, warps=8, stages=2)
+    assert forward.fitted(rows=8) == Tile(16, 64, warps=8, stages=2)
+    assert forward.fitted(rows=33).rows == 64
+    assert forward.fitted(rows=10_000) == forward
 
 
 # -- on a GPU, in the model's dtype --------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 1e-5  # relative
 OPS = ("linear_cross_entropy", "soft_embedding", "token_stats", "token_scores")
-KERNELS = ("tiles", "rows", "tokens", "losses", "probabilities", "gradients")
+KERNELS = tuple(f"vocabulary_{name}" for name in ("tiles", "rows", "tokens", "probabilities", "gradients"))
 EDGE = 1e-6  # how far rounding may move an edge of the CDF
 
 
@@ -78,15 +78,17 @@ def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", filled)
 
 
+def chunks_of_rows(monkeypatch: pytest.MonkeyPatch, rows: int, V: int) -> None:
+    """Chunks of so many rows of fp32 raw products."""
+    monkeypatch.setattr(launch, "CHUNK_BYTES", 4 * V * rows)
+
+
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tiles for a small vocabulary, and several programs for a few rows."""
 
-    def tile_of(vocabulary: int) -> dict[str, int]:
-        return dict(TILE=32, ROWS=16, num_warps=4)
-
-    monkeypatch.setattr(launch, "tile_of", tile_of)
-    monkeypatch.setattr(launch, "ALIGNED", 16)
+    monkeypatch.setattr(launch, "TILE", 32)
+    monkeypatch.setattr(launch, "ELEMENTS", 512)
 
 
 # -- cross-entropy --------------------------------------------------------------------------------------------
@@ -96,12 +98,12 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("trains_table", [True, False])
 @pytest.mark.parametrize("N,V,D,scale", [(1, 3, 8, 1.0), (63, 101, 48, 0.3), (40, 257, 31, 2.0)])
 @pytest.mark.parametrize("chunk", ["whole", "parts"])
-def test_cross_entropy_and_its_gradients(softcap, trains_table, N, V, D, scale, chunk, small_tiles):
+def test_cross_entropy_and_its_gradients(softcap, trains_table, N, V, D, scale, chunk, small_tiles, monkeypatch):
     hidden, table, target = case(N, V, D, scale)
     truth = loss_and_gradients(reference.linear_cross_entropy, hidden.double(), table.double(), target, softcap)
-    chunk_bytes = 1 << 20 if chunk == "whole" else 4 * V * 7
+    chunks_of_rows(monkeypatch, 1000 if chunk == "whole" else 7, V)
     got = loss_and_gradients(
-        triton.linear_cross_entropy, hidden, table, target, softcap, chunk_bytes=chunk_bytes, trains_table=trains_table
+        triton.linear_cross_entropy, hidden, table, target, softcap, trains_table=trains_table
     )
     for x, y in zip(got, truth, strict=False):
         assert relative(x, y) < FP32
@@ -117,27 +119,27 @@ def test_cross_entropy_in_tiles_of_full_size(N, V, D):
 
 @pytest.mark.parametrize("softcap", [30.0, None])
 @pytest.mark.parametrize("chunk", ["whole", "parts"])
-def test_the_bonus_on_the_observed_token_and_its_gradients(softcap, chunk, small_tiles):
+def test_the_bonus_on_the_observed_token_and_its_gradients(softcap, chunk, small_tiles, monkeypatch):
     N, V, D = 63, 101, 48
     hidden, table, target = case(N, V, D)
     arguments = target, softcap, *bonus_case(target, V)
     truth = loss_and_gradients(reference.linear_cross_entropy, hidden.double(), table.double(), *arguments)
-    chunk_bytes = 1 << 20 if chunk == "whole" else 4 * V * 7
-    got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, *arguments, chunk_bytes=chunk_bytes)
+    chunks_of_rows(monkeypatch, 1000 if chunk == "whole" else 7, V)
+    got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, *arguments)
     assert all(relative(x, y) < FP32 for x, y in zip(got, truth, strict=True))
     assert (got[0] - truth[0]).abs().max() < 2e-5  # also of rows predicted with near certainty
 
 
 @pytest.mark.parametrize("chunk", ["whole", "parts"])
-def test_ignored_rows_have_no_loss_and_no_gradient_whatever_they_hold(chunk, small_tiles):
+def test_ignored_rows_have_no_loss_and_no_gradient_whatever_they_hold(chunk, small_tiles, monkeypatch):
     N, V, D = 63, 101, 48
     hidden, table, target = case(N, V, D)
     is_ignored = torch.arange(N, device=DEVICE) % 3 == 1
     arguments = 30.0, *bonus_case(target, V), is_ignored
     truth = loss_and_gradients(reference.linear_cross_entropy, hidden.double(), table.double(), target, *arguments)
     hidden[is_ignored], target[is_ignored] = torch.nan, -100
-    chunk_bytes = 1 << 20 if chunk == "whole" else 4 * V * 7
-    got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, target, *arguments, chunk_bytes=chunk_bytes)
+    chunks_of_rows(monkeypatch, 1000 if chunk == "whole" else 7, V)
+    got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, target, *arguments)
     assert (got[0][is_ignored] == 0).all() and (got[1][is_ignored] == 0).all()
     assert all(relative(x, y) < FP32 for x, y in zip(got, truth, strict=True))
 
@@ -166,12 +168,13 @@ def test_extreme_logits_stay_finite_and_exact(with_bonus, small_tiles):
 
 @pytest.mark.parametrize("softcap", [30.0, None])
 @pytest.mark.parametrize("with_bonus", [True, False])
-def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(softcap, with_bonus, small_tiles):
+def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(softcap, with_bonus, small_tiles, monkeypatch):
     N, V, D = 63, 101, 48
+    chunks_of_rows(monkeypatch, 7, V)
     hidden, table, target = case(N, V, D)
     favoured = bonus_case(target, V) if with_bonus else ()
     loss, argmax = triton.token_scores(
-        hidden.requires_grad_(), table, target, softcap, *favoured, chunk_bytes=4 * V * 7
+        hidden.requires_grad_(), table, target, softcap, *favoured
     )
     truth, best = native.token_scores(hidden, table, target, softcap, *favoured)
     assert not loss.requires_grad and relative(loss, truth) < 1e-6 and torch.equal(argmax, best)
@@ -182,7 +185,7 @@ def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(softcap,
 
 @pytest.mark.parametrize("temperature", [0.1, 0.8, 2.0])
 @pytest.mark.parametrize("chunk", ["whole", "parts"])
-def test_the_soft_embedding_and_its_tables_gradient(temperature, chunk, small_tiles):
+def test_the_soft_embedding_and_its_tables_gradient(temperature, chunk, small_tiles, monkeypatch):
     N, V, D = 37, 203, 24
     hidden, table, _ = case(N, V, D)
     direction = torch.randn(N, D, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -191,8 +194,8 @@ def test_the_soft_embedding_and_its_tables_gradient(temperature, chunk, small_ti
     ((p @ truth) * direction).sum().backward()
     hidden.requires_grad_()
     table.requires_grad_()
-    chunk_bytes = 1 << 20 if chunk == "whole" else 4 * V * 7
-    soft = triton.soft_embedding(hidden, table, 30.0, temperature, chunk_bytes)
+    chunks_of_rows(monkeypatch, 1000 if chunk == "whole" else 7, V)
+    soft = triton.soft_embedding(hidden, table, 30.0, temperature)
     (soft * direction).sum().backward()
     assert relative(soft, p @ truth) < FP32 and relative(table.grad, truth.grad) < FP32
     assert hidden.grad is None
@@ -226,10 +229,11 @@ def compare_stats(stats: native.Stats, log_p: Tensor, table: Tensor, token: Tens
 @pytest.mark.parametrize("softcap", [30.0, None])
 @pytest.mark.parametrize("is_given", [True, False])
 @pytest.mark.parametrize("N,V", [(1, 17), (63, 203)])
-def test_stats_match_the_reference(softcap, is_given, N, V, small_tiles):
+def test_stats_match_the_reference(softcap, is_given, N, V, small_tiles, monkeypatch):
+    chunks_of_rows(monkeypatch, 13, V)
     hidden, table, given, temperature, uniform = stats_case(N, V)
     stats = triton.token_stats(
-        hidden, table, softcap, temperature, uniform, given if is_given else None, chunk_bytes=4 * V * 13
+        hidden, table, softcap, temperature, uniform, given if is_given else None
     )
     log_p = reference.log_probabilities(hidden.double(), table.double(), softcap, temperature)
     compare_stats(stats, log_p, table, given if is_given else stats.sample, uniform)
@@ -320,30 +324,42 @@ def test_ties_in_argmax_go_to_the_lower_id(softcap, small_tiles):
 
 
 def test_shards_of_the_vocabulary_combine_to_the_same_bits(small_tiles):
+    """Statistics and losses: what the tiles of all shards say is merged, and every shard writes what lies in it."""
     N, V, cut = 20, 203, 96
-    hidden, table, given, temperature, uniform = stats_case(N, V)
-    tile, x = launch.tile_of(V), hidden @ table.T
-    parts = [x[:, :cut].contiguous(), x[:, cut:].contiguous()]
+    hidden, table, tokens, temperature, uniform = stats_case(N, V)
+    assert (tokens < cut).any() and (tokens >= cut).any()
+    tile, x = launch.tile_for(V), hidden @ table.T
+    shards = [(x[:, :cut].contiguous(), 0), (x[:, cut:].contiguous(), cut)]
+
+    def rows() -> launch.Rows:
+        numbers, tokens = torch.empty(5, N, device=DEVICE), torch.empty(2, N, dtype=torch.int64, device=DEVICE)
+        peak, total, loss, entropy, rest = numbers
+        return launch.Rows(peak, total, loss, tokens[0], entropy, tokens[1], rest)
 
     def tiles_of(x: Tensor, first: int) -> launch.Tiles:
-        return launch.tiles_of(x, 30.0, tile, temperature, first=first, with_moment=True, with_best=True)
+        """As a rank makes them that holds the tokens from `first` on."""
+        tiles = launch.new_tiles(x, -(-x.shape[1] // tile.columns), rows())
+        launch.fill(tiles, x, how, tile, tokens, first)
+        return tiles
 
-    whole, shards = tiles_of(x, 0), [tiles_of(parts[0], 0), tiles_of(parts[1], cut)]
-    joined = launch.Tiles(N, whole.count, x.device)
-    for name in ("peaks", "sums", "moments", "bests"):
-        setattr(joined, name, torch.cat([getattr(shard, name) for shard in shards], 1))
-    merged, truth = launch.merge(joined, uniform), launch.merge(whole, uniform)
-    assert all(torch.equal(merged[name], truth[name]) for name in truth)
+    how = launch.Logits(30.0, temperature)
+    whole, of_shards = tiles_of(x, 0), [tiles_of(*shard) for shard in shards]
+    first, second = (shard.of_target for shard in of_shards)
+    assert torch.equal(first.isnan(), tokens >= cut) and torch.equal(second.isnan(), tokens < cut)
+    joined = (torch.cat(pair, 1) for pair in zip(*(shard[:4] for shard in of_shards), strict=True))
+    merged, truth = rows(), rows()
+    launch.merge(launch.Tiles(*joined, first.where(tokens < cut, second)), merged, uniform)
+    launch.merge(whole, truth, uniform)
+    assert all(torch.equal(x, y) for x, y in zip(merged, truth, strict=True))
 
     def picks(pieces: list[tuple[Tensor, int]], given: Tensor | None) -> list[Tensor]:
-        sample, log_p = torch.empty(N, dtype=torch.int64, device=DEVICE), torch.empty(N, device=DEVICE)
+        out = torch.empty(N, dtype=torch.int64, device=DEVICE), torch.empty(N, device=DEVICE)
         for piece, first in pieces:
-            launch.pick(piece, merged, sample, log_p, 30.0, tile, temperature, given, None, first)
-        return [sample, log_p]
+            launch.pick(piece, how, merged, given, out, tile, first)
+        return list(out)
 
-    for wanted in (given, None):
-        in_shards, at_once = picks([(parts[0], 0), (parts[1], cut)], wanted), picks([(x, 0)], wanted)
-        assert all(torch.equal(a, b) for a, b in zip(in_shards, at_once, strict=True))
+    for wanted in (tokens, None):
+        assert all(torch.equal(a, b) for a, b in zip(picks(shards, wanted), picks([(x, 0)], wanted), strict=True))
 
 
 # -- memory, and as torch sees the ops ------------------------------------------------------------------------
@@ -368,9 +384,10 @@ def arguments_of(op: str, target: Tensor) -> tuple[Any, ...]:
 def test_memory_holds_one_chunk_whatever_the_tokens(op, trains_table, monkeypatch):
     """At V = 262,144: chunks, not [tokens, V]. The table's gradient is a tensor of its own."""
     V, D, chunk_bytes = 262_144, 8, 16 << 20
+    monkeypatch.setattr(launch, "CHUNK_BYTES", chunk_bytes)
     if DEVICE == "cpu":
         for name in KERNELS:
-            monkeypatch.setattr(launch.triton_kernels, name, _NoKernel())
+            monkeypatch.setattr(launch.kernels, name, _NoKernel())
 
     def peak(N: int) -> int:
         hidden, table, target = case(N, V, D)
@@ -378,7 +395,7 @@ def test_memory_holds_one_chunk_whatever_the_tokens(op, trains_table, monkeypatc
         table.requires_grad_(trains_table)
 
         def work() -> None:
-            out = getattr(triton, op)(hidden, table, *arguments_of(op, target), chunk_bytes=chunk_bytes)
+            out = getattr(triton, op)(hidden, table, *arguments_of(op, target))
             if isinstance(out, Tensor) and out.requires_grad:
                 out.sum().backward()
             table.grad = None
@@ -401,20 +418,20 @@ def test_no_tokens_give_empty_results(op):
         assert (table.grad == 0).all()
 
 
-def test_torch_sees_sound_ops():
+def test_torch_sees_sound_ops(monkeypatch):
     hidden, table, target = case(5, 20, 8)
     observed, bonus = bonus_case(target, 20)
     hidden.requires_grad_(), table.requires_grad_()
     temperature = uniform = torch.rand(5, device=DEVICE) * 0.9
     ops, is_ignored = torch.ops.blockdiff, torch.arange(5, device=DEVICE) == 2
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    for keeps in (True, False):
-        cross_entropy = (hidden, table, target, 30.0, observed, bonus, is_ignored, True, keeps, 1 << 20)
+    for rows in (5, 2):
+        chunks_of_rows(monkeypatch, rows, 20)
+        cross_entropy = (hidden, table, target, 30.0, observed, bonus, is_ignored, True, True, True)
         torch.library.opcheck(ops.cross_entropy, cross_entropy, test_utils=checks)
-        torch.library.opcheck(ops.soft_embedding, (hidden.detach(), table, 30.0, 0.5, keeps, 200), test_utils=checks)
+        torch.library.opcheck(ops.soft_embedding, (hidden.detach(), table, 30.0, 0.5, True), test_utils=checks)
     flat = hidden.detach(), table.detach()
-    torch.library.opcheck(ops.token_scores, (*flat, target, 30.0, observed, bonus, 200), test_utils=checks)
-    torch.library.opcheck(ops.token_stats, (*flat, 30.0, temperature, uniform, None, None, 200), test_utils=checks)
+    torch.library.opcheck(ops.token_stats, (*flat, 30.0, temperature, uniform, None, None), test_utils=checks)
 
 
 def test_a_checkpointed_loss_has_the_same_gradients():
@@ -508,7 +525,7 @@ def bf16_case(N: int, V: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("trains_table", [True, False])
 @pytest.mark.parametrize("N,V,D", [(257, 20_000, 2816), (1000, 9001, 256), (600, 262_144, 64)])
-def test_bf16_cross_entropy_is_as_close_to_fp64_as_torch_in_bf16(trains_table, N, V, D):
+def test_bf16_cross_entropy_is_as_close_to_fp64_as_torch_in_bf16(trains_table, N, V, D, monkeypatch):
     """Both read the same bf16 numbers; `parts` also goes through the slices of the vocabulary."""
     hidden, table, target = bf16_case(N, V, D)
     favoured = bonus_case(target, V)
@@ -516,8 +533,9 @@ def test_bf16_cross_entropy_is_as_close_to_fp64_as_torch_in_bf16(trains_table, N
         native.linear_cross_entropy, hidden.float(), table.float(), target, 30.0, *favoured, trains_table=trains_table
     )  # its own error is 1e-4 of what bf16 rounds away
     for chunk_bytes in (launch.TILE * N * 2, 1 << 30):
+        monkeypatch.setattr(launch, "CHUNK_BYTES", chunk_bytes)
         arguments = hidden, table, target, 30.0, *favoured
-        named = dict(trains_table=trains_table, chunk_bytes=chunk_bytes)
+        named = dict(trains_table=trains_table)
         mine = loss_and_gradients(triton.linear_cross_entropy, *arguments, **named)
         torchs = loss_and_gradients(native.linear_cross_entropy, *arguments, **named)
         for x, y, exact in zip(mine, torchs, truth, strict=True):

@@ -20,6 +20,12 @@ def case(N: int, V: int, D: int, dtype: torch.dtype = torch.float32, scale: floa
     return hidden.to(dtype), table.to(dtype), torch.randint(0, V, (N,), generator=g)
 
 
+def chunks_of_rows(monkeypatch: pytest.MonkeyPatch, rows: int, V: int) -> None:
+    """Chunks of so many rows of fp32 logits."""
+    for name in ("CHUNK_BYTES", "CPU_BYTES"):
+        monkeypatch.setattr(native, name, rows * 4 * V)
+
+
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp(min=1e-12))
 
@@ -29,8 +35,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("N,V,D,scale", [(1, 3, 8, 1.0), (63, 101, 48, 0.3), (257, 1000, 31, 2.0)])
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 1000])
 def test_cross_entropy_and_its_gradients(softcap, trains_table, N, V, D, scale, rows_per_chunk, monkeypatch):
-    chunk_bytes = rows_per_chunk * 4 * V
-    monkeypatch.setattr(native, "CPU_BYTES", chunk_bytes)
+    chunks_of_rows(monkeypatch, rows_per_chunk, V)
     hidden, table, target = case(N, V, D, scale=scale)
     weight = torch.rand(N)
     truth_h, truth_t = hidden.double().requires_grad_(), table.double().requires_grad_()
@@ -38,7 +43,7 @@ def test_cross_entropy_and_its_gradients(softcap, trains_table, N, V, D, scale, 
     (truth * weight).sum().backward()
     hidden.requires_grad_()
     table.requires_grad_(trains_table)
-    loss = native.linear_cross_entropy(hidden, table, target, softcap, chunk_bytes=chunk_bytes)
+    loss = native.linear_cross_entropy(hidden, table, target, softcap)
     (loss * weight).sum().backward()
     assert relative(loss, truth) < 1e-5
     assert relative(hidden.grad, truth_h.grad) < 1e-5
@@ -52,8 +57,7 @@ def test_cross_entropy_and_its_gradients(softcap, trains_table, N, V, D, scale, 
 @pytest.mark.parametrize("scale", [0.3, 2.0])
 def test_the_bonus_on_the_observed_token_and_its_gradients(softcap, trains_table, rows_per_chunk, scale, monkeypatch):
     N, V, D = 63, 101, 48
-    chunk_bytes = rows_per_chunk * 4 * V
-    monkeypatch.setattr(native, "CPU_BYTES", chunk_bytes)
+    chunks_of_rows(monkeypatch, rows_per_chunk, V)
     hidden, table, target = case(N, V, D, scale=scale)
     observed = torch.where(torch.arange(N) % 2 == 0, target, (target * 7 + 3) % V)
     bonus = torch.linspace(0.0, 30.0, N)
@@ -63,7 +67,7 @@ def test_the_bonus_on_the_observed_token_and_its_gradients(softcap, trains_table
     (truth * weight).sum().backward()
     hidden.requires_grad_()
     table.requires_grad_(trains_table)
-    loss = native.linear_cross_entropy(hidden, table, target, softcap, observed, bonus, chunk_bytes=chunk_bytes)
+    loss = native.linear_cross_entropy(hidden, table, target, softcap, observed, bonus)
     (loss * weight).sum().backward()
     assert relative(loss, truth) < 1e-5
     assert relative(hidden.grad, truth_h.grad) < 1e-5
@@ -116,7 +120,7 @@ def test_ignored_rows_have_no_loss_and_no_gradient_whatever_they_hold(with_bonus
 @pytest.mark.parametrize("with_bonus", [True, False])
 def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(softcap, with_bonus, monkeypatch):
     N, V, D = 63, 101, 48
-    monkeypatch.setattr(native, "CPU_BYTES", 7 * 4 * V)
+    chunks_of_rows(monkeypatch, 7, V)
     hidden, table, target = case(N, V, D)
     observed, bonus = (target * 5 % V, torch.linspace(0.0, 30.0, N)) if with_bonus else (None, None)
     loss, argmax = native.token_scores(hidden.requires_grad_(), table, target, softcap, observed, bonus)
@@ -138,15 +142,16 @@ def test_cross_entropy_at_the_cap_stays_finite():
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.8, 2.0])
-def test_stats_and_soft_embedding_match_the_reference(temperature):
+def test_stats_and_soft_embedding_match_the_reference(temperature, monkeypatch):
+    chunks_of_rows(monkeypatch, 5, 203)
     hidden, table, _ = case(37, 203, 24)
     uniform = torch.rand(37)
-    stats = native.token_stats(hidden, table, 30.0, temperature, uniform, chunk_bytes=4 * 203 * 5)
+    stats = native.token_stats(hidden, table, 30.0, temperature, uniform)
     soft = reference.soft_embedding(hidden.double(), table.double(), 30.0, temperature)
     assert relative(stats.soft_embedding, soft) < 1e-5
     assert relative(native.soft_embedding(hidden, table, 30.0, temperature), soft) < 1e-5
-    entropy = reference.entropy(hidden.double(), table.double(), 30.0, temperature)
-    assert torch.allclose(stats.entropy.double(), entropy, atol=1e-5)
+    log_p = reference.log_probabilities(hidden.double(), table.double(), 30.0, torch.full((37,), temperature))
+    assert torch.allclose(stats.entropy.double(), torch.special.entr(log_p.exp()).sum(-1), atol=1e-5)
     assert torch.equal(stats.argmax, reference.logits(hidden, table, 30.0).argmax(-1))
 
 
@@ -164,7 +169,7 @@ def test_the_soft_embedding_without_gradients_has_the_same_bits(autocasts):
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 1000])
 def test_the_soft_embedding_trains_its_table_with_the_logits_given(rows_per_chunk, monkeypatch):
     N, V, D = 37, 203, 24
-    monkeypatch.setattr(native, "CPU_BYTES", rows_per_chunk * 4 * V)
+    chunks_of_rows(monkeypatch, rows_per_chunk, V)
     hidden, table, _ = case(N, V, D)
     direction = torch.randn(N, D, generator=torch.Generator().manual_seed(1))
     truth = table.double().requires_grad_()
@@ -172,7 +177,7 @@ def test_the_soft_embedding_trains_its_table_with_the_logits_given(rows_per_chun
     ((p @ truth) * direction).sum().backward()
     hidden.requires_grad_()
     table.requires_grad_()
-    soft = native.soft_embedding(hidden, table, 30.0, 0.8, rows_per_chunk * 4 * V)
+    soft = native.soft_embedding(hidden, table, 30.0, 0.8)
     (soft * direction).sum().backward()
     assert relative(table.grad, truth.grad) < 1e-5
     assert hidden.grad is None
@@ -216,7 +221,7 @@ def masked_case(N: int, V: int):
 @pytest.mark.parametrize("rows_per_chunk", [5, 1000])
 def test_stats_of_the_allowed_tokens(V, rows_per_chunk, monkeypatch):
     N = 37
-    monkeypatch.setattr(native, "CPU_BYTES", rows_per_chunk * 4 * V)
+    chunks_of_rows(monkeypatch, rows_per_chunk, V)
     hidden, table, given, temperature, uniform, is_allowed = masked_case(N, V)
     allowed = native.pack_allowed(is_allowed)
     stats = native.token_stats(hidden, table, 30.0, temperature, uniform, given, allowed)

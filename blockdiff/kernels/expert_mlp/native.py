@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.expert_mlp.activations import Activation, activation_of
 
 DENSE_FLOPS = 3e7  # dense products up to this size cost less than sorting and one launch per expert
@@ -176,11 +177,16 @@ def expert_mlp(
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
 ) -> Tensor:
-    """The public op (see `ExpertMLP` for shapes)."""
+    """`sum_k weight_k * down_e(f(gate_e x) * g(up_e x))`, e = index_k, for every token.
+
+    x_ND: tokens; gate_up_EFD: [E, 2F, D], gate rows first; down_EDF: [E, D, F]; expert_index_Nk: int64, E means "no
+    expert" (padding: no work, contributes 0); expert_weight_Nk: routing weights; activation: "gelu_tanh", "silu" or
+    "swiglu_oai" (activations.py). Returns [N, D] in x's dtype; gradients for x, the routing weights and whichever
+    weights require them, summed in an order that the inputs alone decide. Raises BlockdiffError for an unknown
+    activation.
+    """
     gated = activation_of(activation)
-    if torch.is_autocast_enabled(x_ND.device.type):  # products into given buffers are not cast by autocast
-        dtype = torch.get_autocast_dtype(x_ND.device.type)
-        x_ND, gate_up_EFD, down_EDF = x_ND.to(dtype), gate_up_EFD.to(dtype), down_EDF.to(dtype)
+    x_ND, gate_up_EFD, down_EDF = in_autocast(x_ND, gate_up_EFD, down_EDF)
     if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= DENSE_FLOPS:
         return _dense(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk, gated)
     return _ExpertMLP.apply(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk, gated)

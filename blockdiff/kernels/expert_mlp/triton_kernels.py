@@ -1,11 +1,14 @@
 """The Triton kernels of expert_mlp: sort slots by expert, grouped products with fused epilogues, ordered sums.
 
 A slot is one of the N * k choices of an expert, in the order of expert_index_Nk; a row is its place after sorting.
-What is stored by row is only there for rows below starts[E]: slots without an expert have none. The row tiles of
-all experts are listed on the device, in a list as long as the most there can be, so no launch depends on the routing.
+What is stored by row is only there for rows below starts[E]: slots without an expert have none. The row tiles of all
+experts are listed on the device, in a list as long as the most there can be, so no launch depends on the routing.
+`plan` holds: order, the slot of each row; starts [E + 1], the first row of each expert; tile_expert and tile_row of
+each row tile, whose ROWS rows are all of one expert (E for tiles left over). Arguments may be None: what they would
+hold is then not wanted.
 
-A low-rank delta of an expert would enter `_gate_up_sums` and `scattered_product` as a second loop before the
-epilogue: the same rows of (x A^T), the matrix B of the same expert.
+A low-rank delta of an expert would enter `_product` as a second loop before the epilogue: the same rows of (x A^T),
+the matrix B of the same expert.
 """
 
 from __future__ import annotations
@@ -13,41 +16,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# -- activations: f(gate) * g(up), f(gate) = gate * sigmoid(s(gate)) ------------------------------------------------
+from blockdiff.kernels.expert_mlp import activations
 
-OAI_ALPHA = tl.constexpr(1.702)
-OAI_LIMIT = tl.constexpr(7.0)
+OAI_ALPHA = tl.constexpr(activations.OAI_ALPHA)
+OAI_LIMIT = tl.constexpr(activations.OAI_LIMIT)
 GELU_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 GELU_CUBE = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _gate(gate, ACTIVATION: tl.constexpr):
-    """f(gate) and its slope."""
+def _activation(gate, up, ACTIVATION: tl.constexpr):
+    """f(gate), its slope, g(up), its slope; every f is gate * sigmoid(something), every g but swiglu_oai's is up."""
     if ACTIVATION == "gelu_tanh":  # (1 + tanh z) / 2 = sigmoid(2 z)
         square = gate * gate
         share = tl.sigmoid(gate * (2.0 * GELU_SCALE) * (1.0 + square * GELU_CUBE))
         slope = share + gate * share * (1.0 - share) * (2.0 * GELU_SCALE) * (1.0 + square * (3.0 * GELU_CUBE))
-        return gate * share, slope
+        return gate * share, slope, up, tl.full(up.shape, 1.0, tl.float32)
     elif ACTIVATION == "silu":
         share = tl.sigmoid(gate)
-        return gate * share, share * (1.0 + gate * (1.0 - share))
+        return gate * share, share * (1.0 + gate * (1.0 - share)), up, tl.full(up.shape, 1.0, tl.float32)
     else:
         tl.static_assert(ACTIVATION == "swiglu_oai")
         clamped = tl.minimum(gate, OAI_LIMIT)
         share = tl.sigmoid(clamped * OAI_ALPHA)
         slope = share * (1.0 + clamped * OAI_ALPHA * (1.0 - share))
-        return clamped * share, tl.where(gate <= OAI_LIMIT, slope, 0.0)
-
-
-@triton.jit
-def _up(up, ACTIVATION: tl.constexpr):
-    """g(up) and its slope."""
-    if ACTIVATION == "swiglu_oai":
-        clamped = tl.minimum(tl.maximum(up, -OAI_LIMIT), OAI_LIMIT)
-        return clamped + 1.0, tl.where(clamped == up, 1.0, 0.0)
-    else:
-        return up, tl.full(up.shape, 1.0, tl.float32)
+        linear = tl.minimum(tl.maximum(up, -OAI_LIMIT), OAI_LIMIT)
+        slope_up = tl.where(linear == up, 1.0, 0.0)
+        return clamped * share, tl.where(gate <= OAI_LIMIT, slope, 0.0), linear + 1.0, slope_up
 
 
 # -- sorting: stable, by counting ----------------------------------------------------------------------------------
@@ -61,7 +56,7 @@ def _chosen(index, slot, S, E):
 
 
 @triton.jit
-def count_slots(index, counts, S, E, CHUNK: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr):
+def expert_mlp_count_slots(index, counts, S, E, CHUNK: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr):
     """counts[program, expert] of the program's CHUNK slots; EXPERTS is E rounded up to a power of two."""
     program = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
@@ -73,14 +68,11 @@ def count_slots(index, counts, S, E, CHUNK: tl.constexpr, PART: tl.constexpr, EX
 
 
 @triton.jit
-def sort_slots(
-    index, counts, order, starts, tile_expert, tile_row, S, E, tiles, programs,
+def expert_mlp_sort_slots(
+    index, counts, plan, S, E, tiles, programs,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """order: the slot of each row; starts [E + 1]: first row of each expert; of each row tile its expert and row.
-
-    Tiles hold ROWS rows of one expert; those left over get expert E.
-    """
+    """Fill the plan."""
     program = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     count = tl.zeros([EXPERTS], tl.int32)
@@ -93,8 +85,8 @@ def sort_slots(
         before += tl.sum(tl.where((other < program)[:, None], some, 0), 0)
     start = tl.cumsum(count, 0) - count
     if program == 0:
-        tl.store(starts + expert, start, mask=expert < E)
-        tl.store(starts + E, tl.sum(count, 0))
+        tl.store(plan.starts + expert, start, mask=expert < E)
+        tl.store(plan.starts + E, tl.sum(count, 0))
 
     free = start + before  # the next row of each expert
     for first in range(0, CHUNK, PART):
@@ -102,7 +94,7 @@ def sort_slots(
         chosen = _chosen(index, slot, S, E)
         is_chosen = (chosen[:, None] == expert[None, :]).to(tl.int32)
         row = tl.sum(is_chosen * (free[None, :] + tl.cumsum(is_chosen, 0) - 1), 1)
-        tl.store(order + row, slot, mask=chosen >= 0)
+        tl.store(plan.order + row, slot, mask=chosen >= 0)
         free += tl.sum(is_chosen, 0)
 
     needed = tl.cdiv(count, ROWS)
@@ -112,8 +104,8 @@ def sort_slots(
         owner = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), 1)
         is_owner = expert[None, :] == owner[:, None]
         row = tl.sum(tl.where(is_owner, start[None, :] + (tile[:, None] - (last - needed)[None, :]) * ROWS, 0), 1)
-        tl.store(tile_expert + tile, tl.minimum(owner, E), mask=tile < tiles)
-        tl.store(tile_row + tile, row, mask=tile < tiles)
+        tl.store(plan.tile_expert + tile, tl.minimum(owner, E), mask=tile < tiles)
+        tl.store(plan.tile_row + tile, row, mask=tile < tiles)
 
 
 # -- grouped products ----------------------------------------------------------------------------------------------
@@ -122,171 +114,144 @@ def sort_slots(
 @triton.jit
 def _load(pointers, inner, limit, is_column, AXIS: tl.constexpr, INNER_MASK: tl.constexpr, COLUMN_MASK: tl.constexpr):
     """A tile of a product's operand whose axis AXIS is summed over; what lies outside is 0."""
-    if INNER_MASK and COLUMN_MASK:
-        is_there = tl.expand_dims(inner < limit, 1 - AXIS) & tl.expand_dims(is_column, AXIS)
-        return tl.load(pointers, mask=is_there, other=0.0)
-    elif INNER_MASK:
-        return tl.load(pointers, mask=tl.expand_dims(inner < limit, 1 - AXIS), other=0.0)
-    elif COLUMN_MASK:
-        return tl.load(pointers, mask=tl.expand_dims(is_column, AXIS), other=0.0)
-    else:
-        return tl.load(pointers)
+    is_there = tl.full(pointers.shape, True, tl.int1)
+    if INNER_MASK:
+        is_there &= tl.expand_dims(inner < limit, 1 - AXIS)
+    if COLUMN_MASK:
+        is_there &= tl.expand_dims(is_column, AXIS)
+    return tl.load(pointers, mask=is_there, other=0.0)
 
 
 @triton.jit
-def _rows(tile, expert, order, starts, tile_row, ROWS: tl.constexpr):
+def _place(plan, N: tl.constexpr, COLUMNS: tl.constexpr):
+    """The program's row tile and its expert, the tile of its columns and these; N: columns of the result.
+
+    Programs side by side read the same tokens and the same expert.
+    """
+    column_tiles: tl.constexpr = tl.cdiv(N, COLUMNS)
+    tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
+    return tile, tl.load(plan.tile_expert + tile), column_tile, column_tile * COLUMNS + tl.arange(0, COLUMNS)
+
+
+@triton.jit
+def _rows(plan, tile, expert, ROWS: tl.constexpr):
     """The rows of a tile, their slots, and which are there; the others repeat the expert's last row."""
-    row = tl.load(tile_row + tile) + tl.arange(0, ROWS)
-    end = tl.load(starts + expert + 1)
+    row = tl.load(plan.tile_row + tile) + tl.arange(0, ROWS)
+    end = tl.load(plan.starts + expert + 1)
     is_row = row < end
     row = tl.minimum(row, end - 1)
-    return row.to(tl.int64), tl.load(order + row), is_row
+    return row.to(tl.int64), tl.load(plan.order + row), is_row
 
 
 @triton.jit
 def _product(
-    left, right, K: tl.constexpr, N: tl.constexpr, right_k: tl.constexpr, right_n: tl.constexpr, column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    left, right, SECOND: tl.constexpr, K: tl.constexpr, N: tl.constexpr, right_k: tl.constexpr, right_n: tl.constexpr,
+    column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """left [ROWS, K] (pointers to the rows' first elements) times right [K, COLUMNS], in fp32."""
+    """left [ROWS, K] (pointers to the rows' first elements) times right [K, COLUMNS] in fp32, and where SECOND is not
+    0 also times the matrix so many elements behind it."""
     inner = tl.arange(0, INNER)
     is_column = column < N
     lefts = left[:, None] + inner[None, :]
     rights = right + inner[:, None] * right_k + column[None, :] * right_n
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    other = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, K, INNER):
         a = _load(lefts, inner, K - first, is_column, 1, K % INNER != 0, False)
         b = _load(rights, inner, K - first, is_column, 0, K % INNER != 0, N % COLUMNS != 0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
+        if SECOND:
+            b = _load(rights + SECOND, inner, K - first, is_column, 0, K % INNER != 0, N % COLUMNS != 0)
+            other = tl.dot(a, b, other, input_precision=PRECISION)
         lefts += INNER
         rights += INNER * right_k
-    return total
+    return total, other
 
 
 @triton.jit
-def _gate_up_sums(
-    left, right, D: tl.constexpr, F: tl.constexpr, column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """left [ROWS, D] times some gate rows of right [2F, D], and times the up rows that belong to them, in fp32."""
-    inner = tl.arange(0, INNER)
-    is_column = column < F
-    lefts = left[:, None] + inner[None, :]
-    gates = right + inner[:, None] + column[None, :] * D
-    ups = gates + F * D
-    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
-    up = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, D, INNER):
-        a = _load(lefts, inner, D - first, is_column, 1, D % INNER != 0, False)
-        b = _load(gates, inner, D - first, is_column, 0, D % INNER != 0, F % COLUMNS != 0)
-        gate = tl.dot(a, b, gate, input_precision=PRECISION)
-        b = _load(ups, inner, D - first, is_column, 0, D % INNER != 0, F % COLUMNS != 0)
-        up = tl.dot(a, b, up, input_precision=PRECISION)
-        lefts += INNER
-        gates += INNER
-        ups += INNER
-    return gate, up
-
-
-@triton.jit
-def gate_up(
-    x, weights, h, a, order, starts, tile_expert, tile_row,
+def expert_mlp_gate_up(
+    x, weights, h, a, plan,
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr, KEEPS_H: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """a[row] = f(gate) * g(up), and where kept h[row] = (gate, up), of the row's token; weights [E, 2F, D]."""
-    program = tl.program_id(0)
-    tile = program // tl.cdiv(F, COLUMNS)  # programs side by side read the same tokens and the same expert
-    expert = tl.load(tile_expert + tile)
+    """a[row] = f(gate) * g(up) and h[row] = (gate, up) of the row's token; weights [E, 2F, D]."""
+    tile, expert, _, column = _place(plan, F, COLUMNS)
     if expert >= E:
         return
-    row, slot, is_row = _rows(tile, expert, order, starts, tile_row, ROWS)
-    column = program % tl.cdiv(F, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    row, slot, is_row = _rows(plan, tile, expert, ROWS)
     left = x + (slot // TOP_K).to(tl.int64) * D
     right = weights + expert.to(tl.int64) * (2 * F * D)
-    gate, up = _gate_up_sums(left, right, D, F, column, ROWS, COLUMNS, INNER, PRECISION)
+    gate, up = _product(left, right, F * D, D, F, 1, D, column, ROWS, COLUMNS, INNER, PRECISION)
     is_there = is_row[:, None] & (column < F)[None, :]
-    if KEEPS_H:
+    if h is not None:
         at = h + row[:, None] * (2 * F) + column[None, :]
         tl.store(at, gate.to(h.dtype.element_ty), mask=is_there)
         tl.store(at + F, up.to(h.dtype.element_ty), mask=is_there)
-    activated, _ = _gate(gate, ACTIVATION)
-    linear, _ = _up(up, ACTIVATION)
+    activated, _, linear, _ = _activation(gate, up, ACTIVATION)
     tl.store(a + row[:, None] * F + column[None, :], (activated * linear).to(a.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
-def scattered_product(
-    left, weights, scale, out, order, starts, tile_expert, tile_row,
+def expert_mlp_product(
+    left, weights, scale, out, plan,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, WEIGHT_K: tl.constexpr, WEIGHT_N: tl.constexpr,
-    HAS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """out[slot, N] = left[row, K] times the expert's matrix [K, N] (strides WEIGHT_K, WEIGHT_N), times scale[slot]."""
-    program = tl.program_id(0)
-    tile = program // tl.cdiv(N, COLUMNS)
-    expert = tl.load(tile_expert + tile)
+    tile, expert, _, column = _place(plan, N, COLUMNS)
     if expert >= E:
         return
-    row, slot, is_row = _rows(tile, expert, order, starts, tile_row, ROWS)
-    column = program % tl.cdiv(N, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    row, slot, is_row = _rows(plan, tile, expert, ROWS)
     right = weights + expert.to(tl.int64) * (K * N)
-    total = _product(left + row * K, right, K, N, WEIGHT_K, WEIGHT_N, column, ROWS, COLUMNS, INNER, PRECISION)
-    if HAS_SCALE:
+    total, _ = _product(left + row * K, right, 0, K, N, WEIGHT_K, WEIGHT_N, column, ROWS, COLUMNS, INNER, PRECISION)
+    if scale is not None:
         total *= tl.load(scale + slot).to(tl.float32)[:, None]
     is_there = is_row[:, None] & (column < N)[None, :]
     tl.store(out + slot.to(tl.int64)[:, None] * N + column[None, :], total.to(out.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
-def activation_gradient(
-    grad, weights, scale, h, grad_h, scaled_a, partial, order, starts, tile_expert, tile_row,
-    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
-    NEEDS_H: tl.constexpr, NEEDS_A: tl.constexpr, NEEDS_SCALE: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+def expert_mlp_activation_backward(
+    grad, weights, scale, h, grad_h, scaled_a, partial, plan,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Back through the down product and the activation; weights [E, D, F], grad [N, D] of the tokens' outputs.
 
-    NEEDS_H: grad_h[row, 2F]; NEEDS_A: scaled_a[row, F] = scale * a, which the gradient of `down` takes;
-    NEEDS_SCALE: partial[slot, column tile], whose sum over tiles is the gradient of scale[slot].
+    grad_h[row, 2F]; scaled_a[row, F] = scale * a, which the gradient of `down` takes; partial[slot, column tile], whose
+    sum over tiles is the gradient of scale[slot].
     """
-    program = tl.program_id(0)
-    tile = program // tl.cdiv(F, COLUMNS)
-    expert = tl.load(tile_expert + tile)
+    tile, expert, column_tile, column = _place(plan, F, COLUMNS)
     if expert >= E:
         return
-    row, slot, is_row = _rows(tile, expert, order, starts, tile_row, ROWS)
-    column = program % tl.cdiv(F, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    row, slot, is_row = _rows(plan, tile, expert, ROWS)
     is_there = is_row[:, None] & (column < F)[None, :]
     grad_a = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if NEEDS_H or NEEDS_SCALE:
+    if grad_h is not None or partial is not None:
         left = grad + (slot // TOP_K).to(tl.int64) * D
         right = weights + expert.to(tl.int64) * (D * F)
-        grad_a = _product(left, right, D, F, F, 1, column, ROWS, COLUMNS, INNER, PRECISION)
+        grad_a, _ = _product(left, right, 0, D, F, F, 1, column, ROWS, COLUMNS, INNER, PRECISION)
 
     at = row[:, None] * (2 * F) + column[None, :]
     gate = tl.load(h + at, mask=is_there, other=0.0).to(tl.float32)
     up = tl.load(h + at + F, mask=is_there, other=0.0).to(tl.float32)
-    activated, gate_slope = _gate(gate, ACTIVATION)
-    linear, up_slope = _up(up, ACTIVATION)
+    activated, gate_slope, linear, up_slope = _activation(gate, up, ACTIVATION)
     factor = tl.load(scale + slot).to(tl.float32)[:, None]
-    if NEEDS_SCALE:
-        tile_sum = tl.sum(grad_a * activated * linear, 1)
-        at_slot = slot.to(tl.int64) * tl.cdiv(F, COLUMNS) + program % tl.cdiv(F, COLUMNS)
-        tl.store(partial + at_slot, tile_sum, mask=is_row)
-    if NEEDS_A:
+    if partial is not None:
+        at_slot = slot.to(tl.int64) * tl.cdiv(F, COLUMNS) + column_tile
+        tl.store(partial + at_slot, tl.sum(grad_a * activated * linear, 1), mask=is_row)
+    if scaled_a is not None:
         a = (factor * activated * linear).to(scaled_a.dtype.element_ty)
         tl.store(scaled_a + row[:, None] * F + column[None, :], a, mask=is_there)
-    if NEEDS_H:
+    if grad_h is not None:
         grad_a *= factor
         tl.store(grad_h + at, (grad_a * linear * gate_slope).to(grad_h.dtype.element_ty), mask=is_there)
         tl.store(grad_h + at + F, (grad_a * activated * up_slope).to(grad_h.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
-def outer_product(
-    left, right, out, order, starts,
+def expert_mlp_outer_product(
+    left, right, out, plan,
     M: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, LEFT_BY_TOKEN: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
@@ -296,12 +261,12 @@ def outer_product(
     expert = program // per_expert
     m = program % per_expert // tl.cdiv(N, COLUMNS) * ROWS + tl.arange(0, ROWS)
     n = program % tl.cdiv(N, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
-    end = tl.load(starts + expert + 1)
+    end = tl.load(plan.starts + expert + 1)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(tl.load(starts + expert), end, INNER):
+    for first in range(tl.load(plan.starts + expert), end, INNER):
         row = first + tl.arange(0, INNER)
         is_row = row < end
-        token = tl.load(order + row, mask=is_row, other=0) // TOP_K
+        token = tl.load(plan.order + row, mask=is_row, other=0) // TOP_K
         left_row = token if LEFT_BY_TOKEN else row
         right_row = row if LEFT_BY_TOKEN else token
         lefts = left + left_row.to(tl.int64)[:, None] * M + m[None, :]
@@ -314,7 +279,7 @@ def outer_product(
 
 
 @triton.jit
-def sum_slots(
+def expert_mlp_sum_slots(
     y, index, out, tokens, E, D: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """out[token] = the sum of y over the token's slots that have an expert, first slot first."""

@@ -1,1 +1,1 @@
-"""rms_norm and norm_rope: RMSNorm, and RMSNorm over a head followed by the rotary embedding."""
+"""The norms, and norm_rope: RMSNorm over a head followed by the rotary embedding."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from blockdiff.kernels.launch import empty, launch, op
@@ -27,12 +26,8 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _grid(rows: Tensor, tile: Tile) -> tuple[int]:
-    return (triton.cdiv(rows.shape[0], tile.rows),)
-
-
 def _backward_grid(rows: Tensor, tile: Tile) -> tuple[int]:
-    return (max(1, min(*_grid(rows, tile), PROGRAMS)),)
+    return (max(1, min(tile.grid(rows.shape[0])[0], PROGRAMS)),)
 
 
 def _partial(rows: Tensor, grid: tuple[int]) -> Tensor:
@@ -49,7 +44,7 @@ def _rms_norms(
     yield outs
     rows, tile = _flat(x), elementwise(x.shape[-1])
     arguments = rows, (w0, w1, w2)[:count], tuple(outs), rows.shape[0], eps
-    launch(kernels.rms_norms_forward, _grid(rows, tile), *arguments, D=x.shape[-1], **tile.options)
+    launch(kernels.rms_norms_forward, tile.grid(rows.shape[0]), *arguments, D=x.shape[-1], **tile.options)
 
 
 @op("rms_norms_backward")
@@ -82,7 +77,7 @@ def _add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, scalar: Tensor | None, e
     yield out
     rows, tile = _flat(y), elementwise(y.shape[-1])
     arguments = _flat(x), rows, weight, *_row_scalars(scalar, y), out, rows.shape[0], eps
-    launch(kernels.add_rms_norm_forward, _grid(rows, tile), *arguments, D=y.shape[-1], **tile.options)
+    launch(kernels.add_rms_norm_forward, tile.grid(rows.shape[0]), *arguments, D=y.shape[-1], **tile.options)
 
 
 @op("add_rms_norm_backward")
@@ -106,7 +101,7 @@ def _norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor,
     rows, (h, d) = _flat(x_BThd), x_BThd.shape[-2:]
     tile = elementwise(d // 2)
     arguments = rows, weight, cos_BTd.contiguous(), sin_BTd.contiguous(), out, rows.shape[0], eps
-    launch(kernels.norm_rope_forward, _grid(rows, tile), *arguments, HEADS=h, D=d, **tile.options)
+    launch(kernels.norm_rope_forward, tile.grid(rows.shape[0]), *arguments, HEADS=h, D=d, **tile.options)
 
 
 @op("norm_rope_backward")

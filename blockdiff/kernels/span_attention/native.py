@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdiff.kernels.autocast import in_autocast
 from blockdiff.spans import Spans
 
 SMALL_SCORES = 1 << 22  # elements of [B, h, T, keys] up to which materialised scores beat SDPA on a CPU
@@ -24,16 +25,19 @@ def span_attention(
     scale: float,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The public op (see `SpanAttention` for shapes)."""
+    """Attend over cached (`prefix`) and this call's (`own`) keys, each query to its two spans.
+
+    q_BThd: queries; prefix_k, prefix_v: [B, P, K, d] or None; own_k, own_v: [B, O, K, d], K divides h; scale: factor
+    on the scores. Returns [B, T, h, d]; a query whose spans are empty gets exactly 0. With return_lse also the
+    log-sum-exp of its scores, fp32 [B, T, h], through which gradients flow (-inf for empty rows).
+    """
     B, T, h, _ = q_BThd.shape
     prefix_tokens = 0
     k, v = own_k, own_v
     if prefix_k is not None and prefix_v is not None and prefix_k.shape[1]:
         prefix_tokens = prefix_k.shape[1]
         k, v = torch.cat([prefix_k, own_k], 1), torch.cat([prefix_v, own_v], 1)
-    if torch.is_autocast_enabled(q_BThd.device.type):  # fp32 cos and sin leave fp32 q and k beside bf16 v
-        dtype = torch.get_autocast_dtype(q_BThd.device.type)
-        q_BThd, k, v = q_BThd.to(dtype), k.to(dtype), v.to(dtype)
+    q_BThd, k, v = in_autocast(q_BThd, k, v)  # fp32 cos and sin leave fp32 q and k beside bf16 v
     is_seen = None if spans.sees_all else spans.dense(prefix_tokens, own_k.shape[1])
     if return_lse:
         return _with_lse(q_BThd, k, v, is_seen, scale)

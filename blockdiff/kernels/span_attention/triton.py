@@ -1,25 +1,182 @@
-"""span_attention in Triton: launchers, ops for torch, gradients, and the public function.
+"""span_attention in Triton: launchers as ops for torch, their gradient, and the public function.
 
 Memory is linear in tokens: the output, one log-sum-exp per query and head, and in the backward one more number.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from blockdiff.errors import BlockdiffError
-from blockdiff.kernels.span_attention import triton_kernels
-from blockdiff.kernels.span_attention.tiles import Tile, Tiles, splits_of, tiles_of
+from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, op, wanted
+from blockdiff.kernels.span_attention import triton_kernels as kernels
+from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, tile_of
 from blockdiff.spans import Spans
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_HEAD = 512
-ROW_ELEMENTS = 4096  # elements that a program of the kernels without products holds
+SHARED_LAUNCH = 256  # heads up to this have the gradients of keys and values made by one launch
+MOST_SPLITS = 32
+TILES_PER_SPLIT = 8  # fewer key tiles than that cost less than combining their result
+
+# -- launchers -------------------------------------------------------------------------------------------------
+
+
+class Tiles(NamedTuple):
+    """The tiles of the kernels with products: rows are a group's queries, columns are keys.
+
+    keys: one launch for the gradients of both keys and values, or one for each, where both results would take every
+    register there is, so that computing the scores twice is cheaper.
+    """
+
+    forward: Tile
+    queries: Tile
+    keys: tuple[Tile, ...]
+
+
+def tiles_for(q: Tensor) -> Tiles:
+    """The table's tiles for heads like q's: of all kernels, so that a call without one fails before it begins."""
+    d = q.shape[-1]
+    keys = ("keys",) if d <= SHARED_LAUNCH else ("keys_k", "keys_v")
+    forward, queries, *of_keys = (
+        tile_of(f"span_attention_{kernel}", q, d)
+        for kernel in ("forward", "backward_queries", *(f"backward_{name}" for name in keys))
+    )
+    return Tiles(forward, queries, tuple(of_keys))
+
+
+def splits_of(programs: int, key_tiles: int, multiprocessors: int) -> int:
+    """Into how many parts to split the keys so that `programs` row tiles fill the device; 1: not at all.
+
+    The time goes with rounds / splits, rounds = ceil(programs * splits / multiprocessors); ties to fewer splits.
+    """
+    if programs >= multiprocessors:
+        return 1
+    most = max(1, min(MOST_SPLITS, key_tiles // TILES_PER_SPLIT))
+    return min(range(1, most + 1), key=lambda splits: -(-programs * splits // multiprocessors) / splits)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    """The tensor itself where the numbers of a head are neighbours, else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _heads(q: Tensor, k: Tensor) -> dict[str, Any]:
+    """The constants of the kernels with products; fp32 as three tf32 products where there are registers for it."""
+    K, d = k.shape[2:]
+    precision = "tf32" if q.dtype != torch.float32 else "tf32x3" if d <= 128 else "ieee"
+    return dict(K=K, G=q.shape[2] // K, D=d, PRECISION=precision)
+
+
+def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Strides over rows, tokens and heads of tensors [B, tokens, heads, d]."""
+    return tuple(x.stride()[:3] for x in tensors)
+
+
+def _keys(pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor) -> tuple[Any, ...]:
+    """Keys and their strides, values and theirs: pairs of the prefix's and the own, as the kernels take them."""
+    return (pk, ok), _strides(pk, ok), (pv, ov), _strides(pv, ov)
+
+
+@op("span_attention")
+def _span_attention(
+    q: Tensor, pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor, bounds: Tensor, scale: float, splits: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Output, and log-sum-exp in fp32; pk, pv, ok, ov: prefix and own; splits: parts of the keys, 0 to choose."""
+    (B, T, h, d), K, keys = q.shape, ok.shape[2], (pk.shape[1], ok.shape[1])
+    out, lse = empty(q), empty(q, B, T, h, dtype=torch.float32)
+    tile = tiles_for(q).forward.fitted(rows=T * h // K)
+    yield out, lse
+    row_tiles, _ = tile.grid(T * h // K)
+    if not splits:
+        key_tiles = sum(triton.cdiv(count, tile.columns) for count in keys)
+        splits = splits_of(row_tiles * B * K, key_tiles, _multiprocessors(q.device))
+    parts, part_lse = out, lse
+    if splits > 1:
+        parts, part_lse = (empty(x, splits, *x.shape, dtype=torch.float32) for x in (out, lse))
+    q, *sources = (_dense_heads(x) for x in (q, pk, pv, ok, ov))
+    tensors = q, *_strides(q), *_keys(*sources), bounds.contiguous(), parts, part_lse
+    constants = dict(SPLITS=splits, **_heads(q, ok), **tile.options)
+    launch(kernels.span_attention_forward, (row_tiles, B * K, splits), *tensors, B, T, keys, scale, **constants)
+    if splits > 1:
+        tensors, tile = (parts, part_lse, out, lse), elementwise(d)
+        constants = dict(SPLITS=splits, **tile.options)
+        launch(kernels.span_attention_combine, tile.grid(B * T * h), *tensors, B * T * h, **constants)
+
+
+@op("span_attention_backward")
+def _span_attention_backward(
+    q: Tensor, pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor, bounds: Tensor, scale: float,
+    out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor, needs: Sequence[bool],
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Gradients of the five tensors; needs: which of them to make (the others come back without elements)."""
+    inputs = q, pk, pv, ok, ov
+    grads = wanted(inputs, needs)
+    yield tuple(grads)  # type: ignore[misc]
+    (B, T, h, d), K, tiles = q.shape, ok.shape[2], tiles_for(q)
+    bounds, grad_out, delta, tile = bounds.contiguous(), grad_out.contiguous(), empty(lse), elementwise(d)
+    rows = out, grad_out, lse, grad_lse.contiguous(), delta, B * T * h
+    launch(kernels.span_attention_backward_delta, tile.grid(B * T * h), *rows, **tile.options)
+    q, *sources = (_dense_heads(x) for x in inputs)
+    if needs[0]:
+        tile = tiles.queries.fitted(rows=T * h // K)
+        grid = tile.grid(T * h // K)[0], B * K
+        tensors = q, *_strides(q), *_keys(*sources), bounds, lse, delta, grad_out, grads[0]
+        arguments, constants = (*tensors, T, (pk.shape[1], ok.shape[1]), scale), _heads(q, ok) | tile.options
+        launch(kernels.span_attention_backward_queries, grid, *arguments, **constants)
+    _, *grads_kv = needed(grads, needs)
+    for first in (0, 2):  # where a source's span stands in `bounds`, and its keys and values among the sources
+        (k, v), (grad_k, grad_v) = sources[first : first + 2], grads_kv[first : first + 2]
+        _backward_keys(q, k, v, bounds, first, (lse, delta, grad_out), (grad_k, grad_v), scale, tiles.keys)
+
+
+def _backward_keys(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, first: int, numbers: tuple[Tensor, Tensor, Tensor],
+    grads: tuple[Tensor | None, Tensor | None], scale: float, tiles: tuple[Tile, ...],
+) -> None:  # fmt: skip
+    """Fill the gradients that are wanted of the source whose span stands at `first`, in one launch or in two."""
+    (B, T), (keys, K), columns = q.shape[:2], k.shape[1:3], tiles[0].columns
+    key_tiles = triton.cdiv(keys, columns)
+    interval = empty(bounds, B, key_tiles, 2)
+    launches = [grads] if len(tiles) == 1 else [(grads[0], None), (None, grads[1])]
+    if grads != (None, None):
+        arguments = bounds, first, interval, T, key_tiles
+        launch(kernels.span_attention_backward_intervals, (key_tiles, B), *arguments, COLUMNS=columns)
+    for tile, some in zip(tiles, launches, strict=True):
+        if some != (None, None):
+            tensors = q, *_strides(q), k, *_strides(k), v, *_strides(v), bounds, first, *numbers, interval, *some
+            constants = _heads(q, k) | tile.options
+            launch(kernels.span_attention_backward_keys, (key_tiles, B * K), *tensors, T, keys, scale, **constants)
+
+
+# -- gradient --------------------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, _ = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:5])
+    grads = _span_attention_backward(*tensors, ctx.scale, out, lse, grad_out, grad_lse, needs)
+    return *needed(grads, needs), None, None, None
+
+
+_span_attention.register_autograd(_gradients, setup_context=_save)
+
+
+# -- the public function: signature and meaning as in native.py ------------------------------------------------
 
 
 def span_attention(
@@ -32,199 +189,20 @@ def span_attention(
     scale: float,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The public op (see `SpanAttention` for shapes): fp32, bf16 or fp16, heads of up to 512.
+    """As in native.py: fp32, bf16 or fp16 and heads of up to 512; Unserved for others.
 
     Head sizes that are no power of two are padded. Keys that no query sees are not loaded, except where they stand
-    between seen ones: there they must be finite. Raises BlockdiffError for what the kernels cannot take.
+    between seen ones: there they must be finite.
     """
-    d = q_BThd.shape[-1]
     if prefix_k is None or prefix_v is None:
         prefix_k, prefix_v = own_k[:, :0], own_v[:, :0]
-    tensors = [q_BThd, prefix_k, prefix_v, own_k, own_v]
-    if torch.is_autocast_enabled(q_BThd.device.type):  # fp32 cos and sin leave fp32 q and k beside bf16 v
-        tensors = [x.to(torch.get_autocast_dtype(q_BThd.device.type)) for x in tensors]
-    if len({x.dtype for x in tensors}) > 1 or tensors[0].dtype not in DTYPES or d > LARGEST_HEAD:
-        dtypes = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in tensors}))
-        raise BlockdiffError(
-            f"span_attention in Triton takes float32, bfloat16 or float16 (one of them) and heads of up to "
-            f'{LARGEST_HEAD}, not {dtypes} and {d}; kernels="torch" takes anything'
-        )
-    padding = max(16, triton.next_power_of_2(d)) - d
+    tensors = in_autocast(q_BThd, prefix_k, prefix_v, own_k, own_v)  # fp32 cos and sin leave fp32 q, k beside bf16 v
+    check_dtypes("span_attention", *tensors)
+    if (d := q_BThd.shape[-1]) > LARGEST_HEAD:
+        raise Unserved(f"span_attention in Triton takes heads of up to {LARGEST_HEAD}, not {d}")
+    padding = max(LEAST, power_of_2(d)) - d
     if padding:
-        tensors = [F.pad(x, (0, padding)) for x in tensors]
+        tensors = tuple(F.pad(x, (0, padding)) for x in tensors)
     out, lse = _span_attention(*tensors, spans.bounds_BT4, scale, 0)
     out = out[..., :d] if padding else out
     return (out, lse) if return_lse else out
-
-
-# -- launchers -------------------------------------------------------------------------------------------------
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides over rows, tokens and heads of [B, tokens, heads, d]."""
-    return x.stride(0), x.stride(1), x.stride(2)
-
-
-def _dense_heads(x: Tensor) -> Tensor:
-    """The tensor itself where the numbers of a head are neighbours, else a copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _grid(rows: int, tile: Tile, B: int, K: int, splits: int = 1) -> tuple[int, int, int]:
-    return triton.cdiv(rows, tile.M), B * K, splits
-
-
-def _options(tile: Tile) -> dict[str, int]:
-    return dict(M=tile.M, N=tile.N, num_warps=tile.warps, num_stages=tile.stages)
-
-
-@torch.library.custom_op("blockdiff::span_attention", mutates_args=())
-def _span_attention(
-    q_BThd: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    own_k: Tensor,
-    own_v: Tensor,
-    bounds_BT4: Tensor,
-    scale: float,
-    splits: int,
-) -> tuple[Tensor, Tensor]:
-    """Output, and log-sum-exp in fp32; splits: parts of the keys, 0 to choose."""
-    B, T, h, d = q_BThd.shape
-    prefix_keys, own_keys, K = prefix_k.shape[1], own_k.shape[1], own_k.shape[2]
-    out = torch.empty(B, T, h, d, dtype=q_BThd.dtype, device=q_BThd.device)
-    lse = torch.empty(B, T, h, dtype=torch.float32, device=q_BThd.device)
-    if not out.numel():
-        return out, lse
-    tiles = tiles_of(d, q_BThd.element_size())
-    tile = tiles.forward.fitted(T * h // K)
-    grid = _grid(T * h // K, tile, B, K)
-    if not splits:
-        key_tiles = triton.cdiv(prefix_keys, tile.N) + triton.cdiv(own_keys, tile.N)
-        splits = splits_of(grid[0] * grid[1], key_tiles, _multiprocessors(q_BThd.device))
-    parts, part_lse = out, lse
-    if splits > 1:
-        parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
-        part_lse = torch.empty(splits, *lse.shape, dtype=torch.float32, device=out.device)
-    sources = [_dense_heads(x) for x in (q_BThd, prefix_k, prefix_v, own_k, own_v)]
-    strides = [stride for x in sources for stride in _strides(x)]
-    triton_kernels.forward[*grid[:2], splits](
-        *sources, bounds_BT4.contiguous(), parts, part_lse, *strides, B, T, prefix_keys, own_keys, scale,
-        K=K, G=h // K, D=d, SPLITS=splits, PRECISION=tiles.precision, **_options(tile),
-    )  # fmt: skip
-    if splits > 1:
-        rows, M = B * T * h, ROW_ELEMENTS // d
-        grid_of_rows = (triton.cdiv(rows, M),)
-        triton_kernels.merge[grid_of_rows](parts, part_lse, out, lse, rows, D=d, SPLITS=splits, M=M, num_warps=4)
-    return out, lse
-
-
-@torch.library.custom_op("blockdiff::span_attention_backward", mutates_args=())
-def _span_attention_backward(
-    q_BThd: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    own_k: Tensor,
-    own_v: Tensor,
-    bounds_BT4: Tensor,
-    scale: float,
-    out_BThd: Tensor,
-    lse_BTh: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the five tensors; needs: which of them to make (the others come back without elements)."""
-    inputs = (q_BThd, prefix_k, prefix_v, own_k, own_v)
-    grads = [_gradient_of(x, need) for x, need in zip(inputs, needs, strict=True)]
-    if not out_BThd.numel():
-        q, pk, pv, ok, ov = (grad.zero_() for grad in grads)
-        return q, pk, pv, ok, ov
-    B, T, h, d = q_BThd.shape
-    K, G = own_k.shape[2], h // own_k.shape[2]
-    q, *sources = (_dense_heads(x) for x in inputs)
-    bounds, grad_out = bounds_BT4.contiguous(), grad_out.contiguous()
-    delta = torch.empty_like(lse_BTh)
-    rows, M = B * T * h, ROW_ELEMENTS // d
-    triton_kernels.backward_rows[(triton.cdiv(rows, M),)](
-        out_BThd, grad_out, lse_BTh, grad_lse.contiguous(), delta, rows, D=d, M=M, num_warps=4
-    )
-    tiles = tiles_of(d, q.element_size())
-    shape: dict[str, Any] = dict(K=K, G=G, D=d, PRECISION=tiles.precision)
-    if needs[0]:
-        tile = tiles.backward_q.fitted(T * G)
-        strides = [stride for x in (q, *sources) for stride in _strides(x)]
-        triton_kernels.backward_q[_grid(T * G, tile, B, K)](
-            q, *sources, bounds, lse_BTh, delta, grad_out, grads[0], *strides,
-            B, T, prefix_k.shape[1], own_k.shape[1], scale, **shape, **_options(tile),
-        )  # fmt: skip
-    for first in (0, 2):  # where a source's span stands in `bounds`, and its k among the sources
-        k, v, needs_kv = sources[first], sources[first + 1], (needs[first + 1], needs[first + 2])
-        if k.numel() and any(needs_kv):
-            numbers, grads_kv = (bounds, lse_BTh, delta, grad_out), (grads[first + 1], grads[first + 2])
-            _launch_backward_kv(q, k, v, numbers, grads_kv, scale, first, needs_kv, tiles, shape)
-    q, pk, pv, ok, ov = grads
-    return q, pk, pv, ok, ov
-
-
-def _launch_backward_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    numbers: tuple[Tensor, Tensor, Tensor, Tensor],
-    grads: tuple[Tensor, Tensor],
-    scale: float,
-    first: int,
-    needs: tuple[bool, bool],
-    tiles: Tiles,
-    shape: dict[str, Any],
-) -> None:
-    """grad_k and grad_v of one source of keys, in one launch or in two."""
-    (B, T), keys = q.shape[:2], k.shape[1]
-    N = tiles.backward_kv[0].N
-    key_tiles = triton.cdiv(keys, N)
-    interval = torch.empty(B, key_tiles, 2, dtype=torch.int32, device=q.device)
-    triton_kernels.seeing_queries[key_tiles, B](numbers[0], interval, first, T, key_tiles, N=N)
-    which = [needs] if len(tiles.backward_kv) == 1 else [(needs[0], False), (False, needs[1])]
-    for tile, (with_k, with_v) in zip(tiles.backward_kv, which, strict=True):
-        if with_k or with_v:
-            triton_kernels.backward_kv[key_tiles, B * k.shape[2]](
-                q, k, v, *numbers, interval, *grads, *_strides(q), *_strides(k), *_strides(v),
-                first, T, keys, scale, WITH_K=with_k, WITH_V=with_v, **shape, **_options(tile),
-            )  # fmt: skip
-
-
-def _gradient_of(x: Tensor, is_needed: bool) -> Tensor:
-    return torch.empty(x.shape if is_needed else (0,), dtype=x.dtype, device=x.device)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-# -- shapes without computing, and autograd --------------------------------------------------------------------
-
-
-@_span_attention.register_fake
-def _(q: Tensor, pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor, bounds: Tensor, scale: float, splits: int) -> Any:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
-@_span_attention_backward.register_fake
-def _(q: Tensor, pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor, *rest: Any) -> Any:
-    return tuple(_gradient_of(x, need) for x, need in zip((q, pk, pv, ok, ov), rest[-1], strict=True))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, _ = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    *tensors, out, lse = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:5])
-    grads = torch.ops.blockdiff.span_attention_backward(*tensors, ctx.scale, out, lse, grad_out, grad_lse, needs)
-    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None, None, None
-
-
-_span_attention.register_autograd(_gradients, setup_context=_save)

@@ -1,10 +1,11 @@
-"""The Triton kernels of span_attention: forward, the merge of splits, and the backward over queries and over keys.
+"""The Triton kernels of span_attention: forward, the combining of splits, and the backward over queries and over keys.
 
 Rows: the G query heads that share a key head stand together, row r of (batch, key head) is query r // G of head
-r % G. So one key tile serves a whole group, and a tile of M rows covers only M / G queries: a tight hull.
+r % G. So one key tile serves a whole group, and a tile of M = ROWS rows covers only M / G queries: a tight hull.
 
-A row tile walks the key tiles of its hull: first those of the prefix, then those of its own, in one loop that picks
-its pointers. What lies outside the hull is never loaded. Scores are in units of log2.
+A row tile walks the tiles of N = COLUMNS keys of its hull: first those of the prefix, then those of its own, in one
+loop. What lies outside the hull is never loaded. Scores are in units of log2. Tensors with heads come with their
+strides over batch, tokens and heads; the numbers of a head are neighbours.
 """
 
 from __future__ import annotations
@@ -19,96 +20,128 @@ SCAN = tl.constexpr(1024)  # queries that the search for a key tile's interval l
 
 
 @triton.jit
-def _rows(tile, T, G: tl.constexpr, M: tl.constexpr):
+def _head(pointer, strides, b, head):
+    """The first number of a head in a [B, tokens, heads, D] tensor."""
+    return pointer + b * strides[0] + head * strides[2]
+
+
+@triton.jit
+def _rows(tile, T, G: tl.constexpr, ROWS: tl.constexpr):
     """Query and head within the group of every row of a tile, and whether the row is there."""
-    row = tile * M + tl.arange(0, M)
+    row = tile * ROWS + tl.arange(0, ROWS)
     return row // G, row % G, row < T * G
 
 
 @triton.jit
-def _load_rows(pointer, tile, T, stride_t, stride_h, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
+def _load_rows(pointer, tile, T, stride_t, stride_h, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
     """A tile [M, D] of the rows of a [T, h, D] tensor whose first head of the group `pointer` points at."""
-    first = tile * M // G  # 64-bit only where it must be: registers
-    t, g, is_row = _rows(tile, T, G, M)
+    first = tile * ROWS // G  # 64-bit only where it must be: registers
+    t, g, is_row = _rows(tile, T, G, ROWS)
     at = (t - first)[:, None] * stride_t + g[:, None] * stride_h + tl.arange(0, D)[None, :]
     return tl.load(pointer + tl.cast(first, tl.int64) * stride_t + at, mask=is_row[:, None], other=0.0)
 
 
 @triton.jit
-def _load_keys(pointer, start, stride, is_near, N: tl.constexpr, D: tl.constexpr):
+def _load_keys(pointer, start, stride, is_near, COLUMNS: tl.constexpr, D: tl.constexpr):
     """A tile [N, D] of the keys (or values) of one head, from key `start` on."""
-    at = tl.arange(0, N)[:, None] * stride + tl.arange(0, D)[None, :]  # 64-bit only where it must be: registers
+    at = tl.arange(0, COLUMNS)[:, None] * stride + tl.arange(0, D)[None, :]  # 64-bit only where it must be: registers
     return tl.load(pointer + start.to(tl.int64) * stride + at, mask=is_near[:, None], other=0.0)
 
 
+# -- the walk over the hull --------------------------------------------------------------------------------------
+
+
 @triton.jit
-def _load_spans(bounds, t, is_row, prefix_keys, own_keys):
-    """prefix_lo, prefix_hi, own_lo, own_hi of every row, within the keys there are; rows not there see nothing."""
+def _span(bounds, t, is_row, keys, COLUMNS: tl.constexpr):
+    """What a row tile sees of one source of keys; rows that are not there see nothing.
+
+    lo and hi of every row within the keys there are; the hull [begin, end) of the keys that any row sees and how many
+    tiles it touches; the keys [full_begin, full_end) that every row sees.
+    """
     at = bounds + t.to(tl.int64) * 4
-    prefix_lo = tl.maximum(tl.load(at, mask=is_row, other=0), 0)
-    prefix_hi = tl.minimum(tl.load(at + 1, mask=is_row, other=0), prefix_keys)
-    own_lo = tl.maximum(tl.load(at + 2, mask=is_row, other=0), 0)
-    own_hi = tl.minimum(tl.load(at + 3, mask=is_row, other=0), own_keys)
-    return prefix_lo, prefix_hi, own_lo, own_hi
-
-
-@triton.jit
-def _hull(lo, hi, keys, is_row, N: tl.constexpr):
-    """First and last key that any row sees, the tiles between, and the keys [full_lo, full_hi) that every row sees."""
+    lo = tl.maximum(tl.load(at, mask=is_row, other=0), 0)
+    hi = tl.minimum(tl.load(at + 1, mask=is_row, other=0), keys)
     sees = hi > lo
-    first = tl.min(tl.where(sees, lo, keys), 0)
-    last = tl.max(tl.where(sees, hi, 0), 0)
-    tiles = tl.maximum(tl.cdiv(last, N) - first // N, 0)
-    full_lo = tl.max(tl.where(is_row, lo, 0), 0)
-    full_hi = tl.min(tl.where(is_row, hi, keys), 0)
-    return first, last, tiles, full_lo, full_hi
+    begin = tl.min(tl.where(sees, lo, keys), 0)
+    end = tl.max(tl.where(sees, hi, 0), 0)
+    tiles = tl.maximum(tl.cdiv(end, COLUMNS) - begin // COLUMNS, 0)
+    full_begin = tl.max(tl.where(is_row, lo, 0), 0)
+    full_end = tl.min(tl.where(is_row, hi, keys), 0)
+    return lo, hi, begin, end, tiles, full_begin, full_end
 
 
 @triton.jit
-def forward(
-    q, pk, pv, ok, ov, bounds, out, lse,
-    q_sb, q_st, q_sh, pk_sb, pk_sn, pk_sh, pv_sb, pv_sn, pv_sh, ok_sb, ok_sn, ok_sh, ov_sb, ov_sn, ov_sh,
-    B, T, prefix_keys, own_keys, scale,
+def _spans(bounds, t, is_row, keys, COLUMNS: tl.constexpr):
+    """What a row tile sees of the prefix and of its own keys, and how many tiles the walk has."""
+    prefix = _span(bounds, t, is_row, keys[0], COLUMNS)
+    own = _span(bounds + 2, t, is_row, keys[1], COLUMNS)
+    return prefix, own, prefix[4] + own[4]
+
+
+@triton.jit
+def _step(i, prefix, own, COLUMNS: tl.constexpr):
+    """Tile i of the walk: whether it is the prefix's, its first key, which keys are in the hull, and whether all are
+    seen by all rows."""
+    _, _, p_begin, p_end, p_tiles, p_full_begin, p_full_end = prefix
+    _, _, o_begin, o_end, _, o_full_begin, o_full_end = own
+    in_prefix = i < p_tiles
+    start = tl.where(in_prefix, p_begin // COLUMNS + i, o_begin // COLUMNS + i - p_tiles) * COLUMNS
+    key = start + tl.arange(0, COLUMNS)
+    is_near = (key >= tl.where(in_prefix, p_begin, o_begin)) & (key < tl.where(in_prefix, p_end, o_end))
+    full_begin = tl.where(in_prefix, p_full_begin, o_full_begin)
+    full_end = tl.where(in_prefix, p_full_end, o_full_end)
+    return in_prefix, start, is_near, (start >= full_begin) & (start + COLUMNS <= full_end)
+
+
+@triton.jit
+def _load_step(pointers, strides, in_prefix, start, is_near, COLUMNS: tl.constexpr, D: tl.constexpr):
+    """The keys (or values) of a tile of the walk; pointers and strides: the prefix's and the own."""
+    pointer = tl.where(in_prefix, pointers[0], pointers[1])
+    stride = tl.where(in_prefix, strides[0][1], strides[1][1])
+    return _load_keys(pointer, start, stride, is_near, COLUMNS, D)
+
+
+@triton.jit
+def _where_seen(values, otherwise, in_prefix, start, prefix, own, COLUMNS: tl.constexpr):
+    key = start + tl.arange(0, COLUMNS)
+    lo, hi = tl.where(in_prefix, prefix[0], own[0]), tl.where(in_prefix, prefix[1], own[1])
+    return tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), values, otherwise)
+
+
+@triton.jit
+def span_attention_forward(
+    q, q_strides, k, k_strides, v, v_strides, bounds, out, lse, B, T, keys, scale,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Output [SPLITS, B, T, h, D] and log-sum-exp [SPLITS, B, T, h] over each split's part of the hull."""
+    """Output [SPLITS, B, T, h, D] and log-sum-exp [SPLITS, B, T, h] over each split's part of the hull.
+
+    k, v, their strides and `keys`, how many there are: pairs of the prefix's and the own.
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal row's last tiles are the longest: they go first
     b, kh, split = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K, tl.program_id(2)
-    t, g, is_row = _rows(tile, T, G, M)
-    prefix_lo, prefix_hi, own_lo, own_hi = _load_spans(bounds + b * T * 4, t, is_row, prefix_keys, own_keys)
-    p_first, p_last, p_tiles, p_full_lo, p_full_hi = _hull(prefix_lo, prefix_hi, prefix_keys, is_row, N)
-    o_first, o_last, o_tiles, o_full_lo, o_full_hi = _hull(own_lo, own_hi, own_keys, is_row, N)
-    q_MD = _load_rows(q + b * q_sb + kh * G * q_sh, tile, T, q_st, q_sh, G, M, D)
-    pk += b * pk_sb + kh * pk_sh
-    pv += b * pv_sb + kh * pv_sh
-    ok += b * ok_sb + kh * ok_sh
-    ov += b * ov_sb + kh * ov_sh
+    t, g, is_row = _rows(tile, T, G, ROWS)
+    prefix, own, tiles = _spans(bounds + b * T * 4, t, is_row, keys, COLUMNS)
+    q_MD = _load_rows(_head(q, q_strides, b, kh * G), tile, T, q_strides[1], q_strides[2], G, ROWS, D)
+    k = _head(k[0], k_strides[0], b, kh), _head(k[1], k_strides[1], b, kh)
+    v = _head(v[0], v_strides[0], b, kh), _head(v[1], v_strides[1], b, kh)
 
-    peak_M = tl.full([M], -INF, tl.float32)
-    sum_M = tl.zeros([M], tl.float32)
-    acc_MD = tl.zeros([M, D], tl.float32)
-    column = tl.arange(0, D)
+    peak_M = tl.full([ROWS], -INF, tl.float32)
+    sum_M = tl.zeros([ROWS], tl.float32)
+    acc_MD = tl.zeros([ROWS, D], tl.float32)
     scale *= LOG2E
-    begin = split * (p_tiles + o_tiles) // SPLITS
-    end = (split + 1) * (p_tiles + o_tiles) // SPLITS
-    for i in range(begin, end):
-        in_prefix = i < p_tiles
-        start = tl.where(in_prefix, p_first // N + i, o_first // N + i - p_tiles) * N
-        key = start + tl.arange(0, N)
-        is_near = (key >= tl.where(in_prefix, p_first, o_first)) & (key < tl.where(in_prefix, p_last, o_last))
-        k_ND = _load_keys(tl.where(in_prefix, pk, ok), start, tl.where(in_prefix, pk_sn, ok_sn), is_near, N, D)
+    for i in range(split * tiles // SPLITS, (split + 1) * tiles // SPLITS):
+        in_prefix, start, is_near, is_full = _step(i, prefix, own, COLUMNS)
+        k_ND = _load_step(k, k_strides, in_prefix, start, is_near, COLUMNS, D)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale
-        full_lo, full_hi = tl.where(in_prefix, p_full_lo, o_full_lo), tl.where(in_prefix, p_full_hi, o_full_hi)
-        if (start < full_lo) | (start + N > full_hi):
-            lo, hi = tl.where(in_prefix, prefix_lo, own_lo), tl.where(in_prefix, prefix_hi, own_hi)
-            s_MN = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), s_MN, -INF)
+        if not is_full:
+            s_MN = _where_seen(s_MN, -INF, in_prefix, start, prefix, own, COLUMNS)
         new_peak_M = tl.maximum(peak_M, tl.max(s_MN, 1))
         shift_M = tl.where(new_peak_M == -INF, 0.0, new_peak_M)  # rows that have seen nothing yet
         p_MN = tl.exp2(s_MN - shift_M[:, None])
         shrink_M = tl.exp2(peak_M - shift_M)
         sum_M = sum_M * shrink_M + tl.sum(p_MN, 1)
-        v_ND = _load_keys(tl.where(in_prefix, pv, ov), start, tl.where(in_prefix, pv_sn, ov_sn), is_near, N, D)
+        v_ND = _load_step(v, v_strides, in_prefix, start, is_near, COLUMNS, D)
         acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * shrink_M[:, None], input_precision=PRECISION)
         peak_M = new_peak_M
 
@@ -118,27 +151,26 @@ def forward(
     at = ((split * B + b) * T + t) * (K * G) + kh * G + g
     tl.store(lse + at, lse_M, mask=is_row)
     out_MD = (acc_MD / sum_M[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at[:, None] * D + column[None, :], out_MD, mask=is_row[:, None])
+    tl.store(out + at[:, None] * D + tl.arange(0, D)[None, :], out_MD, mask=is_row[:, None])
 
 
 @triton.jit
-def merge(
-    parts, part_lse, out, lse, R,
-    D: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Outputs [SPLITS, R, D] of parts of the keys, each weighted with its share exp(lse) of the whole."""
-    row = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+def span_attention_combine(
+    parts, part_lse, out, lse, R, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Outputs [SPLITS, R, D = COLUMNS] of parts of the keys, each weighted with its share exp(lse) of the whole."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < R
-    peak_M = tl.full([M], -INF, tl.float32)
+    peak_M = tl.full([ROWS], -INF, tl.float32)
     for split in range(SPLITS):
         peak_M = tl.maximum(peak_M, tl.load(part_lse + split * R + row, mask=is_row, other=-INF))
     shift_M = tl.where(peak_M == -INF, 0.0, peak_M)
-    sum_M = tl.zeros([M], tl.float32)
-    acc_MD = tl.zeros([M, D], tl.float32)
-    at = row[:, None] * D + tl.arange(0, D)[None, :]
+    sum_M = tl.zeros([ROWS], tl.float32)
+    acc_MD = tl.zeros([ROWS, COLUMNS], tl.float32)
+    at = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     for split in range(SPLITS):
         share_M = tl.exp(tl.load(part_lse + split * R + row, mask=is_row, other=-INF) - shift_M)
-        part_MD = tl.load(parts + at + split * R * D, mask=is_row[:, None], other=0.0)
+        part_MD = tl.load(parts + at + split * R * COLUMNS, mask=is_row[:, None], other=0.0)
         sum_M += share_M
         acc_MD += share_M[:, None] * part_MD
     is_empty = sum_M == 0.0
@@ -147,15 +179,20 @@ def merge(
     tl.store(out + at, (acc_MD / sum_M[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
 
 
+# -- backward ----------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def backward_rows(out, grad_out, lse, grad_lse, delta, R, D: tl.constexpr, M: tl.constexpr):
+def span_attention_backward_delta(
+    out, grad_out, lse, grad_lse, delta, R, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """delta = sum(out * grad_out) - grad_lse of every row [R]: what the gradient of a row's scores is measured from.
 
     With p = exp(s - lse): ds = p * (grad_out v - delta). Rows that see nothing get 0, whatever their grad_lse.
     """
-    row = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     is_row = row < R
-    at = row[:, None] * D + tl.arange(0, D)[None, :]
+    at = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     product = tl.load(out + at, mask=is_row[:, None], other=0.0).to(tl.float32)
     product *= tl.load(grad_out + at, mask=is_row[:, None], other=0.0).to(tl.float32)
     delta_M = tl.sum(product, 1) - tl.load(grad_lse + row, mask=is_row, other=0.0)
@@ -171,56 +208,45 @@ def _load_row_numbers(lse, delta, at, is_row):
 
 
 @triton.jit
-def backward_q(
-    q, pk, pv, ok, ov, bounds, lse, delta, grad_out, grad_q,
-    q_sb, q_st, q_sh, pk_sb, pk_sn, pk_sh, pv_sb, pv_sn, pv_sh, ok_sb, ok_sn, ok_sh, ov_sb, ov_sn, ov_sh,
-    B, T, prefix_keys, own_keys, scale,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+def span_attention_backward_queries(
+    q, q_strides, k, k_strides, v, v_strides, bounds, lse, delta, grad_out, grad_q, T, keys, scale,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """grad_q [B, T, h, D]: the forward's walk over the hull of a row tile."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b, kh = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
-    t, g, is_row = _rows(tile, T, G, M)
-    prefix_lo, prefix_hi, own_lo, own_hi = _load_spans(bounds + b * T * 4, t, is_row, prefix_keys, own_keys)
-    p_first, p_last, p_tiles, p_full_lo, p_full_hi = _hull(prefix_lo, prefix_hi, prefix_keys, is_row, N)
-    o_first, o_last, o_tiles, o_full_lo, o_full_hi = _hull(own_lo, own_hi, own_keys, is_row, N)
-    q_MD = _load_rows(q + b * q_sb + kh * G * q_sh, tile, T, q_st, q_sh, G, M, D)
+    t, g, is_row = _rows(tile, T, G, ROWS)
+    prefix, own, tiles = _spans(bounds + b * T * 4, t, is_row, keys, COLUMNS)
+    q_MD = _load_rows(_head(q, q_strides, b, kh * G), tile, T, q_strides[1], q_strides[2], G, ROWS, D)
+    grad_MD = _load_rows(grad_out + (b * T * K + kh) * G * D, tile, T, K * G * D, D, G, ROWS, D)
     at = (b * T + t) * (K * G) + kh * G + g
-    column = tl.arange(0, D)
-    grad_MD = _load_rows(grad_out + (b * T * K + kh) * G * D, tile, T, K * G * D, D, G, M, D)
     lse_M, delta_M = _load_row_numbers(lse, delta, at, is_row)
-    pk += b * pk_sb + kh * pk_sh
-    pv += b * pv_sb + kh * pv_sh
-    ok += b * ok_sb + kh * ok_sh
-    ov += b * ov_sb + kh * ov_sh
+    k = _head(k[0], k_strides[0], b, kh), _head(k[1], k_strides[1], b, kh)
+    v = _head(v[0], v_strides[0], b, kh), _head(v[1], v_strides[1], b, kh)
 
-    acc_MD = tl.zeros([M, D], tl.float32)
-    for i in range(p_tiles + o_tiles):
-        in_prefix = i < p_tiles
-        start = tl.where(in_prefix, p_first // N + i, o_first // N + i - p_tiles) * N
-        key = start + tl.arange(0, N)
-        is_near = (key >= tl.where(in_prefix, p_first, o_first)) & (key < tl.where(in_prefix, p_last, o_last))
-        k_ND = _load_keys(tl.where(in_prefix, pk, ok), start, tl.where(in_prefix, pk_sn, ok_sn), is_near, N, D)
-        v_ND = _load_keys(tl.where(in_prefix, pv, ov), start, tl.where(in_prefix, pv_sn, ov_sn), is_near, N, D)
+    acc_MD = tl.zeros([ROWS, D], tl.float32)
+    for i in range(tiles):
+        in_prefix, start, is_near, is_full = _step(i, prefix, own, COLUMNS)
+        k_ND = _load_step(k, k_strides, in_prefix, start, is_near, COLUMNS, D)
+        v_ND = _load_step(v, v_strides, in_prefix, start, is_near, COLUMNS, D)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * (scale * LOG2E)
         p_MN = tl.exp2(s_MN - lse_M[:, None])
-        full_lo, full_hi = tl.where(in_prefix, p_full_lo, o_full_lo), tl.where(in_prefix, p_full_hi, o_full_hi)
-        if (start < full_lo) | (start + N > full_hi):
-            lo, hi = tl.where(in_prefix, prefix_lo, own_lo), tl.where(in_prefix, prefix_hi, own_hi)
-            p_MN = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), p_MN, 0.0)
+        if not is_full:
+            p_MN = _where_seen(p_MN, 0.0, in_prefix, start, prefix, own, COLUMNS)
         grad_p_MN = tl.dot(grad_MD, tl.trans(v_ND), input_precision=PRECISION)
         grad_s_MN = (p_MN * (grad_p_MN - delta_M[:, None])).to(k_ND.dtype)
         acc_MD = tl.dot(grad_s_MN, k_ND, acc_MD, input_precision=PRECISION)
     acc_MD = (acc_MD * scale).to(grad_q.dtype.element_ty)
-    tl.store(grad_q + at[:, None] * D + column[None, :], acc_MD, mask=is_row[:, None])
+    tl.store(grad_q + at[:, None] * D + tl.arange(0, D)[None, :], acc_MD, mask=is_row[:, None])
 
 
-@triton.jit
-def seeing_queries(bounds, interval, first, T, tiles, N: tl.constexpr):
+@triton.jit(do_not_specialize=["first"])
+def span_attention_backward_intervals(bounds, first, interval, T, tiles, COLUMNS: tl.constexpr):
     """The queries [begin, end) between the first and the last that see a key of a tile: int32 [B, tiles, 2].
 
-    first: where the span stands in `bounds` (0: prefix, 2: own). Queries between them that see none of the keys are
-    masked later, so any order of queries is right; one in which the seeing queries are neighbours is fast.
+    first: where the source's span stands in `bounds` (0: prefix, 2: own). Queries between them that see none of the
+    keys are masked later, so any order of queries is right; one in which the seeing queries are neighbours is fast.
     """
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     begin, end = T, 0
@@ -228,7 +254,7 @@ def seeing_queries(bounds, interval, first, T, tiles, N: tl.constexpr):
         t = start + tl.arange(0, SCAN)
         at = bounds + (b * T + t) * 4 + first
         lo, hi = tl.load(at, mask=t < T, other=0), tl.load(at + 1, mask=t < T, other=0)
-        sees = (tl.maximum(lo, tile * N) < tl.minimum(hi, tile * N + N)) & (t < T)
+        sees = (tl.maximum(lo, tile * COLUMNS) < tl.minimum(hi, tile * COLUMNS + COLUMNS)) & (t < T)
         begin = tl.minimum(begin, tl.min(tl.where(sees, t, T), 0))
         end = tl.maximum(end, tl.max(tl.where(sees, t + 1, 0), 0))
     at = interval + (b * tiles + tile) * 2
@@ -236,51 +262,49 @@ def seeing_queries(bounds, interval, first, T, tiles, N: tl.constexpr):
     tl.store(at + 1, end)
 
 
-@triton.jit
-def backward_kv(
-    q, k, v, bounds, lse, delta, grad_out, interval, grad_k, grad_v,
-    q_sb, q_st, q_sh, k_sb, k_sn, k_sh, v_sb, v_sn, v_sh,
-    first, T, keys, scale,
-    WITH_K: tl.constexpr, WITH_V: tl.constexpr,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+@triton.jit(do_not_specialize=["first"])  # one compilation for both sources
+def span_attention_backward_keys(
+    q, q_strides, k, k_strides, v, v_strides, bounds, first, lse, delta, grad_out, interval, grad_k, grad_v,
+    T, keys, scale,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """grad_k and grad_v [B, keys, K, D] of one source, summed over the group in the order of the queries."""
+    """grad_k and grad_v (either may be None) [B, keys, K, D] of one source, summed over the group in query order."""
     tile = tl.program_id(0)
     b, kh = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
-    key = tile * N + tl.arange(0, N)
+    key = tile * COLUMNS + tl.arange(0, COLUMNS)
     is_key = key < keys
-    column = tl.arange(0, D)
-    k_ND = _load_keys(k + b * k_sb + kh * k_sh, tile * N, k_sn, is_key, N, D)
-    if WITH_K:
-        v_ND = _load_keys(v + b * v_sb + kh * v_sh, tile * N, v_sn, is_key, N, D)
-    q += b * q_sb + kh * G * q_sh
+    k_ND = _load_keys(_head(k, k_strides, b, kh), tile * COLUMNS, k_strides[1], is_key, COLUMNS, D)
+    if grad_k is not None:
+        v_ND = _load_keys(_head(v, v_strides, b, kh), tile * COLUMNS, v_strides[1], is_key, COLUMNS, D)
+    q = _head(q, q_strides, b, kh * G)
     grad_out += (b * T * K + kh) * G * D
     bounds += b * T * 4 + first
     at_tile = interval + (b * tl.num_programs(0) + tile) * 2
-    begin, end = tl.load(at_tile) * G // M, tl.cdiv(tl.load(at_tile + 1) * G, M)
+    begin, end = tl.load(at_tile) * G // ROWS, tl.cdiv(tl.load(at_tile + 1) * G, ROWS)
 
-    acc_k_ND = tl.zeros([N, D], tl.float32)
-    acc_v_ND = tl.zeros([N, D], tl.float32)
+    acc_k_ND = tl.zeros([COLUMNS, D], tl.float32)
+    acc_v_ND = tl.zeros([COLUMNS, D], tl.float32)
     for i in range(begin, end):
-        t, g, is_row = _rows(i, T, G, M)
+        t, g, is_row = _rows(i, T, G, ROWS)
         lo = tl.load(bounds + t.to(tl.int64) * 4, mask=is_row, other=0)
         hi = tl.load(bounds + t.to(tl.int64) * 4 + 1, mask=is_row, other=0)
-        q_MD = _load_rows(q, i, T, q_st, q_sh, G, M, D)
+        q_MD = _load_rows(q, i, T, q_strides[1], q_strides[2], G, ROWS, D)
         at = (b * T + t) * (K * G) + kh * G + g
-        grad_MD = _load_rows(grad_out, i, T, K * G * D, D, G, M, D)
+        grad_MD = _load_rows(grad_out, i, T, K * G * D, D, G, ROWS, D)
         lse_M, delta_M = _load_row_numbers(lse, delta, at, is_row)
         s_NM = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION) * (scale * LOG2E)
         is_seen = (key[:, None] >= lo[None, :]) & (key[:, None] < tl.minimum(hi, keys)[None, :])
         p_NM = tl.where(is_seen, tl.exp2(s_NM - lse_M[None, :]), 0.0)
-        if WITH_V:
+        if grad_v is not None:
             acc_v_ND = tl.dot(p_NM.to(grad_MD.dtype), grad_MD, acc_v_ND, input_precision=PRECISION)
-        if WITH_K:
+        if grad_k is not None:
             grad_p_NM = tl.dot(v_ND, tl.trans(grad_MD), input_precision=PRECISION)
             # a choice, not a product with 0: keys that nobody sees may hold anything
             grad_s_NM = tl.where(p_NM > 0.0, p_NM * (grad_p_NM - delta_M[None, :]), 0.0).to(q_MD.dtype)
             acc_k_ND = tl.dot(grad_s_NM, q_MD, acc_k_ND, input_precision=PRECISION)
-    out_at = ((b * keys + key) * K + kh)[:, None] * D + column[None, :]
-    if WITH_K:
+    out_at = ((b * keys + key) * K + kh)[:, None] * D + tl.arange(0, D)[None, :]
+    if grad_k is not None:
         tl.store(grad_k + out_at, (acc_k_ND * scale).to(grad_k.dtype.element_ty), mask=is_key[:, None])
-    if WITH_V:
+    if grad_v is not None:
         tl.store(grad_v + out_at, acc_v_ND.to(grad_v.dtype.element_ty), mask=is_key[:, None])

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdiff.kernels.autocast import in_autocast
+
 CHUNK_BYTES = 64 << 20  # one fp32 chunk of logits; the cross-entropy holds two or three of them
 CPU_BYTES = 8 << 20  # chunks on a CPU
 
@@ -31,14 +33,14 @@ def logits(hidden: Tensor, table_VD: Tensor, softcap: float | None) -> Tensor:
     return z.div(softcap).tanh().mul(softcap) if z.requires_grad else z.div_(softcap).tanh_().mul_(softcap)
 
 
-def _chunk_rows(hidden_ND: Tensor, vocabulary: int, chunk_bytes: int) -> int:
+def _chunk_rows(hidden_ND: Tensor, vocabulary: int) -> int:
     """How many rows' fp32 logits fill a chunk, on a CPU one that stays in its caches."""
-    rows = max(1, (min(chunk_bytes, CPU_BYTES) if hidden_ND.is_cpu else chunk_bytes) // (4 * vocabulary))
-    return max(rows, min(64, chunk_bytes // (4 * vocabulary)))  # the product needs some rows to be efficient
+    rows = max(1, (min(CHUNK_BYTES, CPU_BYTES) if hidden_ND.is_cpu else CHUNK_BYTES) // (4 * vocabulary))
+    return max(rows, min(64, CHUNK_BYTES // (4 * vocabulary)))  # the product needs some rows to be efficient
 
 
-def _chunks(hidden_ND: Tensor, vocabulary: int, chunk_bytes: int) -> Iterator[slice]:
-    rows = _chunk_rows(hidden_ND, vocabulary, chunk_bytes)
+def _chunks(hidden_ND: Tensor, vocabulary: int) -> Iterator[slice]:
+    rows = _chunk_rows(hidden_ND, vocabulary)
     for lo in range(0, max(hidden_ND.shape[0], 1), rows):
         yield slice(lo, min(lo + rows, hidden_ND.shape[0]))
 
@@ -59,17 +61,16 @@ class _CrossEntropy(torch.autograd.Function):
         softcap: float | None,
         observed_N: Tensor | None,
         bonus_N: Tensor | None,
-        chunk_bytes: int,
     ) -> Tensor:
         hidden, table = in_autocast(hidden_ND, table_VD)
         N, V = hidden.shape[0], table.shape[0]
         wants_hidden, wants_table = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden and not wants_table else None
-        kept = hidden.new_empty(N, V) if wants_table and hidden.element_size() * N * V <= chunk_bytes else None
+        kept = hidden.new_empty(N, V) if wants_table and hidden.element_size() * N * V <= CHUNK_BYTES else None
         loss_N = torch.empty(N, dtype=torch.float32, device=hidden.device)
         total_N = torch.empty_like(loss_N)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _chunks(hidden, V, chunk_bytes):
+            for rows in _chunks(hidden, V):
                 loss_N[rows], total_N[rows], grad = _cross_entropy_chunk(
                     hidden[rows],
                     table,
@@ -82,7 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
                     torch.mm(grad.to(table.dtype), table, out=grad_hidden[rows]).div_(total_N[rows, None])
                 if kept is not None:
                     kept[rows] = grad
-        ctx.softcap, ctx.chunk_bytes, ctx.dtypes = softcap, chunk_bytes, (hidden_ND.dtype, table_VD.dtype)
+        ctx.softcap, ctx.dtypes = softcap, (hidden_ND.dtype, table_VD.dtype)
         if grad_hidden is not None:
             ctx.save_for_backward(grad_hidden)
         elif wants_table:
@@ -94,14 +95,14 @@ class _CrossEntropy(torch.autograd.Function):
         wants_hidden, wants_table = ctx.needs_input_grad[:2]
         if not wants_table:
             (grad_hidden,) = ctx.saved_tensors
-            return (grad_hidden * grad_loss_N[:, None]).to(ctx.dtypes[0]), *[None] * 6
+            return (grad_hidden * grad_loss_N[:, None]).to(ctx.dtypes[0]), *[None] * 5
         hidden, table, target_N, total_N, kept, observed_N, bonus_N = ctx.saved_tensors
         factor_N1 = (grad_loss_N / total_N)[:, None]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_table = torch.zeros_like(table, dtype=torch.promote_types(table.dtype, torch.float32))
         weighted = (hidden * factor_N1).to(hidden.dtype)
         whole = [slice(0, hidden.shape[0])]
-        for rows in _chunks(hidden, table.shape[0], ctx.chunk_bytes) if kept is None else whole:
+        for rows in _chunks(hidden, table.shape[0]) if kept is None else whole:
             if kept is None:
                 favoured = _rows_of(observed_N, bonus_N, rows)
                 *_, grad = _cross_entropy_chunk(hidden[rows], table, target_N[rows], ctx.softcap, favoured, True)
@@ -115,15 +116,9 @@ class _CrossEntropy(torch.autograd.Function):
             else:
                 grad_table.add_(grad.t() @ weighted[rows])
         grad_hidden = None if grad_hidden is None else grad_hidden.to(ctx.dtypes[0])
-        return grad_hidden, grad_table.to(ctx.dtypes[1]), *[None] * 5
+        return grad_hidden, grad_table.to(ctx.dtypes[1]), *[None] * 4
 
 
-def in_autocast(hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the dtype that autocast, where it is on, computes products in: cast once, not per chunk."""
-    if not torch.is_autocast_enabled(hidden.device.type):
-        return hidden, table
-    dtype = torch.get_autocast_dtype(hidden.device.type)
-    return hidden.to(dtype), table.to(dtype)
 
 
 def _rows_of(observed_N: Tensor | None, bonus_N: Tensor | None, rows: slice) -> tuple[Tensor, Tensor] | None:
@@ -181,7 +176,6 @@ def linear_cross_entropy(
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
     is_ignored_N: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
     """Cross-entropy of every token, fp32 [N], holding one chunk of logits whatever N.
 
@@ -189,10 +183,10 @@ def linear_cross_entropy(
     neither. Rows where is_ignored_N have loss 0 and no gradient, whatever they and their targets hold.
     """
     if is_ignored_N is None:
-        return _CrossEntropy.apply(hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, chunk_bytes)
+        return _CrossEntropy.apply(hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N)
     kept = (~is_ignored_N).nonzero().squeeze(-1)
     observed, bonus = (None if x is None else x[kept] for x in (observed_N, bonus_N))
-    loss = _CrossEntropy.apply(hidden_ND[kept], table_VD, target_N[kept], softcap, observed, bonus, chunk_bytes)
+    loss = _CrossEntropy.apply(hidden_ND[kept], table_VD, target_N[kept], softcap, observed, bonus)
     return loss.new_zeros(hidden_ND.shape[0]).index_copy(0, kept, loss)
 
 
@@ -204,14 +198,13 @@ def token_scores(
     softcap: float | None,
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy fp32 [N] and argmax int64 [N] of the same logits (the bonus included), without gradients."""
     hidden, table = in_autocast(hidden_ND, table_VD)
     loss_N = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
     argmax_N = torch.empty_like(target_N)
     with torch.autocast(hidden.device.type, enabled=False):
-        for rows in _chunks(hidden, table.shape[0], chunk_bytes):
+        for rows in _chunks(hidden, table.shape[0]):
             z = logits(hidden[rows], table, softcap)
             favoured = _rows_of(observed_N, bonus_N, rows)
             if favoured is not None:
@@ -233,32 +226,31 @@ class _SoftEmbedding(torch.autograd.Function):
         table_VD: Tensor,
         softcap: float | None,
         temperature: float,
-        chunk_bytes: int,
     ) -> Tensor:
         N, V = hidden_ND.shape[0], table_VD.shape[0]
-        keeps = ctx.needs_input_grad[1] and table_VD.element_size() * N * V <= chunk_bytes
+        keeps = ctx.needs_input_grad[1] and table_VD.element_size() * N * V <= CHUNK_BYTES
         kept = table_VD.new_empty(N, V) if keeps else None
         out = torch.empty_like(hidden_ND, dtype=table_VD.dtype)
-        for rows in _chunks(hidden_ND, V, chunk_bytes):
+        for rows in _chunks(hidden_ND, V):
             p = _probabilities(hidden_ND[rows], table_VD, softcap, temperature)
             torch.mm(p, table_VD, out=out[rows])
             if kept is not None:
                 kept[rows] = p
         ctx.save_for_backward(*((kept,) if kept is not None else (hidden_ND, table_VD)))
-        ctx.arguments = softcap, temperature, chunk_bytes
+        ctx.arguments = softcap, temperature
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         if len(ctx.saved_tensors) == 1:
-            return None, ctx.saved_tensors[0].t() @ grad_ND, None, None, None
+            return None, ctx.saved_tensors[0].t() @ grad_ND, None, None
         hidden_ND, table_VD = ctx.saved_tensors
-        softcap, temperature, chunk_bytes = ctx.arguments
+        softcap, temperature = ctx.arguments
         grad_table = torch.zeros_like(table_VD, dtype=torch.promote_types(table_VD.dtype, torch.float32))
-        for rows in _chunks(hidden_ND, table_VD.shape[0], chunk_bytes):
+        for rows in _chunks(hidden_ND, table_VD.shape[0]):
             p = _probabilities(hidden_ND[rows].to(table_VD.dtype), table_VD, softcap, temperature)
             grad_table += p.t() @ grad_ND[rows]
-        return None, grad_table.to(table_VD.dtype), None, None, None
+        return None, grad_table.to(table_VD.dtype), None, None
 
 
 def _probabilities(hidden: Tensor, table: Tensor, softcap: float | None, temperature: float) -> Tensor:
@@ -268,14 +260,14 @@ def _probabilities(hidden: Tensor, table: Tensor, softcap: float | None, tempera
 
 
 def soft_embedding(
-    hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float, chunk_bytes: int = CHUNK_BYTES
+    hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float
 ) -> Tensor:
     """`softmax(z / T) E` [N, D], without the factor sqrt(D); a gradient flows to E, none through z."""
     is_plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(hidden_ND.device.type))
-    if is_plain and hidden_ND.shape[0] <= _chunk_rows(hidden_ND, table_VD.shape[0], chunk_bytes):
+    if is_plain and hidden_ND.shape[0] <= _chunk_rows(hidden_ND, table_VD.shape[0]):
         # where tokens are few, the calls around these two lines cost as much as they do
         return torch.mm(_probabilities(hidden_ND, table_VD, softcap, temperature), table_VD)
-    return _SoftEmbedding.apply(hidden_ND, table_VD, softcap, temperature, chunk_bytes)
+    return _SoftEmbedding.apply(hidden_ND, table_VD, softcap, temperature)
 
 
 def pack_allowed(is_allowed_NV: Tensor) -> Tensor:
@@ -299,7 +291,6 @@ def token_stats(
     uniform_N: Tensor,
     given_N: Tensor | None = None,
     allowed_NW: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
 ) -> Stats:
     """Entropy, argmax, a sample at the given uniform number, and the soft embedding of z / T, in one sweep.
 
@@ -308,7 +299,7 @@ def token_stats(
     """
     parts = []
     with torch.no_grad():
-        for rows in _chunks(hidden_ND, table_VD.shape[0], chunk_bytes):
+        for rows in _chunks(hidden_ND, table_VD.shape[0]):
             z = logits(hidden_ND[rows], table_VD, softcap)
             is_forbidden = None
             if allowed_NW is not None:

@@ -35,11 +35,6 @@ def soft_embedding(hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, t
     return (logits(hidden_ND, table_VD, softcap) / temperature).softmax(-1) @ table_VD
 
 
-def entropy(hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float) -> Tensor:
-    """The entropy of softmax(z / T), nats [N]."""
-    return torch.distributions.Categorical(logits=logits(hidden_ND, table_VD, softcap) / temperature).entropy()
-
-
 def log_probabilities(
     hidden_ND: Tensor,
     table_VD: Tensor,

@@ -1,163 +1,41 @@
-"""The vocabulary ops in Triton: ops for torch, their gradients, and the public functions.
+"""The vocabulary ops in Triton: ops for torch over chunks of raw products, their gradients, and the public functions.
 
 The two matrix products are torch's; the kernels between them read the raw products once or twice and put in their
-place what the second product needs. A chunk is whole rows on the way forward; the table's gradient takes slices of
-the vocabulary instead, so that every product sums over all tokens at once and nothing of the table's size is added up.
+place what the second product needs. A chunk is whole rows where the table is frozen, and all rows of a slice of the
+vocabulary where it trains: then every product sums over all tokens at once, and nothing of the table's size is added
+up. A backward that makes raw products again makes them by the same products as the pass that its peaks and sums come
+from: another shape may round otherwise in half precision, and exp makes percents of that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.vocabulary import triton_launch as launch
-from blockdiff.kernels.vocabulary.native import Stats, in_autocast
-
-CHUNK_BYTES = 256 << 20  # raw products in the table's dtype: 512 rows of 262,144 tokens in bf16
-
-
-# -- ops -------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("blockdiff::cross_entropy", mutates_args=())
-def _cross_entropy(
-    hidden: Tensor,
-    table: Tensor,
-    target: Tensor,
-    softcap: float | None,
-    observed: Tensor | None,
-    bonus: Tensor | None,
-    is_ignored: Tensor | None,
-    with_hidden: bool,
-    keeps: bool,
-    chunk_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Losses, the rows' peaks and sums, and dloss/dhidden and dloss/dx of every row (empty if unwanted)."""
-    loss, peak, total, grad_hidden, kept = out = _cross_entropy_like(hidden, table, with_hidden, keeps)
-    hidden = _without_ignored(hidden, is_ignored)
-    factor = torch.ones_like(loss) if is_ignored is None else (~is_ignored).float()
-    for rows, x in launch.by_rows(hidden, table, chunk_bytes, kept if keeps else None):
-        favoured, ignored = _pair(observed, bonus, rows), None if is_ignored is None else is_ignored[rows]
-        launch.losses_of(x, target[rows], softcap, favoured, ignored, (loss[rows], peak[rows], total[rows]))
-        if with_hidden or keeps:
-            launch.to_gradients(x, target[rows], softcap, favoured, factor[rows], peak[rows], total[rows])
-        if with_hidden:
-            torch.mm(x, table, out=grad_hidden[rows])
-    return out
+from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.launch import empty, op
+from blockdiff.kernels.vocabulary.native import Stats
+from blockdiff.kernels.vocabulary.triton_launch import (
+    Logits,
+    Rows,
+    chunks_of,
+    fit,
+    pick,
+    sweep,
+    to_gradients,
+    to_probabilities,
+)
 
 
-@torch.library.custom_op("blockdiff::cross_entropy_table_gradient", mutates_args=())
-def _cross_entropy_table_gradient(
-    hidden: Tensor,
-    table: Tensor,
-    target: Tensor,
-    softcap: float | None,
-    observed: Tensor | None,
-    bonus: Tensor | None,
-    is_ignored: Tensor | None,
-    grad_loss: Tensor,
-    peak: Tensor,
-    total: Tensor,
-    kept: Tensor,
-    chunk_bytes: int,
-) -> Tensor:
-    """From the kept dloss/dx [N, V], or where there is none from x made again, slice by slice of the vocabulary."""
-    grad_table = _like(table)
-    hidden = _without_ignored(hidden, is_ignored)
-    if kept.shape[0] == hidden.shape[0]:
-        return torch.mm(kept.t(), (hidden * grad_loss[:, None]).to(table.dtype), out=grad_table)
-    factor = grad_loss.contiguous()
-    for tokens, x in launch.by_tokens(hidden, table, chunk_bytes):
-        launch.to_gradients(x, target, softcap, _pair(observed, bonus), factor, peak, total, tokens.start)
-        torch.mm(x.t(), hidden, out=grad_table[tokens])
-    return grad_table
+def _vector(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return empty(x, len(x), dtype=dtype)
 
 
-@torch.library.custom_op("blockdiff::token_scores", mutates_args=())
-def _token_scores(
-    hidden: Tensor,
-    table: Tensor,
-    target: Tensor,
-    softcap: float | None,
-    observed: Tensor | None,
-    bonus: Tensor | None,
-    chunk_bytes: int,
-) -> tuple[Tensor, Tensor]:
-    loss, peak, total, *_ = _cross_entropy_like(hidden, table, False, False)
-    argmax = torch.empty(target.shape, dtype=torch.int64, device=target.device)
-    for rows, x in launch.by_rows(hidden, table, chunk_bytes):
-        out = loss[rows], peak[rows], total[rows]
-        launch.losses_of(x, target[rows], softcap, _pair(observed, bonus, rows), None, out, argmax[rows])
-    return loss, argmax
-
-
-@torch.library.custom_op("blockdiff::soft_embedding", mutates_args=())
-def _soft_embedding(
-    hidden: Tensor, table: Tensor, softcap: float | None, temperature: float, keeps: bool, chunk_bytes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Soft embeddings, the rows' peaks and sums, and the probabilities (empty unless kept)."""
-    soft, peak, total, kept = out = _soft_embedding_like(hidden, table, keeps)
-    tile, each = launch.tile_of(table.shape[0]), torch.full_like(peak, temperature)
-    for rows, x in launch.by_rows(hidden, table, chunk_bytes, kept if keeps else None):
-        merged = launch.merge(launch.tiles_of(x, softcap, tile, each[rows]))
-        peak[rows], total[rows] = merged["peak"], merged["total"]
-        launch.to_probabilities(x, softcap, tile, each[rows], None, merged["peak"], merged["total"])
-        torch.mm(x, table, out=soft[rows])
-    return out
-
-
-@torch.library.custom_op("blockdiff::soft_embedding_table_gradient", mutates_args=())
-def _soft_embedding_table_gradient(
-    hidden: Tensor,
-    table: Tensor,
-    softcap: float | None,
-    temperature: float,
-    grad: Tensor,
-    peak: Tensor,
-    total: Tensor,
-    kept: Tensor,
-    chunk_bytes: int,
-) -> Tensor:
-    grad_table = _like(table)
-    if kept.shape[0] == hidden.shape[0]:
-        return torch.mm(kept.t(), grad, out=grad_table)
-    tile, each = launch.tile_of(table.shape[0]), torch.full_like(peak, temperature)
-    for tokens, x in launch.by_tokens(hidden, table, chunk_bytes):
-        launch.to_probabilities(x, softcap, tile, each, None, peak, total, tokens.start)
-        torch.mm(x.t(), grad, out=grad_table[tokens])
-    return grad_table
-
-
-@torch.library.custom_op("blockdiff::token_stats", mutates_args=())
-def _token_stats(
-    hidden: Tensor,
-    table: Tensor,
-    softcap: float | None,
-    temperature: Tensor,
-    uniform: Tensor,
-    given: Tensor | None,
-    allowed: Tensor | None,
-    chunk_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    out = _stats_like(hidden, table)
-    tile = launch.tile_of(table.shape[0])
-    for rows, x in launch.by_rows(hidden, table, chunk_bytes):
-        entropy, argmax, sample, soft, log_probability = (column[rows] for column in out)
-        each, wanted, may = temperature[rows], *(None if t is None else t[rows] for t in (given, allowed))
-        tiles = launch.tiles_of(x, softcap, tile, each, allowed=may, with_moment=True, with_best=True)
-        merged = launch.merge(tiles, uniform[rows])
-        entropy.copy_(merged["entropy"])
-        argmax.copy_(merged["argmax"])
-        launch.pick(x, merged, sample, log_probability, softcap, tile, each, wanted, may)
-        launch.to_probabilities(x, softcap, tile, each, may, merged["peak"], merged["total"])
-        torch.mm(x, table, out=soft)
-    return out
-
-
-def _pair(observed: Tensor | None, bonus: Tensor | None, rows: slice = slice(None)) -> launch.Favoured:
-    return None if observed is None or bonus is None else (observed[rows], bonus[rows])
+def _some(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
 
 
 def _without_ignored(hidden: Tensor, is_ignored: Tensor | None) -> Tensor:
@@ -165,83 +43,155 @@ def _without_ignored(hidden: Tensor, is_ignored: Tensor | None) -> Tensor:
     return hidden if is_ignored is None else hidden.masked_fill(is_ignored[:, None], 0.0)
 
 
-# -- what the ops give, empty: the outputs they fill and those that fake tensors have --------------------------------
+# -- launchers: cross-entropy ----------------------------------------------------------------------------------
 
 
-def _cross_entropy_like(
-    hidden: Tensor, table: Tensor, with_hidden: bool, keeps: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    N, V = hidden.shape[0], table.shape[0]
+@op("cross_entropy")
+def _cross_entropy(
+    hidden: Tensor, table: Tensor, target: Tensor, softcap: float | None, observed: Tensor | None,
+    bonus: Tensor | None, is_ignored: Tensor | None, with_argmax: bool, needs_hidden: bool, needs_table: bool,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Losses, argmax, the rows' peaks and sums, and what a backward takes: dloss/dhidden for a frozen table, for a
+    trained one dloss/dx, if one chunk holds it. What is not wanted has no elements."""
+    makes_hidden, keeps = needs_hidden and not needs_table, needs_table and fit(hidden, table)
     loss, peak, total = (_vector(hidden) for _ in range(3))
-    grad_hidden, kept = _like(hidden, N if with_hidden else 0), _like(table, N if keeps else 0, V)
-    return loss, peak, total, grad_hidden, kept
+    argmax = empty(hidden, len(hidden) if with_argmax else 0, dtype=torch.int64)
+    grad_hidden = empty(hidden, len(hidden) if makes_hidden else 0, hidden.shape[1])
+    kept = empty(table, len(hidden) if keeps else 0, len(table))
+    yield loss, argmax, peak, total, grad_hidden, kept
+    hidden, how = _without_ignored(hidden, is_ignored), Logits(softcap, None, observed, bonus)
+    factor = torch.ones_like(loss) if is_ignored is None else (~is_ignored).float()
+    chunks = chunks_of(hidden, table, by_tokens=needs_table, memory=kept if keeps else None)
+    for rows in chunks.of_rows(hidden):
+        out = Rows(peak[rows], total[rows], loss[rows], argmax[rows] if with_argmax else None)
+        x = sweep(hidden[rows], table, how.of(rows), chunks, out, target[rows], _some(is_ignored, rows))
+        if makes_hidden or keeps:
+            to_gradients(x, how.of(rows), target[rows], factor[rows], out, chunks.tile)
+        if makes_hidden:
+            torch.mm(x, table, out=grad_hidden[rows])
 
 
-def _soft_embedding_like(hidden: Tensor, table: Tensor, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kept = _like(table, hidden.shape[0] if keeps else 0, table.shape[0])
-    return _like(hidden), _vector(hidden), _vector(hidden), kept
+@op("cross_entropy_backward")
+def _cross_entropy_backward(
+    hidden: Tensor, table: Tensor, target: Tensor, softcap: float | None, observed: Tensor | None,
+    bonus: Tensor | None, is_ignored: Tensor | None, peak: Tensor, total: Tensor, kept: Tensor,
+    grad_loss: Tensor, needs_hidden: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Gradients of hidden and of a trained table: from the kept dloss/dx, or from x made again slice by slice."""
+    grad_hidden, grad_table = empty(hidden, len(hidden) if needs_hidden else 0, hidden.shape[1]), empty(table)
+    yield grad_hidden, grad_table
+    hidden = _without_ignored(hidden, is_ignored)
+    factor = grad_loss.contiguous() if is_ignored is None else grad_loss.masked_fill(is_ignored, 0.0)
+    if len(kept) == len(hidden):
+        torch.mm(kept.t(), (hidden * factor[:, None]).to(table.dtype), out=grad_table)
+        if needs_hidden:
+            torch.mm(kept, table, out=grad_hidden).mul_(factor[:, None])
+        return
+    chunks, how = chunks_of(hidden, table, by_tokens=True), Logits(softcap, None, observed, bonus)
+    sum_hidden = torch.zeros_like(grad_hidden, dtype=torch.float32)
+    for tokens, x in chunks.products(hidden, table):
+        to_gradients(x, how, target, factor, Rows(peak, total), chunks.tile, tokens.start)
+        torch.mm(x.t(), hidden, out=grad_table[tokens])
+        if needs_hidden:
+            sum_hidden += torch.mm(x, table[tokens])
+    grad_hidden.copy_(sum_hidden)
 
 
-def _stats_like(hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    argmax, sample = (_vector(hidden, torch.int64) for _ in range(2))
-    return _vector(hidden), argmax, sample, _like(hidden), _vector(hidden)
+# -- launchers: soft embedding and statistics ------------------------------------------------------------------
 
 
-def _like(x: Tensor, rows: int | None = None, columns: int | None = None) -> Tensor:
-    shape = (x.shape[0] if rows is None else rows, x.shape[1] if columns is None else columns)
-    return torch.empty(shape, dtype=x.dtype, device=x.device)
+@op("soft_embedding")
+def _soft_embedding(
+    hidden: Tensor, table: Tensor, softcap: float | None, temperature: float, needs_table: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Soft embeddings, and for a table that trains the probabilities, if one chunk holds them (else no elements)."""
+    keeps = needs_table and fit(hidden, table)
+    soft, kept = empty(hidden), empty(table, len(hidden) if keeps else 0, len(table))
+    yield soft, kept
+    chunks = chunks_of(hidden, table, memory=kept if keeps else None)
+    peak, total = _vector(hidden), _vector(hidden)
+    how = Logits(softcap, torch.full_like(peak, temperature))
+    for rows in chunks.of_rows(hidden):
+        merged = Rows(peak[rows], total[rows])
+        x = sweep(hidden[rows], table, how.of(rows), chunks, merged)
+        to_probabilities(x, how.of(rows), merged, chunks.tile)
+        torch.mm(x, table, out=soft[rows])
 
 
-def _vector(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(x.shape[0], dtype=dtype, device=x.device)
+@op("soft_embedding_backward")
+def _soft_embedding_backward(
+    hidden: Tensor, table: Tensor, softcap: float | None, temperature: float, kept: Tensor, grad: Tensor
+) -> Iterator[Tensor]:
+    """The table's gradient p^T grad: from the kept p, or from p made again with peaks and sums of its own."""
+    grad_table = empty(table)
+    yield grad_table
+    if len(kept) == len(hidden):
+        torch.mm(kept.t(), grad, out=grad_table)
+        return
+    chunks, merged = chunks_of(hidden, table, by_tokens=True), Rows(_vector(hidden), _vector(hidden))
+    how = Logits(softcap, torch.full_like(merged.peak, temperature))
+    sweep(hidden, table, how, chunks, merged)
+    for tokens, x in chunks.products(hidden, table):
+        to_probabilities(x, how, merged, chunks.tile, tokens.start)
+        torch.mm(x.t(), grad, out=grad_table[tokens])
 
 
-_cross_entropy.register_fake(
-    lambda hidden, table, *rest: _cross_entropy_like(hidden, table, with_hidden=rest[-3], keeps=rest[-2])
-)
-_cross_entropy_table_gradient.register_fake(lambda hidden, table, *rest: _like(table))
-_token_scores.register_fake(lambda hidden, *rest: (_vector(hidden), _vector(hidden, torch.int64)))
-_soft_embedding.register_fake(lambda hidden, table, *rest: _soft_embedding_like(hidden, table, keeps=rest[-2]))
-_soft_embedding_table_gradient.register_fake(lambda hidden, table, *rest: _like(table))
-_token_stats.register_fake(lambda hidden, table, *rest: _stats_like(hidden, table))
+@op("token_stats")
+def _token_stats(
+    hidden: Tensor, table: Tensor, softcap: float | None, temperature: Tensor, uniform: Tensor,
+    given: Tensor | None, allowed: Tensor | None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """The columns of `Stats`."""
+    entropy, log_probability, soft = _vector(hidden), _vector(hidden), empty(hidden)
+    argmax, sample = _vector(hidden, torch.int64), _vector(hidden, torch.int64)
+    yield entropy, argmax, sample, soft, log_probability
+    how = Logits(softcap, temperature, allowed=allowed, words=0 if allowed is None else allowed.stride(0))
+    chunks, (peak, total, rest) = chunks_of(hidden, table), (_vector(hidden) for _ in range(3))
+    chosen = _vector(hidden, torch.int64)
+    for rows in chunks.of_rows(hidden):
+        merged = Rows(peak[rows], total[rows], None, argmax[rows], entropy[rows], chosen[rows], rest[rows])
+        x = sweep(hidden[rows], table, how.of(rows), chunks, merged, uniform=uniform[rows])
+        out = sample[rows], log_probability[rows]
+        pick(x, how.of(rows), merged, _some(given, rows), out, chunks.tile)
+        to_probabilities(x, how.of(rows), merged, chunks.tile)
+        torch.mm(x, table, out=soft[rows])
 
 
-# -- autograd --------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------------------
 
 
 def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, table, target, ctx.softcap, observed, bonus, is_ignored, _, _, ctx.chunk_bytes = inputs
-    _, peak, total, grad_hidden, kept = output
+    hidden, table, target, ctx.softcap, observed, bonus, is_ignored, *_ = inputs
+    *_, peak, total, grad_hidden, kept = output
     ctx.set_materialize_grads(False)  # zeros like `kept` would be one more chunk
-    of_table = (hidden, table, target, observed, bonus, is_ignored, peak, total, kept)
-    ctx.save_for_backward(grad_hidden, *(of_table if ctx.needs_input_grad[1] else ()))
+    of_trained = hidden, table, target, observed, bonus, is_ignored, peak, total, kept
+    ctx.save_for_backward(*(of_trained if ctx.needs_input_grad[1] else (grad_hidden,)))
 
 
 def _cross_entropy_gradients(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    grads: list[Tensor | None] = [None, None]
-    if grad_loss is not None:
-        grad_hidden, *rest = ctx.saved_tensors
-        if ctx.needs_input_grad[0]:
-            grads[0] = (grad_hidden * grad_loss[:, None]).to(grad_hidden.dtype)
-        if ctx.needs_input_grad[1]:
-            hidden, table, target, observed, bonus, is_ignored, *of_rows = rest
-            arguments = target, ctx.softcap, observed, bonus, is_ignored, grad_loss, *of_rows, ctx.chunk_bytes
-            grads[1] = torch.ops.blockdiff.cross_entropy_table_gradient(hidden, table, *arguments)
-    return *grads, *[None] * 8
+    grad_hidden = grad_table = None
+    if grad_loss is not None and not ctx.needs_input_grad[1]:
+        (made,) = ctx.saved_tensors
+        grad_hidden = (made * grad_loss[:, None]).to(made.dtype)
+    elif grad_loss is not None:
+        hidden, table, target, *of_rows = ctx.saved_tensors
+        needs_hidden = ctx.needs_input_grad[0]
+        arguments = target, ctx.softcap, *of_rows, grad_loss, needs_hidden
+        grad_hidden, grad_table = _cross_entropy_backward(hidden, table, *arguments)
+        grad_hidden = grad_hidden if needs_hidden else None
+    return grad_hidden, grad_table, *[None] * 8
 
 
 def _save_soft_embedding(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, table, ctx.softcap, ctx.temperature, _, ctx.chunk_bytes = inputs
+    hidden, table, ctx.softcap, ctx.temperature, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, table, *output[1:])
+    ctx.save_for_backward(hidden, table, output[1])
 
 
-def _soft_embedding_gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    hidden, table, *of_rows = ctx.saved_tensors
-    grad_table = None
+def _soft_embedding_gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    (hidden, table, kept), grad_table = ctx.saved_tensors, None
     if grad is not None and ctx.needs_input_grad[1]:
-        arguments = ctx.softcap, ctx.temperature, grad, *of_rows, ctx.chunk_bytes
-        grad_table = torch.ops.blockdiff.soft_embedding_table_gradient(hidden, table, *arguments)
+        grad_table = _soft_embedding_backward(hidden, table, ctx.softcap, ctx.temperature, kept, grad)
     return None, grad_table, *[None] * 4
 
 
@@ -252,6 +202,10 @@ _soft_embedding.register_autograd(_soft_embedding_gradients, setup_context=_save
 # -- the public functions: signatures and meaning as in native.py ------------------------------------------------
 
 
+def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if t is None else t.contiguous() for t in tensors)
+
+
 def linear_cross_entropy(
     hidden_ND: Tensor,
     table_VD: Tensor,
@@ -260,15 +214,12 @@ def linear_cross_entropy(
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
     is_ignored_N: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
     """Cross-entropy of every token, fp32 [N], holding one chunk of products whatever N."""
     hidden, table = in_autocast(hidden_ND, table_VD)
-    wants_hidden, wants_table = (torch.is_grad_enabled() and t.requires_grad for t in (hidden, table))
-    keeps = wants_table and _fits(hidden, table, chunk_bytes)
-    vectors = (_contiguous(v) for v in (observed_N, bonus_N, is_ignored_N))
-    arguments = target_N.contiguous(), softcap, *vectors, wants_hidden, keeps, chunk_bytes
-    return _cross_entropy(hidden, table, *arguments)[0]
+    needs = (torch.is_grad_enabled() and t.requires_grad for t in (hidden, table))
+    vectors = _contiguous(observed_N, bonus_N, is_ignored_N)
+    return _cross_entropy(hidden, table, target_N.contiguous(), softcap, *vectors, False, *needs)[0]
 
 
 def token_scores(
@@ -278,21 +229,21 @@ def token_scores(
     softcap: float | None,
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy fp32 [N] and argmax int64 [N] of the same logits (the bonus included), without gradients."""
     hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))
-    favoured = (_contiguous(v) for v in (observed_N, bonus_N))
-    return _token_scores(hidden, table, target_N.contiguous(), softcap, *favoured, chunk_bytes)
+    vectors = _contiguous(observed_N, bonus_N, None)
+    loss, argmax, *_ = _cross_entropy(hidden, table, target_N.contiguous(), softcap, *vectors, True, False, False)
+    return loss, argmax
 
 
 def soft_embedding(
-    hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float, chunk_bytes: int = CHUNK_BYTES
+    hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float
 ) -> Tensor:
     """`softmax(z / T) E` [N, D], without the factor sqrt(D); a gradient flows to E, none through z."""
     hidden, table = in_autocast(hidden_ND.detach(), table_VD)
-    keeps = torch.is_grad_enabled() and table.requires_grad and _fits(hidden, table, chunk_bytes)
-    return _soft_embedding(hidden, table, softcap, temperature, keeps, chunk_bytes)[0].to(table_VD.dtype)
+    needs_table = torch.is_grad_enabled() and table.requires_grad
+    return _soft_embedding(hidden, table, softcap, temperature, needs_table)[0].to(table_VD.dtype)
 
 
 def token_stats(
@@ -303,24 +254,18 @@ def token_stats(
     uniform_N: Tensor,
     given_N: Tensor | None = None,
     allowed_NW: Tensor | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
 ) -> Stats:
     """Entropy, argmax, a sample at the given uniform number, the soft embedding and a log-probability of z / T.
 
     Samples are those of native.py except where the uniform number lies within about 1e-6 of an edge of the CDF.
     """
     hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))
-    temperature = torch.as_tensor(temperature_N, dtype=torch.float32, device=hidden.device).expand(hidden.shape[0])
-    vectors = (_contiguous(v) for v in (temperature, uniform_N.float(), given_N))
+    if isinstance(temperature_N, Tensor):
+        temperature_N = temperature_N.float().expand(len(hidden))
+    else:  # written by the device: copying a number there would make the host wait
+        temperature_N = torch.full((len(hidden),), temperature_N, dtype=torch.float32, device=hidden.device)
     if allowed_NW is not None and allowed_NW.stride(1) != 1:  # but one mask expanded to all rows stays one
         allowed_NW = allowed_NW.contiguous()
-    stats = Stats(*_token_stats(hidden, table, softcap, *vectors, allowed_NW, chunk_bytes))
+    vectors = _contiguous(temperature_N, uniform_N.float(), given_N)
+    stats = Stats(*_token_stats(hidden, table, softcap, *vectors, allowed_NW))
     return stats._replace(soft_embedding=stats.soft_embedding.to(table_VD.dtype))
-
-
-def _fits(hidden: Tensor, table: Tensor, chunk_bytes: int) -> bool:
-    return hidden.shape[0] * table.shape[0] * table.element_size() <= chunk_bytes
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()

@@ -3,185 +3,154 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from blockdiff.kernels.vocabulary import triton_kernels
+from blockdiff.kernels.launch import empty, launch
+from blockdiff.kernels.tiles import Tile, elementwise
+from blockdiff.kernels.vocabulary import triton_kernels as kernels
 
-TILE = 4096  # elements of a program: tokens of one row, or of several rows where the vocabulary is smaller
-ALIGNED = 128  # slices of the vocabulary are multiples of this, for the products
-
-Favoured = tuple[Tensor, Tensor] | None  # observed tokens and their bonus
-
-
-def tile_of(vocabulary: int) -> dict[str, int]:
-    """Tokens, rows and warps of a program; the whole vocabulary's size decides, not that of a chunk or shard of it."""
-    tokens = min(TILE, max(16, triton.next_power_of_2(vocabulary)))
-    return dict(TILE=tokens, ROWS=max(1, TILE // tokens), num_warps=max(1, min(8, TILE // 512)))
+CHUNK_BYTES = 256 << 20  # raw products in the table's dtype: 512 rows of 262,144 tokens in bf16
+TILE, ELEMENTS = 4096, 4096  # tokens of a tile at most, and elements of a program
 
 
-def _grid(x: Tensor, tile: dict[str, int]) -> tuple[int, int]:
-    return triton.cdiv(x.shape[0], tile["ROWS"]), triton.cdiv(x.shape[1], tile["TILE"])
+class Logits(NamedTuple):
+    """What makes logits of raw products: softcap, then what there is for every row."""
+
+    softcap: float | None
+    temperature: Tensor | None = None
+    observed: Tensor | None = None
+    bonus: Tensor | None = None
+    allowed: Tensor | None = None  # int32 bitmask
+    words: int = 0  # from one row of `allowed` to the next; 0: all rows share one
+
+    def of(self, rows: slice) -> Logits:
+        """The same for some of the rows."""
+        temperature, observed, bonus, allowed = (None if t is None else t[rows] for t in self[1:5])
+        return Logits(self.softcap, temperature, observed, bonus, allowed, self.words)
 
 
-def by_rows(
-    hidden: Tensor, table: Tensor, chunk_bytes: int, kept: Tensor | None = None
-) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of raw products of some rows and all tokens, one after the other in the same memory (or in `kept`)."""
-    N, V = hidden.shape[0], table.shape[0]
-    step = max(1, min(N, chunk_bytes // (V * table.element_size())))
-    memory = torch.empty(step, V, dtype=table.dtype, device=table.device) if kept is None else kept
-    for lo in range(0, N, step):
-        rows = slice(lo, min(lo + step, N))
-        x = memory[: rows.stop - lo] if kept is None else kept[rows]
-        yield rows, torch.mm(hidden[rows], table.t(), out=x)
+class Tiles(NamedTuple):
+    """What one pass over raw products leaves of every row: [N, tiles], and the target's logit [N]; base 2."""
+
+    peaks: Tensor
+    sums: Tensor
+    moments: Tensor | None = None
+    bests: Tensor | None = None
+    of_target: Tensor | None = None  # NaN until the tile is met that holds the target
 
 
-def by_tokens(hidden: Tensor, table: Tensor, chunk_bytes: int) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of raw products of all rows and some tokens, one after the other in the same memory."""
-    N, V = hidden.shape[0], table.shape[0]
-    step = max(1, chunk_bytes // (max(1, N) * table.element_size()))
-    step = min(V, step // ALIGNED * ALIGNED if step >= ALIGNED else step)
-    memory = torch.empty(N * step, dtype=table.dtype, device=table.device)
-    for lo in range(0, V, step):
-        tokens = slice(lo, min(lo + step, V))
-        x = memory[: N * (tokens.stop - lo)].view(N, -1)
-        yield tokens, torch.mm(hidden, table[tokens].t(), out=x)
+class Rows(NamedTuple):
+    """What merging its tiles says of every row [N]."""
+
+    peak: Tensor
+    total: Tensor
+    loss: Tensor | None = None
+    argmax: Tensor | None = None
+    entropy: Tensor | None = None
+    chosen: Tensor | None = None  # the tile of the sample
+    rest: Tensor | None = None  # the part of its sum that lies before the sample
 
 
-class Tiles:
-    """What one pass over raw products leaves of every row: [N, tiles] peaks, sums, moments and best tokens."""
-
-    def __init__(self, N: int, count: int, device: torch.device):
-        self.peaks, self.sums, self.moments = torch.empty(3, N, count, dtype=torch.float32, device=device)
-        self.bests = torch.empty(N, count, dtype=torch.int32, device=device)
-        self.N, self.count = N, count
-
-    def merging(self) -> tuple[tuple[int], dict[str, int]]:
-        """The grid of a kernel that merges them, and its constants."""
-        power = triton.next_power_of_2(self.count)
-        rows = max(1, TILE // 4 // power)
-        return (triton.cdiv(self.N, rows),), dict(TILES=power, ROWS=rows, num_warps=4)
+def tile_for(tokens: int) -> Tile:
+    """The tile for slices of so many tokens."""
+    return elementwise(min(tokens, TILE), ELEMENTS)
 
 
-def tiles_of(
-    x: Tensor,
-    softcap: float | None,
-    tile: dict[str, int],
-    temperature: Tensor | None = None,
-    favoured: Favoured = None,
-    allowed: Tensor | None = None,
-    first: int = 0,
-    with_moment: bool = False,
-    with_best: bool = False,
-) -> Tiles:
-    """One pass over raw products x [N, width] of the tokens from `first` on."""
-    grid = _grid(x, tile)
-    out = Tiles(x.shape[0], grid[1], x.device)
-    triton_kernels.tiles[grid](
-        x, _or(temperature, x), *(favoured or (x, x)), _or(allowed, x), out.peaks, out.sums, out.moments, out.bests,
-        *x.shape, first, _words(allowed), softcap or 0.0, HAS_CAP=softcap is not None,
-        HAS_TEMPERATURE=temperature is not None, HAS_BONUS=favoured is not None, HAS_ALLOWED=allowed is not None,
-        WITH_MOMENT=with_moment, WITH_BEST=with_best, **tile,
-    )  # fmt: skip
-    return out
+def new_tiles(like: Tensor, count: int, out: Rows) -> Tiles:
+    """Memory for so many tiles of every row, with what filling `out` needs beside peaks and sums."""
+    N, stats = len(out.peak), out.entropy is not None
+    peaks, sums = empty(like, N, count, dtype=torch.float32), empty(like, N, count, dtype=torch.float32)
+    moments = empty(peaks) if stats else None
+    bests = None if out.argmax is None else empty(peaks, dtype=torch.int32)
+    of_target = None if out.loss is None else torch.full_like(out.loss, torch.nan)
+    return Tiles(peaks, sums, moments, bests, of_target)
 
 
-def merge(tiles: Tiles, uniform: Tensor | None = None) -> dict[str, Tensor]:
-    """Every row's peak and sum; with uniform numbers also entropy, argmax, the sample's tile and the sum within it."""
-    grid, constants = tiles.merging()
-    device = tiles.peaks.device
-    peak, total, entropy, rest = torch.empty(4, tiles.N, dtype=torch.float32, device=device)
-    argmax, chosen = torch.empty(2, tiles.N, dtype=torch.int64, device=device)
-    triton_kernels.rows[grid](
-        _or(uniform, peak), tiles.peaks, tiles.sums, tiles.moments, tiles.bests, peak, total, entropy, argmax, chosen,
-        rest, tiles.N, tiles.count, WITH_STATS=uniform is not None, **constants,
-    )  # fmt: skip
-    return dict(peak=peak, total=total, entropy=entropy, argmax=argmax, chosen=chosen, rest=rest)
+def fill(
+    tiles: Tiles, x: Tensor, how: Logits, tile: Tile, target: Tensor | None = None, first: int = 0, place: int = 0
+) -> None:
+    """One pass over the raw products x of the tokens from `first` on, whose tiles stand from `place` on."""
+    arguments = x, how, target, tiles, *x.shape, first, place, tiles.peaks.shape[1]
+    launch(kernels.vocabulary_tiles, tile.grid(*x.shape), *arguments, **tile.options)
+
+
+def merge(tiles: Tiles, out: Rows, uniform: Tensor | None = None, is_ignored: Tensor | None = None) -> None:
+    """Fill `out` from all tiles of the rows, whichever chunk or shard they come from."""
+    N, count = tiles.peaks.shape
+    tile = elementwise(count)
+    launch(kernels.vocabulary_rows, tile.grid(N), tiles, uniform, is_ignored, out, N, count, **tile.options)
 
 
 def pick(
-    x: Tensor,
-    merged: dict[str, Tensor],
-    sample: Tensor,
-    log_probability: Tensor,
-    softcap: float | None,
-    tile: dict[str, int],
-    temperature: Tensor,
-    given: Tensor | None,
-    allowed: Tensor | None,
-    first: int = 0,
+    x: Tensor, how: Logits, merged: Rows, given: Tensor | None, out: tuple[Tensor, Tensor], tile: Tile, first: int = 0
 ) -> None:
-    """Write the samples, and the log-probabilities, that lie among the tokens of x."""
-    triton_kernels.tokens[_grid(x, tile)[:1]](
-        x, temperature, _or(given, x), _or(allowed, x), merged["peak"], merged["total"], merged["chosen"],
-        merged["rest"], sample, log_probability, *x.shape, first, _words(allowed), softcap or 0.0,
-        HAS_CAP=softcap is not None, HAS_TEMPERATURE=True, HAS_GIVEN=given is not None,
-        HAS_ALLOWED=allowed is not None, **tile,
-    )  # fmt: skip
+    """Write to `out` the samples, and the log-probabilities, that lie among the tokens of x."""
+    arguments = x, how, given, merged, *out, *x.shape, first
+    launch(kernels.vocabulary_tokens, tile.grid(len(x)), *arguments, **tile.options)
 
 
-def to_probabilities(
-    x: Tensor,
-    softcap: float | None,
-    tile: dict[str, int],
-    temperature: Tensor,
-    allowed: Tensor | None,
-    peak: Tensor,
-    total: Tensor,
-    first: int = 0,
-) -> None:
+def to_probabilities(x: Tensor, how: Logits, merged: Rows, tile: Tile, first: int = 0) -> None:
     """softmax(z) in place of the raw products of the tokens from `first` on."""
-    triton_kernels.probabilities[_grid(x, tile)](
-        x, temperature, _or(allowed, x), peak, total, *x.shape, first, _words(allowed), softcap or 0.0,
-        HAS_CAP=softcap is not None, HAS_TEMPERATURE=True, HAS_ALLOWED=allowed is not None, **tile,
-    )  # fmt: skip
+    launch(kernels.vocabulary_probabilities, tile.grid(*x.shape), x, how, merged, *x.shape, first, **tile.options)
 
 
 def to_gradients(
-    x: Tensor,
-    target: Tensor,
-    softcap: float | None,
-    favoured: Favoured,
-    factor: Tensor,
-    peak: Tensor,
-    total: Tensor,
-    first: int = 0,
+    x: Tensor, how: Logits, target: Tensor, factor: Tensor, merged: Rows, tile: Tile, first: int = 0
 ) -> None:
     """factor * dloss/dx in place of the raw products x of the tokens from `first` on."""
-    tile = tile_of(x.shape[1])
-    triton_kernels.gradients[_grid(x, tile)](
-        x, target, *(favoured or (x, x)), factor, peak, total, *x.shape, first, softcap or 0.0,
-        HAS_CAP=softcap is not None, HAS_BONUS=favoured is not None, **tile,
-    )  # fmt: skip
+    arguments = x, how, target, factor, merged, *x.shape, first
+    launch(kernels.vocabulary_gradients, tile.grid(*x.shape), *arguments, **tile.options)
 
 
-def losses_of(
-    x: Tensor,
-    target: Tensor,
-    softcap: float | None,
-    favoured: Favoured,
-    is_ignored: Tensor | None,
-    out: tuple[Tensor, Tensor, Tensor],
-    argmax: Tensor | None = None,
-) -> None:
-    """Write loss, peak and sum of every row, and the argmax where it is wanted."""
-    tiles = tiles_of(x, softcap, tile_of(x.shape[1]), favoured=favoured, with_best=argmax is not None)
-    grid, constants = tiles.merging()
-    loss, peak, total = out
-    triton_kernels.losses[grid](
-        x, target, *(favoured or (x, x)), _or(is_ignored, x), tiles.peaks, tiles.sums, tiles.bests, peak, total, loss,
-        _or(argmax, x), *x.shape, tiles.count, softcap or 0.0, HAS_CAP=softcap is not None,
-        HAS_BONUS=favoured is not None, HAS_IGNORED=is_ignored is not None, WITH_BEST=argmax is not None, **constants,
-    )  # fmt: skip
+# -- chunks of raw products ------------------------------------------------------------------------------------
 
 
-def _or(tensor: Tensor | None, filler: Tensor) -> Tensor:
-    """An argument of a kernel: what is absent is never read."""
-    return filler if tensor is None else tensor
+class Chunks(NamedTuple):
+    """How raw products are cut: so many rows and tokens at a time, in tiles that no cut goes through, in one memory."""
+
+    rows: int
+    tokens: int
+    tile: Tile
+    memory: Tensor
+
+    def of_rows(self, hidden: Tensor) -> Iterator[slice]:
+        """One slice of the rows after the other."""
+        return (slice(lo, min(lo + self.rows, len(hidden))) for lo in range(0, len(hidden), self.rows))
+
+    def products(self, hidden: Tensor, table: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """The raw products of some rows with one slice of the tokens after the other."""
+        for lo in range(0, len(table), self.tokens):
+            tokens = slice(lo, min(lo + self.tokens, len(table)))
+            x = self.memory.view(-1)[: len(hidden) * (tokens.stop - lo)].view(len(hidden), -1)
+            yield tokens, torch.mm(hidden, table[tokens].t(), out=x)
 
 
-def _words(allowed: Tensor | None) -> int:
-    return 0 if allowed is None else allowed.stride(0)
+def fit(hidden: Tensor, table: Tensor) -> bool:
+    """Whether all raw products fit into one chunk."""
+    return len(hidden) * len(table) * table.element_size() <= CHUNK_BYTES
+
+
+def chunks_of(hidden: Tensor, table: Tensor, by_tokens: bool = False, memory: Tensor | None = None) -> Chunks:
+    """Chunks of at most CHUNK_BYTES: of whole rows, or by tokens of all rows; all in one where they fit."""
+    (N, V), elements = (len(hidden), len(table)), CHUNK_BYTES // table.element_size()
+    rows, tokens, tile = max(1, min(N, elements // V)), V, tile_for(V)
+    if by_tokens and not fit(hidden, table):
+        tokens = max(1, elements // N)
+        tile = tile_for(min(V, 1 << (tokens.bit_length() - 1)))
+        rows, tokens = N, tokens // tile.columns * tile.columns
+    return Chunks(rows, tokens, tile, empty(table, rows * tokens) if memory is None else memory)
+
+
+def sweep(
+    hidden: Tensor, table: Tensor, how: Logits, chunks: Chunks, out: Rows,
+    target: Tensor | None = None, is_ignored: Tensor | None = None, uniform: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Fill `out` by one pass over the raw products of some rows; gives the last chunk of them."""
+    tiles = new_tiles(table, chunks.tile.grid(1, len(table))[1], out)
+    for tokens, x in chunks.products(hidden, table):
+        fill(tiles, x, how, chunks.tile, target, tokens.start, tokens.start // chunks.tile.columns)
+    merge(tiles, out, uniform, is_ignored)
+    return x
