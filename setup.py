@@ -11,6 +11,7 @@ setup(
     package_data={
         "blockdiff": ["py.typed"],
         "blockdiff.data": ["templates/*"],
+        "blockdiff.kernels": ["*.json"],
         "blockdiff.plots": ["*.css"],
         "blockdiff.recipes": ["**/*.yaml", "**/*.json", "**/*.md"],
     },

@@ -37,7 +37,8 @@ def test_the_wheel_holds_every_module_preset_template_and_the_licence(installed)
         return {name for name in found if "__pycache__" not in name}
 
     inside = installed / "blockdiff"
-    assert files(ROOT / "blockdiff", ".py", ".jinja", ".css") <= files(inside, ".py", ".jinja", ".css")
+    package = {file.suffix for file in (ROOT / "blockdiff").rglob("*") if file.is_file()} - {".pyc"}
+    assert files(ROOT / "blockdiff", *package) <= files(inside, *package)
     assert files(ROOT / "cli", ".py") == files(inside / "cli", ".py")
     assert files(ROOT / "recipes", ".json", ".yaml") == files(inside / "recipes", ".json", ".yaml")
     assert (inside / "py.typed").exists()
