@@ -19,7 +19,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.heldout import heldout
 from blockdiff.training.samples import sample_prompts
-from tests.oracle import tiny_config
+from tests.oracle import TWO_LAYERS, tiny_config
 
 EXAMPLES = [Example(n, [2, *range(3 + n, 20 + 2 * n)], [(4, 18 + n)]) for n in range(8)]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -28,7 +28,7 @@ ROWS = [Row(f"f:{n}", prompt=LETTERS[: 1 + n], response=LETTERS[n : n + 9]) for 
 
 def figures(ranks: Ranks) -> dict[str, Any]:
     """Everything that evaluating in training gives on this rank: 8 examples and 5 prompts do not divide by 3."""
-    config = tiny_config(canvas_length=8, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    config = tiny_config(canvas_length=8, **TWO_LAYERS)
     model = init(config, seed=3, dtype="float64", device="cpu", kernels="torch")
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
     collator = Collator(8, pad_id=0, eos_id=1, seed=5, time=StratifiedTime(1e-4), canvases=RandomCanvases(2))

@@ -9,6 +9,8 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 
+TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+
 
 def tiny_config(canvas_length: int = 16, **text: Any) -> DiffusionGemmaConfig:
     """A config small enough for fp64 tests, with both layer kinds, windows, experts and partial RoPE."""
@@ -82,3 +84,10 @@ def ours(model: DiffusionGemmaForBlockDiffusion) -> DiffusionGemma:
     result = DiffusionGemma(model.config, kernels="torch").to(model.dtype)
     result.load_state_dict({name: state[NAMES.to_hub(name)] for name in result.state_dict()})
     return result.eval()
+
+
+def widen_routers(model: DiffusionGemma) -> None:
+    """Give a fresh model's routers wide margins: rounding alone must not choose other experts."""
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.router.proj.weight.mul_(100.0)

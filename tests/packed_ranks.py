@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 
 from blockdiff.canvas import Batch
@@ -17,7 +16,7 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
-from tests.oracle import tiny_config
+from tests.oracle import TWO_LAYERS, tiny_config, widen_routers
 from tests.ranks import train_plainly
 
 L = 8
@@ -25,12 +24,8 @@ L = 8
 
 def everything(ranks: Ranks, directory: Path) -> None:
     """Five steps of six examples, packed into one row (odd steps) or two, and unpacked in step 5."""
-    kinds = ["sliding_attention", "full_attention"]
-    config = tiny_config(canvas_length=L, num_hidden_layers=2, layer_types=kinds)
-    model = init(config, seed=3, device="cpu", kernels="torch")
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.router.proj.weight.mul_(100.0)  # wide margins: rounding alone must not choose other experts
+    model = init(tiny_config(canvas_length=L, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
+    widen_routers(model)
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
     examples = [Example(i, [2, *((7 * i + 3 * j) % 300 + 3 for j in range(12 + i))], [(4, 13 + i)]) for i in range(9)]
     make = Collator(L, 0, 1, 3, StratifiedTime(), canvases=AllCanvases())

@@ -25,7 +25,7 @@ from blockdiff.metrics import MetricsLog
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.training import state
-from tests.oracle import tiny_config
+from tests.oracle import tiny_config, widen_routers
 from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches, toy_row
 from tests.toy_trainer import Options, train
 
@@ -84,10 +84,7 @@ def real(ranks: Ranks, rows: int = BATCH, is_double: bool = False) -> tuple[list
     model = init(tiny_config(canvas_length=8), seed=3, device="cpu", kernels="torch")
     if is_double:
         model.double()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("router.proj.weight"):
-                parameter.mul_(100.0)  # wide margins: rounding alone must not choose other experts
+    widen_routers(model)
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
 
     def row(sample: int) -> CleanRow:

@@ -76,7 +76,9 @@ def test_a_wrong_weight_fails_the_whole_command(only_tiny, monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("case", [Case(canvases=4), Case(autocast=True), Case(torch.bfloat16)], ids=str)
-def test_other_cases_agree_with_the_peer(case):
+def test_other_cases_agree_with_the_peer(case, monkeypatch):
+    monkeypatch.setattr(training_step, "once", lambda work, device: lambda: 1.0)  # nothing is timed or traced here
+    monkeypatch.setattr(training_step, "peak_memory", lambda *_, **__: 0)
     result = training_step.measure(models.pair(WIDE, CPU, case.dtype), WIDE, case, Settings(CPU, 1))
     assert result.agreement.is_met, result.agreement
 
@@ -148,26 +150,29 @@ def test_peak_memory_counts_what_is_held_at_once():
     assert peak_memory(work, CPU) == 2 * 2**20
 
 
-def without_what_a_bare_gpu_machine_lacks(code: str) -> str:
-    """What a process prints that has only what kernels, models and sampling need."""
+@pytest.fixture(scope="module")
+def bare() -> tuple[str, str]:
+    """A process that has only what kernels, models and sampling need: the benchmarks' modules, the GPU tests found."""
     absent = ("accelerate", "datasets", "matplotlib", "pyarrow", "pydantic")
-    script = f"import sys\nfor name in {absent}: sys.modules[name] = None\n{code}"
+    words = ["-q", "-m", "gpu", "--collect-only", "tests", "-p", "no:cacheprovider"]
+    script = f"import sys\nfor name in {absent}: sys.modules[name] = None\n"
+    script += "import benchmarks.__main__, pytest\nprint(*sys.modules)\n"
+    script += f"sys.exit(pytest.main({words}))"
     root = Path(__file__).resolve().parents[2]
     run = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    modules, _, found = run.stdout.partition("\n")
+    return modules, found
 
 
-def test_the_benchmarks_need_nothing_that_a_bare_gpu_machine_lacks():
-    loaded = without_what_a_bare_gpu_machine_lacks("import benchmarks.__main__\nprint(*sys.modules)").split()
+def test_the_benchmarks_need_nothing_that_a_bare_gpu_machine_lacks(bare):
+    loaded = bare[0].split()
     assert "blockdiff.objective" in loaded
     assert not [name for name in loaded if name.startswith(OUTSIDE)]
 
 
-def test_the_gpu_tests_are_found_on_a_bare_gpu_machine():
-    words = ["-q", "-m", "gpu", "--collect-only", "tests", "-p", "no:cacheprovider"]
-    found = without_what_a_bare_gpu_machine_lacks(f"import pytest\nsys.exit(pytest.main({words}))")
-    assert all(f"tests/{room}/" in found for room in ("kernels", "checkpoint", "benchmarks"))
+def test_the_gpu_tests_are_found_on_a_bare_gpu_machine(bare):
+    assert all(f"tests/{room}/" in bare[1] for room in ("kernels", "checkpoint", "benchmarks"))
 
 
 @pytest.mark.gpu

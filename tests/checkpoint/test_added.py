@@ -15,7 +15,7 @@ import blockdiff
 from blockdiff.checkpoint.files import ADDED
 from blockdiff.errors import CheckpointError
 from blockdiff.models.diffusion_gemma.model import DiffusionGemma, Layer
-from tests.oracle import tiny_config
+from tests.oracle import TWO_LAYERS, tiny_config
 
 
 class GatedLayer(Layer):
@@ -48,7 +48,7 @@ class Loud(DiffusionGemma):
 
 
 def small() -> Any:
-    return tiny_config(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    return tiny_config(**TWO_LAYERS)
 
 
 def made(model: type[DiffusionGemma] | None = None, seed: int = 3) -> Any:

@@ -18,7 +18,9 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.files import stored_tensors
 from blockdiff.cli.main import app
 from blockdiff.metrics import METRICS, decisive_metrics
+from blockdiff.training import export
 from blockdiff.training.recipe import read_recipe
+from tests.little_model import LITTLE, save_preset
 
 COMMANDS = [["train"], ["sample"], ["eval"], ["data"], ["data", "sudoku"], ["data", "tokenizer"], ["init"], ["inspect"]]
 RECIPE = """\
@@ -28,38 +30,6 @@ data: {train: puzzles/train.jsonl, heldout: puzzles/test.jsonl}
 optim: {lr: 1.0e-3, warmup_steps: 1}
 train: {steps: 3, batch_size: 6, micro_batch_size: 4, log_every: 1, eval_every: 2, save_every: 2}
 """
-LITTLE = {
-    "model_type": "diffusion_gemma",
-    "canvas_length": 9,
-    "text_config": {
-        "vocab_size": 16,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 8,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "num_global_key_value_heads": 1,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 8,
-        "use_bidirectional_attention": "vision",
-    },
-    "vision_config": {
-        "model_type": "gemma4_vision",
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "position_embedding_size": 8,
-        "patch_size": 4,
-    },
-}
 
 
 def run(*words: str | Path) -> Any:
@@ -87,7 +57,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with puzzles, a recipe, and the run trained from it."""
     folder = tmp_path_factory.mktemp("workshop")
     works("data", "sudoku", "--split", "train=24", "--split", "test=6", "--output", folder / "puzzles")
-    (folder / "little.json").write_text(json.dumps(LITTLE))
+    save_preset(folder / "little.json", LITTLE)
     (folder / "recipe.yaml").write_text(RECIPE.replace("little.json", str(folder / "little.json")))
     works("train", folder / "recipe.yaml", "--output", folder / "run")
     for name in ("broken", "bare"):
@@ -97,6 +67,12 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in (folder / "bare").glob("tokenizer*"):
         file.unlink()
     return folder
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the run of the workshop draws its curves: they take longer than the training."""
+    monkeypatch.setattr(export, "draw_curves", lambda *_, **__: None)
 
 
 @pytest.fixture
@@ -366,10 +342,10 @@ def test_resuming_compares_the_model_and_the_rows_by_content_wherever_they_lie(w
     other = json.loads(json.dumps(LITTLE))
     other["text_config"]["sliding_window"] = 4
     try:
-        (workshop / "little.json").write_text(json.dumps(other))
+        save_preset(workshop / "little.json", other)
         assert 'with model "' in refusal(*again)
     finally:
-        (workshop / "little.json").write_text(json.dumps(LITTLE))
+        save_preset(workshop / "little.json", LITTLE)
 
 
 def test_a_resumed_run_ends_where_the_whole_one_does(workshop: Path, tmp_path: Path) -> None:

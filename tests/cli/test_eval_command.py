@@ -15,7 +15,7 @@ from blockdiff.cli.main import app
 from blockdiff.data.template import packaged_template
 from blockdiff.sampling import Generation
 from tests.chat_tokenizer import chat_tokenizer
-from tests.oracle import tiny_config
+from tests.oracle import TWO_LAYERS, tiny_config
 
 GSM8K = [
     {"question": "What is 2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
@@ -36,7 +36,7 @@ def refusal(*words: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    config = tiny_config(canvas_length=8, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    config = tiny_config(canvas_length=8, **TWO_LAYERS)
     folder = tmp_path_factory.mktemp("eval") / "model"
     made = init(config, seed=3, device="cpu", kernels="torch")
     settings = Generation(max_steps=3, max_new_tokens=16, eos_ids=(1,))

@@ -27,7 +27,7 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from tests.forked import run_ranks
-from tests.oracle import oracle, ours, tiny_config
+from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers
 from tests.packed_ranks import everything
 
 L, V = 8, 384
@@ -203,7 +203,7 @@ def test_examples_are_read_once_and_in_order():
 # -- losses and gradients ------------------------------------------------------------------------------------
 
 
-SMALL = tiny_config(canvas_length=L, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+SMALL = tiny_config(canvas_length=L, **TWO_LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -249,9 +249,7 @@ def assert_equal_layouts(objective: Objective, choice: int, tolerance: float) ->
 def test_losses_and_gradients_are_those_of_the_unpacked_run(choice):
     """In fp32, from the weights a training starts with."""
     model = init(SMALL, seed=3, device="cpu", kernels="torch")
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.router.proj.weight.mul_(100.0)  # wide margins: rounding alone must not choose other experts
+    widen_routers(model)
     objective = Objective(model, Linear(), UniformCorruption(V), 5, **OBJECTIVES[choice])
     assert_equal_layouts(objective, choice, 1e-5)
 

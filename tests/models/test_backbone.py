@@ -18,7 +18,7 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.family import LayerKind
 from blockdiff.models.prefix import Prefix
 from blockdiff.spans import Spans
-from tests.oracle import oracle, ours, tiny_config
+from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
 
 L = 16  # canvas length; the window is 16 as well
 PAD = 0
@@ -593,7 +593,7 @@ def test_a_canvas_sees_all_of_its_document_before_it_and_all_of_itself(mine, row
 @pytest.mark.parametrize("unseen", [1, 3, 10])
 def test_a_sliding_layer_sees_window_minus_one_prefix_tokens_for_every_query(unseen):
     """Two layers: a sliding one, and a full one made blind to the prefix by dropping its attention."""
-    mine = ours(oracle(tiny_config(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])))
+    mine = ours(oracle(tiny_config(**TWO_LAYERS)))
     mine.layers[1].attention.o_proj.weight.zero_()
     prompt, canvas = tokens(1, 40), tokens(1, L, seed=1)
     before = mine.denoise(canvas, mine.encode(prompt))

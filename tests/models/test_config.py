@@ -18,6 +18,7 @@ from transformers.models.diffusion_gemma.configuration_diffusion_gemma import (
 from blockdiff.checkpoint import init, load, read_config, save
 from blockdiff.errors import CheckpointError
 from blockdiff.models.diffusion_gemma.config import IRRELEVANT, ONE_VALUE, USED
+from tests.little_model import LITTLE
 
 SMALL = {
     "model_type": "diffusion_gemma",
@@ -28,6 +29,7 @@ SMALL = {
         **dict(layer_types=["sliding_attention", "full_attention"], num_experts=2, top_k_experts=1),
         **dict(moe_intermediate_size=4),
     },
+    "vision_config": LITTLE["vision_config"],
 }
 
 

@@ -19,7 +19,7 @@ from blockdiff.diffusion.schedule import Linear
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.objective import Objective
 from blockdiff.sampling import Generation, Request, Sampler
-from tests.oracle import tiny_config
+from tests.oracle import TWO_LAYERS, tiny_config
 
 L = 8
 
@@ -32,7 +32,7 @@ def world_of_one() -> Iterator[None]:
 
 
 def model() -> BlockDiffusionModel:
-    config = tiny_config(canvas_length=L, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    config = tiny_config(canvas_length=L, **TWO_LAYERS)
     return init(config, seed=3, device="cpu", kernels="torch")
 
 

@@ -18,7 +18,7 @@ from blockdiff.diffusion.weight import ElboWeight
 from blockdiff.errors import RecipeError
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
-from tests.oracle import oracle, ours, tiny_config
+from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
 
 L, V, SEED, MASK = 8, 384, 5, 383
 Gradients = dict[str, Tensor]
@@ -27,8 +27,7 @@ Gradients = dict[str, Tensor]
 @pytest.fixture(scope="module")
 def model() -> DiffusionGemma:
     """fp64; only its logits are fp32 inside the losses."""
-    kinds = ["sliding_attention", "full_attention"]
-    return ours(oracle(tiny_config(canvas_length=L, num_hidden_layers=2, layer_types=kinds)))
+    return ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))
 
 
 def tokens(n: int, seed: int) -> list[int]:

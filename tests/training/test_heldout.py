@@ -24,7 +24,7 @@ from blockdiff.objective import Evaluation, Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted
 from blockdiff.training.heldout import heldout
-from tests.oracle import tiny_config
+from tests.oracle import TWO_LAYERS, tiny_config
 
 ALONE = Ranks(torch.device("cpu"))
 L = 4
@@ -212,7 +212,7 @@ def collator(**options):
 
 @pytest.fixture(scope="module")
 def objective():
-    config = tiny_config(canvas_length=8, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    config = tiny_config(canvas_length=8, **TWO_LAYERS)
     model = init(config, seed=3, dtype="float64", device="cpu", kernels="torch")
     return Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
 

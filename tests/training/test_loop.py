@@ -18,7 +18,7 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.optimiser import build
 from blockdiff.training.schedule import CosineDecay, learning_rate
-from tests.oracle import tiny_config
+from tests.oracle import TWO_LAYERS, tiny_config
 from tests.toy_objective import Losses, ToyObjective, slots, toy_batch, toy_batches
 from tests.toy_trainer import Options, train
 
@@ -232,8 +232,7 @@ def test_bfloat16_autocast_reaches_the_objective_and_leaves_weights_in_fp32():
 
 
 def test_the_real_objective_overfits_one_batch():
-    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    model = init(tiny_config(canvas_length=8, **layers), device="cpu")
+    model = init(tiny_config(canvas_length=8, **TWO_LAYERS), device="cpu")
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size))
     rows = []
     for row in range(4):  # the prompt tells which response; at t = 0.9 little else does

@@ -27,7 +27,7 @@ from blockdiff.parallel.signals import Interrupted
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.heldout import heldout
 from blockdiff.training.samples import FILE_NAME, sample_prompts
-from tests.oracle import tiny_config
+from tests.oracle import TWO_LAYERS, tiny_config
 from tests.scripted_sampler import ScriptedSampler
 from tests.toy_trainer import Options, train
 
@@ -85,7 +85,7 @@ def test_rows_are_dealt_to_the_ranks_and_every_rank_has_all_answers_in_order():
 
 @pytest.fixture(scope="module")
 def sampler():
-    config = tiny_config(canvas_length=8, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    config = tiny_config(canvas_length=8, **TWO_LAYERS)
     model = init(config, seed=3, dtype="float64", device="cpu", kernels="torch")
     return Sampler(model, LETTERS, Generation(max_steps=4, eos_ids=(1,)))
 
