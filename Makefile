@@ -35,8 +35,8 @@ quickstart: $(INSTALLED) ## make sudoku data, train a small model, evaluate it, 
 	$(BLOCKDIFF) eval $(RUN)/model --task sudoku --data $(PUZZLES)/test.jsonl --output $(RUN)/eval.json
 	@echo "pictures: $(RUN)/curves.png (training) and $(RUN)/denoising.html (one puzzle, step by step)"
 
-test: $(INSTALLED) ## run the tests (PYTEST_ARGS="-k name" for some of them)
-	$(PY) -m pytest -q $(PYTEST_ARGS)
+test: $(INSTALLED) ## run the tests (PYTEST_ARGS="-m quick" for a first answer, "-k name" for some of them)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## ruff
 	$(PY) -m ruff check .

@@ -1,4 +1,4 @@
-"""What every test run shares: on a bare GPU machine only files with GPU tests are collected; kernels run anywhere."""
+"""What every test run shares: only files with the marked tests are collected, and kernels run anywhere."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if not torch.cuda.is_available():
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m gpu` leave out files that hold no such test: they may import what that machine lacks."""
-    if config.getoption("markexpr") != "gpu" or collection_path.suffix != ".py":
+    """With `-m gpu` or `-m quick` leave out files without such a test: importing them takes time and more packages."""
+    mark = config.getoption("markexpr")
+    if mark not in ("gpu", "quick") or collection_path.suffix != ".py":
         return None
-    return True if "mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
+    return True if f"mark.{mark}" not in collection_path.read_text(encoding="utf-8") else None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -49,6 +49,7 @@ def test_one_command_compares_times_and_writes_both_suites(only_tiny, tmp_path, 
     assert printed.count("| tiny |") == 2
 
 
+@pytest.mark.quick
 def test_a_wrong_gradient_leaves_no_speed_up_to_quote(monkeypatch):
     pair = models.pair(TINY, CPU)
     broken = pair.ours.layers[1].attention.q_norm.weight
@@ -105,6 +106,7 @@ def test_rows_are_compared_only_where_no_router_is_near_a_tie():
     assert models.router_margin(ours, lambda: run(rows(1))) < models.MARGIN
 
 
+@pytest.mark.quick
 def test_a_speed_up_is_the_median_ratio_of_neighbours_against_the_fastest_variant():
     agreement = Agreement({"losses": (0.0, 1.0)})
     peers = {"slow": Times((9.0, 9.0, 9.0)), "fast": Times((2.0, 6.0, 4.0))}
@@ -114,6 +116,7 @@ def test_a_speed_up_is_the_median_ratio_of_neighbours_against_the_fastest_varian
     assert replace(result, agreement=Agreement({"losses": (math.nan, 1.0)})).speedup is None
 
 
+@pytest.mark.quick
 def test_repeats_are_taken_in_turns_after_the_warm_up():
     calls = []
 

@@ -15,6 +15,8 @@ from benchmarks.models import sizes
 from benchmarks.settings import Settings
 from blockdiff.kernels.expert_mlp.native import expert_mlp
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 SHAPE = Shape("quickstart", 40, 8, 2, 24, 16)
 

@@ -13,6 +13,8 @@ from blockdiff.data.sudoku import alphabet
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.sampling import Request, Sampler
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -17,6 +17,8 @@ from blockdiff.errors import CheckpointError
 from blockdiff.models.diffusion_gemma.model import DiffusionGemma, Layer
 from tests.oracle import TWO_LAYERS, tiny_config
 
+pytestmark = pytest.mark.quick
+
 
 class GatedLayer(Layer):
     """Adds a gate (1 at first) on the output of a layer, and a projection."""

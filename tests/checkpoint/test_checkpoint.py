@@ -88,6 +88,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
 
 
+@pytest.mark.quick
 def test_loading_puts_every_tensor_in_its_place_bit_exactly(theirs, written_by_transformers):
     model = load(written_by_transformers, dtype="float32", device="cpu")
     state = theirs.state_dict()
@@ -98,6 +99,7 @@ def test_loading_puts_every_tensor_in_its_place_bit_exactly(theirs, written_by_t
     assert not torch.equal(model.layers[0].encoder_scalar, model.layers[0].decoder_scalar)
 
 
+@pytest.mark.quick
 def test_what_we_write_loads_in_transformers_with_equal_logits(written_by_transformers, tmp_path):
     out = save(load(written_by_transformers, "float32", "cpu"), tmp_path / "out")
     original, again = in_transformers(written_by_transformers), in_transformers(out)
@@ -109,6 +111,7 @@ def test_what_we_write_loads_in_transformers_with_equal_logits(written_by_transf
     assert torch.equal(logits, expected)
 
 
+@pytest.mark.quick
 def test_a_round_trip_changes_no_byte_of_any_tensor_or_side_file(written_by_transformers, tmp_path):
     out = save(load(written_by_transformers, "auto", "cpu"), tmp_path / "out")
     assert_same(all_tensors(out), all_tensors(written_by_transformers))
@@ -132,6 +135,7 @@ def test_image_tensors_keep_their_own_dtype_and_bytes_whatever_the_text_is_cast_
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", torch.bfloat16])
 def test_the_dtype_holds_for_every_text_tensor_scalars_included(written_by_transformers, theirs, dtype):
     model = load(written_by_transformers, dtype, "cpu")
@@ -310,6 +314,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damage_is_refused_in_one_line_that_names_it(damaged, what):
     damage, words = DAMAGE[what]
@@ -345,6 +350,7 @@ def test_an_unknown_device_or_dtype_is_refused(written_by_transformers):
 # -- writing ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_a_failed_save_leaves_nothing_and_keeps_what_was(written_by_transformers, tmp_path, monkeypatch):
     model = load(written_by_transformers, "auto", "cpu")
     out = save(model, tmp_path / "out")
@@ -363,6 +369,7 @@ def test_a_failed_save_leaves_nothing_and_keeps_what_was(written_by_transformers
     assert_same(all_tensors(out), before)
 
 
+@pytest.mark.quick
 def test_saving_never_replaces_by_accident(written_by_transformers, tmp_path):
     model = load(written_by_transformers, "auto", "cpu")
     out = save(model, tmp_path / "out")
@@ -424,6 +431,7 @@ def test_a_generation_config_given_or_default_is_what_transformers_reads(written
 # -- random weights --------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_random_weights_follow_the_seed_and_load_in_transformers_complete(tmp_path):
     model = init("tiny", seed=3, device="cpu")
     again, other = init("tiny", seed=3, device="cpu"), init("tiny", seed=4, device="cpu")
@@ -482,6 +490,7 @@ def test_a_tokenizer_sets_the_vocabulary_and_the_special_tokens():
     assert text.per_layer_config[3].head_dim == 32
 
 
+@pytest.mark.quick
 def test_the_presets_have_the_sizes_they_say():
     sizes = {}
     for name in presets():
@@ -494,6 +503,7 @@ def test_the_presets_have_the_sizes_they_say():
     assert sizes["diffusiongemma-26b-a4b"] * 2 / 1e9 == pytest.approx(50.5, abs=0.01)  # GB of text in bf16
 
 
+@pytest.mark.quick
 def test_an_unknown_preset_is_refused_with_the_nearest_name():
     with pytest.raises(CheckpointError, match="did you mean sudoku4"):
         init("sudoko4")

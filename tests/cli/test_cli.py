@@ -84,12 +84,14 @@ def prompt(workshop: Path) -> str:
 # --- help and usage ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_every_command_has_help_with_an_example(command: list[str]) -> None:
     text = works(*command, "--help")
     assert "Example" in text and f"blockdiff {' '.join(command)}" in " ".join(text.split())
 
 
+@pytest.mark.quick
 def test_help_without_arguments_and_version() -> None:
     text = works()
     assert all(f" {command[0]} " in text for command in COMMANDS)
@@ -107,6 +109,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -224,6 +227,7 @@ CORPUS: dict[str, tuple[str, str, str | bytes]] = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CORPUS)
 def test_a_mistake_is_one_line_that_says_where(workshop: Path, tmp_path: Path, name: str) -> None:
     command, expected, content = CORPUS[name]
@@ -236,6 +240,7 @@ def test_a_mistake_is_one_line_that_says_where(workshop: Path, tmp_path: Path, n
     assert not (tmp_path / "run").exists() and not (tmp_path / "new").exists()
 
 
+@pytest.mark.quick
 def test_an_unforeseen_error_is_one_line_and_with_debug_a_traceback(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +275,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.quick
 def test_a_run_directory_is_complete(workshop: Path) -> None:
     folder = workshop / "run"
     names = {path.name for path in folder.iterdir()}
@@ -369,6 +375,7 @@ def output_lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.quick
 def test_output_lines_have_the_documented_fields(workshop: Path, tmp_path: Path, prompt: str) -> None:
     lines = [
         {"id": "a", "prompt": prompt},
@@ -417,6 +424,7 @@ def test_sampling_imports_neither_a_compiler_nor_the_generation_of_transformers(
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
+@pytest.mark.quick
 def test_seeds_come_from_the_line_then_from_the_option_and_the_id(
     workshop: Path, tmp_path: Path, prompt: str
 ) -> None:
@@ -446,6 +454,7 @@ def test_traces_are_written_as_the_suffix_says(workshop: Path, tmp_path: Path, p
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.quick
 def test_streaming_prints_every_canvas_once(workshop: Path, prompt: str) -> None:
     words = [
         "sample",
@@ -460,6 +469,7 @@ def test_streaming_prints_every_canvas_once(workshop: Path, prompt: str) -> None
     assert works(*words, "--stream") == works(*words)
 
 
+@pytest.mark.quick
 def test_eval_reports_accuracy_and_steps_together(workshop: Path, tmp_path: Path) -> None:
     text = works(
         "eval", workshop / "run" / "model", "--task", "sudoku", "--data", workshop / "puzzles" / "test.jsonl",
@@ -477,6 +487,7 @@ def test_data_without_splits_is_one_training_file(tmp_path: Path) -> None:
     assert text.startswith("train: 5 puzzles")
 
 
+@pytest.mark.quick
 def test_init_writes_a_model_that_loads(workshop: Path, tmp_path: Path) -> None:
     text = works("init", workshop / "little.json", tmp_path / "m", "--seed", "3", "--tokenizer",
                  workshop / "puzzles" / "tokenizer")  # fmt: skip
@@ -485,6 +496,7 @@ def test_init_writes_a_model_that_loads(workshop: Path, tmp_path: Path) -> None:
     assert len(works("sample", tmp_path / "m", "--prompt", "1=", "--steps", "1")) > 0
 
 
+@pytest.mark.quick
 def test_inspect_counts_every_tensor_of_a_model(workshop: Path) -> None:
     model = checkpoint.load(workshop / "run" / "model", dtype="auto")
     stored = stored_tensors(workshop / "run" / "model")
@@ -499,6 +511,7 @@ def test_inspect_counts_every_tensor_of_a_model(workshop: Path) -> None:
     assert f"of {count:,} parameters" in text
 
 
+@pytest.mark.quick
 def test_inspect_draws_the_batch_that_training_sees(workshop: Path) -> None:
     text = works("inspect", workshop / "recipe.yaml", "--step", "2", "--rows", "6")
     assert "batch of optimiser step 2: 6 rows, 35 columns, 0 of them padding" in text
@@ -510,6 +523,7 @@ def test_inspect_draws_the_batch_that_training_sees(workshop: Path) -> None:
     assert "24 rows (0 dropped" in text and re.search(r"router +\d+ +[\d,]+ +-\n", text)
 
 
+@pytest.mark.quick
 def test_the_documentation_names_every_option() -> None:
     from typer.main import get_command
 

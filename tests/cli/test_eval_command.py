@@ -17,6 +17,8 @@ from blockdiff.sampling import Generation
 from tests.chat_tokenizer import chat_tokenizer
 from tests.oracle import TWO_LAYERS, tiny_config
 
+pytestmark = pytest.mark.quick
+
 GSM8K = [
     {"question": "What is 2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
     {"question": "What is 2 * 3?", "answer": "#### 6"},

@@ -16,6 +16,8 @@ from blockdiff.errors import DataError
 from tests.bad_rows import CORPUS, GOOD
 from tests.chat_tokenizer import chat_tokenizer
 
+pytestmark = pytest.mark.quick
+
 ENCODER = Encoder(chat_tokenizer(), eos_id=1, canvas_length=8)
 
 

@@ -27,6 +27,8 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 from tests.chat_tokenizer import chat_tokenizer
 
+pytestmark = pytest.mark.quick
+
 ENCODER = Encoder(chat_tokenizer(), eos_id=1, canvas_length=8, max_length=60)
 TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 ROWS = [

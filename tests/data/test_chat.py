@@ -13,6 +13,8 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 from tests.chat_tokenizer import chat_tokenizer
 
+pytestmark = pytest.mark.quick
+
 SYSTEM = {"role": "system", "content": " be brief "}
 USER = {"role": "user", "content": "hello\n"}
 ASSISTANT = {"role": "assistant", "content": "  hi there"}

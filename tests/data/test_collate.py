@@ -23,6 +23,8 @@ from blockdiff.data.plan import Plan
 from blockdiff.diffusion.schedule import StratifiedTime, UniformTime
 from blockdiff.errors import DataError
 
+pytestmark = pytest.mark.quick
+
 
 def example(sample_id, prompt=3, responses=(10,), between=2):
     """Rows of unequal lengths: bos, prompt, then responses with other turns in between."""

@@ -245,6 +245,7 @@ def assert_equal_layouts(objective: Objective, choice: int, tolerance: float) ->
             assert (gradients[name] - expected).norm() <= tolerance * expected.norm(), name
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("choice", range(2))
 def test_losses_and_gradients_are_those_of_the_unpacked_run(choice):
     """In fp32, from the weights a training starts with."""
@@ -282,6 +283,7 @@ def wide_soft_embedding(model, hidden) -> Tensor:
     return p @ model.vocabulary.table * model.vocabulary.root
 
 
+@pytest.mark.quick
 def test_documents_of_a_packed_row_do_not_see_each_other(model):
     """Changing one example changes nothing of another's losses, token by token."""
     objective = Objective(model, Linear(), UniformCorruption(V), 5)
@@ -301,6 +303,7 @@ def test_documents_of_a_packed_row_do_not_see_each_other(model):
 # -- ranks without rows --------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 def test_a_rank_without_rows_gets_padding_that_counts_nothing_and_trains_nothing(model):
     parts = [micro_batches(EXAMPLES, PLAN, collator(), STEP, pack=1000, rank=rank, world=3) for rank in range(3)]
     assert [len(part) for part in parts] == [1, 1, 1]
@@ -333,6 +336,7 @@ def test_two_processes_of_which_one_gets_nothing_train_as_one_does(tmp_path):
             assert (tensors[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
 
 
+@pytest.mark.quick
 def test_joining_does_not_depend_on_the_order_of_slots():
     """Rows list their examples by slot, so how they were found leaves no trace."""
     for lengths in permutations([5, 4, 3, 2]):

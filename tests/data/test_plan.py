@@ -10,6 +10,8 @@ from blockdiff.data import plan as plan_module
 from blockdiff.data.plan import BLOCK, Plan, SequentialPlan, mixture_counts
 from blockdiff.seeding import Stream, permutation
 
+pytestmark = pytest.mark.quick
+
 
 def taken(plan, steps):
     return [slot for step in steps for slot in plan(step)]

@@ -10,6 +10,8 @@ from blockdiff.data.rows import Row, check_row, texts_of
 from blockdiff.data.sources import Source, rows_of
 from blockdiff.errors import DataError
 
+pytestmark = pytest.mark.quick
+
 GOOD = '{"prompt": "1+1=", "response": "2"}'
 
 

@@ -16,6 +16,8 @@ from blockdiff.data.formats import Skip
 from blockdiff.data.sources import Source, open_source, rows_of, titles
 from blockdiff.errors import DataError
 
+pytestmark = pytest.mark.quick
+
 PAIRS = [{"prompt": f"{n}+{n}=", "response": f'{2 * n}, "said"\nhe'} for n in range(1, 6)]
 QUESTIONS = [{"question": row["prompt"], "answer": row["response"], "extra": 1} for row in PAIRS]
 MAPPED = {"prompt": "question", "response": "answer"}

@@ -15,6 +15,8 @@ from blockdiff.data.stream import StreamedExamples
 from blockdiff.errors import DataError
 from tests.chat_tokenizer import chat_tokenizer
 
+pytestmark = pytest.mark.quick
+
 ENCODER = Encoder(chat_tokenizer(), eos_id=1, canvas_length=8)
 TIGHT = Encoder(chat_tokenizer(), eos_id=1, canvas_length=8, max_length=14, too_long="drop")
 

@@ -24,6 +24,8 @@ from blockdiff.data.sudoku import (
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 
+pytestmark = pytest.mark.quick
+
 SOLVED4 = (1, 2, 3, 4, 3, 4, 1, 2, 2, 1, 4, 3, 4, 3, 2, 1)
 
 

@@ -16,6 +16,8 @@ from blockdiff.data.template import packaged_template, training_template
 from blockdiff.data.tokenizer import MASK, TURN_TOKENS, byte_level_bpe
 from blockdiff.errors import DataError
 
+pytestmark = pytest.mark.quick
+
 TEXTS = ["Ann sold 48 clips in April.", "Half of 48 clips is <<48/2=24>>24 clips.\n#### 24"] * 5
 ODD = ["  two  spaces\tand a tab\n", "ü🙂 日本", "<|turn>model\nx<turn|>", "0123456789", "", "\x00\x7f"]
 

@@ -14,6 +14,8 @@ from blockdiff.diffusion.stopping import StableAndConfident
 from blockdiff.diffusion.temperature import LinearTemperature
 from blockdiff.diffusion.weight import ElboWeight, NoWeight
 
+pytestmark = pytest.mark.quick
+
 SCHEDULES = [Linear(), Cosine(), Polynomial(), Polynomial(0.5), Polynomial(3.7)]
 TIMES = [UniformTime(), StratifiedTime()]
 ALL_TIMES = [*TIMES, LogitNormalTime(mean=0.5, std=2.0)]

@@ -15,6 +15,8 @@ from blockdiff.sampling.request import tokenised
 from tests.chat_tokenizer import chat_tokenizer
 from tests.scripted_sampler import ScriptedSampler
 
+pytestmark = pytest.mark.quick
+
 EXACT, GSM8K = task("exact"), task("gsm8k")
 LETTERS = character_tokenizer("abcdefgh #0123456789")
 

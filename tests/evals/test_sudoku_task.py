@@ -14,6 +14,8 @@ from blockdiff.evals import task
 from blockdiff.evals.run import evaluate
 from tests.scripted_sampler import ScriptedSampler
 
+pytestmark = pytest.mark.quick
+
 SUDOKU = task("sudoku")
 
 

@@ -11,6 +11,8 @@ from blockdiff.evals import TASKS, task
 from blockdiff.evals.gsm8k import answer
 from blockdiff.evals.run import Question
 
+pytestmark = pytest.mark.quick
+
 
 def question(reference: str) -> Question:
     return Question(0, "f.jsonl:3", 0, "how many?", reference)

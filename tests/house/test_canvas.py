@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from blockdiff.canvas import Canvas, CleanRow, cut, fill, joined, lay_out
+
+pytestmark = pytest.mark.quick
 
 
 def example_batch():

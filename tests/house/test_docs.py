@@ -31,6 +31,7 @@ def drawn(spans: Spans, prefix: str, own: str, queries: str) -> list[str]:
     return lines
 
 
+@pytest.mark.quick
 def test_the_masks_of_the_design_are_those_of_the_code() -> None:
     canvases = [Canvas([*map(ord, CANVASES[0])], 3, 0), Canvas([*map(ord, CANVASES[1])], 9, 7)]
     batch = lay_out([CleanRow([*map(ord, ROW)], canvases, doc_starts=(0, 7))], 4, 0)
@@ -56,6 +57,7 @@ def headings(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_link_inside_the_repository_leads_somewhere(document: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
@@ -67,6 +69,7 @@ def test_every_link_inside_the_repository_leads_somewhere(document: Path) -> Non
         assert not anchor or anchor in headings(target), link
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_file_that_a_document_names_in_full_exists(document: Path) -> None:
     words = re.findall(

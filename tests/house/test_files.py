@@ -19,6 +19,8 @@ from blockdiff.files import (
     write_text,
 )
 
+pytestmark = pytest.mark.quick
+
 
 def killed_at(moment: int, action) -> bool:
     """Run `action` in a child that dies before its `moment`-th file operation; whether it died."""

@@ -103,10 +103,12 @@ def imports_of(module: str, tree: ast.Module) -> set[tuple[str, int]]:
     return set(imported(module, tree, MODULES[module].name == "__init__.py"))
 
 
+@pytest.mark.quick
 def test_every_room_has_a_floor():
     assert {name.split(".")[1] for name in MODULES if name.count(".")} - {"__main__"} <= FLOORS.keys()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("room", FLOORS)
 def test_lower_floors_never_import_higher_ones(room):
     wrong = [
@@ -119,6 +121,7 @@ def test_lower_floors_never_import_higher_ones(room):
     assert not wrong
 
 
+@pytest.mark.quick
 def test_modules_of_the_data_import_each_other_in_one_order():
     """Function bodies and TYPE_CHECKING count too: an import hidden in one is still a circle."""
     needs = {
@@ -134,6 +137,7 @@ def is_light(module: str) -> bool:
     return inner.partition(".")[0] in LIGHT or inner in LIGHT_TRAINING
 
 
+@pytest.mark.quick
 def test_light_rooms_import_only_what_a_bare_gpu_machine_has():
     wrong = []
     for module in filter(is_light, MODULES):
@@ -151,6 +155,7 @@ def after_importing(code: str) -> set[str]:
     return set(subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
 
 
+@pytest.mark.quick
 def test_importing_blockdiff_imports_nothing_heavy():
     loaded = after_importing("import blockdiff; blockdiff.__version__; dir(blockdiff)")
     assert "blockdiff" in loaded

@@ -7,6 +7,8 @@ import pytest
 from blockdiff import checkpoint, memory
 from blockdiff.errors import BlockdiffError
 
+pytestmark = pytest.mark.quick
+
 GIB = 2**30
 NOTHING = {
     "proc/meminfo": f"MemTotal: 9 kB\nMemAvailable:   {8 * 2**20} kB\n",

@@ -12,6 +12,8 @@ from blockdiff.errors import RunError
 from blockdiff.metrics import METRICS, MetricsLog, of_kind, read, reproducible
 from blockdiff.training.clock import Clock
 
+pytestmark = pytest.mark.quick
+
 
 def test_records_come_back_as_they_were_written(tmp_path):
     log = MetricsLog(tmp_path / "metrics.jsonl")

@@ -7,6 +7,8 @@ import torch
 
 from blockdiff.seeding import Stream, _splitmix64, child_seed, integers, permutation, philox, uniform
 
+pytestmark = pytest.mark.quick
+
 PI = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0]
 
 

@@ -14,6 +14,8 @@ from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 from tests.oracle import oracle, ours
 
+pytestmark = pytest.mark.quick
+
 ALL = (True,) * 4
 DTYPES = [(torch.float64, 1e-12), (torch.float32, 3e-6)]
 

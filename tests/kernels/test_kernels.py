@@ -22,6 +22,8 @@ from blockdiff.layers.experts import Router
 from blockdiff.layers.rope import angles, default_frequencies, proportional_frequencies
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 
+pytestmark = pytest.mark.quick
+
 EPS = 1e-6
 
 

@@ -84,6 +84,7 @@ def differs(a: Tensor, b: Tensor) -> None:
 # -- both passes ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("length", [1, 7, 15, 16, 17, 40])
 def test_both_passes_match_transformers(pair, length):
     model, mine = pair
@@ -177,6 +178,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_a_config_says_is_computed_as_transformers_does(name):
     model = oracle(tiny_config(**CONFIGS[name]))
@@ -215,6 +217,7 @@ def test_the_embedding_scale_is_rounded_to_the_weights_dtype():
 # -- self-conditioning ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("is_on", [(True, True, True), (False, False, False), (True, False, True)])
 def test_self_conditioning_on_off_and_mixed_per_row(pair, is_on):
     model, mine = pair
@@ -262,6 +265,7 @@ def padded(lengths: tuple[int, ...] = LENGTHS, fill: int | None = None, seed: in
     return rows
 
 
+@pytest.mark.quick
 def test_unequal_prompts_match_transformers_row_by_row(pair):
     model, mine = pair
     prompt, canvas = padded(fill=PAD), tokens(4, L, seed=1)
@@ -273,6 +277,7 @@ def test_unequal_prompts_match_transformers_row_by_row(pair):
         close(hidden[row : row + 1], truth.hidden)
 
 
+@pytest.mark.quick
 def test_padding_does_not_change_a_row(mine):
     canvas, lengths = tokens(4, L, seed=1), torch.tensor(LENGTHS)
     a, b = mine.encode(padded(fill=PAD), lengths), mine.encode(padded(), lengths)
@@ -442,6 +447,7 @@ def run_packed(model: DiffusionGemma, batch: Batch, soft_BTD: Tensor | None = No
     return encoder, hidden.unflatten(1, (*batch.start_BC.shape[1:], L))
 
 
+@pytest.mark.quick
 def test_several_canvases_and_packed_documents_match_one_by_one(pair):
     model, mine = pair
     batch = packed_batch()
@@ -539,6 +545,7 @@ def changed(tokens_BS: Tensor, row: int, columns: slice) -> Tensor:
     return out
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "what,row,canvas,columns",
     [
@@ -563,6 +570,7 @@ def test_a_canvas_never_sees(mine, what, row, canvas, columns):
     close(after[row, canvas], before[row, canvas], EXACT)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("row,canvas", [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 0)])
 def test_a_canvas_never_sees_another_canvas(mine, row, canvas):
     batch = packed_batch()
@@ -604,6 +612,7 @@ def test_a_sliding_layer_sees_window_minus_one_prefix_tokens_for_every_query(uns
     assert all(distance(hidden[0, j], before[0, j]) > 1e-6 for j in range(L))
 
 
+@pytest.mark.quick
 def test_encode_is_causal(mine):
     prompt = tokens(1, 40)
     before = mine.encode(prompt).hidden

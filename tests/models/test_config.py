@@ -20,6 +20,8 @@ from blockdiff.errors import CheckpointError
 from blockdiff.models.diffusion_gemma.config import IRRELEVANT, ONE_VALUE, USED
 from tests.little_model import LITTLE
 
+pytestmark = pytest.mark.quick
+
 SMALL = {
     "model_type": "diffusion_gemma",
     "canvas_length": 4,

@@ -14,6 +14,8 @@ from blockdiff.checkpoint import empty, preset_config
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel, families, family_of
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ROOT / "blockdiff" / "models" / "diffusion_gemma"
 

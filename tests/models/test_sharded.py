@@ -21,6 +21,8 @@ from blockdiff.objective import Objective
 from blockdiff.sampling import Generation, Request, Sampler
 from tests.oracle import TWO_LAYERS, tiny_config
 
+pytestmark = pytest.mark.quick
+
 L = 8
 
 

@@ -117,6 +117,7 @@ def compare(mine: Gradients, theirs: Gradients, names: Sequence[str], tolerance:
 COINS = {"mixed": lambda n: n % 2 == 0, "off": lambda n: False, "on": lambda n: True}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("coin", COINS)
 def test_both_losses_and_their_gradients_match_transformers_run_canvas_by_canvas(pair, coin):
     """Logits are fp32 on both sides, so 1e-6 is the floor. The signal's logits are given; E embeds them."""
@@ -215,6 +216,7 @@ def tokens_run(mine: DiffusionGemma, batch: Batch) -> list[tuple[bool, int]]:
     return passes
 
 
+@pytest.mark.quick
 def test_pass_one_runs_the_coin_canvases_only_and_without_gradients(pair):
     mine = pair[1]
     chosen = rows(lambda n: n in (1, 4))  # one canvas of the first row, one of the third
@@ -332,6 +334,7 @@ def test_every_token_of_a_canvas_can_be_replaced_and_none_of_the_row(pair):
     assert objective_of(mine)(keeps).ar_sum == objective_of(mine)(loses).ar_sum
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("split", SPLITS)
 def test_micro_batches_add_up_whatever_their_composition(pair, split):
     mine, everything = pair[1], rows()

@@ -20,6 +20,8 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
 
+pytestmark = pytest.mark.quick
+
 L, V, SEED, MASK = 8, 384, 5, 383
 Gradients = dict[str, Tensor]
 

@@ -12,6 +12,8 @@ import pytest
 
 from blockdiff.parallel.signals import Stopped, caught
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_first_signal_is_remembered_with_one_line(number, capfd):

@@ -18,6 +18,8 @@ from blockdiff.plots.panels import LEVEL, Run, by_level, named_apart, panels_of,
 from blockdiff.plots.picture import draw_picture, heat
 from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
 
+pytestmark = pytest.mark.quick
+
 WORDS = ["<pad>", "<eos>", "<bos>", ".", "=", "1", "2", "3", "4", "\n", "<b>", "a b"]
 PUZZLE = "1..4.41.2...4..1="
 SOLUTION = "1234341221434321"

@@ -19,6 +19,8 @@ from blockdiff.sampling import Choices, Generation, Recorder, Request, Sampler
 from tests.oracle import tiny_config
 from tests.scripted import ScriptedModel, random_script
 
+pytestmark = pytest.mark.quick
+
 L, V, MASK = 8, 40, 39
 GENERATION = Generation(max_steps=12, max_new_tokens=2 * L)
 MASKED = Choices(corruption="mask", mask_id=MASK)

@@ -18,6 +18,8 @@ from blockdiff.sampling.trace import Recorder, write_traces
 from tests.oracle import tiny_config
 from tests.scripted import ScriptedModel, random_script
 
+pytestmark = pytest.mark.quick
+
 
 def test_the_defaults_are_those_of_transformers():
     theirs = reference.DiffusionGemmaGenerationConfig._get_default_generation_params()

@@ -120,6 +120,7 @@ TARGETS = {
 CALM = {3: 2, 4: 0, 5: 4, 6: 1}  # row 7 never settles
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("stability", [0, 1, 3])
 def test_every_step_equals_transformers_on_scripted_logits(stability):
     script = random_script(L, V, TARGETS, CALM)
@@ -183,6 +184,7 @@ def test_every_step_equals_transformers_on_scripted_logits(stability):
     assert results[4].steps == [9, 9, 9] and len({tuple(r.steps) for r in results}) == count
 
 
+@pytest.mark.quick
 def test_the_argmax_canvas_is_committed_not_the_renoised_one():
     script = random_script(L, V, {}, {})
     recorder = Recorder()
@@ -231,6 +233,7 @@ def requests_of(lengths: list[int]) -> list[Request]:
 PROMPTS = [5, 21, 40, 21, 15, 1]  # shorter and longer than the window of 16
 
 
+@pytest.mark.quick
 def test_whole_runs_equal_transformers_token_for_token(pair):
     theirs, model = pair
     for request in requests_of(PROMPTS):

@@ -9,6 +9,8 @@ import pytest
 from blockdiff.errors import DataError
 from blockdiff.sampling import Request, Result, read_prompts
 
+pytestmark = pytest.mark.quick
+
 CHAT = [{"role": "user", "content": "a"}]
 
 

@@ -17,6 +17,8 @@ from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
 from tests.scripted import ScriptedModel, random_script
 
+pytestmark = pytest.mark.quick
+
 L, V = 8, 40
 EOS = 1
 B = 14  # the letter b

@@ -7,6 +7,8 @@ import pytest
 from blockdiff.errors import RunError
 from blockdiff.training.best import best_of, evaluations_since_best
 
+pytestmark = pytest.mark.quick
+
 RECORDS = [
     {"step": 0, "heldout_canvas_loss": 0.1, "sample_accuracy": 0.9},
     {"step": 1, "loss": 0.0},

@@ -15,6 +15,8 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.sections import DataSection
 from tests.chat_tokenizer import chat_tokenizer
 
+pytestmark = pytest.mark.quick
+
 PAIR = {"prompt": "a", "response": "b"}
 TALK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 

@@ -12,6 +12,8 @@ from blockdiff.errors import RunError
 from blockdiff.training import optimiser as optim
 from blockdiff.training import state
 
+pytestmark = pytest.mark.quick
+
 
 def net():
     torch.manual_seed(0)

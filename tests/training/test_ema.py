@@ -9,6 +9,8 @@ from blockdiff.errors import RunError
 from blockdiff.training.ema import Ema
 from tests.toy_objective import ToyObjective
 
+pytestmark = pytest.mark.quick
+
 
 def weights(module):
     return {name: p.detach().clone() for name, p in module.named_parameters()}

@@ -9,6 +9,8 @@ from blockdiff.errors import RunError
 from blockdiff.training.freeze import count_parts, freeze
 from tests.oracle import tiny_config
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def model():

@@ -26,6 +26,8 @@ from blockdiff.parallel.signals import Interrupted
 from blockdiff.training.heldout import heldout
 from tests.oracle import TWO_LAYERS, tiny_config
 
+pytestmark = pytest.mark.quick
+
 ALONE = Ranks(torch.device("cpu"))
 L = 4
 

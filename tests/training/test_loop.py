@@ -22,6 +22,8 @@ from tests.oracle import TWO_LAYERS, tiny_config
 from tests.toy_objective import Losses, ToyObjective, slots, toy_batch, toy_batches
 from tests.toy_trainer import Options, train
 
+pytestmark = pytest.mark.quick
+
 ALONE = Ranks(torch.device("cpu"))
 
 
@@ -240,12 +242,12 @@ def test_the_real_objective_overfits_one_batch():
         canvas = Canvas(response, 3, t=0.9, coin=row < 2, address=(0, row, 0))
         rows.append(CleanRow([2, 20 + row, 30 + row, *response], [canvas], sample_id=row))
     batch = lay_out(rows, 8, pad_id=0)
-    steps = 160
-    lr = partial(learning_rate, CosineDecay(), peak=3e-3, steps=steps, warmup_steps=5)
+    steps = 60
+    lr = partial(learning_rate, CosineDecay(), peak=1e-2, steps=steps, warmup_steps=5)
     records: list[dict] = []
     options = Options(steps, log_every=1)
     train(
-        objective, build(objective, lr=3e-3), lr, lambda _: [batch], options, ALONE, log=records.append
+        objective, build(objective, lr=1e-2), lr, lambda _: [batch], options, ALONE, log=records.append
     )
     assert records[0]["canvas_loss"] > 5.0
     assert records[-1]["canvas_loss"] < 0.02

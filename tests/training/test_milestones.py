@@ -17,6 +17,8 @@ from blockdiff.training.step import MOST_SKIPS, samples_of
 from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches
 from tests.toy_trainer import Options, train
 
+pytestmark = pytest.mark.quick
+
 ALONE = Ranks(torch.device("cpu"))
 
 

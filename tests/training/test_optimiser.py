@@ -21,6 +21,8 @@ from blockdiff.training.optimiser import (
 from tests.oracle import tiny_config
 from tests.toy_objective import ToyObjective
 
+pytestmark = pytest.mark.quick
+
 
 def test_weight_decay_leaves_norms_scales_and_the_embedding_table_alone():
     module = ToyObjective()

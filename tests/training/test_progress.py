@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from blockdiff.training.freeze import PartCounts
 from blockdiff.training.progress import Progress
+
+pytestmark = pytest.mark.quick
 
 TRAINED = {
     "step": 20,

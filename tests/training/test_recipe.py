@@ -24,6 +24,8 @@ from blockdiff.training.run import settled
 from blockdiff.training.schedule import Constant, CosineDecay, LinearDecay, StableDecay
 from blockdiff.training.sections import ObjectiveSection
 
+pytestmark = pytest.mark.quick
+
 MINIMAL_TREE = {"model": {"preset": "a"}, "data": {"train": "b"}, "train": {"steps": 1, "batch_size": 1}}
 MINIMAL = """\
 model: {preset: tiny}

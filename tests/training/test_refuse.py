@@ -13,6 +13,8 @@ from blockdiff.training.objects import MaskToken
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.refuse import refuse, without_effect
 
+pytestmark = pytest.mark.quick
+
 
 def recipe(**sections: dict[str, Any]) -> Recipe:
     base: dict[str, dict[str, Any]] = {

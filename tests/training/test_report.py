@@ -10,6 +10,8 @@ import torch
 from blockdiff.training import report as module
 from blockdiff.training.report import report_line, run_report
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 
 

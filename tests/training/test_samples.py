@@ -31,6 +31,8 @@ from tests.oracle import TWO_LAYERS, tiny_config
 from tests.scripted_sampler import ScriptedSampler
 from tests.toy_trainer import Options, train
 
+pytestmark = pytest.mark.quick
+
 ALONE = Ranks(torch.device("cpu"))
 EXACT = task("exact")
 LETTERS = character_tokenizer("abcdefghijklmnopqrstuvwxyz")

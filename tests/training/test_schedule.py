@@ -9,6 +9,8 @@ import pytest
 
 from blockdiff.training.schedule import Constant, CosineDecay, LinearDecay, StableDecay, learning_rate
 
+pytestmark = pytest.mark.quick
+
 SCHEDULES = [CosineDecay(), LinearDecay(), Constant(), StableDecay(decay_steps=20)]
 
 

@@ -76,6 +76,7 @@ def tensors_of(run: Path, step: int) -> dict[str, torch.Tensor]:
     return {**load_file(folder / "model.safetensors"), **load_file(folder / "optimiser.safetensors")}
 
 
+@pytest.mark.quick
 def test_an_interrupted_run_equals_an_uninterrupted_one_to_the_bit(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run_to(whole, 9)
@@ -100,6 +101,7 @@ def test_a_run_killed_before_its_first_checkpoint_resumes_at_step_0(tmp_path):
     assert numbers(broken) == numbers(whole)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("sign", ["recipe.yaml", "metrics.jsonl", "checkpoints"])
 def test_an_existing_run_is_not_started_over(tmp_path, sign):
     (tmp_path / sign).mkdir() if sign == "checkpoints" else (tmp_path / sign).write_text("")
@@ -118,6 +120,7 @@ def test_a_directory_with_other_files_can_be_used(tmp_path):
     assert enter(tmp_path, resume=False) is None
 
 
+@pytest.mark.quick
 def test_only_the_newest_checkpoints_stay(tmp_path):
     run_to(tmp_path, 9, keep=2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-8", "step-9"]
@@ -134,6 +137,7 @@ def test_every_nth_checkpoint_and_the_protected_ones_stay_too(tmp_path):
     assert list(state.steps_saved(tmp_path)) == [10, 12]
 
 
+@pytest.mark.quick
 def test_the_average_is_saved_and_goes_on_to_the_bit(tmp_path):
     def averaged(seed, steps, checkpoint=None):
         objective = ToyObjective(seed)
@@ -170,6 +174,7 @@ def test_an_average_asked_for_since_is_refused_by_its_key_not_by_a_missing_file(
         state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, facts, average=Ema(objective, 0.9))
 
 
+@pytest.mark.quick
 def test_every_fact_that_differs_is_named_with_both_values(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
     changed = {"seed": 4, "optim.lr": 0.1, "optim.clip": 2.0}
@@ -197,6 +202,7 @@ def test_step_10_is_newer_than_step_9(tmp_path):
     assert enter(tmp_path) == tmp_path / "checkpoints" / "step-10"
 
 
+@pytest.mark.quick
 def test_a_checkpoint_holds_no_pickle(tmp_path):
     run_to(tmp_path, 2)
     names = sorted(path.name for path in (tmp_path / "checkpoints" / "step-2").iterdir())
@@ -364,6 +370,7 @@ def test_what_an_objective_trains_beside_its_model_is_saved_too(tmp_path):
     assert other.weight.tolist() == [2.0]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["model.safetensors", "optimiser.safetensors", "trainer.json"])
 def test_a_damaged_checkpoint_is_one_line_with_what_to_do(tmp_path, name):
     objective, optimiser = run_to(tmp_path, 2)

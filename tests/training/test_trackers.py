@@ -11,6 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from blockdiff.errors import RunError
 from blockdiff.training.trackers import IDENTITY, Trackers, _identity, check, numbers
 
+pytestmark = pytest.mark.quick
+
 LEVELS = [
     {"t_from": 0.0, "t_to": 0.2, "kept_count": 3, "kept_loss": 0.5},
     {"t_from": 0.2, "t_to": 0.4, "kept_count": 0},

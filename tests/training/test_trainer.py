@@ -86,6 +86,7 @@ def no_pictures(plain, monkeypatch):
     monkeypatch.setattr(export, "draw_curves", lambda *_, **__: None)
 
 
+@pytest.mark.quick
 def test_a_mapping_with_rows_in_memory_trains_a_whole_run(plain):
     assert [record["step"] for record in plain.records if record["kind"] == "train"] == [1, 2, 3, 4]
     assert [record["step"] for record in plain.records if record["kind"] == "heldout"] == [0, 2, 4]
@@ -95,6 +96,7 @@ def test_a_mapping_with_rows_in_memory_trains_a_whole_run(plain):
     assert plain.model().vocab_size == 9
 
 
+@pytest.mark.quick
 def test_overrides_and_the_metric_that_decides(inputs, tmp_path):
     run = blockdiff.train(inputs, ("train.steps=2", "evaluation.best=heldout_canvas_loss"), tmp_path / "run")
     step, value = run.best
@@ -105,6 +107,7 @@ def test_overrides_and_the_metric_that_decides(inputs, tmp_path):
         _ = run.report
 
 
+@pytest.mark.quick
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(inputs, plain, tmp_path):
     blockdiff.train(inputs, ("train.steps=2",), tmp_path / "run")
     run = blockdiff.train(inputs, (), tmp_path / "run", resume=True)
@@ -112,6 +115,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(inputs, plain, tmp
     assert reproducible(run.records) == reproducible(plain.records)
 
 
+@pytest.mark.quick
 def test_a_run_is_not_started_over_and_an_unknown_key_is_refused(inputs, plain):
     with pytest.raises(RunError, match="already holds a run"):
         blockdiff.train(inputs, output=plain.directory)
@@ -131,6 +135,7 @@ PARTS = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_of_ones_own_trains_is_recorded_and_resumes_with_it_alone(name, inputs, plain, tmp_path):
     part = {name: PARTS[name]}
@@ -176,6 +181,7 @@ def test_the_schedule_scales_the_rates_of_every_parameter_group_of_ones_own_opti
     assert second == pytest.approx([0.05, 0.01])  # down to a tenth at the last step
 
 
+@pytest.mark.quick
 def test_callbacks_hear_of_steps_records_and_checkpoints(inputs, tmp_path):
     heard: list[Any] = []
 
@@ -202,6 +208,7 @@ def test_callbacks_hear_of_steps_records_and_checkpoints(inputs, tmp_path):
     assert heard == [("start", 0), ("heldout", 0), *steps, ("end", 2)]
 
 
+@pytest.mark.quick
 def test_a_method_that_is_overridden_is_called_and_the_rest_stays(inputs, plain, tmp_path):
     class Watching(blockdiff.Trainer):
         def evaluate(self, step):
@@ -231,6 +238,7 @@ def test_a_run_that_is_past_its_last_step_is_refused(inputs, plain):
         blockdiff.train(inputs, ("train.steps=3",), plain.directory, resume=True)
 
 
+@pytest.mark.quick
 def test_a_model_that_does_not_fit_is_refused_before_its_data_are_read(inputs, tmp_path, monkeypatch):
     monkeypatch.setattr("blockdiff.memory.available_bytes", lambda device: 55_000)
     recipe = {**inputs, "data": {"train": [{"prompt": "no response"}], "cache": "off"}}
