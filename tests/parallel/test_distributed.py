@@ -109,6 +109,7 @@ def launched(monkeypatch):
     PartialState._reset_state()
 
 
+@pytest.mark.quick
 def test_alone_there_is_one_main_process(launched):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -116,6 +117,7 @@ def test_alone_there_is_one_main_process(launched):
     assert (ranks.rank, ranks.world, str(ranks.device), ranks.is_main) == (0, 1, "cpu", True)
 
 
+@pytest.mark.quick
 def test_a_launcher_that_starts_one_process_instead_of_two_is_told(launched):
     # What `accelerate launch --cpu --num_processes 2` leaves in the environment of its only process.
     launched.setenv("MASTER_PORT", "29500")
@@ -124,6 +126,7 @@ def test_a_launcher_that_starts_one_process_instead_of_two_is_told(launched):
         from_accelerate(cpu=True)
 
 
+@pytest.mark.quick
 def test_processes_that_do_not_know_of_each_other_are_refused(launched):
     from_accelerate(cpu=True)
     launched.setenv("WORLD_SIZE", "2")

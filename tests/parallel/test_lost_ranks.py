@@ -116,6 +116,7 @@ def test_a_bad_row_in_the_middle_of_a_run_saves_the_steps_before_it_whichever_ra
     assert outcome["words"] == [said] * 2
 
 
+@pytest.mark.quick
 def test_other_errors_are_not_taken_for_a_lost_rank():
     with (
         pytest.raises(RuntimeError, match="shapes do not match"),
@@ -124,6 +125,7 @@ def test_other_errors_are_not_taken_for_a_lost_rank():
         raise RuntimeError("shapes do not match")
 
 
+@pytest.mark.quick
 def test_alone_no_error_is_a_lost_rank():
     with (
         pytest.raises(RuntimeError, match="Connection closed by peer"),
@@ -132,6 +134,7 @@ def test_alone_no_error_is_a_lost_rank():
         raise RuntimeError("Connection closed by peer")
 
 
+@pytest.mark.quick
 def test_a_lost_rank_is_known_by_what_gloo_says():
     lost = pytest.raises(RunError, match="rank 0: another rank was lost during step 1")
     with lost, Ranks(torch.device("cpu"), 0, 2).guarded("step 1"):

@@ -18,8 +18,6 @@ from blockdiff.plots.panels import LEVEL, Run, by_level, named_apart, panels_of,
 from blockdiff.plots.picture import draw_picture, heat
 from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
 
-pytestmark = pytest.mark.quick
-
 WORDS = ["<pad>", "<eos>", "<bos>", ".", "=", "1", "2", "3", "4", "\n", "<b>", "a b"]
 PUZZLE = "1..4.41.2...4..1="
 SOLUTION = "1234341221434321"
@@ -52,6 +50,7 @@ def decode(token: int) -> str:
     return WORDS[token]
 
 
+@pytest.mark.quick
 def test_moments_are_noise_then_steps_then_the_commit(trace: Trace) -> None:
     moments = moments_of(trace, trace.canvases[0], decode)
     assert [moment.name for moment in moments] == ["noise", "step 1", "step 2", "committed"]
@@ -66,18 +65,21 @@ def test_moments_are_noise_then_steps_then_the_commit(trace: Trace) -> None:
     assert all(cell.entropy is None and cell.state == "committed" for cell in committed)
 
 
+@pytest.mark.quick
 def test_tokens_after_the_end_are_not_drawn_as_committed(trace: Trace) -> None:
     cut = CommittedCanvas("a", 0, PUZZLE, trace.canvases[0].tokens, 5, "1234", 2, "eos")
     committed = moments_of(trace, cut, decode)[-1]
     assert [cell.state for cell in committed.cells] == ["committed"] * 5 + ["noise"] * 12
 
 
+@pytest.mark.quick
 def test_the_colour_scale_ends_at_the_largest_entropy(trace: Trace) -> None:
     assert most_entropy([trace]) == 2.0
     assert most_entropy([]) == 0.5
     assert heat(0.0, 2.0) == pytest.approx((0.969, 0.973, 0.98)) and heat(9.0, 2.0) == heat(2.0, 2.0)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("prompt", "side"),
     [(PUZZLE, 4), ("." * 81 + "=", 9), ("." * 80 + "=", None), (".......5........=", None), ("Hello", None)],
@@ -86,6 +88,7 @@ def test_a_sudoku_is_recognised_by_its_prompt(prompt: str, side: int | None) -> 
     assert grid_side(Trace("a", prompt)) == side
 
 
+@pytest.mark.quick
 def test_grids_show_givens_through_the_noise_and_mark_contradictions(trace: Trace) -> None:
     trace.steps[0].argmax[0] = WORDS.index("2")  # the puzzle says 1
     noise, first, *_, committed = grid_moments(trace, 4, decode)
@@ -97,6 +100,7 @@ def test_grids_show_givens_through_the_noise_and_mark_contradictions(trace: Trac
     assert "".join(cell.text for cell in committed.cells) == SOLUTION
 
 
+@pytest.mark.quick
 def test_grids_run_over_several_canvases() -> None:
     tokens = ids(SOLUTION)
     steps = [step(n, 0, tokens[4 * n : 4 * n + 4], [0.1] * 4, [True] * 4) for n in range(4)]
@@ -112,6 +116,7 @@ def test_grids_run_over_several_canvases() -> None:
     assert "".join(cell.text for cell in moments[-1].cells) == SOLUTION
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("text", "shown"),
     [(" a", "·a"), ("\n", "⏎"), ("", "∅"), ("<eos>", "eos"), ("<turn|>", "turn"), ("<", "<")],
@@ -143,6 +148,7 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.quick
 def test_a_page_is_one_file_that_asks_for_nothing_else(trace: Trace, tmp_path: Path) -> None:
     draw_page([trace], tmp_path / "page.html", decode, "t")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -154,6 +160,7 @@ def test_a_page_is_one_file_that_asks_for_nothing_else(trace: Trace, tmp_path: P
     assert "prefers-color-scheme: dark" in text
 
 
+@pytest.mark.quick
 def test_a_page_draws_every_cell_of_every_moment(trace: Trace) -> None:
     reader = Balanced()
     reader.feed(page([replace(trace, prompt="Hello")], decode, "t"))
@@ -167,11 +174,13 @@ def test_a_page_draws_every_cell_of_every_moment(trace: Trace) -> None:
     assert len(with_grid.cells) == legend + 2 + 4 * 17 + 4 * 16
 
 
+@pytest.mark.quick
 def test_entropy_sets_the_heat_of_a_cell(trace: Trace) -> None:
     row = page([replace(trace, prompt="Hello")], decode, "t").split("step 1")[1].split("</tr>")[0]
     assert re.findall(r"--h:([\d.]+)", row)[:3] == ["0.000", "1.000", "0.250"]
 
 
+@pytest.mark.quick
 def test_text_on_a_page_is_escaped() -> None:
     token = WORDS.index("<b>")
     canvas = CommittedCanvas("<i>", 0, "<script>x</script>", [token], 1, "<b>", 1, "eos")
@@ -191,11 +200,13 @@ def test_pictures_are_drawn_as_grids_and_as_rows(trace: Trace, tmp_path: Path) -
     assert len(set(drawn)) == 3
 
 
+@pytest.mark.quick
 def test_series_leave_out_records_without_the_value() -> None:
     records = [{"step": 1, "lr": 2}, {"step": 2}, {"step": 3, "lr": float("nan")}, {"step": 4, "lr": 0.5}]
     assert series(records, "lr") == ([1, 4], [2.0, 0.5])
 
 
+@pytest.mark.quick
 def test_smoothing_neither_lags_nor_bends_a_line() -> None:
     line = [float(n) for n in range(20)]
     assert smooth(line, 4) == pytest.approx(line)
@@ -203,6 +214,7 @@ def test_smoothing_neither_lags_nor_bends_a_line() -> None:
     assert smooth([0.0, 3.0, 0.0], 1) == pytest.approx([0.0, 1.0, 0.0])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("count", [1, 60])
 def test_curves_are_drawn_from_a_metrics_file(tmp_path: Path, count: int) -> None:
     with (tmp_path / "metrics.jsonl").open("w") as file:
@@ -214,6 +226,7 @@ def test_curves_are_drawn_from_a_metrics_file(tmp_path: Path, count: int) -> Non
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("losses", "is_from_0"), [([6.0, 5.0, 4.0], False), ([6.0, 4.0, 2.0], True)])
 def test_a_loss_axis_shows_the_run_and_ticks_stand_at_whole_steps(losses: list[float], is_from_0: bool) -> None:
     from matplotlib.figure import Figure
@@ -226,6 +239,7 @@ def test_a_loss_axis_shows_the_run_and_ticks_stand_at_whole_steps(losses: list[f
     assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("records", [[], [{"step": 1, "skipped": 1, "not_finite": "gradient", "not_finite_ids": [3]}]])
 def test_no_figures_no_picture(tmp_path: Path, records: list[dict]) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -258,12 +272,14 @@ def write_run(directory: Path, records: list[dict]) -> Path:
     return directory
 
 
+@pytest.mark.quick
 def test_noise_levels_are_those_of_the_last_evaluation_and_empty_ones_are_left_out() -> None:
     assert by_level(measured(), "heldout_corrupted_loss") == ([0.25, 0.75], [1.0, 3.0])
     assert by_level(measured(), "heldout_kept_loss") == ([0.25], [0.1])
     assert by_level([{"step": 1}], "heldout_kept_loss") == ([], [])
 
 
+@pytest.mark.quick
 def test_one_run_shows_what_it_measured_and_nothing_else() -> None:
     panels = {panel.title: panel for panel in panels_of([Run("a", measured(sample_steps_per_canvas=None))])}
     assert list(panels) == [
@@ -283,6 +299,7 @@ def test_one_run_shows_what_it_measured_and_nothing_else() -> None:
     assert panels["held-out accuracy by noise level"].is_share and panels["held-out loss by noise level"].x == LEVEL
 
 
+@pytest.mark.quick
 def test_compared_runs_keep_their_colour_in_every_panel() -> None:
     sampled = {"sample_accuracy": 0.5, "sample_steps_per_canvas": 7.0}
     panels = panels_of([Run("a", measured(ar=1.0, **sampled)), Run("b", measured(0.5)), Run("c", measured())])
@@ -302,6 +319,7 @@ def test_compared_runs_keep_their_colour_in_every_panel() -> None:
     assert [line.colour for line in canvas[:3]] == [line.colour for line in canvas[3:]]
 
 
+@pytest.mark.quick
 def test_runs_are_called_by_as_much_of_their_directory_as_tells_them_apart(tmp_path: Path) -> None:
     def names(*directories: str) -> list[str]:
         return [run.name for run in named_apart([Run(str(tmp_path / each), []) for each in directories])]
@@ -318,6 +336,7 @@ def test_any_number_of_runs_is_drawn(tmp_path: Path, count: int) -> None:
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.quick
 def test_a_directory_without_a_run_is_refused_by_name(tmp_path: Path) -> None:
     whole = write_run(tmp_path / "whole", measured())
     (tmp_path / "empty").mkdir()

@@ -11,8 +11,6 @@ from blockdiff.parallel.ranks import Ranks
 from tests.eval_ranks import figures, write_figures
 from tests.forked import run_ranks
 
-pytestmark = pytest.mark.quick
-
 WORLD = 3
 
 

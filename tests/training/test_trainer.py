@@ -135,7 +135,6 @@ PARTS = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_of_ones_own_trains_is_recorded_and_resumes_with_it_alone(name, inputs, plain, tmp_path):
     part = {name: PARTS[name]}
