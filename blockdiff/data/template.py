@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 
 from blockdiff.errors import DataError
+from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,16 +71,23 @@ def render(
     messages: Sequence[dict[str, str]],
     enable_thinking: bool = False,
 ) -> tuple[str, list[Span]]:
-    """The text of a conversation and the character spans the template marks, touching ones merged."""
+    """The text of a conversation and the character spans the template marks, touching ones merged.
+
+    Raises TemplateError where the template refuses the conversation or cannot be computed.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    texts, spans = render_jinja_template(
-        conversations=[list(messages)],
-        chat_template=template,
-        return_assistant_tokens_mask=bool(GENERATION_TAG.search(template)),
-        enable_thinking=enable_thinking,
-        **tokenizer.special_tokens_map,
-    )
+    try:
+        with time_limit(TEMPLATE_SECONDS):
+            texts, spans = render_jinja_template(
+                conversations=[list(messages)],
+                chat_template=template,
+                return_assistant_tokens_mask=bool(GENERATION_TAG.search(template)),
+                enable_thinking=enable_thinking,
+                **tokenizer.special_tokens_map,
+            )
+    except (TimeoutError, MemoryError, RecursionError) as error:
+        raise TemplateError(str(error) or type(error).__name__) from None
     return texts[0], merged(spans[0]) if spans else []
 
 

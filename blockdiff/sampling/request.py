@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from blockdiff.errors import RequestError
 from blockdiff.seeding import child_seed
+from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -153,9 +154,10 @@ def _chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> st
         raise RequestError("the tokenizer has no chat template; give a raw prompt instead of messages")
     conversation = [dict(message) for message in messages]
     try:
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+        with time_limit(TEMPLATE_SECONDS):
+            return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is somebody's program: it may raise anything
-        raise RequestError(f"the chat template refuses these messages: {error}") from error
+        raise RequestError(f"the chat template refuses these messages: {str(error) or type(error).__name__}") from error
 
 
 def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from jinja2 import TemplateError
 
@@ -296,3 +298,23 @@ def test_a_token_over_the_edge_of_a_turn_is_an_error():
 
 def test_rendering_without_tags_marks_nothing(tokenizer):
     assert render(tokenizer, UNTAGGED, [USER, ASSISTANT])[1] == []
+
+
+@pytest.mark.parametrize(
+    ("endless", "reason"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 0.05 seconds"),
+        ("{{ 'a' * 10**15 }}", "MemoryError"),
+    ],
+)
+def test_a_template_without_an_end_is_refused_and_an_earlier_timer_goes_on(monkeypatch, endless, reason):
+    monkeypatch.setattr("blockdiff.data.template.TEMPLATE_SECONDS", 0.05)
+    handler = signal.getsignal(signal.SIGALRM)
+    before = signal.setitimer(signal.ITIMER_REAL, 1000.0)
+    try:
+        with pytest.raises(TemplateError, match=reason):
+            render(chat_tokenizer(), endless, [{"role": "user", "content": "a"}])
+        assert 990 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
+        assert signal.getsignal(signal.SIGALRM) is handler
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)

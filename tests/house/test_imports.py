@@ -19,6 +19,7 @@ FLOORS = {
     "metrics": 0,
     "memory": 0,
     "seeding": 0,
+    "time_limit": 0,
     "spans": 0,
     "canvas": 0,
     "kernels": 1,

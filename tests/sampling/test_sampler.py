@@ -191,6 +191,14 @@ def test_a_template_that_raises_is_the_error_of_its_request():
     assert "roles must alternate" in result.error
 
 
+def test_a_template_without_an_end_is_the_error_of_its_request(monkeypatch):
+    words = tokenizer()
+    monkeypatch.setattr("blockdiff.sampling.request.TEMPLATE_SECONDS", 0.05)
+    words.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    results = Sampler(scripted(), words, GENERATION).generate([[{"role": "user", "content": "a"}], "b"])
+    assert "it takes more than 0.05 seconds" in results[0].error and results[1].error is None
+
+
 def test_a_result_among_the_prompts_is_returned_as_it_is():
     failed = Result.failed("x", "no")
     results = Sampler(scripted(), tokenizer(), GENERATION).generate([failed, Request(1, prompt="a")])
