@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from blockdiff.data.sources import Source
 from blockdiff.errors import RecipeError
@@ -37,60 +35,32 @@ for name, section in Recipe.model_fields.items():
 PATHS = [f"{name}.{key}" for name in KEYS[()] for key in KEYS.get((name,), ())]
 PATHS += [name for name in KEYS[()] if (name,) not in KEYS]
 
-# The keys of older recipes: what each is now a part of, the word that it goes with where none is chosen, and its field
-# (None: the value is the word).
+# The keys of older recipes, and how each value is written now.
 OLD = {
-    ("objective", "power"): ("schedule", "polynomial", "power"),
-    ("objective", "time_mean"): ("time", "logit_normal", "mean"),
-    ("objective", "time_std"): ("time", "logit_normal", "std"),
-    ("objective", "eps"): ("time", "stratified", "eps"),
-    ("objective", "mask_token"): ("corruption", "mask", "token"),
-    ("objective", "weight_max"): ("weight", "elbo", "limit"),
-    ("objective", "ar_weight"): ("ar_loss", "", "weight"),
-    ("objective", "ar_scope"): ("ar_loss", "", "scope"),
-    ("data", "which"): ("canvases", "random", None),
-    ("data", "shuffle_buffer"): ("streaming", "", "shuffle_buffer"),
-    ("data", "too_long"): ("max_length", "truncate", None),
-    ("optim", "decay_steps"): ("schedule", "wsd", "decay_steps"),
-    ("optim", "final_lr_ratio"): ("schedule", "cosine", "final_ratio"),
+    ("objective", "power"): "objective.schedule: {polynomial: {power: VALUE}}",
+    ("objective", "time_mean"): "objective.time: {logit_normal: {mean: VALUE}}",
+    ("objective", "time_std"): "objective.time: {logit_normal: {std: VALUE}}",
+    ("objective", "eps"): "objective.time: {stratified: {eps: VALUE}}",
+    ("objective", "mask_token"): "objective.corruption: {mask: {token: VALUE}}",
+    ("objective", "weight_max"): "objective.weight: {elbo: {limit: VALUE}}",
+    ("objective", "ar_weight"): "objective.ar_loss: VALUE",
+    ("objective", "ar_scope"): "objective.ar_loss: {scope: VALUE}",
+    ("data", "which"): "data.canvases: {VALUE: N}",
+    ("data", "shuffle_buffer"): "data.streaming: {shuffle_buffer: VALUE}",
+    ("data", "too_long"): "data.max_length: {VALUE: N}",
+    ("optim", "decay_steps"): "optim.schedule: {wsd: {decay_steps: VALUE}}",
+    ("optim", "final_lr_ratio"): "optim.schedule: {cosine: {final_ratio: VALUE}}",
 }
 
 
 def refuse_old(tree: Mapping[str, Any], origins: Origins) -> None:
-    """Raise RecipeError for keys of older recipes, with what to write instead."""
+    """Raise RecipeError for keys of older recipes, with what to write instead of each."""
     sections = {name: section for name, section in tree.items() if isinstance(section, dict)}
     found = [(name, key) for name, section in sections.items() for key in section if (name, key) in OLD]
-    if not found:
-        return
-    new: dict[str, dict[str, Any]] = {}
-    for name, key in found:
-        _move(sections[name], name, key, new.setdefault(name, {}))
-    for name, parts in new.items():
-        parts |= {part: _short(CHOICES[name, part], chosen) for part, chosen in parts.items()}
-    said = new if len(new) > 1 else new[found[0][0]]
-    written = yaml.safe_dump(said, default_flow_style=True, sort_keys=False, width=math.inf).strip()[1:-1] or "nothing"
-    keys = ", ".join(map(".".join, found)) + (": are" if len(found) > 1 else ": is")
-    parts_of = ", ".join(dict.fromkeys(f"{name}.{OLD[name, key][0]}" for name, key in found))
-    raise RecipeError(f"{origins[found[0]][0]}: {keys} now part of {parts_of}; write {written}")
-
-
-def _move(section: Mapping[str, Any], name: str, key: str, parts: dict[str, Any]) -> None:
-    """Put what an old key says into `parts`, as {word: fields} by new key; what had no effect there is left out."""
-    part, usual, field = OLD[name, key]
-    value = section[key]
-    if part not in section and value is None:
-        return
-    if part not in parts:
-        chosen: Any = {"canvases": 1, "max_length": None}.get(part, {usual: {}})
-        parts[part] = spelt_out(CHOICES[name, part], section.get(part, chosen))
-    if key == "ar_weight" and value == 0:
-        parts[part] = None
-    elif isinstance(parts[part], dict) and value is not None:
-        ((word, fields),) = parts[part].items()
-        if field is None:
-            parts[part] = {value: fields} if fields else {word: fields}
-        elif field in KEYS[name, part, word]:
-            parts[part] = {word: {**fields, field: value}}
+    if found:
+        keys = ", ".join(map(".".join, found)) + (": are keys" if len(found) > 1 else ": is a key")
+        new = ", ".join(OLD[name, key].replace("VALUE", str(tree[name][key])) for name, key in found)
+        raise RecipeError(f"{origins[found[0]][0]}: {keys} of older recipes; write {new}; leave out what had no effect")
 
 
 def spelt_out(choice: OneOf, value: Any) -> Any:
@@ -99,13 +69,6 @@ def spelt_out(choice: OneOf, value: Any) -> Any:
         return choice.full(choice.short(value) if type(value) in choice.kinds.values() else value)
     except ValueError:
         return value
-
-
-def _short(choice: OneOf, full: Any) -> Any:
-    try:
-        return choice.none if full is None else choice.short(TypeAdapter(Annotated[Any, choice]).validate_python(full))
-    except ValidationError:
-        return full
 
 
 def one_line(error: ValidationError, origins: Origins, path: str) -> str:
