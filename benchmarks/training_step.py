@@ -78,7 +78,7 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
         """All canvases, and only those that are scored."""
         whole = rows_of(size, vocabulary, models.ours.canvas_length, case.canvases, seed).to(device)
         is_scored_BC = (torch.arange(case.canvases, device=device) == scored).expand(whole.start_BC.shape)
-        return whole, whole.keep(is_scored_BC)[0]
+        return whole, whole.select(is_scored_BC)[0]
 
     plain = case.dtype == torch.float32 and not case.autocast
     whole, batch = with_wide_margins(models.ours, draw, lambda drawn: objective(drawn[1])) if plain else draw(1)

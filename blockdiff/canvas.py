@@ -116,7 +116,7 @@ class Batch:
         """What the AR loss is divided by: the weights of the scored next-token pairs, added up."""
         return float(self.ar_weight_BS[self.is_ar_scored_BS].double().sum())
 
-    def keep(self, is_kept_BC: Tensor) -> tuple[Batch, Tensor]:
+    def select(self, is_kept_BC: Tensor) -> tuple[Batch, Tensor]:
         """The batch with only the marked canvases, in their order.
 
         C shrinks to the largest number kept in a row and rows left without a canvas are dropped.

@@ -96,8 +96,8 @@ def unwritten(path: Path, error: Exception, needed: int) -> str:
     """One line: why a directory could not be written, and how many bytes it needs where the disk may be full."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     reason = (error.strerror if isinstance(error, OSError) else None) or text
-    there = next((place for place in path.absolute().parents if place.is_dir()), Path("/"))
-    free = shutil.disk_usage(there).free
+    existing = next((place for place in path.absolute().parents if place.is_dir()), Path("/"))
+    free = shutil.disk_usage(existing).free
     room = f"; it needs {needed:,} bytes, {free:,} are free" if free < needed or "space" in reason else ""
     return f"{path}: cannot be written ({reason}{room})"
 

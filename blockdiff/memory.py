@@ -10,7 +10,7 @@ from blockdiff.errors import BlockdiffError
 
 
 def available_bytes(device: Any) -> int | None:
-    """Bytes that this process can still allocate on a device of torch, or by its name; None where nothing tells."""
+    """Bytes that this process can still allocate on a device of torch, or by its name; None where that is not known."""
     import torch
 
     place = torch.device(device)
@@ -26,13 +26,13 @@ def require(needs: Mapping[str, int], device: Any, smaller: Mapping[str, int] | 
     needs: bytes by what they hold (weights, gradients, ...); smaller: all that would be needed instead, by what the
     user would have to say. Raises BlockdiffError, naming those of `smaller` that fit.
     """
-    there, asked = available_bytes(device), sum(needs.values())
-    if there is None or asked <= there:
+    available, asked = available_bytes(device), sum(needs.values())
+    if available is None or asked <= available:
         return
     parts = ", ".join(f"{name} {size(count)}" for name, count in needs.items())
-    fitting = [f"{choice} ({size(count)})" for choice, count in (smaller or {}).items() if count <= there]
+    fitting = [f"{choice} ({size(count)})" for choice, count in (smaller or {}).items() if count <= available]
     remedy = f"what would fit: {', '.join(fitting)}" if fitting else "use a device with more memory"
-    raise BlockdiffError(f"{device}: needs {size(asked)} ({parts}), {size(there)} are there; {remedy}")
+    raise BlockdiffError(f"{device}: needs {size(asked)} ({parts}), {size(available)} are there; {remedy}")
 
 
 def of_training(
@@ -54,8 +54,8 @@ def _host_bytes(root: Path) -> int | None:
     """What the kernel says is available, and no more than the control groups of this process leave."""
     lines = [line.split() for line in _text(root / "proc/meminfo").splitlines()]
     limits = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
-    own = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
-    for path in (PurePosixPath(own), *PurePosixPath(own).parents):
+    group = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
+    for path in (PurePosixPath(group), *PurePosixPath(group).parents):
         limits += _left_in_group(root / "sys/fs/cgroup" / path.relative_to("/"))
     return min(limits, default=None)
 

@@ -1,7 +1,7 @@
 """The objective: encode once, denoise without and with the self-conditioning signal, and both losses.
 
-This is what is wrapped (DDP, FSDP2) and trained, and what held-out evaluation measures token by token. Drawing t and
-coins is the batch's business, dividing the loop's.
+DDP wraps the objective, the trainer trains it, and held-out evaluation measures it token by token. Noise levels and
+coins come with the batch, and the training step divides the sums that the objective returns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Losses(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What the objective says of every token; losses in nats, unweighted, fp32, 0 where nothing is scored.
+    """What the objective finds for every token; losses in nats, unweighted, fp32, 0 where nothing is scored.
 
     Every canvas is run twice, whatever its coin: `loss`, `is_correct` without the self-conditioning signal,
     `signal_loss`, `signal_is_correct` with it. An argmax is correct when it is the true token. `factor_BCL` is what
@@ -64,12 +64,13 @@ class _Encoded(NamedTuple):
 class Objective(nn.Module):
     """The canvas and AR losses of a batch: `objective(batch) -> Losses` (formulas: docs/objective.md).
 
-    The defaults are Google's DiffusionGemma recipe.
-    seed: of the corruption draws, which are addressed by the batch's `address_BC3`; weight: of the canvas loss;
-    prediction: what the logits mean, the posterior given the whole noisy canvas or (leave_one_out) the token given all
-    others; positions: which positions of a canvas have a loss, the counts stay; stop_gradient: the canvas loss does
-    not train the encoder. Which parameters train is not decided here: their `requires_grad` stays as it is.
-    Raises RecipeError for leave_one_out with any but uniform noise, for which its bonus is no posterior.
+    The defaults are Google's DiffusionGemma recipe. Which parameters train is not decided here.
+
+    seed: of the corruption draws, which are addressed by the batch's `address_BC3`. weight: what the canvas loss is
+    multiplied by; None = 1. prediction: whether the logits are the posterior given the whole noisy canvas, or
+    (leave_one_out) predict each token from all others. positions: which positions of a canvas have a loss; the counts
+    that losses are divided by stay the same. stop_gradient: whether the canvas loss leaves the encoder alone.
+    Raises RecipeError for leave_one_out with other than uniform noise, for which its bonus gives no posterior.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Objective(nn.Module):
             self.bonus_vocabulary = corruption.vocab_size
 
     def forward(self, batch: Batch) -> Losses:
+        """The sums of both losses over a batch."""
         batch = _complete(batch)
         hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
         vocabulary = self.model.vocabulary
@@ -106,6 +108,77 @@ class Objective(nn.Module):
         factor_BCL = self._factor(batch, is_corrupted_BCL)
         bonus_BC = self._bonus(batch)
         return Losses(canvas_loss(vocabulary, hidden_BTD, batch, factor_BCL, noisy.canvas_BCL, bonus_BC), ar_sum)
+
+    def _encode(self, batch: Batch) -> _Encoded:
+        """Run the clean rows, and put noise into the canvases."""
+        model = self.model
+        spans = {name: kind.encode_spans(batch.doc_start_BS) for name, kind in model.kinds.items()}
+        hidden_BSD, kv = model(batch.tokens_BS, batch.positions_BS, spans)
+        noisy_BCL, is_corrupted_BCL = self.corruption.corrupt(
+            batch.canvas_BCL, self.schedule.alpha(batch.t_BC), batch.address_BC3, self.seed
+        )
+        columns = int(batch.start_BC.max())  # no canvas sees a clean token at or after its start
+        past = [tuple((x.detach() if self.stop_gradient else x)[:, :columns] for x in layer) for layer in kv]
+        return _Encoded(hidden_BSD, past, replace(batch, canvas_BCL=noisy_BCL), is_corrupted_BCL)
+
+    def _signal(self, noisy: Batch, past: list[KV]) -> Tensor:
+        """The self-conditioning signal [B, C * L, D]: soft embeddings from pass one of the coin canvases, 0 elsewhere.
+
+        With several processes a rank without coins runs one canvas and discards it: the ranks of a sharded
+        model must gather its layers equally often.
+        """
+        has_signal_BC = noisy.coin_BC & (noisy.length_BC > 0)
+        D = self.model.vocabulary.table.shape[1]
+        shape = (*noisy.canvas_BCL.shape, D)
+        soft_BCLD = torch.zeros(shape, dtype=self.model.dtype, device=noisy.canvas_BCL.device)
+        if bool(has_signal_BC.any()):
+            kept, rows = noisy.select(has_signal_BC)
+            soft_BCLD[has_signal_BC] = self._pass_one(kept, [tuple(x[rows] for x in layer) for layer in past])
+        elif torch.distributed.is_initialized():
+            first = replace(noisy, **{name: getattr(noisy, name)[:1, :1] for name in CANVAS_FIELDS})
+            self._pass_one(first, [tuple(x[:1] for x in layer) for layer in past])
+        return soft_BCLD.flatten(1, 2)
+
+    def _pass_one(self, noisy: Batch, past: list[KV]) -> Tensor:
+        """Soft embeddings [canvases, L, D] of the canvases present, in row-major order.
+
+        The logits carry no gradient; the table that embeds them does.
+        """
+        with torch.no_grad():
+            hidden_BTD = self._denoise(noisy, past, None)
+        soft_BTD = self.model.vocabulary.soft_embedding(hidden_BTD)
+        return soft_BTD.view(*noisy.canvas_BCL.shape, -1)[noisy.length_BC > 0]
+
+    def _denoise(self, noisy: Batch, past: list[KV], soft_BTD: Tensor | None) -> Tensor:
+        """Run the noisy canvases side by side against the prefix: hidden states [B, C * L, D]."""
+        L = noisy.canvas_BCL.shape[-1]
+        spans = {
+            name: kind.denoise_spans(noisy.start_BC, noisy.doc_start_BC, noisy.length_BC, L)
+            for name, kind in self.model.kinds.items()
+        }
+        positions_BCL = (noisy.start_BC - noisy.doc_start_BC)[..., None] + torch.arange(
+            L, device=noisy.start_BC.device
+        )
+        canvas_BT = noisy.canvas_BCL.flatten(1)
+        hidden_BTD, _ = self.model(canvas_BT, positions_BCL.flatten(1), spans, past, True, soft_BTD)
+        return hidden_BTD
+
+    def _factor(self, batch: Batch, is_corrupted_BCL: Tensor) -> Tensor:
+        """What the loss of each canvas position is multiplied by, fp32 [B, C, L]; 0 where it has none."""
+        has_loss_BCL = batch.is_scored_BCL
+        if self.positions == "corrupted":
+            has_loss_BCL = has_loss_BCL & is_corrupted_BCL
+        weight_BCL = self.weight.weigh(self.schedule, batch.t_BC, batch.canvas_BCL, is_corrupted_BCL)
+        if weight_BCL.dim() != 3:
+            shapes = f"{[*weight_BCL.shape]} instead of {[*has_loss_BCL.shape]} or {[*batch.t_BC.shape, 1]}"
+            raise RecipeError(f"objective.weight: {type(self.weight).__name__} gave weights {shapes}; reshape them")
+        return batch.weight_BC[..., None] * weight_BCL * has_loss_BCL
+
+    def _bonus(self, batch: Batch) -> Tensor | None:
+        """What the observed tokens' logits gain, fp32 [B, C]; the signal is always made without it."""
+        if self.bonus_vocabulary is None:
+            return None
+        return leave_one_out_bonus(self.schedule, batch.t_BC, self.bonus_vocabulary)
 
     def evaluate(self, batch: Batch) -> Evaluation:
         """Losses and hits of every token of a batch, in eval mode and without gradients.
@@ -128,94 +201,6 @@ class Objective(nn.Module):
             for hidden in (first_BTD, second_BTD)
         )
         return Evaluation(is_corrupted_BCL, *without, *with_signal, *ar, self._factor(batch, is_corrupted_BCL))
-
-    def _encode(self, batch: Batch) -> _Encoded:
-        model = self.model
-        spans = {name: kind.encode_spans(batch.doc_start_BS) for name, kind in model.kinds.items()}
-        hidden_BSD, kv = model(batch.tokens_BS, batch.positions_BS, spans)
-        noisy_BCL, is_corrupted_BCL = self.corruption.corrupt(
-            batch.canvas_BCL, self.schedule.alpha(batch.t_BC), batch.address_BC3, self.seed
-        )
-        columns = int(batch.start_BC.max())  # no canvas sees a clean token at or after its start
-        past = [tuple((x.detach() if self.stop_gradient else x)[:, :columns] for x in layer) for layer in kv]
-        return _Encoded(hidden_BSD, past, replace(batch, canvas_BCL=noisy_BCL), is_corrupted_BCL)
-
-    def _factor(self, batch: Batch, is_corrupted_BCL: Tensor) -> Tensor:
-        """What the loss of each canvas position is multiplied by, fp32 [B, C, L]; 0 where it has none."""
-        has_loss_BCL = batch.is_scored_BCL
-        if self.positions == "corrupted":
-            has_loss_BCL = has_loss_BCL & is_corrupted_BCL
-        weight_BCL = self.weight.of(self.schedule, batch.t_BC, batch.canvas_BCL, is_corrupted_BCL)
-        if weight_BCL.dim() != 3:
-            shapes = f"{[*weight_BCL.shape]} instead of {[*has_loss_BCL.shape]} or {[*batch.t_BC.shape, 1]}"
-            raise RecipeError(f"objective.weight: {type(self.weight).__name__} gave weights {shapes}; reshape them")
-        return batch.weight_BC[..., None] * weight_BCL * has_loss_BCL
-
-    def _bonus(self, batch: Batch) -> Tensor | None:
-        """What the observed tokens' logits gain, fp32 [B, C]; the signal is always made without it."""
-        if self.bonus_vocabulary is None:
-            return None
-        return leave_one_out_bonus(self.schedule, batch.t_BC, self.bonus_vocabulary)
-
-    def _denoise(self, noisy: Batch, past: list[KV], soft_BTD: Tensor | None) -> Tensor:
-        L = noisy.canvas_BCL.shape[-1]
-        spans = {
-            name: kind.denoise_spans(noisy.start_BC, noisy.doc_start_BC, noisy.length_BC, L)
-            for name, kind in self.model.kinds.items()
-        }
-        positions_BCL = (noisy.start_BC - noisy.doc_start_BC)[..., None] + torch.arange(
-            L, device=noisy.start_BC.device
-        )
-        canvas_BT = noisy.canvas_BCL.flatten(1)
-        hidden_BTD, _ = self.model(canvas_BT, positions_BCL.flatten(1), spans, past, True, soft_BTD)
-        return hidden_BTD
-
-    def _signal(self, noisy: Batch, past: list[KV]) -> Tensor:
-        """Pass one, for coin canvases only: their soft embeddings [B, T, D], zero everywhere else.
-
-        With several processes a rank without coins runs one canvas and discards it: the ranks of a sharded
-        model must gather its layers equally often.
-        """
-        has_signal_BC = noisy.coin_BC & (noisy.length_BC > 0)
-        D = self.model.vocabulary.table.shape[1]
-        shape = (*noisy.canvas_BCL.shape, D)
-        soft_BCLD = torch.zeros(shape, dtype=self.model.dtype, device=noisy.canvas_BCL.device)
-        if bool(has_signal_BC.any()):
-            kept, rows = noisy.keep(has_signal_BC)
-            soft_BCLD[has_signal_BC] = self._pass_one(kept, [tuple(x[rows] for x in layer) for layer in past])
-        elif torch.distributed.is_initialized():
-            first = replace(noisy, **{name: getattr(noisy, name)[:1, :1] for name in CANVAS_FIELDS})
-            self._pass_one(first, [tuple(x[:1] for x in layer) for layer in past])
-        return soft_BCLD.flatten(1, 2)
-
-    def _pass_one(self, noisy: Batch, past: list[KV]) -> Tensor:
-        """Soft embeddings [canvases, L, D] of the canvases present, in row-major order.
-
-        The logits carry no gradient; the table that embeds them does.
-        """
-        with torch.no_grad():
-            hidden_BTD = self._denoise(noisy, past, None)
-        soft_BTD = self.model.vocabulary.soft_embedding(hidden_BTD)
-        return soft_BTD.view(*noisy.canvas_BCL.shape, -1)[noisy.length_BC > 0]
-
-
-def _scores(
-    scores: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, target: Tensor, is_scored: Tensor, *extra: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Losses and whether the argmax is the target, both in the shape of `target`, 0 and False where not scored."""
-    loss_N, argmax_N = scores(hidden[is_scored], target[is_scored], *(x[is_scored] for x in extra))
-    loss = torch.zeros(target.shape, dtype=torch.float32, device=target.device)
-    is_correct = torch.zeros_like(is_scored)
-    loss[is_scored], is_correct[is_scored] = loss_N, argmax_N == target[is_scored]
-    return loss, is_correct
-
-
-def _complete(batch: Batch) -> Batch:
-    """A batch without canvases gets an absent one per row: every parameter is used, with a zero gradient."""
-    if batch.start_BC.numel():
-        return batch
-    empty = {name: getattr(batch, name) for name in CANVAS_FIELDS}
-    return replace(batch, **{name: x.new_zeros(x.shape[0], 1, *x.shape[2:]) for name, x in empty.items()})
 
 
 def canvas_loss(
@@ -250,6 +235,25 @@ def ar_loss(vocabulary: Vocabulary, hidden_BSD: Tensor, batch: Batch) -> Tensor:
     target_BS = batch.tokens_BS.roll(-1, dims=1)
     loss_N = vocabulary.cross_entropy(hidden_BSD[is_scored_BS], target_BS[is_scored_BS])
     return (batch.ar_weight_BS[is_scored_BS] * loss_N).sum()
+
+
+def _complete(batch: Batch) -> Batch:
+    """A batch without canvases gets an absent one per row: every parameter is used, with a zero gradient."""
+    if batch.start_BC.numel():
+        return batch
+    empty = {name: getattr(batch, name) for name in CANVAS_FIELDS}
+    return replace(batch, **{name: x.new_zeros(x.shape[0], 1, *x.shape[2:]) for name, x in empty.items()})
+
+
+def _scores(
+    scores: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, target: Tensor, is_scored: Tensor, *extra: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Losses and whether the argmax is the target, both in the shape of `target`, 0 and False where not scored."""
+    loss_N, argmax_N = scores(hidden[is_scored], target[is_scored], *(x[is_scored] for x in extra))
+    loss = torch.zeros(target.shape, dtype=torch.float32, device=target.device)
+    is_correct = torch.zeros_like(is_scored)
+    loss[is_scored], is_correct[is_scored] = loss_N, argmax_N == target[is_scored]
+    return loss, is_correct
 
 
 @contextmanager

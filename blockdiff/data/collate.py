@@ -96,8 +96,8 @@ class RandomCanvases(FirstCanvases):
         address = (torch.tensor(epochs), torch.tensor(samples))
         keys = uniform(seed, Stream.CANVAS_CHOICE, address, max(counts)).tolist()
         return [
-            sorted(sorted(range(count), key=own.__getitem__)[: self.count])
-            for count, own in zip(counts, keys, strict=True)
+            sorted(sorted(range(count), key=of_example.__getitem__)[: self.count])
+            for count, of_example in zip(counts, keys, strict=True)
         ]
 
 

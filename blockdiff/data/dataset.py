@@ -64,8 +64,8 @@ class Dataset:
         ends = np.cumsum([0, *self.sizes])
         sources = []
         for index, (name, statistics) in enumerate(self.statistics[: len(self.sizes)]):
-            own = self.lengths[ends[index] : ends[index + 1]]
-            lengths = {f"p{100 * q:g}": int(np.quantile(own, q, method="inverted_cdf")) for q in QUANTILES}
+            tokens = self.lengths[ends[index] : ends[index + 1]]
+            lengths = {f"p{100 * q:g}": int(np.quantile(tokens, q, method="inverted_cdf")) for q in QUANTILES}
             share = self.weights[index] / sum(self.weights)
             sources.append({"name": name, "share": share, **statistics.to_record(), "lengths": lengths})
         return {"fingerprint": self.fingerprint, "sources": sources, TOTAL: self.total.to_record()}

@@ -69,8 +69,8 @@ def _renamed(value: Any, columns: Mapping[str, str]) -> Any:
         return value
     for key, column in columns.items():
         if column not in value:
-            there = ", ".join(map(repr, value)) or "none"
-            raise _BadRow(f"column {column!r}, to be {key}, is not there (columns: {there}); correct columns")
+            columns_of_row = ", ".join(map(repr, value)) or "none"
+            raise _BadRow(f"column {column!r}, to be {key}, is not there (columns: {columns_of_row}); correct columns")
     others: tuple[str, ...] = CONVERSATION_KEYS if {"prompt", "response"} & columns.keys() else ()
     if "messages" in columns:
         others = ("prompt", "response", *CONVERSATION_KEYS)

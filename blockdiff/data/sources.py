@@ -67,8 +67,7 @@ class Source:
 
     def with_defaults(self, split: str, columns: Mapping[str, str]) -> Source:
         """The same source, with these where it says nothing itself."""
-        own = self.columns if self.columns is not None else columns
-        return replace(self, split=self.split or split, columns=own)
+        return replace(self, split=self.split or split, columns=columns if self.columns is None else self.columns)
 
     def choose(self, names: list[str]) -> list[str]:
         """The columns of a file that are read: all where the rows are missing, so that an error can name them."""

@@ -60,7 +60,7 @@ class StreamedExamples:
 
     @cached_property
     def has_conversations(self) -> bool:
-        """Whether the model learns the format of the chat template, as the first rows of each source tell."""
+        """Whether the model learns the format of the chat template, as the first rows of each source show."""
         rows = chain.from_iterable(islice(each.opened.rows(), FIRST_ROWS) for each in self._passes)
         return self.encoder.chat or any(row.messages is not None for row in rows)
 

@@ -60,7 +60,7 @@ def is_solved(prompt: str, text: str) -> bool:
 def groups(size: int) -> tuple[tuple[int, ...], ...]:
     """The cells of every row, column and box: 3 * size groups of `size` cells."""
     houses = range(3 * size)
-    return tuple(tuple(cell for cell, own in enumerate(_houses(size)) if house in own) for house in houses)
+    return tuple(tuple(cell for cell, its in enumerate(_houses(size)) if house in its) for house in houses)
 
 
 @cache

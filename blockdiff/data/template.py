@@ -46,8 +46,8 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str:
     does, and where there is none but the vocabulary has the turn tokens. Raises DataError in all other cases: without
     tags nothing says exactly where a response starts and ends.
     """
-    own = tokenizer.get_chat_template() if tokenizer.chat_template else None
-    if own is None:
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    if template is None:
         vocabulary = tokenizer.get_vocab()
         if all(token in vocabulary for token in TURN_EDGES):
             return packaged_template()
@@ -55,9 +55,9 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str:
             "the tokenizer has no chat template, so messages rows cannot be rendered; "
             "set one with {% generation %} tags, or write prompt/response rows"
         )
-    if GENERATION_TAG.search(own):
-        return own
-    if _is_turn_format(tokenizer, own):
+    if GENERATION_TAG.search(template):
+        return template
+    if _is_turn_format(tokenizer, template):
         return packaged_template()
     raise DataError(
         "the tokenizer's chat template has no {% generation %} tags, so it cannot mark assistant turns; "

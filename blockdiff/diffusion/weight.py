@@ -18,7 +18,7 @@ SMALLEST_T = 1e-6
 class Weight(Protocol):
     """A weight of the canvas loss. It multiplies the loss, never the count that the loss is divided by."""
 
-    def of(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+    def weigh(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
         """The weights, float32 [B, C, L] or [B, C, 1], from noise levels, true tokens and which of them were replaced.
 
         Without gradient: what a weight is made of is no part of what trains.
@@ -29,7 +29,7 @@ class Weight(Protocol):
 class NoWeight:
     """w(t) = 1: plain cross-entropy at every noise level (Google's recipe)."""
 
-    def of(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+    def weigh(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
         """Ones, [B, C, 1]."""
         return torch.ones_like(t_BC[..., None], dtype=torch.float32)
 
@@ -48,7 +48,7 @@ class ElboWeight:
         if self.limit is not None and not 0 < self.limit < math.inf:
             raise ValueError(f"limit must be more than 0, got {self.limit}")
 
-    def of(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+    def weigh(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
         """The weight in t, [B, C, 1], with t taken as at least 1e-6: finite for every t."""
         t = t_BC[..., None].double().clamp(min=SMALLEST_T)  # high powers of a small t are no fp32 numbers
         weight_BC1 = -schedule.derivative(t) / schedule.noise(t)

@@ -132,7 +132,7 @@ class Ranks:
 
 
 class _Heartbeat:
-    """The ranks' signs of life while each works by itself: a thread beside the work tells the others its state."""
+    """The ranks' signs of life while each works by itself: a thread beside the work sends the others its state."""
 
     def __init__(self, ranks: Ranks, doing: str) -> None:
         self.ranks, self.doing = ranks, doing
@@ -155,10 +155,10 @@ class _Heartbeat:
     def refuse_failure(self) -> None:
         """Raise RunError if the work of another rank has failed."""
         if self.count[_FAILED]:
-            raise RunError(f"another rank failed during {self.doing}; its own message says why")
+            raise RunError(f"another rank failed during {self.doing}; its message says why")
 
     def end(self, state: int) -> None:
-        """Tell how this rank's work ended and wait for the others."""
+        """Send how this rank's work ended and wait for the others."""
         self.state = state
         if self._thread:
             self._is_over.set()

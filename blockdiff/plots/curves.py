@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff.metrics import read
-from blockdiff.plots.panels import LEVEL, Line, Panel, Run, named_apart, panels_of, read_run
+from blockdiff.plots.panels import LEVEL, Line, NamedRun, Panel, named_apart, panels_of, read_run
 
 
 def draw_curves(metrics: str | Path, picture: str | Path, title: str | None = None) -> None:
@@ -16,7 +16,7 @@ def draw_curves(metrics: str | Path, picture: str | Path, title: str | None = No
     Training values are noisy: they stay faint behind their moving average. Nothing is drawn when the file has no
     metrics.
     """
-    _draw([Run(title or "", read(Path(metrics)))], picture)
+    _draw([NamedRun(title or "", read(Path(metrics)))], picture)
 
 
 def draw_comparison(directories: Sequence[str | Path], picture: str | Path) -> None:
@@ -37,7 +37,7 @@ def smooth(values: Sequence[float], reach: int) -> list[float]:
     return result
 
 
-def _draw(runs: Sequence[Run], picture: str | Path) -> None:
+def _draw(runs: Sequence[NamedRun], picture: str | Path) -> None:
     """Panels on a grid of three columns. The losses of a single run get four cells; several runs share one legend."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

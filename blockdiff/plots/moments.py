@@ -102,12 +102,12 @@ def grid_moments(trace: Trace, side: int, decode: Decode) -> list[Moment]:
     for canvas in trace.canvases:
         if len(committed) >= count:
             break
-        own = moments_of(trace, canvas, decode)
-        for moment in own:
+        of_canvas = moments_of(trace, canvas, decode)
+        for moment in of_canvas:
             cells = [*committed, *moment.cells, *[Cell("", "noise")] * count][:count]
             together = zip(cells, _puzzle(trace), strict=True)
             moments.append(replace(moment, cells=tuple(_with_given(cell, given) for cell, given in together)))
-        committed += own[-1].cells
+        committed += of_canvas[-1].cells
     return moments
 
 

@@ -90,14 +90,14 @@ COMPARED = [  # several runs: colours tell runs apart
 
 
 @dataclass(frozen=True)
-class Run:
+class NamedRun:
     """The records of a run and what it is called in a picture."""
 
     name: str
     records: list[Record]
 
 
-def read_run(directory: str | Path) -> Run:
+def read_run(directory: str | Path) -> NamedRun:
     """The run in a directory. Raises RunError, naming it, when none is there or it has logged nothing yet."""
     path = Path(directory)
     if not (path / FILE_NAME).is_file():
@@ -106,10 +106,10 @@ def read_run(directory: str | Path) -> Run:
     records = read(path / FILE_NAME)
     if not records:
         raise RunError(f"{directory}: nothing is logged yet in {FILE_NAME}; wait for the first record")
-    return Run(str(directory), records)
+    return NamedRun(str(directory), records)
 
 
-def named_apart(runs: Sequence[Run]) -> list[Run]:
+def named_apart(runs: Sequence[NamedRun]) -> list[NamedRun]:
     """Runs called by the last part of their directory, and by as many more as it takes to tell them apart."""
     parts = [Path(run.name).absolute().parts for run in runs]
     for depth in range(1, max(map(len, parts), default=0) + 1):
@@ -135,7 +135,7 @@ def by_level(records: Sequence[Record], key: str) -> Points:
     return [t for t, _ in found], [value for _, value in found]
 
 
-def panels_of(runs: Sequence[Run]) -> list[Panel]:
+def panels_of(runs: Sequence[NamedRun]) -> list[Panel]:
     """The panels and lines for which one run, or any of several, has points."""
     panels = []
     for panel in ALONE if len(runs) == 1 else COMPARED:

@@ -1,4 +1,4 @@
-"""`Callback`: what is told of a run while it goes on, for those who do not want to subclass `Trainer`."""
+"""`Callback`: what is called while a run goes on, for those who do not want to subclass `Trainer`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override what is of interest. `trainer` has `step`, `built` (model, optimiser, ...), `records` and `ranks`."""
+    """Override the methods that are of interest.
+
+    `trainer` has `step`, `built` (model, optimiser, ...), `records` and `ranks`.
+    """
 
     def on_start(self, trainer: Trainer) -> None:
         """Everything is built and restored; on every rank."""

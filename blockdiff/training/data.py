@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from blockdiff.canvas import Batch
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.collate import Collator, heldout_batches, micro_batches
-from blockdiff.data.dataset import Dataset, load_dataset
+from blockdiff.data.dataset import TOTAL, Dataset, load_dataset
 from blockdiff.data.plan import AnyPlan, Plan, SequentialPlan
 from blockdiff.data.rows import Row
 from blockdiff.data.sources import Source, rows_of
@@ -72,18 +72,18 @@ class Data:
     def lines(self) -> list[str]:
         """What there is to train on and measured on, a line per source."""
         sets = {"data": self.train, "held out": self.heldout}
-        said = [
-            f"{name:<9} {'' if title == 'total' else title + ': '}{statistics}"
-            for name, of in sets.items()
-            if isinstance(of, Dataset)
-            for title, statistics in of.statistics
+        lines = [
+            f"{name:<9} {'' if title == TOTAL else title + ': '}{statistics}"
+            for name, dataset in sets.items()
+            if isinstance(dataset, Dataset)
+            for title, statistics in dataset.statistics
         ]
-        return said if isinstance(self.train, Dataset) else ["data      read while training goes on", *said]
+        return lines if isinstance(self.train, Dataset) else ["data      read while training goes on", *lines]
 
     def report(self) -> dict[str, Any]:
         """What became of the rows, per source: for data.json in the run directory."""
         sets = {"train": self.train, "heldout": self.heldout}
-        return {name: of.to_record() for name, of in sets.items() if isinstance(of, Dataset)}
+        return {name: dataset.to_record() for name, dataset in sets.items() if isinstance(dataset, Dataset)}
 
 
 def sources(listed: Sequence[Source], recipe: Recipe, split: str) -> list[Source]:
@@ -92,15 +92,13 @@ def sources(listed: Sequence[Source], recipe: Recipe, split: str) -> list[Source
     return [source.with_defaults(split, columns) for source in listed]
 
 
-def cache_directory(said: str) -> Path | None:
+def cache_directory(setting: str) -> Path | None:
     """Where tokens are kept: `BLOCKDIFF_CACHE`, else blockdiff/ in the user's cache directory; None for "off"."""
-    if said == "off":
+    if setting == "off":
         return None
-    if said != "auto":
-        return Path(said).expanduser().absolute()
-    own = os.environ.get("BLOCKDIFF_CACHE")
-    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(own).expanduser().absolute() if own else Path(user).expanduser() / "blockdiff"
+    users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "blockdiff"
+    directory = (os.environ.get("BLOCKDIFF_CACHE") or users) if setting == "auto" else setting
+    return Path(directory).expanduser().absolute()
 
 
 def encoder(recipe: Recipe, base: Base) -> Encoder:

@@ -53,9 +53,9 @@ class Ema:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from averages that `state` gave. Raises RunError naming the first tensor that differs in kind."""
         for name in sorted({*self._average, *state}):
-            here, there = self._average.get(name), state.get(name)
-            if here is None or there is None or here.shape != there.shape or here.dtype != there.dtype:
-                raise RunError(f"EMA of {name}: {_kind(there)} in the checkpoint, {_kind(here)} in this run")
+            ours, saved = _kind(self._average.get(name)), _kind(state.get(name))
+            if ours != saved:
+                raise RunError(f"EMA of {name}: {saved} in the checkpoint, {ours} in this run")
         for name, average in self._average.items():
             average.copy_(state[name])
 

@@ -21,7 +21,7 @@ from blockdiff.training.step import autocast
 if TYPE_CHECKING:
     from blockdiff.objective import Evaluation, Objective
 
-PARTS = ("kept", "corrupted")  # by is_corrupted as an index
+GROUPS = ("kept", "corrupted")  # of positions, by is_corrupted as an index
 MEASURES = ("loss", "accuracy", "loss_no_signal", "accuracy_no_signal")
 
 
@@ -47,7 +47,7 @@ def heldout(
     Ranks may bring different numbers of batches, or none. Sums are float64 and added up over the ranks once. Raises
     RunError on every rank when one of them is not finite, and Interrupted between batches when a rank is to stop.
     """
-    levels = torch.zeros(noise_levels, len(PARTS), 1 + len(MEASURES), dtype=torch.float64, device=ranks.device)
+    levels = torch.zeros(noise_levels, len(GROUPS), 1 + len(MEASURES), dtype=torch.float64, device=ranks.device)
     # Counts and sums: at the canvases' coins, as training weights them, and of next tokens.
     by_coin, weighted, ar = (torch.zeros(n, dtype=torch.float64, device=ranks.device) for n in (3, 2, 3))
     with evaluating(objective), ranks.at_own_pace("the held-out evaluation") as look:
@@ -66,26 +66,26 @@ def heldout(
     sums = [levels, by_coin, weighted, ar]
     flat = ranks.sum(torch.cat([each.flatten() for each in sums])).cpu()
     levels, by_coin, weighted, ar = (
-        part.view_as(each) for part, each in zip(flat.split([each.numel() for each in sums]), sums, strict=True)
+        total.view_as(each) for total, each in zip(flat.split([each.numel() for each in sums]), sums, strict=True)
     )
-    for part, of_part in {"canvas": levels, "AR": ar}.items():
-        if not of_part.isfinite().all():
+    for name, totals in {"canvas": levels, "AR": ar}.items():
+        if not totals.isfinite().all():
             raise RunError(
-                f"the held-out {part} loss is not finite: the weights are broken or a held-out row breaks them; "
+                f"the held-out {name} loss is not finite: the weights are broken or a held-out row breaks them; "
                 "resume from an earlier checkpoint with a lower optim.lr, or look at the rows of data.heldout"
             )
     record: Record = {
         **_means("heldout_canvas_", by_coin, MEASURES[:2]),
         **_means("heldout_weighted_", weighted, MEASURES[:1]),
         **_means("heldout_ar_", ar, MEASURES[:2]),
-        **_of_parts("heldout_", levels.sum(0)),
+        **_of_groups("heldout_", levels.sum(0)),
     }
     record["heldout_levels"] = [
         {
             "t_from": round(number / noise_levels, 6),
             "t_to": round((number + 1) / noise_levels, 6),
-            **{f"{part}_count": int(of_part[0]) for part, of_part in zip(PARTS, level, strict=True)},
-            **_of_parts("", level),
+            **{f"{group}_count": int(of_group[0]) for group, of_group in zip(GROUPS, level, strict=True)},
+            **_of_groups("", level),
         }
         for number, level in enumerate(levels)
     ]
@@ -93,10 +93,10 @@ def heldout(
 
 
 def _by_level(evaluation: Evaluation, batch: Batch, noise_levels: int) -> Tensor:
-    """Counts and the sums of every measure [noise_levels, parts, 1 + measures] over a batch."""
+    """Counts and the sums of every measure [noise_levels, groups, 1 + measures] over a batch."""
     is_scored_BCL = batch.is_scored_BCL
     level_BC = (batch.t_BC.double() * noise_levels).long().clamp(0, noise_levels - 1)
-    place_N = (level_BC[..., None] * len(PARTS) + evaluation.is_corrupted_BCL)[is_scored_BCL]
+    place_N = (level_BC[..., None] * len(GROUPS) + evaluation.is_corrupted_BCL)[is_scored_BCL]
     columns = (
         torch.ones_like(evaluation.loss_BCL),
         evaluation.signal_loss_BCL,
@@ -105,8 +105,8 @@ def _by_level(evaluation: Evaluation, batch: Batch, noise_levels: int) -> Tensor
         evaluation.is_correct_BCL,
     )
     values = torch.stack([column[is_scored_BCL].double() for column in columns], 1)
-    sums = values.new_zeros(noise_levels * len(PARTS), len(columns)).index_add_(0, place_N, values)
-    return sums.view(noise_levels, len(PARTS), len(columns))
+    sums = values.new_zeros(noise_levels * len(GROUPS), len(columns)).index_add_(0, place_N, values)
+    return sums.view(noise_levels, len(GROUPS), len(columns))
 
 
 def _at_coin(evaluation: Evaluation, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def _means(prefix: str, sums: Tensor, names: tuple[str, ...]) -> dict[str, float
     return {prefix + name: total / count for name, total in zip(names, totals, strict=True)} if count else {}
 
 
-def _of_parts(prefix: str, sums: Tensor) -> dict[str, float]:
-    """Means of [parts, 1 + measures], corrupted first."""
-    named = [_means(f"{prefix}{part}_", of_part, MEASURES) for part, of_part in zip(PARTS, sums, strict=True)]
-    return named[1] | named[0]
+def _of_groups(prefix: str, sums: Tensor) -> dict[str, float]:
+    """Means of [groups, 1 + measures], corrupted first."""
+    kept, corrupted = (_means(f"{prefix}{group}_", each, MEASURES) for group, each in zip(GROUPS, sums, strict=True))
+    return corrupted | kept

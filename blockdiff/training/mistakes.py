@@ -16,8 +16,8 @@ from blockdiff.training.one_of import OneOf
 from blockdiff.training.sections import Columns, Recipe, Section
 
 Key = tuple[str, ...]
-Place = tuple[str, Path | None]  # where a key was said, and what its paths are relative to (None: looked up before)
-Origins = dict[Key, Place]  # of the last layer that says a key
+Place = tuple[str, Path | None]  # where a key stands, and what its paths are relative to (None: they are absolute)
+Origins = dict[Key, Place]  # of the last layer that has a key
 
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names
 SOURCES = (("data", "train"), ("data", "heldout"), ("evaluation", "prompts"))
@@ -31,7 +31,7 @@ for name, section in Recipe.model_fields.items():
         for key, field in section.annotation.model_fields.items():
             for choice in (each for each in field.metadata if isinstance(each, OneOf)):
                 CHOICES[name, key] = choice
-                KEYS |= {(name, key, word): [*own] for word, own in choice.fields.items()}
+                KEYS |= {(name, key, word): [*names] for word, names in choice.fields.items()}
 PATHS = [f"{name}.{key}" for name in KEYS[()] for key in KEYS.get((name,), ())]
 PATHS += [name for name in KEYS[()] if (name,) not in KEYS]
 
@@ -76,8 +76,8 @@ def one_line(error: ValidationError, origins: Origins, path: str) -> str:
     first = min(error.errors(), key=lambda each: each["type"] not in UNKNOWN)
     kind, value, reason = first["type"], first["input"], first["msg"].removeprefix("Value error, ")
     key = tuple(word for word in first["loc"] if isinstance(word, str))
-    said = next((key[:end] for end in range(len(key), 0, -1) if key[:end] in origins), None)
-    origin = path if said is None or kind == "missing" else origins[said][0]
+    known = next((key[:end] for end in range(len(key), 0, -1) if key[:end] in origins), None)
+    origin = path if known is None or kind == "missing" else origins[known][0]
     name = ".".join(filter(None, key))
     number = next((word for word in first["loc"] if isinstance(word, int)), None)
     if number is not None and key[:2] in SOURCES:
@@ -88,8 +88,8 @@ def one_line(error: ValidationError, origins: Origins, path: str) -> str:
         return f"{origin}: {name}: missing; every recipe has to say it"
     if kind in ("model_type", "dataclass_type", "dict_type"):
         reason = f"a mapping with the keys {', '.join(KEYS.get(key, ()))}"
-    is_told = kind == "value_error" and (isinstance(value, Mapping) or "got " in reason)
-    return f"{origin}: {name}: {reason[:1].lower()}{reason[1:]}" + ("" if is_told else f" (got {value!r})")
+    has_value = kind == "value_error" and (isinstance(value, Mapping) or "got " in reason)
+    return f"{origin}: {name}: {reason[:1].lower()}{reason[1:]}" + ("" if has_value else f" (got {value!r})")
 
 
 def _nearest(key: Key) -> str:

@@ -32,7 +32,7 @@ class OneOf:
         self.kinds, self.number, self.none, self.default = kinds, number, none, default
         self.fields = {word: {field.name: field.default for field in fields(kind)} for word, kind in kinds.items()}
         # The field that is written without its name.
-        self.only = {word: next(iter(own)) for word, own in self.fields.items() if [*own.values()] == [MISSING]}
+        self.only = {word: next(iter(names)) for word, names in self.fields.items() if [*names.values()] == [MISSING]}
 
     def full(self, value: Any) -> Any:
         """A YAML value as {word: fields} or None; raises ValueError that says what the key takes."""
@@ -61,8 +61,8 @@ class OneOf:
         """What can stand in a recipe for the fields of a kind."""
         if word in self.only:
             return f"a value, {{{word}: {self.only[word].upper()}}}"
-        own = ", ".join(f"{name}: {default}" for name, default in self.fields[word].items())
-        return f"{{{own}}}" if own else "no keys"
+        listed = ", ".join(f"{name}: {default}" for name, default in self.fields[word].items())
+        return f"{{{listed}}}" if listed else "no keys"
 
     def _listed(self) -> str:
         words = [word for word in (self.none, self.default, *self.kinds) if word not in (MISSING, "")]

@@ -66,20 +66,20 @@ def _tree(section: Section) -> dict[str, Any]:
 
 
 def _merge(into: dict[str, Any], tree: Mapping[Any, Any], path: Key, layer: Place, origins: Origins) -> None:
-    """Put what a layer says over what the layers below it say, key by key; another choice replaces the one below."""
+    """Put the keys of a layer over those of the layers below it; another choice replaces the one below."""
     for key, value in ((str(key), value) for key, value in tree.items()):
-        here = (*path, key)
-        origins[here] = layer
+        place = (*path, key)
+        origins[place] = layer
         below = into.get(key)
-        if value is None and path == () and here in KEYS:
+        if value is None and path == () and place in KEYS:
             value = {}  # all its keys are commented out
-        if isinstance(value, Mapping) and here in CHOICES:
-            value, below = spelt_out(CHOICES[here], value), spelt_out(CHOICES[here], below)
+        if isinstance(value, Mapping) and place in CHOICES:
+            value, below = spelt_out(CHOICES[place], value), spelt_out(CHOICES[place], below)
             if isinstance(below, Mapping) and below.keys() != value.keys():
                 below = {}
-        if isinstance(value, Mapping) and here not in SOURCES:
+        if isinstance(value, Mapping) and place not in SOURCES:
             into[key] = dict(below) if isinstance(below, Mapping) else {}
-            _merge(into[key], value, here, layer, origins)
+            _merge(into[key], value, place, layer, origins)
         else:
             into[key] = str(value) if isinstance(value, Path) else value
 
@@ -127,12 +127,12 @@ def _layers(source: AnyRecipe, chain: tuple[Path, ...] = ()) -> list[Layer]:
         directory, tree = Path(source).parent, _read(Path(source), chain)
         chain = (*chain, Path(source).resolve())
     base = tree.pop("extends", None)
-    own: Layer = (origin, directory, tree)
+    layer: Layer = (origin, directory, tree)
     if base is None:
-        return [own]
+        return [layer]
     if not isinstance(base, str | Path):
         raise RecipeError(f"{origin}: extends: expected the path of one recipe, got {base!r}")
-    return [*_layers(directory / base, chain), own]
+    return [*_layers(directory / base, chain), layer]
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
@@ -157,11 +157,11 @@ def _with_rows(given: Mapping[str, Any]) -> dict[str, Any]:
     tree = dict(given)
     for section, key in SOURCES:
         if isinstance(tree.get(section), Mapping) and (value := tree[section].get(key)) is not None:
-            tree[section] = {**tree[section], key: _sources(value, f"{section}.{key}")}
+            tree[section] = {**tree[section], key: _rows_as_source(value, f"{section}.{key}")}
     return tree
 
 
-def _sources(value: Any, key: str) -> Any:
+def _rows_as_source(value: Any, key: str) -> Any:
     """Rows become a source of rows: whatever is no name and no source, and a list of mappings without a `path`."""
     if isinstance(value, Mapping) and not {"path", "rows"} & value.keys():
         names = ", ".join(map(str, value))
@@ -183,7 +183,7 @@ def _override_layer(text: str) -> Layer:
 
 
 def _located(named: Any, key: str, origin: str, directory: Path, must_exist: bool) -> Any:
-    """What a file key says, a name or a list of sources, with every name located."""
+    """The value of a file key, a name or a list of sources, with every name located."""
     if isinstance(named, list):
         return [_located(source, key, origin, directory, must_exist) for source in named]
     if isinstance(named, dict) and named.get("path"):

@@ -1,4 +1,4 @@
-"""What is said of a recipe before anything is loaded: what would only fail late, and what has no effect."""
+"""Looking at a recipe before anything is loaded: for what would only fail late, and for keys without effect."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
         return
     best.check(metric)
     if METRICS[metric].kind == "heldout":
-        needs, there, key, every = "data.heldout", recipe.data.heldout, "train.eval_every", recipe.train.eval_every
+        needs, source, key, every = "data.heldout", recipe.data.heldout, "train.eval_every", recipe.train.eval_every
     else:
         asked = recipe.evaluation
-        needs, there, key, every = "evaluation.prompts", asked.prompts, "evaluation.prompts_every", asked.prompts_every
-    if there is None:
+        needs, source, key, every = "evaluation.prompts", asked.prompts, "evaluation.prompts_every", asked.prompts_every
+    if source is None:
         raise RecipeError(f"evaluation.best: {metric} is measured on {needs}, which is not set")
     if metric in ("heldout_ar_loss", "heldout_ar_accuracy") and recipe.objective.ar_loss is None:
         raise RecipeError(f"evaluation.best: {metric} is not measured with objective.ar_loss: none")

@@ -119,11 +119,11 @@ def _device(device: torch.device) -> str:
 
 def _commit() -> str | None:
     """The commit of the checkout this code runs from, marked when files differ from it; None for an installed copy."""
-    here = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=True, timeout=20)
-        return done.stdout.strip()
+        command = ["git", "-C", str(folder), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
     try:
         git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed copy may lie inside another repository

@@ -89,12 +89,12 @@ def _source(value: Any, read: Callable[[Any], Source]) -> Source:
 
 
 def _written(source: Source) -> Any:
-    """What a source says of itself, its path alone if that is all; of rows in memory how many there are."""
+    """The fields of a source that differ from their defaults, or its path if that is all; of rows their number."""
     if source.rows is not None:
         return {"path": None, "name": source.title, "rows": len(source.rows)}
     values = {field.name: getattr(source, field.name) for field in fields(source)}
-    said = {field.name: values[field.name] for field in fields(source) if values[field.name] != field.default}
-    return source.path if said.keys() == {"path"} else said
+    changed = {field.name: values[field.name] for field in fields(source) if values[field.name] != field.default}
+    return source.path if changed.keys() == {"path"} else changed
 
 
 OneSource = Annotated[Source, WrapValidator(_source), PlainSerializer(_written)]

@@ -287,5 +287,5 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, str]:
 def _refuse_difference(path: Path, ours: dict[str, str], theirs: dict[str, str]) -> None:
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
-            there, here = theirs.get(name, "missing"), ours.get(name, "missing")
-            raise RunError(f"{path}: {name} is {there} there and {here} in the model")
+            saved, wanted = theirs.get(name, "missing"), ours.get(name, "missing")
+            raise RunError(f"{path}: {name} is {saved} there and {wanted} in the model")

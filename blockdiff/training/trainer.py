@@ -50,7 +50,7 @@ class Trainer:
     schedule, corruption, weight: objects that replace the recipe's. objective: what is called as
     `blockdiff.objective.Objective` is, a subclass for example. optimiser: makes one from the parameters that train,
     such as a class of torch.optim or a `functools.partial` of one. All of these, and a subclass of `Trainer`, are
-    recorded by name and values, and resuming asks for the same. callbacks: told of the run while it goes on. The
+    recorded by name and values, and resuming asks for the same. callbacks: called while the run goes on. The
     other arguments are those of `blockdiff.train`.
     """
 

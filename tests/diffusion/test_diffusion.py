@@ -183,7 +183,7 @@ def test_corruption_does_not_depend_on_batch_neighbours(corruption):
 def in_t(weight, schedule, t):
     """A weight that looks at nothing but t: [*] in, [*] out."""
     nothing = torch.zeros(*t.shape, 4, dtype=torch.int64)
-    return weight.of(schedule, t, nothing, nothing.bool())[..., 0]
+    return weight.weigh(schedule, t, nothing, nothing.bool())[..., 0]
 
 
 def test_no_weight_is_one_everywhere():

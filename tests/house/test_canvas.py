@@ -106,7 +106,7 @@ def test_a_row_without_tokens_is_a_row_of_padding():
 
 def test_keeping_the_coin_canvases_drops_rows_without_any():
     batch = example_batch()
-    kept, rows = batch.keep(batch.coin_BC)
+    kept, rows = batch.select(batch.coin_BC)
     assert rows.tolist() == [0]
     assert kept.start_BC.tolist() == [[4, 8]]
     assert kept.canvas_BCL.tolist() == [[[14, 15], [22, 1]]]
@@ -119,7 +119,7 @@ def test_keeping_the_coin_canvases_drops_rows_without_any():
 def test_keeping_unequal_numbers_leaves_absent_canvases_empty():
     batch = example_batch()
     is_kept = torch.tensor([[True, False, True], [True, True, True]])
-    kept, rows = batch.keep(is_kept)
+    kept, rows = batch.select(is_kept)
     assert rows.tolist() == [0, 1]
     assert kept.length_BC.tolist() == [[2, 2], [2, 0]]
     assert kept.start_BC.tolist() == [[2, 8], [1, 0]]
@@ -129,7 +129,7 @@ def test_keeping_unequal_numbers_leaves_absent_canvases_empty():
 
 def test_keeping_nothing_gives_an_empty_batch():
     batch = example_batch()
-    kept, rows = batch.keep(torch.zeros_like(batch.coin_BC))
+    kept, rows = batch.select(torch.zeros_like(batch.coin_BC))
     assert rows.tolist() == []
     assert kept.canvas_BCL.shape == (0, 0, 2)
     assert kept.canvas_count() == 0 and kept.ar_count() == 0

@@ -353,6 +353,6 @@ def test_canvases_of_one_row_add_up_when_they_are_run_apart(pair):
     mine, batch = pair[1], batch_of(rows())
     whole = objective_of(mine)(batch).canvas_sum
     odd = torch.arange(batch.start_BC.shape[1]) % 2 == 1
-    parts = [batch.keep(chosen.expand_as(batch.coin_BC))[0] for chosen in (odd, ~odd)]
+    parts = [batch.select(chosen.expand_as(batch.coin_BC))[0] for chosen in (odd, ~odd)]
     total = sum(objective_of(mine)(part).canvas_sum.item() for part in parts)
     assert total == pytest.approx(whole.item(), rel=1e-6)

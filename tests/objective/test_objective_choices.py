@@ -119,14 +119,14 @@ def assert_same(got: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor], model:
 class ByToken:
     """A weight that looks at tokens and noise."""
 
-    def of(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+    def weigh(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
         return t_BC[..., None] + tokens_BCL % 3 + 2.0 * is_corrupted_BCL
 
 
 class ByCanvas:
     """A weight that forgets the positions."""
 
-    def of(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+    def weigh(self, schedule: Schedule, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
         return t_BC
 
 

@@ -14,7 +14,7 @@ from blockdiff.errors import RunError
 from blockdiff.plots.curves import _fill, draw_comparison, draw_curves, smooth
 from blockdiff.plots.denoising import draw_page, page
 from blockdiff.plots.moments import grid_moments, grid_side, moments_of, most_entropy, visible
-from blockdiff.plots.panels import LEVEL, Run, by_level, named_apart, panels_of, read_run, series
+from blockdiff.plots.panels import LEVEL, NamedRun, by_level, named_apart, panels_of, read_run, series
 from blockdiff.plots.picture import draw_picture, heat
 from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
 
@@ -281,7 +281,7 @@ def test_noise_levels_are_those_of_the_last_evaluation_and_empty_ones_are_left_o
 
 @pytest.mark.quick
 def test_one_run_shows_what_it_measured_and_nothing_else() -> None:
-    panels = {panel.title: panel for panel in panels_of([Run("a", measured(sample_steps_per_canvas=None))])}
+    panels = {panel.title: panel for panel in panels_of([NamedRun("a", measured(sample_steps_per_canvas=None))])}
     assert list(panels) == [
         "loss per token",
         "held-out loss by noise level",
@@ -302,7 +302,8 @@ def test_one_run_shows_what_it_measured_and_nothing_else() -> None:
 @pytest.mark.quick
 def test_compared_runs_keep_their_colour_in_every_panel() -> None:
     sampled = {"sample_accuracy": 0.5, "sample_steps_per_canvas": 7.0}
-    panels = panels_of([Run("a", measured(ar=1.0, **sampled)), Run("b", measured(0.5)), Run("c", measured())])
+    runs = [NamedRun("a", measured(ar=1.0, **sampled)), NamedRun("b", measured(0.5)), NamedRun("c", measured())]
+    panels = panels_of(runs)
     assert [panel.title for panel in panels] == [
         "canvas loss (dashed: held out)",
         "next-token loss",
@@ -322,7 +323,7 @@ def test_compared_runs_keep_their_colour_in_every_panel() -> None:
 @pytest.mark.quick
 def test_runs_are_called_by_as_much_of_their_directory_as_tells_them_apart(tmp_path: Path) -> None:
     def names(*directories: str) -> list[str]:
-        return [run.name for run in named_apart([Run(str(tmp_path / each), []) for each in directories])]
+        return [run.name for run in named_apart([NamedRun(str(tmp_path / each), []) for each in directories])]
 
     assert names("x/a", "y/b") == ["a", "b"]
     assert names("x/a", "y/a") == ["x/a", "y/a"]

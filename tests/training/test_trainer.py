@@ -43,7 +43,7 @@ class Squared:
 class HarderLast:
     """A weight that sees tokens and noise: corrupted positions count twice."""
 
-    def of(self, schedule: Any, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+    def weigh(self, schedule: Any, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
         return 1.0 + is_corrupted_BCL.float()
 
 
