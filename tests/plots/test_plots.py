@@ -233,7 +233,7 @@ def test_a_loss_axis_shows_the_run_and_ticks_stand_at_whole_steps(losses: list[f
 
     axes = Figure().subplots()
     records = [{"step": step, "kind": "train", "canvas_loss": loss} for step, loss in enumerate(losses, start=1)]
-    (panel,) = panels_of([Run("a", records)])
+    (panel,) = panels_of([NamedRun("a", records)])
     _fill(axes, panel, has_legend=True)
     assert (axes.get_ylim()[0] == 0) == is_from_0
     assert all(tick == int(tick) for tick in axes.get_xticks())
