@@ -36,7 +36,7 @@ quickstart: $(INSTALLED) ## make sudoku data, train a small model, evaluate it, 
 	@echo "pictures: $(RUN)/curves.png (training) and $(RUN)/denoising.html (one puzzle, step by step)"
 
 test: $(INSTALLED) ## run the tests (PYTEST_ARGS="-m quick" for a first answer, "-k name" for some of them)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## ruff
 	$(PY) -m ruff check .
