@@ -23,16 +23,14 @@ SHAPE = Shape("quickstart", 40, 8, 2, 24, 16)
 
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("kind", [FORWARD, FROZEN, TRAINED])
-def test_every_peer_computes_what_we_compute(kind, skewed):
+def test_every_peer_computes_what_we_compute(kind, skewed, monkeypatch):
+    monkeypatch.setattr(benchmark, "PEER_BOUND", 1e-6)
     shape = replace(SHAPE, skewed=skewed)
     inputs = benchmark.draw(shape, CPU, torch.float32)
-    ours = benchmark._work(expert_mlp, inputs, kind)()
-    assert len(ours) == {FORWARD: 1, FROZEN: 3, TRAINED: 5}[kind]
-    peers = dict(benchmark._peers(shape, kind, inputs))
-    assert peers.keys() == {"transformers eager", "transformers grouped_mm", "padded bmm"}
-    for name, work in peers.items():
-        assert benchmark._computes(name, work, ours)
-        assert all(benchmark._error(x, y) < 1e-6 for x, y in zip(work(), ours, strict=True)), name
+    result = benchmark.measure(shape, kind, inputs, expert_mlp, Settings(CPU, 1), None)
+    assert result.agreement.is_met
+    assert len(result.agreement.errors) == {FORWARD: 1, FROZEN: 3, TRAINED: 5}[kind]
+    assert result.probed.keys() == {"transformers eager", "transformers grouped_mm", "padded bmm"}
 
 
 def test_a_routing_never_repeats_an_expert_and_a_skewed_one_prefers_some():
@@ -55,14 +53,20 @@ def test_a_wrong_kernel_leaves_no_speed_up_to_quote():
         assert result.agreement.is_met == agrees and (result.speedup is not None) == agrees
 
 
-def test_a_peer_that_cannot_run_is_named_and_left_out(capsys):
+def test_a_peer_that_cannot_run_or_differs_is_named_and_left_out(monkeypatch, capsys):
+    inputs = benchmark.draw(SHAPE, CPU, torch.float32)
+    right = expert_mlp(*inputs[:5])
+
     def refuse() -> list[Tensor]:
         raise NotImplementedError("not on this device")
 
-    assert not benchmark._computes("theirs", refuse, [])
-    assert "theirs: not available: NotImplementedError: not on this device" in capsys.readouterr().err
-    assert not benchmark._computes("theirs", lambda: [torch.ones(2)], [torch.zeros(2) + 0.5])
-    assert "theirs: left out, it differs by 1" in capsys.readouterr().err
+    peers = {"one": refuse, "two": lambda: [2 * right], "three": lambda: [right]}
+    monkeypatch.setattr(benchmark, "_peers", lambda *_: peers.items())
+    result = benchmark.measure(SHAPE, FORWARD, inputs, expert_mlp, Settings(CPU, 1), None)
+    said = capsys.readouterr().err
+    assert "one: not available: NotImplementedError: not on this device" in said
+    assert "two: left out, it differs by 1" in said
+    assert result.probed.keys() == {"three"}
 
 
 def test_on_a_cpu_the_released_shapes_are_named_but_not_run(monkeypatch, capsys):

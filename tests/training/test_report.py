@@ -115,15 +115,15 @@ def test_the_commit_is_that_of_the_checkout_and_of_no_other_repository(tmp_path,
     file = tmp_path / "report.py"
     file.write_text("1")
     monkeypatch.setattr(module, "__file__", str(file))
-    assert module._commit() is None
+    assert reported([])["commit"] is None
     git("init")
     (tmp_path / "other").write_text("1")
     git("add", "other")
     git("commit", "-m", "one")
-    assert module._commit() is None  # an installed copy inside somebody's repository
+    assert reported([])["commit"] is None  # an installed copy inside somebody's repository
     git("add", "report.py")
     git("commit", "-m", "two")
-    clean = module._commit()
+    clean = reported([])["commit"]
     assert clean is not None and len(clean) == 10
     file.write_text("2")
-    assert module._commit() == f"{clean}+changes"
+    assert reported([])["commit"] == f"{clean}+changes"

@@ -9,7 +9,7 @@ from accelerate import tracking
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from blockdiff.errors import RunError
-from blockdiff.training.trackers import IDENTITY, Trackers, _identity, check, numbers
+from blockdiff.training.trackers import IDENTITY, Trackers, check, numbers
 
 pytestmark = pytest.mark.quick
 
@@ -108,7 +108,9 @@ def test_a_tracker_that_does_not_start_ends_the_run_in_one_line(monkeypatch, tmp
         Trackers(["tensorboard"], tmp_path, {})
 
 
-def test_a_resumed_run_is_the_same_run_on_a_server(monkeypatch, tmp_path):
+@pytest.fixture
+def opened(monkeypatch):
+    """The projects and settings of what was opened on a server."""
     opened = []
 
     class Server(tracking.GeneralTracker):
@@ -119,6 +121,10 @@ def test_a_resumed_run_is_the_same_run_on_a_server(monkeypatch, tmp_path):
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Server)
     monkeypatch.setattr(tracking, "_available_trackers", ["wandb"])
+    return opened
+
+
+def test_a_resumed_run_is_the_same_run_on_a_server(opened, tmp_path):
     run = tmp_path / "chat"
     run.mkdir()
     for start in (0, 40):
@@ -128,7 +134,7 @@ def test_a_resumed_run_is_the_same_run_on_a_server(monkeypatch, tmp_path):
     assert first["id"] == second["id"]
 
 
-def test_a_kill_while_the_identity_is_written_leaves_no_half_of_it(monkeypatch, tmp_path):
+def test_a_kill_while_the_identity_is_written_leaves_no_half_of_it(opened, monkeypatch, tmp_path):
     def half(self, text, **settings):
         self.write_bytes(text[: len(text) // 2].encode())
         raise KeyboardInterrupt
@@ -136,8 +142,11 @@ def test_a_kill_while_the_identity_is_written_leaves_no_half_of_it(monkeypatch, 
     with monkeypatch.context() as dying:
         dying.setattr(Path, "write_text", half)
         with pytest.raises(KeyboardInterrupt):
-            _identity(tmp_path)
-    assert _identity(tmp_path) == _identity(tmp_path)
+            Trackers(["wandb"], tmp_path, {})
+    for _ in range(2):
+        Trackers(["wandb"], tmp_path, {})
+    (_, first), (_, second) = opened
+    assert first["id"] == second["id"]
     assert [path.name for path in tmp_path.iterdir()] == [IDENTITY]
 
 
