@@ -98,7 +98,7 @@ def test_the_others_do_not_wait_for_a_rank_whose_measuring_failed(found):
     outcome = found["failed_measuring"]
     assert outcome["codes"] == [1, 1]
     assert outcome["words"][0] == "the held-out loss is not finite"
-    assert outcome["words"][1] == "another rank failed during measuring; its own message says why"
+    assert outcome["words"][1] == "another rank failed during measuring; its message says why"
 
 
 def test_a_signal_to_a_rank_that_waits_makes_the_one_that_measures_leave(found):
