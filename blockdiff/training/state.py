@@ -32,6 +32,9 @@ FOLDER = "checkpoints"
 MODEL, OPTIMISER, TRAINER = "model.safetensors", "optimiser.safetensors", "trainer.json"
 AVERAGE = "ema.safetensors"
 SHARED = ("qmap1", "qmap2")  # tables that bitsandbytes keeps once for all parameters
+# Of parameter groups: the rate is set before every step, the others say how this machine computes.
+NOT_RESTORED = ("lr", "fused", "foreach", "capturable")
+Plain = str | bool | int | float | None  # what JSON has
 FORMAT = 2  # of trainer.json; without it: 1, whose facts have the recipe keys of before
 SIGNS_OF_A_RUN = (FOLDER, FILE_NAME, "recipe.yaml")
 _COMPLETE = re.compile(r"step-(\d+)")
@@ -244,17 +247,25 @@ def _load_weights(path: Path, objective: nn.Module, weights: dict[str, Tensor]) 
 
 
 def _pack(objective: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Optimiser state by `parameter name/key`: tensors, and what is not a tensor."""
+    """Optimiser state by `parameter name/key`: the tensors, and the plain values of parameters and groups."""
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
+    values: dict[str, Plain] = {}
     for name, parameter in objective.named_parameters():
         for key, value in optimiser.state.get(parameter, {}).items():
+            full_name = f"{_short(name)}/{key}"
             if isinstance(value, Tensor):
                 value = value.detach().contiguous()
-                tensors[f"{_short(name)}/{key}"] = value.clone() if key in SHARED else value
+                tensors[full_name] = value.clone() if key in SHARED else value
+            elif isinstance(value, Plain):
+                values[full_name] = value
             else:
-                values[f"{_short(name)}/{key}"] = value
-    return tensors, values
+                kind = type(value).__name__
+                raise RunError(f"optimiser: its state {full_name} is a {kind}; only tensors and plain values are saved")
+    groups = [
+        {key: value for key, value in group.items() if isinstance(value, Plain) and key not in NOT_RESTORED}
+        for group in optimiser.param_groups
+    ]
+    return tensors, {"state": values, "groups": groups}
 
 
 def _unpack(
@@ -270,14 +281,17 @@ def _unpack(
         for index, parameter in enumerate(p for group in optimiser.param_groups for p in group["params"])
     }
     state: dict[int, dict[str, Any]] = {}
-    for full_name, value in {**tensors, **values}.items():
+    for full_name, value in {**tensors, **values["state"]}.items():
         name, _, key = full_name.rpartition("/")
         parameter = named.get(name)
         if parameter is None or parameter not in place:
             raise RunError(f"{path}: {name} was trained in the run to resume and is not trained now")
         state.setdefault(place[parameter], {})[key] = value
+    groups = optimiser.state_dict()["param_groups"]
+    for group, saved in zip(groups, values["groups"], strict=False):
+        group |= saved
     # load_state_dict puts every tensor where this optimiser wants it (the step counter of a fused one, say).
-    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    optimiser.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, str]:

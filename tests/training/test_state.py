@@ -394,3 +394,29 @@ def test_the_state_of_another_optimiser_kind_survives_too(tmp_path):
         assert torch.equal(mine, theirs)
         assert torch.equal(optimiser.state[mine]["momentum_buffer"], other.state[theirs]["momentum_buffer"])
     assert json.loads((path / "trainer.json").read_text())["facts"] == FACTS
+
+
+def test_what_an_optimiser_counts_in_its_groups_goes_on(tmp_path):
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["taken"] = group.get("taken", 0) + 1
+            return super().step(closure)
+
+    objective = ToyObjective()
+    optimiser = Counting(objective.parameters(), lr=0.1)
+    optimiser.step()
+    optimiser.step()
+    path = state.save(tmp_path, 2, objective, optimiser, FACTS)
+    other = Counting(objective.parameters(), lr=0.5)
+    state.restore(path, objective, other, FACTS)
+    assert (other.param_groups[0]["taken"], other.param_groups[0]["lr"]) == (2, 0.5)
+
+
+def test_optimiser_state_that_no_file_can_hold_is_named(tmp_path):
+    objective = ToyObjective()
+    optimiser = torch.optim.SGD(objective.parameters(), lr=0.1)
+    optimiser.state[objective.norm]["history"] = [torch.ones(1)]
+    with pytest.raises(RunError, match="its state norm/history is a list; only tensors and plain values are saved"):
+        state.save(tmp_path, 1, objective, optimiser, FACTS)
+    assert not state.steps_saved(tmp_path)
