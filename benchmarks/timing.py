@@ -85,8 +85,12 @@ def probe(variants: Mapping[str, Stopwatch], tries: int = 2) -> dict[str, float]
 
 
 def contenders(probed: Mapping[str, float], margin: float = 1.05) -> list[str]:
-    """The variants worth timing in full: those within `margin` times the fastest."""
-    limit = margin * min(probed.values())
+    """The variants worth timing in full: the fastest, and those within `margin` times its seconds.
+
+    A difference of two noisy times can be negative.
+    """
+    fastest = min(probed.values())
+    limit = max(fastest, margin * fastest)
     return [name for name, seconds in probed.items() if seconds <= limit]
 
 

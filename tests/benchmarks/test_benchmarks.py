@@ -132,6 +132,7 @@ def test_slow_variants_of_the_peer_are_dropped():
     probed = probe({"slow": lambda: 2.0, "fast": lambda: 1.0, "near": lambda: 1.01})
     assert list(probed) == ["fast", "near", "slow"]
     assert contenders(probed) == ["fast", "near"]
+    assert contenders({"noise": -0.1, "slow": 2.0}) == ["noise"]  # differences of times can be negative
 
 
 def test_a_variant_that_cannot_run_is_left_out_unless_it_is_the_last_hope(capsys):
