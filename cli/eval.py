@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from blockdiff.cli import options
+from blockdiff.errors import RequestError
 from blockdiff.evals import TASKS
 from blockdiff.evals import task as find_task
 
@@ -58,6 +59,9 @@ def evaluate(
     numbers = run.evaluate(
         sampler, rows, found, batch_size=batch_size, seed=seed, max_steps=steps, max_new_tokens=max_new_tokens
     )
+    failed = [record["error"] for record in numbers["records"] if "error" in record]
+    if len(failed) == numbers["count"]:
+        raise RequestError(f"no row could be answered: {failed[0]}")
     if output is not None:
         settings = {"model": model, "data": data, "max_steps": max_steps}
         output.write_text(json.dumps({**settings, **numbers}, indent=1) + "\n", encoding="utf-8")
@@ -66,5 +70,5 @@ def evaluate(
     print(f"steps per canvas  {numbers['steps_per_canvas']:.2f} (at most {max_steps})")
     print(f"tokens per step   {numbers['tokens_per_forward']:.2f}")
     print(f"time              {numbers['seconds']:.1f} s, {per_second:.1f} rows/s, {batch_size} at a time")
-    if numbers["errors"]:
-        print(f"not answered      {numbers['errors']}")
+    if failed:
+        print(f"not answered      {len(failed)}, the first because {failed[0]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,19 @@ def test_exact_takes_conversations_and_a_limit_on_tokens(model, tmp_path):
     assert {len(record["steps"]) for record in numbers["records"]} == {1}
     assert run(*words, "--max-new-tokens", "17").exit_code == 0
     assert {len(record["steps"]) for record in json.loads(output.read_text())["records"]} == {3}
+
+
+def test_rows_that_cannot_be_answered_are_said_and_an_evaluation_without_any_answer_is_one_line(model, tmp_path):
+    deaf = tmp_path / "model"
+    shutil.copytree(model, deaf)
+    (deaf / "chat_template.jinja").unlink()
+    chat, raw = CHAT, {"prompt": "2+3=", "response": "5"}
+    words = ("eval", deaf, "--task", "exact", "--steps", "1", "--data")
+    result = run(*words, write(tmp_path / "both.jsonl", [chat, raw]))
+    assert result.exit_code == 0 and "not answered      1, the first because the tokenizer has no chat" in result.stdout
+    output = tmp_path / "e.json"
+    said = refusal(*words, write(tmp_path / "chat.jsonl", [chat, chat]), "--output", output)
+    assert "no row could be answered: the tokenizer has no chat template" in said and not output.exists()
 
 
 def test_the_same_seed_gives_the_same_answers(model, tmp_path):
