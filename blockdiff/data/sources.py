@@ -48,7 +48,8 @@ class Source:
     def __post_init__(self) -> None:
         if (self.path is None) == (self.rows is None):
             raise DataError("a source needs either path or rows; give one of them")
-        if self.rows is not None and (not hasattr(self.rows, "__getitem__") or isinstance(self.rows, str | Mapping)):
+        is_sequence = hasattr(self.rows, "__getitem__") and hasattr(self.rows, "__len__")
+        if self.rows is not None and (not is_sequence or isinstance(self.rows, str | Mapping)):
             kind = type(self.rows).__name__
             raise DataError(f"rows is a {kind}; give a sequence of mappings, such as a list or a datasets.Dataset")
         if not (0 < self.weight < math.inf):

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from pydantic import ValidationError
@@ -88,8 +89,11 @@ def one_line(error: ValidationError, origins: Origins, path: str) -> str:
         return f"{origin}: {name}: missing; every recipe has to say it"
     if kind in ("model_type", "dataclass_type", "dict_type"):
         reason = f"a mapping with the keys {', '.join(KEYS.get(key, ()))}"
+    elif kind == "too_short":
+        reason = "name at least one source"
     has_value = kind == "value_error" and (isinstance(value, Mapping) or "got " in reason)
-    return f"{origin}: {name}: {reason[:1].lower()}{reason[1:]}" + ("" if has_value else f" (got {value!r})")
+    got = "" if has_value else f" (got {shorten(repr(value), 100)})"
+    return f"{origin}: {name}: {reason[:1].lower()}{reason[1:]}{got}"
 
 
 def _nearest(key: Key) -> str:

@@ -29,7 +29,7 @@ class ArLoss:
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:
-            raise ValueError(f"the weight must be more than 0, got {self.weight}; none trains without this loss")
+            raise ValueError(f"the weight must be more than 0, got {self.weight}; none leaves this loss out")
 
 
 @dataclass(frozen=True)

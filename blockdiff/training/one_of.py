@@ -61,7 +61,8 @@ class OneOf:
         """What can stand in a recipe for the fields of a kind."""
         if word in self.only:
             return f"a value, {{{word}: {self.only[word].upper()}}}"
-        listed = ", ".join(f"{name}: {default}" for name, default in self.fields[word].items())
+        values = {name: "null" if default is None else default for name, default in self.fields[word].items()}
+        listed = ", ".join(f"{name}: {value}" for name, value in values.items())
         return f"{{{listed}}}" if listed else "no keys"
 
     def _listed(self) -> str:
@@ -100,7 +101,8 @@ class OneOf:
             if not isinstance(value, PLAIN):
                 missing = [name for name in verbs if not callable(getattr(value, name, None))]
                 if not verbs or missing or isinstance(value, type):
-                    wanted = f"an object with the methods {', '.join(verbs)}" if verbs else self._listed()
+                    methods = ", ".join(f"{verb}()" for verb in verbs)
+                    wanted = f"an object with {methods}" if verbs else self._listed()
                     raise ValueError(f"input should be {wanted}")
                 return value
             full = self.full(value)

@@ -35,6 +35,10 @@ def read_recipe(
     tokenizer are looked up from the current directory first, then from the directory of the recipe that names them.
     Raises RecipeError: one line with file, key path and cure.
     """
+    if not isinstance(source, str | Path | Mapping | Recipe):
+        raise RecipeError(f"recipe: a {type(source).__name__}; give the path of a YAML recipe, a mapping or a Recipe")
+    if isinstance(overrides, str | Mapping) or not all(isinstance(text, str) for text in overrides):
+        raise RecipeError(f"overrides: give a list of texts, such as ['optim.lr=3e-4'] (got {overrides!r})")
     merged: dict[str, Any] = {}
     origins: Origins = {}
     layers = _layers(source) + [_override_layer(text) for text in overrides]
@@ -177,6 +181,8 @@ def _override_layer(text: str) -> Layer:
     origin = f"--set {text}"
     if not sign or not key:
         raise RecipeError(f"{origin}: expected key.path=value, for example --set optim.lr=3e-4")
+    if key == "extends":
+        raise RecipeError(f"{origin}: extends stands in a recipe file; name the file that has it")
     tree: dict[str, Any] = {}
     _put(tree, key, _parse(value, origin))
     return origin, Path(), tree

@@ -199,7 +199,9 @@ class GenerationSection(Section):
 def _from_python(value: Any) -> Any:
     if value is None or callable(value):
         return value
-    raise ValueError(f"it was given from Python; give it again from Python (got {value})")
+    if isinstance(value, Mapping) or (isinstance(value, str) and "." in value):  # as a run directory records it
+        raise ValueError(f"it was given from Python; give it again from Python (got {value})")
+    raise ValueError(f"give a class or a function that makes it (got a {type(value).__name__})")
 
 
 OnlyFromPython = Annotated[Callable[..., Any] | None, BeforeValidator(_from_python), PlainSerializer(by_class)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import yaml
@@ -135,7 +137,7 @@ def test_a_wrong_source_or_column_is_named(folder: Path) -> None:
     )
     assert "columns: a mapping with the keys prompt, response" in refusal(base, "data.columns=question")
     assert "no file 'missing.jsonl'" in refusal(base, "data.train=[missing.jsonl]")
-    assert "data.train: list should have at least 1 item" in refusal(base, "data.train=[]")
+    assert "data.train: name at least one source" in refusal(base, "data.train=[]")
 
 
 @pytest.mark.parametrize(
@@ -163,6 +165,7 @@ def test_a_wrong_source_or_column_is_named(folder: Path) -> None:
         ("objective: {schedule: {cubic: 1}}", "objective.schedule: input should be 'linear', 'cosine' or 'polynomial'"),
         ("objective: {schedule: {linear: 1}}", "objective.schedule: linear takes no keys"),
         ("objective: {schedule: {polynomial: 3}}", "objective.schedule: polynomial takes {power: 2.0}"),
+        ("optim: {schedule: {wsd: 3}}", "optim.schedule: wsd takes {final_ratio: 0.1, decay_steps: null}"),
         ("objective: {schedule: {polynomial: {power: 0}}}", "objective.schedule.polynomial: power must be more than 0"),
         ("objective: {schedule: {polynomial: {pwr: 3}}}", "schedule.polynomial.pwr; did you mean power?"),
         (
@@ -171,7 +174,7 @@ def test_a_wrong_source_or_column_is_named(folder: Path) -> None:
         ),
         ("objective: {schedule: {linear: {}, cosine: {}}}", "objective.schedule: input should be 'linear', 'cosine'"),
         ("objective: {schedule: null}", "objective.schedule: input should be 'linear', 'cosine' or 'polynomial'"),
-        ("objective: {ar_loss: 0}", "objective.ar_loss: the weight must be more than 0, got 0.0; none trains without"),
+        ("objective: {ar_loss: 0}", "objective.ar_loss: the weight must be more than 0, got 0.0; none leaves this"),
         (
             "objective: {ar_loss: some}",
             "ar_loss: input should be 'none', a number or {weight: 1.0, scope: all} (got 'some')",
@@ -502,7 +505,8 @@ def test_a_recipe_with_rows_of_its_own_says_so_where_it_is_read_without_them(fol
     assert expected in refusal(folder / "recipe.yaml")
 
 
-WANTED = "objective.schedule: input should be an object with the methods alpha, noise, derivative"
+STREAMED = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+WANTED = "objective.schedule: input should be an object with alpha(), noise(), derivative()"
 
 
 @pytest.mark.parametrize(
@@ -512,7 +516,10 @@ WANTED = "objective.schedule: input should be an object with the methods alpha, 
         ({"train": {"stepz": 0}}, "recipe: unknown key train.stepz; did you mean train.steps?"),
         ({"data": {"train": {"train": ROWS, "test": ROWS}}}, "recipe: data.train: a mapping of train, test; give"),
         ({"data": {"train": iter(ROWS)}}, "recipe: data.train: source 1: rows is a list_iterator; give a sequence"),
-        ({"data": {"train": []}}, "recipe: data.train: list should have at least 1 item"),
+        ({"data": {"train": STREAMED}}, "recipe: data.train: source 1: rows is a IterableDataset; give a sequence"),
+        ({"given": {"optimiser": "sgd"}}, "recipe: given.optimiser: give a class or a function that makes it"),
+        ({"given": {"objective": Step()}}, "recipe: given.objective: give a class or a function that makes it"),
+        ({"data": {"train": []}}, "recipe: data.train: name at least one source (got [])"),
         ({"data": {"train": "none.jsonl"}}, "recipe: data.train: no file 'none.jsonl'"),
         ({"objective": {"schedule": Step()}}, f"recipe: {WANTED}"),
         ({"objective": {"schedule": Linear}}, f"recipe: {WANTED}"),
@@ -525,12 +532,29 @@ def test_a_wrong_recipe_from_python_says_where_and_what(folder: Path, sections: 
     assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "expected"),
+    [
+        (None, (), "recipe: a NoneType; give the path"),
+        (["a.yaml"], (), "recipe: a list; give the path"),
+        ({}, "train.steps=4", "overrides: give a list of texts, such as ['optim.lr=3e-4'] (got 'train.steps=4')"),
+        ({}, {"train.steps": 4}, "overrides: give a list of texts"),
+        ({}, [4], "overrides: give a list of texts"),
+        ({}, ["extends=base.yaml"], "--set extends=base.yaml: extends stands in a recipe file"),
+    ],
+)
+def test_what_is_no_recipe_and_no_override_is_refused(recipe: Any, overrides: Any, expected: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(recipe, overrides)
+    assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
+
+
 def test_a_run_takes_overrides_and_checks_parts_whatever_its_recipe_comes_as(folder: Path) -> None:
     read_before = read_recipe(from_python())
     recipe = settled(read_before, ["seed=7"], folder / "run", objective={"schedule": Square(0.5), "weight": None})
     assert (recipe.seed, recipe.output, recipe.objective.schedule) == (7, str(folder / "run"), Square(0.5))
     assert recipe.objective.weight == read_before.objective.weight
-    with pytest.raises(RecipeError, match=f"^from Python: {WANTED}"):
+    with pytest.raises(RecipeError, match=f"^from Python: {re.escape(WANTED)}"):
         settled(read_before, output=folder / "run", objective={"schedule": Step()})
 
 
