@@ -146,6 +146,7 @@ def test_128_experts_of_which_a_token_takes_8():
     compare(*case(63, 128, 8, 20, 12), needs=(True, False, False, True))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("D,F", [(16, 16), (64, 32), (70, 33), (33, 130), (128, 64)])
 def test_sizes_that_are_and_are_not_multiples_of_a_tile(D, F):
     compare(*case(9, 2, 1, D, F))

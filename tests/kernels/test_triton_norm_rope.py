@@ -97,6 +97,7 @@ def test_add_rms_norm_matches_the_reference(shape, scalar):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("T,h,d", [(1, 1, 2), (7, 3, 16), (17, 2, 30), (65, 1, 256), (3, 4, 512)])
 def test_norm_rope_turns_pairs_of_halves(T, h, d):
     positions = torch.randint(0, 5000, (2, T), generator=torch.Generator().manual_seed(2))

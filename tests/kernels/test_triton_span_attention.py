@@ -144,6 +144,7 @@ def test_a_later_chunk_sees_what_was_cached_before_it(T, past, window):
     compare(spans, inputs(spans, past, T))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("window", [None, 8])
 def test_many_canvases_over_packed_documents(window):
     spans, prefix, own = canvases(window)

@@ -246,6 +246,7 @@ def test_stats_in_tiles_of_full_size():
     compare_stats(stats, log_p, table, given, uniform)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("V", [31, 64, 203])
 def test_stats_of_the_allowed_tokens(V, small_tiles):
     N = 37
