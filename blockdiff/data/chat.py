@@ -143,7 +143,7 @@ class Encoder:
         if self.too_long == "refuse":
             raise DataError(
                 f"{where}: {len(tokens)} tokens, more than data.max_length {self.max_length}; "
-                "shorten it, raise the limit, or choose data.too_long truncate or drop"
+                f"shorten it, raise the limit, or write {{truncate: {self.max_length}}} or {{drop: {self.max_length}}}"
             )
         if self.too_long == "drop":
             return None
