@@ -262,7 +262,7 @@ def test_rows_that_are_too_long_are_cut_left_out_or_refused(tokenizer):
     kept, statistics = Encoder(tokenizer, **options, too_long="drop").encode(rows)
     assert kept == cut[1:] and (statistics.dropped, statistics.truncated, statistics.cut_tokens) == (1, 0, 0)
     assert kept[0].sample_id == 1
-    with pytest.raises(DataError, match=r"f:1: 23 tokens, more than data.max_length 20; shorten it, raise the limit, or write \{truncate: 20\}"):
+    with pytest.raises(DataError, match=r"f:1: 23 tokens, more than data.max_length 20; .*or write \{truncate: 20\}"):
         Encoder(tokenizer, **options, too_long="refuse").encode(rows)
     assert Encoder(tokenizer, eos_id=1, canvas_length=8, max_length=23, too_long="refuse").encode(rows)
 
