@@ -19,10 +19,10 @@ from blockdiff.checkpoint.files import CHOICES, find
 from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import CheckpointError, RequestError
-from blockdiff.kernels.vocabulary import Stats, pack_allowed
 from blockdiff.models.family import family_of
 from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.draws import Draws
+from blockdiff.sampling.predict import predict
 from blockdiff.sampling.request import Pending, Prompt, Result, as_request, tokenised
 from blockdiff.sampling.trace import CommittedCanvas, Step, step_records
 
@@ -211,7 +211,7 @@ class Sampler:
                 canvas_BL = stats.sample.where(is_accepted_BL, canvas_BL)
             previous_BL, soft_BLD = (None, None) if stats is None else (stats.argmax, stats.soft_embedding)
             hidden_BLD = model.denoise(canvas_BL, prefix, soft_BLD)
-            stats = self._stats(hidden_BLD, temperature, uniform_BL, canvas_BL)
+            stats = predict(model, hidden_BLD, canvas_BL, temperature, uniform_BL, mask_id=mask_id)
             is_accepted_BL = acceptance.accept(stats.entropy)
             is_stopped_B, unchanged_B = stopping.stop(stats.argmax, previous_BL, unchanged_B, stats.entropy)
             if on_step is not None:
@@ -246,18 +246,6 @@ class Sampler:
             draws.select(kept)
         return final_BL, steps
 
-    def _stats(self, hidden_BLD: Tensor, temperature: float, uniform_BL: Tensor, canvas_BL: Tensor) -> Stats:
-        """What a step needs of every position; with mask noise, masks are never predicted and other tokens stay."""
-        vocabulary, mask_id = self.model.vocabulary, self.choices.mask_id
-        if mask_id is None:
-            return vocabulary.stats(hidden_BLD, temperature, uniform_BL)
-        tokens_V = torch.arange(self.model.vocab_size, device=canvas_BL.device)
-        allowed_1W = pack_allowed((tokens_V != mask_id)[None])
-        allowed_BLW = allowed_1W.expand(*canvas_BL.shape, -1)
-        return carried_over(
-            vocabulary.stats(hidden_BLD, temperature, uniform_BL, allowed_BLW=allowed_BLW), canvas_BL, mask_id
-        )
-
     def _text(self, answered: Pending, eos_ids: Sequence[int]) -> str:
         if self.tokenizer is None:
             return ""
@@ -272,20 +260,6 @@ class Sampler:
             )
         has_end = bool(answered.tokens) and answered.tokens[-1] in eos_ids
         return str(self.tokenizer.decode(answered.tokens[: -1 if has_end else None], skip_special_tokens=True))
-
-
-def carried_over(stats: Stats, canvas_BL: Tensor, mask_id: int) -> Stats:
-    """Statistics in which a token that is not masked stays what it is, with certainty (entropy 0).
-
-    Under mask noise a visible token is the true one, so the reverse process never changes it (carry-over unmasking,
-    arXiv 2406.07524): what is accepted stays, and masks are filled in the order of their entropies.
-    """
-    is_masked_BL = canvas_BL == mask_id
-    return stats._replace(
-        entropy=stats.entropy * is_masked_BL,
-        argmax=stats.argmax.where(is_masked_BL, canvas_BL),
-        sample=stats.sample.where(is_masked_BL, canvas_BL),
-    )
 
 
 def _origin(model: BlockDiffusionModel) -> Path | None:
