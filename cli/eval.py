@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ from blockdiff.cli import options
 from blockdiff.errors import RequestError
 from blockdiff.evals import TASKS
 from blockdiff.evals import task as find_task
+from blockdiff.terminal import shown
 
 
 def evaluate(
@@ -71,4 +73,4 @@ def evaluate(
     print(f"tokens per step   {numbers['tokens_per_forward']:.2f}")
     print(f"time              {numbers['seconds']:.1f} s, {per_second:.1f} rows/s, {batch_size} at a time")
     if failed:
-        print(f"not answered      {len(failed)}, the first because {failed[0]}")
+        print(f"not answered      {len(failed)}, the first because {shown(failed[0], sys.stdout)}")

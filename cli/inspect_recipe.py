@@ -14,6 +14,7 @@ from blockdiff.checkpoint.tokenizer import decoder
 from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example
 from blockdiff.plots.moments import visible
+from blockdiff.terminal import printable
 from blockdiff.training.build import corruption_of, read_base, trains_routers
 from blockdiff.training.data import read_data
 from blockdiff.training.freeze import freeze
@@ -56,7 +57,7 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
     def shown(token: int) -> str:
         """Special tokens stay readable between letters; a line break shows as a sign."""
         text = decode(token)
-        return f"‹{visible(text)}›" if text.startswith("<") and len(text) > 2 else text.replace("\n", "⏎")
+        return f"‹{visible(text)}›" if text.startswith("<") and len(text) > 2 else printable(text.replace("\n", "⏎"))
 
     words = {token: shown(token) for token in {*batch.tokens_BS.flatten().tolist(), *noise[0].flatten().tolist()}}
     for row in range(min(rows, len(batch.tokens_BS))):
@@ -117,4 +118,4 @@ def row_texts(drawn: Drawn, row: int, words: Mapping[int, str]) -> list[Text]:
     for column, token in enumerate(batch.tokens_BS[row].tolist()):
         if batch.doc_start_BS[row, column] >= 0:
             clean.append(words[token], style=styles.get(column, "dim"))
-    return [Text(f"\nrow {row}: " + "; ".join(origins)), clean, *canvases]
+    return [Text(printable(f"\nrow {row}: " + "; ".join(origins))), clean, *canvases]

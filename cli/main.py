@@ -21,6 +21,7 @@ from blockdiff.cli.plot import plot
 from blockdiff.cli.sample import sample
 from blockdiff.cli.train import train
 from blockdiff.errors import BlockdiffError
+from blockdiff.terminal import shown
 
 OURS = (Path(blockdiff.__file__).parent, Path(__file__).parent)
 
@@ -50,7 +51,7 @@ def _show_warning(
 ) -> None:
     """One line for our own warnings; others' come as they are."""
     if issubclass(category, UserWarning) and any(Path(filename).is_relative_to(home) for home in OURS):
-        print("blockdiff: warning: " + " ".join(str(message).split()), file=sys.stderr)
+        print("blockdiff: warning: " + shown(" ".join(str(message).split()), sys.stderr), file=sys.stderr)
     else:
         sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
 
@@ -71,7 +72,7 @@ def report(error: Exception) -> int:
         message = f"{place}{error.strerror}"
     else:
         message = f"{type(error).__name__}: {error} (run again with --debug for the traceback)"
-    print("blockdiff: error: " + " ".join(message.split()), file=sys.stderr)
+    print("blockdiff: error: " + shown(" ".join(message.split()), sys.stderr), file=sys.stderr)
     return code
 
 

@@ -17,6 +17,7 @@ import typer
 
 from blockdiff.cli import options
 from blockdiff.errors import BlockdiffError, RequestError
+from blockdiff.terminal import printable, shown
 
 if TYPE_CHECKING:
     from blockdiff.sampling import Request, Result, Sampler, Trace
@@ -116,14 +117,15 @@ def sample(
         per_canvas = counts["steps"] / counts["canvases"]
         typer.echo(f"{', '.join(words)} in {seconds:.1f} s, {per_canvas:.2f} steps per canvas", err=True)
         if first_error:
-            typer.echo(f"first failure: {first_error}", err=True)
+            typer.echo(f"first failure: {shown(first_error, sys.stderr)}", err=True)
     elif output is None and view is None:
-        print(results[0].text)
+        print(shown(results[0].text, sys.stdout))
 
 
 def _write_line(file: IO[bytes], result: Result, path: Path | None) -> None:
     """Write one output line, whole or not at all; half a surrogate pair is written as the JSON escape it is."""
-    line = (json.dumps(result.to_record(), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    text = json.dumps(result.to_record(), ensure_ascii=False) + "\n"
+    line = (printable(text) if file.isatty() else text).encode("utf-8", "backslashreplace")
     start = file.tell() if file.seekable() else None
     try:
         if file.write(line) < len(line):

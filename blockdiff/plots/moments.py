@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from blockdiff.terminal import printable
+
 if TYPE_CHECKING:
     from blockdiff.sampling.trace import CommittedCanvas, Trace
 
@@ -46,8 +48,8 @@ def visible(text: str) -> str:
     if text == "":
         return "∅"
     if text.startswith("<") and text.endswith(">") and len(text) > 2:
-        return text.strip("<|>") or text
-    return text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍").replace(" ", "·")
+        return printable(text.strip("<|>") or text)
+    return printable(text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍").replace(" ", "·"))
 
 
 def prompt_of(trace: Trace) -> str:

@@ -164,9 +164,8 @@ class Sampler:
                 kept = each.commit(tokens, count, generation.eos_ids, is_last=number + 1 == canvases)
                 if on_canvas is not None:
                     text = self._text(each, generation.eos_ids)
-                    on_canvas(
-                        CommittedCanvas(each.id, number, each.prompt, tokens, kept, text, count, each.finish_reason)
-                    )
+                    said = (each.prompt, tokens, kept, text, count, each.finish_reason, generation.max_steps)
+                    on_canvas(CommittedCanvas(each.id, number, *said))
             unfinished = [row for row, each in enumerate(batch) if each.finish_reason is None and not each.error]
             if not unfinished:
                 return

@@ -17,7 +17,10 @@ class Step:
     """One denoising step of one request; every list has one entry per canvas position.
 
     `tokens` is the canvas that the step saw, `argmax` and `sample` what it predicted, `entropy` (nats) how
-    unsure it was at this temperature, `is_accepted` whether `sample` stayed for the next step.
+    unsure it was at this temperature, `is_accepted` whether `sample` stayed for the next step. Where they are said:
+    `is_pinned` marks positions whose token is given, `stays` those whose token in `tokens` stands as it is, and
+    `allowed` counts the tokens that the request's constraint leaves at each position. What is neither kept, pinned
+    nor stays is renewed.
     """
 
     id: str | int
@@ -29,6 +32,9 @@ class Step:
     sample: list[int]
     entropy: list[float]
     is_accepted: list[bool]
+    is_pinned: list[bool] | None = None
+    stays: list[bool] | None = None
+    allowed: list[int] | None = None
 
 
 def step_records(
@@ -51,7 +57,9 @@ class CommittedCanvas:
     """A committed canvas: all its `tokens`, and how many of them are `kept` (up to the first eos).
 
     `prompt` and `text` are the prompt and the whole response so far; `steps` counts the denoising steps of
-    this canvas; `finish_reason` is "eos" or "length" with the last canvas of a request, else None.
+    this canvas; `finish_reason` is "eos" or "length" with the last canvas of a request, else None. Where they are said:
+    `max_steps` is the most steps that the canvas might take, and `control` says in words what the request pins or
+    demands ("template 'a <?4>'", "regex '[0-9]+'").
     """
 
     id: str | int
@@ -62,6 +70,8 @@ class CommittedCanvas:
     text: str
     steps: int
     finish_reason: str | None
+    max_steps: int | None = None
+    control: str = ""
 
 
 @dataclass
@@ -73,6 +83,7 @@ class Trace:
     text: str = ""
     steps: list[Step] = field(default_factory=list)
     canvases: list[CommittedCanvas] = field(default_factory=list)
+    control: str = ""
 
     def steps_of(self, canvas: int) -> list[Step]:
         """The steps of one canvas."""
@@ -104,7 +115,7 @@ class Recorder:
         if self._ids is None or canvas.id in self._ids:
             trace = self._trace(canvas.id)
             trace.canvases.append(canvas)
-            trace.prompt, trace.text = canvas.prompt, canvas.text
+            trace.prompt, trace.text, trace.control = canvas.prompt, canvas.text, canvas.control
 
     def _trace(self, id: str | int) -> Trace:
         return self._traces.setdefault(id, Trace(id))

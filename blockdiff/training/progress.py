@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from blockdiff.metrics import Record, texts
-from blockdiff.terminal import console
+from blockdiff.terminal import console, printable, shown
 from blockdiff.training.freeze import PartCounts
 
 # What a line shows of a record, in this order, where the record has it.
@@ -38,9 +38,9 @@ class Progress:
     def line(self, text: str) -> None:
         """Print one line, above the bar in a terminal and below it in a notebook."""
         if self.is_shown and self.console.is_jupyter:
-            print(text)  # rich would make an output of every line
+            print(printable(text))  # rich would make an output of every line
         elif self.is_shown:
-            self.console.print(text)
+            self.console.print(shown(text, self.console.file))
 
     def parts(self, rows: Sequence[PartCounts]) -> None:
         """Print what trains and what stands still, by part of the model (`training.freeze.count_parts`)."""

@@ -1,0 +1,57 @@
+"""What reaches a terminal cannot command it; files and pipes get texts as they are."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from blockdiff.cli.main import report
+from blockdiff.errors import BlockdiffError
+from blockdiff.terminal import printable, shown
+from blockdiff.training.progress import Progress
+
+HOSTILE = {
+    "\x1b[2J": "\\u001b[2J",
+    "\0": "\\u0000",
+    "\r": "\\u000d",
+    "\x7f": "\\u007f",
+    "\x9b31m": "\\u009b31m",
+    "\u202e": "\\u202e",
+    "\u2066": "\\u2066",
+    "\ud800": "\\ud800",
+    "\U000e0041": "\\udb40\\udc41",
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("text", "escaped"), HOSTILE.items())
+def test_what_commands_a_terminal_is_written_as_its_code(text: str, escaped: str) -> None:
+    assert printable(f"a{text}b") == f"a{escaped}b"
+    line = json.dumps({"text": f"a{text}b"}, ensure_ascii=False)
+    assert json.loads(printable(line)) == json.loads(line)
+
+
+@pytest.mark.quick
+def test_ordinary_text_of_any_script_stays_as_it_is() -> None:
+    text = "a\tb\nשלום, 你好 👩\u200d🔬 é"
+    assert printable(text) == text
+    assert shown("\x1b", io.StringIO()) == "\x1b" and shown("\x1b", Terminal()) == "\\u001b"
+
+
+@pytest.mark.quick
+def test_errors_and_lines_of_training_reach_a_terminal_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}", Terminal())
+    import sys
+
+    report(BlockdiffError("id '\x1b]0;x\x07' is there twice"))
+    Progress(1, is_shown=True).line("rows of \x1b[8m.jsonl")
+    assert sys.stderr.getvalue() == "blockdiff: error: id '\\u001b]0;x\\u0007' is there twice\n"  # type: ignore[attr-defined]
+    assert "\x1b" not in sys.stdout.getvalue() and "\\u001b[8m.jsonl" in sys.stdout.getvalue()  # type: ignore[attr-defined]
