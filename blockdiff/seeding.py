@@ -39,6 +39,7 @@ class Stream(IntEnum):
     TIME_ROTATION = 12
     MIXTURE = 13
     WINDOW = 14
+    DECIDE = 15
 
 
 def uniform(

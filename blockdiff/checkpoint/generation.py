@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff.checkpoint.files import GENERATION, find
-from blockdiff.diffusion.acceptance import EntropyBound
-from blockdiff.diffusion.stopping import StableAndConfident
-from blockdiff.diffusion.temperature import LinearTemperature
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import family_of
 
@@ -58,21 +55,6 @@ class Generation:
         for rule, is_met in rules.items():
             if not is_met:
                 raise ValueError(f"{rule}: {self}")
-
-    @property
-    def temperature(self) -> LinearTemperature:
-        """The temperature of each step."""
-        return LinearTemperature(self.t_min, self.t_max)
-
-    @property
-    def acceptance(self) -> EntropyBound:
-        """The rule that keeps sampled tokens."""
-        return EntropyBound(self.entropy_bound)
-
-    @property
-    def stopping(self) -> StableAndConfident:
-        """The rule that ends a canvas early."""
-        return StableAndConfident(self.stability, self.confidence)
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Generation:

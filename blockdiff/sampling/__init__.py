@@ -5,17 +5,24 @@ from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.prompts import read_prompts
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
+from blockdiff.sampling.strategies import Composed
+from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Recorder, Step, Trace, write_traces
 
 __all__ = [
+    "Canvases",
     "Choices",
     "CommittedCanvas",
+    "Composed",
+    "Decision",
     "Generation",
     "Recorder",
     "Request",
     "Result",
     "Sampler",
+    "Shape",
     "Step",
+    "Strategy",
     "Trace",
     "read_prompts",
     "write_traces",

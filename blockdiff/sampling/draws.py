@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockdiff.seeding import Stream, to_integers, to_uniform, words
+from blockdiff.seeding import Stream, to_integers, to_uniform, uniform, words
 
 # One call of the generator covers this many steps: most canvases stop before they need a second one.
 STEPS_AHEAD = 8
@@ -24,6 +24,10 @@ class Draws:
         if not self._first <= step < self._first + STEPS_AHEAD:
             self._first, self._uniform_TBL, self._noise_TBL = step, *self._draw(step)
         return self._uniform_TBL[step - self._first], self._noise_TBL[step - self._first]
+
+    def second(self, step: int) -> Tensor:
+        """A second uniform number per position, float32 [B, L], for strategies that draw what to keep."""
+        return uniform(self.seed_B, Stream.DECIDE, (self.canvas, step), self.length)
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows of the batch."""

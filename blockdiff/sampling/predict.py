@@ -43,6 +43,7 @@ def carried_over(stats: Stats, canvas_BL: Tensor, mask_id: int) -> Stats:
     is_masked_BL = canvas_BL == mask_id
     return stats._replace(
         entropy=stats.entropy * is_masked_BL,
+        log_probability=stats.log_probability * is_masked_BL,
         argmax=stats.argmax.where(is_masked_BL, canvas_BL),
         sample=stats.sample.where(is_masked_BL, canvas_BL),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.draws import Draws
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.request import Pending, Prompt, Result, as_request, tokenised
+from blockdiff.sampling.strategies import released
+from blockdiff.sampling.strategy import Canvases, Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step, step_records
 
 if TYPE_CHECKING:
@@ -43,7 +46,8 @@ class Sampler:
     `tokenizer` may be None when every request brings its tokens. Without `generation` the settings are those beside
     the weights the model was loaded from, else transformers' defaults. Where they name no eos, the model's config does,
     else the tokenizer; with none, every response runs to its full length. Without `choices` the model is taken for what
-    the blockdiff.json beside its weights says, else for a plain denoiser of uniform noise.
+    the blockdiff.json beside its weights says, else for a plain denoiser of uniform noise. Without `strategy` canvases
+    are denoised by the released model's rules, with the numbers of the settings.
     """
 
     def __init__(
@@ -52,11 +56,13 @@ class Sampler:
         tokenizer: PreTrainedTokenizerBase | None = None,
         generation: Generation | None = None,
         choices: Choices | None = None,
+        strategy: Strategy | None = None,
     ):
         self.model, self.tokenizer = model, tokenizer
         self._has_warned = False  # of tokens without a text
         origin = _origin(model)
         self.generation = generation or (Generation.from_pretrained(origin) if origin else Generation())
+        self.strategy: Strategy = strategy or released(self.generation)
         self.choices = choices or (Choices.from_pretrained(origin) if origin else Choices())
         mask_id = self.choices.mask_id
         if mask_id is not None and mask_id >= model.vocab_size:
@@ -194,34 +200,53 @@ class Sampler:
         model, device = self.model, self.model.device
         seed_B = torch.tensor([_signed(each.seed) for each in batch], device=device)
         draws = Draws(seed_B, number, model.canvas_length, model.vocab_size)
-        acceptance, stopping, mask_id = generation.acceptance, generation.stopping, self.choices.mask_id
+        strategy, mask_id = self.strategy, self.choices.mask_id
         final_BL = torch.empty(len(batch), model.canvas_length, dtype=torch.int64, device=device)
         steps = [0] * len(batch)
 
         # From here on B counts the rows whose canvas is not finished; `live` are their places in the batch.
         live = list(range(len(batch)))
-        unchanged_B = torch.zeros_like(seed_B)
-        is_accepted_BL = stats = None
-        for step, temperature in enumerate(generation.temperature.of_steps(generation.max_steps).tolist()):
+        steps_B, unchanged_B = torch.full_like(seed_B, generation.max_steps), torch.zeros_like(seed_B)
+        standing_BL = kept_BL = stats = None
+        for step in range(generation.max_steps):
+            shape = strategy.shape(step, generation.max_steps)
             uniform_BL, canvas_BL = draws.of_step(step)
             if mask_id is not None:
                 canvas_BL = torch.full_like(canvas_BL, mask_id)
-            if stats is not None and is_accepted_BL is not None:
-                canvas_BL = stats.sample.where(is_accepted_BL, canvas_BL)
-            previous_BL, soft_BLD = (None, None) if stats is None else (stats.argmax, stats.soft_embedding)
+            if stats is None or standing_BL is None or kept_BL is None:
+                previous_BL, soft_BLD = torch.full_like(canvas_BL, -1), None
+                kept_BL = torch.zeros_like(canvas_BL, dtype=torch.bool)
+            else:
+                previous_BL, soft_BLD = stats.argmax, stats.soft_embedding
+                canvas_BL = standing_BL.where(kept_BL, canvas_BL)
             hidden_BLD = model.denoise(canvas_BL, prefix, soft_BLD)
-            stats = predict(model, hidden_BLD, canvas_BL, temperature, uniform_BL, mask_id=mask_id)
-            is_accepted_BL = acceptance.accept(stats.entropy)
-            is_stopped_B, unchanged_B = stopping.stop(stats.argmax, previous_BL, unchanged_B, stats.entropy)
+            stats = predict(model, hidden_BLD, canvas_BL, shape.temperature, uniform_BL, mask_id=mask_id)
+            unchanged_B = (unchanged_B + 1) * (stats.argmax == previous_BL).all(-1)
+            canvases = Canvases(
+                ids=[batch[place].id for place in live],
+                step_B=torch.full_like(steps_B, step),
+                steps_B=steps_B,
+                temperature_B=torch.full(steps_B.shape, shape.temperature, device=device),
+                tokens_BL=canvas_BL,
+                stats=stats,
+                previous_BL=previous_BL,
+                unchanged_B=unchanged_B,
+                kept_BL=kept_BL,
+                is_pinned_BL=None,
+                draw=partial(draws.second, step),
+            )
+            decision = strategy.decide(canvases)
+            kept_BL, standing_BL = decision.kept_BL, decision.standing(canvases)
             if on_step is not None:
-                ids = [batch[place].id for place in live]
-                for record in step_records(ids, number, step, temperature, canvas_BL, stats, is_accepted_BL):
+                columns = canvas_BL, stats, decision.keep_BL
+                for record in step_records(canvases.ids, number, step, shape.temperature, *columns):
                     on_step(record)
 
             is_last = step + 1 == generation.max_steps
-            if step < generation.stability and not is_last:
-                continue  # no canvas can stop yet, so the host need not wait for the device
+            if decision.stop_B is None and not is_last:
+                continue  # no canvas stops here, so the host need not wait for the device
             is_finite_B = stats.entropy.isfinite().all(-1)
+            is_stopped_B = is_finite_B if decision.stop_B is None else decision.stop_B
             flags = torch.stack((is_stopped_B, is_finite_B)).tolist()  # the one wait for the device
             stopped: list[int] = []
             staying: list[int] = []
@@ -240,7 +265,8 @@ class Sampler:
             live = [live[row] for row in staying]
             kept = torch.tensor(staying, device=device)
             stats = type(stats)(*(values[kept] for values in stats))
-            is_accepted_BL, unchanged_B = is_accepted_BL[kept], unchanged_B[kept]
+            standing_BL, kept_BL, unchanged_B = standing_BL[kept], kept_BL[kept], unchanged_B[kept]
+            steps_B = steps_B[kept]
             prefix = prefix.select(kept)
             draws.select(kept)
         return final_BL, steps

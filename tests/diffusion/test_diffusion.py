@@ -1,17 +1,13 @@
-"""Schedules, time draws, corruption and the rules of denoising, each against its definition."""
+"""Schedules, time draws, corruption and weights, each against its definition."""
 
 import math
 
 import pytest
 import torch
-from transformers.models.diffusion_gemma import generation_diffusion_gemma as reference
 
-from blockdiff.diffusion.acceptance import EntropyBound
 from blockdiff.diffusion.corruption import MaskCorruption, UniformCorruption
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Cosine, Linear, LogitNormalTime, Polynomial, StratifiedTime, UniformTime
-from blockdiff.diffusion.stopping import StableAndConfident
-from blockdiff.diffusion.temperature import LinearTemperature
 from blockdiff.diffusion.weight import ElboWeight, NoWeight
 
 pytestmark = pytest.mark.quick
@@ -248,50 +244,3 @@ def test_the_leave_one_out_bonus_is_0_at_1_and_finite_at_0():
     assert bonus[0].tolist() == pytest.approx([0.0, math.log(1 + 262144), math.log(262144e10)], abs=1e-3)
     for schedule in SCHEDULES:
         assert (leave_one_out_bonus(schedule, torch.linspace(0, 1, 99)[None], 262144) < 40).all()
-
-
-def test_the_temperature_falls_from_t_max_and_never_reaches_t_min():
-    temperature_N = LinearTemperature(0.4, 0.8).of_steps(48)
-    assert temperature_N[0] == torch.tensor(0.8) and abs(temperature_N[-1].item() - 0.40833) < 1e-5
-    processor = reference.LinearTemperatureScheduleLogitsProcessor(0.4, 0.8, 48)
-    for step, temperature in enumerate(temperature_N):
-        remaining = torch.tensor(48 - step, dtype=torch.int32)
-        assert processor(None, torch.tensor(1.0), remaining) == 1 / temperature
-
-
-def test_acceptance_follows_the_bound_on_a_small_example():
-    entropy = torch.tensor([[0.5, 0.04, 0.06, 0.01, 9.0], [3.0, 2.0, 4.0, 5.0, 6.0], [0.0] * 5])
-    # Sums of the smaller ones: 0, .01, .05, .11 > .1; in row two even the second is over.
-    expected = [[False, True, True, True, False], [False, True, False, False, False], [True] * 5]
-    assert EntropyBound(0.1).accept(entropy).tolist() == expected
-
-
-def test_acceptance_and_stopping_equal_transformers_on_random_logits():
-    generator = torch.Generator().manual_seed(1)
-    for trial in range(50):
-        scale = 10.0 ** (trial % 4 - 1)
-        logits = torch.randn(4, 12, 30, generator=generator) * scale
-        entropy = torch.distributions.Categorical(logits=logits).entropy()
-        sampler = reference.EntropyBoundSampler(reference.EntropyBoundSamplerConfig(0.1), 12, 30, 48)
-        sampler.accept_canvas(torch.zeros(4, 12).long(), torch.ones(4, 12).long(), logits, 1)
-        assert torch.equal(EntropyBound(0.1).accept(entropy), sampler.accepted_token_mask)
-
-
-@pytest.mark.parametrize("stability", [0, 1, 2, 3])
-def test_stopping_equals_transformers_step_for_step(stability):
-    generator = torch.Generator().manual_seed(stability)
-    theirs = reference.StableAndConfidentStoppingCriteria(stability, 0.3)
-    ours = StableAndConfident(stability, 0.3)
-    previous, unchanged, stops = None, torch.zeros(8, dtype=torch.int64), 0
-    for _ in range(40):
-        # Two peaks that rarely move, at two sharpnesses: argmax and confidence change on their own.
-        sharp = torch.where(torch.rand(8, 1, 1, generator=generator) < 0.6, 9.0, 2.0)
-        peak = (torch.rand(8, 1, generator=generator) < 0.3).long().expand(8, 5)
-        logits = torch.nn.functional.one_hot(peak, 6) * sharp
-        entropy = torch.distributions.Categorical(logits=logits).entropy()
-        expected = theirs(peak, logits)
-        stop, unchanged = ours.stop(peak, previous, unchanged, entropy)
-        previous = peak
-        assert torch.equal(stop, expected)
-        stops += int(stop.sum())
-    assert 0 < stops < 8 * 40

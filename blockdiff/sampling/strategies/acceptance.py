@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
+
+from blockdiff.sampling.strategy import Canvases, Decision
+
+
+class Acceptance(Protocol):
+    """A frozen dataclass."""
+
+    def accept(self, canvases: Canvases) -> Decision:
+        """What becomes of every position; when a canvas stops is another rule's."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +27,9 @@ class EntropyBound:
 
     bound: float = 0.1
 
-    def accept(self, entropy_BL: Tensor) -> Tensor:
-        """is_accepted [B, L] from the entropies in nats [B, L]."""
+    def accept(self, canvases: Canvases) -> Decision:
+        """Keep the samples of the k most certain positions; all others become noise."""
         # Stable, so that among equal entropies the first position wins whatever the batch.
-        sorted_BL, order_BL = entropy_BL.sort(dim=-1, stable=True)
+        sorted_BL, order_BL = canvases.stats.entropy.sort(dim=-1, stable=True)
         is_within_BL = sorted_BL.cumsum(-1) - sorted_BL <= self.bound
-        return torch.empty_like(is_within_BL).scatter_(-1, order_BL, is_within_BL)
+        return Decision(torch.empty_like(is_within_BL).scatter_(-1, order_BL, is_within_BL))

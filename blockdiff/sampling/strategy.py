@@ -1,0 +1,95 @@
+"""What a strategy is: what a denoising step draws from, and what stays of what it drew.
+
+The strategies there are lie in `strategies/`. Tensors: B canvases, L positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from torch import Tensor
+
+from blockdiff.kernels.vocabulary import Stats
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The distribution that one step of a canvas draws from, made of the model's logits.
+
+    temperature: logits are divided by it. top_k, top_p, min_p: of every position's tempered distribution only the k
+    likeliest tokens are left, the fewest likeliest ones whose probabilities reach top_p, those at least min_p times as
+    likely as the likeliest. guidance: w in z_u + (1 + w) (z_c - z_u), where z_u are the logits after the bos token
+    alone; 0 = the model's own logits z_c. alpha: the share of the canvas taken to be true, for models that were
+    trained to predict each token from the others alone: what the seen token says of itself is added by it (None adds
+    nothing). The soft embedding that the next step is conditioned on is made without filters and without that.
+    """
+
+    temperature: float
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    guidance: float = 0.0
+    alpha: float | None = None
+
+
+@dataclass
+class Canvases:
+    """B canvases that a strategy decides for, after a step has seen them.
+
+    Every row is decided on its own: what shares the step changes nothing. Tensors lie on the model's device, and
+    reading one on the host makes that wait.
+    """
+
+    ids: Sequence[str | int]  # the requests they belong to
+    step_B: Tensor  # int64: this step of the canvas, counted from 0
+    steps_B: Tensor  # int64: the most steps that the canvas may take
+    temperature_B: Tensor  # fp32
+    tokens_BL: Tensor  # int64: what the step saw
+    stats: Stats  # of this step, as the shape says: entropy, argmax, sample, log_probability (of the sample)
+    previous_BL: Tensor  # int64: the argmax of the step before; -1 in a canvas's first step
+    unchanged_B: Tensor  # int64: for how many steps in a row the argmax has been the same
+    kept_BL: Tensor  # bool: positions whose token was kept or stayed at the step before; False in the first step
+    is_pinned_BL: Tensor | None  # bool: positions whose token is given; None where none is
+    draw: Callable[[], Tensor]  # what `uniform_BL` is made by, for strategies that ask for it
+
+    @cached_property
+    def uniform_BL(self) -> Tensor:
+        """Numbers in [0, 1), fp32, one per position, independent of those that picked the samples."""
+        return self.draw()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of every position, and of every canvas.
+
+    keep_BL: the sample stands in the canvas of the next step. stay_BL: the token that this step saw stands there
+    again (where both are True, the sample is kept). Every other position gets fresh noise. stop_B: the canvas is
+    finished, and its argmax is committed; None = no canvas is, before its last step.
+    """
+
+    keep_BL: Tensor
+    stop_B: Tensor | None = None
+    stay_BL: Tensor | None = None
+
+    def standing(self, canvases: Canvases) -> Tensor:
+        """What stands in the next step's canvas wherever `kept_BL` is True, int64 [B, L]; elsewhere no matter what."""
+        sample_BL = canvases.stats.sample
+        return sample_BL if self.stay_BL is None else sample_BL.where(self.keep_BL, canvases.tokens_BL)
+
+    @property
+    def kept_BL(self) -> Tensor:
+        """`Canvases.kept_BL` of the next step."""
+        return self.keep_BL if self.stay_BL is None else self.keep_BL | self.stay_BL
+
+
+class Strategy(Protocol):
+    """A frozen dataclass, so that canvases of equal strategies are decided together."""
+
+    def shape(self, step: int, steps: int) -> Shape:
+        """What step `step` (from 0) of at most `steps` draws from."""
+
+    def decide(self, canvases: Canvases) -> Decision:
+        """What stays of the step's samples, and which canvases are finished."""
