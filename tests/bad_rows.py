@@ -78,7 +78,7 @@ CORPUS: dict[str, tuple[str, str | bytes, str, str]] = {
     "no role": ("a.jsonl", talk({"content": "a"}), ":3: ", "messages[0] has no role"),
     "no content": ("a.jsonl", talk(USER, {"role": "assistant"}), ":3: ", "messages[1] has no content"),
     "an unknown role": ("a.jsonl", talk({"role": "wizard", "content": "a"}), ":3: ", "'wizard'"),
-    "a tool": ("a.jsonl", talk(USER, {"role": "tool", "content": "a"}, ASSISTANT), ":3: ", "'tool'"),
+    "a tool": ("a.jsonl", talk(USER, {"role": "tool", "content": "a"}, ASSISTANT), ":3: ", "no call of a tool"),
     "null as content": ("a.jsonl", talk({"role": "user", "content": None}, ASSISTANT), ":3: ", "content is null"),
     "an answer of spaces": ("a.jsonl", talk(USER, {**ASSISTANT, "content": " \n"}), ":3: ", "is empty"),
     "calls of tools": ("a.jsonl", talk(USER, {**ASSISTANT, "tool_calls": [{}]}), ":3: ", "tool_calls"),

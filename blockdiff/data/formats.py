@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +14,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
+from blockdiff.data.strict_json import BOM, DECODER, decoded, parsed
 from blockdiff.errors import DataError
 
 # (place in the file, value): the place is "17" for a line and "row 17" where lines mean nothing, both counted from 1.
@@ -22,7 +22,6 @@ Value = tuple[str, Any]
 # Given the names of all columns of a file, the names of those to read.
 Choose = Callable[[list[str]], list[str]]
 
-BOM = b"\xef\xbb\xbf"
 BATCH = 1000  # rows of a parquet file that become Python objects together
 FIELD = 1 << 30  # the csv module refuses fields of more than 128 KiB unless told otherwise
 GZIP = ".gz"
@@ -83,44 +82,6 @@ def _open(path: Path) -> IO[bytes]:
     return gzip.open(path, "rb") if path.suffix.lower() == GZIP else path.open("rb")  # type: ignore[return-value]
 
 
-def _decoded(line: bytes, where: str) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not valid UTF-8 (byte {error.start + 1}); save it as UTF-8") from None
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON; write a number or null")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} appears twice, and only one can count; remove the other")
-    return value
-
-
-# Reads JSON strictly: a key must not appear twice, and NaN is no number. Raises ValueError.
-DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
-
-
-def _parsed(decode: Callable[..., Any], text: str, where: str, *begin: int) -> Any:
-    """What a method of DECODER makes of a text, from `begin` on; DataError naming `where` if it is not valid."""
-    try:
-        return decode(text, *begin)
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if begin else ""
-        remedy = "repair it" if begin else "write one object per line"
-        raise DataError(f"{where}: not valid JSON ({error.msg} at {line}column {error.colno}); {remedy}") from None
-    except RecursionError:
-        raise DataError(f"{where}: JSON is nested too deeply; write flat objects") from None
-    except ValueError as error:  # a key that appears twice, NaN, an integer of thousands of digits
-        raise DataError(f"{where}: {error}") from None
-
-
 def json_lines(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     """One JSON object per line; lines of only white space are passed over."""
     with _open(path) as file:
@@ -128,7 +89,7 @@ def json_lines(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
             line = line.removeprefix(BOM) if number == 1 else line
             if line and not line.isspace() and not skip.takes():
                 where = f"{path}:{number}"
-                yield str(number), _parsed(DECODER.decode, _decoded(line, where), where)
+                yield str(number), parsed(decoded(line, where), where)
 
 
 def json_document(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
@@ -143,7 +104,7 @@ def json_document(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
     begin = _after_blanks(text, 0)
     elements: Iterator[Value]
     if text[begin : begin + 1] == "{":
-        first, end = _parsed(DECODER.raw_decode, text, f"{path}:{_line(text, begin)}", begin)
+        first, end = parsed(text, f"{path}:{_line(text, begin)}", DECODER.raw_decode, begin)
         if _after_blanks(text, end) < len(text):
             yield from json_lines(path, skip, choose)
             return
@@ -164,7 +125,7 @@ def _elements(text: str, begin: int, path: Path) -> Iterator[Value]:
     row, at = 0, _after_blanks(text, begin + 1)
     while row or text[at : at + 1] != "]":
         row += 1
-        value, at = _parsed(DECODER.raw_decode, text, f"{path}:row {row}", at)
+        value, at = parsed(text, f"{path}:row {row}", DECODER.raw_decode, at)
         yield f"row {row}", value
         at = _after_blanks(text, at)
         if text[at : at + 1] == "]":
@@ -193,7 +154,7 @@ def separated(path: Path, skip: Skip, choose: Choose, delimiter: str) -> Iterato
     begin = 1
     with _open(path) as file:
         lines = (
-            _decoded(line.removeprefix(BOM) if number == 1 else line, f"{path}:{number}")
+            decoded(line.removeprefix(BOM) if number == 1 else line, f"{path}:{number}")
             for number, line in enumerate(file, start=1)
         )
         reader = csv.reader(lines, delimiter=delimiter, strict=True)

@@ -1,33 +1,34 @@
-"""What a training row is. Each one is checked here, wherever it is from, or refused with place, reason and remedy."""
+"""What a row is, to train on or to answer. Each is checked here, or refused with place, reason and remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
-from blockdiff.data.formats import DECODER
+from blockdiff.data.messages import BadRow, Message, checked_messages, checked_tools, kind_of, text_of
 from blockdiff.errors import DataError
 
-# What rows call the roles, and what they are called here.
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "model": "assistant"}
-# Further names, in conversations of the ShareGPT form.
-SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
-REASONING_KEYS = ("reasoning", "reasoning_content")
 CONVERSATION_KEYS = ("messages", "conversations")
-CONTENT_KEYS = {"prompt", "response", *CONVERSATION_KEYS}
-KEYS = ("prompt", "response", "messages", "system", "id")
+ALPACA_KEYS = ("instruction", "input", "output")
+KEYS = ("prompt", "response", "messages", "tools", "system", "id")
+CONTENT_KEYS = {"prompt", "response", "completion", *ALPACA_KEYS, *CONVERSATION_KEYS}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One training row: either `prompt` and `response`, or `messages`; `where` is "file:line" or "file:row N"."""
+    """One row: either `prompt` and `response`, or `messages` and maybe `tools` that it declares.
+
+    `where` is "file:line" or "file:row N". A row that is to be answered needs no response.
+    """
 
     where: str
     prompt: str | None = None
     response: str | None = None
-    messages: tuple[dict[str, str], ...] | None = None
+    messages: tuple[Message, ...] | None = None
     id: str | None = None
+    tools: tuple[Message, ...] | None = None
 
     def as_conversation(self) -> Row:
         """The same row with its prompt as the user's turn and its response as the assistant's."""
@@ -44,23 +45,21 @@ def texts_of(row: Row) -> Iterator[str]:
         if text:
             yield text
     for message in row.messages or ():
-        yield from (message[key] for key in ("reasoning", "content") if message.get(key))
+        yield from (message[key] for key in ("reasoning", "content") if isinstance(message.get(key) or None, str))
 
 
-def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None) -> Row:
+def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None, *, is_asked: bool = False) -> Row:
     """Check one row, wherever it comes from, and make it a `Row`; raises DataError naming `where`.
 
     `columns` maps keys of KEYS to the column that holds them; without an entry a key is looked up by its name.
-    Conversations may be in the ShareGPT form too: `conversations` of `from` and `value`.
+    Other forms are read as well: `prompt` and `completion`; the ShareGPT form, `conversations` of `from` and `value`;
+    the Alpaca form, `instruction`, `input` and `output`, which becomes a conversation. With `is_asked` the row is to
+    be answered, so it needs no response, and one beside its prompt is left alone.
     """
     try:
-        return _row(_renamed(value, columns) if columns else value, where)
-    except _BadRow as bad:
+        return _row(_renamed(value, columns) if columns else value, where, is_asked)
+    except BadRow as bad:
         raise DataError(f"{where}: {bad}") from None
-
-
-class _BadRow(Exception):
-    """Why a row is refused; `check_row` adds the place."""
 
 
 def _renamed(value: Any, columns: Mapping[str, str]) -> Any:
@@ -70,127 +69,99 @@ def _renamed(value: Any, columns: Mapping[str, str]) -> Any:
     for key, column in columns.items():
         if column not in value:
             columns_of_row = ", ".join(map(repr, value)) or "none"
-            raise _BadRow(f"column {column!r}, to be {key}, is not there (columns: {columns_of_row}); correct columns")
+            raise BadRow(f"column {column!r}, to be {key}, is not there (columns: {columns_of_row}); correct columns")
     others: tuple[str, ...] = CONVERSATION_KEYS if {"prompt", "response"} & columns.keys() else ()
     if "messages" in columns:
-        others = ("prompt", "response", *CONVERSATION_KEYS)
-    kept = {key: value[key] for key in (*KEYS, *CONVERSATION_KEYS) if key in value and key not in others}
+        others = tuple(CONTENT_KEYS)
+    kept = {key: value[key] for key in (*KEYS, *CONTENT_KEYS) if key in value and key not in others}
     return {**kept, **{key: value[column] for key, column in columns.items()}}
 
 
-def _row(value: Any, where: str) -> Row:
+def _row(value: Any, where: str, is_asked: bool) -> Row:
+    pair_of = "prompt" if is_asked else "prompt and response"
     if not isinstance(value, Mapping):
-        raise _BadRow(
-            f"the row is {_kind(value)}, not an object; write {{...}} with messages, or prompt and response"
-        )
+        raise BadRow(f"the row is {kind_of(value)}, not an object; write {{...}} with messages, or {pair_of}")
     identity = value.get("id")
     if identity is not None and (not isinstance(identity, str | int) or isinstance(identity, bool)):
-        raise _BadRow(f"id is {_kind(identity)}; make it a string or an integer")
+        raise BadRow(f"id is {kind_of(identity)}; make it a string or an integer")
     identity = None if identity is None else str(identity)
-    has_pair = "prompt" in value or "response" in value
-    system = value.get("system")
+    is_pair = "prompt" in value or "response" in value
     conversations = [key for key in CONVERSATION_KEYS if key in value]
     if conversations:
-        if has_pair:
-            raise _BadRow(f"both {conversations[0]} and prompt/response are there; keep one form")
+        if is_pair:
+            raise BadRow(f"both {conversations[0]} and prompt/response are there; keep one form")
         if len(conversations) > 1:
-            raise _BadRow("both messages and conversations are there; keep one")
-        messages = _messages(value[conversations[0]], conversations[0])
-        return Row(where, messages=_with_system(messages, system), id=identity)
-    if not has_pair:
-        keys = ", ".join(map(repr, value)) or "none"
-        raise _BadRow(
-            f"neither messages nor prompt and response (keys: {keys}); add them, or say with columns what they are"
-        )
-    for key in ("prompt", "response"):
-        if key not in value:
-            others = ", ".join(repr(name) for name in value if name not in KEYS)
-            hint = f", or say with columns which column is the {key} (there are: {others})" if others else ""
-            raise _BadRow(f"{key} is missing; a row needs prompt and response{hint}")
-    if system is not None and system != "":
-        raise _BadRow("system is there, but prompt/response rows have no turns; put it into prompt or write messages")
-    prompt, response = _text(value["prompt"], "prompt"), _text(value["response"], "response")
+            raise BadRow("both messages and conversations are there; keep one")
+        messages = checked_messages(value[conversations[0]], conversations[0])
+        if not is_asked and not any(message["role"] == "assistant" for message in messages):
+            raise BadRow("no assistant message, so nothing can be learnt; add one or remove the row")
+        if not messages:
+            raise BadRow(f"{conversations[0]} has no message; write what is asked")
+        tools = checked_tools(value.get("tools"))
+        return Row(where, messages=_with_system(messages, value.get("system")), id=identity, tools=tools)
+    if not is_pair and "instruction" in value and (is_asked or "output" in value):
+        return Row(where, messages=_with_system(_alpaca(value, is_asked), value.get("system")), id=identity)
+    if not is_pair:
+        raise BadRow(_neither(value, pair_of))
+    for key in ("system", "tools"):
+        if value.get(key):
+            raise BadRow(f"{key} is there, but prompt rows have no turns; put it into prompt or write messages")
+    if "prompt" not in value:
+        raise BadRow(_missing(value, "prompt"))
+    if is_asked:
+        return Row(where, prompt=text_of(value["prompt"], "prompt"), id=identity)
+    name = "response" if "response" in value else "completion"
+    if name not in value:
+        raise BadRow(_missing(value, "response"))
+    prompt, response = _of_pair(value, "prompt"), _of_pair(value, name)
     if not response:
-        raise _BadRow("response is empty, so nothing can be learnt; fill it or remove the row")
+        raise BadRow(f"{name} is empty, so nothing can be learnt; fill it or remove the row")
     return Row(where, prompt=prompt, response=response, id=identity)
 
 
-def _messages(value: Any, name: str) -> tuple[dict[str, str], ...]:
-    if isinstance(value, str) and value.lstrip().startswith("["):  # a CSV file has no lists
-        try:
-            value = DECODER.decode(value)
-        except (ValueError, RecursionError) as error:
-            raise _BadRow(f"{name} is a string that is not valid JSON ({error}); write a JSON list") from None
-    if not isinstance(value, list):
-        raise _BadRow(f"{name} is {_kind(value)}; make it a list of objects with role and content")
-    messages = tuple(_message(message, f"{name}[{index}]") for index, message in enumerate(value))
-    if not any(message["role"] == "assistant" for message in messages):
-        raise _BadRow("no assistant message, so nothing can be learnt; add one or remove the row")
-    for index, message in enumerate(messages):
-        if message["role"] == "system" and index > 0:
-            raise _BadRow(f"{name}[{index}] has role system; only the first message can")
-    return messages
+def _of_pair(value: Mapping[str, Any], key: str) -> str:
+    """A text of a row with a prompt; lists of messages, which other programs write there, are refused with a remedy."""
+    if isinstance(value[key], list):
+        raise BadRow(
+            f"{key} is a list, but prompt and response are texts; write all messages as one list, messages, or say "
+            "with columns which columns hold the texts"
+        )
+    return text_of(value[key], key)
 
 
-def _with_system(messages: tuple[dict[str, str], ...], system: Any) -> tuple[dict[str, str], ...]:
+def _alpaca(value: Mapping[str, Any], is_asked: bool) -> tuple[Message, ...]:
+    """The turns of a row in the Alpaca form: what is asked, with its input under it, and the answer."""
+    if value.get("history"):
+        raise BadRow("history is there, which the form instruction, input, output does not have; write messages")
+    asked = [text_of(value["instruction"], "instruction"), text_of(value.get("input") or "", "input")]
+    user = {"role": "user", "content": "\n\n".join(text for text in asked if text)}
+    if is_asked:
+        return (user,)
+    answer = text_of(value["output"], "output")
+    if not answer.strip():
+        raise BadRow("output is empty, so nothing can be learnt; fill it or remove the row")
+    return user, {"role": "assistant", "content": answer}
+
+
+def _neither(value: Mapping[str, Any], pair_of: str) -> str:
+    """Why a row in no known form is refused, with the key that may be a mistake in writing."""
+    known = (*CONTENT_KEYS, *KEYS)
+    near = ((key, get_close_matches(str(key), known, 1, cutoff=0.75)) for key in value if key not in known)
+    meant = "".join(f"; did you mean {found[0]!r} by {key!r}?" for key, found in near if found)
+    keys = ", ".join(map(repr, value)) or "none"
+    return f"neither messages nor {pair_of} (keys: {keys}){meant}; add them, or say with columns what they are"
+
+
+def _missing(value: Mapping[str, Any], key: str) -> str:
+    others = ", ".join(repr(name) for name in value if name not in KEYS)
+    hint = f", or say with columns which column is the {key} (there are: {others})" if others else ""
+    return f"{key} is missing; a row needs prompt and response{hint}"
+
+
+def _with_system(messages: tuple[Message, ...], system: Any) -> tuple[Message, ...]:
     """The conversation with the row's own system text, which some files keep beside the messages."""
     if system is None or system == "":
         return messages
     if messages[0]["role"] == "system":
-        raise _BadRow("system is there and a system message too; keep one")
-    return ({"role": "system", "content": _text(system, "system")}, *messages)
-
-
-def _message(value: Any, name: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise _BadRow(f"{name} is {_kind(value)}; make it an object with role and content")
-    is_sharegpt = "from" in value and "role" not in value
-    role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
-    for key in (role_key, content_key):
-        if key not in value:
-            raise _BadRow(f"{name} has no {key}; add it")
-    role, roles = value[role_key], {**ROLES, **SPEAKERS} if is_sharegpt else ROLES
-    if not isinstance(role, str) or role not in roles:
-        raise _BadRow(f"{name} has {'role' if not is_sharegpt else 'from'} {role!r}; use one of {', '.join(roles)}")
-    if value.get("tool_calls"):
-        raise _BadRow(
-            f"{name} has tool_calls, which are not supported; write them into content or remove the row"
-        )
-    message = {"role": roles[role], "content": _content(value[content_key], f"{name}.{content_key}")}
-    for key in REASONING_KEYS:
-        if value.get(key) is not None:
-            if message["role"] != "assistant":
-                raise _BadRow(f"{name} has {key} but role {role}; only an assistant message can have it")
-            message["reasoning"] = _text(value[key], f"{name}.{key}")
-    if message["role"] == "assistant" and not message["content"].strip():
-        raise _BadRow(f"{name}.{content_key} of the assistant is empty; fill it or remove the message")
-    return message
-
-
-def _content(value: Any, name: str) -> str:
-    """Content is text, or a list of text parts as multimodal files write it."""
-    if not isinstance(value, list):
-        return _text(value, name)
-    parts = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else _kind(part)
-            raise _BadRow(f"{name}[{index}] is {kind!r}; only text parts are supported")
-        parts.append(_text(part.get("text"), f"{name}[{index}].text"))
-    return "".join(parts)
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise _BadRow(f"{name} is {_kind(value)}; make it a string")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise _BadRow(f"{name} has half of a surrogate pair (\\ud800-\\udfff); repair the escape") from None
-    return value
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    number = "a number" if isinstance(value, int | float) else type(value).__name__
-    return names.get(type(value), number)
+        raise BadRow("system is there and a system message too; keep one")
+    return ({"role": "system", "content": text_of(system, "system")}, *messages)

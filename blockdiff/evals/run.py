@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from blockdiff.sampling.sampler import Sampler
 
 ALONE = Ranks(torch.device("cpu"))
-Message = dict[str, str]
+Message = dict[str, Any]
 CLOSES_REASONING = "<channel|>"
 
 
@@ -40,11 +40,12 @@ class Question:
     has_reasoning: bool = False
     tokens: tuple[int, ...] | None = None
     length: int | None = None
+    tools: tuple[Message, ...] | None = None
 
     @property
     def last_message(self) -> str:
         """The prompt, or the last message of the conversation."""
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+        return self.prompt if isinstance(self.prompt, str) else str(self.prompt[-1]["content"])
 
     def request(self) -> Request:
         """The request that the sampler answers."""
@@ -52,7 +53,7 @@ class Question:
             return Request(self.place, tokens=self.tokens)
         if isinstance(self.prompt, str):
             return Request(self.place, prompt=self.prompt)
-        return Request(self.place, messages=self.prompt)
+        return Request(self.place, messages=self.prompt, tools=self.tools)
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,11 @@ def _question(row: Row, place: int) -> Question:
             f"{row.where}: nothing comes before the assistant's message, so nothing is asked; put the question first"
         )
     response = row.messages[start:end]
+    if any("tool_calls" in message for message in response):
+        raise DataError(f"{row.where}: the last response calls a tool, and no task compares calls; leave the row out")
     reference = "".join(message["content"].strip() for message in response)
     has_reasoning = any("reasoning" in message for message in response)
-    return Question(place, row.where, name, tuple(row.messages[:start]), reference, has_reasoning)
+    return Question(place, row.where, name, tuple(row.messages[:start]), reference, has_reasoning, tools=row.tools)
 
 
 def _laid_out(questions: list[Question], rows: Sequence[Row], encoder: Encoder) -> list[Question]:

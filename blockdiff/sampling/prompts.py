@@ -1,44 +1,67 @@
-"""Reading a prompts file: one request per line; a line that is none becomes an error and the others go on."""
+"""Reading a prompts file: one request per line; a line that is none becomes an error and the others go on.
+
+Lines are read as training reads rows, by `blockdiff.data.rows`.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
+from collections.abc import Iterator
+from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from blockdiff.data.rows import check_row
+from blockdiff.data.strict_json import BOM, decoded, parsed
 from blockdiff.errors import DataError, RequestError
 from blockdiff.sampling.request import Request, Result
 
 EXPECTED = 'write {"prompt": ...} or {"messages": [...]}'
+# Of a request's fields, those that are the prompt itself; `tokens` are what an output line has, and no option.
+OF_PROMPT = ("id", "prompt", "messages", "tools", "tokens")
+OPTIONS = tuple(field.name for field in fields(Request) if field.name not in OF_PROMPT)
+# Settings under the names that this and other programs give them; a line that has one wants something of the sampler.
+SETTINGS = (
+    *("max_new_tokens", "max_tokens", "max_length", "min_new_tokens", "max_steps", "max_denoising_steps"),
+    *("num_inference_steps", "temperature", "t_min", "t_max", "top_k", "top_p", "min_p", "entropy_bound"),
+    *("stability_threshold", "confidence_threshold", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("stop", "stop_token_ids", "eos_token_id", "logit_bias", "logprobs", "num_return_sequences", "best_of", "scores"),
+    *("template", "regex", "json_schema", "response_format", "grammar", "guided_json", "guided_regex", "draft"),
+    *("noise", "strategy", "seed", "banned", "thinking", "enable_thinking", "chat_template", "tool_choice"),
+    "allow_control_tokens",
+)
+
+NEAR = 5  # letters of a key; a longer one is refused if it is nearly an option
 
 
 def read_prompts(path: str | Path) -> list[Request | Result]:
     """One entry per line of a JSONL file that is not blank: a request, or the failed result of a line that is none.
 
-    A line has `prompt` or `messages`, and may have `seed` and `id` (else its number, from 1). `Sampler.generate` takes
-    the entries as they are. Raises DataError for a file that cannot be read or in which no line is a request.
+    A line is a row as training reads them, whose response is left alone, and may have `id` (else its number, from 1)
+    and the fields of a `Request`. A key that is written like an option and is none is an error; other keys are data.
+    `Sampler.generate` takes the entries as they are. Raises DataError for a file that cannot be read or in which no
+    line is a request.
     """
-    try:
-        lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; name a JSONL file of prompts") from None
     entries: list[Request | Result] = []
     line_of_id: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in _lines(Path(path)):
+        where = f"{path}:{number}"
         id: str | int = number
         try:
-            record = _record(line)
+            record = _record(line, where)
             if record.get("id") is not None:
                 id = _id(record["id"])
             if (first := line_of_id.setdefault(str(id), number)) != number:
                 raise RequestError(f"the id {id!r} is that of line {first} already; give each its own")
-            request = Request(id, record.get("prompt"), record.get("messages"), seed=record.get("seed"))
+            request = _request(id, record, where)
             request.check()
             entries.append(request)
+        except DataError as error:
+            entries.append(Result.failed(id, error))
         except RequestError as error:
-            entries.append(Result.failed(id, f"{path}:{number}: {error}"))
+            entries.append(Result.failed(id, f"{where}: {error}"))
     if not entries:
         raise DataError(f"{path}: holds no prompt; {EXPECTED} on each line")
     errors = [entry.error for entry in entries if isinstance(entry, Result)]
@@ -48,18 +71,48 @@ def read_prompts(path: str | Path) -> list[Request | Result]:
     return entries
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not blank, with their numbers."""
     try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise RequestError("not UTF-8; save the file as UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"not valid JSON ({error}); {EXPECTED}") from None
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                line = line.removeprefix(BOM) if number == 1 else line
+                if line and not line.isspace():
+                    yield number, line
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"{path}: {reason}; name a JSONL file of prompts") from None
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    record = parsed(decoded(line, where), where)
     if not isinstance(record, dict):
         raise RequestError(f"not an object; {EXPECTED}")
-    if not record.keys() & {"prompt", "messages"}:
-        raise RequestError(f"neither prompt nor messages; {EXPECTED}")
     return record
+
+
+def _request(id: str | int, record: dict[str, Any], where: str) -> Request:
+    row = check_row({key: value for key, value in record.items() if key != "id"}, where, is_asked=True)
+    options = {key: value for key, value in record.items() if key in OPTIONS and value is not None}
+    for key in record:
+        if key not in OPTIONS and key not in OF_PROMPT and (option := _option(key)):
+            raise RequestError(_refused(key, option))
+    return Request(id, row.prompt, row.messages, tools=row.tools, **options)
+
+
+def _option(key: str) -> str | None:
+    """The option or setting that a key is, or is nearly written like; None for a key that is data."""
+    name = key.strip().lower().replace("-", "_").replace(" ", "_")
+    known = {each.replace("_", ""): each for each in (*SETTINGS, *OPTIONS)}
+    is_long = len(name) > NEAR  # a short word, such as score, is near to others by chance
+    near = get_close_matches(name.replace("_", ""), known, 1, cutoff=0.88 if is_long else 1.0)
+    return known[near[0]] if near else None
+
+
+def _refused(key: str, option: str) -> str:
+    if option in OPTIONS:
+        return f"{key!r} is no option of a request; did you mean {option!r}?"
+    return f"{key!r} is a setting that no line can have (it can have {', '.join(OPTIONS)}); set it for the whole file"
 
 
 def _id(value: Any) -> str | int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from blockdiff.data.messages import BadRow, checked_messages, checked_tools
 from blockdiff.errors import RequestError
 from blockdiff.seeding import child_seed
 from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
@@ -13,7 +14,7 @@ from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Request:
     """One prompt, given in exactly one of three ways.
 
     `prompt` is raw text (bos is put before it), `messages` a conversation for the chat template, `tokens` the
-    prompt's ids as they are. Without `seed` it follows from the seed of the call and `id`.
+    prompt's ids as they are. Without `seed` it follows from the seed of the call and `id`. `tools` are declarations
+    of functions that the conversation may call: {"type": "function", "function": {name, description, parameters}}.
     """
 
     id: str | int
@@ -29,6 +31,7 @@ class Request:
     messages: Sequence[Message] | None = None
     tokens: Sequence[int] | None = None
     seed: int | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
 
     def check(self) -> None:
         """Raise RequestError, one line that says what is wrong, unless this is a prompt of one kind."""
@@ -42,8 +45,10 @@ class Request:
             raise RequestError(f"seed must be an integer, got {self.seed!r:.80}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise RequestError(f"seed has 64 bits at most, got {self.seed!r:.80}")
+        if self.tools is not None and self.messages is None:
+            raise RequestError("tools are there, but no messages; only a conversation has a place for them")
         if self.messages is not None:
-            _check_messages(self.messages)
+            _conversation(self)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ def tokenised(
     elif tokenizer is None:
         raise RequestError("a prompt in words needs a tokenizer, and the sampler has none")
     elif request.messages is not None:
-        text = _chat(request.messages, tokenizer)
+        text = _chat(request, tokenizer)
         tokens = _tokens(text, tokenizer)
     else:
         text = str(request.prompt)
@@ -137,25 +142,28 @@ def tokenised(
     return Pending(place, request.id, own_seed, text, tokens)
 
 
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+def _conversation(request: Request) -> tuple[list[Message], list[Message] | None]:
+    """The messages and tools of a request in the form that chat templates read; RequestError says what is wrong."""
+    try:
+        messages = checked_messages(request.messages, "messages")
+        tools = checked_tools(request.tools)
+    except BadRow as error:
+        raise RequestError(str(error)) from None
+    if not messages:
         raise RequestError("messages must be a list of {role, content} objects with at least one entry")
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"message {number} must be an object with role and content")
-        if not isinstance(message.get("content"), str):
-            raise RequestError(f"message {number}: content must be text; images and other parts are not supported")
-    if messages[-1]["role"] in ("assistant", "model"):
+    if messages[-1]["role"] == "assistant":
         raise RequestError("the last message is the assistant's, so nothing is left to answer; leave it out")
+    return list(messages), None if tools is None else list(tools)
 
 
-def _chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+def _chat(request: Request, tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.chat_template:
         raise RequestError("the tokenizer has no chat template; give a raw prompt instead of messages")
-    conversation = [dict(message) for message in messages]
+    messages, tools = _conversation(request)
+    options: dict[str, Any] = {"tools": tools} if tools else {}
     try:
         with time_limit(TEMPLATE_SECONDS):
-            return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
     except Exception as error:  # a template is somebody's program: it may raise anything
         raise RequestError(f"the chat template refuses these messages: {str(error) or type(error).__name__}") from error
 

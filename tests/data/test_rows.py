@@ -27,6 +27,18 @@ def assistant(content="hi", **more):
     return {"role": "assistant", "content": content, **more}
 
 
+def calls(*functions, **more):
+    made = [{"id": str(number), "type": "function", "function": each} for number, each in enumerate(functions, 1)]
+    return {"role": "assistant", "tool_calls": made, **more}
+
+
+def answer(content, call=None):
+    return {"role": "tool", "content": content, **({} if call is None else {"tool_call_id": call})}
+
+
+CALLS = calls({"name": "get", "arguments": {"city": "Bonn"}})
+
+
 def test_both_forms_of_rows_are_read_with_their_place(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(GOOD + "\n\n" + chat(user(), assistant(), id=7) + "\n   \n", encoding="utf-8")
@@ -70,6 +82,46 @@ def test_conversations_in_the_sharegpt_form_are_the_same_rows(tmp_path):
     assert [row.messages for row in list(rows_of(Source(str(path))))] == [expected] * 3 + [expected[1:]]
 
 
+def test_prompt_and_completion_and_the_alpaca_form_are_read_without_columns():
+    row = check_row({"prompt": "a", "completion": "b"}, "f:1")
+    assert (row.prompt, row.response) == ("a", "b")
+    assert check_row({"prompt": "a", "completion": "b", "response": "c"}, "f:1").response == "c"
+    alpaca = {"instruction": "add", "input": "1 1", "output": " 2"}
+    assert check_row(alpaca, "f:1").messages == (user("add\n\n1 1"), assistant(" 2"))
+    assert check_row({**alpaca, "input": "", "system": "s"}, "f:1").messages == (
+        {"role": "system", "content": "s"}, user("add"), assistant(" 2")
+    )  # fmt: skip
+    # Columns say more than names do.
+    named = check_row(alpaca, "f:1", {"prompt": "input", "response": "output"})
+    assert (named.prompt, named.response, named.messages) == ("1 1", " 2", None)
+
+
+def test_calls_of_tools_their_answers_and_declarations_come_out_in_one_form():
+    function = {"name": "get", "arguments": '{"city": "Bonn"}'}
+    weather = {"name": "get", "description": "the weather", "parameters": {"type": "object"}}
+    forms = [
+        ({**calls(function), "content": None}, answer("sun", "1"), [{"type": "function", "function": weather}]),
+        ({"role": "assistant", "content": "", "tool_calls": [function]}, answer("sun"), [weather]),
+        (CALLS, {**answer("sun"), "name": "get"}, json.dumps([weather])),
+    ]
+    for call, result, tools in forms:
+        row = check_row({"messages": [user(), call, result, assistant()], "tools": tools}, "f:1")
+        assert row.tools == ({"type": "function", "function": weather},)
+        made = row.messages[1]
+        assert made["content"] == "" and made["tool_calls"][0]["function"] == CALLS["tool_calls"][0]["function"]
+        assert (row.messages[2]["role"], row.messages[2]["name"], row.messages[2]["content"]) == ("tool", "get", "sun")
+    assert check_row({"messages": [user(), assistant()], "tools": []}, "f:1").tools is None
+
+
+def test_answers_of_tools_are_given_to_calls_by_id_by_name_or_in_order():
+    two = calls({"name": "get", "arguments": {}}, {"name": "set", "arguments": {}})
+    swapped = [answer("a", "2"), answer("b", "1")]
+    named = [{**answer("a"), "name": "set"}, answer("b")]
+    for answers, names in ((swapped, ["set", "get"]), (named, ["set", "get"]), ([answer("a")] * 2, ["get", "set"])):
+        row = check_row({"messages": [user(), two, *answers, assistant()]}, "f:1")
+        assert [message["name"] for message in row.messages[2:4]] == names
+
+
 def test_the_texts_of_a_row_are_all_that_somebody_wrote():
     talk = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "c"})
     assert list(texts_of(Row("f:1", messages=talk))) == ["a", "c", "b"]
@@ -88,7 +140,14 @@ def test_the_texts_of_a_row_are_all_that_somebody_wrote():
         ("null", "the row is null"),
         ("3", "the row is a number"),
         ("{}", "neither messages nor prompt and response .keys: none."),
-        ('{"promt": "a", "completion": "b"}', "keys: 'promt', 'completion'"),
+        ('{"promt": "a", "completion": "b"}', "keys: 'promt', 'completion'.; did you mean 'prompt' by 'promt'"),
+        ('{"mesages": []}', "did you mean 'messages' by 'mesages'"),
+        ('{"prompt": [], "completion": []}', "prompt is a list, .*columns"),
+        ('{"prompt": "a", "completion": ""}', "completion is empty"),
+        ('{"prompt": "a", "response": "b", "tools": [{}]}', "tools is there, but prompt rows have no turns"),
+        ('{"instruction": "a", "input": "b"}', "neither messages nor prompt and response"),
+        ('{"instruction": "a", "output": " "}', "output is empty"),
+        ('{"instruction": "a", "output": "b", "history": [["c", "d"]]}', "history is there"),
         ('{"prompt": "a"}', "response is missing"),
         ('{"response": "a"}', "prompt is missing"),
         ('{"prompt": 1, "response": "a"}', "prompt is a number"),
@@ -106,10 +165,22 @@ def test_the_texts_of_a_row_are_all_that_somebody_wrote():
         (chat(user(), {"role": "assistant"}), r"messages\[1\] has no content"),
         (chat({"role": "wizard", "content": "a"}), "role 'wizard'"),
         (chat({"role": ["user"], "content": "a"}), r"role \['user'\]"),
-        (chat({"role": "tool", "content": "a"}), "role 'tool'"),
+        (chat({"role": "tool", "content": "a"}), "no call of a tool comes before it"),
+        (chat(user(), CALLS, answer("a", "2"), assistant()), "answers the call '2', which"),
+        (chat(user(), CALLS, answer("a", "1"), answer("b", "1"), assistant()), r"messages\[3\] has role tool, but no"),
+        (chat(user(), CALLS, {**answer("a"), "name": "set"}, assistant()), "is of the tool 'set', which is not"),
+        (chat(user(), calls({"name": "get", "arguments": "{"})), r"arguments is a string that is not valid JSON"),
+        (chat(user(), calls({"name": "get", "arguments": [1]})), "arguments is a list"),
+        (chat(user(), calls({"name": "get", "arguments": {"a": "\ud800"}})), "arguments.a has half of a surrogate"),
+        (chat(user(), calls({"arguments": {}})), "calls no function"),
+        (chat({**user(), "tool_calls": [1]}, assistant()), "only an assistant message"),
+        (chat(user(), {**assistant(), "tool_responses": [1]}), "tool_responses, which are not supported"),
+        (chat(user(), assistant(), tools=[{"type": "function"}]), r"tools\[0\] declares no function"),
+        (chat(user(), assistant(), tools={"name": "get"}), "tools is an object"),
+        (chat(user(), assistant(), tools=[{"name": "get", "parameters": []}, {"name": 1}]), r"tools\[1\] declares"),
         (chat(user(None), assistant()), r"messages\[0\].content is null"),
         (chat(user(), assistant("  \n")), r"messages\[1\].content of the assistant is empty"),
-        (chat(user(), assistant(tool_calls=[{}])), "tool_calls"),
+        (chat(user(), assistant(tool_calls=[{}])), r"tool_calls\[0\] calls no function"),
         (chat(user(), assistant(reasoning=4)), r"messages\[1\].reasoning is a number"),
         (chat({**user(), "reasoning": "x"}, assistant()), "only an assistant message"),
         (chat(user(), {"role": "system", "content": "a"}, assistant()), r"messages\[1\] has role system"),
@@ -147,5 +218,5 @@ def test_files_that_hold_nothing_are_refused(tmp_path):
 
 
 def test_a_row_with_another_name_for_its_response_is_told_of_columns():
-    with pytest.raises(DataError, match=r"columns which column is the response \(there are: 'completion'\)"):
-        check_row({"prompt": "a", "completion": "b", "id": 1}, "rows.jsonl:1")
+    with pytest.raises(DataError, match=r"columns which column is the response \(there are: 'answer'\)"):
+        check_row({"prompt": "a", "answer": "b", "id": 1}, "rows.jsonl:1")

@@ -43,6 +43,7 @@ LIGHT_TRAINING = (
     *("training.activations", "training.step", "training.state", "training.best", "training.clock"),
     "training.heldout",
 )
+LIGHT_DATA = ("data", "data.messages", "data.rows", "data.strict_json")
 THERE = {"blockdiff", "torch", "triton", "transformers", "safetensors", "tokenizers"}
 
 
@@ -135,7 +136,7 @@ def test_modules_of_the_data_import_each_other_in_one_order():
 
 def is_light(module: str) -> bool:
     inner = module.partition(".")[2]
-    return inner.partition(".")[0] in LIGHT or inner in LIGHT_TRAINING
+    return inner.partition(".")[0] in LIGHT or inner in (*LIGHT_TRAINING, *LIGHT_DATA)
 
 
 @pytest.mark.quick

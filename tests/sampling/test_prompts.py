@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -20,19 +21,25 @@ def test_a_line_is_a_request_with_its_number_as_id_and_other_keys_are_left_alone
     (tmp_path / "p.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert read_prompts(tmp_path / "p.jsonl") == [
         Request(1, prompt="a"),
-        Request("x", messages=CHAT),
+        Request("x", messages=tuple(CHAT)),
         Request(5, prompt="c", seed=7),
     ]
 
 
 BAD = {
-    b"\xff": "not UTF-8",
+    b"\xff": "not valid UTF-8",
     b"{": "not valid JSON",
     b"3": "not an object",
-    b"{}": "neither prompt nor messages",
-    b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}': "exactly one of prompt, messages",
-    b'{"prompt": 3}': "prompt must be text",
-    b'{"messages": []}': "at least one entry",
+    b"{}": "neither messages nor prompt (keys: none)",
+    b'{"promtp": "a"}': "did you mean 'prompt' by 'promtp'",
+    b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}': "both messages and prompt",
+    b'{"prompt": "a", "prompt": "b"}': "the key 'prompt' appears twice",
+    b'{"prompt": "a", "seed": NaN}': "NaN is not JSON",
+    b'{"prompt": "a", "temperature": 1}': "'temperature' is a setting that no line can have",
+    b'{"prompt": "a", "num-return-sequence": 2}': "'num-return-sequence' is a setting that no line can have",
+    b'{"prompt": "a", "Seed": 1}': "'Seed' is no option of a request; did you mean 'seed'?",
+    b'{"prompt": 3}': "prompt is a number",
+    b'{"messages": []}': "messages has no message",
     b'{"messages": [{"role": "assistant", "content": "a"}]}': "left to answer",
     b'{"prompt": "a", "seed": "x"}': "seed must be an integer",
     b'{"prompt": "a", "id": 1.5}': "id must be a string or an integer",
@@ -40,6 +47,27 @@ BAD = {
     b'{"prompt": "a", "seed": 18446744073709551616}': "seed has 64 bits at most",
     b'{"prompt": "b", "id": 1}': "the id 1 is that of line 1 already",
 }
+
+
+def test_prompts_are_the_rows_that_training_reads(tmp_path):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    call = {"role": "assistant", "tool_calls": [{"name": "get", "arguments": "{}"}]}
+    lines = [
+        {"messages": parts},
+        {"conversations": [{"from": "human", "value": "a"}], "score": 3, "source": "web", "steps": 2, "label": "x"},
+        {"instruction": "a", "output": "b"},
+        {"prompt": "a", "completion": "b", "seed": None},
+        {"messages": [*CHAT, call, {"role": "tool", "content": "b"}], "tools": [{"name": "get"}]},
+        {"messages": [{"role": "user", "content": "a"}], "system": "s"},
+    ]
+    path = tmp_path / "p.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + "\n \n".join(map(json.dumps, lines)).encode()))
+    entries = read_prompts(path)
+    assert [entry.messages for entry in entries[:3]] == [tuple(CHAT)] * 3
+    assert entries[3] == Request(7, prompt="a")
+    assert entries[4].messages[2] == {"role": "tool", "content": "b", "name": "get"}
+    assert entries[4].tools[0]["function"]["name"] == "get"
+    assert entries[5].messages == ({"role": "system", "content": "s"}, *CHAT)
 
 
 @pytest.mark.parametrize("line", BAD)

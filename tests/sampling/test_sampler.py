@@ -165,7 +165,7 @@ BAD = {
     "no messages": ([], "at least one"),
     "a message without role": ([{"content": "a"}], "role"),
     "an answer already": ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "left to answer"),
-    "an image": ([{"role": "user", "content": [{"type": "image"}]}], "images"),
+    "an image": ([{"role": "user", "content": [{"type": "image"}]}], "only text parts"),
     "a seed in words": (Request(1, prompt="a", seed="x"), "seed"),
     "a seed of more than 64 bits": (Request(1, prompt="a", seed=2**64), "64 bits"),
     "neither text nor messages": (7, "messages"),

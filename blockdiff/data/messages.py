@@ -1,0 +1,193 @@
+"""What a message of a conversation is, in the forms in which files write it: chat, ShareGPT, tools as OpenAI has them.
+
+Each comes out in one form, the one that chat templates read, or is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from blockdiff.data.strict_json import DECODER
+
+# What rows call the roles, and what they are called here.
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+}
+# Further names, in conversations of the ShareGPT form.
+SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant"}
+REASONING_KEYS = ("reasoning", "reasoning_content")
+OF_ASSISTANT = (*REASONING_KEYS, "tool_calls")
+
+Message = dict[str, Any]
+
+
+class BadRow(Exception):
+    """Why a row is refused; whoever reads it adds the place."""
+
+
+def checked_messages(value: Any, name: str) -> tuple[Message, ...]:
+    """The messages of a conversation: a list of them, or a string with that list as JSON."""
+    value = from_json(value, name, "[")
+    if not isinstance(value, list | tuple):
+        raise BadRow(f"{name} is {kind_of(value)}; make it a list of objects with role and content")
+    messages = tuple(_message(message, f"{name}[{index}]") for index, message in enumerate(value))
+    calls: list[Message] = []
+    for index, message in enumerate(messages):
+        if message["role"] == "system" and index > 0:
+            raise BadRow(f"{name}[{index}] has role system; only the first message can")
+        if message["role"] == "tool":
+            _answer(message, calls, f"{name}[{index}]")
+        else:
+            calls = list(message.get("tool_calls", ()))
+    return messages
+
+
+def checked_tools(value: Any, name: str = "tools") -> tuple[Message, ...] | None:
+    """Declarations of tools in the form {"type": "function", "function": {...}}; None where there are none."""
+    value = from_json(value, name, "[")
+    if value is None or value in ([], (), ""):
+        return None
+    if not isinstance(value, list | tuple):
+        raise BadRow(f"{name} is {kind_of(value)}; make it a list of declarations of functions")
+    tools = []
+    for index, tool in enumerate(value):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadRow(f"{name}[{index}] declares no function; write {{name, description, parameters}}")
+        if not isinstance(function.get("parameters") or {}, Mapping):
+            raise BadRow(f"{name}[{index}].parameters is {kind_of(function['parameters'])}; write a JSON schema")
+        check_texts(function, f"{name}[{index}]")
+        tools.append({"type": "function", "function": {"description": "", **function}})
+    return tuple(tools)
+
+
+def content_of(value: Any, name: str) -> str:
+    """Content is text, or a list of text parts as multimodal files write it."""
+    if not isinstance(value, list):
+        return text_of(value, name)
+    parts = []
+    for index, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+            raise BadRow(f"{name}[{index}] is {kind!r}; only text parts are supported")
+        parts.append(text_of(part.get("text"), f"{name}[{index}].text"))
+    return "".join(parts)
+
+
+def text_of(value: Any, name: str) -> str:
+    """A string that can be written as UTF-8."""
+    if not isinstance(value, str):
+        raise BadRow(f"{name} is {kind_of(value)}; make it a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRow(f"{name} has half of a surrogate pair (\\ud800-\\udfff); repair the escape") from None
+    return value
+
+
+def check_texts(value: Any, name: str) -> None:
+    """Raise BadRow unless all texts in a JSON value can be written as UTF-8."""
+    if isinstance(value, str):
+        text_of(value, name)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            check_texts(key, name)
+            check_texts(each, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for each in value:
+            check_texts(each, name)
+
+
+def from_json(value: Any, name: str, opens: str) -> Any:
+    """What a string that begins with `opens` holds as JSON (a CSV file has no lists); any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(opens):
+        return value
+    try:
+        return DECODER.decode(value)
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{name} is a string that is not valid JSON ({error}); write JSON") from None
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    number = "a number" if isinstance(value, int | float) else type(value).__name__
+    return names.get(type(value), number)
+
+
+def _message(value: Any, name: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise BadRow(f"{name} is {kind_of(value)}; make it an object with role and content")
+    is_sharegpt = "from" in value and "role" not in value
+    role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
+    calls = None if is_sharegpt else value.get("tool_calls")
+    for key in (role_key, content_key):
+        if key not in value and not (key == "content" and calls):
+            raise BadRow(f"{name} has no {key}; add it")
+    role, roles = value[role_key], {**ROLES, **SPEAKERS} if is_sharegpt else ROLES
+    if not isinstance(role, str) or role not in roles:
+        raise BadRow(f"{name} has {'role' if not is_sharegpt else 'from'} {role!r}; use one of {', '.join(roles)}")
+    message: Message = {"role": roles[role]}
+    content = value.get(content_key)
+    if message["role"] == "tool" and isinstance(content, Mapping):
+        check_texts(content, f"{name}.{content_key}")
+        message["content"] = content
+    else:
+        message["content"] = "" if content is None and calls else content_of(content, f"{name}.{content_key}")
+    for key in OF_ASSISTANT:
+        if value.get(key) and message["role"] != "assistant":
+            raise BadRow(f"{name} has {key} but role {role}; only an assistant message can have it")
+    for key in REASONING_KEYS:
+        if value.get(key) is not None and message["role"] == "assistant":
+            message["reasoning"] = text_of(value[key], f"{name}.{key}")
+    if calls:
+        message["tool_calls"] = _calls(calls, f"{name}.tool_calls")
+    elif message["role"] == "assistant" and not message["content"].strip():
+        raise BadRow(f"{name}.{content_key} of the assistant is empty; fill it or remove the message")
+    if message["role"] == "tool":
+        message.update({key: value[key] for key in ("name", "tool_call_id") if value.get(key) is not None})
+    if value.get("tool_responses"):
+        raise BadRow(f"{name} has tool_responses, which are not supported; write messages of role tool after it")
+    return message
+
+
+def _calls(value: Any, name: str) -> list[Message]:
+    if not isinstance(value, list):
+        raise BadRow(f"{name} is {kind_of(value)}; make it a list of calls")
+    calls = []
+    for index, call in enumerate(value):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadRow(f"{name}[{index}] calls no function; write {{name, arguments}}")
+        where = f"{name}[{index}].arguments"
+        arguments = from_json(function.get("arguments") or {}, where, "{")
+        if not isinstance(arguments, Mapping):
+            raise BadRow(f"{where} is {kind_of(arguments)}; make it an object")
+        check_texts(function["name"], f"{name}[{index}].name")
+        check_texts(arguments, where)
+        kept = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
+        calls.append({**({"id": call["id"]} if call.get("id") is not None else {}), **kept})
+    return calls
+
+
+def _answer(message: Message, calls: list[Message], name: str) -> None:
+    """Give the answer of a tool the name of the tool, which chat templates write: by its call's id, or by its place."""
+    if not calls:
+        raise BadRow(f"{name} has role tool, but no call of a tool comes before it; add tool_calls or remove it")
+    asked = message.get("tool_call_id")
+    found = next((call for call in calls if asked is not None and call.get("id") == asked), None)
+    if found is None and asked is not None and any(call.get("id") is not None for call in calls):
+        raise BadRow(f"{name} answers the call {asked!r}, which the message before it does not have; correct it")
+    if found is None:
+        named = [call for call in calls if call["function"]["name"] == message.get("name")]
+        found = named[0] if named else calls[0]
+    if message.get("name") not in (None, found["function"]["name"]):
+        raise BadRow(f"{name} is of the tool {message['name']!r}, which is not called before it; correct it")
+    message["name"] = found["function"]["name"]
+    calls.remove(found)

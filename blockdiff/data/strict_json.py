@@ -1,0 +1,50 @@
+"""JSON that has one meaning only, read the same way wherever rows come from; needs nothing beside Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from blockdiff.errors import DataError
+
+BOM = b"\xef\xbb\xbf"
+
+
+def decoded(line: bytes, where: str) -> str:
+    """A line as text; raises DataError naming `where` if it is not UTF-8."""
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not valid UTF-8 (byte {error.start + 1}); save it as UTF-8") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON; write a number or null")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} appears twice, and only one can count; remove the other")
+    return value
+
+
+# Reads JSON strictly: a key must not appear twice, and NaN is no number. Raises ValueError.
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
+
+
+def parsed(text: str, where: str, decode: Callable[..., Any] = DECODER.decode, *begin: int) -> Any:
+    """What a method of DECODER makes of a text, from `begin` on; DataError naming `where` if it is not valid."""
+    try:
+        return decode(text, *begin)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if begin else ""
+        remedy = "repair it" if begin else "write one object per line"
+        raise DataError(f"{where}: not valid JSON ({error.msg} at {line}column {error.colno}); {remedy}") from None
+    except RecursionError:
+        raise DataError(f"{where}: JSON is nested too deeply; write flat objects") from None
+    except ValueError as error:  # a key that appears twice, NaN, an integer of thousands of digits
+        raise DataError(f"{where}: {error}") from None
