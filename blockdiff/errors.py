@@ -1,5 +1,7 @@
 """The few errors a user meets. Each message is one line: what is wrong, where, and what to do."""
 
+RESUME = "go on with --resume (from Python resume=True)"  # the remedy that many messages name
+
 
 class BlockdiffError(Exception):
     """Base of every error that the command line prints as one line instead of a traceback."""

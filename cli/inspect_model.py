@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff import checkpoint
-from blockdiff.checkpoint.files import find, first_line, stored_tensors
+from blockdiff.checkpoint.added import added_in
+from blockdiff.checkpoint.files import ADDED, find, first_line, stored_tensors
 from blockdiff.errors import CheckpointError
 from blockdiff.memory import of_training, size
 from blockdiff.models.family import BlockDiffusionModel, family_of
@@ -21,6 +22,7 @@ def show_model(target: str, show: Progress) -> None:
     model = checkpoint.empty(checkpoint.read_config(directory))
     freeze(model, (), trains_routers=False)
     show_shape(model, target, show)
+    show.line("frozen    as fine-tuning does by default: the routers, which train only from random weights")
     tensors = _headers(directory, target)
     is_carried = family_of(model.config).names.is_carried
     carried = [math.prod(shape) for name, (shape, _) in tensors.items() if is_carried(name)]
@@ -28,6 +30,13 @@ def show_model(target: str, show: Progress) -> None:
     show.line(f"stored    {len(tensors):,} tensors as {dtypes}")
     if carried:
         show.line(f"          {len(carried):,} of them, {sum(carried):,} numbers, are carried: neither run nor trained")
+    if (directory / ADDED).is_file():
+        name, shapes = added_in(directory)
+        count = sum(math.prod(shape) for shape in shapes.values())
+        show.line(
+            f"added     {ADDED}: {len(shapes):,} tensors of the model class {name}, {count:,} numbers: "
+            f"{', '.join(f'{each} {list(shape)}' for each, shape in shapes.items()) or 'code alone'}"
+        )
 
 
 def show_shape(model: BlockDiffusionModel, origin: str, show: Progress) -> None:

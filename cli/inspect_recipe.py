@@ -15,11 +15,11 @@ from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example
 from blockdiff.plots.moments import visible
 from blockdiff.terminal import printable
-from blockdiff.training.build import corruption_of, read_base, trains_routers
-from blockdiff.training.data import read_data
+from blockdiff.training.build import checked_data, corruption_of, read_base, trains_routers
 from blockdiff.training.freeze import freeze
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.refuse import refuse, without_effect
 
 LEGEND = "prompt dim; canvases coloured; corrupted tokens reversed; fill underlined"
 CANVAS_COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
@@ -37,16 +37,21 @@ class Drawn:
 
 
 def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
-    """Print the model a recipe starts from, its data, and the batch of optimiser step `step`."""
+    """Print the model a recipe starts from, its data, and the batch of optimiser step `step`.
+
+    What training refuses before it reads weights is refused here, too, in the same words.
+    """
+    refuse(recipe)
     base = read_base(recipe)
+    corruption = corruption_of(recipe, base)
     model = checkpoint.empty(base.config)
     freeze(model, recipe.optim.freeze, trains_routers(recipe))
     show_shape(model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show)
-    data = read_data(recipe, base)
-    for line in ("", *data.lines(), ""):
+    data = checked_data(recipe, base)
+    for line in ("", *data.lines(), *(f"note      {each}" for each in without_effect(recipe, data.steps)), ""):
         show.line(line)
     batch, examples = data.batches(step)[0], data.examples_of(step)
-    alpha_BC, corruption = recipe.objective.schedule.alpha(batch.t_BC), corruption_of(recipe, base)
+    alpha_BC = recipe.objective.schedule.alpha(batch.t_BC)
     noise = corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, recipe.seed)
     drawn = Drawn(batch, *noise, content_lengths(batch, examples), examples)
     ar = recipe.objective.ar_loss

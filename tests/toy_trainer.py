@@ -75,6 +75,7 @@ class ToyTrainer(Trainer):
             optimiser=optimiser,
             average=None,
             step=start,
+            steps=o.steps,
         )
         self.begin(built, list(logged or ()))
         self.clock._seconds += seconds

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import ADDED, first_line
@@ -70,20 +70,28 @@ def read_added(model: BlockDiffusionModel, directory: Path, dtype: torch.dtype, 
     if not file.exists():
         draw_added(model, 0, dtype, device)
         return
-    try:
-        with safe_open(file, framework="pt", device="cpu") as handle:
-            tensors = {name: handle.get_tensor(name) for name in list(handle.keys())}
-            name_of_class = (handle.metadata() or {}).get("class", "another class")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: truncated or not a safetensors file ({first_line(error)})") from error
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    name_of_class, found = added_in(directory)
     if found != added or _is_own_class(model):
         raise CheckpointError(
             f"{file}: holds what the model class {name_of_class} adds ({listed(list(found))}); load it with model=, "
             f"that class; {type(model).__name__} adds {listed(list(added))}"
         )
-    for name, tensor in tensors.items():
+    for name, tensor in load_file(file).items():
         fill(model, name, _cast(tensor, dtype, device))
+
+
+def added_in(directory: Path) -> tuple[str, Shapes]:
+    """The model class whose tensors are in `blockdiff.safetensors`, and their shapes; reads the header only.
+
+    Raises CheckpointError for a file that cannot be read.
+    """
+    file = directory / ADDED
+    try:
+        with safe_open(file, framework="pt", device="cpu") as handle:
+            shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in list(handle.keys())}
+            return (handle.metadata() or {}).get("class", "another class"), shapes
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: truncated or not a safetensors file ({first_line(error)})") from error
 
 
 def draw_added(model: BlockDiffusionModel, seed: int, dtype: torch.dtype, device: torch.device) -> None:

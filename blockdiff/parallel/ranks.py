@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from blockdiff.errors import RunError
+from blockdiff.errors import RESUME, RunError
 from blockdiff.parallel.signals import Interrupted
 
 BEAT = 2.0  # seconds between two signs of life of a rank that the others wait for
@@ -123,7 +123,7 @@ class Ranks:
                 raise
             what = f"hung for {self.timeout:g} s" if _HUNG.search(str(error)) else "was lost"
             place = doing if isinstance(doing, str) else doing()
-            raise RunError(f"rank {self.rank}: another rank {what} during {place}; go on with --resume") from error
+            raise RunError(f"rank {self.rank}: another rank {what} during {place}; {RESUME}") from error
 
     def close(self) -> None:
         """Leave the process group, if there is one."""

@@ -71,6 +71,7 @@ class Built:
     average: Ema | None
     choices: Choices
     facts: dict[str, Any]  # what must be the same for the run to be resumed
+    steps: int  # the length of the run
     step: int  # the optimiser step of the checkpoint that was restored, 0 = none was
 
 
@@ -83,8 +84,6 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     """
     base = read_base(recipe)
     corruption = corruption_of(recipe, base)
-    noise = "mask" if isinstance(corruption, MaskCorruption) else "uniform"
-    family_of(base.config).require(predictions=recipe.objective.prediction, corruptions=noise, meshes="replicate")
     model = checkpoint.empty(base.config, kernels=recipe.model.kernels)
     objective = (recipe.given.objective or Objective)(
         model,
@@ -99,11 +98,9 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     freeze(model, recipe.optim.freeze, trains_routers(recipe))
     require_memory(model, recipe, ranks.device)
 
-    data = read_data(recipe, base, ranks)
+    data = checked_data(recipe, base, ranks)
     for line in data.lines():
         show.line(line)
-    if data.prompts:  # a wrong row is refused before training
-        questions_of(data.prompts, evals.task(recipe.evaluation.task), data.encoder)
 
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
@@ -134,19 +131,21 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         schedule.learning_rate,
         recipe.optim.schedule,
         peak=recipe.optim.lr,
-        steps=recipe.train.steps,
-        warmup_steps=recipe.optim.warmup_steps,
+        steps=data.steps,
+        warmup_steps=warmup_steps(recipe, data.steps),
     )
     average = Ema(objective, recipe.optim.ema) if recipe.optim.ema is not None else None
 
     facts, step = facts_of(recipe, base, data, objective), 0
     if saved is not None:
         step = state.restore(saved, objective, optimiser, facts, average=average, ranks=ranks)
-        if step > recipe.train.steps:
-            steps = recipe.train.steps
-            raise RunError(f"{saved}: already at step {step}, past train.steps = {steps}; raise train.steps to go on")
+        if step > data.steps:
+            key = "steps" if recipe.train.epochs is None else "epochs"
+            length = f"{getattr(recipe.train, key):g}"
+            raise RunError(f"{saved}: already at step {step}, past train.{key} = {length}; raise train.{key} to go on")
     choices = Choices.of(objective, objective_record(recipe, objective))
-    return Built(base, data, model, objective, module, optimiser, learning_rate, average, choices, facts, step)
+    made = (base, data, model, objective, module, optimiser, learning_rate, average, choices)
+    return Built(*made, facts, data.steps, step)
 
 
 def read_base(recipe: Recipe) -> Base:
@@ -195,6 +194,11 @@ def require_memory(model: nn.Module, recipe: Recipe, device: torch.device) -> No
     memory.require(needs(dtype, o.name), device, totals)
 
 
+def warmup_steps(recipe: Recipe, steps: int) -> int:
+    """How many steps of a run of `steps` warm up, as the recipe says or by default."""
+    return schedule.default_warmup(steps) if recipe.optim.warmup_steps is None else recipe.optim.warmup_steps
+
+
 def trains_routers(recipe: Recipe) -> bool:
     """Whether the routers train: by default only from scratch, where they have learnt nothing yet."""
     if recipe.objective.router == "auto":
@@ -203,9 +207,22 @@ def trains_routers(recipe: Recipe) -> bool:
 
 
 def corruption_of(recipe: Recipe, base: Base) -> Corruption:
-    """What a corrupted token becomes, for this tokenizer; the recipe may hold one that was given from Python."""
-    chosen = recipe.objective.corruption
-    if not isinstance(chosen, UniformTokens | MaskToken):
-        return chosen
-    reserved = (base.eos_id, base.pad_id, base.tokenizer.bos_token_id)
-    return chosen.for_tokenizer(base.tokenizer, base.vocab_size, reserved)
+    """What a corrupted token becomes, for this tokenizer; the recipe may hold one that was given from Python.
+
+    Raises CheckpointError where the family supports neither it nor the rest of the objective.
+    """
+    corruption: Any = recipe.objective.corruption
+    if isinstance(corruption, UniformTokens | MaskToken):
+        reserved = (base.eos_id, base.pad_id, base.tokenizer.bos_token_id)
+        corruption = corruption.for_tokenizer(base.tokenizer, base.vocab_size, reserved)
+    noise = "mask" if isinstance(corruption, MaskCorruption) else "uniform"
+    family_of(base.config).require(predictions=recipe.objective.prediction, corruptions=noise, meshes="replicate")
+    return corruption
+
+
+def checked_data(recipe: Recipe, base: Base, ranks: Ranks | None = None) -> Data:
+    """The data of a recipe, whose prompts are questions of its task; DataError for a row that is none."""
+    data = read_data(recipe, base, ranks)
+    if data.prompts:
+        questions_of(data.prompts, evals.task(recipe.evaluation.task), data.encoder)
+    return data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -50,6 +51,15 @@ class Data:
             pack=self.recipe.data.pack,
             lengths=self.train.lengths if isinstance(self.train, Dataset) else None,
         )
+
+    @property
+    def steps(self) -> int:
+        """The optimiser steps of the run: those of the recipe, or as many as its epochs need."""
+        t = self.recipe.train
+        if t.steps is not None:
+            return t.steps
+        assert t.epochs is not None and isinstance(self.train, Dataset)  # `refuse` and the recipe see to it
+        return max(1, math.ceil(round(t.epochs * len(self.train) / t.batch_size, 6)))
 
     @property
     def indexed(self) -> Any:

@@ -72,6 +72,6 @@ def write_results(trainer: Trainer) -> None:
         wall_seconds=time.perf_counter() - trainer.began,
     )
     write_text(directory / REPORT, json.dumps(report, indent=1) + "\n")
-    end = "" if trainer.step == recipe.train.steps else f", ended early at step {trainer.step}"
+    end = "" if trainer.step == trainer.steps else f", ended early at step {trainer.step}"
     trainer.show.line(f"done      {directory}/model: {which}{end}; curves.png, report.json")
     trainer.show.line(f"report    {report_line(report)}")

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from blockdiff.data.sources import Source
 from blockdiff.errors import RecipeError
+from blockdiff.training.foreign import FOREIGN, MISSING
 from blockdiff.training.one_of import OneOf
 from blockdiff.training.sections import Columns, Recipe, Section
 
@@ -97,8 +98,16 @@ def one_line(error: ValidationError, origins: Origins, path: str) -> str:
 
 
 def _nearest(key: Key) -> str:
-    """What may be meant by a key that is not known: a near one beside it, else the same or a nearer word elsewhere."""
+    """What may be meant by a key that is not known.
+
+    It is a word of another toolkit, or near a key beside it, or else near one elsewhere.
+    """
     *above, word = key
+    if word.lower() in FOREIGN:
+        meant, _, remark = FOREIGN[word.lower()].partition(": ")
+        if meant in PATHS or (meant,) in KEYS:
+            return f"did you mean {meant}{f' ({remark})' if remark else ''}?"
+        return MISSING.get(meant.partition(".")[0], meant)
     beside = KEYS.get(tuple(above), [])
     if near := difflib.get_close_matches(word, [*beside, "extends"] if not above else beside, 1):
         return f"did you mean {'.'.join([*above, near[0]]) if len(above) < 2 else near[0]}?"

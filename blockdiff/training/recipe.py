@@ -18,6 +18,8 @@ from blockdiff.training.mistakes import CHOICES, KEYS, SOURCES, Key, Origins, Pl
 from blockdiff.training.sections import Recipe as Recipe
 from blockdiff.training.sections import Section
 
+# Keys of which a recipe has one: choosing one replaces the other in what it derives from.
+ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs")}
 # Keys that name files or directories, and whether they must exist (model and tokenizer may be hub ids, and rows
 # too where a name cannot be a file's).
 FILE_KEYS = {**dict.fromkeys(SOURCES, True), ("model", "path"): False, ("model", "tokenizer"): False}
@@ -43,10 +45,11 @@ def read_recipe(
     origins: Origins = {}
     layers = _layers(source) + [_override_layer(text) for text in overrides]
     for origin, directory, tree in [*layers, ("from Python", None, dict(given or {}))]:
-        model, below = tree.get("model"), merged.get("model")
-        if isinstance(model, dict) and (model.get("path") or model.get("preset")) and isinstance(below, dict):
-            for other in ("path", "preset"):  # choosing one in a derived recipe replaces the other
-                below.pop(other, None)
+        for name, both in ONE_OF_TWO.items():
+            section, below = tree.get(name), merged.get(name)
+            if isinstance(section, Mapping) and any(section.get(each) for each in both) and isinstance(below, dict):
+                for each in both:
+                    below.pop(each, None)
         _merge(merged, tree, (), (origin, directory), origins)
     for key, must_exist in FILE_KEYS.items():
         section = merged.get(key[0])

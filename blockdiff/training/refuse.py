@@ -12,6 +12,8 @@ from blockdiff.training.trackers import check as check_trackers
 def refuse(recipe: Recipe, world: int = 1) -> None:
     """Raise RecipeError for what would fail, or silently do nothing, after a long training."""
     check_trackers(recipe.train.trackers)
+    if recipe.train.epochs is not None and recipe.data.streaming is not None:
+        raise RecipeError("train.epochs: the rows of a stream are not counted beforehand; give train.steps instead")
     if recipe.train.batch_size < world:
         raise RecipeError(f"train.batch_size: {recipe.train.batch_size} is less than {world} processes; raise it")
     metric, patience = recipe.evaluation.best, recipe.evaluation.patience
@@ -33,10 +35,10 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
         raise RecipeError(f"evaluation.patience: {metric} is measured at the end only; set {key}")
 
 
-def without_effect(recipe: Recipe) -> list[str]:
-    """A line for every key that was changed but does nothing beside those of other sections.
+def without_effect(recipe: Recipe, steps: int) -> list[str]:
+    """A line for every key that was changed but does nothing beside those of other sections, in a run of `steps`.
 
-    A warm-up that never ends, be it the default, gets a line, too.
+    A warm-up that never ends gets a line, too.
     """
     d, t, e = recipe.data, recipe.train, recipe.evaluation
     keeps_some = not t.keep_every or (t.save_every > 0 and t.keep_every % t.save_every == 0)
@@ -46,9 +48,9 @@ def without_effect(recipe: Recipe) -> list[str]:
         (e, "evaluation", ("rows", "noise_levels"), d.heldout is not None, "data.heldout"),
         (e, "evaluation", ("prompts_every", "prompts_count", "task"), e.prompts is not None, "evaluation.prompts"),
     ]
-    warmup = recipe.optim.warmup_steps
-    endless = f"optim.warmup_steps: the warm-up of {warmup} steps does not end within the {t.steps} of train.steps"
-    return [endless] * (warmup >= t.steps) + [
+    warmup = recipe.optim.warmup_steps or 0
+    endless = f"optim.warmup_steps: the warm-up of {warmup} steps does not end within the {steps} steps of the run"
+    return [endless] * (warmup >= steps) + [
         f"{name}.{key} has no effect: it needs {what}"
         for section, name, keys, is_there, what in needs
         for key in keys

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+WARMUP_STEPS = 25  # of a run that is long enough and says nothing else
+
 
 class LearningRateSchedule(Protocol):
     """How the learning rate falls after the warm-up."""
@@ -19,6 +21,11 @@ def learning_rate(schedule: LearningRateSchedule, step: int, peak: float, steps:
     if step < warmup_steps:
         return peak * step / warmup_steps
     return peak * schedule.share(step, warmup_steps, steps)
+
+
+def default_warmup(steps: int) -> int:
+    """The warm-up of a run of so many optimiser steps that says nothing of it: 25, of a short run a tenth."""
+    return min(WARMUP_STEPS, steps // 10)
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class OptimSection(Section):
     weight_decay: Amount = 1e-4
     clip: Amount = 1.0  # largest gradient norm; 0 = no clipping
     schedule: Annotated[LearningRateSchedule, objects.LR_SCHEDULE] = CosineDecay()
-    warmup_steps: Count = 25
+    warmup_steps: Count | None = None  # null = 25, of a run of less than 250 steps a tenth
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     freeze: list[str] = []
     ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
@@ -156,7 +156,8 @@ class OptimSection(Section):
 class TrainSection(Section):
     """How long, how many rows per optimiser step (over all ranks), and when to log, evaluate and save."""
 
-    steps: Positive
+    steps: Positive | None = None
+    epochs: AboveZero | None = None  # passes over the examples instead of steps; the last step is not cut short
     batch_size: Positive
     micro_batch_size: Positive | None = None  # rows of one forward on one rank; null = all of them
     autocast: Literal["bfloat16"] | None = None
@@ -169,6 +170,12 @@ class TrainSection(Section):
     keep_every: Count = 0  # checkpoints at multiples of this stay too
     trackers: list[str] = []
     timeout: Positive = 600  # seconds a rank waits for the others
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainSection:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of train.steps and train.epochs")
+        return self
 
 
 class EvaluationSection(Section):

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import first_line
-from blockdiff.errors import RunError
+from blockdiff.errors import RESUME, RunError
 from blockdiff.files import digest, remove_directory, remove_leftovers, sync, unwritten, whole_directory
 from blockdiff.metrics import FILE_NAME
 from blockdiff.parallel.ranks import Ranks
@@ -36,6 +36,16 @@ SHARED = ("qmap1", "qmap2")  # tables that bitsandbytes keeps once for all param
 NOT_RESTORED = ("lr", "fused", "foreach", "capturable")
 Plain = str | bool | int | float | None  # what JSON has
 FORMAT = 2  # of trainer.json; without it: 1, whose facts have the recipe keys of before
+# Facts that may differ when a run goes on; they say in which parts sums are made.
+ROUNDING = ("train.micro_batch_size",)
+# Facts that are compared by a hash, which says nothing to a reader.
+HASHED = {
+    "model": "a model of another shape (model)",
+    "model.tokenizer": "another tokenizer (model.tokenizer)",
+    "data.train": "other training rows (data.train), or rows that become tokens in another way",
+    "data.heldout": "other held-out rows (data.heldout)",
+    "evaluation.prompts": "other prompts (evaluation.prompts)",
+}
 SIGNS_OF_A_RUN = (FOLDER, FILE_NAME, "recipe.yaml")
 _COMPLETE = re.compile(r"step-(\d+)")
 
@@ -59,7 +69,7 @@ def entered(run: Path, resume: bool, ranks: Ranks) -> Iterator[Path | None]:
     saved = steps_saved(run)
     if not resume and any((run / sign).exists() for sign in SIGNS_OF_A_RUN):
         reached = f"saved up to step {max(saved)}" if saved else "with no checkpoint yet"
-        raise RunError(f"{run} already holds a run {reached}; go on with --resume or choose another --output")
+        raise RunError(f"{run} already holds a run {reached}; {RESUME}, or choose another output")
     latest = ranks.gather(max(saved, default=0))  # nobody goes on before everybody has looked
     if len(set(latest)) > 1:
         raise RunError(f"{run}: processes see checkpoints up to steps {latest}; put it where all of them see the same")
@@ -136,7 +146,7 @@ def save(
         needed = sum(tensor.nbytes for content in files.values() for tensor in content.values())
         last = max(steps_saved(run), default=None)
         kept = "nothing is saved yet" if last is None else f"step {last} is saved"
-        raise RunError(f"{unwritten(final, error, needed)}; {kept}: make room and go on with --resume") from error
+        raise RunError(f"{unwritten(final, error, needed)}; {kept}: make room and {RESUME}") from error
     return final
 
 
@@ -160,8 +170,8 @@ def restore(
     """Load a checkpoint into what trains, its optimiser and its average, bit for bit, and return its step.
 
     Raises RunError naming every fact, or the first tensor, in which the run to resume differs from this one, and for
-    files that are not as they were written. Another number of processes, or a log that was changed since, is one
-    warning: the draws stay the same, sums are rounded differently.
+    files that are not as they were written. Another number of processes or another `train.micro_batch_size` is one
+    warning: the draws stay the same, sums are rounded differently. So is a log that was changed since.
     """
     with _readable(checkpoint):
         trainer = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
@@ -173,24 +183,31 @@ def restore(
         if trainer["step"] != int(checkpoint.name.removeprefix("step-")):
             raise ValueError(f"{TRAINER} is that of step {trainer['step']}")
         # Before any tensors: with other options there may be other files.
-        _refuse_other_facts(checkpoint, trainer["facts"], json.loads(json.dumps(dict(facts))))
+        was, now = trainer["facts"], json.loads(json.dumps(dict(facts)))
+        _refuse_other_facts(checkpoint, was, now)
         files = (MODEL, OPTIMISER, *((AVERAGE,) if average is not None else ()))
         for name in files:
             if digest(checkpoint / name) != trainer["digests"][name]:
                 raise ValueError(f"{name} has changed since it was written")
         tensors = {name: load_file(checkpoint / name) for name in files}
         world, log, values = trainer["world"], trainer["log"], trainer["optimiser"]
-        written = checkpoint.parents[1] / FILE_NAME
-        if (digest(written, log["bytes"]) if written.exists() else None) != log["digest"]:
+        written, is_main = checkpoint.parents[1] / FILE_NAME, ranks is None or ranks.is_main
+        if is_main and (digest(written, log["bytes"]) if written.exists() else None) != log["digest"]:
             warnings.warn(
                 f"{written}: was removed or edited since step {trainer['step']} was saved; "
                 "which step was the best is read off what is left",
                 stacklevel=2,
             )
-    if ranks is not None and ranks.is_main and ranks.world != world:
+    changed = [
+        f"saved with {key} {json.dumps(was.get(key))}, resumed with {json.dumps(now.get(key))}"
+        for key in ROUNDING
+        if was.get(key) != now.get(key)
+    ]
+    if ranks is not None and ranks.world != world:
+        changed.append(f"saved by {world} process{'es' * (world > 1)}, resumed by {ranks.world}")
+    if changed and is_main:
         warnings.warn(
-            f"{checkpoint}: saved by {world} processes, resumed by {ranks.world}: "
-            "the same batches and draws, but sums are rounded differently",
+            f"{checkpoint}: {'; '.join(changed)}: the same batches and draws, but sums are rounded differently",
             stacklevel=2,
         )
     _load_weights(checkpoint / MODEL, objective, tensors[MODEL])
@@ -226,15 +243,16 @@ def _short(name: str) -> str:
 
 
 def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
+    names = [name for name in sorted({*was, *now} - {*ROUNDING}) if was.get(name) != now.get(name)]
+    if "model.tokenizer" in names:  # which makes other tokens of the same rows
+        names = [name for name in names if name not in ("data.train", "data.heldout")]
     differing = [
-        f"{name} {json.dumps(was.get(name))}, not {json.dumps(now.get(name))}"
-        for name in sorted({*was, *now})
-        if was.get(name) != now.get(name)
+        HASHED.get(name) or f"{name} {json.dumps(was.get(name))}, not {json.dumps(now.get(name))}" for name in names
     ]
     if differing:
         raise RunError(
             f"{checkpoint}: the run was started with {'; '.join(differing)}; "
-            "keep what it was started with (what was given from Python too), or start another run with --output"
+            "keep what it was started with (what was given from Python too), or start another run in another directory"
         )
 
 

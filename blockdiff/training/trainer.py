@@ -21,7 +21,7 @@ from blockdiff.data.dataset import Dataset
 from blockdiff.diffusion.corruption import Corruption
 from blockdiff.diffusion.schedule import Schedule
 from blockdiff.diffusion.weight import Weight
-from blockdiff.errors import DataError
+from blockdiff.errors import RESUME, DataError
 from blockdiff.metrics import FILE_NAME, MetricsLog, Record, of_kind
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks, from_accelerate
@@ -56,6 +56,7 @@ class Trainer:
 
     # While `fit()` runs there are:
     step: int  # the optimiser step that was taken last; they are counted from 1
+    steps: int  # the one that the run ends with
     saved: int  # the one of the newest checkpoint
     ranks: Ranks
     built: Built  # model, objective, optimiser, data, ...
@@ -180,7 +181,7 @@ class Trainer:
 
     def is_due(self, every: int) -> bool:
         """Whether something done `every` so many optimiser steps (0 = at the end only) is done after this one."""
-        return self.step == self.recipe.train.steps or (every > 0 and self.step % every == 0)
+        return self.step == self.steps or (every > 0 and self.step % every == 0)
 
     def between_steps(self, made: Sequence[str] = ()) -> bool:
         """Save and measure what is due after this step; True when training is over.
@@ -193,7 +194,7 @@ class Trainer:
             measured = self.measurements()
             due = [kind for kind, every in measured.items() if self.is_due(every)]
             self.measure([kind for kind in due if kind not in made])
-            if self.step == self.recipe.train.steps:
+            if self.step == self.steps:
                 return True
             if not due:
                 return False
@@ -319,7 +320,7 @@ class Trainer:
         """Save and leave because of data, all ranks together; the first rank that has a refusal says what is wrong."""
         reason = next(line for line in self.ranks.gather(refusal) if line is not None)
         self.ensure_saved()
-        saved = f"; the run is saved at step {self.step}, go on with --resume" if self.saved == self.step > 0 else ""
+        saved = f"; the run is saved at step {self.step}, {RESUME}" if self.saved == self.step > 0 else ""
         raise DataError(reason + saved)
 
     def finish(self) -> None:
@@ -339,10 +340,8 @@ class Trainer:
         try:
             with ranks.guarded(lambda: self.doing), caught(speaks=ranks.is_main) as signals:
                 self.ranks = replace(ranks, is_stopping=signals.is_stopping)
-                self.show = Progress(self.recipe.train.steps, is_shown=ranks.is_main)
+                self.show = Progress(self.recipe.train.steps or 0, is_shown=ranks.is_main)
                 refuse(self.recipe, ranks.world)
-                for line in without_effect(self.recipe):
-                    self.show.line(f"note      {line}")
                 with state.entered(self.directory, self.resume, self.ranks) as checkpoint:
                     self.start(checkpoint)
                     with closing(self.trackers), self.show.running(self.step):
@@ -358,6 +357,8 @@ class Trainer:
         self.begin(built, records)
         names = self.recipe.train.trackers if self.ranks.is_main else ()
         self.trackers = Trackers(names, self.directory, self.recipe.model_dump(mode="json"), self.step)
+        for line in without_effect(self.recipe, self.steps):
+            self.show.line(f"note      {line}")
         self.show.line(f"run       {self.directory}: {self.plan()}, {self.ranks.world} x {self.ranks.device}")
         if checkpoint is not None:
             self.show.line(f"resumed   {checkpoint}")
@@ -368,6 +369,7 @@ class Trainer:
         """Take what was built, and count the skipped steps and the seconds on from what the log says."""
         self.built, self.records = built, records
         self.step = self.saved = built.step
+        self.steps = self.show.steps = built.steps
         self.weights = list(trainable(built.objective).values())
         skipped = [record["step"] for record in of_kind(records, "skipped")]
         self.skips = Skips(self.recipe.train.non_finite, self.ranks.agree(skipped))
@@ -380,10 +382,10 @@ class Trainer:
         if isinstance(canvases, dict):  # {last: 2}
             canvases = " ".join(str(word) for item in canvases.items() for word in item)
         epochs = self.steps_per_epoch()
-        length = "" if epochs is None else f", {t.steps / epochs:.1f} epochs"
+        length = "" if epochs is None else f", {self.steps / epochs:.1f} epochs"
         saved = f"saved every {t.save_every}" if t.save_every else "saved at the end only"
         scored = f"{canvases} canvas{'es' * (canvases != 1)}"
-        return f"{t.steps} optimiser steps of {t.batch_size} examples, {scored} of each{length}, {saved}"
+        return f"{self.steps} optimiser steps of {t.batch_size} examples, {scored} of each{length}, {saved}"
 
     def steps_per_epoch(self) -> float | None:
         """Optimiser steps that see every example once; None where the data are a stream."""

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint.files import stored_tensors
 from blockdiff.cli.main import app
 from blockdiff.metrics import METRICS, decisive_metrics
+from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.training import export
 from blockdiff.training.recipe import read_recipe
 from tests.little_model import LITTLE, save_preset
@@ -241,6 +244,21 @@ def test_a_mistake_is_one_line_that_says_where(workshop: Path, tmp_path: Path, n
 
 
 @pytest.mark.quick
+def test_torchrun_is_told_the_cause_and_ranks_with_the_same_one_print_it_once(tmp_path, monkeypatch) -> None:
+    said = []
+    for rank, words in enumerate((["train", "no.yaml"], ["train", "no.yaml"], ["init", "tny", "new"])):
+        file = tmp_path / str(rank) / "error.json"
+        file.parent.mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        said.append(run(*words).stderr)
+        shown = ChildFailedError("cli", {rank: ProcessFailure(rank, pid=1, exitcode=1, error_file=str(file))})
+        assert f"traceback : {(said[rank] or said[0]).strip()}" in str(shown)
+    assert ["no such recipe" in text for text in said] == [True, False, False] and "did you mean tiny" in said[2]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
+    assert "no such recipe" in run("train", "no.yaml").stderr
+
+
+@pytest.mark.quick
 def test_an_unforeseen_error_is_one_line_and_with_debug_a_traceback(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,12 +362,12 @@ def test_resuming_compares_the_model_and_the_rows_by_content_wherever_they_lie(w
     vocabulary.write_text(re.sub("|".join(swapped), lambda found: swapped[found[0]], text))
     assert vocabulary.read_text() != text
     tokenizer = f"model.tokenizer={vocabulary.parent}"
-    assert 'model.tokenizer "' in refusal(*moved, "--set", tokenizer)
+    assert "started with another tokenizer (model.tokenizer); keep" in refusal(*moved, "--set", tokenizer)
     other = json.loads(json.dumps(LITTLE))
     other["text_config"]["sliding_window"] = 4
     try:
         save_preset(workshop / "little.json", other)
-        assert 'with model "' in refusal(*again)
+        assert "with a model of another shape (model); keep" in refusal(*again)
     finally:
         save_preset(workshop / "little.json", LITTLE)
 
@@ -521,6 +539,43 @@ def test_inspect_draws_the_batch_that_training_sees(workshop: Path) -> None:
     assert firsts + seconds == 6
     assert f"{seconds} of them fill" in text and text.count("1 fill") >= seconds
     assert "24 rows (0 dropped" in text and re.search(r"router +\d+ +[\d,]+ +-\n", text)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("setting", ["optim.freeze=['layers.*.mlp.*']", "objective.router=frozen"])
+def test_inspect_and_train_name_and_count_the_same_parts(workshop: Path, tmp_path: Path, setting: str) -> None:
+    def table(text: str) -> str:
+        return re.search(r"part +tensors.*total [^\n]*\n", text, re.DOTALL)[0]  # type: ignore[index]
+
+    words = [workshop / "recipe.yaml", "--set", setting, "--set", "optim.warmup_steps=9", "--set", "train.steps=1"]
+    looked, trained = works("inspect", *words), works("train", *words, "--output", tmp_path / "run")
+    assert table(looked) == table(trained)
+    note = "note      optim.warmup_steps: the warm-up of 9 steps does not end within the 1 steps of the run\n"
+    assert note in looked and note in trained
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "setting", ["optim.freeze=[nothing.*]", "optim.freeze=['*']", "evaluation.patience=2", "evaluation.task=gsm8k"]
+)
+def test_inspect_refuses_what_train_refuses_in_the_same_words(workshop: Path, tmp_path: Path, setting: str) -> None:
+    prompts = f"evaluation.prompts={workshop}/puzzles/test.jsonl"
+    words = [workshop / "recipe.yaml", "--set", setting, "--set", prompts]
+    assert refusal("inspect", *words) == refusal("train", *words, "--output", tmp_path / "run")
+
+
+@pytest.mark.quick
+def test_inspect_names_what_a_model_class_of_ones_own_adds(workshop: Path, tmp_path: Path) -> None:
+    class Scaled(DiffusionGemma):
+        def __init__(self, config: Any, kernels: str = "auto") -> None:
+            super().__init__(config, kernels)
+            self.gain = torch.nn.Linear(3, 2)
+
+    checkpoint.save(checkpoint.init(workshop / "little.json", model=Scaled), tmp_path / "m")
+    text = works("inspect", tmp_path / "m")
+    added = "gain.weight [2, 3], gain.bias [2]"
+    assert re.search(r"added     blockdiff\.safetensors: 2 tensors of the model class \S*Scaled, 8 numbers: ", text)
+    assert all(each in text for each in added.split(", g"))
 
 
 @pytest.mark.quick

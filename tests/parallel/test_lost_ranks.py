@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockdiff.errors import RunError
+from blockdiff.errors import RESUME, RunError
 from blockdiff.parallel.ranks import Ranks
 from tests import losing_ranks
 from tests.forked import run
@@ -28,15 +28,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 @pytest.mark.parametrize(
     ("name", "codes", "words", "saved"),
     [
-        ("killed", [1, KILLED], "rank 0: another rank was lost during step 5; go on with --resume", [3]),
-        ("main_killed", [KILLED, 1], "rank 1: another rank was lost during step 5; go on with --resume", [3]),
+        ("killed", [1, KILLED], f"rank 0: another rank was lost during step 5; {RESUME}", [3]),
+        ("main_killed", [KILLED, 1], f"rank 1: another rank was lost during step 5; {RESUME}", [3]),
         (
             *("killed_while_saving", [1, KILLED]),
-            *("rank 0: another rank was lost during saving step 6; go on with --resume", [3, 6]),
+            *(f"rank 0: another rank was lost during saving step 6; {RESUME}", [3, 6]),
         ),
         (
             *("main_killed_while_saving", [KILLED, 1]),
-            *("rank 1: another rank was lost during saving step 6; go on with --resume", [3]),
+            *(f"rank 1: another rank was lost during saving step 6; {RESUME}", [3]),
         ),
     ],
 )
@@ -50,7 +50,7 @@ def test_a_killed_rank_ends_the_other_at_once_with_a_line_that_says_when(found, 
 def test_a_hung_rank_ends_the_other_after_the_timeout(found):
     outcome = found["hung"]
     assert outcome["codes"] == [1, KILLED]  # the one that hangs is the test's to kill
-    assert outcome["words"][0] == f"rank 0: another rank hung for {TIMEOUT:g} s during step 5; go on with --resume"
+    assert outcome["words"][0] == f"rank 0: another rank hung for {TIMEOUT:g} s during step 5; {RESUME}"
     assert outcome["seconds"] > TIMEOUT
 
 
@@ -90,7 +90,7 @@ def test_a_rank_that_measures_longer_than_the_timeout_is_waited_for(found):
 def test_a_rank_lost_while_it_measures_or_waits_ends_the_other(found, name, codes, words, most_pieces):
     outcome = found[name]
     assert outcome["codes"] == codes and outcome["pieces"] <= most_pieces
-    said = f"{words} during the evaluation after step 5; go on with --resume"
+    said = f"{words} during the evaluation after step 5; {RESUME}"
     assert [line for line in outcome["words"] if line] == [said]
 
 
@@ -112,7 +112,7 @@ def test_a_bad_row_in_the_middle_of_a_run_saves_the_steps_before_it_whichever_ra
     outcome = found[name]
     assert outcome["codes"] == [1, 1]
     assert outcome["saved"] == [3, 4]
-    said = f"rows.jsonl:{line}: not valid JSON; the run is saved at step 4, go on with --resume"
+    said = f"rows.jsonl:{line}: not valid JSON; the run is saved at step 4, {RESUME}"
     assert outcome["words"] == [said] * 2
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blockdiff.errors import DataError, RunError
+from blockdiff.errors import RESUME, DataError, RunError
 from blockdiff.metrics import of_kind, reproducible
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Stopped
@@ -194,8 +194,8 @@ def test_outside_a_run_nothing_interrupts_an_evaluation():
 @pytest.mark.parametrize(
     ("at", "settings", "end", "saves"),
     [
-        (4, {"save_every": 2}, "; the run is saved at step 3, go on with --resume", ["save 2", "save 3"]),
-        (3, {"save_every": 2}, "; the run is saved at step 2, go on with --resume", ["save 2"]),
+        (4, {"save_every": 2}, f"; the run is saved at step 3, {RESUME}", ["save 2", "save 3"]),
+        (3, {"save_every": 2}, f"; the run is saved at step 2, {RESUME}", ["save 2"]),
         (1, {}, "", []),
         (3, {"save": None}, "", []),
     ],

@@ -45,6 +45,7 @@ HELD = {"train": "a.jsonl", "heldout": "b.jsonl"}
             {"evaluation": {"best": "heldout_canvas_loss", "patience": 1}, "data": HELD},
             "measured at the end only; set train.eval_every",
         ),
+        ({"train": {"steps": None, "epochs": 2}, "data": {"streaming": True}}, "not counted beforehand"),
         ({"train": {"trackers": ["tensorbord"]}}, "no tracker is called 'tensorbord'"),
     ],
 )
@@ -69,14 +70,14 @@ def test_a_mask_token_that_texts_contain_is_refused(token: str) -> None:
 
 
 def test_keys_that_need_those_of_another_section_are_named() -> None:
-    assert without_effect(recipe(optim={"warmup_steps": 8})) == []
+    assert without_effect(recipe(optim={"warmup_steps": 8}), 9) == []
     changed = recipe(
         train={"keep_every": 7, "save_every": 5, "eval_every": 3, "steps": 30}, evaluation={"prompts_every": 4}
     )
-    keys = [line.split()[0] for line in without_effect(changed)]
+    keys = [line.split()[0] for line in without_effect(changed, 30)]
     assert keys == ["train.eval_every", "train.keep_every", "evaluation.prompts_every"]
 
 
 def test_a_warm_up_that_never_ends_is_named() -> None:
-    (line,) = without_effect(recipe(train={"steps": 20}))
-    assert line == "optim.warmup_steps: the warm-up of 25 steps does not end within the 20 of train.steps"
+    (line,) = without_effect(recipe(optim={"warmup_steps": 25}), 20)
+    assert line == "optim.warmup_steps: the warm-up of 25 steps does not end within the 20 steps of the run"

@@ -7,7 +7,14 @@ from functools import partial
 
 import pytest
 
-from blockdiff.training.schedule import Constant, CosineDecay, LinearDecay, StableDecay, learning_rate
+from blockdiff.training.schedule import (
+    Constant,
+    CosineDecay,
+    LinearDecay,
+    StableDecay,
+    default_warmup,
+    learning_rate,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -101,3 +108,7 @@ def test_learning_rates_are_the_same_to_the_last_bit_as_the_formulas_of_earlier_
 def test_a_schedule_that_would_rise_or_last_less_than_nothing_is_refused(make):
     with pytest.raises(ValueError, match="must"):
         make()
+
+
+def test_the_default_warmup_ends_within_the_first_tenth_of_a_short_run():
+    assert [default_warmup(steps) for steps in (1, 9, 20, 249, 250, 10_000)] == [0, 0, 2, 24, 25, 25]

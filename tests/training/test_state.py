@@ -187,7 +187,7 @@ def test_another_number_of_processes_is_one_warning(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
     checkpoint = tmp_path / "checkpoints" / "step-2"
     four = Ranks(torch.device("cpu"), rank=0, world=4)
-    with pytest.warns(UserWarning, match="saved by 1 processes, resumed by 4") as told:
+    with pytest.warns(UserWarning, match="saved by 1 process, resumed by 4") as told:
         assert state.restore(checkpoint, objective, optimiser, FACTS, ranks=four) == 2
     assert len(told) == 1
     with warnings.catch_warnings():

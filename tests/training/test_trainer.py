@@ -116,6 +116,34 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(inputs, plain, tmp
 
 
 @pytest.mark.quick
+def test_epochs_say_how_long_a_run_is(inputs, plain, tmp_path, capsys):
+    # 24 examples in batches of 6: four steps are an epoch
+    run = blockdiff.train(inputs, ("train.epochs=1",), tmp_path / "run")
+    assert torch.equal(weights_of(run), weights_of(plain))
+    assert reproducible(run.records) == reproducible(plain.records)
+    assert "4 optimiser steps of 6 examples, 1 canvas of each, 1.0 epochs" in capsys.readouterr().out
+    longer = blockdiff.train(inputs, ("train.epochs=1.2",), run.directory, resume=True)
+    assert longer.records[-1]["step"] == 5  # 4.8 of them
+    with pytest.raises(RunError, match=r"already at step 5, past train\.epochs = 1; raise train\.epochs to go on"):
+        blockdiff.train(inputs, ("train.epochs=1",), run.directory, resume=True)
+
+
+@pytest.mark.quick
+def test_a_run_goes_on_with_smaller_micro_batches_and_says_that_sums_are_rounded_otherwise(inputs, plain, tmp_path):
+    blockdiff.train(inputs, ("train.steps=2",), tmp_path / "run")
+    smaller = ("train.micro_batch_size=4", "train.activation_checkpointing=true")
+    with pytest.warns(UserWarning, match="saved with train.micro_batch_size null, resumed with 4: the same batches"):
+        run = blockdiff.train(inputs, smaller, tmp_path / "run", resume=True)
+    torch.testing.assert_close(weights_of(run), weights_of(plain), atol=1e-5, rtol=1e-4)
+
+
+def test_a_run_is_not_resumed_with_other_rows_and_the_refusal_has_words_and_no_hashes(inputs, plain):
+    data = {**inputs["data"], "train": inputs["data"]["train"][1:]}
+    with pytest.raises(RunError, match=r"started with other training rows \(data\.train\), or rows that .* way; keep"):
+        blockdiff.train({**inputs, "data": data}, ("train.steps=5",), plain.directory, resume=True)
+
+
+@pytest.mark.quick
 def test_a_run_is_not_started_over_and_an_unknown_key_is_refused(inputs, plain):
     with pytest.raises(RunError, match="already holds a run"):
         blockdiff.train(inputs, output=plain.directory)
