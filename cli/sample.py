@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +38,11 @@ def sample(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Rounded up to whole canvases.")] = None,
     steps: options.MaxSteps = None,
     trace: Annotated[Path | None, typer.Option(help="How it filled in: FILE.html, .jsonl or .png.")] = None,
+    thinking: Annotated[bool, typer.Option("--thinking", help="Ask for reasoning, which is kept apart.")] = False,
+    scores: Annotated[bool, typer.Option("--scores", help="Give every token's next-token log-probability.")] = False,
+    best_of: Annotated[
+        int, typer.Option(min=1, help="Draw so many answers and give the one with the highest mean score.")
+    ] = 1,
     stream: Annotated[bool, typer.Option("--stream", help="Show canvases as they are finished.")] = False,
     batch_size: options.BatchSize = 32,
     dtype: options.Dtype = "auto",
@@ -45,8 +51,8 @@ def sample(
 ) -> None:
     """Answer one prompt, one chat message, or a file of prompts.
 
-    Output lines are id, text, tokens, finish_reason ("eos", "length" or "error") and steps (denoising steps
-    per canvas). A bad line of a prompts file gets an error record and the others continue.
+    Output lines are id, text, tokens, finish_reason ("eos", "length" or "error"), steps (denoising steps
+    per canvas) and what was asked for: reasoning, logprobs and score, draw. A bad line of a prompts file gets an error record and the others continue.
     """
     if sum(given is not None for given in (prompt, chat, prompts)) != 1:
         raise typer.BadParameter("give exactly one of --prompt, --chat and --prompts", param_hint="--prompt")
@@ -66,6 +72,9 @@ def sample(
         entries = [Request(1, prompt=prompt)]
     else:
         entries = [Request(1, messages=[{"role": "user", "content": str(chat)}])]
+    asked = {name: value for name, value in (("thinking", thinking), ("scores", scores)) if value}
+    asked |= {"best_of": best_of} if best_of > 1 else {}
+    entries = [replace(entry, **asked) if isinstance(entry, Request) else entry for entry in entries]
     for written in (output, trace):
         options.require_free(written, model, prompts, overwrite=overwrite)
         options.make_parent(written)
@@ -119,7 +128,11 @@ def sample(
         if first_error:
             typer.echo(f"first failure: {shown(first_error, sys.stderr)}", err=True)
     elif output is None and view is None:
+        if results[0].reasoning is not None:
+            typer.echo(shown(results[0].reasoning, sys.stderr), err=True)
         print(shown(results[0].text, sys.stdout))
+        if results[0].score is not None:
+            typer.echo(f"mean log-probability per token {results[0].score:.4f}", err=True)
 
 
 def _write_line(file: IO[bytes], result: Result, path: Path | None) -> None:

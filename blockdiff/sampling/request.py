@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from blockdiff.data.messages import BadRow, checked_messages, checked_tools
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
+MOST_DRAWS = 1024  # answers to one request, of which the best is given
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Request:
     `prompt` is raw text (bos is put before it), `messages` a conversation for the chat template, `tokens` the
     prompt's ids as they are. Without `seed` it follows from the seed of the call and `id`. `tools` are declarations
     of functions that the conversation may call: {"type": "function", "function": {name, description, parameters}}.
+    `thinking` asks the chat template for reasoning; `scores` asks for the log-probability of every token of the answer;
+    of `best_of` answers, each with draws of its own, the one with the highest mean log-probability is given.
     """
 
     id: str | int
@@ -32,6 +35,9 @@ class Request:
     tokens: Sequence[int] | None = None
     seed: int | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
+    thinking: bool = False
+    scores: bool = False
+    best_of: int = 1
 
     def check(self) -> None:
         """Raise RequestError, one line that says what is wrong, unless this is a prompt of one kind."""
@@ -47,6 +53,10 @@ class Request:
             raise RequestError(f"seed has 64 bits at most, got {self.seed!r:.80}")
         if self.tools is not None and self.messages is None:
             raise RequestError("tools are there, but no messages; only a conversation has a place for them")
+        if self.thinking and self.messages is None:
+            raise RequestError("thinking is asked for in the chat template, so it needs messages")
+        if not _is_integer(self.best_of) or not 1 <= self.best_of <= MOST_DRAWS:
+            raise RequestError(f"best_of must be an integer from 1 to {MOST_DRAWS}, got {self.best_of!r:.80}")
         if self.messages is not None:
             _conversation(self)
 
@@ -55,8 +65,10 @@ class Request:
 class Result:
     """The answer to a request.
 
-    `tokens` ends with the first eos if there is one; `text` leaves special tokens out; `steps` are the
-    denoising steps of each canvas; `finish_reason` is "eos", "length" or, with the reason in `error`, "error".
+    `tokens` ends with the first eos if there is one; `text` leaves special tokens out, and the `reasoning` before the
+    answer, which stands apart; `steps` are the denoising steps of each canvas; `finish_reason` is "eos", "length" or,
+    with the reason in `error`, "error". `logprobs`, where asked for, are those of `tokens` by next-token prediction, in
+    nats; with `best_of`, `draw` says which of the answers this is, from 0.
     """
 
     id: str | int
@@ -65,6 +77,14 @@ class Result:
     finish_reason: str
     steps: list[int]
     error: str | None = None
+    reasoning: str | None = None
+    logprobs: list[float] | None = None
+    draw: int | None = None
+
+    @property
+    def score(self) -> float | None:
+        """The mean log-probability per token, in nats; None where it was not asked for."""
+        return None if self.logprobs is None else sum(self.logprobs) / max(1, len(self.logprobs))
 
     @classmethod
     def failed(cls, id: str | int, error: object) -> Result:
@@ -73,22 +93,27 @@ class Result:
 
     def to_record(self) -> dict[str, Any]:
         """The fields of an output line."""
-        names = ("id", "text", "tokens", "finish_reason", "steps", "error")
-        return {name: getattr(self, name) for name in names if name != "error" or self.error is not None}
+        names = ("id", "text", "tokens", "finish_reason", "steps")
+        there = {name: getattr(self, name) for name in ("reasoning", "logprobs", "score", "draw", "error")}
+        return {name: getattr(self, name) for name in names} | {k: v for k, v in there.items() if v is not None}
 
 
 @dataclass
 class Pending:
     """A request that is being answered: its prompt tokens, its draws' seed, and the response so far.
 
-    `error` says why it cannot be answered any further.
+    `request_id` is the request's, `id` what this answer of it is called; `draw` counts the answers of one request where
+    there are several. `error` says why it cannot be answered any further.
     """
 
     place: int
+    request_id: str | int
     id: str | int
     seed: int
     prompt: str
     prompt_tokens: list[int]
+    draw: int | None = None
+    logprobs: list[float] | None = None
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -139,7 +164,22 @@ def tokenised(
     if outside:
         raise RequestError(f"token {outside[0]!r} is not one of the model's {vocab_size} ids")
     own_seed = child_seed(seed, request.id) if request.seed is None else request.seed
-    return Pending(place, request.id, own_seed, text, tokens)
+    return Pending(place, request.id, request.id, own_seed, text, tokens)
+
+
+def draws_of(asked: Pending, best_of: int) -> list[Pending]:
+    """A request as many times as it is to be answered: as it is, and then with seeds that follow from its own.
+
+    The later ones are called "ID draw N" while they run, in what is heard of steps and canvases.
+    """
+    if best_of == 1:
+        return [asked]
+    return [
+        replace(asked, id=f"{asked.id} draw {n}", seed=child_seed(asked.seed, n), draw=n, tokens=[], steps=[])
+        if n
+        else replace(asked, draw=0)
+        for n in range(best_of)
+    ]
 
 
 def _conversation(request: Request) -> tuple[list[Message], list[Message] | None]:
@@ -161,6 +201,8 @@ def _chat(request: Request, tokenizer: PreTrainedTokenizerBase) -> str:
         raise RequestError("the tokenizer has no chat template; give a raw prompt instead of messages")
     messages, tools = _conversation(request)
     options: dict[str, Any] = {"tools": tools} if tools else {}
+    if request.thinking:  # not every template knows the word; one that does writes the same without it as with False
+        options["enable_thinking"] = True
     try:
         with time_limit(TEMPLATE_SECONDS):
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))

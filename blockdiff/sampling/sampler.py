@@ -24,7 +24,9 @@ from blockdiff.models.family import family_of
 from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.draws import Draws
 from blockdiff.sampling.predict import predict
-from blockdiff.sampling.request import Pending, Prompt, Result, as_request, tokenised
+from blockdiff.sampling.reasoning import separated
+from blockdiff.sampling.request import Pending, Prompt, Result, as_request, draws_of, tokenised
+from blockdiff.sampling.scores import best, score
 from blockdiff.sampling.strategies import released
 from blockdiff.sampling.strategy import Canvases, Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step, step_records
@@ -127,6 +129,7 @@ class Sampler:
             )
         results: dict[int, Result] = {}
         pending: list[Pending] = []
+        scored: set[int] = set()
         for place, prompt in enumerate(prompts):
             if isinstance(prompt, Result):
                 results[place] = prompt
@@ -140,21 +143,52 @@ class Sampler:
                         f"positions leave room for {room} before {canvases} canvases; "
                         "shorten it or lower max_new_tokens"
                     )
-                pending.append(asked)
+                pending += draws_of(asked, request.best_of)
+                scored |= {place} if request.scores or request.best_of > 1 else set()
             except RequestError as error:
                 results[place] = Result.failed(request.id, error)
         # Prompts of similar length share a batch: less padding.
         pending.sort(key=lambda each: len(each.prompt_tokens))
         for first in range(0, len(pending), batch_size):
-            batch = pending[first : first + batch_size]
-            self._answer(batch, generation, on_canvas, on_step)
-            for each in batch:
-                if each.error is not None:
-                    results[each.place] = Result.failed(each.id, each.error)
-                    continue
-                text = self._text(each, generation.eos_ids)
-                results[each.place] = Result(each.id, text, each.tokens, str(each.finish_reason), each.steps)
+            self._answer(pending[first : first + batch_size], generation, on_canvas, on_step)
+        self._score([each for each in pending if each.place in scored and each.error is None], batch_size)
+        answers: dict[int, list[Result]] = {}
+        for each in sorted(pending, key=lambda each: each.draw or 0):
+            answers.setdefault(each.place, []).append(self._result(each, generation.eos_ids))
+        results |= {place: best(draws) for place, draws in answers.items()}
         return [results[place] for place in range(len(prompts))]
+
+    def _score(self, answered: Sequence[Pending], batch_size: int) -> None:
+        """Give each answer its log-probabilities by next-token prediction."""
+        if not answered:
+            return
+        if self.choices.objective.get("ar_loss", "not said") in ("none", None):
+            warnings.warn(
+                "this model was trained without the next-token loss (objective.ar_loss: none): its scores say nothing",
+                stacklevel=2,
+            )
+        found = score(self.model, [a.prompt_tokens for a in answered], [a.tokens for a in answered], batch_size)
+        for each, its in zip(answered, found, strict=True):
+            each.logprobs = its.logprobs
+
+    def _result(self, answered: Pending, eos_ids: Sequence[int]) -> Result:
+        """The answer as the asker gets it."""
+        if answered.error is not None:
+            return Result.failed(answered.request_id, answered.error)
+        reasoning, text = None, self._text(answered, eos_ids)
+        if self.tokenizer is not None:
+            reasoning, answer = separated(answered.tokens, self.tokenizer)
+            text = text if reasoning is None else self._text(replace(answered, tokens=answer), eos_ids)
+        return Result(
+            answered.request_id,
+            text,
+            answered.tokens,
+            str(answered.finish_reason),
+            answered.steps,
+            reasoning=reasoning,
+            logprobs=answered.logprobs,
+            draw=answered.draw,
+        )
 
     def _answer(
         self, batch: list[Pending], generation: Generation, on_canvas: OnCanvas | None, on_step: OnStep | None

@@ -1,0 +1,60 @@
+"""`blockdiff sample` with reasoning, scores and several draws."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from blockdiff import checkpoint
+from blockdiff.checkpoint import init
+from blockdiff.cli.main import app
+from blockdiff.data.template import packaged_template
+from blockdiff.sampling import Generation
+from tests.chat_tokenizer import chat_tokenizer
+from tests.oracle import TWO_LAYERS, tiny_config
+
+pytestmark = pytest.mark.quick
+
+
+def run(*words: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    made = init(tiny_config(canvas_length=8, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
+    folder = tmp_path_factory.mktemp("sample") / "model"
+    settings = Generation(max_steps=2, max_new_tokens=8, eos_ids=(1,))
+    checkpoint.save(made, folder, tokenizer=chat_tokenizer(packaged_template()), generation=settings)
+    return folder
+
+
+def test_output_lines_have_scores_and_which_draw_it_is_where_asked_for(model, tmp_path):
+    prompts, output = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    prompts.write_text('{"prompt": "abc"}\n{"messages": [{"role": "user", "content": "hi"}]}\n')
+    words = ("sample", model, "--prompts", prompts, "--output", output, "--overwrite")
+    assert run(*words).exit_code == 0
+    plain = [json.loads(line) for line in output.read_text().splitlines()]
+    assert not any({"logprobs", "score", "draw"} & record.keys() for record in plain)
+    assert run(*words, "--best-of", "3").exit_code == 0
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    for record in records:
+        assert record["draw"] in range(3) and len(record["logprobs"]) == len(record["tokens"])
+        assert record["score"] == pytest.approx(sum(record["logprobs"]) / len(record["tokens"]))
+    assert run(*words, "--scores").exit_code == 0
+    own = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["tokens"] for record in own] == [record["tokens"] for record in plain]
+    assert all(record["score"] <= best["score"] + 1e-6 for record, best in zip(own, records, strict=True))
+
+
+def test_thinking_is_asked_for_in_a_chat_and_refused_for_raw_text(model):
+    asked = run("sample", model, "--chat", "hi", "--thinking", "--scores")
+    assert asked.exit_code == 0 and "mean log-probability per token -" in asked.stderr
+    assert asked.stdout != run("sample", model, "--chat", "hi").stdout
+    refused = run("sample", model, "--prompt", "hi", "--thinking")
+    assert refused.exit_code == 1
+    assert "thinking is asked for in the chat template, so it needs messages" in refused.stderr

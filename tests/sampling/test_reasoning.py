@@ -1,0 +1,74 @@
+"""Reasoning stands apart from the answer, and is asked for in the chat template."""
+
+from __future__ import annotations
+
+import pytest
+
+from blockdiff.checkpoint import init
+from blockdiff.data.chat import Encoder
+from blockdiff.data.rows import Row
+from blockdiff.data.template import packaged_template
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.errors import RequestError
+from blockdiff.sampling import Generation, Request, Sampler
+from blockdiff.sampling.reasoning import separated
+from blockdiff.sampling.request import tokenised
+from tests.chat_tokenizer import chat_tokenizer
+from tests.oracle import TWO_LAYERS, tiny_config
+
+pytestmark = pytest.mark.quick
+
+TOKENIZER = chat_tokenizer(packaged_template())
+OPENED, CLOSED = "<|channel>thought\n", "\n<channel|>"
+CHAT = [{"role": "user", "content": "6*7?"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "answer"),
+    [
+        ("42", None, "42"),
+        (f"{OPENED}6 * 7{CLOSED}42", "6 * 7", "42"),
+        (f"{OPENED}6 *", "6 *", ""),
+        (f"{OPENED}a{CLOSED}b{OPENED}c{CLOSED}d", "a\nbthought\nc", "d"),
+        (f"{OPENED}a{CLOSED}b{OPENED}c", "a\nthought\nc", "b"),
+        (f"a{CLOSED}b", "a", "b"),
+        ("", None, ""),
+    ],
+)
+def test_the_answer_is_what_follows_the_last_closed_channel(text, reasoning, answer):
+    found, tokens = separated(TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER)
+    assert (found, TOKENIZER.decode(tokens)) == (reasoning, answer)
+
+
+def test_a_tokenizer_without_channels_has_no_reasoning():
+    assert separated([1, 5, 9], character_tokenizer("abcdefg")) == (None, [1, 5, 9])
+
+
+def test_a_request_asks_for_thinking_as_training_does():
+    encoder = Encoder(TOKENIZER, eos_id=1, canvas_length=8, enable_thinking=True)
+    row = Row("f:1", messages=(*CHAT, {"role": "assistant", "content": "42"}))
+    (example,), _ = encoder.encode([row])
+    expected = example.tokens[: example.responses[0][0]]
+    asked = tokenised(Request(0, messages=CHAT, thinking=True), 0, 0, TOKENIZER, 500)
+    assert asked.prompt_tokens == expected and "<|think|>" in asked.prompt
+    assert "<|think|>" not in tokenised(Request(0, messages=CHAT), 0, 0, TOKENIZER, 500).prompt
+
+
+def test_thinking_needs_messages():
+    with pytest.raises(RequestError, match="thinking is asked for in the chat template, so it needs messages"):
+        tokenised(Request(0, prompt="a", thinking=True), 0, 0, TOKENIZER, 500)
+
+
+def test_a_result_has_its_reasoning_apart(monkeypatch):
+    model = init(tiny_config(canvas_length=32, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
+    sampler = Sampler(model, TOKENIZER, Generation(max_steps=1, max_new_tokens=32, eos_ids=(1,)))
+    said = TOKENIZER(f"{OPENED}6 * 7{CLOSED}42", add_special_tokens=False)["input_ids"]
+
+    def answer(batch, *_):
+        for each in batch:
+            each.commit([*said, 1], 3, (1,), is_last=True)
+
+    monkeypatch.setattr(sampler, "_answer", answer)
+    (result,) = sampler.generate([Request("a", messages=CHAT, thinking=True)])
+    assert (result.reasoning, result.text, result.tokens) == ("6 * 7", "42", [*said, 1])
+    assert result.to_record()["reasoning"] == "6 * 7"
