@@ -72,8 +72,10 @@ def read_requests(path: Path, limit: int | None) -> list[Request]:
     """Requests of a prompts file, or of training rows; ids are line numbers from 1."""
     lines = path.read_text(encoding="utf-8").splitlines()[:limit]
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
-    keys = ("prompt", "messages", "seed")
-    return [Request(n, **{key: row.get(key) for key in keys}) for n, row in enumerate(rows, start=1)]
+    return [
+        Request(n, prompt=row.get("prompt"), messages=row.get("messages"), seed=row.get("seed"))
+        for n, row in enumerate(rows, start=1)
+    ]
 
 
 def main(words: Sequence[str] | None = None) -> list[Comparison]:

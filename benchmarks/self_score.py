@@ -3,8 +3,8 @@
     python -m benchmarks.self_score MODEL --task sudoku --data test.jsonl --draws 4 [--limit 300] [--output FILE.json]
 
 Every row is answered N times, each time from other draws. All figures are of these same answers: the share of them that
-is right (what one draw gives), the share of rows whose highest-scored answer is right, by the mean and by the sum, and the
-share of rows with any right answer, which no choice can pass. docs/sampling.md quotes what this prints.
+is right (what one draw gives), the share of rows whose highest-scored answer is right, by the mean and by the sum, and
+the share of rows with any right answer, which no choice can pass. docs/sampling.md quotes what this prints.
 """
 
 from __future__ import annotations

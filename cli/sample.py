@@ -52,7 +52,8 @@ def sample(
     """Answer one prompt, one chat message, or a file of prompts.
 
     Output lines are id, text, tokens, finish_reason ("eos", "length" or "error"), steps (denoising steps
-    per canvas) and what was asked for: reasoning, logprobs and score, draw. A bad line of a prompts file gets an error record and the others continue.
+    per canvas) and what was asked for: reasoning, logprobs and score, draw. A bad line of a prompts file
+    gets an error record and the others continue.
     """
     if sum(given is not None for given in (prompt, chat, prompts)) != 1:
         raise typer.BadParameter("give exactly one of --prompt, --chat and --prompts", param_hint="--prompt")
@@ -72,9 +73,17 @@ def sample(
         entries = [Request(1, prompt=prompt)]
     else:
         entries = [Request(1, messages=[{"role": "user", "content": str(chat)}])]
-    asked = {name: value for name, value in (("thinking", thinking), ("scores", scores)) if value}
-    asked |= {"best_of": best_of} if best_of > 1 else {}
-    entries = [replace(entry, **asked) if isinstance(entry, Request) else entry for entry in entries]
+    entries = [
+        replace(
+            entry,
+            thinking=thinking or entry.thinking,
+            scores=scores or entry.scores,
+            best_of=entry.best_of if best_of == 1 else best_of,
+        )
+        if isinstance(entry, Request)
+        else entry
+        for entry in entries
+    ]
     for written in (output, trace):
         options.require_free(written, model, prompts, overwrite=overwrite)
         options.make_parent(written)

@@ -2,7 +2,8 @@
 
 The encode pass is causal and its next-token loss is trained beside the denoising loss, so the hidden state of every
 clean token predicts the token after it. A sum of such log-probabilities is exact; what it says is as good as the
-model's next-token loss is low. A model trained without that loss (`objective.ar_loss: none`) gives numbers that mean nothing.
+model's next-token loss is low. A model trained without that loss (`objective.ar_loss: none`) gives numbers that say
+nothing.
 """
 
 from __future__ import annotations
