@@ -40,3 +40,8 @@ class Draws:
         words_TBN = words(self.seed_B, Stream.SAMPLE, (self.canvas, steps), 2 * self.length)
         uniform_TBL = to_uniform(words_TBN[..., : self.length])
         return uniform_TBL, to_integers(words_TBN[..., self.length :], self.vocab_size)
+
+
+def signed(seed: int) -> int:
+    """A seed's 64 bits as an int64 holds them."""
+    return (seed + 2**63) % 2**64 - 2**63

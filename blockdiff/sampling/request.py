@@ -14,6 +14,8 @@ from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from blockdiff.sampling.strategy import Strategy
+
 Message = Mapping[str, Any]
 MOST_DRAWS = 1024  # answers to one request, of which the best is given
 
@@ -27,6 +29,11 @@ class Request:
     of functions that the conversation may call: {"type": "function", "function": {name, description, parameters}}.
     `thinking` asks the chat template for reasoning; `scores` asks for the log-probability of every token of the answer;
     of `best_of` answers, each with draws of its own, the one with the highest mean log-probability is given.
+
+    The others go before the settings of the call. max_new_tokens: rounded up to whole canvases; max_steps: most
+    denoising steps of a canvas; strategy: how its canvases are denoised. What may stand in the response: template, with
+    holes; regex; json_schema; banned, texts or token ids; repetition_penalty, 1 for none. draft: a text to start from,
+    noised to level `noise` in [0, 1].
     """
 
     id: str | int
@@ -38,6 +45,16 @@ class Request:
     thinking: bool = False
     scores: bool = False
     best_of: int = 1
+    max_new_tokens: int | None = None
+    max_steps: int | None = None
+    strategy: Strategy | None = None
+    template: str | None = None
+    regex: str | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    banned: Sequence[str | int] = ()
+    repetition_penalty: float = 1.0
+    draft: str | None = None
+    noise: float | None = None
 
     def check(self) -> None:
         """Raise RequestError, one line that says what is wrong, unless this is a prompt of one kind."""
@@ -59,6 +76,12 @@ class Request:
             raise RequestError(f"best_of must be an integer from 1 to {MOST_DRAWS}, got {self.best_of!r:.80}")
         if self.messages is not None:
             _conversation(self)
+        for name in ("max_new_tokens", "max_steps"):
+            value = getattr(self, name)
+            if value is not None and not (_is_integer(value) and value >= 1):
+                raise RequestError(f"{name} must be an integer of at least 1, got {value!r:.80}")
+        if not isinstance(self.thinking, bool):
+            raise RequestError(f"thinking must be true or false, got {self.thinking!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -66,9 +89,9 @@ class Result:
     """The answer to a request.
 
     `tokens` ends with the first eos if there is one; `text` leaves special tokens out, and the `reasoning` before the
-    answer, which stands apart; `steps` are the denoising steps of each canvas; `finish_reason` is "eos", "length" or,
-    with the reason in `error`, "error". `logprobs`, where asked for, are those of `tokens` by next-token prediction, in
-    nats; with `best_of`, `draw` says which of the answers this is, from 0.
+    answer, which stands apart; `steps` are the denoising steps of each canvas; `finish_reason` is "eos", "length",
+    "cancelled" or, with the reason in `error`, "error". `logprobs`, where asked for, are those of `tokens` by next-token
+    prediction, in nats; with `best_of`, `draw` says which of the answers this is, from 0.
     """
 
     id: str | int
@@ -102,8 +125,9 @@ class Result:
 class Pending:
     """A request that is being answered: its prompt tokens, its draws' seed, and the response so far.
 
-    `request_id` is the request's, `id` what this answer of it is called; `draw` counts the answers of one request where
-    there are several. `error` says why it cannot be answered any further.
+    The response has at most `canvases` canvases, each of at most `max_steps` steps. `strategy` is the request's own, if
+    it brings one. `request_id` is the request's, `id` what this answer of it is called; `draw` counts the answers of
+    one request where there are several. `error` says why it cannot be answered any further.
     """
 
     place: int
@@ -114,14 +138,18 @@ class Pending:
     prompt_tokens: list[int]
     draw: int | None = None
     logprobs: list[float] | None = None
+    canvases: int = 1
+    max_steps: int = 1
+    strategy: Strategy | None = None
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
 
-    def commit(self, tokens: list[int], steps: int, eos_ids: Sequence[int], is_last: bool) -> int:
+    def commit(self, tokens: list[int], steps: int, eos_ids: Sequence[int]) -> int:
         """Add a canvas to the response up to its first eos, which ends it; returns how many tokens that is."""
         end = next((place + 1 for place, token in enumerate(tokens) if token in eos_ids), None)
+        is_last = len(self.steps) + 1 == self.canvases
         self.finish_reason = "eos" if end is not None else "length" if is_last else None
         kept = len(tokens) if end is None else end
         self.tokens += tokens[:kept]

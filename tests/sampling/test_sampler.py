@@ -264,9 +264,41 @@ def test_a_tokenizer_of_another_size_is_one_warning():
 
 def test_what_needs_more_positions_than_the_model_has_is_refused():
     sampler = Sampler(scripted(), None, GENERATION)
-    sampler._positions = 5 * L
+    sampler.context.positions = 5 * L
     fits, too_long = sampler.generate([Request(1, tokens=[5] * 2 * L), Request(2, tokens=[5] * (2 * L + 1))])
     assert fits.finish_reason == "length" and too_long.finish_reason == "error"
     assert "17 tokens" in too_long.error and "40 positions leave room for 16 before 3 canvases" in too_long.error
     with pytest.raises(RequestError, match="max_new_tokens 1000000000 leaves no room"):
         sampler.generate([Request(1, tokens=[5])], max_new_tokens=10**9)
+
+
+BAD_OPTIONS = {
+    "no tokens": ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
+    "half a step": ({"max_steps": 1.5}, "max_steps must be an integer of at least 1, got 1.5"),
+    "a thought": ({"thinking": "yes"}, "thinking must be true or false, got 'yes'"),
+    "too many tokens": ({"max_new_tokens": 10**9}, "leaves no room for a prompt"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_options_of_a_request_that_cannot_be_used_are_its_own_error(name):
+    options, reason = BAD_OPTIONS[name]
+    sampler = Sampler(scripted(), None, GENERATION)
+    sampler.context.positions = 5 * L
+    good, bad = sampler.generate([Request(0, tokens=[3]), Request(1, tokens=[3], **options)])
+    assert good.error is None and reason in bad.error
+
+
+def test_options_of_a_request_go_before_those_of_the_call():
+    requests = [Request(0, tokens=[12]), Request(1, tokens=[12], max_new_tokens=L, max_steps=2)]
+    usual, own = Sampler(scripted(), None, GENERATION).generate(requests, max_new_tokens=2 * L, max_steps=3)
+    assert usual.steps == [3, 3] and own.steps == [2]
+
+
+def test_thinking_is_what_the_chat_template_is_told():
+    words = tokenizer()
+    words.chat_template = "{% if enable_thinking %}x{% endif %}{{ messages[0].content }}"
+    chat, prompts = [{"role": "user", "content": "01"}], []
+    requests = [Request(0, messages=chat), Request(1, messages=chat, thinking=True)]
+    Sampler(scripted(), words, GENERATION).generate(requests, on_canvas=lambda canvas: prompts.append(canvas.prompt))
+    assert set(prompts) == {"01", "x01"}

@@ -1,0 +1,143 @@
+"""A model with all that answering needs beside it: its tokenizer, its settings, and what it was trained for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockdiff.checkpoint.files import CHOICES
+from blockdiff.checkpoint.generation import Generation, special_tokens
+from blockdiff.errors import CheckpointError, RequestError
+from blockdiff.models.family import family_of
+from blockdiff.sampling.choices import Choices
+from blockdiff.sampling.reasoning import separated
+from blockdiff.sampling.request import Pending, Request, Result, tokenised
+from blockdiff.sampling.strategies import released
+from blockdiff.sampling.strategy import Strategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from blockdiff.models.family import BlockDiffusionModel
+
+NOT_FINITE = "the model's logits are not finite; are its weights? a wider --dtype may help"
+CONTROLS = ("template", "regex", "json_schema", "banned", "repetition_penalty", "draft", "noise")
+
+
+class Context:
+    """What a sampler and an engine have in common.
+
+    `tokenizer` may be None when every request brings its tokens. Without `generation` the settings are those beside
+    the weights the model was loaded from, else transformers' defaults. Where they name no eos, the model's config does,
+    else the tokenizer; with none, every response runs to its full length. Without `choices` the model is taken for what
+    the blockdiff.json beside its weights says, else for a plain denoiser of uniform noise. Without `strategy` canvases
+    are denoised by the released model's rules, with the numbers of the settings.
+    """
+
+    def __init__(
+        self,
+        model: BlockDiffusionModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        generation: Generation | None = None,
+        choices: Choices | None = None,
+        strategy: Strategy | None = None,
+    ):
+        self.model, self.tokenizer = model, tokenizer
+        self._has_warned = False  # of tokens without a text
+        origin = _origin(model)
+        generation = generation or (Generation.from_pretrained(origin) if origin else Generation())
+        self.strategy: Strategy = strategy or released(generation)
+        self.choices = choices or (Choices.from_pretrained(origin) if origin else Choices())
+        mask_id = self.choices.mask_id
+        if mask_id is not None and mask_id >= model.vocab_size:
+            raise CheckpointError(f"{CHOICES}: mask_id {mask_id} is none of the model's {model.vocab_size} tokens")
+        if self.choices.prediction == "leave_one_out":
+            warnings.warn(
+                "this model was trained to predict each token from the others alone (leave_one_out) and is sampled as "
+                "a plain denoiser, as transformers and vLLM do",
+                stacklevel=3,
+            )
+        if tokenizer is not None and len(tokenizer) > model.vocab_size:
+            warnings.warn(
+                f"the tokenizer has {len(tokenizer)} tokens, the model {model.vocab_size}; is it that of the model?",
+                stacklevel=3,
+            )
+        config = getattr(model, "config", None)
+        self.positions = None if config is None else family_of(config).outline(config).positions
+        special = special_tokens(config, generation, tokenizer)
+        self.generation = replace(generation, eos_ids=special.eos_ids, pad_id=special.pad_id)
+
+    def canvases(self, max_new_tokens: int) -> int:
+        """How many canvases a response of so many tokens has; RequestError where no prompt fits before them."""
+        canvases = -(-max_new_tokens // self.model.canvas_length)
+        if self.positions is not None and canvases * self.model.canvas_length >= self.positions:
+            raise RequestError(
+                f"max_new_tokens {max_new_tokens} leaves no room for a prompt in the model's {self.positions} "
+                "positions; ask for fewer"
+            )
+        return canvases
+
+    def pending(self, request: Request, place: int, seed: int) -> Pending:
+        """A request as it waits to be answered; RequestError says why it cannot be.
+
+        seed: what the request's own seed follows from where it brings none.
+        """
+        asked_for = next((name for name in CONTROLS if getattr(request, name) not in (None, (), 1.0)), None)
+        if asked_for is not None:
+            raise RequestError(f"{asked_for} is not supported yet; leave it out")
+        asked = tokenised(request, place, seed, self.tokenizer, self.model.vocab_size)
+        asked.canvases = self.canvases(request.max_new_tokens or self.generation.max_new_tokens)
+        asked.max_steps = request.max_steps or self.generation.max_steps
+        asked.strategy = request.strategy
+        length = self.model.canvas_length
+        if self.positions is not None and len(asked.prompt_tokens) > self.positions - asked.canvases * length:
+            raise RequestError(
+                f"the prompt has {len(asked.prompt_tokens)} tokens, but the model's {self.positions} positions leave "
+                f"room for {self.positions - asked.canvases * length} before {asked.canvases} canvases; "
+                "shorten it or lower max_new_tokens"
+            )
+        return asked
+
+    def result(self, answered: Pending) -> Result:
+        """The answer as the asker gets it."""
+        if answered.error is not None:
+            return Result.failed(answered.request_id, answered.error)
+        reasoning, text = None, self.text(answered.tokens)
+        if self.tokenizer is not None:
+            reasoning, answer = separated(answered.tokens, self.tokenizer)
+            text = text if reasoning is None else self.text(answer)
+        return Result(
+            answered.request_id,
+            text,
+            answered.tokens,
+            str(answered.finish_reason),
+            answered.steps,
+            reasoning=reasoning,
+            logprobs=answered.logprobs,
+            draw=answered.draw,
+        )
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """A response without its special tokens; "" where there is no tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        # Not every eos of every tokenizer is a special token that decoding would leave out.
+        size = len(self.tokenizer)
+        if not self._has_warned and any(token >= size for token in tokens):
+            self._has_warned = True
+            warnings.warn(
+                f"the model answers with tokens that the tokenizer, which has {size}, has no text for; "
+                "is it that of the model?",
+                stacklevel=1,
+            )
+        has_end = bool(tokens) and tokens[-1] in self.generation.eos_ids
+        return str(self.tokenizer.decode(tokens[: -1 if has_end else None], skip_special_tokens=True))
+
+
+def _origin(model: BlockDiffusionModel) -> Path | None:
+    """The directory of the checkpoint that a model came from, if files were carried from one."""
+    carried = getattr(model, "carried", None)
+    return next((file.parent for file in carried.side_files), None) if carried is not None else None

@@ -1,0 +1,166 @@
+"""The sampling loop in lockstep: encode, denoise a canvas of every row, commit it, go on. It is the engine's oracle.
+
+It answers by the rules of transformers' `generate`. Rows wait for the slowest canvas of their batch, and nothing is
+shared, chunked or preempted; the engine answers the same with the same draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from blockdiff.sampling.context import NOT_FINITE, Context
+from blockdiff.sampling.draws import Draws, signed
+from blockdiff.sampling.predict import predict
+from blockdiff.sampling.request import Pending
+from blockdiff.sampling.strategy import Canvases
+from blockdiff.sampling.trace import CommittedCanvas, Step, step_records
+
+if TYPE_CHECKING:
+    from blockdiff.models.prefix import Prefix
+
+OnCanvas = Callable[[CommittedCanvas], object]
+OnStep = Callable[[Step], object]
+
+
+@torch.no_grad()
+def generate_in_lockstep(
+    context: Context,
+    asked: Sequence[Pending],
+    batch_size: int = 32,
+    on_canvas: OnCanvas | None = None,
+    on_step: OnStep | None = None,
+) -> None:
+    """Answer requests, `batch_size` at a time and only those of equal settings together."""
+    # Prompts of similar length share a batch: less padding.
+    order = sorted(asked, key=lambda each: (*_settings(each), len(each.prompt_tokens)))
+    for _, group in groupby(order, key=_settings):
+        alike = list(group)
+        for first in range(0, len(alike), batch_size):
+            _answer(context, alike[first : first + batch_size], on_canvas, on_step)
+
+
+def _settings(each: Pending) -> tuple[int, int, str]:
+    """What the rows of a batch have in common."""
+    return each.canvases, each.max_steps, repr(each.strategy)
+
+
+def _answer(context: Context, batch: list[Pending], on_canvas: OnCanvas | None, on_step: OnStep | None) -> None:
+    """Fill in the responses of a batch: canvas after canvas, until an eos or the last canvas."""
+    model, eos_ids = context.model, context.generation.eos_ids
+    prefix = _encode_prompts(context, batch)
+    for number in range(batch[0].canvases):
+        canvas_BL, steps = _denoise(context, prefix, batch, number, on_step)
+        for each, tokens, count in zip(batch, canvas_BL.tolist(), steps, strict=True):
+            if each.error is not None:
+                continue
+            kept = each.commit(tokens, count, eos_ids)
+            if on_canvas is not None:
+                said = (context.text(each.tokens), count, each.finish_reason, each.max_steps)
+                on_canvas(CommittedCanvas(each.id, number, each.prompt, tokens, kept, *said))
+        unfinished = [row for row, each in enumerate(batch) if each.finish_reason is None and not each.error]
+        if not unfinished:
+            return
+        if len(unfinished) < len(batch):
+            batch = [batch[row] for row in unfinished]
+            kept_rows = torch.tensor(unfinished, device=canvas_BL.device)
+            prefix, canvas_BL = prefix.select(kept_rows), canvas_BL[kept_rows]
+        prefix = model.encode(canvas_BL, prefix=prefix)
+
+
+def _encode_prompts(context: Context, batch: Sequence[Pending]) -> Prefix:
+    pad_id, device = int(context.generation.pad_id or 0), context.model.device
+    lengths = [len(each.prompt_tokens) for each in batch]
+    width = max(lengths)
+    tokens = [each.prompt_tokens + [pad_id] * (width - len(each.prompt_tokens)) for each in batch]
+    is_unequal = min(lengths) < width
+    return context.model.encode(
+        torch.tensor(tokens, device=device), torch.tensor(lengths, device=device) if is_unequal else None
+    )
+
+
+def _denoise(
+    context: Context, prefix: Prefix, batch: Sequence[Pending], number: int, on_step: OnStep | None
+) -> tuple[Tensor, list[int]]:
+    """Denoise canvas `number` of every row: the argmax canvases [B, L] and how many steps each took.
+
+    A row whose logits are not finite gets an `error`, and its canvas means nothing.
+    """
+    model, device, strategy = context.model, context.model.device, batch[0].strategy or context.strategy
+    max_steps, mask_id = batch[0].max_steps, context.choices.mask_id
+    seed_B = torch.tensor([signed(each.seed) for each in batch], device=device)
+    draws = Draws(seed_B, number, model.canvas_length, model.vocab_size)
+    final_BL = torch.empty(len(batch), model.canvas_length, dtype=torch.int64, device=device)
+    steps = [0] * len(batch)
+
+    # From here on B counts the rows whose canvas is not finished; `live` are their places in the batch.
+    live = list(range(len(batch)))
+    steps_B, unchanged_B = torch.full_like(seed_B, max_steps), torch.zeros_like(seed_B)
+    standing_BL = kept_BL = stats = None
+    for step in range(max_steps):
+        shape = strategy.shape(step, max_steps)
+        uniform_BL, canvas_BL = draws.of_step(step)
+        if mask_id is not None:
+            canvas_BL = torch.full_like(canvas_BL, mask_id)
+        if stats is None or standing_BL is None or kept_BL is None:
+            previous_BL, soft_BLD = torch.full_like(canvas_BL, -1), None
+            kept_BL = torch.zeros_like(canvas_BL, dtype=torch.bool)
+        else:
+            previous_BL, soft_BLD = stats.argmax, stats.soft_embedding
+            canvas_BL = standing_BL.where(kept_BL, canvas_BL)
+        hidden_BLD = model.denoise(canvas_BL, prefix, soft_BLD)
+        stats = predict(model, hidden_BLD, canvas_BL, shape.temperature, uniform_BL, mask_id=mask_id)
+        unchanged_B = (unchanged_B + 1) * (stats.argmax == previous_BL).all(-1)
+        canvases = Canvases(
+            ids=[batch[place].id for place in live],
+            step_B=torch.full_like(steps_B, step),
+            steps_B=steps_B,
+            temperature_B=torch.full(steps_B.shape, shape.temperature, device=device),
+            tokens_BL=canvas_BL,
+            stats=stats,
+            previous_BL=previous_BL,
+            unchanged_B=unchanged_B,
+            kept_BL=kept_BL,
+            is_pinned_BL=None,
+            draw=partial(draws.second, step),
+        )
+        decision = strategy.decide(canvases)
+        kept_BL, standing_BL = decision.kept_BL, decision.standing(canvases)
+        if on_step is not None:
+            columns = canvas_BL, stats, decision.keep_BL
+            for record in step_records(canvases.ids, number, step, shape.temperature, *columns):
+                on_step(record)
+
+        is_last = step + 1 == max_steps
+        if decision.stop_B is None and not is_last:
+            continue  # no canvas stops here, so the host need not wait for the device
+        is_finite_B = stats.entropy.isfinite().all(-1)
+        is_stopped_B = is_finite_B if decision.stop_B is None else decision.stop_B
+        flags = torch.stack((is_stopped_B, is_finite_B)).tolist()  # the one wait for the device
+        stopped: list[int] = []
+        staying: list[int] = []
+        for row, (is_stopped, is_finite) in enumerate(zip(*flags, strict=True)):
+            if not is_finite:
+                batch[live[row]].error = f"{NOT_FINITE} (canvas {number + 1}, step {step + 1})"
+            (stopped if is_last or is_stopped or not is_finite else staying).append(row)
+        if not stopped:
+            continue
+        places = [live[row] for row in stopped]
+        final_BL[places] = stats.argmax[stopped]
+        for place in places:
+            steps[place] = step + 1
+        if not staying:
+            break
+        live = [live[row] for row in staying]
+        kept = torch.tensor(staying, device=device)
+        stats = type(stats)(*(values[kept] for values in stats))
+        standing_BL, kept_BL, unchanged_B = standing_BL[kept], kept_BL[kept], unchanged_B[kept]
+        steps_B = steps_B[kept]
+        prefix = prefix.select(kept)
+        draws.select(kept)
+    return final_BL, steps
