@@ -90,8 +90,8 @@ class Result:
 
     `tokens` ends with the first eos if there is one; `text` leaves special tokens out, and the `reasoning` before the
     answer, which stands apart; `steps` are the denoising steps of each canvas; `finish_reason` is "eos", "length",
-    "cancelled" or, with the reason in `error`, "error". `logprobs`, where asked for, are those of `tokens` by next-token
-    prediction, in nats; with `best_of`, `draw` says which of the answers this is, from 0.
+    "cancelled" or, with the reason in `error`, "error". `logprobs`, where asked for, are those of `tokens` by
+    next-token prediction, in nats; with `best_of`, `draw` says which of the answers this is, from 0.
     """
 
     id: str | int

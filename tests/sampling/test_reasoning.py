@@ -59,16 +59,12 @@ def test_thinking_needs_messages():
         tokenised(Request(0, prompt="a", thinking=True), 0, 0, TOKENIZER, 500)
 
 
-def test_a_result_has_its_reasoning_apart(monkeypatch):
+def test_a_result_has_its_reasoning_apart():
     model = init(tiny_config(canvas_length=32, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
     sampler = Sampler(model, TOKENIZER, Generation(max_steps=1, max_new_tokens=32, eos_ids=(1,)))
     said = TOKENIZER(f"{OPENED}6 * 7{CLOSED}42", add_special_tokens=False)["input_ids"]
-
-    def answer(batch, *_):
-        for each in batch:
-            each.commit([*said, 1], 3, (1,), is_last=True)
-
-    monkeypatch.setattr(sampler, "_answer", answer)
-    (result,) = sampler.generate([Request("a", messages=CHAT, thinking=True)])
+    asked = sampler.context.pending(Request("a", messages=CHAT, thinking=True), place=0, seed=0)
+    asked.commit([*said, 1], 3, (1,))
+    result = sampler.context.result(asked)
     assert (result.reasoning, result.text, result.tokens) == ("6 * 7", "42", [*said, 1])
     assert result.to_record()["reasoning"] == "6 * 7"
