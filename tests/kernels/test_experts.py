@@ -149,3 +149,44 @@ def test_spans_know_their_padding():
     assert torch.equal(canvases.padding_BT, torch.tensor([[False, False, True, True, True, True]]))
     assert encode_spans(torch.zeros(1, 4, dtype=torch.int64)).padding_BT is None
     assert Spans(canvases.bounds_BT4, sees_all=True).padding_BT is None  # promised, so it is not looked at
+
+
+# -- low-rank matrices ---------------------------------------------------------------------------------------------
+
+
+def low_rank_case(E: int, D: int, F: int, rank: int, dtype: torch.dtype) -> list[Tensor]:
+    """A and B of gate_up, A and B of down."""
+    g = torch.Generator().manual_seed(rank)
+    shapes = (E, rank, D), (E, 2 * F, rank), (E, rank, F), (E, D, rank)
+    return [torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("dtype,tolerance", DTYPES)
+@pytest.mark.parametrize("rank", [1, 4])
+def test_low_rank_matrices_are_added_to_the_weights_of_every_expert(rank, dtype, tolerance, is_frozen):
+    tensors, index = case(41, 5, 2)  # some experts get no token
+    results = []
+    for op, kind in ((native.expert_mlp, dtype), (reference.expert_mlp, torch.float64)):
+        x, gate_up, down, weight = (t.to(kind) for t in tensors)
+        inputs = [x.requires_grad_(), gate_up, down, weight.requires_grad_()]
+        if not is_frozen:
+            inputs = [tensor.requires_grad_() for tensor in inputs]
+        low_rank = low_rank_case(5, 12, 8, rank, kind)
+        out = op(x, gate_up, down, index, weight, low_rank=low_rank)
+        (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(kind)).sum().backward()
+        results.append([out, *(tensor.grad for tensor in [*inputs, *low_rank] if tensor.requires_grad)])
+    assert len(results[0]) == (9 if not is_frozen else 7)
+    for mine, truth in zip(*results, strict=True):
+        assert relative(mine, truth) < tolerance * (1 if rank == 1 else 3)
+
+
+def test_low_rank_matrices_count_in_the_dense_products_of_few_tokens_too():
+    tensors, index = case(3, 5, 2)
+    x, gate_up, down, weight = tensors
+    low_rank = low_rank_case(5, 12, 8, 4, torch.float64)
+    with torch.no_grad():
+        mine = native.expert_mlp(x, gate_up, down, index, weight, low_rank=low_rank)
+        truth = reference.expert_mlp(x, gate_up, down, index, weight, low_rank=low_rank)
+    assert relative(mine, truth) < 1e-12
+    assert relative(mine, reference.expert_mlp(x, gate_up, down, index, weight)) > 0.1

@@ -8,6 +8,7 @@ handful of tokens without gradient runs all experts densely, which is a few laun
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,19 @@ class _Groups:
             torch.mm(left_M[lo:hi].t(), right_M[lo:hi], out=grad[e])
         return grad
 
+    def add_low_rank(
+        self, out_M: Tensor, x_M: Tensor, first_E: Tensor | None, second_E: Tensor | None
+    ) -> Tensor | None:
+        """Add B (A x) of each row's expert to `out_M`; returns the rows' A x [M, r] (None without matrices).
+
+        first_E: A [E, r, in]; second_E: B [E, out, r].
+        """
+        if first_E is None or second_E is None:
+            return None
+        between_M = self.product(x_M, first_E.transpose(1, 2))
+        out_M.add_(self.product(between_M, second_E.transpose(1, 2)))
+        return between_M
+
     def combine(self, y_M: Tensor, weight_Nk: Tensor | None) -> Tensor:
         """The (weighted) sum over each token's k slots, in a fixed order."""
         if self.rows < self.slots:
@@ -104,6 +118,8 @@ class _Groups:
 
 
 class _ExpertMLP(torch.autograd.Function):
+    """With low-rank matrices (`of_gate_up`, `of_down`) only the rows' r numbers between A and B are kept besides."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -113,21 +129,30 @@ class _ExpertMLP(torch.autograd.Function):
         expert_index_Nk: Tensor,
         expert_weight_Nk: Tensor,
         activation: Activation,
+        gate_up_A: Tensor | None,
+        gate_up_B: Tensor | None,
+        down_A: Tensor | None,
+        down_B: Tensor | None,
     ) -> Tensor:
         groups = _Groups(expert_index_Nk, gate_up_EFD.shape[0])
-        h = groups.product(x_ND.index_select(0, groups.token), gate_up_EFD.transpose(1, 2))
+        x_MD = x_ND.index_select(0, groups.token)
+        h = groups.product(x_MD, gate_up_EFD.transpose(1, 2))
+        between_h = groups.add_low_rank(h, x_MD, gate_up_A, gate_up_B)
         gate, up = h.chunk(2, -1)
         activated = activation.gate(gate)
         a = activated * activation.linear(up)
         y = groups.product(a, down_EDF.transpose(1, 2))
+        between_y = groups.add_low_rank(y, a, down_A, down_B)
         ctx.groups, ctx.activation = groups, activation
         kept = (activated, a) if x_ND.is_cpu else (None, None)
-        ctx.save_for_backward(x_ND, h, *kept, gate_up_EFD, down_EDF, expert_weight_Nk)
+        low_rank = (gate_up_A, gate_up_B, down_A, down_B, between_h, between_y)
+        ctx.save_for_backward(x_ND, h, *kept, gate_up_EFD, down_EDF, expert_weight_Nk, *low_rank)
         return groups.combine(y, expert_weight_Nk).to(x_ND.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, h, activated, a, gate_up_EFD, down_EDF, expert_weight_Nk = ctx.saved_tensors
+        x_ND, h, activated, a, gate_up_EFD, down_EDF, expert_weight_Nk, *low_rank = ctx.saved_tensors
+        gate_up_A, gate_up_B, down_A, down_B, between_h, between_y = low_rank
         groups: _Groups = ctx.groups
         activation: Activation = ctx.activation
         gate, up = h.chunk(2, -1)
@@ -138,6 +163,7 @@ class _ExpertMLP(torch.autograd.Function):
         grad_y = grad_ND.index_select(0, groups.token)
         weight_M1 = expert_weight_Nk.reshape(-1).index_select(0, groups.slot)[:, None].to(grad_y.dtype)
         grad_a = groups.product(grad_y, down_EDF)  # before the routing weight
+        grad_between_y = groups.add_low_rank(grad_a, grad_y, _transposed(down_B), _transposed(down_A))
         grad_weight = None
         if ctx.needs_input_grad[4]:
             grad_weight = groups.to_slots((a * grad_a).sum(-1), expert_weight_Nk)
@@ -149,23 +175,52 @@ class _ExpertMLP(torch.autograd.Function):
             grad_up.copy_(activation.up_backward(grad_up, up))
         grad_gate.copy_(activation.gate_backward(grad_a.mul_(linear), gate))
         grad_x = grad_gate_up = grad_down = None
-        if ctx.needs_input_grad[0]:
-            grad_x = groups.combine(groups.product(grad_h, gate_up_EFD), None)
+        grads: list[Tensor | None] = [None] * 4
+        if grad_between_y is not None:
+            assert down_A is not None and down_B is not None and between_y is not None
+            grads[2] = groups.outer(grad_between_y.mul_(weight_M1), a, down_A)
+            grads[3] = groups.outer(grad_y * weight_M1, between_y, down_B)
+        grad_rows = groups.product(grad_h, gate_up_EFD) if ctx.needs_input_grad[0] else None
+        if gate_up_A is not None:
+            assert gate_up_B is not None and between_h is not None
+            grad_between_h = groups.product(grad_h, gate_up_B)
+            if grad_rows is not None:
+                grad_rows.add_(groups.product(grad_between_h, gate_up_A))
+            grads[0] = groups.outer(grad_between_h, x_ND.index_select(0, groups.token), gate_up_A)
+            grads[1] = groups.outer(grad_h, between_h, gate_up_B)
+        if grad_rows is not None:
+            grad_x = groups.combine(grad_rows, None)
         if ctx.needs_input_grad[1]:
             grad_gate_up = groups.outer(grad_h, x_ND.index_select(0, groups.token), gate_up_EFD)
         if ctx.needs_input_grad[2]:
             grad_down = groups.outer(grad_y.mul_(weight_M1), a, down_EDF)
-        return grad_x, grad_gate_up, grad_down, None, grad_weight, None
+        return grad_x, grad_gate_up, grad_down, None, grad_weight, None, *grads
+
+
+def _transposed(matrices_E: Tensor | None) -> Tensor | None:
+    return None if matrices_E is None else matrices_E.transpose(1, 2)
 
 
 def _dense(
-    x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, index_Nk: Tensor, weight_Nk: Tensor, activation: Activation
+    x_ND: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    index_Nk: Tensor,
+    weight_Nk: Tensor,
+    activation: Activation,
+    low_rank: Sequence[Tensor],
 ) -> Tensor:
     """Every expert on every token, weighted by the (mostly zero) routing matrix."""
     E, N = gate_up_EFD.shape[0], x_ND.shape[0]
     routing = weight_Nk.new_zeros(N, E + 1).scatter_(1, index_Nk, weight_Nk)[:, :E]
-    gate, up = torch.matmul(x_ND, gate_up_EFD.transpose(1, 2)).chunk(2, -1)
-    y = torch.matmul(activation.gate(gate).mul_(activation.linear(up)), down_EDF.transpose(1, 2))
+    h = torch.matmul(x_ND, gate_up_EFD.transpose(1, 2))
+    if low_rank:
+        h.baddbmm_(torch.matmul(x_ND, low_rank[0].transpose(1, 2)), low_rank[1].transpose(1, 2))
+    gate, up = h.chunk(2, -1)
+    a = activation.gate(gate).mul_(activation.linear(up))
+    y = torch.matmul(a, down_EDF.transpose(1, 2))
+    if low_rank:
+        y.baddbmm_(torch.bmm(a, low_rank[2].transpose(1, 2)), low_rank[3].transpose(1, 2))
     return (y * routing.t()[:, :, None]).sum(0).to(x_ND.dtype)
 
 
@@ -176,17 +231,20 @@ def expert_mlp(
     expert_index_Nk: Tensor,
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
+    low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
     """`sum_k weight_k * down_e(f(gate_e x) * g(up_e x))`, e = index_k, for every token.
 
     x_ND: tokens; gate_up_EFD: [E, 2F, D], gate rows first; down_EDF: [E, D, F]; expert_index_Nk: int64, E means "no
     expert" (padding: no work, contributes 0); expert_weight_Nk: routing weights; activation: "gelu_tanh", "silu" or
-    "swiglu_oai" (activations.py). Returns [N, D] in x's dtype; gradients for x, the routing weights and whichever
-    weights require them, summed in an order that the inputs alone decide. Raises BlockdiffError for an unknown
-    activation.
+    "swiglu_oai" (activations.py); low_rank: nothing, or the matrices that add B A to each expert's: those of gate_up,
+    A [E, r, D] and B [E, 2F, r], and those of down, A [E, r', F] and B [E, D, r'], all scaled as they are to count.
+    Returns [N, D] in x's dtype; gradients for x, the routing weights, all low-rank matrices and whichever weights
+    require them, summed in an order that the inputs alone decide. Raises BlockdiffError for an unknown activation.
     """
     gated = activation_of(activation)
-    x_ND, gate_up_EFD, down_EDF = in_autocast(x_ND, gate_up_EFD, down_EDF)
+    x_ND, gate_up_EFD, down_EDF, *low_rank = in_autocast(x_ND, gate_up_EFD, down_EDF, *low_rank)
     if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= DENSE_FLOPS:
-        return _dense(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk, gated)
-    return _ExpertMLP.apply(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk, gated)
+        return _dense(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk, gated, low_rank)
+    matrices = low_rank or [None] * 4
+    return _ExpertMLP.apply(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk, gated, *matrices)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,8 +27,15 @@ def expert_mlp(
     expert_index_Nk: Tensor,
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
+    low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
-    """`sum_k weight_k * down_e(gated(gate_e x, up_e x))` with e = index_k; index E contributes nothing."""
+    """`sum_k weight_k * down_e(gated(gate_e x, up_e x))` with e = index_k; index E contributes nothing.
+
+    low_rank: A and B of gate_up, A and B of down, whose products B A are added to the weights.
+    """
+    if low_rank:
+        gate_up_A, gate_up_B, down_A, down_B = low_rank
+        gate_up_EFD, down_EDF = gate_up_EFD + gate_up_B @ gate_up_A, down_EDF + down_B @ down_A
     out = torch.zeros_like(x_ND)
     for e in range(gate_up_EFD.shape[0]):
         gate, up = (x_ND @ gate_up_EFD[e].T).chunk(2, -1)

@@ -1,0 +1,148 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): what trains in place of a weight W is scale * B A, which is added to it.
+
+An adapted module keeps the name and the weights of the one that it replaces, so that checkpoints, freezing and
+sharding see the same model with a few parameters more. B A is never formed but when adapters are merged. The model
+runs its weights in both passes, so each weight has one adapter, and merging it once is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockdiff.layers.experts import Experts
+
+LOW_RANK = ("lora_A", "lora_B", "gate_up_lora_A", "gate_up_lora_B", "down_lora_A", "down_lora_B")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """How a weight is adapted: B A of rank `rank`, times alpha / rank, or alpha / sqrt(rank) with `rslora`.
+
+    dropout: share of the inputs of A that are zeroed in training (experts have none).
+    """
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dropout: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by (rank-stabilised: arXiv 2312.03732)."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+def is_low_rank(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return name.rpartition(".")[2] in LOW_RANK
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer without bias plus its adapter: `W x + scale B A dropout(x)`; A and B in fp32."""
+
+    def __init__(self, base: nn.Linear, low_rank: LowRank):
+        nn.Module.__init__(self)
+        assert base.bias is None
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, None
+        self.low_rank = low_rank
+        device = base.weight.device
+        self.lora_A = nn.Parameter(torch.empty(low_rank.rank, self.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, low_rank.rank, device=device))
+
+    def reset_parameters(self) -> None:
+        """Draw A (Kaiming, as PEFT does) and set B to 0: the adapted layer is the layer."""
+        draw_low_rank(self.lora_A)
+        nn.init.zeros_(self.lora_B)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.weight)
+        narrowed = F.linear(F.dropout(x, self.low_rank.dropout, self.training), self.lora_A.to(x.dtype))
+        flat = out.view(-1, self.out_features)
+        added = torch.addmm(
+            flat, narrowed.view(flat.shape[0], -1).to(flat.dtype), self.lora_B.t().to(flat.dtype),
+            alpha=self.low_rank.scale,
+        )  # fmt: skip
+        return added.view(out.shape)
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """The layer with the weight W + scale B A, summed in fp32 at least, in the dtype of W."""
+        base = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        base.weight = nn.Parameter(merged(self.weight, self.lora_A, self.lora_B, self.low_rank.scale), False)
+        return base
+
+
+class AdaptedExperts(Experts):
+    """Routed experts, each with adapters of its own on gate_up and on down, computed as grouped low-rank products."""
+
+    def __init__(self, base: Experts, low_rank: LowRank):
+        nn.Module.__init__(self)
+        self.gate_up_proj, self.down_proj = base.gate_up_proj, base.down_proj
+        self.kernels, self.activation = base.kernels, base.activation
+        self.low_rank = low_rank
+        (E, D, F_), two_F, r = base.down_proj.shape, base.gate_up_proj.shape[1], low_rank.rank
+        shapes = {
+            "gate_up_lora_A": (E, r, D),
+            "gate_up_lora_B": (E, two_F, r),
+            "down_lora_A": (E, r, F_),
+            "down_lora_B": (E, D, r),
+        }
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.empty(shape, device=base.down_proj.device)))
+
+    def reset_parameters(self) -> None:
+        """Draw every A and set every B to 0."""
+        for name in ("gate_up", "down"):
+            draw_low_rank(getattr(self, f"{name}_lora_A"))
+            nn.init.zeros_(getattr(self, f"{name}_lora_B"))
+
+    def forward(
+        self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None
+    ) -> Tensor:
+        if padding_N is not None:
+            index_Nk = index_Nk.masked_fill(padding_N[:, None], self.gate_up_proj.shape[0])
+        scale, dtype = self.low_rank.scale, self.gate_up_proj.dtype
+        low_rank = (
+            self.gate_up_lora_A.to(dtype),
+            (self.gate_up_lora_B * scale).to(dtype),
+            self.down_lora_A.to(dtype),
+            (self.down_lora_B * scale).to(dtype),
+        )
+        return self.kernels.expert_mlp(
+            x_ND, self.gate_up_proj, self.down_proj, index_Nk, weight_Nk, self.activation, low_rank
+        )
+
+    @torch.no_grad()
+    def merged(self) -> Experts:
+        """The experts with their adapters added to their weights."""
+        E, D, F_ = self.down_proj.shape
+        with torch.device("meta"):
+            base = Experts(E, D, F_, self.kernels, self.activation)
+        scale = self.low_rank.scale
+        for name in ("gate_up", "down"):
+            A, B = getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")
+            weight = merged(getattr(self, f"{name}_proj"), A, B, scale)
+            setattr(base, f"{name}_proj", nn.Parameter(weight, requires_grad=False))
+        return base
+
+
+@torch.no_grad()
+def draw_low_rank(A: Tensor) -> None:
+    """Uniform in +-1 / sqrt(inputs): Kaiming's bound for a slope of sqrt(5), which PEFT draws A with."""
+    A.uniform_(-(A.shape[-1] ** -0.5), A.shape[-1] ** -0.5)
+
+
+@torch.no_grad()
+def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+    """weight + scale B A, in fp32 at least and rounded once to the weight's dtype; expert by expert where there are."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    out = torch.empty_like(weight)
+    parts = zip(out, weight, A, B, strict=True) if weight.dim() == 3 else [(out, weight, A, B)]
+    for place, w, a, b in parts:
+        place.copy_(torch.addmm(w.to(wide), b.to(wide), a.to(wide), alpha=scale))
+    return out
