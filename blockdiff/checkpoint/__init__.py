@@ -1,5 +1,6 @@
 """Hub-layout safetensors in and out: `load`, `save`, and `init` for random weights."""
 
+from blockdiff.checkpoint.adapters import load_adapter, read_adapter, save_adapter
 from blockdiff.checkpoint.config import fitted, preset_config, presets, read_config
 from blockdiff.checkpoint.create import draw_weights, init
 from blockdiff.checkpoint.files import Carried
@@ -17,10 +18,13 @@ __all__ = [
     "fitted",
     "init",
     "load",
+    "load_adapter",
     "load_weights",
     "preset_config",
     "presets",
+    "read_adapter",
     "read_config",
     "save",
+    "save_adapter",
     "special_tokens",
 ]

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import ADDED, first_line
 from blockdiff.errors import CheckpointError
+from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """The shapes of all tensors of a model, by our names."""
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    """The shapes of all tensors of a model but those of adapters, by our names."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if not is_adapter(name)}
 
 
 def added_to(model: BlockDiffusionModel) -> Shapes:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff import memory
+from blockdiff.checkpoint.adapters import base_of, has_adapter, load_adapter
 from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shapes_of
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_tensors, stored_tensors
@@ -25,10 +26,20 @@ def load(
     device: str | torch.device = "auto",
     kernels: str = "auto",
     model: type[BlockDiffusionModel] | None = None,
+    adapter: str | Path | None = None,
 ) -> BlockDiffusionModel:
-    """A model from a Hub-layout directory or a Hub id, in evaluation mode: see `empty` and `load_weights`."""
+    """A model from a Hub-layout directory or a Hub id, in evaluation mode: see `empty` and `load_weights`.
+
+    adapter: a directory in PEFT's format whose adapters the model gets; the directory of an adapter may also stand in
+    place of the model's, whose name it then brings.
+    """
+    if adapter is None and has_adapter(path_or_hub_id):
+        path_or_hub_id, adapter = base_of(path_or_hub_id), path_or_hub_id
     directory = find(path_or_hub_id)
-    return load_weights(empty(read_config(directory), kernels, model), directory, dtype, device)
+    loaded = load_weights(empty(read_config(directory), kernels, model), directory, dtype, device)
+    if adapter is not None:
+        load_adapter(loaded, adapter)
+    return loaded
 
 
 def empty(

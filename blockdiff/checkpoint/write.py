@@ -28,6 +28,7 @@ from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.errors import CheckpointError
 from blockdiff.files import unwritten, whole_directory
+from blockdiff.models.adapters import is_adapted
 from blockdiff.models.family import BlockDiffusionModel, family_of
 
 SHARD_BYTES = 5 * 10**9
@@ -52,6 +53,8 @@ def save(
     as they are); image tensors are written as they were read. overwrite: replace a checkpoint that stands there.
     What a tweaked model class adds is written to `blockdiff.safetensors`. Raises CheckpointError.
     """
+    if is_adapted(model):
+        raise CheckpointError("the model has adapters; merge them first (`blockdiff.merge`), or save them alone")
     family_of(model.config).check(model.config)
     check_whole(model)
     target = Path(directory).expanduser().absolute()

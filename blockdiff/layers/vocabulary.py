@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -30,11 +30,36 @@ def _as_call(method: Callable[Concatenate[Vocabulary, _P], _T]) -> Callable[Conc
 class Vocabulary(nn.Module):
     """Table [V, D] with embeddings scaled by sqrt(D) and soft-capped logits; holds one chunk of logits at a time."""
 
+    token_rows: nn.Parameter | None
+
     def __init__(self, size: int, hidden: int, softcap: float | None, kernels: Kernels):
         super().__init__()
         self.table = nn.Parameter(torch.empty(size, hidden))
         self.softcap, self.kernels = softcap, kernels
         self.root = hidden**0.5
+        self.token_ids: tuple[int, ...] = ()
+        # of an adapter: [len(token_ids), D], which stand for rows of the table
+        self.register_parameter("token_rows", None)
+
+    def train_rows(self, token_ids: Sequence[int]) -> None:
+        """Let rows of the table train while the others stand still; they have no values yet."""
+        self.token_ids = tuple(token_ids)
+        shape = len(self.token_ids), self.table.shape[1]
+        self.token_rows = nn.Parameter(torch.empty(shape, device=self.table.device))
+
+    @torch.no_grad()
+    def merge_rows(self) -> None:
+        """Write the rows that trained into the table."""
+        if self.token_rows is not None:
+            self.table = nn.Parameter(self.weights().detach(), requires_grad=False)
+        self.token_ids, self.token_rows = (), None
+
+    def weights(self) -> Tensor:
+        """The table that counts: with the rows that train, a copy of it with them."""
+        if self.token_rows is None:
+            return self.table
+        index = torch.tensor(self.token_ids, device=self.table.device)
+        return self.table.index_copy(0, index, self.token_rows.to(self.table.dtype))
 
     def forward(self, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Every op of this module passes through here."""
@@ -47,12 +72,12 @@ class Vocabulary(nn.Module):
     @_as_call
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., D] of int64 tokens."""
-        return F.embedding(tokens, self.table) * self._scale(self.table.dtype)
+        return F.embedding(tokens, self.weights()) * self._scale(self.table.dtype)
 
     @_as_call
     def logits(self, hidden: Tensor) -> Tensor:
         """Soft-capped logits, fp32 [..., V]: a convenience for few tokens."""
-        return self.kernels.logits(hidden, self.table, self.softcap)
+        return self.kernels.logits(hidden, self.weights(), self.softcap)
 
     @_as_call
     def cross_entropy(
@@ -69,7 +94,7 @@ class Vocabulary(nn.Module):
         predicts each token from the others alone learns with bonus log(1 + alpha V / (1 - alpha)) on the noisy token.
         """
         return self.kernels.linear_cross_entropy(
-            hidden_ND, self.table, targets_N, self.softcap, observed_N, bonus_N, is_ignored_N
+            hidden_ND, self.weights(), targets_N, self.softcap, observed_N, bonus_N, is_ignored_N
         )
 
     @_as_call
@@ -77,7 +102,7 @@ class Vocabulary(nn.Module):
         self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None = None, bonus_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """What `cross_entropy` gives, fp32 [N], and the argmax of the same logits, int64 [N]; no gradients."""
-        return self.kernels.token_scores(hidden_ND, self.table, targets_N, self.softcap, observed_N, bonus_N)
+        return self.kernels.token_scores(hidden_ND, self.weights(), targets_N, self.softcap, observed_N, bonus_N)
 
     @_as_call
     def soft_embedding(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
@@ -86,13 +111,14 @@ class Vocabulary(nn.Module):
         A gradient flows to E, none through z: the signal is given, how it is embedded is learnt.
         """
         flat = hidden.reshape(-1, hidden.shape[-1])
-        soft = self.kernels.soft_embedding(flat, self.table, self.softcap, temperature)
+        soft = self.kernels.soft_embedding(flat, self.weights(), self.softcap, temperature)
         return soft.view(hidden.shape).mul_(self._scale(self.table.dtype))
 
     @_as_call
     def soft_embedding_of(self, logits: Tensor) -> Tensor:
         """`softmax(z) E sqrt(D)` [..., D] of given logits [..., V]."""
-        return logits.softmax(-1, dtype=torch.float32).to(self.table.dtype) @ self.table * self._scale(self.table.dtype)
+        table = self.weights()
+        return logits.softmax(-1, dtype=torch.float32).to(table.dtype) @ table * self._scale(table.dtype)
 
     @_as_call
     def stats(
@@ -114,7 +140,7 @@ class Vocabulary(nn.Module):
             temperature = temperature[:, None].expand(B, L).reshape(-1)
         stats = self.kernels.token_stats(
             hidden_BLD.reshape(-1, D),
-            self.table,
+            self.weights(),
             self.softcap,
             temperature,
             uniform_BL.reshape(-1),

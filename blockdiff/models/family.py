@@ -69,7 +69,8 @@ class Family:
 
     model_type: what its config.json calls it; architecture: the class of transformers that loads its checkpoints.
     parts: the name of a part -> patterns (`*`, `?`) of our parameters' names; a parameter belongs to the first part
-    that matches. Sizes, freezing and adapters go by parts. sharding_units: names of modules (`{}` is the layer number)
+    that matches. Sizes, freezing and adapters go by parts. adapted_parts: those whose linear layers and experts can
+    have adapters. sharding_units: names of modules (`{}` is the layer number)
     whose weights are gathered together when they are sharded, inner ones first.
 
     The functions take the family's own config. `read(values)` makes it from the content of a config.json and checks it;
@@ -83,6 +84,7 @@ class Family:
     model_class: type[BlockDiffusionModel]
     names: Names
     parts: Mapping[str, tuple[str, ...]]
+    adapted_parts: tuple[str, ...]
     sharding_units: tuple[str, ...]
     capabilities: Capabilities
     read: Callable[[Mapping[str, Any]], Any]

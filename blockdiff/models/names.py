@@ -16,12 +16,15 @@ class Names:
 
     table: rows of our name and the Hub's, `{}` is the layer number; carried: how the Hub names of tensors begin that
     are kept and written back but not run; ties: how the Hub name of a copy begins, and that of what it is a copy of.
-    Some writers save both ends of a tie; a tensor of the table that a file lacks is read from the other end.
+    Some writers save both ends of a tie; a tensor of the table that a file lacks is read from the other end. twice: how
+    the Hub names of modules begin that transformers has as two modules over one weight, and that of the second one; PEFT
+    gives each an adapter of its own.
     """
 
     table: tuple[tuple[str, str], ...]
     carried: tuple[str, ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
+    twice: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def _hub(self) -> dict[str, str]:
@@ -34,6 +37,10 @@ class Names:
     def to_hub(self, ours: str) -> str | None:
         """The Hub's name of one of our parameters or buffers; None where the table has no such row."""
         return _translated(ours, self._hub)
+
+    def copies(self, hub: str) -> list[str]:
+        """A Hub name and those of the modules that transformers has beside it over the same weight."""
+        return [hub, *(second + hub.removeprefix(first) for first, second in self.twice if hub.startswith(first))]
 
     def to_ours(self, hub: str) -> str | None:
         """Our name of a tensor of the Hub, itself or what it is a tied copy of; None where the table has neither."""

@@ -45,4 +45,8 @@ NAMES = Names(
         ("lm_head.weight", "model.decoder.embed_tokens.weight"),
         ("model.encoder.language_model.", "model.decoder."),
     ),
+    twice=(
+        ("model.decoder.layers.", "model.encoder.language_model.layers."),
+        ("model.decoder.embed_tokens", "model.encoder.language_model.embed_tokens"),
+    ),
 )

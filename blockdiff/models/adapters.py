@@ -1,0 +1,122 @@
+"""Adapters of a whole model: which modules get one, putting them in, taking them out, and merging them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from blockdiff.errors import CheckpointError
+from blockdiff.layers.experts import Experts
+from blockdiff.layers.lora import AdaptedExperts, AdaptedLinear, LowRank, is_low_rank
+from blockdiff.models.family import BlockDiffusionModel, family_of
+
+TOKEN_ROWS = "vocabulary.token_rows"
+
+
+def targets(model: BlockDiffusionModel, parts: Mapping[str, LowRank]) -> dict[str, LowRank]:
+    """The modules of the named parts that can be adapted, with how; experts have no dropout.
+
+    Raises CheckpointError for a part that the family has no adapters for, or of which the model has no module.
+    """
+    family = family_of(model.config)
+    found: dict[str, LowRank] = {}
+    for part, low_rank in parts.items():
+        if part not in family.adapted_parts:
+            there = ", ".join(family.adapted_parts) or "none"
+            raise CheckpointError(f"{family.model_type} has no adapters for the part {part!r} (there are: {there})")
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear | Experts) and family.part_of(f"{name}.{_leaf(module)}") == part:
+                found[name] = replace(low_rank, dropout=0.0) if isinstance(module, Experts) else low_rank
+    return found
+
+
+def adapt(model: BlockDiffusionModel, modules: Mapping[str, LowRank], tokens: Sequence[int] = ()) -> None:
+    """Put adapters into the named modules, in place, and leave nothing else to train.
+
+    tokens: ids whose rows of the embedding table train too, whole. The adapters hold no values yet: `draw_adapters`
+    sets them. Raises CheckpointError for a module that cannot be adapted or has an adapter already.
+    """
+    known = dict(model.named_modules())
+    model.requires_grad_(False)
+    for name, low_rank in modules.items():
+        module = known.get(name)
+        adapted: nn.Module
+        if isinstance(module, AdaptedLinear | AdaptedExperts):
+            raise CheckpointError(f"{name} has an adapter already; merge it first")
+        if isinstance(module, Experts):
+            adapted = AdaptedExperts(module, low_rank)
+        elif isinstance(module, nn.Linear):
+            adapted = AdaptedLinear(module, low_rank)
+        else:
+            raise CheckpointError(f"{name} is no linear layer or experts of this model, so it has no adapter")
+        adapted.train(module.training)
+        model.set_submodule(name, adapted)
+    if tokens:
+        outside = [token for token in tokens if not 0 <= token < model.vocab_size]
+        if outside:
+            raise CheckpointError(f"token {outside[0]} is not one of the model's {model.vocab_size} ids")
+        model.vocabulary.train_rows(tokens)
+
+
+def adapters_of(model: BlockDiffusionModel) -> dict[str, AdaptedLinear | AdaptedExperts]:
+    """The adapted modules of a model by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, AdaptedLinear | AdaptedExperts)}
+
+
+def is_adapted(model: BlockDiffusionModel) -> bool:
+    """Whether a model has adapters, or rows of the embedding table that train."""
+    return model.vocabulary.token_rows is not None or bool(adapters_of(model))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter and not to the family's own tensors."""
+    return name == TOKEN_ROWS or is_low_rank(name)
+
+
+def adapter_tensors(model: BlockDiffusionModel) -> dict[str, Tensor]:
+    """The tensors of all adapters by our names."""
+    return {name: tensor for name, tensor in model.state_dict().items() if is_adapter(name)}
+
+
+@torch.no_grad()
+def draw_adapters(model: BlockDiffusionModel, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Fill fresh adapters, so that the adapted model computes what the model did: B is 0, rows are the table's.
+
+    dtype: of the weights; adapters have fp32 at least. The same seed gives the same values on every device.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in adapters_of(model).values():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if is_low_rank(name):
+                    setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32)))
+            module.reset_parameters()
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if is_low_rank(name):
+                    setattr(module, name, nn.Parameter(parameter.to(device, wide)))
+    vocabulary = model.vocabulary
+    if vocabulary.token_rows is not None:
+        rows = vocabulary.table[list(vocabulary.token_ids)].to(device, wide, copy=True)
+        vocabulary.token_rows = nn.Parameter(rows)
+
+
+@torch.no_grad()
+def merge(model: BlockDiffusionModel) -> None:
+    """Add every adapter to its weights, in place: afterwards the model is one of its family without adapters.
+
+    Sums are made in fp32 at least and rounded once to the weights' dtype. Weights are merged one after the other.
+    """
+    for name, module in adapters_of(model).items():
+        merged = module.merged().train(module.training)
+        model.set_submodule(name, merged)
+    model.vocabulary.merge_rows()
+    model.requires_grad_(True)
+
+
+def _leaf(module: nn.Linear | Experts) -> str:
+    """The name of a weight of the module, by which its part is known."""
+    return "gate_up_proj" if isinstance(module, Experts) else "weight"

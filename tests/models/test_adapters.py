@@ -1,0 +1,267 @@
+"""Adapters of a model: what they add, what trains, what merging makes of them, and PEFT's format in and out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdiff import checkpoint
+from blockdiff.errors import CheckpointError
+from blockdiff.layers.lora import LowRank
+from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, is_adapted, merge, targets
+from tests.oracle import oracle, ours
+
+PARTS = ("attention", "mlp", "experts", "self_conditioning")
+CPU = torch.device("cpu")
+
+
+def drawn(tensors: dict[str, Tensor], seed: int = 3) -> None:
+    """Give every adapter values that count; B is 0 at the start."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name.endswith("token_rows"):
+                tensor.add_(torch.randn(tensor.shape, generator=generator).to(tensor) * 0.3)
+            else:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2)
+
+
+def adapted(parts: dict[str, LowRank], tokens: tuple[int, ...] = (), dtype: torch.dtype = torch.float64) -> Any:
+    """The oracle's weights in a model of ours with adapters that count."""
+    model = ours(oracle(dtype=dtype))
+    adapt(model, targets(model, parts), tokens)
+    draw_adapters(model, 0, CPU, dtype)
+    drawn(adapter_tensors(model))
+    return model
+
+
+def run(model: Any, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Hidden states of an encode and the logits of a denoise with a signal."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randint(0, 300, (2, 21), generator=generator)
+    canvas = torch.randint(0, 300, (2, 16), generator=generator)
+    prefix = model.encode(prompt)
+    first = model.denoise(canvas, prefix)
+    soft = model.soft_embedding(model.unembed(first))
+    return prefix.hidden, model.unembed(model.denoise(canvas, prefix, soft))
+
+
+def all_parts(rank: int = 4, alpha: float = 6.0, rslora: bool = False) -> dict[str, LowRank]:
+    return {part: LowRank(rank, alpha, rslora) for part in PARTS}
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_merged_and_unmerged_logits_are_equal(rslora):
+    model = adapted(all_parts(rslora=rslora), tokens=(5, 17))
+    with torch.no_grad():
+        before = run(model)
+        merge(model)
+        after = run(model)
+    assert not is_adapted(model)
+    for x, y in zip(before, after, strict=True):
+        assert (x - y).abs().max() < 1e-5  # logits are capped in fp32
+    model = adapted(all_parts(rslora=rslora), tokens=(5, 17))
+    with torch.no_grad():
+        hidden = run(model)[0]
+        merge(model)
+        assert (hidden - run(model)[0]).abs().max() < 1e-10
+        assert (hidden - run(ours(oracle()))[0]).abs().max() > 0.1  # the adapters count
+
+
+def test_fresh_adapters_change_nothing_and_nothing_else_trains():
+    plain = ours(oracle())
+    model = ours(oracle())
+    adapt(model, targets(model, all_parts()), tokens=(3,))
+    draw_adapters(model, 0, CPU, torch.float64)
+    with torch.no_grad():
+        for x, y in zip(run(model), run(plain), strict=True):
+            assert torch.equal(x, y)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == set(adapter_tensors(model))
+    per_layer = 2 * 4 + 2 * 3 + 4  # attention, dense MLP, experts; a full layer has no v_proj
+    assert len(trained) == 4 * per_layer - 2 + 2 * 3 + 1
+
+
+def test_gradients_of_adapters_are_those_of_the_weights_they_add_to():
+    """d loss / dB = scale (d loss / dW) A^T and d loss / dA = scale B^T (d loss / dW), W being the merged weight."""
+    model = adapted(all_parts())
+    scale = 6.0 / 4
+    run(model)[1].square().sum().backward()
+    merged = adapted(all_parts())
+    merge(merged)
+    run(merged)[1].square().sum().backward()
+    pairs = [("lora", "weight"), ("gate_up_lora", "gate_up_proj"), ("down_lora", "down_proj")]
+    checked = 0
+    for name, parameter in model.named_parameters():
+        for low_rank, weight in pairs:
+            if name.endswith(f".{low_rank}_B"):
+                owner = name.removesuffix(f".{low_rank}_B")
+                A, B = model.get_parameter(f"{owner}.{low_rank}_A"), parameter
+                truth = merged.get_parameter(f"{owner}.{weight}").grad
+                for mine, expected in ((B.grad, truth @ A.mT * scale), (A.grad, B.mT @ truth * scale)):
+                    assert (mine - expected).norm() < 1e-5 * expected.norm() + 1e-9, name
+                    checked += 1
+    assert checked == len(adapter_tensors(model))
+
+
+def test_dropout_acts_in_training_only_and_not_on_experts():
+    model = ours(oracle())
+    modules = targets(model, {"attention": LowRank(4, 8, dropout=0.5), "experts": LowRank(4, 8, dropout=0.5)})
+    assert {m.dropout for name, m in modules.items() if "experts" in name} == {0.0}
+    adapt(model, modules)
+    draw_adapters(model, 0, CPU, torch.float64)
+    drawn(adapter_tensors(model))
+    with torch.no_grad():
+        still = run(model)[0]
+        assert torch.equal(still, run(model)[0])
+        model.train()
+        assert not torch.equal(still, run(model)[0])
+
+
+def test_bfloat16_weights_keep_fp32_adapters_and_merging_rounds_once():
+    model = adapted(all_parts(), dtype=torch.float32)
+    exact = run(model)[0].detach()
+    for name, parameter in model.named_parameters():
+        if name not in adapter_tensors(model):
+            parameter.data = parameter.data.bfloat16()
+    for buffer in model.buffers():
+        buffer.data = buffer.data.bfloat16()
+    with torch.no_grad():
+        apart = run(model)[0].float()
+        assert {tensor.dtype for tensor in adapter_tensors(model).values()} == {torch.float32}
+        merge(model)
+        together = run(model)[0].float()
+    assert model.layers[0].attention.q_proj.weight.dtype == torch.bfloat16
+    # both are off the fp32 run by bf16's rounding, the merged one no more than twice as much as the other
+    assert (together - exact).pow(2).mean() < 4 * (apart - exact).pow(2).mean()
+
+
+@pytest.mark.parametrize("part", ["router", "norms", "nonsense"])
+def test_a_part_without_adapters_is_refused(part):
+    with pytest.raises(CheckpointError, match=f"no adapters for the part '{part}'"):
+        targets(ours(oracle()), {part: LowRank(4, 8)})
+
+
+# -- PEFT ----------------------------------------------------------------------------------------------------------
+
+MIXED = {
+    "attention": LowRank(4, 8),
+    "mlp": LowRank(2, 8),
+    "experts": LowRank(3, 5),
+    "self_conditioning": LowRank(4, 6),
+}
+
+
+def peft_logits(directory: Path, truth: Any) -> Tensor:
+    """What transformers with PEFT computes with the adapter in a directory: the logits of a canvas without a signal."""
+    from peft import PeftModel
+
+    wrapped = PeftModel.from_pretrained(truth, directory).eval()
+    return transformers_logits(wrapped)
+
+
+def transformers_logits(model: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, 300, (2, 21), generator=generator)
+    canvas = torch.randint(0, 300, (2, 16), generator=generator)
+    with torch.no_grad():
+        return model(input_ids=prompt, decoder_input_ids=canvas).logits
+
+
+def our_logits(model: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, 300, (2, 21), generator=generator)
+    canvas = torch.randint(0, 300, (2, 16), generator=generator)
+    with torch.no_grad():
+        return model.unembed(model.denoise(canvas, model.encode(prompt)))
+
+
+@pytest.mark.parametrize("parts", [MIXED, {"attention": LowRank(4, 8)}, {"experts": LowRank(2, 4, rslora=True)}])
+def test_a_saved_adapter_loads_in_peft_with_equal_logits(tmp_path, parts):
+    tokens = (5, 17, 250) if "mlp" in parts else ()
+    model = adapted(parts, tokens)
+    checkpoint.save_adapter(model, tmp_path / "adapter", base="somewhere")
+    theirs = peft_logits(tmp_path / "adapter", oracle())
+    mine = our_logits(model)
+    assert (mine - theirs).abs().max() < 1e-5
+    assert (mine - our_logits(ours(oracle()))).abs().max() > 0.05
+
+
+def test_an_adapter_is_read_back_as_it_was_saved(tmp_path):
+    model = adapted(MIXED, (5, 17, 250))
+    checkpoint.save_adapter(model, tmp_path / "adapter")
+    again = ours(oracle())
+    checkpoint.load_adapter(again, tmp_path / "adapter")
+    assert {n: t.tolist() for n, t in adapter_tensors(again).items()} == {
+        n: t.tolist() for n, t in adapter_tensors(model).items()
+    }
+    assert again.vocabulary.token_ids == (5, 17, 250)
+    assert torch.equal(our_logits(again), our_logits(model))
+
+
+def test_an_adapter_that_peft_made_is_read(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    pattern = r"model\.(decoder|encoder\.language_model)\.layers\.\d+\.self_attn\.(q|v)_proj"
+    config = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=pattern,
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        rank_pattern={r"experts.gate_up_proj": 2, r"experts.down_proj": 2},
+        init_lora_weights=False,
+    )
+    torch.manual_seed(1)
+    wrapped = get_peft_model(oracle(), config)
+    state = dict(wrapped.named_parameters())
+    with torch.no_grad():  # PEFT trains the copies apart; ours are one
+        for name, parameter in state.items():
+            if "lora" in name and "encoder.language_model" in name:
+                parameter.copy_(state[name.replace("encoder.language_model", "decoder")])
+    wrapped.save_pretrained(tmp_path)
+    model = ours(oracle())
+    checkpoint.load_adapter(model, tmp_path)
+    assert (our_logits(model) - transformers_logits(wrapped.eval())).abs().max() < 1e-5
+
+
+def test_copies_that_differ_are_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    checkpoint.save_adapter(adapted({"attention": LowRank(4, 8)}), tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = next(key for key in tensors if "encoder" in key)
+    save_file({**tensors, key: tensors[key] + 1}, file)
+    with pytest.raises(CheckpointError, match="differs from that of the other module over the same weight"):
+        checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
+    save_file({name: tensor for name, tensor in tensors.items() if name != key}, file)
+    with pytest.raises(CheckpointError, match="adapts one of two modules"):
+        checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"peft_type": "IA3"}, "only LORA is read"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
+        ({"lora_alpha": None}, "must be a number"),
+    ],
+)
+def test_adapters_of_other_kinds_are_refused(tmp_path, change, message):
+    checkpoint.save_adapter(adapted({"attention": LowRank(4, 8)}), tmp_path / "a")
+    file = tmp_path / "a" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
+
+
+def test_a_model_with_adapters_is_not_saved_as_a_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="merge them first"):
+        checkpoint.save(adapted({"attention": LowRank(4, 8)}), tmp_path / "model")
