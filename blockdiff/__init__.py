@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blockdiff.checkpoint import init, load, save
+    from blockdiff.checkpoint import export, init, load, save
+    from blockdiff.models.adapters import merge
     from blockdiff.sampling import Request, Sampler
     from blockdiff.training.callbacks import Callback
     from blockdiff.training.recipe import Recipe
@@ -25,12 +26,28 @@ _HOME = {
     "Run": "blockdiff.training.run",
     "Sampler": "blockdiff.sampling",
     "Trainer": "blockdiff.training.trainer",
+    "export": "blockdiff.checkpoint",
     "init": "blockdiff.checkpoint",
     "load": "blockdiff.checkpoint",
+    "merge": "blockdiff.models.adapters",
     "save": "blockdiff.checkpoint",
     "train": "blockdiff.training.trainer",
 }
-__all__ = ["Callback", "Recipe", "Request", "Run", "Sampler", "Trainer", "__version__", "init", "load", "save", "train"]
+__all__ = [
+    "Callback",
+    "Recipe",
+    "Request",
+    "Run",
+    "Sampler",
+    "Trainer",
+    "__version__",
+    "export",
+    "init",
+    "load",
+    "merge",
+    "save",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,7 @@ import blockdiff
 from blockdiff import __version__
 from blockdiff.cli.data import data
 from blockdiff.cli.eval import evaluate
+from blockdiff.cli.export import export
 from blockdiff.cli.init import init
 from blockdiff.cli.inspect import inspect
 from blockdiff.cli.plot import plot
@@ -117,6 +118,7 @@ for name, command, example in (
     ("train", train, "recipes/quickstart.yaml --set optim.lr=3e-4 --output runs/a"),
     ("sample", sample, "runs/a/model --prompts prompts.jsonl --output texts.jsonl --seed 1"),
     ("eval", evaluate, "runs/a/model --task sudoku --data data/sudoku4/test.jsonl"),
+    ("export", export, "runs/a --output merged"),
     ("init", init, "sudoku4 fresh-model"),
     ("inspect", inspect, "recipes/quickstart.yaml --step 2"),
     ("plot", plot, "runs/a runs/b --output compared.png"),

@@ -21,14 +21,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from blockdiff.checkpoint.files import first_line, read_json
+from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
+from blockdiff.checkpoint.files import GENERATION, first_line, read_json
+from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import CheckpointError
-from blockdiff.files import unwritten, whole_directory
+from blockdiff.files import unwritten, whole_directory, write_text
 from blockdiff.layers.lora import AdaptedExperts, LowRank
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapter_tensors, adapters_of
 from blockdiff.models.family import BlockDiffusionModel, family_of
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 ROWS = ".token_adapter.trainable_tokens_delta"
 # Settings of PEFT that change what an adapter computes, with the values under which they do not.
@@ -68,12 +70,19 @@ def has_adapter(directory: str | Path) -> bool:
 
 
 def save_adapter(
-    model: BlockDiffusionModel, directory: str | Path, base: str | None = None, overwrite: bool = False
+    model: BlockDiffusionModel,
+    directory: str | Path,
+    base: str | None = None,
+    *,
+    tokenizer: Any = None,
+    generation: Generation | None = None,
+    choices: Any = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write the adapters of a model in PEFT's format; the directory appears complete or not at all.
 
-    base: the checkpoint or Hub id that the adapter belongs to. Raises CheckpointError for a model without adapters and
-    where something else stands.
+    base: the checkpoint or Hub id that the adapter belongs to; tokenizer, generation, choices: what is to lie beside
+    it, as in `save`. Raises CheckpointError for a model without adapters and where something else stands.
     """
     tensors = adapter_tensors(model)
     if not tensors:
@@ -87,6 +96,12 @@ def save_adapter(
             (fresh / CONFIG).write_text(config + "\n", encoding="utf-8")
             save_file(_to_peft(model), fresh / WEIGHTS, metadata={"format": "pt"})
             (fresh / WEIGHTS).chmod((fresh / CONFIG).stat().st_mode)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(fresh)
+            if generation is not None:
+                write_text(fresh / GENERATION, json.dumps(generation.to_dict(), indent=2, sort_keys=True) + "\n")
+            if choices is not None:
+                choices.save(fresh)
     except (OSError, SafetensorError) as error:
         needed = sum(tensor.nbytes for tensor in tensors.values())
         raise CheckpointError(f"{unwritten(target, error, needed)}; choose a place with room") from error
@@ -111,7 +126,8 @@ def fill_adapters(model: BlockDiffusionModel, tensors: Mapping[str, Tensor], whe
     for name in sorted({*wanted, *tensors}):
         found = list(tensors[name].shape) if name in tensors else "missing"
         if found != wanted.get(name):
-            raise CheckpointError(f"{where}: {name} is {found}, the model asks for {wanted.get(name, 'no such tensor')}")
+            asked = wanted.get(name, "no such tensor")
+            raise CheckpointError(f"{where}: {name} is {found}, the model asks for {asked}")
     for name, tensor in tensors.items():
         owner, _, leaf = name.rpartition(".")
         old = model.get_parameter(name)
@@ -160,7 +176,7 @@ def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
         if ours != TOKEN_ROWS:
             module, low_rank = ours.rpartition(".")[0], _low_rank(config, ours, tensors, model, directory)
             if modules.setdefault(module, low_rank) != low_rank:
-                raise CheckpointError(f"{directory}: the adapters of {module} have several ranks or alphas; one is read")
+                raise CheckpointError(f"{directory}: the adapters of {module} differ in rank or alpha; one is read")
     for name, low_rank in modules.items():
         _complete(tensors, name, low_rank, model)
     tokens = _tokens(config, tensors, directory)
@@ -174,7 +190,7 @@ def base_of(directory: str | Path) -> str:
     """
     base = read_json(Path(directory) / CONFIG).get("base_model_name_or_path")
     if not base:
-        raise CheckpointError(f"{directory}: does not say what it adapts; name the model, and the adapter with adapter=")
+        raise CheckpointError(f"{directory}: does not say what it adapts; name the model, and this as its adapter")
     beside = Path(directory) / str(base)
     return str(beside if not Path(base).exists() and beside.is_dir() else base)
 
@@ -303,7 +319,7 @@ def _require_plain(config: Mapping[str, Any], directory: Path) -> None:
         raise CheckpointError(f"{directory / CONFIG}: peft_type is {kind!r}; only LORA is read")
     for key, allowed in PLAIN.items():
         if key in config and config[key] not in allowed:
-            raise CheckpointError(f"{directory / CONFIG}: {key} is {config[key]!r}, which blockdiff's adapters do not do")
+            raise CheckpointError(f"{directory / CONFIG}: {key} is {config[key]!r}; blockdiff reads plain LoRA only")
 
 
 def _from_peft(key: str, tensor: Tensor, model: BlockDiffusionModel, directory: Path) -> dict[str, Tensor]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 MODEL = "model"  # the directory of the trained model in that of a run
+ADAPTER = "adapter"  # or of its adapter
+ADAPTER_CONFIG = "adapter_config.json"
 GENERATION = "generation_config.json"
 ADDED = "blockdiff.safetensors"  # what a tweaked model class adds (`added.py`)
 CHOICES = "blockdiff.json"  # what the model was trained for (`sampling.choices`)
@@ -42,6 +45,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 # Bytes per number; every other word of safetensors (BOOL, U8, F8_E4M3, ...) is one byte.
 WIDTH = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
+
+SAMPLE = 1 << 16  # bytes that `fingerprint` reads at a time
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,14 @@ class Carried:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     side_files: tuple[Path, ...] = ()
 
+    def over(self, directory: Path) -> Carried:
+        """The same with the files of another directory in place of those of the same names, first in order."""
+        own = tuple(directory / name for name in SIDE_FILES if (directory / name).is_file())
+        names = {file.name for file in own}
+        has_tokenizer = not names.isdisjoint(VOCABULARY_FILES)  # a mixture of two would be neither
+        left = [f for f in self.side_files if not (f.name in names or (has_tokenizer and f.name in TOKENIZER_FILES))]
+        return replace(self, side_files=(*own, *left))
+
     def directories(self) -> set[Path]:
         """Where the files to copy through lie."""
         files = [*self.side_files, *(place.file for place in self.stored.values())]
@@ -73,14 +86,17 @@ class Carried:
 
 
 def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
-    """The directory of a checkpoint: the path itself, the model in that run directory, or the copy of a Hub repository.
+    """The directory of a checkpoint: the path itself, the model or adapter in that run directory, or the copy of a Hub
+    repository.
 
     Without weights only the small files beside them are fetched from the Hub. Raises CheckpointError where there is
     none, and for one with a pipe or a device among its files: reading those may never end.
     """
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
-        found = path / MODEL if not (path / CONFIG).exists() and (path / MODEL / CONFIG).exists() else path
+        is_run = not (path / CONFIG).exists() and not (path / ADAPTER_CONFIG).exists()
+        inside = [each for each in (MODEL, ADAPTER) if is_run and (path / each).is_dir()]
+        found = path / inside[0] if inside else path
         for name in (CONFIG, WEIGHTS, INDEX, ADDED, *SIDE_FILES):
             require_regular(found / name)
         return found
@@ -161,6 +177,24 @@ def read_tensors(stored: Mapping[str, Stored], names: Iterable[str]) -> Iterator
             raise CheckpointError(f"{file} has gone since it was loaded; {here[0]} is read from it") from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: {here[0]} cannot be read ({first_line(error)})") from error
+
+
+def fingerprint(directory: Path) -> str:
+    """A digest of the weights of a checkpoint: names, shapes and dtypes of all tensors, and samples of the files.
+
+    It reads a few hundred KiB of each file, so that it costs little however large they are.
+    """
+    stored = stored_tensors(directory)
+    hashed = hashlib.blake2b(digest_size=16)
+    for name, place in sorted(stored.items()):
+        hashed.update(f"{name} {place.shape} {place.dtype}\n".encode())
+    for file in sorted({place.file for place in stored.values()}):
+        size = file.stat().st_size
+        with file.open("rb") as content:
+            for part in range(8):
+                content.seek(max(0, size - SAMPLE) * part // 7)
+                hashed.update(content.read(SAMPLE))
+    return hashed.hexdigest()
 
 
 def first_line(error: BaseException) -> str:

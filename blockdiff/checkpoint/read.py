@@ -31,14 +31,15 @@ def load(
     """A model from a Hub-layout directory or a Hub id, in evaluation mode: see `empty` and `load_weights`.
 
     adapter: a directory in PEFT's format whose adapters the model gets; the directory of an adapter may also stand in
-    place of the model's, whose name it then brings.
+    place of the model's, whose name it then brings. Settings and tokenizer beside the adapter go before the model's.
     """
-    if adapter is None and has_adapter(path_or_hub_id):
-        path_or_hub_id, adapter = base_of(path_or_hub_id), path_or_hub_id
     directory = find(path_or_hub_id)
+    if adapter is None and has_adapter(directory):
+        directory, adapter = find(base_of(directory)), directory
     loaded = load_weights(empty(read_config(directory), kernels, model), directory, dtype, device)
     if adapter is not None:
         load_adapter(loaded, adapter)
+        loaded.carried = loaded.carried.over(Path(adapter))
     return loaded
 
 

@@ -17,8 +17,8 @@ class Names:
     table: rows of our name and the Hub's, `{}` is the layer number; carried: how the Hub names of tensors begin that
     are kept and written back but not run; ties: how the Hub name of a copy begins, and that of what it is a copy of.
     Some writers save both ends of a tie; a tensor of the table that a file lacks is read from the other end. twice: how
-    the Hub names of modules begin that transformers has as two modules over one weight, and that of the second one; PEFT
-    gives each an adapter of its own.
+    the Hub names of modules begin that transformers has as two modules over one weight, and that of the second one;
+    PEFT gives each an adapter of its own.
     """
 
     table: tuple[tuple[str, str], ...]

@@ -15,9 +15,10 @@ from blockdiff import checkpoint, evals, memory
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption
-from blockdiff.errors import RecipeError, RunError
+from blockdiff.errors import CheckpointError, RecipeError, RunError
 from blockdiff.evals.run import questions_of
-from blockdiff.models.family import family_of
+from blockdiff.models.adapters import adapt, draw_adapters, targets
+from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate
@@ -34,6 +35,7 @@ from blockdiff.training.objects import MaskToken, UniformTokens
 from blockdiff.training.optimiser import trainable
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.sections import LoraSection
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         positions=recipe.objective.positions,
         stop_gradient=recipe.objective.stop_gradient,
     )
+    if recipe.lora.trains:
+        put_adapters(model, recipe.lora, base.tokenizer)
     freeze(model, recipe.optim.freeze, trains_routers(recipe))
     require_memory(model, recipe, ranks.device)
 
@@ -109,6 +113,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
             layer.compile()
     if recipe.model.path is not None:
         checkpoint.load_weights(model, recipe.model.path, dtype=recipe.model.dtype, device=ranks.device)
+        draw_adapters(model, recipe.seed, ranks.device, model.dtype)
     else:
         dtype = "float32" if recipe.model.dtype == "auto" else recipe.model.dtype
         checkpoint.draw_weights(model, seed=recipe.seed, dtype=dtype, device=ranks.device)
@@ -179,12 +184,30 @@ def read_base(recipe: Recipe) -> Base:
     return base
 
 
+def put_adapters(model: BlockDiffusionModel, lora: LoraSection, tokenizer: Any) -> None:
+    """Give a model without weights the adapters that a recipe asks for; RecipeError names what it lacks."""
+    tokens = []
+    for token in lora.tokens:
+        known = token if isinstance(token, int) else tokenizer.get_vocab().get(token)
+        if known is None:
+            raise RecipeError(f"lora.tokens: {token!r} is no token of the tokenizer; name one as it is spelt, or by id")
+        tokens.append(int(known))
+    if len(set(tokens)) < len(tokens):
+        raise RecipeError("lora.tokens: names a token twice")
+    try:
+        adapt(model, targets(model, lora.low_rank()), tokens)
+    except CheckpointError as error:
+        raise RecipeError(f"lora: {error}") from None
+
+
 def require_memory(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
     """Refuse a model without memory whose training cannot fit on a device; activations are not counted."""
     o, dtype = recipe.optim, recipe.model.dtype
     numbers = sum(tensor.numel() for tensor in model.state_dict().values())
     trained = sum(parameter.numel() for parameter in trainable(model).values())
-    needs = partial(memory.of_training, numbers, trained, is_averaged=o.ema is not None)
+    needs = partial(
+        memory.of_training, numbers, trained, is_averaged=o.ema is not None, is_adapted=recipe.lora.trains
+    )
     smaller = {
         "optim.name: adamw_8bit": needs(dtype, "adamw_8bit"),
         "model.dtype: bfloat16": needs("bfloat16", o.name),
@@ -200,7 +223,10 @@ def warmup_steps(recipe: Recipe, steps: int) -> int:
 
 
 def trains_routers(recipe: Recipe) -> bool:
-    """Whether the routers train: by default only from scratch, where they have learnt nothing yet."""
+    """Whether the routers train: by default only from scratch, where they have learnt nothing yet.
+
+    Adapters train alone, whatever this says.
+    """
     if recipe.objective.router == "auto":
         return recipe.model.path is None
     return recipe.objective.router == "trained"

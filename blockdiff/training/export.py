@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdiff import checkpoint
+from blockdiff.checkpoint.files import ADAPTER, MODEL
 from blockdiff.data.dataset import Dataset
 from blockdiff.files import remove_leftovers, write_text
 from blockdiff.metrics import FILE_NAME, MetricsLog, Record
@@ -33,7 +34,10 @@ def open_logs(directory: Path, recipe: Recipe, built: Built, checkpoint: Path | 
 
 
 def write_model(trainer: Trainer) -> str:
-    """Write model/ in the Hub's layout, with the best weights if a metric decides; returns which these are."""
+    """Write model/ in the Hub's layout, with the best weights if a metric decides; returns which these are.
+
+    Of a model with adapters these alone are written, as adapter/ in PEFT's format.
+    """
     built, directory = trainer.built, trainer.directory
     found, which = trainer.best_saved(), "the last weights"
     if found is not None:
@@ -42,17 +46,18 @@ def write_model(trainer: Trainer) -> str:
         which = f"the weights of step {step}, best {trainer.recipe.evaluation.best} {value:.4g}"
     if built.average is not None:
         which += " (averaged)"
+    base, beside = built.base, {"tokenizer": built.base.tokenizer, "choices": built.choices, "overwrite": True}
     with trainer.averaged():
-        checkpoint.save(
-            built.model,
-            directory / "model",
-            tokenizer=built.base.tokenizer,
-            generation=built.base.generation,
-            overwrite=True,
-            choices=built.choices,
-        )
-    remove_leftovers(directory, "model")  # of an export that was killed
-    return which
+        if trainer.recipe.lora.trains:
+            name = ADAPTER
+            checkpoint.save_adapter(
+                built.model, directory / name, trainer.recipe.model.path, generation=base.generation, **beside
+            )
+        else:
+            name = MODEL
+            checkpoint.save(built.model, directory / name, generation=base.generation, **beside)
+    remove_leftovers(directory, name)  # of an export that was killed
+    return f"{directory / name}: {which}"
 
 
 def write_results(trainer: Trainer) -> None:
@@ -73,5 +78,5 @@ def write_results(trainer: Trainer) -> None:
     )
     write_text(directory / REPORT, json.dumps(report, indent=1) + "\n")
     end = "" if trainer.step == trainer.steps else f", ended early at step {trainer.step}"
-    trainer.show.line(f"done      {directory}/model: {which}{end}; curves.png, report.json")
+    trainer.show.line(f"done      {which}{end}; curves.png, report.json")
     trainer.show.line(f"report    {report_line(report)}")

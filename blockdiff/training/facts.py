@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from blockdiff.checkpoint.files import find, fingerprint
 from blockdiff.training.data import Data
 from blockdiff.training.objects import described
 from blockdiff.training.recipe import Recipe
@@ -40,6 +41,8 @@ def objective_record(recipe: Recipe, objective: Any) -> dict[str, Any]:
 def facts_of(recipe: Recipe, base: Base, data: Data, objective: Any) -> dict[str, Any]:
     """What must be the same for a run to be resumed as the same run, by recipe key."""
     sections = json.loads(recipe.model_dump_json()) | {"objective": objective_record(recipe, objective)}
+    if not recipe.lora.trains:
+        del sections["lora"]  # runs of before it have none
     known: dict[str, Any] = {}
     for name, section in sections.items():
         leaves = {name: section}
@@ -48,6 +51,8 @@ def facts_of(recipe: Recipe, base: Base, data: Data, objective: Any) -> dict[str
         known |= {key: value for key, value in leaves.items() if key not in FREE}
     # By content, wherever it lies: the shape of the model, the tokenizer, the examples, the prompts.
     known["model"] = _hash(base.config.to_dict())
+    if recipe.lora.trains:  # a checkpoint of the run has the adapters alone
+        known["model.path"] = fingerprint(find(str(recipe.model.path)))
     known["model.tokenizer"] = data.encoder.tokenizer_fingerprint
     known["evaluation.prompts"] = _hash([asdict(replace(row, where="")) for row in data.prompts])
     known["data.train"] = data.train.fingerprint

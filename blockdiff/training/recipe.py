@@ -127,7 +127,8 @@ def _layers(source: AnyRecipe, chain: tuple[Path, ...] = ()) -> list[Layer]:
     """The recipe's own layer, preceded by those of the recipes it extends."""
     origin = _name(source)
     if isinstance(source, Recipe):  # its paths have been looked up
-        return [(origin, None, _tree(source))]
+        given = _tree(source)
+        return [(origin, None, {key: given[key] for key in given if key in source.model_fields_set})]
     if isinstance(source, Mapping):
         directory, tree = Path(), _with_rows(source)
     else:

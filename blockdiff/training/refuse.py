@@ -16,6 +16,7 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
         raise RecipeError("train.epochs: the rows of a stream are not counted beforehand; give train.steps instead")
     if recipe.train.batch_size < world:
         raise RecipeError(f"train.batch_size: {recipe.train.batch_size} is less than {world} processes; raise it")
+    _refuse_unasked(recipe)
     metric, patience = recipe.evaluation.best, recipe.evaluation.patience
     if metric is None:
         if patience is not None:
@@ -33,6 +34,23 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
         raise RecipeError(f"evaluation.best: {metric} is not measured with objective.ar_loss: none")
     if patience is not None and not every:
         raise RecipeError(f"evaluation.patience: {metric} is measured at the end only; set {key}")
+
+
+def _refuse_unasked(recipe: Recipe) -> None:
+    """Raise RecipeError for a start that would train nothing or, without being asked to, everything."""
+    lora, is_given = recipe.lora, "lora" in recipe.model_fields_set
+    if recipe.model.path is not None and not is_given:
+        raise RecipeError(
+            "lora: missing; say what trains of model.path: adapters (`lora: {rank: 16}`) or all weights (`lora: none`)"
+        )
+    if lora.trains and recipe.model.path is None:
+        raise RecipeError(f"lora: adapts the weights of a checkpoint, and the preset {recipe.model.preset} has none")
+    if is_given and not lora.trains and lora != type(lora)():
+        raise RecipeError("lora: no part has a rank, so nothing would be adapted; set lora.rank, or write `lora: none`")
+    if lora.trains and recipe.objective.router == "trained":
+        raise RecipeError("objective.router: trained: with lora only adapters train; leave it out, or use `lora: none`")
+    if isinstance(lora.alpha, dict) and (unknown := lora.alpha.keys() - lora.ranks.keys()):
+        raise RecipeError(f"lora.alpha: {min(unknown)} is no part with a rank (there are: {', '.join(lora.ranks)})")
 
 
 def without_effect(recipe: Recipe, steps: int) -> list[str]:

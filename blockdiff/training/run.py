@@ -53,8 +53,11 @@ class Run:
         return best.best_saved(self.directory, self.records, recipe["evaluation"]["best"])
 
     def model(self, **options: Any) -> Any:
-        """The exported model; `options` go to `blockdiff.load`, the dtype is the stored one unless they say another."""
-        return checkpoint.load(self.directory / "model", **{"dtype": "auto", **options})
+        """The exported model, with its adapters if it has some; `options` go to `blockdiff.load`.
+
+        The dtype is the stored one unless they say another.
+        """
+        return checkpoint.load(self.directory, **{"dtype": "auto", **options})
 
     def _file(self, name: str) -> Path:
         path = self.directory / name

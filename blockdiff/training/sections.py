@@ -23,6 +23,7 @@ from blockdiff.data.sources import Source
 from blockdiff.diffusion.schedule import Linear, Schedule, StratifiedTime, TimeDraw
 from blockdiff.diffusion.weight import NoWeight, Weight
 from blockdiff.errors import DataError
+from blockdiff.layers.lora import LowRank
 from blockdiff.training import objects
 from blockdiff.training.objects import Positive
 from blockdiff.training.one_of import by_class
@@ -137,6 +138,43 @@ class ObjectiveSection(Section):
     router: Literal["auto", "frozen", "trained"] = "auto"  # auto: frozen for model.path, trained for a preset
 
 
+class LoraSection(Section):
+    """Low-rank adapters in place of the weights; without a rank all weights train (docs/training.md)."""
+
+    rank: Count = 0  # of every part that `parts` does not name; 0 = no adapters
+    alpha: AboveZero | dict[str, AboveZero] | None = None  # for all parts or by part; null = twice each part's rank
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0  # of the inputs of linear layers; experts have none
+    rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
+    parts: dict[str, Count] | None = None  # part of the model -> rank, 0 = none; null = attention and mlp
+    tokens: list[str | Annotated[int, Field(ge=0)]] = []  # whose rows of the embedding table train too
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The rank of every part that is adapted."""
+        parts = dict.fromkeys(("attention", "mlp"), self.rank) if self.parts is None else self.parts
+        return {part: rank for part, rank in parts.items() if rank > 0}
+
+    @property
+    def trains(self) -> bool:
+        """Whether adapters train, and the weights stand still."""
+        return bool(self.ranks or self.tokens)
+
+    def low_rank(self) -> dict[str, LowRank]:
+        """How each part is adapted."""
+        alphas = self.alpha if isinstance(self.alpha, dict) else dict.fromkeys(self.ranks, self.alpha)
+        return {
+            part: LowRank(rank, float(alphas.get(part) or 2 * rank), self.rslora, self.dropout)
+            for part, rank in self.ranks.items()
+        }
+
+
+def _no_lora(value: Any) -> Any:
+    """`lora: none` says that all weights train, `lora: 16` is short for a rank."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"rank": value}
+    return {} if value in (None, "none", False) else value
+
+
 class OptimSection(Section):
     """AdamW, and the learning rate as a function of the optimiser step."""
 
@@ -230,6 +268,7 @@ class Recipe(Section):
     model: ModelSection
     data: DataSection
     objective: ObjectiveSection = ObjectiveSection()
+    lora: Annotated[LoraSection, BeforeValidator(_no_lora)] = LoraSection()
     optim: OptimSection = OptimSection()
     train: TrainSection
     evaluation: EvaluationSection = EvaluationSection()

@@ -25,6 +25,7 @@ from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RESUME, RunError
 from blockdiff.files import digest, remove_directory, remove_leftovers, sync, unwritten, whole_directory
 from blockdiff.metrics import FILE_NAME
+from blockdiff.models.adapters import is_adapter
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.ema import Ema
 
@@ -124,7 +125,7 @@ def save(
     final = run / FOLDER / f"step-{step}"
     tensors, values = _pack(objective, optimiser)
     files = {
-        MODEL: {_short(name): tensor.detach().contiguous() for name, tensor in objective.state_dict().items()},
+        MODEL: {name: tensor.detach().contiguous() for name, tensor in _weights(objective).items()},
         OPTIMISER: tensors,
     }
     if average is not None:
@@ -242,6 +243,17 @@ def _short(name: str) -> str:
     return name.removeprefix("model.")
 
 
+def _weights(objective: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds: all tensors of the objective, or of a model with adapters these alone.
+
+    The weights that they adapt stand still, and the checkpoint that they come from is a fact of the run.
+    """
+    state = objective.state_dict()
+    if any(is_adapter(_short(name)) for name in state):
+        state = {name: x for name, x in state.items() if is_adapter(_short(name)) or _short(name) == name}
+    return {_short(name): tensor for name, tensor in state.items()}
+
+
 def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
     names = [name for name in sorted({*was, *now} - {*ROUNDING}) if was.get(name) != now.get(name)]
     if "model.tokenizer" in names:  # which makes other tokens of the same rows
@@ -257,7 +269,7 @@ def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, An
 
 
 def _load_weights(path: Path, objective: nn.Module, weights: dict[str, Tensor]) -> None:
-    state = {_short(name): tensor for name, tensor in objective.state_dict().items()}
+    state = _weights(objective)
     _refuse_difference(path, _shapes(state), _shapes(weights))
     with torch.no_grad():
         for name, tensor in state.items():

@@ -1,0 +1,28 @@
+"""`blockdiff export`: a run or an adapter as a checkpoint of its own, or as an adapter for PEFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockdiff.cli import options
+
+
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory, a checkpoint or a hub id.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write; must not be there yet.")],
+    adapter: Annotated[str | None, typer.Option(help="An adapter of MODEL, in PEFT's format.")] = None,
+    peft: Annotated[bool, typer.Option("--peft", help="Write the adapter alone, in PEFT's format.")] = False,
+    base: Annotated[str | None, typer.Option(help="With --peft: the model that the adapter is to name.")] = None,
+    dtype: options.Dtype = "auto",
+) -> None:
+    """Merge adapters into their weights and write a checkpoint in Hub layout, which needs nothing else to run."""
+    if base is not None and not peft:
+        raise typer.BadParameter("only an adapter names its model; give --peft too", param_hint="--base")
+    from blockdiff import checkpoint
+
+    written = checkpoint.export(source, output, adapter, peft=peft, base=base, dtype=dtype)
+    what = "the adapter, in PEFT's format" if peft else "a checkpoint"
+    print(f"{written}: {what}, {sum(file.stat().st_size for file in written.iterdir()):,} bytes")

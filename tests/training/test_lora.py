@@ -1,0 +1,144 @@
+"""Adapting a checkpoint with LoRA: what trains, what a run holds, resuming, merging, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import blockdiff
+from blockdiff import checkpoint
+from blockdiff.data.sudoku import alphabet, make_splits
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.errors import CheckpointError, RecipeError, RunError
+from blockdiff.models.adapters import is_adapted
+from blockdiff.sampling import Sampler
+from tests.little_model import LITTLE, save_preset
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A recipe that adapts a little checkpoint with random weights, as a mapping with its rows in memory."""
+    folder = tmp_path_factory.mktemp("inputs")
+    character_tokenizer(alphabet(4)).save_pretrained(folder / "tokenizer")
+    save_preset(folder / "little.json", LITTLE)
+    from blockdiff.checkpoint.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    checkpoint.save(checkpoint.init(str(folder / "little.json"), seed=3), folder / "base", tokenizer=tokenizer)
+    rows = make_splits(4, {"train": 24, "test": 6}, seed=0)
+    return {
+        "seed": 1,
+        "model": {"path": str(folder / "base")},
+        "lora": {"rank": 4, "parts": {"attention": 4, "mlp": 2, "experts": 2, "self_conditioning": 2}, "tokens": ["1"]},
+        "data": {"train": rows["train"], "heldout": rows["test"], "cache": str(folder / "cache")},
+        "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 1},
+        "train": {"steps": 4, "batch_size": 6, "log_every": 1, "eval_every": 2, "save_every": 2},
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(inputs, tmp_path_factory):
+    return blockdiff.train(inputs, output=tmp_path_factory.mktemp("lora") / "run")
+
+
+def hidden(model) -> Tensor:
+    tokens = torch.arange(2, 14)[None]
+    with torch.no_grad():
+        return model.denoise(tokens[:, :9], model.encode(tokens))
+
+
+def test_a_run_writes_the_adapter_alone_and_checkpoints_hold_no_weights_of_the_base(inputs, trained):
+    assert (trained.directory / "adapter" / "adapter_model.safetensors").is_file()
+    assert not (trained.directory / "model").exists()
+    saved = load_file(trained.directory / "checkpoints" / "step-4" / "model.safetensors")
+    assert saved and all("lora" in name or name == "vocabulary.token_rows" for name in saved)
+    model = trained.model()
+    assert is_adapted(model)
+    base = checkpoint.load(inputs["model"]["path"], dtype="auto")
+    assert (hidden(model) - hidden(base)).abs().max() > 1e-3  # it has learnt something
+
+
+def test_the_loss_falls_although_only_adapters_train(inputs, tmp_path):
+    run = blockdiff.train(inputs, ["train.steps=40", "train.save_every=0", "train.eval_every=20"], tmp_path / "run")
+    losses = [record["heldout_canvas_loss"] for record in run.records if record["kind"] == "heldout"]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_a_resumed_run_ends_where_an_undisturbed_one_does(inputs, trained, tmp_path):
+    blockdiff.train(inputs, ["train.steps=2"], tmp_path / "run")
+    again = blockdiff.train(inputs, output=tmp_path / "run", resume=True)
+    one, other = (load_file(run.directory / "adapter" / "adapter_model.safetensors") for run in (trained, again))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert [r["loss"] for r in again.records if "loss" in r] == [r["loss"] for r in trained.records if "loss" in r]
+
+
+def test_resuming_with_other_weights_below_the_adapters_is_refused(inputs, tmp_path):
+    blockdiff.train(inputs, ["train.steps=2"], tmp_path / "run")
+    model = checkpoint.load(inputs["model"]["path"], dtype="auto")
+    with torch.no_grad():
+        model.layers[0].mlp.up_proj.weight.add_(1)
+    checkpoint.save(model, tmp_path / "other")
+    with pytest.raises(RunError, match="model.path"):
+        blockdiff.train(inputs, [f"model.path={tmp_path / 'other'}"], tmp_path / "run", resume=True)
+
+
+def test_a_merged_export_equals_the_adapted_model_and_runs_in_transformers(trained, tmp_path):
+    from transformers import DiffusionGemmaForBlockDiffusion
+
+    checkpoint.export(trained.directory, tmp_path / "merged")
+    merged = checkpoint.load(tmp_path / "merged", dtype="float32")
+    assert not is_adapted(merged)
+    adapted = trained.model()
+    assert (hidden(merged) - hidden(adapted)).abs().max() < 1e-5
+    theirs = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    tokens = torch.arange(2, 14)[None]
+    with torch.no_grad():
+        logits = theirs(input_ids=tokens, decoder_input_ids=tokens[:, :9]).logits
+    assert (logits - merged.unembed(hidden(merged))).abs().max() < 1e-4
+    texts = [
+        [result.tokens for result in Sampler.from_pretrained(where, dtype="float32").generate(["1..4.."], seed=2)]
+        for where in (tmp_path / "merged", trained.directory, trained.directory / "adapter")
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_an_exported_adapter_names_the_model_it_is_asked_to(trained, inputs, tmp_path):
+    checkpoint.export(trained.directory, tmp_path / "adapter", peft=True, base="org/name")
+    assert checkpoint.adapters.base_of(tmp_path / "adapter") == "org/name"
+    model = checkpoint.load(inputs["model"]["path"], dtype="auto", adapter=tmp_path / "adapter")
+    assert torch.equal(hidden(model), hidden(trained.model()))
+    with pytest.raises(CheckpointError, match="no adapters to write"):
+        checkpoint.export(inputs["model"]["path"], tmp_path / "none", peft=True)
+
+
+@pytest.mark.parametrize(
+    "overrides,message",
+    [
+        (["lora=none", "lora.alpha=3"], "nothing would be adapted"),
+        (["lora.parts.router=4"], "no adapters for the part 'router'"),
+        (["lora.tokens=[nonsense]"], "'nonsense' is no token of the tokenizer"),
+        (["lora.tokens=['1','1']"], "names a token twice"),
+        (["lora.alpha={norms: 3}"], "norms is no part with a rank"),
+        (["objective.router=trained"], "only adapters train"),
+        (["lora.parts={attention: 0, mlp: 0, experts: 0, self_conditioning: 0}", "lora.tokens=[]"], "nothing would be adapted"),
+        (["lora.rnk=3"], "did you mean"),
+    ],
+)
+def test_a_start_that_would_not_do_what_it_says_is_refused(inputs, overrides, message, tmp_path):
+    with pytest.raises(RecipeError, match=message):
+        blockdiff.train(inputs, overrides, tmp_path / "run")
+
+
+def test_training_all_weights_of_a_checkpoint_has_to_be_asked_for(inputs, tmp_path):
+    unasked = {key: value for key, value in inputs.items() if key != "lora"}
+    with pytest.raises(RecipeError, match="say what trains of model.path"):
+        blockdiff.train(unasked, ["train.steps=1"], tmp_path / "run")
+    run = blockdiff.train({**unasked, "lora": "none"}, ["train.steps=1"], tmp_path / "run")
+    assert not is_adapted(run.model()) and (run.directory / "model").is_dir()
+
+
+def test_adapters_of_a_preset_are_refused(inputs, tmp_path):
+    with pytest.raises(RecipeError, match="the preset tiny has none"):
+        blockdiff.train(inputs, ["model={preset: tiny, tokenizer: x}"], tmp_path / "run")
