@@ -3,9 +3,9 @@
 from blockdiff.checkpoint.adapters import load_adapter, read_adapter, save_adapter
 from blockdiff.checkpoint.config import fitted, preset_config, presets, read_config
 from blockdiff.checkpoint.create import draw_weights, init
-from blockdiff.checkpoint.export import export
 from blockdiff.checkpoint.files import Carried
 from blockdiff.checkpoint.generation import Generation, SpecialTokens, default_generation, special_tokens
+from blockdiff.checkpoint.merging import export
 from blockdiff.checkpoint.read import empty, load, load_weights
 from blockdiff.checkpoint.write import save
 

@@ -208,7 +208,7 @@ def _hub_module(ours: str, model: BlockDiffusionModel) -> str:
 
 def _to_peft(model: BlockDiffusionModel) -> dict[str, Tensor]:
     """All tensors of the adapters by PEFT's names, each copy in memory of its own."""
-    names, out = family_of(model.config).names, {}
+    names, out = family_of(model.config).names, dict[str, Tensor]()
     for ours, tensor in adapter_tensors(model).items():
         value = tensor.detach().cpu().contiguous()
         if ours == TOKEN_ROWS:

@@ -44,6 +44,10 @@ def is_low_rank(name: str) -> bool:
 class AdaptedLinear(nn.Linear):
     """A linear layer without bias plus its adapter: `W x + scale B A dropout(x)`; A and B in fp32."""
 
+    low_rank: LowRank
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
     def __init__(self, base: nn.Linear, low_rank: LowRank):
         nn.Module.__init__(self)
         assert base.bias is None
@@ -79,6 +83,12 @@ class AdaptedLinear(nn.Linear):
 
 class AdaptedExperts(Experts):
     """Routed experts, each with adapters of its own on gate_up and on down, computed as grouped low-rank products."""
+
+    low_rank: LowRank
+    gate_up_lora_A: nn.Parameter
+    gate_up_lora_B: nn.Parameter
+    down_lora_A: nn.Parameter
+    down_lora_B: nn.Parameter
 
     def __init__(self, base: Experts, low_rank: LowRank):
         nn.Module.__init__(self)

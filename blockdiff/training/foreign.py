@@ -48,5 +48,3 @@ FOREIGN: dict[str, str] = {
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
 }
-# What people look for and recipes do not have.
-MISSING = {"lora": "adapters (LoRA) are not trained; optim.freeze chooses what trains"}

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from blockdiff.data.sources import Source
 from blockdiff.errors import RecipeError
-from blockdiff.training.foreign import FOREIGN, MISSING
+from blockdiff.training.foreign import FOREIGN
 from blockdiff.training.one_of import OneOf
 from blockdiff.training.sections import Columns, Recipe, Section
 
@@ -107,11 +107,13 @@ def _nearest(key: Key) -> str:
         meant, _, remark = FOREIGN[word.lower()].partition(": ")
         if meant in PATHS or (meant,) in KEYS:
             return f"did you mean {meant}{f' ({remark})' if remark else ''}?"
-        return MISSING.get(meant.partition(".")[0], meant)
+        return meant
+    words = [path.rpartition(".")[2] for path in PATHS]
+    if word in words:
+        return f"did you mean {PATHS[words.index(word)]}?"
     beside = KEYS.get(tuple(above), [])
     if near := difflib.get_close_matches(word, [*beside, "extends"] if not above else beside, 1):
         return f"did you mean {'.'.join([*above, near[0]]) if len(above) < 2 else near[0]}?"
-    words = [path.rpartition(".")[2] for path in PATHS]
     if near := difflib.get_close_matches(word, words, 1, cutoff=0.8):
         return f"did you mean {PATHS[words.index(near[0])]}?"
     return f"{'.'.join(filter(None, above)) or 'a recipe'} has {', '.join(beside) or 'no keys'}"

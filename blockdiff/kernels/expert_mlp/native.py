@@ -246,5 +246,5 @@ def expert_mlp(
     x_ND, gate_up_EFD, down_EDF, *low_rank = in_autocast(x_ND, gate_up_EFD, down_EDF, *low_rank)
     if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= DENSE_FLOPS:
         return _dense(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk, gated, low_rank)
-    matrices = low_rank or [None] * 4
+    matrices: Sequence[Tensor | None] = low_rank or (None,) * 4
     return _ExpertMLP.apply(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk, gated, *matrices)
