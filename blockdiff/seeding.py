@@ -40,6 +40,8 @@ class Stream(IntEnum):
     MIXTURE = 13
     WINDOW = 14
     DECIDE = 15
+    CONSTRAINT = 16
+    DRAFT = 17
 
 
 def uniform(

@@ -16,13 +16,14 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.launch import Unserved
 
 # The ops of every folder. Its native.py says what they compute and holds a function of each name; so does its
-# triton.py (imported when it is asked for), but for `logits`, whose native form is a single product.
+# triton.py (imported when it is asked for), but for `logits`, whose native form is a single product, and `class_stats`.
 FOLDERS = {
     "span_attention": ("span_attention",),
     "expert_mlp": ("expert_mlp",),
     "norm_rope": ("rms_norms", "add_rms_norm", "norm_rope"),
-    "vocabulary": ("logits", "linear_cross_entropy", "soft_embedding", "token_stats", "token_scores"),
+    "vocabulary": ("logits", "linear_cross_entropy", "soft_embedding", "token_stats", "token_scores", "class_stats"),
 }
+NATIVE_ONLY = ("logits", "class_stats")
 OPS = {op: folder for folder, ops in FOLDERS.items() for op in ops}
 
 
@@ -40,6 +41,7 @@ class Kernels:
     soft_embedding: Callable[..., torch.Tensor]
     token_stats: Callable[..., Any]
     token_scores: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    class_stats: Callable[..., Any]
 
 
 def _op(name: str, implementation: str) -> Callable[..., Any]:
@@ -74,7 +76,7 @@ def resolve(kernels: str | Kernels = "auto") -> Kernels:
 
 def triton_op(name: str) -> Callable[..., Any]:
     """The Triton implementation of one op (ImportError where triton is not installed)."""
-    return _op(name, "native" if name == "logits" else "triton")
+    return _op(name, "native" if name in NATIVE_ONLY else "triton")
 
 
 def _why_not_triton() -> str | None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
-from blockdiff.kernels.vocabulary import Stats
+from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Stats
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -149,3 +149,34 @@ class Vocabulary(nn.Module):
         )
         stats.soft_embedding.mul_(self._scale(self.table.dtype))
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in stats))
+
+    @_as_call
+    def class_stats(
+        self,
+        hidden_BLD: Tensor,
+        temperature: Tensor | float,
+        uniform_BL: Tensor,
+        classes: Classes,
+        penalty: Penalty | None = None,
+        excluded: int | None = None,
+    ) -> ClassStats:
+        """For constraints: statistics of every class of tokens of z / T at every position, each [B, L, C].
+
+        temperature: one number, or one per row [B]; uniform_BL: numbers in [0, 1) that pick a sample within each class;
+        excluded: a token that no distribution has. The soft embedding [B, L, D] is the model's own.
+        """
+        B, L, D = hidden_BLD.shape
+        if isinstance(temperature, Tensor):
+            temperature = temperature[:, None].expand(B, L).reshape(-1)
+        stats = self.kernels.class_stats(
+            hidden_BLD.reshape(-1, D),
+            self.table,
+            self.softcap,
+            temperature,
+            uniform_BL.reshape(-1),
+            classes,
+            penalty,
+            excluded,
+        )
+        stats.soft_embedding.mul_(self._scale(self.table.dtype))
+        return ClassStats(*(column.view(B, L, *column.shape[1:]) for column in stats))

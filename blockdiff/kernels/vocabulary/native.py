@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty, of_logits, penalised
 
 CHUNK_BYTES = 64 << 20  # one fp32 chunk of logits; the cross-entropy holds two or three of them
 CPU_BYTES = 8 << 20  # chunks on a CPU
@@ -320,3 +321,37 @@ def token_stats(
             soft = torch.mm(p.to(table_VD.dtype), table_VD)
             parts.append(Stats(entropy, argmax, sample.squeeze(-1), soft, log_probability))
     return parts[0] if len(parts) == 1 else Stats(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def class_stats(
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    softcap: float | None,
+    temperature_N: Tensor | float,
+    uniform_N: Tensor,
+    classes: Classes,
+    penalty: Penalty | None = None,
+    excluded: int | None = None,
+) -> ClassStats:
+    """What a constraint needs of every position and class of tokens, and the model's own soft embedding, in one sweep.
+
+    `excluded` is a token that no distribution has, the soft embedding's included: the mask of a model of mask noise.
+    """
+    parts, rows_of_sums = [], max(1, _chunk_rows(hidden_ND, table_VD.shape[0]) // 4)  # the sums are in fp64
+    with torch.no_grad():
+        for rows in _chunks(hidden_ND, table_VD.shape[0]):
+            z = logits(hidden_ND[rows], table_VD, softcap)
+            if excluded is not None:
+                z[:, excluded] = -torch.inf
+            temperature = temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N
+            own = (z if penalty is None else z.clone()).div_(temperature)
+            soft = torch.mm(own.log_softmax(-1).exp_().to(table_VD.dtype), table_VD)
+            if penalty is not None:
+                own = penalised(z, penalty, rows).div_(temperature)
+            uniform = uniform_N[rows]
+            columns = [
+                of_logits(own[lo : lo + rows_of_sums], uniform[lo : lo + rows_of_sums], classes)
+                for lo in range(0, len(own), rows_of_sums)
+            ]
+            parts.append((*(torch.cat(column) for column in zip(*columns, strict=True)), soft))
+    return ClassStats(*(column[0] if len(parts) == 1 else torch.cat(column) for column in zip(*parts, strict=True)))

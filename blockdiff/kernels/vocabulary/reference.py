@@ -45,3 +45,16 @@ def log_probabilities(
     """log softmax(z / T) over the allowed tokens, nats [N, V]; -inf for the others."""
     z = logits(hidden_ND, table_VD, softcap) / temperature_N[:, None].to(hidden_ND.dtype)
     return (z if is_allowed_NV is None else z.masked_fill(~is_allowed_NV, -torch.inf)).log_softmax(-1)
+
+
+def class_stats(log_weight_NV: Tensor, class_V: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each class of tokens: log-sum-exp, maximum, argmax and entropy of logits / T, each [N, C]."""
+    columns = []
+    for place in range(count):
+        tokens = (class_V == place).nonzero().squeeze(-1)
+        of_class = log_weight_NV[:, tokens]
+        log_p = of_class.log_softmax(-1)
+        top, where = of_class.max(-1)
+        columns.append((of_class.logsumexp(-1), top, tokens[where], -(log_p.exp() * log_p).sum(-1)))
+    log_sum, maximum, argmax, entropy = (torch.stack(column, -1) for column in zip(*columns, strict=True))
+    return log_sum, maximum, argmax, entropy

@@ -1,0 +1,222 @@
+"""From an automaton over bytes to one over the tokens of a model, with tokens that it treats alike put into classes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockdiff.errors import RequestError
+from blockdiff.kernels.vocabulary import Classes
+from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, reaching
+
+MOST_STATES = 4096
+MOST_PAIRS = 200_000  # states times the most successors of one: 51 million numbers for a canvas of 256
+_RANDOM_SEED = 1
+
+
+@dataclass(frozen=True, eq=False)
+class TokenAutomaton:
+    """A deterministic automaton over tokens, whose last state is the end: reached by an eos, and left by nothing.
+
+    class_V: the class of each token, C for a token that can stand nowhere. next_SC: the state after a class, S where
+    it cannot stand (row S is dead); from every other state acceptance can be reached. is_end_C: the classes of eos and
+    fill. The pairs of a state s and its k-th successor are numbered s K + k: successor_SK (S where there are fewer),
+    and for each of the edges its pair and its class.
+    """
+
+    classes: Classes
+    class_V: Tensor
+    next_SC: Tensor
+    is_accepting_S: Tensor
+    is_end_C: Tensor
+    successor_SK: Tensor
+    pair_E: Tensor
+    class_E: Tensor
+
+    @property
+    def states(self) -> int:
+        """How many states there are, the end included."""
+        return len(self.next_SC) - 1
+
+    def on(self, device: torch.device) -> TokenAutomaton:
+        """The same on another device, made once."""
+        return self if self.class_V.device == device else _on(self, device)
+
+    def run(self, tokens: Sequence[int], state: int = 0) -> int:
+        """The state after some tokens; `states` if they cannot stand there."""
+        for token in tokens:
+            place = int(self.class_V[token])
+            state = self.states if place == self.next_SC.shape[1] else int(self.next_SC[state, place])
+        return state
+
+
+@functools.lru_cache(maxsize=32)
+def _on(automaton: TokenAutomaton, device: torch.device) -> TokenAutomaton:
+    moved = {name: value.to(device) for name, value in vars(automaton).items()}
+    return TokenAutomaton(**moved)
+
+
+class Tokens:
+    """The texts of a vocabulary as a tree of bytes, so that an automaton reads what tokens share only once."""
+
+    def __init__(self, texts: Sequence[bytes], vocab_size: int):
+        self.vocab_size = vocab_size
+        self.texts = [*texts[:vocab_size], *[b""] * (vocab_size - len(texts))]
+        order = sorted((id for id, text in enumerate(self.texts) if text), key=self.texts.__getitem__)
+        self.ids = torch.tensor(order, dtype=torch.int64)
+        lengths = torch.tensor([len(self.texts[id]) for id in order], dtype=torch.int64)
+        deepest = int(lengths.max()) if order else 0
+        padded = b"".join(self.texts[id].ljust(deepest, b"\0") for id in order)
+        bytes_NJ = torch.frombuffer(bytearray(padded), dtype=torch.uint8).view(-1, deepest) if order else None
+        # (nodes' parents at the level above, nodes' bytes), and where in all levels' nodes each token ends
+        self.levels: list[tuple[Tensor, Tensor]] = []
+        self.node = torch.zeros(len(order), dtype=torch.int64)
+        first, is_new = 0, torch.zeros(max(len(order) - 1, 0), dtype=torch.bool)
+        above = torch.zeros(len(order), dtype=torch.int64)  # each token's node at the level above, all at the root
+        for level in range(deepest):
+            assert bytes_NJ is not None
+            own = bytes_NJ[:, level]
+            is_long = lengths > level
+            # The tokens are sorted: one begins a node where it differs from the one before it, or is the first so long.
+            is_new |= own[1:] != own[:-1]
+            begins = torch.cat((torch.ones(1, dtype=torch.bool), is_new | ~is_long[:-1])) & is_long
+            node = begins.cumsum(0) - 1
+            self.levels.append((above[begins], own[begins].long()))
+            self.node[lengths == level + 1] = node[lengths == level + 1] + first
+            first, above = first + int(begins.sum()), node
+        self.nodes = first
+
+    def after(self, automaton: ByteAutomaton, states_K: Tensor) -> Tensor:
+        """The states after every token with a text from some states: int32 [K, number of `ids`]."""
+        parts, current = [], states_K[:, None]
+        for parent, byte in self.levels:
+            current = automaton.next_SB[current[:, parent].long(), byte]
+            parts.append(current)
+        return torch.cat(parts, -1)[:, self.node]
+
+
+def of_bytes(
+    automaton: ByteAutomaton,
+    tokens: Tokens,
+    eos_ids: Sequence[int],
+    pad_id: int | None,
+    banned: Sequence[int] = (),
+    allows_special: bool = False,
+) -> TokenAutomaton:
+    """The automaton over tokens of a language of texts; the response is the tokens before the first eos.
+
+    Any of `eos_ids` leads from an accepting state to the end, where only those and `pad_id` follow. Tokens without a
+    text can stand nowhere, or with `allows_special` everywhere before the end, for they change no text. RequestError
+    if the tokens cannot write any text of the language, and if it needs too many states.
+    """
+    V = tokens.vocab_size
+    ends = {*eos_ids} | ({pad_id} if pad_id is not None else set())
+    without_text = [id for id in range(V) if not tokens.texts[id] and id not in ends and id not in banned]
+    # Which states the tokens lead to from the start, and a number of each token that says where it leads from them.
+    place = torch.full((automaton.states + 1,), -1, dtype=torch.int64)
+    place[0] = 0
+    order = [0]
+    generator = torch.Generator().manual_seed(_RANDOM_SEED)
+    number_of_state = torch.randint(-(2**62), 2**62, (automaton.states + 1,), generator=generator)
+    number_of_state[automaton.states] = 0  # so that a token that can stand nowhere has the number 0
+    number_N = torch.zeros(len(tokens.ids), dtype=torch.int64)
+    for at, state in enumerate(order):  # which grows
+        if at >= MOST_STATES:
+            raise _too_large(at)
+        following_N = tokens.after(automaton, torch.tensor([state]))[0].long()
+        factor = int(torch.randint(-(2**62), 2**62, (), generator=generator)) | 1
+        number_N += number_of_state[following_N] * factor
+        is_met = torch.zeros(automaton.states + 1, dtype=torch.bool)
+        is_met[following_N] = True
+        is_met[automaton.states] = False
+        for following in is_met.nonzero().squeeze(-1).tolist():
+            if place[following] < 0:
+                place[following] = len(order)
+                order.append(following)
+
+    # Classes: the tokens of a number, the last one of which says where they lead; then eos, fill and special ones.
+    numbers, class_N = number_N.unique(return_inverse=True)
+    is_dead = numbers == 0
+    texts = int((~is_dead).sum())
+    class_of_number = torch.where(is_dead, -1, (~is_dead).cumsum(0) - 1)
+    class_V = torch.full((V,), -1, dtype=torch.int64)
+    class_V[tokens.ids] = class_of_number[class_N]
+    class_V[[*ends]] = -1
+    class_V[[id for id in banned if 0 <= id < V]] = -1
+    usable = sorted(id for id in eos_ids if 0 <= id < V)
+    S = len(order) + 1
+    end = S - 1
+    next_SC = torch.full((S + 1, texts + 3), S, dtype=torch.int64)
+    last_C = torch.zeros(texts, dtype=torch.int64)
+    alive = class_V >= 0
+    last_C[class_V[alive]] = alive.nonzero().squeeze(-1)
+    has_token = torch.zeros(texts + 3, dtype=torch.bool)
+    has_token[class_V[alive]] = True
+    place[automaton.states] = S
+    next_SC[: S - 1, :texts] = _after(automaton, [tokens.texts[id] for id in last_C.tolist()], order, place)
+    is_accepting_S = torch.zeros(S + 1, dtype=torch.bool)
+    is_accepting_S[: S - 1] = automaton.is_accepting_S[order]
+    is_accepting_S[end] = True
+    if usable:
+        class_V[usable] = texts
+        next_SC[is_accepting_S.nonzero().squeeze(-1), texts] = end
+    if pad_id is not None and pad_id not in eos_ids and usable and 0 <= pad_id < V:
+        class_V[pad_id] = texts + 1
+        next_SC[end, texts + 1] = end
+    if allows_special and without_text:
+        class_V[without_text] = texts + 2
+        next_SC[: S - 1, texts + 2] = torch.arange(S - 1)
+    is_end_C = torch.zeros(texts + 3, dtype=torch.bool)
+    is_end_C[texts : texts + 2] = True
+
+    # Classes that lost all their tokens go.
+    for id in (texts, texts + 1, texts + 2):
+        has_token[id] = bool((class_V == id).any())
+    new_class = torch.where(has_token, has_token.cumsum(0) - 1, int(has_token.sum()))
+    class_V = torch.where(class_V >= 0, new_class[class_V], int(has_token.sum()))
+    next_SC, is_end_C = next_SC[:, has_token], is_end_C[has_token]
+    can_accept_S = reaching(next_SC, is_accepting_S)
+    if not bool(can_accept_S[0]):
+        raise RequestError("the tokenizer has no tokens for any text that satisfies the constraint; loosen it")
+    next_SC = torch.where(can_accept_S[next_SC], next_SC, S)
+    classes = Classes.of(class_V, next_SC.shape[1])
+    return TokenAutomaton(classes, class_V, next_SC, is_accepting_S, is_end_C, *_pairs(next_SC))
+
+
+def _after(automaton: ByteAutomaton, texts: Sequence[bytes], order: Sequence[int], place: Tensor) -> Tensor:
+    """Where each of some texts leads from each of some states, as places in the order: int64 [states, texts]."""
+    columns = []
+    start = torch.tensor(order)
+    for text in texts:
+        state = start
+        for byte in text:
+            state = automaton.next_SB[state, byte].long()
+        columns.append(place[state])
+    return torch.stack(columns, -1) if columns else place.new_zeros(len(order), 0)
+
+
+def _pairs(next_SC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`successor_SK`, `pair_E` and `class_E` of a `TokenAutomaton`."""
+    S = len(next_SC) - 1
+    state_E, class_E = (next_SC[:S] < S).nonzero().unbind(-1)
+    pairs, pair_E = (state_E * (S + 1) + next_SC[state_E, class_E]).unique(return_inverse=True)
+    from_P, to_P = pairs // (S + 1), pairs % (S + 1)
+    first_S = torch.searchsorted(from_P, torch.arange(S))
+    k_P = torch.arange(len(pairs)) - first_S[from_P]
+    K = int(k_P.max()) + 1
+    if S * K > MOST_PAIRS:
+        raise _too_large(S)
+    successor_SK = torch.full((S, K), S, dtype=torch.int64)
+    successor_SK[from_P, k_P] = to_P
+    return successor_SK, (from_P * K + k_P)[pair_E], class_E
+
+
+def _too_large(states: int) -> RequestError:
+    return RequestError(
+        f"the constraint has {states} states or more, with too many ways on from each; shorten its counted repetitions "
+        "(each of {1,200} is a state) or name fewer characters"
+    )

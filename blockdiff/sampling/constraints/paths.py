@@ -1,0 +1,159 @@
+"""The best canvas and a random one under an automaton: exact dynamic programming over (position, state).
+
+The model gives a distribution of its own to every position, so the canvas that an automaton accepts and that has the
+largest product of probabilities is found by Viterbi's recursion, and one drawn from the product, conditioned on being
+accepted, by a backward pass and a forward draw (arXiv 2505.23061 has the first for diffusion models). Numbers are
+logarithms in fp64; nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockdiff.sampling.constraints.automaton import TokenAutomaton
+
+NUMBERS = 16 << 20  # as many numbers of (position, edge) or (position, pair) live at once, 128 MiB
+
+
+class Paths(NamedTuple):
+    """Classes of tokens along the canvases; `share` is the marginal of the conditioned distribution."""
+
+    best_BL: Tensor  # int64
+    random_BL: Tensor  # int64
+    share_BLC: Tensor  # fp64: the probability that the token of a position is of a class, over all accepted canvases
+    is_possible_B: Tensor  # bool: whether the automaton accepts any canvas here
+
+
+def paths(
+    automaton: TokenAutomaton,
+    log_sum_BLC: Tensor,
+    maximum_BLC: Tensor,
+    start_B: Tensor,
+    is_final_BS: Tensor,
+    uniform_BL2: Tensor,
+) -> Paths:
+    """The canvases from the states `start_B` to any final state.
+
+    log_sum_BLC and maximum_BLC: fp64, of the logits of each class's tokens, -inf for a class that cannot stand there.
+    is_final_BS: bool [B, S + 1]. uniform_BL2: numbers in [0, 1) that pick the random canvas: the state that follows,
+    and the class that leads there.
+    """
+    B, L, _ = log_sum_BLC.shape
+    rows = max(1, NUMBERS // (L * max(automaton.successor_SK.numel(), 1)))
+    arguments = log_sum_BLC, maximum_BLC, start_B, is_final_BS, uniform_BL2
+    parts = [_paths(automaton, *(each[lo : lo + rows] for each in arguments)) for lo in range(0, B, rows)]
+    return parts[0] if len(parts) == 1 else Paths(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def completable(automaton: TokenAutomaton, tokens: int) -> Tensor:
+    """From which states exactly so many tokens can lead to acceptance, fill included: bool [S + 1]."""
+    is_open_S = automaton.is_accepting_S
+    for _ in range(tokens):
+        earlier_S = is_open_S.clone()
+        earlier_S[:-1] = is_open_S[automaton.successor_SK].any(-1)
+        if bool((earlier_S == is_open_S).all()):
+            break
+        is_open_S = earlier_S
+    return is_open_S
+
+
+def _paths(
+    automaton: TokenAutomaton,
+    log_sum_BLC: Tensor,
+    maximum_BLC: Tensor,
+    start_B: Tensor,
+    is_final_BS: Tensor,
+    uniform_BL2: Tensor,
+) -> Paths:
+    successor_SK, pair_E = automaton.successor_SK, automaton.pair_E
+    (S, K), (B, L, C) = successor_SK.shape, log_sum_BLC.shape
+    of_edges = _chunks(L, B * len(pair_E))
+    sum_BLP, best_BLP = log_sum_BLC.new_empty(B, L, S * K), maximum_BLC.new_empty(B, L, S * K)
+    for some in of_edges:
+        sum_BLP[:, some] = _of_pairs(log_sum_BLC[:, some], automaton, is_sum=True)
+        best_BLP[:, some] = _of_pairs(maximum_BLC[:, some], automaton, is_sum=False)
+
+    # Backward: what can follow each state, as a sum over all canvases and as the best of them.
+    impossible = -torch.inf
+    ahead = log_sum_BLC.new_zeros(2, B, S + 1).masked_fill_(~is_final_BS, impossible)
+    step_2LBSK = torch.stack((sum_BLP, best_BLP)).transpose(1, 2).reshape(2, L, B, S, K)
+    ahead_LBS = log_sum_BLC.new_empty(L, B, S + 1)
+    choice_LBS = start_B.new_empty(L, B, S)
+    closed_B1 = ahead.new_full((B, 1), impossible)
+    for at in reversed(range(L)):
+        ways_2BSK = step_2LBSK[:, at] + ahead[:, :, successor_SK]
+        ahead_LBS[at] = ahead[0]
+        best, choice_LBS[at] = ways_2BSK[1].max(-1)
+        step_2LBSK[0, at] = ways_2BSK[0]
+        ahead = torch.stack((torch.cat((ways_2BSK[0].logsumexp(-1), closed_B1), 1), torch.cat((best, closed_B1), 1)))
+    is_possible_B = ahead[0].gather(-1, start_B[:, None]).squeeze(-1) > impossible
+
+    # Where each state goes next: to the best successor, and to a drawn one.
+    ways_LBSK = step_2LBSK[0]
+    share_LBSK = (ways_LBSK - ways_LBSK.logsumexp(-1, keepdim=True)).exp_().nan_to_num_(nan=0.0)
+    uniform_LB2 = uniform_BL2.double().transpose(0, 1)
+    running = share_LBSK.cumsum(-1)
+    drawn_LBS = (running <= uniform_LB2[..., :1, None] * running[..., -1:]).sum(-1).clamp_(max=K - 1)
+    best_pair, random_pair = (_follow(choice, successor_SK, start_B) for choice in (choice_LBS, drawn_LBS))
+
+    # Forward: how probable each state is at each position.
+    at_BS = torch.zeros_like(ahead[0]).scatter_(1, start_B[:, None], 1.0)
+    flat_BP = successor_SK.flatten().expand(B, -1)
+    for at in range(L):
+        share_LBSK[at] *= at_BS[:, :S, None]
+        at_BS = torch.zeros_like(at_BS).scatter_add_(1, flat_BP, share_LBSK[at].flatten(1))
+
+    best_BL, random_BL = start_B.new_empty(B, L), start_B.new_empty(B, L)
+    share_BLC = log_sum_BLC.new_zeros(B, L, C)
+    for some in of_edges:
+        length = len(range(*some.indices(L)))
+        edge_sum = log_sum_BLC[:, some, automaton.class_E]
+        edge_best = maximum_BLC[:, some, automaton.class_E]
+        is_best = pair_E == best_pair[:, some, None]
+        best_BL[:, some] = automaton.class_E[edge_best.masked_fill_(~is_best, impossible).argmax(-1)]
+        within = (edge_sum - sum_BLP[:, some][..., pair_E]).exp_().nan_to_num_(nan=0.0)
+        running = within.masked_fill(pair_E != random_pair[:, some, None], 0.0).cumsum(-1)
+        place = (running <= uniform_BL2[:, some, 1:].double() * running[..., -1:]).sum(-1).clamp_(max=len(pair_E) - 1)
+        random_BL[:, some] = automaton.class_E[place]
+        within *= share_LBSK[some].transpose(0, 1).reshape(B, length, S * K)[..., pair_E]
+        share_BLC[:, some].scatter_add_(-1, automaton.class_E.expand(B, length, -1), within)
+    return Paths(best_BL, random_BL, share_BLC, is_possible_B)
+
+
+def _chunks(length: int, size: int) -> list[slice]:
+    """Runs of positions, each with `size` numbers a position, of which about NUMBERS fit."""
+    some = max(1, NUMBERS // max(size, 1))
+    return [slice(lo, min(lo + some, length)) for lo in range(0, length, some)]
+
+
+def _of_pairs(of_classes_BLC: Tensor, automaton: TokenAutomaton, is_sum: bool) -> Tensor:
+    """The log-sum or the maximum over the classes that lead from a state to its k-th successor: [B, l, S K]."""
+    pair_E, size = automaton.pair_E, automaton.successor_SK.numel()
+    of_edges = of_classes_BLC[..., automaton.class_E]
+    index = pair_E.expand_as(of_edges)
+    peak = of_edges.new_full((*of_edges.shape[:-1], size), -torch.inf).scatter_reduce_(-1, index, of_edges, "amax")
+    if not is_sum:
+        return peak
+    shifted = (of_edges - peak.clamp(min=torch.finfo(peak.dtype).min)[..., pair_E]).exp_()
+    return torch.zeros_like(peak).scatter_add_(-1, index, shifted).log_().add_(peak)
+
+
+def _follow(choice_LBS: Tensor, successor_SK: Tensor, start_B: Tensor) -> Tensor:
+    """The pairs along the way from the start states when every state chooses so: int64 [B, L].
+
+    Ways are maps of states, put together in log2(L) rounds (Hillis and Steele 1986) instead of position by position.
+    """
+    S, K = successor_SK.shape
+    flat_LBS = torch.arange(S, device=start_B.device) * K + choice_LBS
+    dead = torch.full_like(choice_LBS[..., :1], S)
+    after_LBS = torch.cat((successor_SK.flatten()[flat_LBS], dead), -1)
+    reach, L = 1, len(after_LBS)
+    while reach < L:
+        after_LBS = torch.cat((after_LBS[:reach], after_LBS[reach:].gather(-1, after_LBS[:-reach])))
+        reach *= 2
+    after_LB = after_LBS.gather(-1, start_B.expand(L, -1)[..., None]).squeeze(-1)
+    before_LB = torch.cat((start_B[None], after_LB[:-1])).clamp_(max=S - 1)
+    return flat_LBS.gather(-1, before_LB[..., None]).squeeze(-1).transpose(0, 1)

@@ -1,0 +1,353 @@
+"""Constraints: an automaton holds the texts of its expression, and canvases are the best and the right draws."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+import torch
+
+from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
+from blockdiff.errors import RequestError
+from blockdiff.sampling.constraints.automaton import TokenAutomaton, Tokens, of_bytes
+from blockdiff.sampling.constraints.byte_automaton import of_regex, without
+from blockdiff.sampling.constraints.json_schema import regex_of_schema
+from blockdiff.sampling.constraints.paths import completable, paths
+from blockdiff.sampling.constraints.token_bytes import token_bytes
+from tests.chat_tokenizer import chat_tokenizer
+from tests.random_regex import random_regex
+
+pytestmark = pytest.mark.quick
+EOS, EOS_2, PAD = 0, 1, 2
+TEXTS = ["", "", "", "a", "b", "ab", "ba", "aab", "c", ""]  # three special ones, texts, and an id without a use
+V = len(TEXTS)
+
+
+def automaton_of(regex: str, eos=(EOS, EOS_2), pad: int | None = PAD, **options) -> TokenAutomaton:
+    return of_bytes(of_regex(regex), Tokens([text.encode() for text in TEXTS], V), eos, pad, **options)
+
+
+def said(tokens) -> str | None:
+    """The text before the first eos; None if something else than eos and fill stands after it."""
+    end = next((place for place, token in enumerate(tokens) if token in (EOS, EOS_2)), len(tokens))
+    if any(token not in (EOS, EOS_2, PAD) for token in tokens[end:]) or any(not TEXTS[t] for t in tokens[:end]):
+        return None
+    return "".join(TEXTS[token] for token in tokens[:end])
+
+
+def fits(regex: str, tokens) -> bool:
+    text = said(tokens)
+    return text is not None and re.fullmatch(regex, text) is not None
+
+
+# -- texts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "regex",
+    ["a|ab", "a*?", "a+b?", "(a|b)*abb", "^a$", r"a\$", "(|a)b", "a{0}", "[^a]b?", "é|e", "(?:ab|a)(?:bc|c)?", "a??"],
+)
+def test_an_automaton_holds_the_texts_that_the_expression_matches_as_a_whole(regex):
+    automaton = of_regex(regex)
+    for length in range(5):
+        for letters in itertools.product("abcé$", repeat=length):
+            text = "".join(letters)
+            assert automaton.accepts(text.encode()) == bool(re.fullmatch(regex, text)), text
+
+
+def test_automata_of_random_expressions_agree_with_python():
+    generator = random.Random(0)
+    words = ["".join(letters) for length in range(6) for letters in itertools.product("ab", repeat=length)]
+    for _ in range(150):
+        regex = random_regex(generator, "ab")
+        automaton, compiled = of_regex(regex), re.compile(regex)
+        for word in words:
+            assert automaton.accepts(word.encode()) == bool(compiled.fullmatch(word)), (regex, word)
+
+
+def test_words_that_must_not_occur():
+    automaton, both = without([b"ab", b"bca"]), of_regex("[abc]*c").both(without([b"ab", b"bca"]))
+    for length in range(6):
+        for letters in itertools.product("abc", repeat=length):
+            text = "".join(letters)
+            is_free = "ab" not in text and "bca" not in text
+            assert automaton.accepts(text.encode()) == is_free
+            assert both.accepts(text.encode()) == (is_free and text.endswith("c"))
+
+
+@pytest.mark.parametrize(
+    "regex,message",
+    [
+        ("[", "not valid"),
+        (")(", "not valid"),
+        ("a)|(b", "not valid"),
+        ("(?=a)b", "look-around"),
+        (r"(a)\1", "look-around or back references"),
+        (r"\bfoo", "word boundaries"),
+        ("a^b", "matches nothing|looks around"),
+        ("b|^a", "looks around at its beginning"),
+    ],
+)
+def test_what_is_no_usable_expression_is_refused_in_one_line(regex, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        of_regex(regex)
+    assert "\n" not in str(caught.value)
+
+
+def test_languages_without_a_common_text_are_refused():
+    with pytest.raises(RequestError, match="no text satisfies the constraint"):
+        of_regex("a+").both(of_regex("b+"))
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("regex", ["a+b?", "(ab)*", "(a|b){3}c?", "b*(aab)?", "(?:a|ab)(?:c|ba)"])
+def test_canvases_that_an_automaton_accepts_are_texts_of_the_expression_and_then_only_fill(regex):
+    automaton = automaton_of(regex)
+    for length in range(5):
+        for tokens in itertools.product(range(V), repeat=length):
+            state = automaton.run(tokens)
+            assert bool(automaton.is_accepting_S[state]) == fits(regex, tokens), tokens
+
+
+def test_an_eos_ends_the_text_for_good():
+    automaton, a, b = automaton_of("a+b?"), 3, 4
+    for tokens, is_accepted in {(a, EOS, EOS_2): True, (a, EOS, PAD, EOS): True, (a, EOS, a): False}.items():
+        assert bool(automaton.is_accepting_S[automaton.run(tokens)]) is is_accepted
+    assert automaton.run((a, EOS, b)) == automaton.run((PAD,)) == automaton.run((a, PAD)) == automaton.states
+
+
+def test_tokens_that_an_automaton_treats_alike_are_one_class():
+    automaton = automaton_of("[abc]*")
+    assert automaton.next_SC.shape == (3, 3), "texts, eos and fill; the text, its end and the dead state"
+    assert len({int(automaton.class_V[token]) for token in range(3, 9)}) == 1
+    assert int(automaton.class_V[9]) == 3, "a token without a text has no class"
+
+
+def test_automata_over_tokens_are_those_of_outlines_core_but_for_the_end():
+    from outlines_core import Index, Vocabulary
+
+    tokenizer = byte_level_bpe(['{"name": "Ann", "age": 31}', "a name, an age, and 12 more"] * 20, 330)
+    texts = token_bytes(tokenizer)
+    of_text: dict[bytes, list[int]] = {}
+    for id, text in enumerate(texts):
+        if text:
+            of_text.setdefault(text, []).append(id)
+    # An expression that none of its alternatives cuts short, which outlines-core would not follow to its end.
+    regex = r'\{"name":[ ]?"[^"\\]{0,6}",[ ]?"age":[ ]?[0-9]{1,3}\}'
+    index = Index(regex, Vocabulary(1, of_text))
+    theirs, finals = index.get_transitions(), index.get_final_states()
+    mine = of_bytes(of_regex(regex), Tokens(texts, len(texts)), [1], None)
+    same = {index.get_initial_state(): 0}
+    todo = list(same)
+    for state in todo:
+        own = {}
+        for token, following in theirs[state].items():
+            if token != 1:
+                own[token] = following
+        reached = {t: mine.run([t], same[state]) for t in range(len(texts)) if t != 1}
+        assert own.keys() == {token for token, following in reached.items() if following != mine.states}
+        assert (state in finals) == bool(mine.is_accepting_S[same[state]])
+        for token, following in own.items():
+            if following not in same:
+                same[following] = reached[token]
+                todo.append(following)
+            assert same[following] == reached[token]
+    assert len(same) == mine.states - 1
+
+
+@pytest.mark.parametrize("make", [chat_tokenizer, lambda: byte_level_bpe(["héllo wörld, 日本 and more"] * 9, 300)])
+def test_the_bytes_of_tokens_joined_are_the_decoded_text(make):
+    tokenizer, generator = make(), random.Random(1)
+    texts = token_bytes(tokenizer)
+    usable = [id for id, text in enumerate(texts) if text]
+    assert len(usable) > 200 and not any(texts[id] for id in tokenizer.all_special_ids)
+    for _ in range(300):
+        tokens = generator.choices(usable, k=generator.randint(1, 12))
+        joined = b"".join(texts[token] for token in tokens).decode("utf-8", "replace")
+        assert tokenizer.decode(tokens) == joined
+
+
+def test_the_bytes_of_tokens_of_a_sentencepiece_vocabulary():
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<pad>", "<eos>", "<unk>", "▁a", "b", "▁", "<0xC3>", "<0xA9>", "é", "▁▁"]
+    backend = Tokenizer(models.BPE(vocab={piece: id for id, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    assert token_bytes(tokenizer) == [b"", b"", b"", b" a", b"b", b" ", b"\xc3", b"\xa9", "é".encode(), b"  "]
+    assert tokenizer.decode([3, 6, 7, 9, 4]) == " aé  b"
+    backend.decoder = decoders.Metaspace()
+    with pytest.raises(RequestError, match=r"decoder \(Metaspace\) does more than join"):
+        token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>"))
+
+
+def test_a_vocabulary_that_cannot_write_any_text_of_the_expression_is_refused():
+    with pytest.raises(RequestError, match="the tokenizer has no tokens for any text"):
+        automaton_of("xyz")
+
+
+def test_an_expression_of_too_many_states_is_refused():
+    with pytest.raises(RequestError, match="shorten its counted repetitions"):
+        automaton_of("(?:a|b){5000}")
+
+
+# -- canvases ---------------------------------------------------------------------------------------------------
+
+
+def one_position(z_LV: torch.Tensor, automaton: TokenAutomaton) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sums and maxima of the classes, [1, L, C]."""
+    C = automaton.next_SC.shape[1]
+    of_class = [z_LV[:, automaton.class_V == place] for place in range(C)]
+    log_sum = torch.stack([z.logsumexp(-1) for z in of_class], -1)
+    return log_sum[None], torch.stack([z.amax(-1) for z in of_class], -1)[None]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_canvas_the_draws_and_the_marginals_are_those_of_all_canvases(seed):
+    generator, L = random.Random(seed), 4
+    regex = ["a+b?", "(a|b)*c", "(?:ab|a)(?:ba)?", "c?a{2,5}", "[ab]{3}", "(aab|b)+"][seed]
+    automaton = automaton_of(regex)
+    z = torch.randn(L, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2
+    all_tokens = torch.tensor([t for t in itertools.product(range(V), repeat=L) if fits(regex, t)])
+    weight = z[torch.arange(L), all_tokens].sum(-1)
+    truth = weight.softmax(-1)
+
+    n = 20_000
+    log_sum, maximum = one_position(z, automaton)
+    numbers = torch.rand(n, L, 2, generator=torch.Generator().manual_seed(generator.randrange(99)))
+    final = automaton.is_accepting_S
+    found = paths(automaton, log_sum, maximum, torch.tensor([0]), final[None], numbers[:1])
+    best = all_tokens[weight.argmax()]
+    assert found.best_BL[0].tolist() == automaton.class_V[best].tolist() and bool(found.is_possible_B)
+    marginal = torch.zeros(L, V, dtype=torch.float64)
+    for place in range(L):
+        marginal[place].scatter_add_(0, all_tokens[:, place], truth)
+    of_class = torch.zeros_like(log_sum[0]).index_add_(1, automaton.class_V[automaton.class_V < log_sum.shape[-1]],
+                                                      marginal[:, automaton.class_V < log_sum.shape[-1]])  # fmt: skip
+    torch.testing.assert_close(found.share_BLC[0], of_class, atol=1e-12, rtol=1e-9)
+
+    # Draws: each canvas of classes as often as the distribution has it.
+    drawn = paths(
+        automaton, log_sum.expand(n, -1, -1), maximum.expand(n, -1, -1), torch.zeros(n, dtype=torch.int64),
+        final.expand(n, -1), numbers,
+    ).random_BL  # fmt: skip
+    C = log_sum.shape[-1]
+    key = (drawn * (C ** torch.arange(L))).sum(-1)
+    keys = (automaton.class_V[all_tokens] * (C ** torch.arange(L))).sum(-1)
+    expected = torch.zeros(C**L, dtype=torch.float64).index_add_(0, keys, truth)
+    counted = key.bincount(minlength=C**L).double() / n
+    assert float((counted - expected).abs().max()) < 0.012 and float(counted[expected == 0].sum()) == 0
+
+
+def test_a_canvas_ends_only_where_the_remaining_tokens_can_finish_the_text():
+    automaton = automaton_of("a{6}", eos=(EOS,), pad=None)
+    a, aab = 3, 7
+    assert automaton.run((aab,)) == automaton.states
+    after = [automaton.run((a,) * count) for count in range(7)]
+    for remaining in range(8):
+        is_open = completable(automaton, remaining)
+        assert [bool(is_open[state]) for state in after] == [6 - count <= remaining for count in range(7)]
+    without_eos = automaton_of("a{2}|a{5}", eos=(), pad=None)
+    is_open = [bool(completable(without_eos, remaining)[0]) for remaining in range(7)]
+    assert is_open == [False, False, True, False, False, True, False], "with no eos the text fills its tokens exactly"
+
+
+def test_a_long_and_wide_canvas_stays_exact(monkeypatch):
+    """Chunks of positions and rows change nothing, and logits of any size neither overflow nor vanish."""
+    from blockdiff.sampling.constraints import paths as module
+
+    automaton = automaton_of("(?:aab|b|c){0,200}")
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn(3, 64, V, generator=g, dtype=torch.float64) * 400
+    log_sum, maximum = (torch.cat(each) for each in zip(*(one_position(row, automaton) for row in z), strict=True))
+    numbers = torch.rand(3, 64, 2, generator=g)
+    arguments = (log_sum, maximum, torch.tensor([0, 1, 0]), automaton.is_accepting_S.expand(3, -1), numbers)
+    whole = paths(automaton, *arguments)
+    monkeypatch.setattr(module, "NUMBERS", 10_000)
+    for one, other in zip(whole, paths(automaton, *arguments), strict=True):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(whole.share_BLC.sum(-1), torch.ones(3, 64, dtype=torch.float64))
+    assert bool(whole.is_possible_B.all())
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------
+
+SCHEMAS = [
+    """{"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+        "required": ["name", "age"]}""",
+    """{"type": "object", "properties": {"a": {"type": "number"}, "é": {"type": ["boolean", "null"]},
+        "c": {"const": [1, {"x": null}]}}}""",
+    r"""{"type": "array", "items": {"anyOf": [{"type": "integer"}, {"enum": ["q\"\\", "é", null, true, 1.5]}]},
+         "minItems": 1, "maxItems": 3}""",
+    """{"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string", "minLength": 1, "maxLength": 3}]}""",
+    """{"type": "object", "additionalProperties": {"type": "integer"}}""",
+    """{"$defs": {"d": {"type": "string", "format": "date"}}, "type": "object",
+        "properties": {"when": {"$ref": "#/$defs/d"}}, "required": ["when"]}""",
+    """{"type": "object", "properties": {"child": {"$ref": "#"}, "id": {"type": "string", "format": "uuid"}}}""",
+    """{"type": "string", "pattern": "^[a-c]+(-x)?$"}""",
+    """{"type": "string", "format": "date-time"}""",
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_texts_of_a_schema_are_documents_that_it_validates(schema):
+    automaton, generator, texts = of_regex(regex_of_schema(schema)), random.Random(0), set()
+    for _ in range(60):
+        state, text = 0, bytearray()
+        while not (bool(automaton.is_accepting_S[state]) and generator.random() < 0.5):
+            ways = (automaton.next_SB[state] < automaton.states).nonzero().squeeze(-1).tolist()
+            if not ways or len(text) > 400:
+                break
+            byte = generator.choice([way for way in ways if way < 128] or ways)
+            if generator.random() < 0.5:  # not in a string for ever
+                byte = next((way for way in ways if way in b'"}],'), byte)
+            text.append(byte)
+            state = int(automaton.next_SB[state, byte])
+        if bool(automaton.is_accepting_S[state]):
+            jsonschema.validate(json.loads(text.decode()), json.loads(schema))
+            texts.add(bytes(text))
+    assert len(texts) > 3
+
+
+@pytest.mark.parametrize(
+    "schema,message",
+    [
+        ("{", "not valid JSON"),
+        (True, "has true at its top"),
+        ({}, "says no type at its top"),
+        ({"type": "thing"}, 'type "thing" at its top is none of'),
+        ({"type": "integer", "minimum": 3}, "says minimum at its top, which a regular expression cannot hold there"),
+        ({"oneOf": [{"type": "null"}]}, "says oneOf at its top.*write anyOf"),
+        ({"type": "object"}, "object at its top has no properties"),
+        ({"type": "array"}, "has no items"),
+        ({"type": "object", "properties": {"a": {}}}, "no type at /properties/a"),
+        ({"type": "object", "properties": {'a"': {"type": "null"}}}, "needs escapes"),
+        ({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["b"]}, "requires 'b'"),
+        ({"type": "string", "pattern": ".*"}, "matches quotes"),
+        ({"type": "string", "pattern": "a", "minLength": 3}, "says minLength"),
+        ({"type": "string", "format": "email"}, "format 'email' at its top is none of date"),
+        ({"type": "string", "enum": ["a", 1]}, "value 1 at its top is not of its type"),
+        ({"enum": []}, "at least one value"),
+        ({"$ref": "https://example.org/x"}, "only # can be looked up"),
+        ({"$ref": "#/nowhere"}, "cannot be used"),
+        ({"anyOf": []}, "must be a list of schemas"),
+    ],
+)
+def test_what_an_expression_would_not_hold_of_a_schema_is_refused_by_name(schema, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        regex_of_schema(schema)
+    assert "\n" not in str(caught.value)
+
+
+def test_character_tokenizers_have_their_characters_as_texts():
+    texts = token_bytes(character_tokenizer(".=123é"))
+    assert texts == [b"", b"", b"", *(character.encode() for character in ".=123é")]
