@@ -13,7 +13,7 @@ PUZZLES = data/sudoku4
 RUN = runs/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint types gpu benchmarks clean
+.PHONY: help install browser quickstart test lint types gpu benchmarks clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,6 +25,9 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@touch $@
 
 install: $(INSTALLED) ## make the environment in .venv and install blockdiff into it
+
+browser: ## install the browser that tests pages, from the packages of the distribution (Debian, Ubuntu; needs root)
+	apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver
 
 quickstart: $(INSTALLED) ## make sudoku data, train a small model, evaluate it, draw how it solves one
 	rm -rf $(RUN)

@@ -12,7 +12,7 @@ setup(
         "blockdiff": ["py.typed"],
         "blockdiff.data": ["templates/*"],
         "blockdiff.kernels": ["*.json"],
-        "blockdiff.plots": ["*.css"],
+        "blockdiff.plots": ["*.css", "*.html", "*.js"],
         "blockdiff.recipes": ["**/*.yaml", "**/*.json", "**/*.md"],
     },
     include_package_data=False,

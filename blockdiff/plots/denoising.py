@@ -1,17 +1,20 @@
-"""How canvases fill in, as one HTML page that needs nothing from outside: no script, font or picture.
+"""How canvases fill in, as one HTML page that needs nothing from outside: one steps through it in a browser.
 
-One row per denoising step, one column per canvas position, cells coloured by entropy. A sudoku is drawn as
-small grids side by side as well, because that is how a person reads it.
+`moments` says what is shown, `denoising.js` draws it. The page's data are JSON, compressed, of at most `LIMIT` bytes:
+of longer traces first the text of the noise is left out, then steps between others, then requests, then canvases.
 """
 
 from __future__ import annotations
 
+import base64
 import html
-import math
-from collections.abc import Sequence
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blockdiff.plots.moments import (
     Cell,
@@ -22,11 +25,18 @@ from blockdiff.plots.moments import (
     moments_of,
     most_entropy,
     prompt_of,
+    step_moments,
+    unfinished,
     visible,
 )
+from blockdiff.terminal import printable
 
 if TYPE_CHECKING:
     from blockdiff.sampling.trace import Trace
+
+LIMIT = 4 * 2**20  # bytes of a page's data
+LONGEST = 20_000  # characters of a prompt or a response on a page
+STATES = ("noise", "guess", "committed", "given")  # denoising.js has the same, and the bits of `_flags`
 
 
 def draw_page(traces: Sequence[Trace], path: str | Path, decode: Decode, title: str) -> None:
@@ -34,92 +44,141 @@ def draw_page(traces: Sequence[Trace], path: str | Path, decode: Decode, title: 
     Path(path).write_text(page(traces, decode, title), encoding="utf-8")
 
 
-def page(traces: Sequence[Trace], decode: Decode, title: str) -> str:
-    """The HTML text of a page."""
-    most, has_grid = most_entropy(traces), any(grid_side(trace) for trace in traces)
-    sections = "\n".join(_section(trace, decode, most) for trace in traces)
-    style = (files("blockdiff.plots") / "denoising.css").read_text(encoding="utf-8").strip()
-    return (
-        "<!doctype html>\n"
-        f'<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{style}</style></head>\n<body><h1>{_text(title)}</h1>\n{_legend(most, has_grid)}\n"
-        f"{sections}\n</body></html>\n"
+def page(traces: Sequence[Trace], decode: Decode, title: str, limit: int = LIMIT) -> str:
+    """The HTML text of a page with at most `limit` bytes of data."""
+    folder = files("blockdiff.plots")
+    parts = {kind: (folder / f"denoising.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")}
+    data = packed(traces, decode, limit)
+    without_script = "\n".join(
+        f"<h2>{_escaped(f'request {trace.id}')}</h2><pre>{_escaped(prompt_of(trace))}</pre>"
+        f"<pre>{_escaped(trace.text)}</pre>"
+        for trace in traces
     )
+    values = {"title": _escaped(title), "style": parts["css"], "script": parts["js"], "data": data}
+    head, *rest = parts["html"].split("{{")
+    text = head
+    for piece in rest:  # one pass: a value that spells a placeholder stays what it is
+        name, _, after = piece.partition("}}")
+        text += {**values, "without_script": without_script}[name] + after
+    return text
 
 
-def _section(trace: Trace, decode: Decode, most: float) -> str:
-    """One request: its prompt, the squares of a sudoku, every canvas step by step, and the text."""
-    parts = [f"<section><h2>{_text(f'request {trace.id}')}</h2>"]
-    if prompt := prompt_of(trace):
-        parts.append(f"<pre>{_text(prompt)}</pre>")
-    if side := grid_side(trace):
-        parts.append(_grids(grid_moments(trace, side, decode), side, most))
-        parts.append("<details><summary>every position, step by step</summary>")
-    for canvas in trace.canvases:
-        title = f"canvas {canvas.canvas + 1}: {canvas.steps} step{'s' * (canvas.steps != 1)}"
-        parts.append(f"<h3>{_text(title)}</h3>{_table(moments_of(trace, canvas, decode), most)}")
-    if side:
-        parts.append("</details>")
-    return "\n".join([*parts, f"<h3>text</h3><pre>{_text(trace.text)}</pre></section>"])
+def packed(traces: Sequence[Trace], decode: Decode, limit: int) -> str:
+    """The data of a page: JSON, compressed by zlib, as base64 of at most `limit` bytes."""
+    drawn = [trace for trace in traces if trace.canvases or trace.steps]
+    requests, most = [_Request.of(trace, decode) for trace in drawn], round(most_entropy(traces), 3)
+    for level in _levels(requests):
+        texts: dict[str, int] = {}
+        shown = [request.document(level, texts) for request in requests[: level.requests]]
+        document = {"most": most, "left_out": level.left_out(requests), "texts": list(texts), "requests": shown}
+        data = base64.b64encode(zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 6)).decode()
+        if len(data) <= limit:
+            break
+    return data
 
 
-def _legend(most: float, has_grid: bool) -> str:
-    puzzle = (
-        '<span><span class="c given">1</span>given by the puzzle</span>'
-        '<span><span class="c wrong">1</span>contradicts a given</span>'
-    )
-    return (
-        "<p>A canvas starts as random tokens. At every denoising step the model guesses all positions at "
-        "once; what it is surest of is kept, the rest becomes new noise and is guessed again.</p>"
-        '<div class="legend">'
-        f'<span>sure <span class="scale"></span> unsure (entropy 0 to {most:.2f} nats)</span>'
-        '<span><span class="c noise">a</span>noise</span>'
-        '<span><span class="c kept">a</span>kept at this step</span>'
-        '<span><span class="c new">a</span>guess changed since the step before</span>'
-        '<span><span class="c done">a</span>committed</span>' + puzzle * has_grid + "</div>"
-    )
+@dataclass(frozen=True)
+class _Request:
+    """A trace as a page shows it: its moments canvas by canvas, those of a sudoku as squares first."""
+
+    trace: Trace
+    views: list[tuple[dict[str, Any], list[Moment]]]  # facts, moments
+    canvases: int
+
+    @classmethod
+    def of(cls, trace: Trace, decode: Decode) -> _Request:
+        side = grid_side(trace)
+        views = [({"name": "grid", "side": side}, grid_moments(trace, side, decode))] if side and trace.canvases else []
+        for canvas in trace.canvases:
+            facts = {"name": f"canvas {canvas.canvas + 1}", "steps": canvas.steps, "limit": canvas.max_steps}
+            views.append((facts, moments_of(trace, canvas, decode)))
+        for number in unfinished(trace):
+            steps = trace.steps_of(number)
+            facts = {"name": f"canvas {number + 1}, not finished", "steps": len(steps), "limit": None}
+            views.append((facts, step_moments(steps, decode)))
+        return cls(trace, views, len(views) - bool(side and trace.canvases))
+
+    def document(self, level: _Level, texts: dict[str, int]) -> dict[str, Any]:
+        trace, others = self.trace, len(self.views) - self.canvases
+        views = [
+            facts | {"moments": [_moment(each, texts, level.has_noise) for each in _thinned(moments, level.stride)]}
+            for facts, moments in self.views[: others + level.canvases]
+        ]
+        finish = trace.canvases[-1].finish_reason if trace.canvases else None
+        said = {"prompt": prompt_of(trace), "text": trace.text, "control": trace.control}
+        clipped = {key: _clipped(value) for key, value in said.items()}
+        return {"id": printable(str(trace.id)), "views": views, "finish": finish, **clipped}
 
 
-def _table(moments: Sequence[Moment], most: float) -> str:
-    width = max((len(moment.cells) for moment in moments), default=0)
-    head = "".join(f"<th>{i if i % 5 == 0 else ''}</th>" for i in range(width))
-    rows = [f"<thead><tr><th></th>{head}</tr></thead>"]
-    for moment in moments:
-        cells = "".join(_cell(cell, most, "td") for cell in moment.cells)
-        rows.append(f"<tr><th>{_caption(moment)}</th>{cells}</tr>")
-    return f'<div class="scroll"><table>{"".join(rows)}</table></div>'
+@dataclass(frozen=True)
+class _Level:
+    """How much is shown: the first requests and canvases, texts of the noise, and every how many steps."""
+
+    requests: int
+    canvases: int
+    has_noise: bool = True
+    stride: int = 1
+
+    def left_out(self, requests: Sequence[_Request]) -> str:
+        """What is not shown, in words; empty where everything is."""
+        words = ["the texts of the noise"] * (not self.has_noise)
+        words += [f"all steps but one of every {self.stride}"] * (self.stride > 1)
+        words += [f"requests after the first {self.requests}"] * (self.requests < len(requests))
+        has_more = any(request.canvases > self.canvases for request in requests[: self.requests])
+        return ", ".join(words + [f"canvases after the first {self.canvases}"] * has_more)
 
 
-def _grids(moments: Sequence[Moment], side: int, most: float) -> str:
-    box = math.isqrt(side)
-    ends = set(range(box - 1, side - 1, box))  # the last row or column of a box, but of the outer one
-    figures = []
-    for moment in moments:
-        cells = []
-        for place, cell in enumerate(moment.cells):
-            row, column = divmod(place, side)
-            edges = " right" * (column in ends) + " below" * (row in ends)
-            cells.append(_cell(cell, most, "span", edges))
-        figures.append(
-            f'<figure><div class="grid" style="grid-template-columns: repeat({side}, max-content)">'
-            f"{''.join(cells)}</div><figcaption>{_caption(moment)}</figcaption></figure>"
-        )
-    return f'<div class="grids">{"".join(figures)}</div>'
+def _levels(requests: Sequence[_Request]) -> Iterator[_Level]:
+    """From everything to little."""
+    level = _Level(len(requests), max([1, *(request.canvases for request in requests)]))
+    yield level
+    yield (level := replace(level, has_noise=False))
+    while level.stride < 64:
+        yield (level := replace(level, stride=2 * level.stride))
+    while level.requests > 1:
+        yield (level := replace(level, requests=(level.requests + 1) // 2))
+    while level.canvases > 1:
+        yield (level := replace(level, canvases=(level.canvases + 1) // 2))
 
 
-def _caption(moment: Moment) -> str:
-    return f"{_text(moment.name)}<small>{_text(moment.detail)}</small>"
+def _thinned(moments: Sequence[Moment], stride: int) -> list[Moment]:
+    """The first noise, every so many steps, the last step and the commit."""
+    last = len(moments) - 2
+    return [moment for place, moment in enumerate(moments) if place % stride == 0 or place >= last]
 
 
-def _cell(cell: Cell, most: float, tag: str, edges: str = "") -> str:
-    kinds = "c" + edges + {"given": " given", "noise": " noise", "committed": " done", "guess": ""}[cell.state]
-    kinds += " kept" * cell.is_accepted + " new" * cell.is_changed + " wrong" * cell.is_wrong
-    kinds += " long" * (len(visible(cell.text)) > 1)
-    heat = f' style="--h:{min(1.0, cell.entropy / most):.3f}"' if cell.entropy is not None else ""
-    note = f' title="{_text(cell.note)}"' if cell.note else ""
-    return f'<{tag} class="{kinds}"{heat}{note}>{_text(visible(cell.text) if cell.text else "")}</{tag}>'
+def _moment(moment: Moment, texts: dict[str, int], has_noise: bool) -> dict[str, Any]:
+    """A moment in numbers: indices of texts, entropies in thousandths of a nat, flags; -1 where there is nothing."""
+
+    def index(text: str | None) -> int:
+        return -1 if text is None else texts.setdefault(visible(text) if text else "", len(texts))
+
+    def is_left_out(cell: Cell) -> bool:
+        return not has_noise and cell.state == "noise" and moment.name == "noise"
+
+    cells = moment.cells
+    found = {
+        "text": [-1 if is_left_out(cell) else index(cell.text) for cell in cells],
+        "entropy": [-1 if cell.entropy is None else round(1000 * cell.entropy) for cell in cells],
+        "flags": [_flags(cell) for cell in cells],
+        "seen": [index(cell.seen) for cell in cells] if has_noise else [],
+        "sample": [index(cell.sample) for cell in cells],
+        "allowed": [-1 if cell.allowed is None else cell.allowed for cell in cells],
+    }
+    some = {key: values for key, values in found.items() if any(value != -1 for value in values)}
+    return {"name": moment.name, "detail": moment.detail, **some}
 
 
-def _text(text: str) -> str:
-    return html.escape(text, quote=True)
+def _flags(cell: Cell) -> int:
+    flags = (cell.is_accepted, cell.is_changed, cell.is_wrong, cell.is_pinned, cell.stays, cell.is_renewed)
+    return STATES.index(cell.state) + sum(4 << place for place, is_set in enumerate(flags) if is_set)
+
+
+def _clipped(text: str) -> str:
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} […] {text[-LONGEST // 2 :]}"
+    return printable(text)
+
+
+def _escaped(text: str) -> str:
+    return html.escape(_clipped(text), quote=True)

@@ -5,14 +5,15 @@ A moment is one row of the picture: the first noise, a denoising step, or the co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Literal
 
 from blockdiff.terminal import printable
 
 if TYPE_CHECKING:
-    from blockdiff.sampling.trace import CommittedCanvas, Trace
+    from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
 
 Decode = Callable[[int], str]
 
@@ -21,8 +22,9 @@ Decode = Callable[[int], str]
 class Cell:
     """One position at one moment: its text, how sure the model is, and what happened to it.
 
-    state: noise (also after the end of the response), the model's guess, committed, or given by the puzzle; entropy
-    of a guess in nats; is_wrong: the guess contradicts a given.
+    state: noise (also after the end of the response), the model's guess, committed, or given by the puzzle. Of a guess
+    also: entropy in nats; `seen`, the text that the step saw there; `sample`, the text that was kept where it is not
+    the guess, which is the likeliest; `allowed`, how many tokens a constraint leaves; is_wrong: it contradicts a given.
     """
 
     text: str
@@ -31,7 +33,16 @@ class Cell:
     is_accepted: bool = False
     is_changed: bool = False
     is_wrong: bool = False
-    note: str = ""
+    is_pinned: bool = False
+    stays: bool = False
+    seen: str | None = None
+    sample: str | None = None
+    allowed: int | None = None
+
+    @property
+    def is_renewed(self) -> bool:
+        """Whether new noise takes the place of the guess at the next step."""
+        return self.state == "guess" and not (self.is_accepted or self.is_pinned or self.stays)
 
 
 @dataclass(frozen=True)
@@ -60,27 +71,66 @@ def prompt_of(trace: Trace) -> str:
 def moments_of(trace: Trace, canvas: CommittedCanvas, decode: Decode) -> list[Moment]:
     """The moments of one canvas, from noise to commit; `decode` turns one token id into its text."""
     steps = trace.steps_of(canvas.canvas)
+    return [*step_moments(steps, decode), _commit(canvas, steps, decode)]
+
+
+def unfinished(trace: Trace) -> list[int]:
+    """The numbers of the canvases that were denoised but not committed, as when a request is cancelled."""
+    committed = {canvas.canvas for canvas in trace.canvases}
+    return sorted({step.canvas for step in trace.steps} - committed)
+
+
+def step_moments(steps: Sequence[Step], decode: Decode) -> list[Moment]:
+    """The first noise and the steps of one canvas."""
     moments = []
     if steps:
-        noise = tuple(Cell(decode(token), "noise", note="noise") for token in steps[0].tokens)
-        moments.append(Moment("noise", "random tokens", noise))
+        moments.append(Moment("noise", "random tokens", tuple(_first_cells(steps[0], decode))))
+    before = steps[0].argmax if steps else []
     for number, step in enumerate(steps, 1):
-        before = steps[number - 2].argmax if number > 1 else step.argmax
-        columns = zip(step.argmax, before, step.tokens, step.sample, step.entropy, step.is_accepted, strict=True)
-        cells = []
-        for place, (token, earlier, seen, sample, entropy, is_accepted) in enumerate(columns):
-            note = f"position {place}: guess {decode(token)!r}, entropy {entropy:.3f} nats, saw {decode(seen)!r}"
-            note += f", kept {decode(sample)!r}" if is_accepted else ""
-            cells.append(Cell(decode(token), "guess", entropy, is_accepted, token != earlier, note=note))
         mean, kept = sum(step.entropy) / max(1, len(step.entropy)), sum(step.is_accepted)
         detail = f"entropy {mean:.2f} · kept {kept}/{len(step.argmax)} · T {step.temperature:.2f}"
-        moments.append(Moment(f"step {number}", detail, tuple(cells)))
-    texts = [decode(token) for token in canvas.tokens]
-    committed = [Cell(text, "committed") for text in texts[: canvas.kept]]
-    after = [Cell(text, "noise", note="after the end") for text in texts[canvas.kept :]]
-    ending = {"eos": ", the response ends", "length": ", no room for more"}.get(canvas.finish_reason or "", "")
-    moments.append(Moment("committed", f"{canvas.kept} tokens{ending}", (*committed, *after)))
+        moments.append(Moment(f"step {number}", detail, tuple(_step_cells(step, before, decode))))
+        before = step.argmax
     return moments
+
+
+def _commit(canvas: CommittedCanvas, steps: Sequence[Step], decode: Decode) -> Moment:
+    pinned = steps[-1].is_pinned if steps else None
+    texts = zip(canvas.tokens, pinned or [False] * len(canvas.tokens), strict=True)
+    cells = [
+        Cell(decode(token), "committed" if place < canvas.kept else "noise", is_pinned=is_pinned)
+        for place, (token, is_pinned) in enumerate(texts)
+    ]
+    ending = {"eos": ", the response ends", "length": ", no room for more"}.get(canvas.finish_reason or "", "")
+    return Moment("committed", f"{canvas.kept} tokens{ending}", tuple(cells))
+
+
+def _first_cells(step: Step, decode: Decode) -> Iterator[Cell]:
+    """The canvas before the first step: noise, but for what is pinned."""
+    for token, is_pinned in zip(step.tokens, step.is_pinned or repeat(False), strict=False):
+        yield Cell(decode(token), "noise", is_pinned=is_pinned)
+
+
+def _step_cells(step: Step, before: Sequence[int], decode: Decode) -> Iterator[Cell]:
+    """The guesses of a step; `before` are those of the step before."""
+    nothing: Iterator[Any] = repeat(None)
+    optional = zip(step.is_pinned or nothing, step.stays or nothing, step.allowed or nothing, strict=False)
+    columns = zip(step.argmax, before, step.tokens, step.sample, step.entropy, step.is_accepted, strict=True)
+    for (token, earlier, seen, sample, entropy, is_accepted), (is_pinned, stays, allowed) in zip(
+        columns, optional, strict=False
+    ):
+        yield Cell(
+            decode(token),
+            "guess",
+            entropy,
+            is_accepted,
+            is_changed=token != earlier,
+            is_pinned=bool(is_pinned),
+            stays=bool(stays),
+            seen=decode(seen),
+            sample=decode(sample) if is_accepted and sample != token else None,
+            allowed=allowed,
+        )
 
 
 def grid_side(trace: Trace) -> int | None:
@@ -123,4 +173,4 @@ def _with_given(cell: Cell, given: str) -> Cell:
         return cell
     if cell.state != "noise" and cell.text != given:
         return replace(cell, is_wrong=True)
-    return Cell(given, "given", note="given")
+    return Cell(given, "given", is_pinned=cell.is_pinned)

@@ -467,7 +467,7 @@ def test_traces_are_written_as_the_suffix_says(workshop: Path, tmp_path: Path, p
     (trace,) = output_lines((tmp_path / "t.jsonl").read_text())
     assert trace["text"] == text.rstrip("\n") and trace["prompt"].removeprefix("<bos>") == prompt
     works(*words, tmp_path / "t.html")
-    assert 'class="grid"' in (tmp_path / "t.html").read_text()
+    assert 'id="data"' in (tmp_path / "t.html").read_text()
     works(*words, tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,18 +1,15 @@
-"""Pictures: what is drawn from metrics and traces, and that a page needs nothing from outside."""
+"""Pictures: what is drawn from metrics and traces; test_page.py has the page."""
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from blockdiff.errors import RunError
 from blockdiff.plots.curves import _fill, draw_comparison, draw_curves, smooth
-from blockdiff.plots.denoising import draw_page, page
 from blockdiff.plots.moments import grid_moments, grid_side, moments_of, most_entropy, visible
 from blockdiff.plots.panels import LEVEL, NamedRun, by_level, named_apart, panels_of, read_run, series
 from blockdiff.plots.picture import draw_picture, heat
@@ -123,71 +120,6 @@ def test_grids_run_over_several_canvases() -> None:
 )
 def test_every_token_can_be_seen(text: str, shown: str) -> None:
     assert visible(text) == shown
-
-
-class Balanced(HTMLParser):
-    """Fails on tags that do not match, and collects the classes of cells."""
-
-    VOID = frozenset({"meta", "br"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.cells: list[str] = []
-        self.attributes: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes |= {name for name, _ in attrs}
-        classes = dict(attrs).get("class") or ""
-        if tag in ("td", "span") and classes.split()[:1] == ["c"]:
-            self.cells.append(classes)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-@pytest.mark.quick
-def test_a_page_is_one_file_that_asks_for_nothing_else(trace: Trace, tmp_path: Path) -> None:
-    draw_page([trace], tmp_path / "page.html", decode, "t")
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    reader = Balanced()
-    reader.feed(text)
-    assert not reader.open
-    assert not reader.attributes & {"src", "href", "srcset", "onclick", "onload"}
-    assert not re.search(r"http|<script|<link|<iframe|@import|url\(", text)
-    assert "prefers-color-scheme: dark" in text
-
-
-@pytest.mark.quick
-def test_a_page_draws_every_cell_of_every_moment(trace: Trace) -> None:
-    reader = Balanced()
-    reader.feed(page([replace(trace, prompt="Hello")], decode, "t"))
-    legend = 4
-    assert len(reader.cells) == legend + 4 * 17
-    assert sum("new" in cells.split() for cells in reader.cells) == 1 + 1
-    assert sum("kept" in cells.split() for cells in reader.cells) == 1 + 1 + 17
-    assert sum("done" in cells.split() for cells in reader.cells) == 1 + 17
-    with_grid = Balanced()
-    with_grid.feed(page([trace], decode, "t"))
-    assert len(with_grid.cells) == legend + 2 + 4 * 17 + 4 * 16
-
-
-@pytest.mark.quick
-def test_entropy_sets_the_heat_of_a_cell(trace: Trace) -> None:
-    row = page([replace(trace, prompt="Hello")], decode, "t").split("step 1")[1].split("</tr>")[0]
-    assert re.findall(r"--h:([\d.]+)", row)[:3] == ["0.000", "1.000", "0.250"]
-
-
-@pytest.mark.quick
-def test_text_on_a_page_is_escaped() -> None:
-    token = WORDS.index("<b>")
-    canvas = CommittedCanvas("<i>", 0, "<script>x</script>", [token], 1, "<b>", 1, "eos")
-    hostile = Trace("<i>", "<script>x</script>", "<b>", [], [canvas])
-    text = page([hostile], decode, "<u>")
-    assert not re.search(r"<script|<b>|<i>|<u>", text)
-    assert "&lt;script&gt;" in text
 
 
 def test_pictures_are_drawn_as_grids_and_as_rows(trace: Trace, tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""A headless Chromium for the tests, through the WebDriver protocol of chromedriver: HTTP and JSON, no package."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+)
+KEYS = {"left": "\ue012", "right": "\ue014", "up": "\ue013", "down": "\ue015", "home": "\ue011", "end": "\ue010"} | {
+    "page up": "\ue00e", "page down": "\ue00f", "tab": "\ue004", "escape": "\ue00c", "space": " "
+}  # fmt: skip
+SECONDS = 30  # that the browser may take to start or to answer
+
+
+def missing() -> str:
+    """What the tests of pages lack on this machine, in words; empty where nothing is missing."""
+    absent = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+    return f"no {' and no '.join(absent)} on this machine; `make browser` installs them" if absent else ""
+
+
+class Browser:
+    """One window. Use as a context manager; what it keeps lies in `folder`."""
+
+    def __init__(self, folder: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.folder = folder
+        self.session = ""
+
+    def __enter__(self) -> Browser:
+        command = [str(shutil.which("chromedriver")), f"--port={self.port}"]
+        self.driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            self._start()
+        except BaseException:
+            self.driver.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._ask("DELETE", "")
+        finally:
+            self.driver.terminate()
+            self.driver.wait(SECONDS)
+
+    def open(self, page: Path) -> None:
+        """Show a page and wait until it is drawn."""
+        self._ask("POST", "/url", {"url": page.as_uri()})
+        end = time.monotonic() + SECONDS
+        while not self.run("return document.documentElement.dataset.ready"):
+            assert time.monotonic() < end, f"{page} is not drawn: {self.run('return document.body.innerText')[:500]}"
+            time.sleep(0.05)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """What a script in the page returns."""
+        return self._ask("POST", "/execute/sync", {"script": script, "args": arguments})
+
+    def press(self, *keys: str) -> None:
+        """Press keys one after another, by their names in `KEYS`."""
+        actions = [{"type": kind, "value": KEYS[key]} for key in keys for kind in ("keyDown", "keyUp")]
+        self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
+
+    def click(self, selector: str) -> None:
+        """Click the first element that a selector finds."""
+        element = self._ask("POST", "/element", {"using": "css selector", "value": selector})
+        self._ask("POST", f"/element/{next(iter(element.values()))}/click", {})
+
+    def colours(self, scheme: str) -> None:
+        """Prefer a colour scheme, light or dark."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        command = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}}
+        self._ask("POST", "/goog/cdp/execute", command)
+
+    def log(self) -> list[str]:
+        """What the page has complained of since the last call: errors of scripts and refused loads."""
+        return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"})]
+
+    def picture(self, path: Path) -> None:
+        """Write what the window shows as PNG."""
+        path.write_bytes(base64.b64decode(self._ask("GET", "/screenshot")))
+
+    def _start(self) -> None:
+        options = {
+            "binary": shutil.which("chromium"),
+            "args": [*FLAGS, f"--user-data-dir={self.folder}", "--window-size=1280,1200"],
+        }
+        asked = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        end = time.monotonic() + SECONDS
+        while not self.session:
+            try:
+                made = self._ask("POST", "", {"capabilities": {"alwaysMatch": asked}})
+                self.session = "/" + made["sessionId"]
+            except urllib.error.HTTPError:
+                raise
+            except OSError:  # it does not listen yet
+                assert time.monotonic() < end and self.driver.poll() is None, "chromedriver does not start"
+                time.sleep(0.05)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        url = f"http://127.0.0.1:{self.port}/session{self.session}{path}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine
+        with opener.open(request, timeout=SECONDS) as answer:
+            return json.load(answer)["value"]
