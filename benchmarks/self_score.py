@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import machine
 from blockdiff.data.sources import Source, rows_of
 from blockdiff.evals import TASKS, task
-from blockdiff.evals.run import longest_response, questions_of
+from blockdiff.evals.questions import longest_response, questions_of
 from blockdiff.sampling import Result, Sampler
 from blockdiff.sampling.scores import score
 from blockdiff.seeding import child_seed

@@ -52,6 +52,36 @@ def sudoku(
 
 
 @data.command(
+    epilog="Example: blockdiff data countdown --numbers 4 --split train=50000 --split test=1000 "
+    "--output data/countdown4"
+)
+def countdown(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for NAME.jsonl and tokenizer/.")],
+    overwrite: options.Overwrite = False,
+    numbers: Annotated[int, typer.Option(min=3, max=6, help="Numbers of a problem.")] = 4,
+    count: Annotated[
+        int | None, typer.Option(help="Problems in all (default: what the splits add to).")
+    ] = None,
+    split: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=N", help="N problems in NAME.jsonl.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The same seed gives the same problems.")] = 0,
+) -> None:
+    """Countdown problems, a target to make of all the numbers, and the character tokenizer they are written in.
+
+    No two problems, of one split or of two, have the same numbers.
+    """
+    from blockdiff.data.countdown import write_splits
+
+    counts = _counts(split or [], count)
+    for written in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
+        options.require_free(output / written, overwrite=overwrite)
+    for written in write_splits(output, numbers, counts, seed):
+        print(written)
+    print(f"written to {output}")
+
+
+@data.command(
     epilog="Example: blockdiff data tokenizer train.jsonl --columns prompt=question,response=answer "
     "--vocab-size 4096 --output data/gsm8k/tokenizer"
 )
@@ -98,7 +128,7 @@ def tokenizer(
 
 
 def _counts(splits: list[str], count: int | None) -> dict[str, int]:
-    """Puzzles per split name; everything is `train` when no split is asked for."""
+    """Rows per split name; everything is `train` when no split is asked for."""
     counts: dict[str, int] = {}
     for text in splits:
         name, _, number = text.partition("=")
@@ -109,7 +139,7 @@ def _counts(splits: list[str], count: int | None) -> dict[str, int]:
         counts[name] = int(number)
     total = sum(counts.values()) if counts else count or 0
     if total < 1:
-        raise typer.BadParameter("say how many puzzles: --count N or --split NAME=N", param_hint="--count")
+        raise typer.BadParameter("say how many rows: --count N or --split NAME=N", param_hint="--count")
     if count not in (None, total):
-        raise typer.BadParameter(f"{count} puzzles, but the splits add up to {total}", param_hint="--count")
+        raise typer.BadParameter(f"{count} rows, but the splits add up to {total}", param_hint="--count")
     return counts or {"train": total}

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.sampling.reasoning import separated
 from blockdiff.sampling.request import Result
 
 
@@ -32,6 +33,7 @@ class ScriptedSampler:
                 results.append(Result.failed(request.id, "no"))
                 continue
             tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], 1]
-            said = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            results.append(Result(request.id, said, tokens, "eos", steps))
+            reasoning, answer = separated(tokens, self.tokenizer)
+            said = self.tokenizer.decode(answer, skip_special_tokens=True)
+            results.append(Result(request.id, said, tokens, "eos", steps, reasoning=reasoning))
         return results

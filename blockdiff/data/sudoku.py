@@ -44,16 +44,36 @@ def is_solved(prompt: str, text: str) -> bool:
 
     Raises DataError for a prompt that is no puzzle.
     """
+    return keeps_givens(prompt, text) and is_valid(prompt, text)
+
+
+def keeps_givens(prompt: str, text: str) -> bool:
+    """Whether `text` is a grid of the puzzle's size with every given where it is; DataError for no puzzle."""
+    cells, _ = _cells(prompt)
+    grid = _grid(prompt, text)
+    return grid is not None and all(given in (".", digit) for given, digit in zip(cells, grid, strict=True))
+
+
+def is_valid(prompt: str, text: str) -> bool:
+    """Whether `text` is a solved grid of the puzzle's size, be it another puzzle's; DataError for no puzzle."""
+    _, size = _cells(prompt)
+    grid = _grid(prompt, text)
+    return grid is not None and all(len({grid[cell] for cell in group}) == size for group in groups(size))
+
+
+def _cells(prompt: str) -> tuple[str, int]:
     cells = prompt.strip().removesuffix("=")
     size = {16: 4, 81: 9}.get(len(cells))
     if size is None:
         raise DataError(f"not a sudoku prompt: {prompt!r}; expected 16 or 81 cells and then '='")
+    return cells, size
+
+
+def _grid(prompt: str, text: str) -> str | None:
+    """The text where it is a grid of digits of the puzzle's size."""
+    cells, size = _cells(prompt)
     text = text.strip()
-    if len(text) != len(cells) or any(digit not in alphabet(size)[2:] for digit in text):
-        return False
-    if any(given not in (".", digit) for given, digit in zip(cells, text, strict=True)):
-        return False
-    return all(len({text[cell] for cell in group}) == size for group in groups(size))
+    return text if len(text) == len(cells) and all(digit in alphabet(size)[2:] for digit in text) else None
 
 
 @cache

@@ -1,4 +1,4 @@
-"""How well a model does a task, one file per task: accuracy and denoising steps per canvas together."""
+"""How well a model does a task, one file per task: accuracy and what it costs together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from blockdiff.evals.run import Task
+    from blockdiff.evals.questions import Task
 
-TASKS = ("exact", "gsm8k", "sudoku")
+TASKS = ("countdown", "exact", "gsm8k", "sudoku")
 
 
 def task(name: str) -> Task:

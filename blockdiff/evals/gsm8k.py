@@ -1,4 +1,8 @@
-"""GSM8K (arXiv 2110.14168): grade-school mathematics, right if the number after `####` is."""
+"""GSM8K (arXiv 2110.14168): grade-school mathematics, right if the number after `####` is.
+
+Beside this strict rule the record has the flexible one, for models that were not trained to write the mark: the last
+number anywhere in the text. Both are reported, for they can be far apart.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,13 @@ from decimal import Decimal
 from typing import Any
 
 from blockdiff.errors import DataError
-from blockdiff.evals.run import Question, Task
+from blockdiff.evals.questions import Question, Task
 
 MARK = "####"
 # What follows may not make it another number: 3/4 is not 3.
 NUMBER = re.compile(r"\s*((?:-?\$|\$?-)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+))(?!\.?[0-9]|[,/])")
+# A minus sign between two numbers is a subtraction.
+ANY_NUMBER = re.compile(r"(?:(?<![0-9])-)?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 
 
 def answer(text: str) -> Decimal | None:
@@ -21,7 +27,13 @@ def answer(text: str) -> Decimal | None:
     """
     _, mark, rest = text.rpartition(MARK)
     found = NUMBER.match(rest) if mark else None
-    return Decimal(re.sub("[$,]", "", found[1])) if found else None
+    return _value(found[1]) if found else None
+
+
+def flexible_answer(text: str) -> Decimal | None:
+    """The last number in the text, wherever it stands; None if there is none."""
+    found = ANY_NUMBER.findall(text)
+    return _value(found[-1]) if found else None
 
 
 def check(question: Question) -> None:
@@ -39,9 +51,17 @@ def is_solved(question: Question, text: str) -> bool:
 
 
 def facts(question: Question, text: str) -> dict[str, Any]:
-    """`answer`: the number found, as a string, or null."""
-    found = answer(text)
-    return {"answer": None if found is None else str(found)}
+    """`answer`: the marked number as a string, or null; `flexible_answer`, `is_solved_flexibly`: by the last number."""
+    strict, flexible = answer(text), flexible_answer(text)
+    return {
+        "answer": None if strict is None else str(strict),
+        "flexible_answer": None if flexible is None else str(flexible),
+        "is_solved_flexibly": flexible == answer(question.reference),
+    }
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(re.sub("[$,]", "", number))
 
 
 TASK = Task("gsm8k", is_solved, check, facts, is_open=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from blockdiff.data import sudoku
 from blockdiff.errors import DataError
-from blockdiff.evals.run import Question, Task
+from blockdiff.evals.questions import Question, Task
 
 
 def check(question: Question) -> None:
@@ -27,8 +27,14 @@ def is_solved(question: Question, text: str) -> bool:
 
 
 def facts(question: Question, text: str) -> dict[str, Any]:
-    """`givens`: how many digits the puzzle shows."""
-    return {"givens": sum(cell.isdigit() for cell in question.last_message)}
+    """`givens`: how many digits the puzzle shows; `is_valid`: whether it is a solved grid, be it another puzzle's;
+    `keeps_givens`: whether it is a grid, valid or not, that has the puzzle's digits where they are."""
+    puzzle = question.last_message
+    return {
+        "givens": sum(cell.isdigit() for cell in puzzle),
+        "is_valid": sudoku.is_valid(puzzle, text),
+        "keeps_givens": sudoku.keeps_givens(puzzle, text),
+    }
 
 
-TASK = Task("sudoku", is_solved, check, facts)
+TASK = Task("sudoku", is_solved, check, facts, group="givens")

@@ -16,7 +16,7 @@ from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption
 from blockdiff.errors import CheckpointError, RecipeError, RunError
-from blockdiff.evals.run import questions_of
+from blockdiff.evals.questions import questions_of
 from blockdiff.models.adapters import adapt, draw_adapters, targets
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.objective import Objective

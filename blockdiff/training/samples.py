@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockdiff.data.rows import Row
-from blockdiff.evals.run import Task, evaluate
+from blockdiff.evals.questions import Task
+from blockdiff.evals.run import evaluate
 from blockdiff.metrics import Record
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.step import autocast

@@ -224,7 +224,7 @@ class EvaluationSection(Section):
     prompts: Sources | None = None  # rows whose prompts are sampled and whose responses are the reference
     prompts_every: Count = 0  # 0 = at the end only
     prompts_count: Positive = 32
-    task: Literal["exact", "gsm8k", "sudoku"] = "exact"
+    task: Literal["countdown", "exact", "gsm8k", "sudoku"] = "exact"
     best: str | None = None  # the metric whose best checkpoint is kept and becomes model/
     patience: Positive | None = None  # evaluations without a better `best` before training ends
 

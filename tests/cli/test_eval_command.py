@@ -79,6 +79,58 @@ def test_exact_takes_conversations_and_a_limit_on_tokens(model, tmp_path):
     assert {len(record["steps"]) for record in json.loads(output.read_text())["records"]} == {3}
 
 
+def test_the_record_says_everything_that_decided_the_numbers(model, tmp_path):
+    data, output = write(tmp_path / "test.jsonl", [CHAT]), tmp_path / "e.json"
+    words = ("--output", output, "--seed", "4", "--steps", "2", "--batch-size", "7", "--best-of", "2")
+    assert run("eval", model, "--task", "exact", "--data", data, *words).exit_code == 0
+    numbers = json.loads(output.read_text())
+    asked = {"seed": 4, "max_steps": 2, "max_new_tokens": 2, "batch_size": 7, "thinking": False, "best_of": 2}
+    assert {name: numbers[name] for name in asked} == asked
+    settings = numbers["settings"]
+    assert (settings["family"], settings["canvas_length"]) == ("diffusion_gemma", 8)
+    assert (settings["dtype"], settings["device"]) == ("float32", "cpu")
+    assert settings["generation"]["eos_ids"] == [1] and settings["generation"]["entropy_bound"] == 0.1
+    assert "EntropyBound" in settings["strategy"] and settings["corruption"] == "uniform"
+    assert {"python", "blockdiff", "torch", "transformers", "tokenizers"} == settings["versions"].keys()
+    assert numbers["first_canvas_seconds"] <= numbers["seconds"]
+    (record,) = numbers["records"]
+    assert record["draw"] in (0, 1) and record["score"] < 0
+
+
+def test_two_models_are_compared_on_the_same_rows(model, tmp_path):
+    other = tmp_path / "other"
+    made = init(tiny_config(canvas_length=8, **TWO_LAYERS), seed=8, device="cpu", kernels="torch")
+    settings = Generation(max_steps=2, max_new_tokens=16, eos_ids=(1,))
+    checkpoint.save(made, other, tokenizer=chat_tokenizer(packaged_template()), generation=settings)
+    data, output = write(tmp_path / "test.jsonl", [CHAT] * 3), tmp_path / "e.json"
+    result = run("eval", model, "--compare", other, "--task", "exact", "--data", data, "--output", output)
+    assert result.exit_code == 0, result.output
+    written = json.loads(output.read_text())
+    assert [each["model"] for each in written["models"]] == [str(model), str(other)]
+    assert [each["settings"]["generation"]["max_steps"] for each in written["models"]] == [3, 2]
+    assert written["comparison"]["neither"] == 3 and written["comparison"]["p_value"] == 1.0
+    assert written["comparison"]["steps"]["difference"] == -1.0
+    rows = written["records"]
+    assert [(row["first"]["steps"], row["second"]["steps"]) for row in rows] == [([3], [2])] * 3
+    assert "McNemar" in result.stdout and "-1.00 on average" in result.stdout
+    alone = tmp_path / "alone.json"
+    assert run("eval", other, "--task", "exact", "--data", data, "--output", alone).exit_code == 0
+    assert [r["text"] for r in json.loads(alone.read_text())["records"]] == [row["second"]["text"] for row in rows]
+
+
+def test_thinking_is_asked_for_in_chats_only(model, tmp_path):
+    data, output = write(tmp_path / "test.jsonl", GSM8K), tmp_path / "e.json"
+    columns = ("--columns", "prompt=question,response=answer", "--output", output)
+    words = ("eval", model, "--task", "gsm8k", "--data", data, *columns, "--thinking")
+    assert "is a prompt in raw text, which has no place for it; give --chat as well" in refusal(*words)
+    assert run(*words, "--chat").exit_code == 0
+    asked = json.loads(output.read_text())
+    assert asked["thinking"] is True
+    assert run(*words[:-1], "--chat", "--overwrite").exit_code == 0
+    plain = json.loads(output.read_text())
+    assert [r["text"] for r in asked["records"]] != [r["text"] for r in plain["records"]]
+
+
 def test_rows_that_cannot_be_answered_are_said_and_an_evaluation_without_any_answer_is_one_line(model, tmp_path):
     deaf = tmp_path / "model"
     shutil.copytree(model, deaf)

@@ -10,7 +10,8 @@ from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 from blockdiff.evals import task
-from blockdiff.evals.run import evaluate, longest_response, questions_of
+from blockdiff.evals.questions import longest_response, questions_of
+from blockdiff.evals.run import evaluate
 from blockdiff.sampling.request import tokenised
 from tests.chat_tokenizer import chat_tokenizer
 from tests.scripted_sampler import ScriptedSampler
@@ -122,7 +123,8 @@ def test_with_thinking_the_prompt_says_so_and_the_answer_is_what_follows_the_tho
     text = "<|channel>thought\n6 * 7\n<channel|>42"
     sampler = ScriptedSampler(tokenizer, [(text, [1])])
     report = evaluate(sampler, [row], EXACT, encoder=encoder)
-    assert report["solved"] == 1 and "6 * 7" in report["records"][0]["text"]
+    (record,) = report["records"]
+    assert (report["solved"], record["text"], record["reasoning"]) == (1, "42", "6 * 7")
     assert sampler.asked["max_new_tokens"] == question.length > len(tokenizer(text)["input_ids"])
     wrong = ScriptedSampler(tokenizer, [("<|channel>thought\n42\n<channel|>41", [1])])
     assert evaluate(wrong, [row], EXACT, encoder=encoder)["solved"] == 0

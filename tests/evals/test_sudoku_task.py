@@ -59,10 +59,31 @@ def test_every_puzzle_has_a_record_and_the_report_is_json(rows):
         "text": rows[0].response,
         "is_solved": True,
         "givens": sum(cell.isdigit() for cell in rows[0].prompt),
+        "is_valid": True,
+        "keeps_givens": True,
         "steps": [2],
         "length": 17,
         "finish_reason": "eos",
     }
+
+
+def test_valid_grids_and_kept_givens_are_counted_by_the_number_of_givens(rows):
+    others = make_splits(4, {"other": 4}, seed=9)["other"]
+    broken = "1" * 16
+    said = [rows[0].response, others[1]["response"], broken, rows[3].prompt[:16].replace(".", "1")]
+    report = evaluate(scripted([(text, [2]) for text in said[:3]] + [(said[3], [4])]), rows, SUDOKU)
+    first, second, third, fourth = report["records"]
+    assert (first["is_valid"], first["keeps_givens"]) == (True, True)
+    assert (second["is_valid"], second["keeps_givens"]) == (True, False)
+    assert (third["is_valid"], third["keeps_givens"]) == (False, False)
+    assert (fourth["is_valid"], fourth["keeps_givens"]) == (False, True)
+    assert report["facts"] == {"is_valid": 2, "keeps_givens": 2} and report["solved"] == 1
+    groups = report["groups"]
+    assert [group["givens"] for group in groups] == sorted({record["givens"] for record in report["records"]})
+    assert sum(group["count"] for group in groups) == 4 and sum(group["solved"] for group in groups) == 1
+    of_fourth = next(group for group in groups if group["givens"] == fourth["givens"])
+    alike = [record for record in report["records"] if record["givens"] == fourth["givens"]]
+    assert of_fourth["steps_per_canvas"] == sum(sum(record["steps"]) for record in alike) / len(alike)
 
 
 def test_a_puzzle_asked_in_a_conversation_is_the_last_message(rows):

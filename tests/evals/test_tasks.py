@@ -8,8 +8,8 @@ import pytest
 
 from blockdiff.errors import DataError
 from blockdiff.evals import TASKS, task
-from blockdiff.evals.gsm8k import answer
-from blockdiff.evals.run import Question
+from blockdiff.evals.gsm8k import answer, flexible_answer
+from blockdiff.evals.questions import Question
 
 pytestmark = pytest.mark.quick
 
@@ -20,7 +20,7 @@ def question(reference: str) -> Question:
 
 def test_every_task_is_found_by_its_name():
     assert [task(name).name for name in TASKS] == list(TASKS)
-    with pytest.raises(ValueError, match="'chess' is none of exact, gsm8k, sudoku"):
+    with pytest.raises(ValueError, match="'chess' is none of countdown, exact, gsm8k, sudoku"):
         task("chess")
 
 
@@ -73,8 +73,25 @@ def test_gsm8k_compares_values_and_forgets_how_the_text_came_to_them():
     assert gsm8k.is_solved(reference, "I guess.\n#### $1200.00")
     assert not gsm8k.is_solved(reference, "2 * 600 = 1200\n#### 120")
     assert not gsm8k.is_solved(reference, "1200")
-    assert gsm8k.facts(reference, "#### 1,300") == {"answer": "1300"}
-    assert gsm8k.facts(reference, "nothing") == {"answer": None}
+    strict = {"answer": "1300", "flexible_answer": "1300", "is_solved_flexibly": False}
+    assert gsm8k.facts(reference, "#### 1,300") == strict
+    assert gsm8k.facts(reference, "nothing") == {
+        "answer": None, "flexible_answer": None, "is_solved_flexibly": False
+    }
+    loose = gsm8k.facts(reference, "2 * 600 makes $1,200.00.")
+    assert loose == {"answer": None, "flexible_answer": "1200.00", "is_solved_flexibly": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("so 13", "13"), ("13 of 20 apples", "20"), ("10-5", "5"), ("it is -5.", "-5"), ("$1,234.50 each.", "1234.50")],
+)
+def test_the_flexible_answer_is_the_last_number_anywhere(text, number):
+    assert flexible_answer(text) == Decimal(number)
+
+
+def test_without_any_number_there_is_no_flexible_answer():
+    assert flexible_answer("none at all, $.") is None
 
 
 def test_a_row_without_an_answer_is_not_gsm8k():

@@ -1,0 +1,92 @@
+"""Two models on the same rows: who solves which, whether the difference can be chance, and what each one costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+OWN = ("id", "prompt", "reference")  # of the row, not of an answer to it
+
+
+def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The comparison of two reports of `evaluate` over the same rows.
+
+    `both, only_first, only_second, neither`: rows solved; `p_value`: that of McNemar's exact test of whether the two
+    solve equally often; `steps`: `difference` (second - first, mean steps per row), `fewer_in_second`,
+    `more_in_second`, `equal`, and the `p_value` of a sign test; `records`: a row's question once and both answers side
+    by side. Raises ValueError where the rows are not the same.
+    """
+    pairs = list(zip(first["records"], second["records"], strict=True))
+    if any(a[name] != b[name] for a, b in pairs for name in OWN):
+        raise ValueError("the two reports are not of the same rows")
+    solved = [(bool(a["is_solved"]), bool(b["is_solved"])) for a, b in pairs]
+    only_first, only_second = solved.count((True, False)), solved.count((False, True))
+    # A row that one of the two could not answer says nothing about steps.
+    answered = [(a, b) for a, b in pairs if "error" not in a and "error" not in b]
+    differences = [sum(b["steps"]) - sum(a["steps"]) for a, b in answered]
+    fewer, more = sum(d < 0 for d in differences), sum(d > 0 for d in differences)
+    return {
+        "both": solved.count((True, True)),
+        "only_first": only_first,
+        "only_second": only_second,
+        "neither": solved.count((False, False)),
+        "p_value": binomial_test(only_first, only_second),
+        "steps": {
+            "difference": sum(differences) / max(1, len(differences)),
+            "fewer_in_second": fewer,
+            "more_in_second": more,
+            "equal": len(differences) - fewer - more,
+            "p_value": binomial_test(fewer, more),
+        },
+        "records": [
+            {**{name: a[name] for name in OWN}, "first": _answer(a), "second": _answer(b)} for a, b in pairs
+        ],
+    }
+
+
+def binomial_test(one: int, other: int) -> float:
+    """The two-sided p-value of `one` and `other` under even chances; 1 for no observations.
+
+    Of discordant pairs this is McNemar's exact test, of the signs of differences the sign test.
+    """
+    total, least = one + other, min(one, other)
+    ways = sum(math.comb(total, k) for k in range(least + 1))
+    return min(1.0, 2 * ways / 2**total)
+
+
+def lines(first: dict[str, Any], second: dict[str, Any], comparison: dict[str, Any]) -> list[str]:
+    """Both reports side by side, then the tests, for a person; `model` of a report is its name."""
+    steps = comparison["steps"]
+    rows = [
+        ("", "first", "second"),
+        ("model", str(first["model"]), str(second["model"])),
+        ("solved", _share(first), _share(second)),
+        ("steps per canvas", f"{first['steps_per_canvas']:.2f}", f"{second['steps_per_canvas']:.2f}"),
+        ("tokens per step", f"{first['tokens_per_forward']:.2f}", f"{second['tokens_per_forward']:.2f}"),
+        ("time", f"{first['seconds']:.1f} s", f"{second['seconds']:.1f} s"),
+        ("empty, errors", f"{first['empty']}, {first['errors']}", f"{second['empty']}, {second['errors']}"),
+        ("solved by it alone", str(comparison["only_first"]), str(comparison["only_second"])),
+        ("fewer steps", str(steps["more_in_second"]), str(steps["fewer_in_second"])),
+    ]
+    told = _aligned(rows)
+    told.append(f"solved by both {comparison['both']}, by neither {comparison['neither']}")
+    told.append(f"equally often solved: p = {comparison['p_value']:.3g} (McNemar's test, exact)")
+    told.append(
+        f"steps of a row, second - first: {steps['difference']:+.2f} on average; equally often fewer: "
+        f"p = {steps['p_value']:.3g} (sign test, exact)"
+    )
+    return told
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{c:<{width}}" for c, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _share(report: dict[str, Any]) -> str:
+    return f"{report['solved']} of {report['count']} ({report['solved_share']:.1%})"
+
+
+def _answer(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in OWN}

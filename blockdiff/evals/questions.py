@@ -1,0 +1,133 @@
+"""What a task asks: rows as questions, which texts are right, and how long an answer can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from blockdiff.data.rows import Row
+from blockdiff.errors import DataError
+from blockdiff.sampling.request import Request
+
+if TYPE_CHECKING:
+    from blockdiff.data.chat import Encoder
+    from blockdiff.sampling.sampler import Sampler
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row's last response and all that comes before it.
+
+    `place` among the rows addresses the draws. `tokens` is the prompt as training lays it out, and `length` how many
+    tokens the reference and its end take there; without an encoder both are unknown.
+    """
+
+    place: int
+    where: str
+    id: str | int
+    prompt: str | tuple[Message, ...]
+    reference: str
+    has_reasoning: bool = False
+    tokens: tuple[int, ...] | None = None
+    length: int | None = None
+    tools: tuple[Message, ...] | None = None
+
+    @property
+    def last_message(self) -> str:
+        """The prompt, or the last message of the conversation."""
+        return self.prompt if isinstance(self.prompt, str) else str(self.prompt[-1]["content"])
+
+    def request(self, thinking: bool = False, best_of: int = 1) -> Request:
+        """The request that the sampler answers; `tokens`, where they are known, say already what is thought."""
+        if self.tokens is not None:
+            return Request(self.place, tokens=self.tokens, best_of=best_of)
+        if isinstance(self.prompt, str):
+            return Request(self.place, prompt=self.prompt, thinking=thinking, best_of=best_of)
+        return Request(self.place, messages=self.prompt, tools=self.tools, thinking=thinking, best_of=best_of)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Which rows are of a task and which texts are right.
+
+    name: how the command line and recipes call it; is_solved: whether a text answers a question; check: raises
+    DataError naming a question that is none of this task; facts: what else the record of an answer says (those that are
+    true or false are counted); group: the fact by whose values results are given, too; is_open: whether a text longer
+    than the reference can be right.
+    """
+
+    name: str
+    is_solved: Callable[[Question, str], bool]
+    check: Callable[[Question], object] = lambda question: None
+    facts: Callable[[Question, str], dict[str, Any]] = lambda question, text: {}
+    group: str | None = None
+    is_open: bool = False
+
+
+def questions_of(rows: Sequence[Row], task: Task, encoder: Encoder | None = None) -> list[Question]:
+    """The question of every row; raises DataError for rows that the task does not take, and for no rows."""
+    if not rows:
+        raise DataError("no rows to evaluate; name a file with at least one")
+    questions = [_question(row, place) for place, row in enumerate(rows)]
+    for question in questions:
+        task.check(question)
+    return questions if encoder is None else _laid_out(questions, rows, encoder)
+
+
+def longest_response(sampler: Sampler, questions: Sequence[Question], task: Task, thinking: bool = False) -> int:
+    """The most new tokens a response needs: those of the longest reference and its end, or more if `is_open`.
+
+    thinking: whether reasoning was asked for, which takes tokens that no reference tells of.
+    """
+    lengths = [question.length for question in questions if question.length is not None]
+    if len(lengths) < len(questions):
+        lengths = [_tokens(sampler, question) + 1 for question in questions]
+    # Without an encoder it is not known what the chat template puts around reasoning.
+    thinks = thinking or any(question.has_reasoning and question.length is None for question in questions)
+    is_open = task.is_open or thinks
+    return max(*lengths, sampler.generation.max_new_tokens) if is_open else max(lengths)
+
+
+def _question(row: Row, place: int) -> Question:
+    name = row.id if row.id is not None else place
+    if row.messages is None:
+        return Question(place, row.where, name, row.prompt or "", row.response or "")
+    roles = [message["role"] for message in row.messages]
+    end = len(roles) - roles[::-1].index("assistant")
+    start = end - 1
+    while start and roles[start - 1] == "assistant":  # one turn in several messages
+        start -= 1
+    if not start:
+        raise DataError(
+            f"{row.where}: nothing comes before the assistant's message, so nothing is asked; put the question first"
+        )
+    response = row.messages[start:end]
+    if any("tool_calls" in message for message in response):
+        raise DataError(f"{row.where}: the last response calls a tool, and no task compares calls; leave the row out")
+    reference = "".join(message["content"].strip() for message in response)
+    has_reasoning = any("reasoning" in message for message in response)
+    return Question(place, row.where, name, tuple(row.messages[:start]), reference, has_reasoning, tools=row.tools)
+
+
+def _laid_out(questions: list[Question], rows: Sequence[Row], encoder: Encoder) -> list[Question]:
+    examples, _ = replace(encoder, max_length=None).encode(rows)
+    laid_out = []
+    for question, example in zip(questions, examples, strict=True):
+        start, end = example.responses[-1]
+        laid_out.append(replace(question, tokens=tuple(example.tokens[:start]), length=end - start))
+    return laid_out
+
+
+def _tokens(sampler: Sampler, question: Question) -> int:
+    """How many tokens a reference takes; characters bound them where there is no tokenizer."""
+    if sampler.tokenizer is None:
+        return len(question.reference)
+    try:
+        return len(sampler.tokenizer(question.reference, add_special_tokens=False)["input_ids"])
+    except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
+        raise DataError(f"{question.where}: the tokenizer cannot encode the response ({error})") from None
+
+

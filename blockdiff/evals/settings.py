@@ -1,0 +1,39 @@
+"""What decides an evaluation beside the rows, for its record."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import blockdiff
+
+if TYPE_CHECKING:
+    from blockdiff.sampling.sampler import Sampler
+
+PACKAGES = ("torch", "transformers", "tokenizers")
+
+
+def settings_of(sampler: Sampler) -> dict[str, Any]:
+    """The sampler's settings as JSON values: model, strategy, generation, device and the versions of what computes.
+
+    What differs between calls (seed, steps, limits) is in the report of `evaluate`.
+    """
+    model, generation = sampler.model, asdict(sampler.generation)
+    return {
+        "family": getattr(model.config, "model_type", None),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "canvas_length": model.canvas_length,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "generation": {**generation, "eos_ids": list(generation["eos_ids"])},
+        "strategy": repr(sampler.strategy),
+        "prediction": sampler.choices.prediction,
+        "corruption": sampler.choices.corruption,
+        "versions": {
+            "python": platform.python_version(),
+            "blockdiff": blockdiff.__version__,
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+        },
+    }

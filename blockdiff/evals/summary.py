@@ -1,0 +1,91 @@
+"""What the records of an evaluation add up to, as numbers and as lines for a person."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+
+def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict[str, Any]:
+    """Accuracy, and beside it what it cost and how the answers ended.
+
+    - `count`, `solved`, `solved_share`, `errors` (rows without an answer), `empty` (answers without a text);
+    - `endings`: how many rows ended by each finish_reason;
+    - `steps_per_canvas` (mean over canvases), `steps_histogram` (steps: canvases), `tokens_per_forward` (tokens up to
+      eos per denoising step of their row);
+    - `facts`: for every fact of the task that is true or false, in how many answers it is true;
+    - `groups`, with `group`: the same counts for the rows of each value of that fact.
+    """
+    steps = [count for record in records for count in record["steps"]]
+    found = {
+        **_counts(records),
+        "errors": sum(record["finish_reason"] == "error" for record in records),
+        "empty": sum(record["finish_reason"] != "error" and not record["text"].strip() for record in records),
+        "endings": dict(sorted(Counter(record["finish_reason"] for record in records).items())),
+        "steps_histogram": {str(count): rows for count, rows in sorted(Counter(steps).items())},
+        "tokens_per_forward": sum(record["length"] for record in records) / max(1, sum(steps)),
+        "facts": _facts(records),
+    }
+    if group is not None:
+        values = sorted({record[group] for record in records})
+        grouped = {value: [record for record in records if record[group] == value] for value in values}
+        found["groups"] = [{group: value, **_counts(rows)} for value, rows in grouped.items()]
+    return found
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """The report of `evaluate` for a person: a figure a line, then a table of the groups if there are any."""
+    count, facts = report["count"], report["facts"]
+    endings = ", ".join(f"{name} {number}" for name, number in report["endings"].items())
+    wait = report["first_canvas_seconds"]
+    rows_per_second = count / max(report["seconds"], 1e-9)
+    told = [
+        ("solved", f"{report['solved']} of {count} ({report['solved_share']:.1%})"),
+        *((_words(name), f"{number} of {count} ({number / count:.1%})") for name, number in facts.items()),
+        ("steps per canvas", f"{report['steps_per_canvas']:.2f} (at most {report['max_steps']})"),
+        ("tokens per step", f"{report['tokens_per_forward']:.2f}"),
+        ("time", f"{report['seconds']:.1f} s, {rows_per_second:.1f} rows/s, {report['batch_size']} at a time"),
+        ("first canvas", "-" if wait is None else f"after {wait:.2f} s (median of the rows)"),
+        ("ended by", f"{endings}; {report['empty']} empty"),
+    ]
+    width = max(len(name) for name, _ in told) + 2
+    return [*(f"{name:<{width}}{value}" for name, value in told), *_table(report.get("groups", []))]
+
+
+def _table(groups: Sequence[dict[str, Any]]) -> list[str]:
+    if not groups:
+        return []
+    names = list(groups[0])
+    heads = [_words(names[0]), "rows", "solved", "share", "steps"]
+    cells = [
+        [str(row[names[0]]), str(row["count"]), str(row["solved"]), f"{row['solved_share']:.1%}", _steps(row)]
+        for row in groups
+    ]
+    widths = [max(len(row[column]) for row in [heads, *cells]) for column in range(len(heads))]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [heads, *cells]]
+
+
+def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    solved = sum(bool(record["is_solved"]) for record in records)
+    steps = [count for record in records for count in record["steps"]]
+    return {
+        "count": len(records),
+        "solved": solved,
+        "solved_share": solved / len(records),
+        "steps_per_canvas": sum(steps) / max(1, len(steps)),
+    }
+
+
+def _facts(records: Sequence[dict[str, Any]]) -> dict[str, int]:
+    names = [name for name, value in records[0].items() if isinstance(value, bool) and name != "is_solved"]
+    return {name: sum(record[name] for record in records) for name in names}
+
+
+def _steps(row: dict[str, Any]) -> str:
+    return f"{row['steps_per_canvas']:.2f}"
+
+
+def _words(name: str) -> str:
+    """A fact's name as a person writes it."""
+    return name.removeprefix("is_").replace("_", " ")
