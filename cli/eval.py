@@ -100,8 +100,8 @@ def evaluate(
             print(f"not answered      {len(failed)}, the first because {shown(failed[0], sys.stdout)}")
     written = reports[0]
     if compare is not None:
-        comparison = pairs.compare(*reports)
-        print("\n" + "\n".join(pairs.lines(*reports, comparison)))
+        comparison = pairs.compare(reports[0], reports[1])
+        print("\n" + "\n".join(pairs.lines(reports[0], reports[1], comparison)))
         records = comparison.pop("records")
         alone = [{name: value for name, value in report.items() if name != "records"} for report in reports]
         written = {"task": task, "data": data, "models": alone, "comparison": comparison, "records": records}
