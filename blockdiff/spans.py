@@ -1,4 +1,4 @@
-"""Spans: the attention mask as four integers per query, and the two builders that every pass uses.
+"""Spans: the attention mask as four integers per query, and the builders that every pass uses.
 
 A query sees one contiguous run of prefix keys (cached tokens) and one contiguous run of own keys (this call's
 tokens). Nothing here knows about heads, layers or caches.
@@ -16,18 +16,18 @@ class Spans:
     """Prefix and own span of every query: int32 `bounds_BT4` = (prefix_lo, prefix_hi, own_lo, own_hi), half open.
 
     A span with hi <= lo is empty. `sees_all` promises that every query sees every prefix and own key it is given,
-    so that a mask need not be applied at all.
+    so that a mask need not be applied at all; `is_padded=False` promises that no query is padding.
     """
 
-    def __init__(self, bounds_BT4: Tensor, sees_all: bool = False):
+    def __init__(self, bounds_BT4: Tensor, sees_all: bool = False, is_padded: bool = True):
         self.bounds_BT4 = bounds_BT4
-        self.sees_all = sees_all
+        self.sees_all, self.is_padded = sees_all, is_padded and not sees_all
         self._dense: dict[tuple[int, int], Tensor] = {}
 
     @functools.cached_property
     def padding_BT(self) -> Tensor | None:
         """Which queries are padding, as booleans; None where the host knows without waiting that none is."""
-        if self.sees_all:
+        if not self.is_padded:
             return None
         padding_BT = self.bounds_BT4[..., 3] <= self.bounds_BT4[..., 2]  # every other query sees itself
         return None if padding_BT.is_cpu and not padding_BT.any() else padding_BT
@@ -36,22 +36,28 @@ class Spans:
         """The mask as booleans [B, T, prefix_tokens + own_tokens]: for tests, pictures and the SDPA path."""
         key = (prefix_tokens, own_tokens)
         if key not in self._dense:
-            prefix_lo, prefix_hi, own_lo, own_hi = self.bounds_BT4.unsqueeze(-2).unbind(-1)
+            B, T, _ = self.bounds_BT4.shape
+            prefix_lo, prefix_hi, own_lo, own_hi = self._distinct().unsqueeze(-2).unbind(-1)
             column = torch.arange(prefix_tokens + own_tokens, device=self.bounds_BT4.device, dtype=torch.int32)
             own = column - prefix_tokens
             in_prefix = (column >= prefix_lo) & (column < prefix_hi.clamp(max=prefix_tokens))
             in_own = (own >= own_lo.clamp(min=0)) & (own < own_hi)
-            self._dense[key] = in_prefix | in_own
+            self._dense[key] = (in_prefix | in_own).expand(B, T, -1)
         return self._dense[key]
 
     def select(self, rows: Tensor) -> Spans:
         """The spans of some rows only."""
-        return Spans(self.bounds_BT4[rows], self.sees_all)
+        return Spans(self.bounds_BT4[rows], self.sees_all, self.is_padded)
 
     def shifted(self, first_B: Tensor) -> Spans:
         """The spans where prefix column 0 stands for row column `first_B`: what lies before it is gone."""
         shift = torch.stack([first_B, first_B, torch.zeros_like(first_B), torch.zeros_like(first_B)], -1)
-        return Spans((self.bounds_BT4 - shift[:, None]).clamp(min=0).to(torch.int32), self.sees_all)
+        bounds = (self._distinct() - shift[:, None]).clamp(min=0).to(torch.int32)
+        return Spans(bounds.expand_as(self.bounds_BT4), self.sees_all, self.is_padded)
+
+    def _distinct(self) -> Tensor:
+        """The bounds [B, T, 4]; [B, 1, 4] where all queries of a row share them, as an expanded tensor says."""
+        return self.bounds_BT4 if self.bounds_BT4.stride(1) else self.bounds_BT4[:, :1]
 
 
 def _stack(prefix_lo: Tensor, prefix_hi: Tensor, own_lo: Tensor, own_hi: Tensor, is_valid: Tensor) -> Tensor:
@@ -91,3 +97,19 @@ def denoise_spans(
         oldest.expand(shape), start.expand(shape), offset.expand(shape), (offset + length).expand(shape), j < length
     )
     return Spans(bounds.reshape(B, C * canvas_length, 4))
+
+
+def running_spans(start_B: Tensor, canvases: int, canvas_length: int, window: int | None = None) -> Spans:
+    """Spans of a running set: consecutive canvases of a row, all still noisy, of which a later one sees the earlier.
+
+    start_B: the row column of each row's first canvas. The tokens of canvas c see what they would see if the canvases
+    before it were clean: of both spans together the last window - 1 columns before the canvas, and the canvas itself.
+    """
+    before = torch.arange(canvases, device=start_B.device) * canvas_length
+    start_B1 = start_B[:, None]
+    oldest = torch.zeros_like(start_B1) if window is None else (start_B1 + before - window + 1).clamp(min=0)
+    ends = torch.broadcast_tensors(oldest, start_B1, (oldest - start_B1).clamp(min=0), before + canvas_length)
+    bounds_BC4 = torch.stack(ends, -1).to(torch.int32)
+    if canvases == 1:  # without a copy for each query, so that a mask is made once for all
+        return Spans(bounds_BC4.expand(-1, canvas_length, -1), is_padded=False)
+    return Spans(bounds_BC4.repeat_interleave(canvas_length, 1), is_padded=False)

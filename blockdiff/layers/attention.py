@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
+from blockdiff.kernels.span_attention.paged import PrefixTensor
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.spans import Spans
 
 KV = tuple[Tensor, ...]
+Past = tuple[PrefixTensor, ...]  # what stands for the kv of tokens before the call
 
 
 class Attention(nn.Module):
@@ -28,7 +30,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps, kernels)
 
     def forward(
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], spans: Spans, past: KV | None
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], spans: Spans, past: Past | None
     ) -> tuple[Tensor, KV]:
         B, T, _ = x_BTD.shape
         cos, sin = rope

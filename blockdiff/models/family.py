@@ -9,7 +9,7 @@ import functools
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from blockdiff import models
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
-from blockdiff.layers.attention import KV
+from blockdiff.layers.attention import KV, Past
 from blockdiff.layers.rope import angles
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.names import Names
 from blockdiff.models.prefix import Prefix
-from blockdiff.spans import Spans, denoise_spans, encode_spans
+from blockdiff.spans import Spans, denoise_spans, encode_spans, running_spans
 
 Rope = tuple[Tensor, Tensor]
 
@@ -152,6 +152,10 @@ class LayerKind:
         """The spans of canvases laid side by side, see `spans.denoise_spans`."""
         return denoise_spans(start_BC, doc_start_BC, length_BC, canvas_length, self.window)
 
+    def running_spans(self, start_B: Tensor, canvases: int, canvas_length: int) -> Spans:
+        """The spans of consecutive noisy canvases of one row, see `spans.running_spans`."""
+        return running_spans(start_B, canvases, canvas_length, self.window)
+
     def rope(self, positions_BT: Tensor, dtype: torch.dtype) -> Rope:
         """cos and sin [B, T, d] for `norm_rope`."""
         device = positions_BT.device
@@ -182,17 +186,18 @@ class BlockDiffusionModel(nn.Module):
         tokens_BT: Tensor,
         positions_BT: Tensor,
         spans: Mapping[str, Spans],
-        past: list[KV] | None = None,
+        past: Sequence[Past] | None = None,
         is_noisy: bool | Tensor = False,
         soft_BTD: Tensor | None = None,
         rope: Mapping[str, Rope] | None = None,
     ) -> tuple[Tensor, list[KV]]:
         """Run the layers over any geometry: hidden states [B, T, D] after the final norm, and each layer's kv.
 
-        spans: by kind of layer; past: each layer's prefix tensors; is_noisy: False = clean tokens (encode), True =
-        tokens of canvases (denoise), or which they are as booleans [B, T]; soft_BTD: the signal of noisy tokens (None:
-        none); rope: what `rope(positions_BT)` gives, for who has it. The kv of a call that is all noisy is left out
-        (an empty list): nothing ever sees those tokens again.
+        spans: by kind of layer; past: each layer's prefix tensors, dense or as in
+        `span_attention/paged.py`; is_noisy: False = clean tokens (encode), True = tokens of canvases (denoise), or
+        which they are as booleans [B, T]; soft_BTD: the signal of noisy tokens (None: none); rope: what
+        `rope(positions_BT)` gives, for who has it. The kv of a call that is all noisy is left out (an empty list):
+        nothing ever sees those tokens again.
         """
         raise NotImplementedError
 

@@ -9,16 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
 from blockdiff.spans import Spans
 
 SMALL_SCORES = 1 << 22  # elements of [B, h, T, keys] up to which materialised scores beat SDPA on a CPU
+SMALL_RESERVED = 1 << 19  # the same where keys lie ready, which SDPA gains more from
 NEVER = -1e30  # the score of a key that is not seen
 
 
 def span_attention(
     q_BThd: Tensor,
-    prefix_k: Tensor | None,
-    prefix_v: Tensor | None,
+    prefix_k: PrefixTensor | None,
+    prefix_v: PrefixTensor | None,
     own_k: Tensor,
     own_v: Tensor,
     spans: Spans,
@@ -27,10 +29,20 @@ def span_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over cached (`prefix`) and this call's (`own`) keys, each query to its two spans.
 
-    q_BThd: queries; prefix_k, prefix_v: [B, P, K, d] or None; own_k, own_v: [B, O, K, d], K divides h; scale: factor
-    on the scores. Returns [B, T, h, d]; a query whose spans are empty gets exactly 0. With return_lse also the
-    log-sum-exp of its scores, fp32 [B, T, h], through which gradients flow (-inf for empty rows).
+    q_BThd: queries; prefix_k, prefix_v: [B, P, K, d], None, or what stands for them in paged.py, without gradient;
+    own_k, own_v: [B, O, K, d], K divides h; scale: factor on the scores. Returns [B, T, h, d]; a query whose spans are
+    empty gets exactly 0. With return_lse also the log-sum-exp of its scores, fp32 [B, T, h], through which gradients
+    flow (-inf for empty rows).
     """
+    if isinstance(prefix_k, ReservedTensor):
+        assert isinstance(prefix_v, ReservedTensor) and not return_lse
+        k, v = prefix_k.joined(own_k), prefix_v.joined(own_v)
+        return _over_reserved(q_BThd, k, v, spans, prefix_k.columns, scale)
+    if isinstance(prefix_k, PagedTensor):
+        prefix_k = prefix_k.dense()
+    if isinstance(prefix_v, PagedTensor):
+        prefix_v = prefix_v.dense()
+    assert not isinstance(prefix_v, ReservedTensor)
     B, T, h, _ = q_BThd.shape
     prefix_tokens = 0
     k, v = own_k, own_v
@@ -101,19 +113,56 @@ def _attend(
     q_rows = _rows_of_queries(q_BThd, K)
     k_rows = k.transpose(1, 2).reshape(B * K, keys, d)
     v_rows = v.transpose(1, 2).reshape(B * K, keys, d)
-    scores = torch.bmm(q_rows, k_rows.transpose(1, 2))
-    if scale != 1.0:
-        scores.mul_(scale)
-    grouped = scores.view(B, K, h // K, T, keys)
-    if is_seen is not None:
-        grouped.masked_fill_(~is_seen[:, None, None], NEVER)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    weights = _weights(q_rows, k_rows, is_seen, scale, h // K, v.dtype)
     if is_seen is not None:
         is_empty_BT = ~is_seen.any(-1)
         if bool(is_empty_BT.any()):
-            weights.view_as(grouped).masked_fill_(is_empty_BT[:, None, None, :, None], 0.0)
-    out = torch.bmm(weights, v_rows).view(B, K, h // K, T, d).permute(0, 3, 1, 2, 4).reshape(B, T, h, d)
+            grouped = weights.view(B, K, h // K, T, keys)
+            grouped.masked_fill_(is_empty_BT[:, None, None, :, None], 0.0)
+    out = _heads_of_rows(torch.bmm(weights, v_rows), B, T)
     return out, (q_rows, k_rows, v_rows, weights)
+
+
+def _heads_of_rows(rows: Tensor, B: int, T: int) -> Tensor:
+    """The inverse of `_rows_of_queries`: [B, T, h, d]."""
+    d = rows.shape[-1]
+    K = rows.shape[0] // B
+    return rows.view(B, K, -1, T, d).permute(0, 3, 1, 2, 4).reshape(B, T, -1, d)
+
+
+def _weights(
+    q_rows: Tensor, k_rows: Tensor, is_seen: Tensor | None, scale: float, group: int, dtype: torch.dtype
+) -> Tensor:
+    """The weight of every key [B*K, group*T, keys]; is_seen: [B, T or 1, keys]; what sees nothing gets anything."""
+    scores = torch.bmm(q_rows, k_rows.transpose(1, 2))
+    if scale != 1.0:
+        scores.mul_(scale)
+    if is_seen is not None:
+        B, keys = is_seen.shape[0], scores.shape[-1]
+        scores.view(B, -1, group, scores.shape[1] // group, keys).masked_fill_(~is_seen[:, None, None], NEVER)
+    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(dtype)
+
+
+def _over_reserved(q_BThd: Tensor, k: Tensor, v: Tensor, spans: Spans, columns: int, scale: float) -> Tensor:
+    """Attention over keys and values [B, K, S, d] of which the first `columns` are the prefix; every query sees some.
+
+    Queries of a group stand together as rows, so SDPA need not repeat their key heads either.
+    """
+    (B, T, h, d), (K, keys) = q_BThd.shape, k.shape[1:3]
+    q_BThd, k, v = in_autocast(q_BThd, k, v)
+    is_seen = None if spans.sees_all else spans.dense(columns, keys - columns)
+    if is_seen is not None and is_seen.stride(1) == 0:
+        is_seen = is_seen[:, :1]  # all queries of a row see the same
+    q_rows = _rows_of_queries(q_BThd, K)
+    is_wide = q_BThd.dtype in (torch.float32, torch.float64)
+    if q_BThd.is_cpu and is_wide and B * h * T * keys <= SMALL_RESERVED:
+        weights = _weights(q_rows, k.flatten(0, 1), is_seen, scale, h // K, v.dtype)
+        return _heads_of_rows(torch.bmm(weights, v.flatten(0, 1)), B, T)
+    if is_seen is not None:
+        is_seen = (is_seen if is_seen.shape[1] == 1 else is_seen.repeat(1, h // K, 1))[:, None]
+    q_rows = q_rows.view(B, K, h // K * T, d)
+    out = F.scaled_dot_product_attention(q_rows, k, v, attn_mask=is_seen, scale=scale)
+    return _heads_of_rows(out.reshape(B * K, -1, d), B, T)
 
 
 def _with_lse(q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

@@ -16,14 +16,14 @@ from either form of file (`per_layer_config`, or `global_head_dim` and `num_glob
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels, resolve
-from blockdiff.layers.attention import KV, Attention
+from blockdiff.layers.attention import KV, Attention, Past
 from blockdiff.layers.experts import Experts, Router
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import RMSNorm
@@ -71,7 +71,7 @@ class Layer(nn.Module):
         self.register_buffer("encoder_scalar", torch.ones(1))
         self.register_buffer("decoder_scalar", torch.ones(1))
 
-    def forward(self, x: Tensor, rope: Rope, spans: Spans, past: KV | None, scalar: Tensor) -> tuple[Tensor, KV]:
+    def forward(self, x: Tensor, rope: Rope, spans: Spans, past: Past | None, scalar: Tensor) -> tuple[Tensor, KV]:
         """Of the residual x [B, T, D]: the next one, and the keys and values of these tokens.
 
         scalar: the layer scalar, [1] for all tokens or [B, T, 1].
@@ -122,7 +122,7 @@ class DiffusionGemma(BlockDiffusionModel):
         tokens_BT: Tensor,
         positions_BT: Tensor,
         spans: Mapping[str, Spans],
-        past: list[KV] | None = None,
+        past: Sequence[Past] | None = None,
         is_noisy: bool | Tensor = False,
         soft_BTD: Tensor | None = None,
         rope: Mapping[str, Rope] | None = None,

@@ -1,0 +1,54 @@
+"""A prefix in pages, as span_attention takes it in place of the dense keys and values.
+
+`PagedTensor` is what stands in the pages, `ReservedTensor` is a copy made once for the steps of a canvas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PagedTensor:
+    """One tensor of a layer's prefix, the keys or the values, whose tokens stand in pages of a pool.
+
+    pool_NPKd: every page's tokens; table_BM: int32, which page holds the columns [m P, (m + 1) P) of a row;
+    lengths_B: int32, how many columns each row has, and columns the most of them. What a page holds beyond a row's
+    length may be anything. Page 0 is never written and holds zeros.
+    """
+
+    pool_NPKd: Tensor
+    table_BM: Tensor
+    lengths_B: Tensor
+    columns: int
+
+    def dense(self) -> Tensor:
+        """The prefix as a tensor [B, columns, K, d], zeros after each row's length: a copy."""
+        page_tokens = self.pool_NPKd.shape[1]
+        column = torch.arange(self.columns, device=self.table_BM.device)
+        page_BS = self.table_BM[:, column // page_tokens]
+        index_BS = torch.where(column < self.lengths_B[:, None], page_BS * page_tokens + column % page_tokens, 0)
+        taken = self.pool_NPKd.flatten(0, 1).index_select(0, index_BS.flatten())
+        return taken.view(*index_BS.shape, *self.pool_NPKd.shape[2:])
+
+
+@dataclass(frozen=True, eq=False)
+class ReservedTensor:
+    """One tensor of a layer's prefix with room for the call's own tokens right behind it.
+
+    both_BKSd: the prefix in the first `columns` of the columns, finite where no query sees it, then the room.
+    """
+
+    both_BKSd: Tensor
+    columns: int
+
+    def joined(self, own_BTKd: Tensor) -> Tensor:
+        """Prefix and own tokens [B, K, S, d]; writes the own ones into the room."""
+        self.both_BKSd[:, :, self.columns :].copy_(own_BTKd.transpose(1, 2))
+        return self.both_BKSd
+
+
+PrefixTensor = Tensor | PagedTensor | ReservedTensor

@@ -1,0 +1,236 @@
+"""What the denoising steps of a set of rows have in common: positions, spans, RoPE, and the prefix for attention.
+
+It is made when rows join, leave or grow, and used for every step until then. `TabledSteps` has attention read the pages
+through block tables; `GatheredSteps`, for native ops, copies each row's pages once into a place of its own, with room
+for the canvas behind it, so that a step copies the canvas's keys and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from blockdiff.kernels.span_attention.paged import PagedTensor, ReservedTensor
+from blockdiff.layers.attention import Past
+from blockdiff.models.page_pool import Pool
+
+if TYPE_CHECKING:
+    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.pages import PagedRow
+
+SPARE_COLUMNS = 64  # columns are taken in multiples of so many, so that growing rows seldom need another place
+
+
+def table_of(rows: Sequence[PagedRow], pool: Pool, device: torch.device, width: int = 0) -> Tensor:
+    """The block tables of rows, int32 [B, at least `width`]; zeros after a row's last page."""
+    tables = [row.tables[pool.kind.name] for row in rows]
+    width = max(1, width, *map(len, tables))
+    return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32, device=device)
+
+
+def first_columns(rows: Sequence[PagedRow], pool: Pool) -> list[int]:
+    """The row column that each row's table begins with."""
+    return [row.first[pool.kind.name] * pool.page_tokens for row in rows]
+
+
+def paged_past(
+    rows: Sequence[PagedRow], pools: dict[str, Pool], device: torch.device, is_static: bool = False
+) -> tuple[list[Past] | None, dict[str, Tensor]]:
+    """Each layer's prefix in its pages, and by kind the row column [B] that column 0 stands for.
+
+    The prefix is None before anything was encoded. is_static: block tables are as wide as the next power of two, so
+    that few widths occur.
+    """
+    past: dict[int, tuple[PagedTensor, ...]] = {}
+    first_B = {}
+    for name, pool in pools.items():
+        first = first_columns(rows, pool)
+        lengths = [row.length - column for row, column in zip(rows, first, strict=True)]
+        pages = max(1, -(-max(lengths) // pool.page_tokens))
+        table_BM = table_of(rows, pool, device, 1 << (pages - 1).bit_length() if is_static else 0)
+        columns = table_BM.shape[1] * pool.page_tokens if is_static else max(lengths)
+        lengths_B = torch.tensor(lengths, dtype=torch.int32, device=device)
+        first_B[name] = torch.tensor(first, device=device)
+        for n, layer in enumerate(pool.layers):
+            past[layer] = tuple(PagedTensor(x[n], table_BM, lengths_B, columns) for x in pool.tensors)
+    return [past[layer] for layer in sorted(past)] if all(past.values()) else None, first_B
+
+
+class Steps:
+    """The steps of the canvases of `rows`, in the order of the places that the rows have.
+
+    order, back: indices that bring tensors of the caller's rows into that order and back (None: it is the same).
+    """
+
+    def __init__(self, model: BlockDiffusionModel, pools: dict[str, Pool]):
+        self.model, self.pools = model, pools
+        self.order: Tensor | None = None
+        self.back: Tensor | None = None
+        self.past: list[Past] | None = None
+        self._made_for: tuple[list[int], int, int] | None = None
+        self.rows: list[PagedRow] = []
+
+    def shares(self, rows: Sequence[PagedRow]) -> bool:
+        """Whether it was last made for some of these rows."""
+        return self.rows[:1] == rows[:1] or not set(self.rows).isdisjoint(rows)
+
+    def serve(self, rows: Sequence[PagedRow], canvases: int, canvas_length: int) -> None:
+        """Make it fit so many canvases of each of these rows, if it does not yet."""
+        wanted = [row.stamp for row in rows], canvases, canvas_length
+        if wanted != self._made_for:
+            self._make(rows, canvases, canvas_length)
+            self._made_for, self.rows = wanted, list(rows)
+
+    def _make(self, rows: Sequence[PagedRow], canvases: int, canvas_length: int) -> None:
+        raise NotImplementedError
+
+    def _place(self, rows: Sequence[PagedRow], canvases: int, canvas_length: int, first_B: dict[str, Tensor]) -> None:
+        """Positions, spans and RoPE of rows in the order of their places."""
+        device = self.model.device
+        start_B = torch.tensor([row.length for row in rows], device=device)
+        self.positions_BT = start_B[:, None] + torch.arange(canvases * canvas_length, device=device)
+        self.rope = self.model.rope(self.positions_BT)
+        self.spans = {
+            name: kind.running_spans(start_B, canvases, canvas_length).shifted(first_B[name])
+            for name, kind in self.model.kinds.items()
+        }
+
+
+class TabledSteps(Steps):
+    """For kernels that read pages: a step has the same shapes for as long as the widest table stays in its bucket.
+
+    Nothing in a step waits for the device.
+    """
+
+    def _make(self, rows: Sequence[PagedRow], canvases: int, canvas_length: int) -> None:
+        self.past, first_B = paged_past(rows, self.pools, self.model.device, is_static=True)
+        self._place(rows, canvases, canvas_length, first_B)
+
+
+class GatheredSteps(Steps):
+    """For native ops: tensors [layers, slots, K, columns, d] in which a row keeps its slot while it takes part.
+
+    A row's prefix fills the first columns of its slot (of a sliding layer: the last window - 1 tokens); zeros follow
+    up to the column where the canvases of all rows begin.
+    """
+
+    def __init__(self, model: BlockDiffusionModel, pools: dict[str, Pool]):
+        super().__init__(model, pools)
+        self._tensors: dict[str, list[Tensor]] = {name: [] for name in pools}
+        self._columns = dict.fromkeys(pools, 0)  # where canvases begin
+        self._filled: dict[PagedRow, tuple[int, int, int]] = {}  # slot, length and cuts at the last `_make`
+
+    def _make(self, rows: Sequence[PagedRow], canvases: int, canvas_length: int) -> None:
+        seats, moves = self._seat(rows)
+        seated: list[PagedRow] = [rows[0]] * len(rows)
+        for row, slot in zip(rows, seats, strict=True):
+            seated[slot] = row
+        own, first_B = canvases * canvas_length, {}
+        past: dict[int, tuple[ReservedTensor, ...]] = {}
+        for name, pool in self.pools.items():
+            first = [pool.first_kept(row.length) for row in seated]
+            columns = max(row.length - column for row, column in zip(seated, first, strict=True))
+            self._make_room(pool, len(rows), columns + own, is_new=self._filled.keys().isdisjoint(rows))
+            for x in self._tensors[name]:
+                if moves:
+                    come, go = (torch.tensor(slots, device=x.device) for slots in zip(*moves, strict=True))
+                    x[:, go, :, : self._columns[name]] = x[:, come, :, : self._columns[name]]
+                if columns > self._columns[name]:
+                    x[:, :, :, self._columns[name] : columns] = 0
+            self._columns[name] = columns
+            self._fill(pool, seated, first)
+            first_B[name] = torch.tensor(first, device=self.model.device)
+            for n, layer in enumerate(pool.layers):
+                both = [x[n, : len(rows), :, : columns + own] for x in self._tensors[name]]
+                past[layer] = tuple(ReservedTensor(x, columns) for x in both)
+        self.past = [past[layer] for layer in sorted(past)] if all(past.values()) else None
+        self._filled = {row: (slot, row.length, row.cuts) for slot, row in enumerate(seated)}
+        self._place(seated, canvases, canvas_length, first_B)
+        for name in self.spans:
+            lengths = {row.length - self.pools[name].first_kept(row.length) for row in rows}
+            self.spans[name].sees_all = canvases == 1 and len(lengths) == 1
+        is_same = seats == list(range(len(rows)))
+        self.back = None if is_same else torch.tensor(seats, device=self.model.device)
+        self.order = None if self.back is None else self.back.argsort()
+
+    def _seat(self, rows: Sequence[PagedRow]) -> tuple[list[int], list[tuple[int, int]]]:
+        """The slot of each row, among the first ones; and which slots move to which others for it."""
+        count = len(rows)
+        seats = [self._filled[row][0] if row in self._filled else -1 for row in rows]
+        taken = set(seats)
+        free = iter([slot for slot in range(count) if slot not in taken])
+        moves = []
+        for n, slot in enumerate(seats):
+            if not 0 <= slot < count:
+                seats[n] = next(free)
+                if slot >= 0:
+                    moves.append((slot, seats[n]))
+        return seats, moves
+
+    def _make_room(self, pool: Pool, slots: int, columns: int, is_new: bool) -> None:
+        """Have so many slots of so many columns; is_new: no row's prefix need be kept."""
+        name, columns = pool.kind.name, -(-columns // SPARE_COLUMNS) * SPARE_COLUMNS
+        old = list(self._tensors[name])
+        if old:
+            has_slots, has_columns = old[0].shape[1], old[0].shape[3]
+            is_enough = slots <= has_slots and columns <= has_columns
+            if is_enough and not (is_new and has_slots * has_columns > 4 * slots * columns):
+                return
+            if not is_new:  # a quarter more, so that not every canvas needs another place
+                slots = max(slots, has_slots if slots <= has_slots else has_slots * 5 // 4)
+                columns = max(columns, has_columns if columns <= has_columns else has_columns * 5 // 4)
+        kept = self._columns[name]
+        for n, x in enumerate(pool.tensors):
+            layers, K, d = x.shape[0], *x.shape[3:]
+            new = x.new_zeros(layers, slots, K, columns, d)
+            if old and not is_new:
+                new[:, : old[n].shape[1], :, :kept] = old[n][:, :, :, :kept]
+            self._tensors[name][n : n + 1] = [new]
+
+    def _fill(self, pool: Pool, seated: list[PagedRow], first: list[int]) -> None:
+        """Copy what slots do not hold yet of their rows' prefixes: all of it, or what a row has grown by."""
+        fresh: list[tuple[int, int]] = []
+        grown: list[tuple[int, int]] = []
+        for slot, (row, column) in enumerate(zip(seated, first, strict=True)):
+            _, length, cuts = self._filled.get(row, (0, 0, -1))
+            start = length - column if cuts == row.cuts and pool.first_kept(length) == column else 0
+            if start < row.length - column:
+                (grown if start else fresh).append((slot, start))
+        for some, width in ((fresh, self._columns[pool.kind.name]), (grown, None)):
+            if some and pool.tensors:
+                slots, starts = zip(*some, strict=True)
+                self._copy(
+                    pool, [seated[slot] for slot in slots], [first[slot] for slot in slots], slots, starts, width
+                )
+
+    def _copy(
+        self,
+        pool: Pool,
+        rows: list[PagedRow],
+        first: list[int],
+        slots: Sequence[int],
+        starts: Sequence[int],
+        width: int | None,
+    ) -> None:
+        """Copy the columns of some rows from `starts` on to their slots, and zeros after them up to the same width."""
+        size, device = pool.page_tokens, self.model.device
+        held = [row.length - column for row, column in zip(rows, first, strict=True)]
+        width = max(map(int.__sub__, held, starts)) if width is None else width
+        skipped = map(int.__sub__, first, first_columns(rows, pool))
+        numbers = torch.tensor([starts, held, list(skipped), slots], device=device)[..., None]
+        start_N1, held_N1, skipped_N1, slot_N1 = numbers
+        column_NW = start_N1 + torch.arange(width, device=device)
+        place_NW = column_NW + skipped_N1
+        table_NM = table_of(rows, pool, device).long()
+        page_NW = table_NM.gather(1, (place_NW // size).clamp(max=table_NM.shape[1] - 1))
+        index_NW = torch.where(column_NW < held_N1, page_NW * size + place_NW % size, 0)  # 0: in the page of zeros
+        for x, to in zip(pool.tensors, self._tensors[pool.kind.name], strict=True):
+            taken = x.flatten(1, 2).index_select(1, index_NW.flatten()).view(len(x), *index_NW.shape, *x.shape[3:])
+            target = to.transpose(2, 3)  # [layers, slots, columns, K, d]
+            if any(starts):
+                target[:, slot_N1, column_NW.clamp(max=target.shape[2] - 1)] = taken
+            else:
+                target[:, slot_N1[:, 0], :width] = taken
