@@ -23,7 +23,7 @@ from blockdiff.terminal import printable, shown
 if TYPE_CHECKING:
     from blockdiff.sampling import Request, Result, Sampler, Trace
 
-TRACE_KINDS = (".html", ".jsonl", ".png")
+TRACE_KINDS = (".html", ".jsonl", ".png", ".gif")
 DRAWN = 16  # requests on a page; a JSONL trace has them all
 
 
@@ -37,7 +37,7 @@ def sample(
     seed: options.Seed = 0,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Rounded up to whole canvases.")] = None,
     steps: options.MaxSteps = None,
-    trace: Annotated[Path | None, typer.Option(help="How it filled in: FILE.html, .jsonl or .png.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="How it filled in: FILE.html, .gif, .png or .jsonl.")] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Ask for reasoning, which is kept apart.")] = False,
     scores: Annotated[bool, typer.Option("--scores", help="Give every token's next-token log-probability.")] = False,
     best_of: Annotated[

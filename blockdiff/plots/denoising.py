@@ -26,6 +26,7 @@ from blockdiff.plots.moments import (
     most_entropy,
     prompt_of,
     step_moments,
+    thinned,
     unfinished,
     visible,
 )
@@ -101,7 +102,7 @@ class _Request:
     def document(self, level: _Level, texts: dict[str, int]) -> dict[str, Any]:
         trace, others = self.trace, len(self.views) - self.canvases
         views = [
-            facts | {"moments": [_moment(each, texts, level.has_noise) for each in _thinned(moments, level.stride)]}
+            facts | {"moments": [_moment(each, texts, level.has_noise) for each in thinned(moments, level.stride)]}
             for facts, moments in self.views[: others + level.canvases]
         ]
         finish = trace.canvases[-1].finish_reason if trace.canvases else None
@@ -139,12 +140,6 @@ def _levels(requests: Sequence[_Request]) -> Iterator[_Level]:
         yield (level := replace(level, requests=(level.requests + 1) // 2))
     while level.canvases > 1:
         yield (level := replace(level, canvases=(level.canvases + 1) // 2))
-
-
-def _thinned(moments: Sequence[Moment], stride: int) -> list[Moment]:
-    """The first noise, every so many steps, the last step and the commit."""
-    last = len(moments) - 2
-    return [moment for place, moment in enumerate(moments) if place % stride == 0 or place >= last]
 
 
 def _moment(moment: Moment, texts: dict[str, int], has_noise: bool) -> dict[str, Any]:

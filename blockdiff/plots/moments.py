@@ -133,6 +133,12 @@ def _step_cells(step: Step, before: Sequence[int], decode: Decode) -> Iterator[C
         )
 
 
+def thinned(moments: Sequence[Any], stride: int) -> list[Any]:
+    """Every so many of some moments, from the first noise on, and always the last step and the commit."""
+    last = len(moments) - 2
+    return [moment for place, moment in enumerate(moments) if place % stride == 0 or place >= last]
+
+
 def grid_side(trace: Trace) -> int | None:
     """4 or 9 where the prompt is a sudoku of that size (as `blockdiff data sudoku` writes it), else None."""
     cells = _puzzle(trace)

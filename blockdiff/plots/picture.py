@@ -1,94 +1,224 @@
-"""How one request's canvases fill in, as a PNG for a README; the page in `denoising` shows more."""
+"""How one request's canvases fill in, as a PNG for a README or an animated GIF; the page in `denoising` shows more.
+
+Both draw the same cells: a PNG has all moments of a canvas side by side, a GIF has a frame for each.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.plots.moments import Cell, Decode, Moment, grid_moments, grid_side, moments_of, most_entropy, visible
+from blockdiff.plots.moments import (
+    Cell,
+    Decode,
+    Moment,
+    grid_moments,
+    grid_side,
+    moments_of,
+    most_entropy,
+    thinned,
+    visible,
+)
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from blockdiff.sampling.trace import Trace
 
-WIDEST = 48  # positions of a canvas that fit a picture
-INK, SOFT, WRONG = "#1f2328", "#8b929b", "#b91c1c"
-SURE, GIVEN, EMPTY = "#0f9d76", "#e2e5ea", "#f7f8fa"
+WIDEST = 48  # positions of a canvas that fit a PNG
+COLUMNS = 16  # cells in a line of a frame
+FRAMES = 150  # most frames of a GIF; of more moments some are left out
+MILLISECONDS, LAST_MILLISECONDS = 600, 2500  # that a frame stays
+Colour = tuple[int, int, int]
+INK, SOFT, WRONG, PAGE = (31, 35, 40), (107, 114, 128), (185, 28, 28), (255, 255, 255)
+SURE, MARK, GIVEN, EMPTY, HOT = (15, 157, 118), (37, 99, 235), (226, 229, 234), (247, 248, 250), (234, 88, 12)
+LEGEND = (
+    (Cell("a", "guess", entropy=math.inf), "unsure"),
+    (Cell("a", "guess", entropy=0.0, is_accepted=True), "kept"),
+    (Cell("a", "guess", entropy=0.0, is_changed=True), "changed"),
+    (Cell("a", "noise"), "noise"),
+    (Cell("a", "given"), "given"),
+)
+UNIT = 2  # pixels of a point: pictures are sharp on dense screens
 
 
 def draw_picture(trace: Trace, path: str | Path, decode: Decode) -> None:
-    """Draw a trace as PNG: rows = moments, columns = positions; a sudoku as squares side by side.
+    """Draw a trace as the suffix of `path` says: .gif moves, with a frame per moment; anything else is a still.
 
-    Canvases wider than 48 positions are cut; of several canvases the rows show the first.
+    A sudoku is drawn as squares. Of other texts a still has a row per moment of the first canvas and at most its first
+    48 positions; a GIF goes through all canvases, in at most 150 frames.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    most = most_entropy([trace])
-    if side := grid_side(trace):
-        moments = grid_moments(trace, side, decode)
-        figure = Figure(figsize=(1.75 * len(moments), 2.25), dpi=150)
-        panels = figure.subplots(1, len(moments), squeeze=False)[0]
-        for moment, axes in zip(moments, panels, strict=True):
-            _square(axes, moment, side, most)
-        figure.subplots_adjust(left=0.01, right=0.99, bottom=0.2, top=0.98, wspace=0.12)
-    else:
+    most, side = most_entropy([trace]), grid_side(trace)
+    if side:
+        panels = [_square(moment, side, most) for moment in grid_moments(trace, side, decode)]
+    is_moving = Path(path).suffix == ".gif"
+    if is_moving and not side:
+        named = [(canvas, moment) for canvas in trace.canvases for moment in moments_of(trace, canvas, decode)]
+        panels = [_lines(moment, f"canvas {canvas.canvas + 1}, ", most) for canvas, moment in named]
+    elif not side:
         moments = moments_of(trace, trace.canvases[0], decode) if trace.canvases else []
-        width = min(WIDEST, max((len(moment.cells) for moment in moments), default=1))
-        figure = Figure(figsize=(1.6 + 0.42 * width, 0.4 + 0.4 * len(moments)), dpi=150, layout="constrained")
-        _rows(figure.add_subplot(), moments, width, most)
-    FigureCanvasAgg(figure)
-    figure.savefig(str(path), facecolor="white")
+        panels = [_rows(moments, most)]
+    if is_moving:
+        _save_moving([_framed([panel], most) for panel in thinned(panels, -(-len(panels) // FRAMES))], path)
+    else:
+        _framed(panels, most).save(str(path), format="PNG")
 
 
-def heat(entropy: float | None, most: float) -> tuple[float, float, float]:
+def heat(entropy: float | None, most: float) -> Colour:
     """The colour of a cell: from near white (sure) to orange (the largest entropy drawn)."""
     share = 0.0 if entropy is None else min(1.0, entropy / most)
-    cold, hot = (0.969, 0.973, 0.980), (0.918, 0.345, 0.047)
-    red, green, blue = (a + (b - a) * share for a, b in zip(cold, hot, strict=True))
+    red, green, blue = (round(cold + (hot - cold) * share) for cold, hot in zip(EMPTY, HOT, strict=True))
     return red, green, blue
 
 
-def _square(axes: Any, moment: Moment, side: int, most: float) -> None:
+def drawable(text: str, style: str = "") -> str:
+    """A text without what the font cannot draw: such a character is written as its code point, `4F60 597D`."""
+    glyphs = _glyphs(style)
+    pieces = (character if ord(character) in glyphs else f" {ord(character):04X} " for character in text)
+    return " ".join("".join(pieces).split())  # spaces of the text itself have signs here (`visible`)
+
+
+class Board:
+    """A white picture to put cells and words on; everything is measured in points."""
+
+    def __init__(self, width: float, height: float):
+        from PIL import Image, ImageDraw
+
+        self.image = Image.new("RGB", (max(1, math.ceil(width * UNIT)), max(1, math.ceil(height * UNIT))), PAGE)
+        self._pen = ImageDraw.Draw(self.image)
+
+    def words(
+        self, x: float, y: float, text: str, size: float = 8, colour: Colour = INK, style: str = "", anchor: str = "lm"
+    ) -> None:
+        """Write one line; the anchor is Pillow's (lm: the left end of its middle)."""
+        self._pen.text((x * UNIT, y * UNIT), text, fill=colour, font=_font(style, size), anchor=anchor)
+
+    def line(self, x1: float, y1: float, x2: float, y2: float) -> None:
+        """A line between boxes of a sudoku."""
+        self._pen.line([x1 * UNIT, y1 * UNIT, x2 * UNIT, y2 * UNIT], fill=INK, width=UNIT)
+
+    def cell(self, x: float, y: float, width: float, height: float, cell: Cell, most: float, size: float) -> None:
+        """One position: orange the less sure, framed where kept (green) or pinned (black), a corner if it changed."""
+        is_sure = cell.is_accepted or cell.state == "committed"
+        fill = {"given": GIVEN, "noise": EMPTY}.get(cell.state) or heat(cell.entropy, most)
+        box = [v * UNIT for v in (x + 1, y + 1, x + width - 1, y + height - 1)]
+        edge = INK if cell.is_pinned else SURE if is_sure else fill
+        self._pen.rectangle(box, fill=GIVEN if cell.is_pinned else fill, outline=edge, width=round(1.25 * UNIT))
+        if cell.is_changed:
+            corner = min(width, height) * 0.3 * UNIT
+            self._pen.polygon([(box[2] - corner, box[1]), (box[2], box[1]), (box[2], box[1] + corner)], fill=MARK)
+        text = visible(cell.text) if cell.text else ""
+        if text:
+            style = "Bold" if is_sure or cell.is_pinned or cell.state == "given" else ""
+            style = "Oblique" if cell.state == "noise" and not cell.is_pinned else style
+            shown = drawable(text, style)
+            room = int((width - 4) / (0.6 * size * 0.7))  # characters, of a size that may shrink a little
+            shown = shown if len(shown) <= room else shown[: max(1, room - 1)] + "…"
+            size = min(size, (width - 4) / (0.6 * max(1, len(shown))))
+            colour = SOFT if cell.state == "noise" and not cell.is_pinned else WRONG if cell.is_wrong else INK
+            self.words(x + width / 2, y + height / 2, shown, size, colour, style, anchor="mm")
+
+
+def _square(moment: Moment, side: int, most: float) -> Image:
+    """A sudoku at one moment, with its name and numbers below."""
+    size = 26 if side == 4 else 18
+    width = side * size
+    board = Board(width + 8, width + 34)
     for place, cell in enumerate(moment.cells):
         row, column = divmod(place, side)
-        _draw_cell(axes, column, row, cell, most, size=15 if side == 4 else 8)
+        board.cell(4 + column * size, 4 + row * size, size, size, cell, most, 15 if side == 4 else 10)
     box = math.isqrt(side)
     for edge in range(box, side, box):
-        axes.plot([edge, edge], [0, side], color=INK, linewidth=1.2)
-        axes.plot([0, side], [edge, edge], color=INK, linewidth=1.2)
-    axes.set(xlim=(-0.05, side + 0.05), ylim=(side + 0.05, -0.05), aspect="equal")
-    axes.axis("off")
-    detail = moment.detail.split(" · ")
-    caption = "\n".join([moment.name, " · ".join(detail[:2])])
-    axes.text(side / 2, side + 0.15, caption, ha="center", va="top", fontsize=8, color=INK, linespacing=1.5)
+        board.line(4 + edge * size, 4, 4 + edge * size, 4 + width)
+        board.line(4, 4 + edge * size, 4 + width, 4 + edge * size)
+    detail = " · ".join(moment.detail.split(" · ")[:2])
+    board.words(4 + width / 2, width + 14, moment.name, 8, style="Bold", anchor="mm")
+    board.words(4 + width / 2, width + 25, detail, min(7, 1.6 * width / max(1, len(detail))), SOFT, anchor="mm")
+    return board.image
 
 
-def _rows(axes: Any, moments: Sequence[Moment], width: int, most: float) -> None:
+def _rows(moments: Sequence[Moment], most: float) -> Image:
+    """A row per moment, a column per position."""
+    length = max((len(moment.cells) for moment in moments), default=0)
+    width, size = min(WIDEST, length), 28
+    board = Board(66 + width * size + 34 * (length > width), 8 + 22 * max(1, len(moments)))
     for row, moment in enumerate(moments):
-        axes.text(-0.3, row + 0.5, moment.name, ha="right", va="center", fontsize=8, color=INK)
+        board.words(60, 15 + 22 * row, moment.name, 8, anchor="rm")
         for column, cell in enumerate(moment.cells[:width]):
-            _draw_cell(axes, column, row, cell, most, size=7)
-    axes.set(xlim=(-3.2, width + 0.1), ylim=(len(moments) + 0.1, -0.1), aspect="auto")
-    axes.axis("off")
+            board.cell(64 + column * size, 4 + 22 * row, size, 22, cell, most, 8)
+        if length > width:
+            board.words(66 + width * size, 15 + 22 * row, f"+{length - width}", 8, SOFT)
+    return board.image
 
 
-def _draw_cell(axes: Any, x: float, y: float, cell: Cell, most: float, size: float) -> None:
-    from matplotlib.patches import Polygon, Rectangle
+def _lines(moment: Moment, before: str, most: float) -> Image:
+    """A frame of a GIF: the canvas at one moment, broken into lines."""
+    size, count = 46, len(moment.cells)
+    columns = min(COLUMNS, count)
+    width = 8 + max(columns * size, 360)
+    board = Board(width, 26 + 24 * math.ceil(count / max(1, columns)))
+    board.words(4, 11, before + moment.name, 9, style="Bold")
+    board.words(width - 4, 11, moment.detail, 8, SOFT, anchor="rm")
+    for place, cell in enumerate(moment.cells):
+        row, column = divmod(place, columns)
+        board.cell(4 + column * size, 22 + 24 * row, size, 24, cell, most, 8.5)
+    return board.image
 
-    is_sure = cell.is_accepted or cell.state == "committed"
-    colour = {"given": GIVEN, "noise": EMPTY}.get(cell.state) or heat(cell.entropy, most)
-    edge = SURE if is_sure else "white"
-    axes.add_patch(Rectangle((x + 0.04, y + 0.04), 0.92, 0.92, facecolor=colour, edgecolor=edge, linewidth=1.3))
-    if cell.is_changed:
-        corner = [(x + 0.96, y + 0.04), (x + 0.66, y + 0.04), (x + 0.96, y + 0.34)]
-        axes.add_patch(Polygon(corner, facecolor="#2563eb", edgecolor="none"))
-    text = visible(cell.text)[:5] if cell.text else ""
-    look = {
-        "fontsize": max(4.0, size * min(1.0, 2 / max(1, len(text)))),
-        "color": SOFT if cell.state == "noise" else WRONG if cell.is_wrong else INK,
-        "fontstyle": "italic" if cell.state == "noise" else "normal",
-        "fontweight": "bold" if is_sure or cell.state == "given" else "normal",
-    }
-    axes.text(x + 0.5, y + 0.54, text.replace("$", r"\$"), ha="center", va="center", **look)
+
+def _framed(panels: Sequence[Image], most: float) -> Image:
+    """Panels side by side, and below them what colours and frames mean."""
+    width = sum(panel.width for panel in panels) / UNIT
+    height = max(panel.height for panel in panels) / UNIT
+    words = [(cell, f"{word} ({most:.2f} nats)" if word == "unsure" else word) for cell, word in LEGEND]
+    steps = [34 + 5.0 * len(word) for _, word in words]
+    columns, line = [[0.0, 0.0]], 0.0
+    for step in steps[:-1]:
+        x = columns[-1][0] + step
+        line += 17 * (x + step > width)
+        columns.append([0.0 if x + step > width else x, line])
+    board = Board(max(width, max(steps)), height + line + 22)
+    left = 0
+    for panel in panels:
+        board.image.paste(panel, (left, 0))
+        left += panel.width
+    for (cell, word), (x, y) in zip(words, columns, strict=True):
+        board.cell(6 + x, height + y + 3, 15, 15, cell, most, 7)
+        board.words(24 + x, height + y + 10.5, word, 7, SOFT)
+    return board.image
+
+
+def _save_moving(frames: Sequence[Image], path: str | Path) -> None:
+    """Write frames as an endless GIF; the last one stays longer."""
+    from PIL import Image
+
+    width, height = max(f.width for f in frames), max(f.height for f in frames)
+    equal = [Image.new("RGB", (width, height), PAGE) for _ in frames]
+    for whole, frame in zip(equal, frames, strict=True):
+        whole.paste(frame, (0, 0))
+    lasting = [MILLISECONDS] * (len(frames) - 1) + [LAST_MILLISECONDS]
+    equal[0].save(str(path), format="GIF", save_all=True, append_images=equal[1:], duration=lasting, loop=0)
+
+
+def _file(style: str) -> str:
+    """A monospaced font with many signs, which comes with matplotlib."""
+    import matplotlib
+
+    name = f"DejaVuSansMono{'-' * bool(style)}{style}.ttf"
+    return str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name)
+
+
+@cache
+def _font(style: str, size: float) -> Any:
+    from PIL import ImageFont
+
+    return ImageFont.truetype(_file(style), size * UNIT)
+
+
+@cache
+def _glyphs(style: str) -> frozenset[int]:
+    from matplotlib.ft2font import FT2Font
+
+    return frozenset(FT2Font(_file(style)).get_charmap())

@@ -127,7 +127,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["data", "sudoku", "--output", "o", "--seed", str(2**64)], "--seed"),
         (["init", "tiny", "d", "--seed", str(2**64)], "--seed"),
         (["sample", "m", "--prompt", "a", "-o", "x.png", "--trace", "x.png"], "x.png is the file of --output, too"),
-        (["sample", "m", "--prompt", "a", "--trace", "x.gif"], "x.gif ends in none of .html, .jsonl, .png"),
+        (["sample", "m", "--prompt", "a", "--trace", "x.svg"], "x.svg ends in none of .html, .jsonl, .png, .gif"),
         (["eval", "m", "--task", "chess", "--data", "d.jsonl"], "'chess' is none of exact, gsm8k, sudoku"),
         (["data", "sudoku", "--size", "5", "--count", "3", "--output", "o"], "5 is neither 4 nor 9"),
         (["data", "sudoku", "--output", "o"], "say how many puzzles"),
@@ -471,6 +471,8 @@ def test_traces_are_written_as_the_suffix_says(workshop: Path, tmp_path: Path, p
     assert 'id="data"' in (tmp_path / "t.html").read_text()
     works(*words, tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    works(*words, tmp_path / "t.gif")
+    assert (tmp_path / "t.gif").read_bytes().startswith(b"GIF89a")
 
 
 @pytest.mark.quick
