@@ -37,6 +37,7 @@ def evaluate(
     best_of: Annotated[int, typer.Option(min=1, help="Draw so many answers a row; the best by its score counts.")] = 1,
     seed: options.Seed = 0,
     steps: options.MaxSteps = None,
+    strategy: options.Strategy = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of a response (default: what the task's responses need).")
     ] = None,
@@ -73,7 +74,7 @@ def evaluate(
 
     def report_of(path: str) -> dict[str, Any]:
         """The report of one model, whose weights are gone afterwards."""
-        sampler = Sampler.from_pretrained(path, dtype=dtype, device=device, kernels=kernels)
+        sampler = Sampler.from_pretrained(path, dtype=dtype, device=device, kernels=kernels, strategy=strategy)
         numbers = answer(
             sampler,
             rows,

@@ -27,6 +27,24 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that
 BatchSize = Annotated[int, typer.Option(min=1, help="Requests that run together.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")]
+def _explained(value: str | None) -> str | None:
+    if value == "help":
+        from blockdiff.sampling.strategies import strategies_table
+
+        typer.echo(strategies_table())
+        raise typer.Exit
+    return value
+
+
+Strategy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[:KEY=VALUE,...]",
+        help="How canvases are denoised (default: as the released model's); `help` lists the names.",
+        callback=_explained,
+        is_eager=True,
+    ),
+]
 Kernels = Annotated[str, typer.Option(help="auto, triton or torch.")]
 
 

@@ -37,6 +37,7 @@ def sample(
     seed: options.Seed = 0,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Rounded up to whole canvases.")] = None,
     steps: options.MaxSteps = None,
+    strategy: options.Strategy = None,
     trace: Annotated[Path | None, typer.Option(help="How it filled in: FILE.html, .gif, .png or .jsonl.")] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Ask for reasoning, which is kept apart.")] = False,
     scores: Annotated[bool, typer.Option("--scores", help="Give every token's next-token log-probability.")] = False,
@@ -88,7 +89,7 @@ def sample(
         options.require_free(written, model, prompts, overwrite=overwrite)
         options.make_parent(written)
     quiet()
-    sampler = Sampler.from_pretrained(model, dtype=dtype, device=device, kernels=kernels)
+    sampler = Sampler.from_pretrained(model, dtype=dtype, device=device, kernels=kernels, strategy=strategy)
 
     recorder = view = None
     if trace is not None:

@@ -5,7 +5,7 @@ from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.prompts import read_prompts
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.sampling.strategies import Composed
+from blockdiff.sampling.strategies import Composed, parse_strategy
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Recorder, Step, Trace, write_traces
 
@@ -24,6 +24,7 @@ __all__ = [
     "Step",
     "Strategy",
     "Trace",
+    "parse_strategy",
     "read_prompts",
     "write_traces",
 ]

@@ -15,7 +15,7 @@ from blockdiff.models.family import family_of
 from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.reasoning import separated
 from blockdiff.sampling.request import Pending, Request, Result, tokenised
-from blockdiff.sampling.strategies import released
+from blockdiff.sampling.strategies import as_strategy
 from blockdiff.sampling.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Context:
     the weights the model was loaded from, else transformers' defaults. Where they name no eos, the model's config does,
     else the tokenizer; with none, every response runs to its full length. Without `choices` the model is taken for what
     the blockdiff.json beside its weights says, else for a plain denoiser of uniform noise. Without `strategy` canvases
-    are denoised by the released model's rules, with the numbers of the settings.
+    are denoised by the released model's rules, with the numbers of the settings; text may name one (docs/sampling.md).
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Context:
         tokenizer: PreTrainedTokenizerBase | None = None,
         generation: Generation | None = None,
         choices: Choices | None = None,
-        strategy: Strategy | None = None,
+        strategy: Strategy | str | None = None,
     ):
         self.model, self.tokenizer = model, tokenizer
         self._has_warned = False  # of tokens without a text
         origin = _origin(model)
         generation = generation or (Generation.from_pretrained(origin) if origin else Generation())
-        self.strategy: Strategy = strategy or released(generation)
+        self.strategy = as_strategy(strategy, generation)
         self.choices = choices or (Choices.from_pretrained(origin) if origin else Choices())
         mask_id = self.choices.mask_id
         if mask_id is not None and mask_id >= model.vocab_size:
@@ -91,7 +91,7 @@ class Context:
         asked = tokenised(request, place, seed, self.tokenizer, self.model.vocab_size)
         asked.canvases = self.canvases(request.max_new_tokens or self.generation.max_new_tokens)
         asked.max_steps = request.max_steps or self.generation.max_steps
-        asked.strategy = request.strategy
+        asked.strategy = None if request.strategy is None else as_strategy(request.strategy, self.generation)
         length = self.model.canvas_length
         if self.positions is not None and len(asked.prompt_tokens) > self.positions - asked.canvases * length:
             raise RequestError(

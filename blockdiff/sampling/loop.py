@@ -127,6 +127,7 @@ def _denoise(
             unchanged_B=unchanged_B,
             kept_BL=kept_BL,
             is_pinned_BL=None,
+            noise_probability=1 / model.vocab_size if mask_id is None else 0.0,
             draw=partial(draws.second, step),
         )
         decision = strategy.decide(canvases)

@@ -47,7 +47,7 @@ class Request:
     best_of: int = 1
     max_new_tokens: int | None = None
     max_steps: int | None = None
-    strategy: Strategy | None = None
+    strategy: Strategy | str | None = None
     template: str | None = None
     regex: str | None = None
     json_schema: str | Mapping[str, Any] | None = None

@@ -18,6 +18,7 @@ from blockdiff.sampling.context import Context
 from blockdiff.sampling.loop import OnCanvas, OnStep, generate_in_lockstep
 from blockdiff.sampling.request import Pending, Prompt, Request, Result, as_request, draws_of
 from blockdiff.sampling.scores import best, score
+from blockdiff.sampling.strategies import as_strategy
 from blockdiff.sampling.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Sampler:
         tokenizer: PreTrainedTokenizerBase | None = None,
         generation: Generation | None = None,
         choices: Choices | None = None,
-        strategy: Strategy | None = None,
+        strategy: Strategy | str | None = None,
     ):
         self.context = Context(model, tokenizer, generation, choices, strategy)
 
@@ -66,7 +67,12 @@ class Sampler:
 
     @classmethod
     def from_pretrained(
-        cls, path_or_hub_id: str | Path, dtype: str = "bfloat16", device: str = "auto", kernels: str = "auto"
+        cls,
+        path_or_hub_id: str | Path,
+        dtype: str = "bfloat16",
+        device: str = "auto",
+        kernels: str = "auto",
+        strategy: Strategy | str | None = None,
     ) -> Sampler:
         """A sampler from a checkpoint directory or a Hub id, with its tokenizer and settings; the rest as in `load`.
 
@@ -74,7 +80,9 @@ class Sampler:
         """
         directory = find(path_or_hub_id)
         generation, tokenizer = Generation.from_pretrained(directory), load_tokenizer(directory)
-        return cls(load(directory, dtype=dtype, device=device, kernels=kernels), tokenizer, generation)
+        strategy = as_strategy(strategy, generation)
+        model = load(directory, dtype=dtype, device=device, kernels=kernels)
+        return cls(model, tokenizer, generation, strategy=strategy)
 
     def generate(
         self,

@@ -21,10 +21,14 @@ class Shape:
 
     temperature: logits are divided by it. top_k, top_p, min_p: of every position's tempered distribution only the k
     likeliest tokens are left, the fewest likeliest ones whose probabilities reach top_p, those at least min_p times as
-    likely as the likeliest. guidance: w in z_u + (1 + w) (z_c - z_u), where z_u are the logits after the bos token
-    alone; 0 = the model's own logits z_c. alpha: the share of the canvas taken to be true, for models that were
-    trained to predict each token from the others alone: what the seen token says of itself is added by it (None adds
-    nothing). The soft embedding that the next step is conditioned on is made without filters and without that.
+    likely as the likeliest. guidance: w in z_u + (1 + w) (z_c - z_u), where z_u are the logits without the prompt and
+    z_c the model's own; 0 = these. is_of_seen: `stats.log_probability` is of the tokens that the step saw, not of the
+    samples. The soft embedding that the next step is conditioned on is made of the model's own tempered logits.
+
+    alpha: the share of the canvas taken to be true, from which follows what a token that the step saw says of itself.
+    With it a model that was trained to predict each token from the others alone (leave_one_out) gives the distribution
+    given all of them, and with `is_of_others` any other model gives the one given the others alone; None = the logits
+    as they are.
     """
 
     temperature: float
@@ -33,6 +37,8 @@ class Shape:
     min_p: float = 0.0
     guidance: float = 0.0
     alpha: float | None = None
+    is_of_others: bool = False
+    is_of_seen: bool = False
 
 
 @dataclass
@@ -48,11 +54,12 @@ class Canvases:
     steps_B: Tensor  # int64: the most steps that the canvas may take
     temperature_B: Tensor  # fp32
     tokens_BL: Tensor  # int64: what the step saw
-    stats: Stats  # of this step, as the shape says: entropy, argmax, sample, log_probability (of the sample)
+    stats: Stats  # of this step, as the shape says: entropy, argmax, sample, log_probability
     previous_BL: Tensor  # int64: the argmax of the step before; -1 in a canvas's first step
     unchanged_B: Tensor  # int64: for how many steps in a row the argmax has been the same
     kept_BL: Tensor  # bool: positions whose token was kept or stayed at the step before; False in the first step
     is_pinned_BL: Tensor | None  # bool: positions whose token is given; None where none is
+    noise_probability: float  # of each token under the noise: 1 / V, or 0 where all noise is the mask
     draw: Callable[[], Tensor]  # what `uniform_BL` is made by, for strategies that ask for it
 
     @cached_property

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,8 +23,9 @@ from blockdiff.data.rows import CONTENT_KEYS
 from blockdiff.data.sources import Source
 from blockdiff.diffusion.schedule import Linear, Schedule, StratifiedTime, TimeDraw
 from blockdiff.diffusion.weight import NoWeight, Weight
-from blockdiff.errors import DataError
+from blockdiff.errors import DataError, RequestError
 from blockdiff.layers.lora import LowRank
+from blockdiff.sampling.strategies.text import parse_strategy
 from blockdiff.training import objects
 from blockdiff.training.objects import Positive
 from blockdiff.training.one_of import by_class
@@ -216,6 +218,14 @@ class TrainSection(Section):
         return self
 
 
+def _strategy(text: str) -> str:
+    try:
+        parse_strategy(text)
+    except RequestError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
 class EvaluationSection(Section):
     """What is measured during training beside the training losses, and what follows from it."""
 
@@ -225,6 +235,7 @@ class EvaluationSection(Section):
     prompts_every: Count = 0  # 0 = at the end only
     prompts_count: Positive = 32
     task: Literal["countdown", "exact", "gsm8k", "sudoku"] = "exact"
+    strategy: Annotated[str, AfterValidator(_strategy)] | None = None  # of the sampling: NAME:key=value,...
     best: str | None = None  # the metric whose best checkpoint is kept and becomes model/
     patience: Positive | None = None  # evaluations without a better `best` before training ends
 

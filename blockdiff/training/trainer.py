@@ -237,7 +237,8 @@ class Trainer:
     def sample(self, step: int) -> Record:
         """The figures of the sampled prompts; some of their texts go to samples.jsonl."""
         base, data = self.built.base, self.built.data
-        sampler = Sampler(self.built.model, base.tokenizer, base.generation, self.built.choices)
+        strategy = self.recipe.evaluation.strategy
+        sampler = Sampler(self.built.model, base.tokenizer, base.generation, self.built.choices, strategy)
         with self.averaged():
             sampled = sample_prompts(
                 sampler,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,10 +14,21 @@ from transformers.models.diffusion_gemma import generation_diffusion_gemma as re
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.sampling.strategies import Composed, released
-from blockdiff.sampling.strategies.acceptance import EntropyBound
-from blockdiff.sampling.strategies.stopping import StableAndConfident
-from blockdiff.sampling.strategies.temperature import LinearTemperature
+from blockdiff.sampling.strategies import (
+    AllKept,
+    Ancestral,
+    Composed,
+    Confident,
+    ConstantTemperature,
+    CosineTemperature,
+    EntropyBound,
+    LinearTemperature,
+    Never,
+    Quota,
+    StableAndConfident,
+    Sticky,
+    released,
+)
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
 from tests.canvases import canvases_of
 from tests.scripted import ScriptedModel, random_script
@@ -133,10 +146,182 @@ def test_the_second_uniform_numbers_have_an_address():
 def test_without_a_strategy_the_released_rules_have_the_numbers_of_the_settings():
     generation = Generation(entropy_bound=0.3, t_min=0.1, t_max=0.9, stability=2, confidence=0.4)
     model = ScriptedModel(random_script(L, V, {}, {}), L, V)
-    expected = Composed(EntropyBound(0.3), LinearTemperature(0.1, 0.9), StableAndConfident(2, 0.4))
+    rules = dict(temperature=LinearTemperature(0.1, 0.9), stopping=StableAndConfident(2, 0.4))
+    expected = Composed(EntropyBound(0.3), **rules)
     assert Sampler(model, None, generation).strategy == released(generation) == expected
     assert released(Generation()) == Composed()
 
 
+def test_a_request_may_bring_its_own_strategy_and_a_mistake_in_it_is_its_own_error():
+    never, five = Composed(stopping=Never()), "quota:stopping=all_kept,sticky=true,pace=bad"
+    requests = [Request(0, tokens=[5]), Request(1, tokens=[5], strategy=never)]
+    requests += [Request(2, tokens=[5], strategy="ddim:stopping=never"), Request(3, tokens=[5], strategy=five)]
+    requests += [Request(4, tokens=[5], strategy=Composed)]
+    *answered, misspelt, no_object = sampler_of(None, calm={5: 0}).generate(requests)
+    assert [result.steps for result in answered] == [[2], [4], [4]]
+    assert "pace takes one of linear, cosine" in misspelt.error
+    assert "an object with shape() and decide()" in no_object.error
+
+
 def test_equal_strategies_are_one_strategy():
     assert len({Composed(), Composed(EntropyBound(0.1)), Composed(EntropyBound(0.2))}) == 2
+
+
+def test_other_temperatures_and_what_is_none():
+    falling = [CosineTemperature(0.4, 0.8).at(step, 8) for step in range(8)]
+    assert falling[0] == pytest.approx(0.8) and falling[4] == pytest.approx(0.6) and falling[7] > 0.4
+    assert falling == sorted(falling, reverse=True)
+    assert {ConstantTemperature(0.7).at(step, 8) for step in range(8)} == {0.7}
+    for kind, numbers in ((LinearTemperature, (0.8, 0.4)), (ConstantTemperature, (0.0,)), (CosineTemperature, (0, 0))):
+        with pytest.raises(ValueError, match="must be"):
+            kind(*numbers)
+
+
+def test_a_canvas_stops_by_stability_by_confidence_when_all_is_kept_or_never():
+    kept = torch.tensor([[True, True], [True, False], [True, True], [False, True]])
+    unchanged = torch.tensor([0, 1, 2, 2])
+    seen = with_entropy(torch.tensor([[0.1, 0.0], [0.1, 0.0], [0.1, 0.0], [0.3, 0.5]]))
+    seen = replace(seen, unchanged_B=unchanged, kept_BL=kept)
+    assert StableAndConfident(2, math.inf).stop(seen).tolist() == [False, False, True, True]
+    assert StableAndConfident(0, 0.06).stop(seen).tolist() == [True, True, True, False]
+    assert StableAndConfident(1, 0.06).stop(seen).tolist() == [False, True, True, False]
+    assert AllKept().stop(seen).tolist() == [True, False, True, False]
+    assert Never().stop(seen) is None
+
+
+def with_probability(p_BL: Tensor, **given: object) -> Canvases:
+    canvases = canvases_of(torch.zeros(*p_BL.shape, 2), **given)
+    return replace(canvases, stats=canvases.stats._replace(log_probability=p_BL.log()))
+
+
+def test_confident_samples_are_kept_and_at_least_one_that_was_not():
+    p = torch.tensor([[0.95, 0.2, 0.91, 0.3], [0.1, 0.2, 0.4, 0.3], [0.99, 0.2, 0.3, 0.1]])
+    kept = torch.tensor([[False] * 4, [False] * 4, [True, False, True, False]])
+    expected = [[True, False, True, False], [False, False, True, False], [True, True, False, False]]
+    assert Confident(0.9).accept(with_probability(p, kept_BL=kept)).keep_BL.tolist() == expected
+
+
+@pytest.mark.parametrize("pace,wanted", [("linear", [2, 4, 5]), ("cosine", [1, 3, 5])])
+def test_a_quota_is_reached_step_by_step_by_the_likeliest(pace, wanted):
+    p = torch.tensor([[0.3, 0.9, 0.1, 0.8, 0.8]])
+    order = [1, 3, 4, 0, 2]  # equal ones in the order of their positions
+    for step, count in enumerate(wanted):
+        seen = with_probability(p, step_B=torch.tensor([step]), steps_B=torch.tensor([3]))
+        keep = Quota(pace).accept(seen).keep_BL[0]
+        assert keep.nonzero().flatten().tolist() == sorted(order[:count])
+
+
+def committed_in_blocks(p_TBL: Tensor, sample_TBL: Tensor, noise_TBL: Tensor, threshold: float) -> list[Tensor]:
+    """The canvases after every step of block refinement without a mask, position by position.
+
+    A plain statement of the rule of diffusers' BlockRefinementScheduler (0.42.1), with which it was compared once.
+    """
+    T, B, L = p_TBL.shape
+    canvases, committed, canvas = [], [[False] * L for _ in range(B)], torch.zeros(B, L, dtype=torch.int64)
+    for step in range(T):
+        canvas = canvas.clone()
+        for row in range(B):
+            open_ones = [place for place in range(L) if not committed[row][place]]
+            owed = -(-(step + 1) * L // T) - (L - len(open_ones))
+            ranked = sorted(open_ones, key=lambda place: -float(p_TBL[step, row, place]))
+            chosen = set(ranked[: max(0, owed)]) | {x for x in open_ones if p_TBL[step, row, x] > threshold}
+            for place in range(L):
+                if place in chosen:
+                    canvas[row, place], committed[row][place] = sample_TBL[step, row, place], True
+                elif not committed[row][place]:
+                    canvas[row, place] = noise_TBL[step, row, place]
+        canvases.append(canvas)
+    return canvases
+
+
+def test_a_sticky_quota_is_block_refinement():
+    T, B, L = 5, 6, 13
+    generator = torch.Generator().manual_seed(3)
+    p, sample = torch.rand(T, B, L, generator=generator), torch.randint(9, (T, B, L), generator=generator)
+    noise = torch.randint(9, (T, B, L), generator=generator)
+    expected = committed_in_blocks(p, sample, noise, threshold=1.0)
+    canvas, kept = torch.zeros(B, L, dtype=torch.int64), torch.zeros(B, L, dtype=torch.bool)
+    for step in range(T):
+        named = dict(step_B=torch.full((B,), step), steps_B=torch.full((B,), T), tokens_BL=canvas, kept_BL=kept)
+        seen = with_probability(p[step], **named)
+        seen = replace(seen, stats=seen.stats._replace(sample=sample[step]))
+        decision = Sticky(Quota()).accept(seen)
+        kept = decision.kept_BL
+        canvas = decision.standing(seen).where(kept, noise[step])
+        assert torch.equal(canvas, expected[step])
+    assert kept.all()
+
+
+@pytest.mark.parametrize("rule", [EntropyBound(1.0), Confident(0.5), Quota()], ids=lambda rule: type(rule).__name__)
+def test_what_a_sticky_rule_keeps_never_changes_and_every_step_keeps_more(rule):
+    watch = Watch()
+    watch.inner = Composed(Sticky(rule), stopping=AllKept())
+    watch.decide = lambda canvases: watch.seen.append(canvases) or watch.inner.decide(canvases)
+    generation = Generation(max_steps=L + 1, max_new_tokens=L)
+    sampler = Sampler(ScriptedModel(random_script(L, V, {}, {}), L, V), None, generation, strategy=watch)
+    [result] = sampler.generate([Request(0, tokens=[7], seed=1)])
+    for before, after in pairwise(watch.seen):
+        assert torch.equal(after.tokens_BL[before.kept_BL], before.tokens_BL[before.kept_BL])
+        assert (after.kept_BL.sum() > before.kept_BL.sum()) or before.kept_BL.all()
+    assert watch.seen[-1].kept_BL.all() and result.steps[0] == len(watch.seen) <= L + 1
+
+
+def law_of(strategy: Ancestral, step: int, steps: int, seen: int, x0: int, pi: Tensor) -> Tensor:
+    """The probabilities of the next token given what is seen and what is predicted, from a fine grid of draws."""
+    count = 20_000
+    uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    canvases = canvases_of(
+        torch.nn.functional.one_hot(torch.full((1, count), x0), len(pi)) * 99.0,
+        step_B=torch.tensor([step]),
+        steps_B=torch.tensor([steps]),
+        second_BL=uniform[None].float(),
+        tokens_BL=torch.full((1, count), seen),
+        noise_probability=float(pi[0]),
+    )
+    decision = strategy.decide(canvases)
+    stands = decision.standing(canvases)[decision.kept_BL]
+    law = torch.bincount(stands, minlength=len(pi)).double() / count
+    return law + pi * (1 - law.sum())
+
+
+@pytest.mark.parametrize("is_mask", [False, True])
+def test_a_ddim_step_has_the_law_of_the_posterior_with_the_prediction_summed_out(is_mask):
+    """The law adds up p(x_0) q(x_t | x_s) q(x_s | x_0) / q(x_t | x_0) over x_0, from the forward process alone.
+
+    The routes' masses were compared with diffusers' DiscreteDDIMScheduler (0.42.1) once.
+    """
+    size, steps, step = 4, 5, 2
+    alpha_t, alpha_s = step / steps, (step + 1) / steps
+    pi = torch.tensor([0.0, 0.0, 0.0, 1.0] if is_mask else [1 / size] * size).double()
+    eye = torch.eye(size, dtype=torch.float64)
+    to_t, to_s = (alpha * eye + (1 - alpha) * pi for alpha in (alpha_t, alpha_s))  # [x_0, x]
+    between = alpha_t / alpha_s * eye + (1 - alpha_t / alpha_s) * pi  # [x_s, x_t]
+    predicted = torch.tensor([0.5, 0.3, 0.2, 0.0] if is_mask else [0.4, 0.3, 0.2, 0.1]).double()
+    for seen in (0, 2, 3):
+        # Carry-over: under mask noise what is visible is true.
+        p = eye[seen] if is_mask and seen < 3 else predicted
+        possible = p.nonzero().flatten().tolist()
+        expected = sum(p[x0] * between[:, seen] * to_s[x0] / to_t[x0, seen] for x0 in possible)
+        assert expected.sum() == pytest.approx(1.0)
+        got = sum(p[x0] * law_of(Ancestral(), step, steps, seen, x0, pi) for x0 in possible)
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
+
+
+def test_the_last_ddim_step_keeps_every_prediction():
+    seen = canvases_of(torch.randn(2, 50, 7), steps_B=torch.tensor([6, 3]), step_B=torch.tensor([5, 2]))
+    for canvases in (seen, replace(seen, noise_probability=0.0)):
+        assert Ancestral().decide(canvases).keep_BL.all()
+
+
+def test_corrections_follow_the_steps_that_they_correct_and_draw_the_least_likely_tokens_again():
+    strategy = Ancestral(corrections=2, positions=3)
+    shapes = [strategy.shape(step, 8) for step in range(8)]  # 2 corrected steps, 2 others
+    assert [shape.is_of_others for shape in shapes] == [False, True, True, False, True, True, False, False]
+    assert [shape.alpha for shape in shapes] == [0.0, 0.25, 0.25, 0.25, 0.5, 0.5, 0.5, 0.75]
+    assert all(shape.is_of_seen == shape.is_of_others for shape in shapes)
+    p = torch.tensor([[0.5, 0.1, 0.4, 0.2, 0.9]])
+    for u, is_kept in ((0.24, True), (0.26, False)):
+        named = dict(step_B=torch.tensor([1]), steps_B=torch.tensor([8]), second_BL=torch.full((1, 5), u))
+        decision = strategy.decide(with_probability(p, **named))
+        assert decision.stay_BL.tolist() == [[True, False, False, False, True]]
+        assert decision.keep_BL.tolist() == [[False, is_kept, is_kept, is_kept, False]]

@@ -1,5 +1,27 @@
 """The strategies there are, and the three rules that most of them are made of."""
 
+from blockdiff.sampling.strategies.acceptance import Confident, EntropyBound, Quota, Sticky
+from blockdiff.sampling.strategies.ancestral import Ancestral
 from blockdiff.sampling.strategies.composed import Composed, released
+from blockdiff.sampling.strategies.stopping import AllKept, Never, StableAndConfident
+from blockdiff.sampling.strategies.temperature import ConstantTemperature, CosineTemperature, LinearTemperature
+from blockdiff.sampling.strategies.text import as_strategy, parse_strategy, strategies_table
 
-__all__ = ["Composed", "released"]
+__all__ = [
+    "AllKept",
+    "Ancestral",
+    "Composed",
+    "Confident",
+    "ConstantTemperature",
+    "CosineTemperature",
+    "EntropyBound",
+    "LinearTemperature",
+    "Never",
+    "Quota",
+    "StableAndConfident",
+    "Sticky",
+    "as_strategy",
+    "parse_strategy",
+    "released",
+    "strategies_table",
+]

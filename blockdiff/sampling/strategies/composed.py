@@ -1,7 +1,8 @@
-"""A strategy made of three rules: what is kept, at which temperature it is drawn, and when a canvas is finished."""
+"""A strategy made of rules: what is kept, what it is drawn from, and when a canvas is finished."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -12,33 +13,54 @@ from blockdiff.sampling.strategies.temperature import LinearTemperature, Tempera
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What strategies have in common: the temperature, the stopping, and filters and guidance as `Shape` has them."""
+
+    temperature: Temperature = field(default_factory=LinearTemperature)
+    stopping: Stopping = field(default_factory=StableAndConfident)
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    guidance: float = 0.0
+
+    def __post_init__(self) -> None:
+        rules = {
+            f"top_k must be at least 1, got {self.top_k}": self.top_k is None or self.top_k >= 1,
+            f"top_p must be more than 0 and at most 1, got {self.top_p}": 0 < self.top_p <= 1,
+            f"min_p must be at least 0 and at most 1, got {self.min_p}": 0 <= self.min_p <= 1,
+            f"guidance must be at least -1 and finite, got {self.guidance}": -1 <= self.guidance < math.inf,
+        }
+        for rule, is_met in rules.items():
+            if not is_met:
+                raise ValueError(rule)
+
+    def shape(self, step: int, steps: int) -> Shape:
+        """The temperature of the step, with the filters and the guidance."""
+        return _shape(self, step, steps)
+
+
+@lru_cache(maxsize=1024)
+def _shape(rules: Rules, step: int, steps: int) -> Shape:
+    """Every canvas of a batch asks for the same few shapes, step after step."""
+    return Shape(rules.temperature.at(step, steps), rules.top_k, rules.top_p, rules.min_p, rules.guidance)
+
+
 @dataclass(frozen=True)
-class Composed:
+class Composed(Rules):
     """Any acceptance with any temperature and any stopping; the defaults are the released model's rules."""
 
     acceptance: Acceptance = field(default_factory=EntropyBound)
-    temperature: Temperature = field(default_factory=LinearTemperature)
-    stopping: Stopping = field(default_factory=StableAndConfident)
-
-    def shape(self, step: int, steps: int) -> Shape:
-        """The temperature of the step."""
-        return _shape(self, step, steps)
 
     def decide(self, canvases: Canvases) -> Decision:
         """What the acceptance keeps, and which canvases the stopping ends."""
         return replace(self.acceptance.accept(canvases), stop_B=self.stopping.stop(canvases))
 
 
-@lru_cache(maxsize=1024)
-def _shape(strategy: Composed, step: int, steps: int) -> Shape:
-    """Every canvas of a batch asks for the same few shapes, step after step."""
-    return Shape(strategy.temperature.at(step, steps))
-
-
 def released(generation: Generation) -> Composed:
     """The strategy of the released model, as generation settings (transformers' names) say it."""
     return Composed(
         EntropyBound(generation.entropy_bound),
-        LinearTemperature(generation.t_min, generation.t_max),
-        StableAndConfident(generation.stability, generation.confidence),
+        temperature=LinearTemperature(generation.t_min, generation.t_max),
+        stopping=StableAndConfident(generation.stability, generation.confidence),
     )

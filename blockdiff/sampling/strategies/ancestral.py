@@ -1,0 +1,77 @@
+"""The reverse process itself: discrete DDIM, and corrections of it by the leave-one-out distribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from blockdiff.sampling.strategies.composed import Rules
+from blockdiff.sampling.strategy import Canvases, Decision, Shape
+
+
+@dataclass(frozen=True)
+class Ancestral(Rules):
+    """Each step draws the canvas of the next noise level from its posterior (discrete DDIM; D3PM, arXiv 2107.03006).
+
+    The levels of N steps are alpha = 0, 1/N, ..., 1 (the share of true tokens). From x_t at alpha_t a position of
+    the next canvas is the predicted token x_0, x_t again or noise, with the posterior q(x_s | x_t, x_0) of uniform
+    noise pi = 1/V, or of masks where pi = 0. With a = alpha_t / alpha_s and b = alpha_s these have masses
+    pi b (1 - a) + a b [x_t = x_0], pi a (1 - b), pi (1 - a) (1 - b).
+
+    x_0 is drawn from the model, so x_s has the law in which x_0 is summed out (the integrated form of
+    google/hackable_diffusion): a test adds it up.
+
+    With `corrections`, each step but the last ones is followed by so many of another kind, out of the same N: the
+    `positions` whose tokens the others make least likely are drawn again from alpha_s p(x_0 | the others) +
+    (1 - alpha_s) pi, and all others stay (arXiv 2605.22765).
+    """
+
+    corrections: int = 0
+    positions: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.corrections < 0 or self.positions < 1:
+            given = f"{self.corrections} and {self.positions}"
+            raise ValueError(f"corrections must be at least 0 and positions at least 1, got {given}")
+
+    def shape(self, step: int, steps: int) -> Shape:
+        """The model's posterior at the noise level of the step; in a correction, given the other tokens alone."""
+        before, after, is_correction = (float(x) for x in self._levels(torch.tensor(step), torch.tensor(steps)))
+        shape = super().shape(step, steps)
+        if is_correction:
+            return replace(shape, alpha=after, is_of_others=True, is_of_seen=True)
+        return replace(shape, alpha=before)
+
+    def decide(self, canvases: Canvases) -> Decision:
+        """What of the next noise level's canvas is predicted, what stays, and what is noise."""
+        stats, seen_BL, pi = canvases.stats, canvases.tokens_BL, canvases.noise_probability
+        before_B1, after_B1, is_correction_B1 = (
+            x[:, None] for x in self._levels(canvases.step_B, canvases.steps_B)
+        )
+        share_B1 = before_B1 / after_B1
+        is_same_BL = stats.sample == seen_BL
+        # Masses over pi, but where the prediction is what is seen, over 1: pi may be 0.
+        unit_BL = torch.where(is_same_BL, pi, 1.0)
+        clean_BL = unit_BL * after_B1 * (1 - share_B1) + before_B1 * is_same_BL
+        stay_BL, noise_BL = unit_BL * share_B1 * (1 - after_B1), unit_BL * (1 - share_B1) * (1 - after_B1)
+        place_BL = canvases.uniform_BL * (clean_BL + stay_BL + noise_BL)
+        is_clean_BL = (place_BL < clean_BL) | (noise_BL + stay_BL == 0)
+        is_stay_BL = place_BL < clean_BL + stay_BL
+        if self.corrections:
+            order_BL = stats.log_probability.argsort(dim=-1, stable=True)
+            is_drawn_BL = torch.zeros_like(is_same_BL).scatter_(-1, order_BL[:, : self.positions], True)
+            is_clean_BL = torch.where(is_correction_B1, is_drawn_BL & (canvases.uniform_BL < after_B1), is_clean_BL)
+            is_stay_BL = torch.where(is_correction_B1, ~is_drawn_BL, is_stay_BL)
+        return Decision(is_clean_BL, self.stopping.stop(canvases), is_stay_BL)
+
+    def _levels(self, step: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """alpha before and after a step (of a correction: of the step that it corrects), and whether it is one."""
+        cycle = 1 + self.corrections
+        corrected = (steps - 1) // cycle  # so many steps have corrections
+        number = torch.minimum(step // cycle, corrected) + (step - corrected * cycle).clamp(min=0)
+        count = steps - corrected * self.corrections
+        is_correction = (step < corrected * cycle) & (step % cycle > 0)
+        return number / count, (number + 1) / count, is_correction

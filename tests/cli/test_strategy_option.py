@@ -1,0 +1,74 @@
+"""`--strategy` of sample and eval, and `evaluation.strategy` of a recipe."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from blockdiff import checkpoint
+from blockdiff.checkpoint import init
+from blockdiff.cli.main import app
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.errors import RecipeError
+from blockdiff.sampling import Generation, Sampler
+from blockdiff.sampling.strategies import Composed, Never, Quota, Sticky, strategies_table
+from blockdiff.training.recipe import read_recipe
+from tests.oracle import TWO_LAYERS, tiny_config
+
+pytestmark = pytest.mark.quick
+
+TEXT = "quota:sticky=true,stopping=never"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    made = init(tiny_config(canvas_length=8, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
+    folder = tmp_path_factory.mktemp("strategy") / "model"
+    settings = Generation(max_steps=5, max_new_tokens=8, confidence=9e9, stability=0)
+    checkpoint.save(made, folder, tokenizer=character_tokenizer("0123456789+="), generation=settings)
+    return str(folder)
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, [*words])
+
+
+def test_sample_and_eval_denoise_by_the_strategy_that_is_named(model, tmp_path):
+    prompts, rows, lines = tmp_path / "p.jsonl", tmp_path / "rows.jsonl", tmp_path / "a.jsonl"
+    prompts.write_text(json.dumps({"id": 1, "prompt": "1+2="}))
+    rows.write_text(json.dumps({"prompt": "1+2=", "response": "3"}))
+    for strategy, steps in (((), 1), (("--strategy", TEXT), 5)):
+        result = run("sample", model, "--prompts", str(prompts), "-o", str(lines), "--overwrite", *strategy)
+        assert result.exit_code == 0, result.output
+        assert json.loads(lines.read_text())["steps"] == [steps]
+    numbers = tmp_path / "numbers.json"
+    result = run("eval", model, "--task", "exact", "--data", str(rows), "--strategy", TEXT, "-o", str(numbers))
+    assert result.exit_code == 0, result.output
+    assert json.loads(numbers.read_text())["steps_per_canvas"] == 5.0
+    assert "Sticky(rule=Quota(pace='linear'))" in numbers.read_text()
+
+
+def test_help_lists_the_strategies_and_a_mistake_is_one_line_before_the_weights_are_read(model, monkeypatch):
+    for command in ("sample", "eval"):
+        result = run(command, "--strategy", "help")
+        assert (result.exit_code, result.stdout.strip()) == (0, strategies_table())
+    monkeypatch.setattr("blockdiff.sampling.sampler.load", None)
+    result = run("sample", model, "--prompt", "1+2=", "--strategy", "quotas")
+    assert result.exit_code == 1
+    assert result.stderr == "blockdiff: error: strategy 'quotas' is not known; did you mean quota?\n"
+
+
+def test_a_sampler_takes_the_text_with_the_settings_of_the_model(model):
+    sampler = Sampler.from_pretrained(model, dtype="float32", strategy=TEXT)
+    assert sampler.strategy == Composed(Sticky(Quota()), stopping=Never())
+
+
+def test_a_recipe_names_the_strategy_of_the_prompts_that_it_samples(tmp_path):
+    recipe = {"model": {"path": "a/b"}, "data": {"train": [{"prompt": "1", "response": "2"}]}}
+    recipe |= {"train": {"steps": 1, "batch_size": 1}, "evaluation": {"strategy": TEXT}}
+    assert read_recipe(recipe).evaluation.strategy == TEXT
+    recipe["evaluation"]["strategy"] = "quota:pase=linear"
+    with pytest.raises(RecipeError, match=r"evaluation.strategy: .*no key 'pase'; did you mean pace"):
+        read_recipe(recipe)

@@ -1,0 +1,88 @@
+"""Strategies as text: what it means, and what is said of a mistake."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from blockdiff.checkpoint.generation import Generation
+from blockdiff.errors import RequestError
+from blockdiff.sampling.strategies import (
+    AllKept,
+    Ancestral,
+    Composed,
+    Confident,
+    ConstantTemperature,
+    CosineTemperature,
+    EntropyBound,
+    LinearTemperature,
+    Never,
+    Quota,
+    StableAndConfident,
+    Sticky,
+    parse_strategy,
+    released,
+    strategies_table,
+)
+from blockdiff.sampling.strategies.text import COMMON, NAMES
+
+pytestmark = pytest.mark.quick
+
+SETTINGS = Generation(entropy_bound=0.3, t_min=0.1, t_max=0.9, stability=2, confidence=0.4)
+RULES = {"temperature": LinearTemperature(0.1, 0.9), "stopping": StableAndConfident(2, 0.4)}
+
+
+def test_text_says_a_strategy_and_the_settings_what_it_does_not_say():
+    filters = {"top_k": 3, "top_p": 0.9, "min_p": 0.1, "guidance": 2.0}
+    constant = {"temperature": ConstantTemperature(0.7), "stopping": Never()}
+    cosine = {"temperature": CosineTemperature(0.0, 0.9), "stopping": AllKept()}
+    stable, confident = StableAndConfident(2, math.inf), StableAndConfident(0, 0.4)
+    expected = {
+        "entropy_bound": released(SETTINGS),
+        "entropy_bound:bound=0.2,sticky=true": Composed(Sticky(EntropyBound(0.2)), **RULES),
+        "confident": Composed(Confident(0.9), **RULES),
+        " confident: threshold = 0.5 , top_k=3,top_p=0.9, min_p=0.1,guidance=2,": Composed(
+            Confident(0.5), **RULES, **filters
+        ),
+        "quota:pace=cosine,temperature=constant,t_max=0.7,stopping=never": Composed(Quota("cosine"), **constant),
+        "quota:temperature=cosine,t_min=0,stopping=all_kept,sticky=True": Composed(Sticky(Quota()), **cosine),
+        "ddim": Ancestral(**RULES),
+        "ddim:stopping=stable,corrections=1,positions=2": Ancestral(
+            corrections=1, positions=2, **{**RULES, "stopping": stable}
+        ),
+        "ddim:stopping=confident": Ancestral(**{**RULES, "stopping": confident}),
+    }
+    assert {text: parse_strategy(text, SETTINGS) for text in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("entropy_bond", "strategy 'entropy_bond' is not known; did you mean entropy_bound?"),
+        ("", "known: entropy_bound, confident, quota, ddim"),
+        ("quota:pase=linear", "strategy quota has no key 'pase'; did you mean pace?"),
+        ("quota:threshold=0.3", "has no key 'threshold'"),
+        ("quota:pace=quick", "pace takes one of linear, cosine, got 'pace=quick'"),
+        ("confident:threshold=high", "threshold takes a number, got 'threshold=high'"),
+        ("confident:threshold", "threshold takes a value, key=value, got 'threshold'"),
+        ("confident:threshold=2", "strategy confident: threshold must be at least 0 and less than 1, got 2.0"),
+        ("ddim:corrections=1.5", "corrections takes an integer"),
+        ("ddim:t_min=2", "t_min must be at least 0 and at most t_max"),
+        ("entropy_bound:sticky=1", "sticky takes one of true, false"),
+        ("entropy_bound:top_p=0", "top_p must be more than 0 and at most 1"),
+        ("entropy_bound:top_p=nan", "top_p must be more than 0"),
+        ("entropy_bound:bound=nan", "bound must be more than 0"),
+    ],
+)
+def test_a_mistake_in_the_text_is_one_line_that_names_what_is_near(text, words):
+    with pytest.raises(RequestError) as caught:
+        parse_strategy(text)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_table_names_everything_that_text_may_say():
+    table = strategies_table()
+    for name, named in NAMES.items():
+        assert f"{name}: {named.meaning}" in table
+        assert all(f"  {key}=" in table for key in {**named.keys, **COMMON})
