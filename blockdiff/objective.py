@@ -114,8 +114,10 @@ class Objective(nn.Module):
         model = self.model
         spans = {name: kind.encode_spans(batch.doc_start_BS) for name, kind in model.kinds.items()}
         hidden_BSD, kv = model(batch.tokens_BS, batch.positions_BS, spans)
-        noisy_BCL, is_corrupted_BCL = self.corruption.corrupt(
-            batch.canvas_BCL, self.schedule.alpha(batch.t_BC), batch.address_BC3, self.seed
+        noisy_BCL, is_corrupted_BCL = _noise(
+            self.corruption.corrupt(batch.canvas_BCL, self.schedule.alpha(batch.t_BC), batch.address_BC3, self.seed),
+            batch.canvas_BCL,
+            self.corruption,
         )
         columns = int(batch.start_BC.max())  # no canvas sees a clean token at or after its start
         past = [tuple((x.detach() if self.stop_gradient else x)[:, :columns] for x in layer) for layer in kv]
@@ -169,7 +171,9 @@ class Objective(nn.Module):
         if self.positions == "corrupted":
             has_loss_BCL = has_loss_BCL & is_corrupted_BCL
         weight_BCL = self.weight.weigh(self.schedule, batch.t_BC, batch.canvas_BCL, is_corrupted_BCL)
-        if weight_BCL.dim() != 3:
+        if weight_BCL.dim() != 3 or any(
+            n not in (1, size) for n, size in zip(weight_BCL.shape, has_loss_BCL.shape, strict=True)
+        ):
             shapes = f"{[*weight_BCL.shape]} instead of {[*has_loss_BCL.shape]} or {[*batch.t_BC.shape, 1]}"
             raise RecipeError(f"objective.weight: {type(self.weight).__name__} gave weights {shapes}; reshape them")
         return batch.weight_BC[..., None] * weight_BCL * has_loss_BCL
@@ -235,6 +239,20 @@ def ar_loss(vocabulary: Vocabulary, hidden_BSD: Tensor, batch: Batch) -> Tensor:
     target_BS = batch.tokens_BS.roll(-1, dims=1)
     loss_N = vocabulary.cross_entropy(hidden_BSD[is_scored_BS], target_BS[is_scored_BS])
     return (batch.ar_weight_BS[is_scored_BS] * loss_N).sum()
+
+
+def _noise(made: tuple[Tensor, Tensor], canvas_BCL: Tensor, corruption: Corruption) -> tuple[Tensor, Tensor]:
+    """What a corruption made of canvases; RecipeError where it is not noisy tokens and marks of their shape."""
+    wanted = [(canvas_BCL.shape, canvas_BCL.dtype), (canvas_BCL.shape, torch.bool)]
+    if not isinstance(made, tuple) or [(getattr(x, "shape", ()), getattr(x, "dtype", None)) for x in made] != wanted:
+        parts = made if isinstance(made, tuple) else (made,)
+        given = " and ".join(f"{x.dtype} {[*x.shape]}" if isinstance(x, Tensor) else type(x).__name__ for x in parts)
+        shape = [*canvas_BCL.shape]
+        raise RecipeError(
+            f"objective.corruption: {type(corruption).__name__} gave {given}, not noisy tokens torch.int64 {shape} and "
+            f"marks torch.bool {shape}; change its corrupt()"
+        )
+    return made
 
 
 def _complete(batch: Batch) -> Batch:

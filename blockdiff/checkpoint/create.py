@@ -11,6 +11,7 @@ from blockdiff.checkpoint.added import added_to, draw_added, fill, shapes_of
 from blockdiff.checkpoint.config import fitted, preset_config
 from blockdiff.checkpoint.files import Carried
 from blockdiff.checkpoint.read import empty, require_room, resolve_device, resolve_dtype
+from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel, family_of
 
 
@@ -29,6 +30,8 @@ def init(
     tokens (None: as the preset says). Raises CheckpointError.
     """
     config = preset_config(preset) if isinstance(preset, str | Path) else preset
+    if not hasattr(config, "model_type"):
+        raise CheckpointError(f"init: {preset!r} is no preset; give a preset's name, a preset file or a config")
     if tokenizer is not None:
         config = fitted(config, tokenizer)
     return draw_weights(empty(config, kernels, model), seed, dtype, device)

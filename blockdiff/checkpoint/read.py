@@ -52,6 +52,8 @@ def empty(
     CheckpointError for a config of an unknown family, or that says what its models do not do.
     """
     own = family_of(config).model_class
+    if model is not None and not isinstance(model, type):
+        raise CheckpointError(f"model: an instance of {type(model).__name__}; give the class, which is filled anew")
     if model is not None and not issubclass(model, own):
         raise CheckpointError(f"{model.__name__} is no subclass of {own.__name__}, the model of {config.model_type}")
     with torch.device("meta"):

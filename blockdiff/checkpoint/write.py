@@ -53,6 +53,9 @@ def save(
     as they are); image tensors are written as they were read. overwrite: replace a checkpoint that stands there.
     What a tweaked model class adds is written to `blockdiff.safetensors`. Raises CheckpointError.
     """
+    if not isinstance(model, BlockDiffusionModel):
+        kind = type(model).__name__
+        raise CheckpointError(f"save: a {kind} is no model of this package; give the model itself, not what holds it")
     if is_adapted(model):
         raise CheckpointError("the model has adapters; merge them first (`blockdiff.merge`), or save them alone")
     family_of(model.config).check(model.config)

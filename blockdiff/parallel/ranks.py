@@ -5,6 +5,7 @@ Accelerate starts the processes and names the device. One process is a world of 
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import warnings
@@ -184,8 +185,9 @@ def from_accelerate(cpu: bool = False, timeout: float = 600.0) -> Ranks:
     """Join the processes that `accelerate launch` or torchrun started; alone, a world of one.
 
     Without CUDA, or with `cpu`, they run on the CPU and talk through gloo (MPS has no float64, in which losses are
-    summed). timeout: seconds that a rank waits for the others. Raises RunError when processes were started that would
-    not know of each other, or when not all of them come.
+    summed). timeout: seconds that a rank waits for the others. They stay together until the program ends or `close`, so
+    one program may train several times. Raises RunError when processes were started that would not know of each other,
+    when not all of them come, and when they have parted.
     """
     from accelerate import PartialState
 
@@ -196,6 +198,8 @@ def from_accelerate(cpu: bool = False, timeout: float = 600.0) -> Ranks:
         state = PartialState(cpu=on_cpu, **({"timeout": limit} if started > 1 else {}))
     except dist.DistError:
         raise RunError(f"not all of the {started} processes joined within {timeout:g} s; start them again") from None
+    if state.num_processes > 1 and not dist.is_initialized():
+        raise RunError("the processes of this program have parted after an error; start the program again")
     if started != state.num_processes:
         raise RunError(f"{started} processes started, {state.num_processes} joined; check the launcher")
     if started == 1 and "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_PORT" in os.environ:
@@ -208,4 +212,7 @@ def from_accelerate(cpu: bool = False, timeout: float = 600.0) -> Ranks:
     device = torch.device("cpu") if state.device.type == "cpu" else state.device
     world = state.num_processes
     beats = dist.new_group(backend="gloo", timeout=limit) if world > 1 else None
-    return Ranks(device, state.process_index, world, timeout, beats)
+    ranks = Ranks(device, state.process_index, world, timeout, beats)
+    if world > 1:
+        atexit.register(ranks.close)
+    return ranks

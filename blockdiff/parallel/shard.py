@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, autograd, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks
 
 
@@ -29,6 +30,17 @@ def exchanging(module: nn.Module, now: bool) -> AbstractContextManager[Any]:
     if isinstance(module, DistributedDataParallel) and not now:
         return module.no_sync()
     return nullcontext()
+
+
+def require_sums(losses: Any) -> None:
+    """Raises RunError for what an objective must not return: anything but two losses, a number each."""
+    sums = [getattr(losses, name, None) for name in ("canvas_sum", "ar_sum")]
+    if not all(isinstance(each, Tensor) and each.dim() == 0 for each in sums):
+        shapes = [list(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in sums]
+        raise RunError(
+            f"objective: its forward gave a {type(losses).__name__} whose canvas_sum is {shapes[0]} and ar_sum "
+            f"{shapes[1]}; return blockdiff.objective.Losses of two sums, tensors without dimensions"
+        )
 
 
 class _Touch(autograd.Function):
@@ -59,4 +71,5 @@ class _TouchEveryParameter(nn.Module):
 
     def forward(self, batch: Any) -> Any:
         losses = self.objective(batch)
+        require_sums(losses)
         return losses._replace(canvas_sum=_Touch.apply(losses.canvas_sum, *self._trainable()))

@@ -13,7 +13,10 @@ from blockdiff.training.state import steps_saved
 def check(metric: str) -> None:
     """Raises RunError for a metric that cannot decide which weights are the best."""
     if metric not in (known := decisive_metrics()):
-        raise RunError(f"evaluation.best: no metric {metric!r}; choose one of {', '.join(known)}")
+        raise RunError(
+            f"evaluation.best: no metric {metric!r}; choose one of {', '.join(known)} "
+            "(one of your own goes into blockdiff.metrics.METRICS)"
+        )
 
 
 def values_of(records: Sequence[Record], metric: str) -> list[tuple[int, float]]:

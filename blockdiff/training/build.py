@@ -97,6 +97,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         positions=recipe.objective.positions,
         stop_gradient=recipe.objective.stop_gradient,
     )
+    state.require_own_names(objective)
     if recipe.lora.trains:
         put_adapters(model, recipe.lora, base.tokenizer)
     freeze(model, recipe.optim.freeze, trains_routers(recipe))

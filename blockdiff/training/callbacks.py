@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from blockdiff.errors import RecipeError
 from blockdiff.metrics import Record
 
 if TYPE_CHECKING:
     from blockdiff.training.trainer import Trainer
+
+
+def checked(callbacks: Sequence[Callback]) -> list[Callback]:
+    """The callbacks as a list; RecipeError for what is no list of instances of `Callback`."""
+    for each in callbacks if isinstance(callbacks, Sequence) else [callbacks]:
+        if not isinstance(callbacks, Sequence) or not isinstance(each, Callback):
+            is_class = isinstance(each, type)
+            what = f"the class {each.__name__}" if is_class else f"a {type(each).__name__}"
+            raise RecipeError(f"callbacks: {what}; give a list of instances of blockdiff.Callback, such as [Mine()]")
+    return list(callbacks)
 
 
 class Callback:

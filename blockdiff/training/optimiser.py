@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -80,6 +81,13 @@ def build(
         raise RunError("no parameter trains; look at optim.freeze")
     if make is not None:
         optimiser = make([parameter for group in groups for parameter in group["params"]])
+        if not isinstance(optimiser, torch.optim.Optimizer):
+            raise RunError(f"optimiser: what makes it gave a {type(optimiser).__name__}; it has to return an optimiser")
+        if signature(optimiser.step).parameters["closure"].default is Parameter.empty:
+            raise RunError(
+                f"optimiser: {type(optimiser).__name__} computes the loss several times in a step, which a run does "
+                "once; take one whose step() needs no closure"
+            )
         for group in optimiser.param_groups:
             group["lr_scale"] = float(group["lr"]) / lr
         return optimiser

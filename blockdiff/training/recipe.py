@@ -60,8 +60,10 @@ def read_recipe(
     refuse_old(merged, origins)
     try:
         return Recipe.model_validate(merged)
-    except ValidationError as error:
-        raise RecipeError(one_line(error, origins, _name(source))) from None
+    except RecipeError as error:  # which knows nothing of the layers
+        if isinstance(error.__cause__, ValidationError):
+            raise RecipeError(one_line(error.__cause__, origins, _name(source))) from None
+        raise
 
 
 def _name(source: AnyRecipe) -> str:

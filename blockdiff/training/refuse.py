@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from blockdiff.diffusion.schedule import Schedule
 from blockdiff.errors import RecipeError
 from blockdiff.metrics import METRICS
 from blockdiff.training import best
@@ -12,6 +15,7 @@ from blockdiff.training.trackers import check as check_trackers
 def refuse(recipe: Recipe, world: int = 1) -> None:
     """Raise RecipeError for what would fail, or silently do nothing, after a long training."""
     check_trackers(recipe.train.trackers)
+    refuse_schedule(recipe.objective.schedule)
     if recipe.train.epochs is not None and recipe.data.streaming is not None:
         raise RecipeError("train.epochs: the rows of a stream are not counted beforehand; give train.steps instead")
     if recipe.train.batch_size < world:
@@ -51,6 +55,23 @@ def _refuse_unasked(recipe: Recipe) -> None:
         raise RecipeError("objective.router: trained: with lora only adapters train; leave it out, or use `lora: none`")
     if isinstance(lora.alpha, dict) and (unknown := lora.alpha.keys() - lora.ranks.keys()):
         raise RecipeError(f"lora.alpha: {min(unknown)} is no part with a rank (there are: {', '.join(lora.ranks)})")
+
+
+def refuse_schedule(schedule: Schedule) -> None:
+    """Raise RecipeError for a noise schedule that keeps other shares of tokens than one can."""
+    t = torch.linspace(0, 1, 129, dtype=torch.float64)
+    alpha, noise, name = schedule.alpha(t), schedule.noise(t), type(schedule).__name__
+    wrong = None
+    if not all(isinstance(each, torch.Tensor) and each.shape == t.shape for each in (alpha, noise)):
+        wrong = "alpha(t) and noise(t) must be tensors of the shape of t"
+    elif not ((alpha > -1e-6) & (alpha < 1 + 1e-6)).all():
+        wrong = f"alpha(t) is from {alpha.min():.3g} to {alpha.max():.3g}, and a probability is from 0 to 1"
+    elif (rising := alpha.diff() > 1e-6).any():
+        wrong = f"alpha(t) rises after t = {t[:-1][rising][0]:.3g}, and more noise must not keep more tokens"
+    elif not torch.allclose(noise, 1 - alpha, atol=1e-4):
+        wrong = "noise(t) must be 1 - alpha(t)"
+    if wrong:
+        raise RecipeError(f"objective.schedule: {name}: {wrong}; change it (docs/extending.md)")
 
 
 def without_effect(recipe: Recipe, steps: int) -> list[str]:

@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    ValidationError,
     WrapValidator,
     model_validator,
 )
@@ -23,7 +24,7 @@ from blockdiff.data.rows import CONTENT_KEYS
 from blockdiff.data.sources import Source
 from blockdiff.diffusion.schedule import Linear, Schedule, StratifiedTime, TimeDraw
 from blockdiff.diffusion.weight import NoWeight, Weight
-from blockdiff.errors import DataError, RequestError
+from blockdiff.errors import DataError, RecipeError, RequestError
 from blockdiff.layers.lora import LowRank
 from blockdiff.sampling.strategies.text import parse_strategy
 from blockdiff.training import objects
@@ -285,6 +286,14 @@ class Recipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     generation: GenerationSection = GenerationSection()
     given: GivenSection = GivenSection()
+
+    def __init__(self, **sections: Any) -> None:
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            from blockdiff.training.mistakes import one_line  # which knows the keys of this class
+
+            raise RecipeError(one_line(error, {}, "Recipe")) from error
 
     def resolved(self) -> str:
         """The recipe as YAML text, defaults filled in and paths located; it reads back as an equal recipe."""

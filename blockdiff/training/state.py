@@ -74,13 +74,18 @@ def entered(run: Path, resume: bool, ranks: Ranks) -> Iterator[Path | None]:
     latest = ranks.gather(max(saved, default=0))  # nobody goes on before everybody has looked
     if len(set(latest)) > 1:
         raise RunError(f"{run}: processes see checkpoints up to steps {latest}; put it where all of them see the same")
-    handle = None
+    handle = refusal = None
     try:
         if ranks.is_main:
-            (run / FOLDER).mkdir(parents=True, exist_ok=True)
-            handle = os.open(run, os.O_RDONLY)
-        if not ranks.agree(handle is None or _is_locked(handle)):
-            raise RunError(f"{run}: another process trains into this directory; wait for its end or stop it")
+            try:
+                (run / FOLDER).mkdir(parents=True, exist_ok=True)
+                handle = os.open(run, os.O_RDONLY)
+            except OSError as error:
+                refusal = f"{run}: no run can be written there ({error.strerror}); choose another output"
+            if handle is not None and not _is_locked(handle):
+                refusal = f"{run}: another process trains into this directory; wait for its end or stop it"
+        if (refusal := ranks.agree(refusal)) is not None:
+            raise RunError(refusal)
         try:
             if ranks.is_main:
                 remove_leftovers(run / FOLDER)
@@ -236,6 +241,14 @@ def _readable(checkpoint: Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         reason = f"{error} is missing in {TRAINER}" if isinstance(error, KeyError) else first_line(error)
         raise RunError(f"{checkpoint}: cannot be read ({reason}); remove it to go on from an earlier one") from None
+
+
+def require_own_names(objective: nn.Module) -> None:
+    """Raises RunError where what an objective has beside its model has a name of the model's: one would be lost."""
+    names = list(objective.state_dict())
+    shared = {_short(name) for name in names if _short(name) != name} & {*names}
+    if shared:
+        raise RunError(f"objective: its tensor {min(shared)} has the name of one of the model; rename it")
 
 
 def _short(name: str) -> str:

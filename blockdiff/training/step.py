@@ -18,7 +18,7 @@ from blockdiff.canvas import Batch
 from blockdiff.errors import RunError
 from blockdiff.metrics import Record
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.parallel.shard import exchanging
+from blockdiff.parallel.shard import exchanging, require_sums
 from blockdiff.training.optimiser import fill_gradients, gradient_norm
 
 MOST_SKIPS = 20  # more steps in a row without a finite gradient end a run that skips them
@@ -81,6 +81,7 @@ def backpropagate(
         with exchanging(module, now=index == len(batches) - 1):
             with autocast(ranks.device, precision):
                 losses = module(batch.to(ranks.device))
+                require_sums(losses)
             # The one place that divides; DDP averages over ranks, hence the factor.
             mean = losses.canvas_sum / canvas_count + ar_weight * losses.ar_sum / ar_count
             if mean.requires_grad:

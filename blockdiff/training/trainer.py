@@ -22,14 +22,14 @@ from blockdiff.diffusion.corruption import Corruption
 from blockdiff.diffusion.schedule import Schedule
 from blockdiff.diffusion.weight import Weight
 from blockdiff.errors import RESUME, DataError
-from blockdiff.metrics import FILE_NAME, MetricsLog, Record, of_kind
+from blockdiff.metrics import FILE_NAME, METRICS, MetricsLog, Record, of_kind
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.sampling import Sampler
 from blockdiff.training import best, export, state
 from blockdiff.training.build import Built, build
-from blockdiff.training.callbacks import Callback
+from blockdiff.training.callbacks import Callback, checked
 from blockdiff.training.clock import Clock, memory_gib
 from blockdiff.training.heldout import heldout
 from blockdiff.training.objects import described
@@ -87,7 +87,7 @@ class Trainer:
             given={"objective": objective, "optimiser": optimiser, "trainer": trainer},
         )
         self.directory = Path(str(self.recipe.output))
-        self.resume, self.callbacks = resume, list(callbacks)
+        self.resume, self.callbacks = resume, checked(callbacks)
         self.began = time.perf_counter()
         self.doing = "the start of the run"  # what the message says when another rank is lost meanwhile
 
@@ -226,6 +226,9 @@ class Trainer:
             except Interrupted:
                 self.stop()
             self.record({"step": self.step, "kind": kind, **record})
+            decisive = self.recipe.evaluation.best
+            if decisive is not None and METRICS[decisive].kind == kind and decisive not in record:
+                self.show.line(f"note      evaluation.best: {decisive} is not in this record, so it decides nothing")
 
     def evaluate(self, step: int) -> Record:
         """The held-out losses and accuracies."""
@@ -348,8 +351,9 @@ class Trainer:
                     with closing(self.trackers), self.show.running(self.step):
                         self.notify("on_start")
                         yield
-        finally:
-            ranks.close()
+        except BaseException:
+            ranks.close()  # the others notice at once
+            raise
 
     def start(self, checkpoint: Path | None) -> None:
         """Build what trains as it was at a checkpoint, or from the start, and cut the logs to it."""

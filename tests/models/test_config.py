@@ -110,6 +110,40 @@ def test_what_transformers_finds_wrong_is_said_in_its_own_words(text, tmp_path):
     assert "num_hidden_layers" in refusal(lambda: read_config(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"canvas_length": 0}, "canvas_length is 0; it must be at least 1"),
+        ({"sliding_window": 0}, "text_config.sliding_window is 0; it must be at least 1"),
+        ({"num_key_value_heads": 0}, "text_config.num_key_value_heads is 0; it must be at least 1"),
+        ({"num_hidden_layers": -2}, "text_config.num_hidden_layers is -2; it must be at least 1"),
+        ({"per_layer_config": {"2": {"head_dim": 4}}}, "text_config.per_layer_config names layer '2', but there are 2"),
+        ({"per_layer_config": {"x": {"head_dim": 4}}}, "text_config.per_layer_config names layer 'x', but there are 2"),
+    ],
+)
+def test_sizes_of_nothing_and_layers_that_are_not_there_are_refused(values, said, tmp_path):
+    config = changed({name: value for name, value in values.items() if name != "canvas_length"})
+    (tmp_path / "config.json").write_text(json.dumps(config | {k: v for k, v in values.items() if k in config}))
+    assert said in refusal(lambda: read_config(tmp_path))
+
+
+def test_sizes_of_nothing_are_refused_in_a_config_made_in_python():
+    for values in (changed({}) | {"canvas_length": 0}, changed({"sliding_window": 0})):
+        assert "is 0; it must be at least 1" in refusal(lambda v=values: init(DiffusionGemmaConfig(**v)))
+
+
+def test_what_is_no_preset_and_no_model_is_refused():
+    assert "init: 3 is no preset; give a preset's name, a preset file or a config" in refusal(lambda: init(3))
+    assert "save: a dict is no model of this package" in refusal(lambda: save({}, "nowhere"))  # type: ignore[arg-type]
+    message = refusal(lambda: init("tny"))
+    assert "no preset 'tny'; did you mean tiny? (there are 15m, " in message
+
+
+def test_a_class_is_asked_for_where_an_instance_of_a_model_is_given(saved):
+    model = load(saved, device="cpu")
+    assert "model: an instance of DiffusionGemma; give the class" in refusal(lambda: load(saved, model=model))
+
+
 def test_saving_refuses_what_loading_would_refuse(saved, tmp_path):
     model = load(saved, device="cpu")
     model.config.text_config.attention_bias = True

@@ -15,10 +15,11 @@ from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import MaskCorruption
 from blockdiff.errors import BlockdiffError, DataError, RecipeError, RunError
-from blockdiff.metrics import reproducible
+from blockdiff.metrics import METRICS, Metric, reproducible
 from blockdiff.models.diffusion_gemma import FAMILY
 from blockdiff.objective import Objective
 from blockdiff.training import export
+from tests import forked, trainings_in_turn
 from tests.little_model import LITTLE, save_preset
 
 STEPS = 4
@@ -53,6 +54,51 @@ class MostlyCanvas(Objective):
     def forward(self, batch):
         losses = super().forward(batch)
         return losses._replace(ar_sum=losses.ar_sum / 10)
+
+
+class Rising(Squared):
+    """More noise keeps more tokens in its second half."""
+
+    def alpha(self, t: Tensor) -> Tensor:
+        return (1 - 2 * t).abs()
+
+
+class OneNumber(Squared):
+    def alpha(self, t: Tensor) -> Any:
+        return 0.5
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A corruption that gives whatever `make` makes of a canvas."""
+
+    make: Any
+
+    def corrupt(self, canvas_BCL: Tensor, alpha_BC: Tensor, address_BC3: Tensor, seed: int) -> Any:
+        return self.make(canvas_BCL)
+
+
+class TooMany:
+    def weigh(self, schedule: Any, t_BC: Tensor, tokens_BCL: Tensor, is_corrupted_BCL: Tensor) -> Tensor:
+        return torch.ones(*t_BC.shape, 7)
+
+
+class OneLoss(Objective):
+    def forward(self, batch):
+        return super().forward(batch).canvas_sum
+
+
+class LossesByPosition(Objective):
+    def forward(self, batch):
+        losses = super().forward(batch)
+        return losses._replace(canvas_sum=losses.canvas_sum.expand(2))
+
+
+class SameName(Objective):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.vocabulary = torch.nn.Module()
+        self.vocabulary.table = torch.nn.Parameter(torch.zeros(3))
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +328,75 @@ def test_what_a_family_does_not_support_is_refused_before_its_data_are_read(inpu
         blockdiff.train(recipe, ("objective.prediction=leave_one_out",), tmp_path / "run")
     with pytest.raises(BlockdiffError, match="diffusion_gemma does not support mask"):
         blockdiff.train(recipe, (), tmp_path / "run", corruption=MaskCorruption(3))
+
+
+def test_two_trainings_of_one_program_on_two_ranks(inputs, tmp_path):
+    recipe = {**inputs, "train": {"steps": 1, "batch_size": 4}}
+    forked.run_ranks(2, trainings_in_turn.two_trainings_and_a_failure, tmp_path, recipe)
+    for rank in (0, 1):
+        first, second, third, late = (tmp_path / f"said-{rank}").read_text().splitlines()
+        assert (first, second) == ("first: trained", "second: trained")
+        assert "already holds a run saved up to step 1" in third
+        assert late == "late: the processes of this program have parted after an error; start the program again"
+
+
+WRONG_PARTS = {
+    "no optimiser": ({"optimiser": lambda parameters: None}, "optimiser: what makes it gave a NoneType"),
+    "a closure": ({"optimiser": torch.optim.LBFGS}, "optimiser: LBFGS computes the loss several times in a step"),
+    "one callback": ({"callbacks": blockdiff.Callback()}, "callbacks: a Callback; give a list of instances"),
+    "a class of callbacks": ({"callbacks": [blockdiff.Callback]}, "callbacks: the class Callback; give a list of"),
+    "a rising schedule": ({"schedule": Rising()}, r"objective\.schedule: Rising: alpha\(t\) rises after t = 0\.5"),
+    "a schedule of one number": ({"schedule": OneNumber()}, r"alpha\(t\) and noise\(t\) must be tensors of the shape"),
+    "a corruption of one tensor": ({"corruption": Noise(lambda x: x)}, r"Noise gave torch\.int64 \[6, 1, 9\], not"),
+    "a corruption of other tokens": (
+        {"corruption": Noise(lambda x: (x.float(), x > 0))},
+        r"gave torch\.float32 \[6, 1, 9\] and torch\.bool \[6, 1, 9\], not noisy tokens torch\.int64 \[6, 1, 9\]",
+    ),
+    "a weight of another shape": ({"weight": TooMany()}, r"TooMany gave weights \[6, 1, 7\] instead of \[6, 1, 9\]"),
+    "one loss": ({"objective": OneLoss}, "objective: its forward gave a Tensor whose canvas_sum is NoneType"),
+    "losses by position": ({"objective": LossesByPosition}, r"whose canvas_sum is \[2\] and ar_sum \[\]; return"),
+    "a name of the model": ({"objective": SameName}, r"objective: its tensor vocabulary\.table has the name of one of"),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_a_part_that_cannot_work_is_one_line(name, inputs, tmp_path):
+    parts, said = WRONG_PARTS[name]
+    with pytest.raises(BlockdiffError, match=said):
+        blockdiff.train(inputs, output=tmp_path / "run", **parts)
+
+
+@pytest.mark.quick
+def test_an_output_that_can_be_no_directory_is_one_line(inputs, tmp_path):
+    (tmp_path / "file").write_text("")
+    for where in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(RunError, match=r"file.*: no run can be written there \(.*\); choose another output"):
+            blockdiff.train(inputs, output=where)
+
+
+@pytest.mark.quick
+def test_a_recipe_that_is_built_directly_is_refused_in_one_line(inputs):
+    with pytest.raises(RecipeError, match=r"^Recipe: unknown key train\.stepz; did you mean train\.steps\?$"):
+        blockdiff.Recipe(**{**inputs, "train": {"stepz": 1}})
+    with pytest.raises(RecipeError, match=r"^Recipe: model: missing; every recipe has to say it$"):
+        blockdiff.Recipe(data={"train": "rows.jsonl"}, train={"steps": 1, "batch_size": 1})
+
+
+def test_a_metric_of_ones_own_decides_which_weights_are_the_best(inputs, tmp_path, monkeypatch, capsys):
+    class Moody(blockdiff.Trainer):
+        def evaluate(self, step):
+            return {**super().evaluate(step), "heldout_mood": 1.0 - step}
+
+    decides = ("evaluation.best=heldout_mood",)
+    with pytest.raises(RunError, match=r"no metric 'heldout_mood'; .* goes into blockdiff\.metrics\.METRICS"):
+        Moody(inputs, decides, tmp_path / "run").fit()
+    monkeypatch.setitem(METRICS, "heldout_mood", Metric("heldout", "mood", "higher"))
+    run = Moody(inputs, decides, tmp_path / "run").fit()
+    assert run.best == (2, -1.0)
+    assert "the weights of step 2, best heldout_mood -1" in capsys.readouterr().out
+    blockdiff.train(inputs, (*decides, "train.steps=1"), tmp_path / "other")
+    assert "evaluation.best: heldout_mood is not in this record, so it decides nothing" in capsys.readouterr().out
 
 
 def test_what_an_objective_has_beside_its_model_goes_to_the_device_and_trains(inputs, tmp_path):

@@ -39,6 +39,11 @@ IRRELEVANT = {"boi_token_id", "eoi_token_id", "image_token_id"}
 
 # What transformers or our model makes lists of before any weights are looked at; all other sizes are bounded by 2^31.
 LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16, "global_head_dim": 2**16}
+# What must be at least 1 where a file says it.
+SIZES = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "sliding_window"),
+    *("num_key_value_heads", "num_global_key_value_heads", "head_dim", "global_head_dim", "max_position_embeddings"),
+}
 KINDS = {"sliding_attention": "sliding", "full_attention": "full"}  # layer types, and our names of the kinds
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "swish": "silu"}  # names there, and in kernels/
 # RoPE types, and the parameters beside `rope_theta` that each may have.
@@ -58,6 +63,9 @@ def read(values: Mapping[str, Any]) -> DiffusionGemmaConfig:
         most = LARGEST.get(name, 2**31)
         if isinstance(value, int) and value > most:
             raise CheckpointError(f"text_config.{name} is {value}; at most {most} is supported")
+    wrong = next(_wrong_sizes(values.get("canvas_length"), values["text_config"]), None)
+    if wrong is not None:
+        raise CheckpointError(wrong)
     own: dict[str, Any] = json.loads(json.dumps(values))
     if own.get("vision_config"):
         own["vision_config"] = _image_config(own["vision_config"])
@@ -75,6 +83,7 @@ def check(config: DiffusionGemmaConfig) -> None:
 
 def _wrong(config: Any) -> Iterator[str]:
     text = config.text_config
+    yield from _wrong_sizes(config.canvas_length, text.to_dict())
     if not config.tie_word_embeddings:
         yield "tie_word_embeddings is false; only tied weights are supported"
     for name, allowed in ONE_VALUE.items():
@@ -96,6 +105,20 @@ def _wrong(config: Any) -> Iterator[str]:
         yield from _wrong_rope(kind, (text.rope_parameters or {}).get(kind))
 
 
+def _wrong_sizes(canvas_length: Any, text: Mapping[str, Any]) -> Iterator[str]:
+    """Sizes that are 0 or less, and layers that are not there, which transformers looks up; text: the fields said."""
+    sizes = {"canvas_length": canvas_length} | {f"text_config.{name}": text.get(name) for name in sorted(SIZES)}
+    for name, size in sizes.items():
+        if isinstance(size, int) and size < 1:
+            yield f"{name} is {size}; it must be at least 1"
+    layers, by_layer = text.get("num_hidden_layers"), text.get("per_layer_config")
+    if not isinstance(by_layer, Mapping) or not isinstance(layers, int):
+        return
+    for layer in by_layer:
+        if not str(layer).isdecimal() or int(layer) >= layers:
+            yield f"text_config.per_layer_config names layer {layer!r}, but there are {layers} layers, counted from 0"
+
+
 def _wrong_heads(text: Any) -> Iterator[str]:
     for layer, overrides in (text.to_dict().get("per_layer_config") or {}).items():
         for name in overrides.keys() - {"head_dim", "num_key_value_heads"}:
@@ -105,7 +128,7 @@ def _wrong_heads(text: Any) -> Iterator[str]:
         heads = text.per_layer_config[layer]
         if heads.head_dim != sizes.setdefault(kind, heads.head_dim) or heads.head_dim % 2:
             yield f"text_config: head_dim of layer {layer} is {heads.head_dim}; it must be even and one for all {kind}"
-        if text.num_attention_heads % heads.num_key_value_heads:
+        if heads.num_key_value_heads < 1 or text.num_attention_heads % heads.num_key_value_heads:
             yield (
                 f"text_config: layer {layer} has {text.num_attention_heads} query heads, which "
                 f"{heads.num_key_value_heads} num_key_value_heads do not divide"
