@@ -162,5 +162,5 @@ def of_kind(records: Iterable[Record], kind: Kind) -> list[Record]:
 
 def reproducible(records: Iterable[Record]) -> list[Record]:
     """The records without what clocks and machines say: the rest of a resumed run equals an uninterrupted one's."""
-    measured = {key for key, metric in METRICS.items() if metric.unit in MACHINE_UNITS}
-    return [{key: value for key, value in record.items() if key not in measured} for record in records]
+    of_machine = {key for key, metric in METRICS.items() if metric.unit in MACHINE_UNITS}
+    return [{key: value for key, value in record.items() if key not in of_machine} for record in records]

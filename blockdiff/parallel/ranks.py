@@ -181,19 +181,19 @@ class _Heartbeat:
             self._errors.append(error)
 
 
-def from_accelerate(cpu: bool = False, timeout: float = 600.0) -> Ranks:
+def from_accelerate(timeout: float = 600.0) -> Ranks:
     """Join the processes that `accelerate launch` or torchrun started; alone, a world of one.
 
-    Without CUDA, or with `cpu`, they run on the CPU and talk through gloo (MPS has no float64, in which losses are
-    summed). timeout: seconds that a rank waits for the others. They stay together until the program ends or `close`, so
-    one program may train several times. Raises RunError when processes were started that would not know of each other,
-    when not all of them come, and when they have parted.
+    Without CUDA, or with ACCELERATE_USE_CPU, they run on the CPU and talk through gloo (MPS has no float64, in which
+    losses are summed). timeout: seconds that a rank waits for the others. They stay together until the program ends or
+    `close`, so one program may train several times. Raises RunError when processes were started that would not know of
+    each other, when not all of them come, and when they have parted.
     """
     from accelerate import PartialState
 
     asked_for_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    on_cpu, limit = cpu or asked_for_cpu or not torch.cuda.is_available(), timedelta(seconds=timeout)
+    on_cpu, limit = asked_for_cpu or not torch.cuda.is_available(), timedelta(seconds=timeout)
     try:
         state = PartialState(cpu=on_cpu, **({"timeout": limit} if started > 1 else {}))
     except dist.DistError:

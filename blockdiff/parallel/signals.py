@@ -14,7 +14,6 @@ HANDLED = (signal.SIGTERM, signal.SIGINT)
 ECHO = 1.0  # seconds in which another signal is the same wish: launchers pass on what the terminal also sent
 
 
-
 class Interrupted(Exception):
     """Work that can be done again was left in its middle because a signal asks this rank or another one to stop."""
 

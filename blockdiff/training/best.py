@@ -47,5 +47,5 @@ def evaluations_since_best(records: Sequence[Record], metric: str | None) -> int
 
 
 def best_saved(run: Path, records: Sequence[Record], metric: str | None) -> tuple[int, float] | None:
-    """The best step of a metric among the checkpoints of a run directory, and its value; None as of `best_of`."""
+    """The best step of a metric among the checkpoints of a run directory, and its value, or None as `best_of` gives."""
     return best_of(records, metric, among=steps_saved(run))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -52,7 +53,5 @@ def memory_gib(device: torch.device) -> float:
     """The most memory used so far in GiB: by tensors on a CUDA device, elsewhere by the whole process."""
     if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
-    import resource  # not on Windows, where nothing else here needs it either
-
     unit = 1 if sys.platform == "darwin" else 1024
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)

@@ -93,7 +93,7 @@ def _source(value: Any, read: Callable[[Any], Source]) -> Source:
 
 
 def _written(source: Source) -> Any:
-    """The fields of a source that differ from their defaults, or its path if that is all; of rows their number."""
+    """The fields of a source that differ from their defaults, or its path if that is all; rows as their number."""
     if source.rows is not None:
         return {"path": None, "name": source.title, "rows": len(source.rows)}
     values = {field.name: getattr(source, field.name) for field in fields(source)}

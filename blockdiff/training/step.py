@@ -94,7 +94,7 @@ def backpropagate(
     return Gradient(sums, values, gradient_norm(weights))
 
 
-class Skips:
+class SkippedSteps:
     """Optimiser steps that were not taken because something was not finite, as the log has them."""
 
     def __init__(self, policy: Literal["stop", "skip"], steps: Sequence[int] = ()) -> None:

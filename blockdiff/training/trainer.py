@@ -40,7 +40,7 @@ from blockdiff.training.refuse import refuse, without_effect
 from blockdiff.training.run import Run, settled
 from blockdiff.training.samples import FILE_NAME as SAMPLES
 from blockdiff.training.samples import sample_prompts
-from blockdiff.training.step import Counts, Gradient, Skips, backpropagate
+from blockdiff.training.step import Counts, Gradient, SkippedSteps, backpropagate
 from blockdiff.training.trackers import Trackers
 
 
@@ -171,11 +171,11 @@ class Trainer:
         record |= {"grad_norm": gradient.norm, "lr": self.learning_rate(self.step)}
         if steps_per_epoch := self.steps_per_epoch():
             record["epoch"] = round(self.step / steps_per_epoch, 4)
-        self.record({**record, "skipped": len(self.skips.steps), **rates})
+        self.record({**record, "skipped": len(self.skipped.steps), **rates})
 
     def skip(self, gradient: Gradient, batches: Sequence[Batch]) -> None:
         """Record a step whose losses or gradient are not finite; RunError where that is to end the run."""
-        self.record(self.skips.note(self.step, batches, gradient, self.ranks))
+        self.record(self.skipped.note(self.step, batches, gradient, self.ranks))
 
     # -- between optimiser steps -----------------------------------------------------------------------------------
 
@@ -377,7 +377,7 @@ class Trainer:
         self.steps = self.show.steps = built.steps
         self.weights = list(trainable(built.objective).values())
         skipped = [record["step"] for record in of_kind(records, "skipped")]
-        self.skips = Skips(self.recipe.train.non_finite, self.ranks.agree(skipped))
+        self.skipped = SkippedSteps(self.recipe.train.non_finite, self.ranks.agree(skipped))
         seconds = max((record.get("seconds", 0.0) for record in records), default=0.0)
         self.clock = Clock(self.ranks.device, seconds)
 

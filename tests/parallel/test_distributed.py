@@ -104,6 +104,7 @@ def launched(monkeypatch):
     """A process as a launcher would start it, with a fresh accelerate state before and after."""
     for name in ("WORLD_SIZE", "LOCAL_RANK", "RANK", "MASTER_PORT", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     PartialState._reset_state()
     yield monkeypatch
     PartialState._reset_state()
@@ -113,7 +114,7 @@ def launched(monkeypatch):
 def test_alone_there_is_one_main_process(launched):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ranks = from_accelerate(cpu=True)
+        ranks = from_accelerate()
     assert (ranks.rank, ranks.world, str(ranks.device), ranks.is_main) == (0, 1, "cpu", True)
 
 
@@ -123,12 +124,12 @@ def test_a_launcher_that_starts_one_process_instead_of_two_is_told(launched):
     launched.setenv("MASTER_PORT", "29500")
     launched.setenv("ACCELERATE_MIXED_PRECISION", "no")
     with pytest.warns(UserWarning, match="started one process although several were asked for"):
-        from_accelerate(cpu=True)
+        from_accelerate()
 
 
 @pytest.mark.quick
 def test_processes_that_do_not_know_of_each_other_are_refused(launched):
-    from_accelerate(cpu=True)
+    from_accelerate()
     launched.setenv("WORLD_SIZE", "2")
     with pytest.raises(RunError, match="2 processes started, 1 joined"):
-        from_accelerate(cpu=True)
+        from_accelerate()

@@ -322,6 +322,10 @@ def test_a_log_that_was_removed_or_edited_is_one_warning(tmp_path, damage):
     damage(tmp_path / "metrics.jsonl")
     with pytest.warns(UserWarning, match=r"metrics\.jsonl: was removed or edited since step 2 was saved"):
         state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # one rank says it for all
+        other = replace(ALONE, rank=1)
+        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, ranks=other)
 
 
 def test_two_processes_do_not_train_into_one_directory(tmp_path):
