@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.vocabulary import Stats
-from blockdiff.kernels.vocabulary.native import token_stats
+from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Stats
+from blockdiff.kernels.vocabulary.native import class_stats, token_stats
 
 Script = Callable[[int, int, int], Tensor]  # (last prompt token, canvas, step) -> logits [L, V]
 
@@ -81,6 +81,21 @@ class ScriptedModel:
             None if allowed_BLW is None else allowed_BLW.flatten(0, 1),
         )
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in flat))
+
+    def class_stats(
+        self,
+        hidden_BLV: Tensor,
+        temperature: float,
+        uniform_BL: Tensor,
+        classes: Classes,
+        penalty: Penalty | None = None,
+        excluded: int | None = None,
+    ) -> ClassStats:
+        """What `Vocabulary.class_stats` gives, with softmax(z / T) itself as the soft embedding."""
+        B, L, V = hidden_BLV.shape
+        inputs = hidden_BLV.reshape(-1, V), torch.eye(V), None, temperature, uniform_BL.reshape(-1)
+        flat = class_stats(*inputs, classes, penalty, excluded)
+        return ClassStats(*(column.view(B, L, *column.shape[1:]) for column in flat))
 
 
 def random_script(

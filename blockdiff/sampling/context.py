@@ -13,6 +13,7 @@ from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.models.family import family_of
 from blockdiff.sampling.choices import Choices
+from blockdiff.sampling.control import control_of
 from blockdiff.sampling.reasoning import separated
 from blockdiff.sampling.request import Pending, Request, Result, tokenised
 from blockdiff.sampling.strategies import as_strategy
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
 
 NOT_FINITE = "the model's logits are not finite; are its weights? a wider --dtype may help"
-CONTROLS = ("template", "regex", "json_schema", "banned", "repetition_penalty", "draft", "noise")
 
 
 class Context:
@@ -85,14 +85,26 @@ class Context:
 
         seed: what the request's own seed follows from where it brings none.
         """
-        asked_for = next((name for name in CONTROLS if getattr(request, name) not in (None, (), 1.0)), None)
-        if asked_for is not None:
-            raise RequestError(f"{asked_for} is not supported yet; leave it out")
         asked = tokenised(request, place, seed, self.tokenizer, self.model.vocab_size)
         asked.canvases = self.canvases(request.max_new_tokens or self.generation.max_new_tokens)
         asked.max_steps = request.max_steps or self.generation.max_steps
         asked.strategy = None if request.strategy is None else as_strategy(request.strategy, self.generation)
         length = self.model.canvas_length
+        asked.control = control_of(
+            request,
+            asked.prompt_tokens,
+            self.tokenizer,
+            canvas_length=length,
+            canvases=asked.canvases,
+            max_steps=asked.max_steps,
+            vocab_size=self.model.vocab_size,
+            eos_ids=self.generation.eos_ids,
+            pad_id=self.generation.pad_id,
+            mask_id=self.choices.mask_id,
+            device=self.model.device,
+        )
+        if asked.control is not None:
+            asked.canvases = asked.control.canvases
         if self.positions is not None and len(asked.prompt_tokens) > self.positions - asked.canvases * length:
             raise RequestError(
                 f"the prompt has {len(asked.prompt_tokens)} tokens, but the model's {self.positions} positions leave "

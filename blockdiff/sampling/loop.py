@@ -45,9 +45,11 @@ def generate_in_lockstep(
             _answer(context, alike[first : first + batch_size], on_canvas, on_step)
 
 
-def _settings(each: Pending) -> tuple[int, int, str]:
+def _settings(each: Pending) -> tuple[int, int, str, int, float]:
     """What the rows of a batch have in common."""
-    return each.canvases, each.max_steps, repr(each.strategy)
+    control = each.control
+    starts = (0, 0.0) if control is None else (len(control.draft), control.noise)
+    return each.canvases, each.max_steps, repr(each.strategy), *starts
 
 
 def _answer(context: Context, batch: list[Pending], on_canvas: OnCanvas | None, on_step: OnStep | None) -> None:
@@ -102,7 +104,11 @@ def _denoise(
     live = list(range(len(batch)))
     steps_B, unchanged_B = torch.full_like(seed_B, max_steps), torch.zeros_like(seed_B)
     standing_BL = kept_BL = stats = None
-    for step in range(max_steps):
+    controls = [each.control.begin(number, each.tokens, each.seed) if each.control else None for each in batch]
+    start_BL = _stacked([None if control is None else control.start_L for control in controls])
+    pinned_BL = _stacked([None if control is None else control.pinned_L for control in controls])
+    first_step = next((control.first_step for control in controls if control is not None), 0)
+    for step in range(first_step, max_steps):
         shape = strategy.shape(step, max_steps)
         uniform_BL, canvas_BL = draws.of_step(step)
         if mask_id is not None:
@@ -110,11 +116,15 @@ def _denoise(
         if stats is None or standing_BL is None or kept_BL is None:
             previous_BL, soft_BLD = torch.full_like(canvas_BL, -1), None
             kept_BL = torch.zeros_like(canvas_BL, dtype=torch.bool)
+            canvas_BL = canvas_BL if start_BL is None else start_BL.where(start_BL >= 0, canvas_BL)
         else:
             previous_BL, soft_BLD = stats.argmax, stats.soft_embedding
             canvas_BL = standing_BL.where(kept_BL, canvas_BL)
+        if pinned_BL is not None:
+            canvas_BL = pinned_BL.where(pinned_BL >= 0, canvas_BL)
         hidden_BLD = model.denoise(canvas_BL, prefix, soft_BLD)
-        stats = predict(model, hidden_BLD, canvas_BL, shape.temperature, uniform_BL, mask_id=mask_id)
+        of_rows = mask_id, controls, [step] * len(live)
+        stats = predict(model, hidden_BLD, canvas_BL, shape.temperature, uniform_BL, *of_rows)
         unchanged_B = (unchanged_B + 1) * (stats.argmax == previous_BL).all(-1)
         canvases = Canvases(
             ids=[batch[place].id for place in live],
@@ -126,7 +136,7 @@ def _denoise(
             previous_BL=previous_BL,
             unchanged_B=unchanged_B,
             kept_BL=kept_BL,
-            is_pinned_BL=None,
+            is_pinned_BL=None if pinned_BL is None else pinned_BL >= 0,
             noise_probability=1 / model.vocab_size if mask_id is None else 0.0,
             draw=partial(draws.second, step),
         )
@@ -154,14 +164,21 @@ def _denoise(
         places = [live[row] for row in stopped]
         final_BL[places] = stats.argmax[stopped]
         for place in places:
-            steps[place] = step + 1
+            steps[place] = step + 1 - first_step
         if not staying:
             break
         live = [live[row] for row in staying]
         kept = torch.tensor(staying, device=device)
         stats = type(stats)(*(values[kept] for values in stats))
         standing_BL, kept_BL, unchanged_B = standing_BL[kept], kept_BL[kept], unchanged_B[kept]
-        steps_B = steps_B[kept]
+        steps_B, controls = steps_B[kept], [controls[row] for row in staying]
+        pinned_BL = None if pinned_BL is None else pinned_BL[kept]
         prefix = prefix.select(kept)
         draws.select(kept)
     return final_BL, steps
+
+
+def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
+    """Given tokens of every row, int64 [B, L], -1 where none is given; None where no row has any."""
+    given = next((row for row in rows if row is not None), None)
+    return None if given is None else torch.stack([torch.full_like(given, -1) if row is None else row for row in rows])

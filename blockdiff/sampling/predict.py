@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.vocabulary import Stats, pack_allowed
+from blockdiff.kernels.vocabulary import Penalty, Stats, pack_allowed
+from blockdiff.sampling.constraints.paths import paths
+from blockdiff.sampling.control import CanvasControl
+from blockdiff.sampling.draws import signed
+from blockdiff.seeding import Stream, uniform
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
@@ -21,17 +26,152 @@ def predict(
     temperature: Tensor | float,
     uniform_BL: Tensor,
     mask_id: int | None = None,
+    controls: Sequence[CanvasControl | None] | None = None,
+    steps: Sequence[int] | None = None,
 ) -> Stats:
     """The statistics of a step over B canvases, each [B, L] (the soft embedding [B, L, D]).
 
     `canvas_BL` is what the step saw; `temperature` is one number or one per row; `uniform_BL` picks the samples. With
-    mask noise the mask is never predicted, and a token that is not a mask stays what it is.
+    mask noise the mask is never predicted, and a token that is not a mask stays what it is. `controls` and `steps` are
+    those of the rows: what may stand in them, and which step of its canvas each is at.
     """
+    groups = _groups(controls)
+    if not groups:
+        return _own(model, hidden_BLD, canvas_BL, temperature, uniform_BL, mask_id)
+    assert controls is not None and steps is not None
+    parts, order = [], []
+    free = [row for row, control in enumerate(controls) if control is None or control.is_plain]
+    for rows in [free, *groups] if free else groups:
+        chosen = torch.tensor(rows, device=canvas_BL.device)
+        of_rows = temperature[chosen] if isinstance(temperature, Tensor) else temperature
+        inputs = model, hidden_BLD[chosen], canvas_BL[chosen], of_rows, uniform_BL[chosen], mask_id
+        held = [control for control in (controls[row] for row in rows) if control is not None]
+        parts.append(_own(*inputs) if rows is free else _held(*inputs, held, [steps[row] for row in rows]))
+        order += rows
+    if len(parts) == 1:
+        return parts[0]
+    back = torch.tensor(order, device=canvas_BL.device).argsort()
+    return Stats(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))
+
+
+def _groups(controls: Sequence[CanvasControl | None] | None) -> list[list[int]]:
+    """The controlled rows, together where the same classes of tokens are told apart."""
+    groups: dict[int, list[int]] = {}
+    for row, control in enumerate(controls or ()):
+        if control is not None and not control.is_plain:
+            groups.setdefault(id(control.classes), []).append(row)
+    return list(groups.values())
+
+
+def _own(
+    model: BlockDiffusionModel,
+    hidden_BLD: Tensor,
+    canvas_BL: Tensor,
+    temperature: Tensor | float,
+    uniform_BL: Tensor,
+    mask_id: int | None,
+) -> Stats:
+    """The statistics of rows in which every token can stand anywhere."""
     if mask_id is None:
         return model.vocabulary.stats(hidden_BLD, temperature, uniform_BL)
     allowed_BLW = _all_but(mask_id, model.vocab_size, canvas_BL.device).expand(*canvas_BL.shape, -1)
     stats = model.vocabulary.stats(hidden_BLD, temperature, uniform_BL, allowed_BLW=allowed_BLW)
     return carried_over(stats, canvas_BL, mask_id)
+
+
+def _held(
+    model: BlockDiffusionModel,
+    hidden_BLD: Tensor,
+    canvas_BL: Tensor,
+    temperature: Tensor | float,
+    uniform_BL: Tensor,
+    mask_id: int | None,
+    controls: Sequence[CanvasControl],
+    steps: Sequence[int],
+) -> Stats:
+    """The statistics of rows whose controls tell the same classes of tokens apart.
+
+    Under a constraint argmax is the best canvas that satisfies it, the sample a canvas drawn from the model's
+    distribution given that it is satisfied, and the entropy that of each position's marginal of that distribution.
+    """
+    (B, L), device = canvas_BL.shape, canvas_BL.device
+    classes, automaton = controls[0].classes, controls[0].automaton
+    assert classes is not None
+    stats = model.vocabulary.class_stats(
+        hidden_BLD, temperature, uniform_BL, classes, _penalty(controls, L, model.vocab_size, device), mask_id
+    )
+    pinned_BL = canvas_BL.new_full((B, L), -1)
+    for row, control in enumerate(controls):
+        if control.pinned_L is not None:
+            pinned_BL[row] = control.pinned_L
+    if mask_id is not None:  # under mask noise what is visible is given, too
+        pinned_BL = pinned_BL.where(pinned_BL >= 0, canvas_BL.where(canvas_BL != mask_id, -1))
+    is_pinned_BL = pinned_BL >= 0
+
+    if automaton is None:
+        best_BL1 = random_BL1 = pinned_BL.new_zeros(B, L, 1)
+        entropy_BL, of_class_BL = stats.entropy[..., 0], torch.zeros_like(stats.entropy[..., 0])
+    else:
+        log_sum, maximum = stats.log_sum, stats.maximum
+        C = log_sum.shape[-1]
+        is_text_BL = torch.stack([_is_text(control, L, device) for control in controls])
+        is_closed_BLC = is_text_BL[..., None] & automaton.is_end_C
+        log_sum, maximum = (each.masked_fill(is_closed_BLC, -torch.inf) for each in (log_sum, maximum))
+        place_BL = automaton.class_V[pinned_BL.clamp(min=0)].clamp_(max=C - 1)
+        certain_BLC = torch.full_like(log_sum, -torch.inf).scatter_(-1, place_BL[..., None], 0.0)
+        log_sum, maximum = (certain_BLC.where(is_pinned_BL[..., None], each) for each in (log_sum, maximum))
+        found = paths(
+            automaton,
+            log_sum,
+            maximum,
+            torch.tensor([control.state for control in controls], device=device),
+            torch.stack([control.is_final_S for control in controls if control.is_final_S is not None]),
+            _path_numbers(controls, steps, L, device),
+        )
+        best_BL1, random_BL1 = found.best_BL[..., None], found.random_BL[..., None]
+        share = found.share_BLC
+        entropy_BL = torch.special.entr(share).sum(-1) + (share * stats.entropy).where(share > 0, 0.0).sum(-1)
+        entropy_BL = entropy_BL.masked_fill(~found.is_possible_B[:, None], torch.nan)  # logits that are not finite
+        of_class_BL = share.gather(-1, random_BL1).squeeze(-1).log()
+
+    argmax_BL, sample_BL, log_p_BL = (
+        column.gather(-1, place).squeeze(-1)
+        for column, place in (
+            (stats.argmax, best_BL1), (stats.sample, random_BL1), (stats.log_probability, random_BL1)
+        )
+    )  # fmt: skip
+    return Stats(
+        entropy=(entropy_BL * ~is_pinned_BL).float(),
+        argmax=pinned_BL.where(is_pinned_BL, argmax_BL),
+        sample=pinned_BL.where(is_pinned_BL, sample_BL),
+        soft_embedding=stats.soft_embedding,
+        log_probability=(of_class_BL + log_p_BL).masked_fill(is_pinned_BL, 0.0).float(),
+    )
+
+
+def _is_text(control: CanvasControl, length: int, device: torch.device) -> Tensor:
+    return torch.zeros(length, dtype=torch.bool, device=device) if control.is_text_L is None else control.is_text_L
+
+
+def _path_numbers(controls: Sequence[CanvasControl], steps: Sequence[int], length: int, device: torch.device) -> Tensor:
+    """Two uniform numbers per position, [B, L, 2], that pick the way of a random canvas through its automaton."""
+    seed_B, number_B, step_B = torch.tensor(
+        [[signed(control.seed), control.number, step] for control, step in zip(controls, steps, strict=True)],
+        device=device,
+    ).unbind(-1)
+    return uniform(seed_B, Stream.CONSTRAINT, (number_B, step_B), 2 * length).view(len(controls), length, 2)
+
+
+def _penalty(controls: Sequence[CanvasControl], length: int, vocab_size: int, device: torch.device) -> Penalty | None:
+    """The repetition penalties of the rows; None where no row has one."""
+    if all(control.seen_V is None for control in controls):
+        return None
+    nothing_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+    return Penalty(
+        torch.stack([nothing_V if control.seen_V is None else control.seen_V for control in controls]),
+        torch.tensor([control.penalty for control in controls], device=device),
+        torch.arange(len(controls), device=device).repeat_interleave(length),
+    )
 
 
 def carried_over(stats: Stats, canvas_BL: Tensor, mask_id: int) -> Stats:

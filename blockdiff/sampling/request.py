@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from blockdiff.sampling.control import Control
     from blockdiff.sampling.strategy import Strategy
 
 Message = Mapping[str, Any]
@@ -70,6 +72,8 @@ class Request:
             raise RequestError(f"seed has 64 bits at most, got {self.seed!r:.80}")
         if self.tools is not None and self.messages is None:
             raise RequestError("tools are there, but no messages; only a conversation has a place for them")
+        if not isinstance(self.thinking, bool):
+            raise RequestError(f"thinking must be true or false, got {self.thinking!r:.80}")
         if self.thinking and self.messages is None:
             raise RequestError("thinking is asked for in the chat template, so it needs messages")
         if not _is_integer(self.best_of) or not 1 <= self.best_of <= MOST_DRAWS:
@@ -80,8 +84,36 @@ class Request:
             value = getattr(self, name)
             if value is not None and not (_is_integer(value) and value >= 1):
                 raise RequestError(f"{name} must be an integer of at least 1, got {value!r:.80}")
-        if not isinstance(self.thinking, bool):
-            raise RequestError(f"thinking must be true or false, got {self.thinking!r:.80}")
+        self._check_controls()
+
+    def _check_controls(self) -> None:
+        """Raise RequestError for controls of the wrong kind, or that cannot be together."""
+        for name in ("template", "regex", "draft"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
+                raise RequestError(f"{name} must be text, got {getattr(self, name)!r:.80}")
+        if self.json_schema is not None and not isinstance(self.json_schema, str | Mapping):
+            raise RequestError(f"json_schema must be an object or its JSON, got {self.json_schema!r:.80}")
+        if isinstance(self.banned, str) or not isinstance(self.banned, Sequence):
+            raise RequestError(f"banned must be a list of texts and token ids, got {self.banned!r:.80}")
+        for banned in self.banned:
+            if not (_is_integer(banned) or (isinstance(banned, str) and banned)):
+                raise RequestError(f"banned must be a list of texts and token ids, got {banned!r:.80} in it")
+        for name, least in (("repetition_penalty", "more than 0"), ("noise", "in [0, 1]")):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if value is not None and not (is_number and (0 <= value <= 1 if name == "noise" else value > 0)):
+                raise RequestError(f"{name} must be a number {least}, got {value!r:.80}")
+        if self.repetition_penalty is None:
+            raise RequestError("repetition_penalty must be a number more than 0, got None")
+        if self.noise is not None and self.draft is None:
+            raise RequestError("noise is the level to which a draft is noised; give a draft with it")
+        if self.draft is not None and self.template is not None:
+            raise RequestError("a template says where everything stands, which leaves no place for a draft; give one")
+        if self.regex is not None and self.json_schema is not None:
+            raise RequestError("give one of regex and json_schema, not both")
+        held = next((name for name in ("template", "regex", "json_schema") if getattr(self, name) is not None), None)
+        if held is not None and self.thinking:
+            raise RequestError(f"{held} says the form of the whole response and leaves no place for thinking; give one")
 
 
 @dataclass(frozen=True)
@@ -126,8 +158,9 @@ class Pending:
     """A request that is being answered: its prompt tokens, its draws' seed, and the response so far.
 
     The response has at most `canvases` canvases, each of at most `max_steps` steps. `strategy` is the request's own, if
-    it brings one. `request_id` is the request's, `id` what this answer of it is called; `draw` counts the answers of
-    one request where there are several. `error` says why it cannot be answered any further.
+    it brings one; `control` holds its canvases, if anything does. `request_id` is the request's, `id` what this answer
+    of it is called; `draw` counts the answers of one request where there are several. `error` says why it cannot be
+    answered any further.
     """
 
     place: int
@@ -141,6 +174,7 @@ class Pending:
     canvases: int = 1
     max_steps: int = 1
     strategy: Strategy | None = None
+    control: Control | None = None
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -154,6 +188,8 @@ class Pending:
         kept = len(tokens) if end is None else end
         self.tokens += tokens[:kept]
         self.steps.append(steps)
+        if self.control is not None:
+            self.error = self.control.obstacle(self.tokens, len(self.steps))
         return kept
 
 

@@ -48,8 +48,7 @@ class TokenAutomaton:
 
     def run(self, tokens: Sequence[int], state: int = 0) -> int:
         """The state after some tokens; `states` if they cannot stand there."""
-        for token in tokens:
-            place = int(self.class_V[token])
+        for place in self.class_V[list(tokens)].tolist():
             state = self.states if place == self.next_SC.shape[1] else int(self.next_SC[state, place])
         return state
 
