@@ -24,6 +24,9 @@ MaxSteps = Annotated[int | None, typer.Option("--steps", min=1, help="At most so
 MAX_SEED = 2**64 - 1
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the draws.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that are there already.")]
+AllowControlTokens = Annotated[
+    bool, typer.Option("--allow-control-tokens", help="What prompts spell of control tokens becomes these tokens.")
+]
 BatchSize = Annotated[int, typer.Option(min=1, help="Requests that run together.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")]

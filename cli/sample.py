@@ -44,6 +44,7 @@ def sample(
     best_of: Annotated[
         int, typer.Option(min=1, help="Draw so many answers and give the one with the highest mean score.")
     ] = 1,
+    allow_control_tokens: options.AllowControlTokens = False,
     stream: Annotated[bool, typer.Option("--stream", help="Show canvases as they are finished.")] = False,
     batch_size: options.BatchSize = 32,
     dtype: options.Dtype = "auto",
@@ -80,6 +81,7 @@ def sample(
             thinking=thinking or entry.thinking,
             scores=scores or entry.scores,
             best_of=entry.best_of if best_of == 1 else best_of,
+            allow_control_tokens=allow_control_tokens,
         )
         if isinstance(entry, Request)
         else entry

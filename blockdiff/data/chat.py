@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
 
+from blockdiff.data.alterations import Alterations, alterations_of
+from blockdiff.data.control_tokens import ControlTokens, Guard, cut, guard_of
 from blockdiff.data.rows import Row
 from blockdiff.data.statistics import Statistics
-from blockdiff.data.template import Span, render, token_spans, training_template
+from blockdiff.data.template import TOOL_TOKENS, Rendered, Span, render, token_spans, training_template
 from blockdiff.errors import DataError
 
 if TYPE_CHECKING:
@@ -64,6 +67,8 @@ class Encoder:
     and fills last canvases. `turns`: every assistant turn is a response, or the last one only. `system` is put
     before conversations without a system message. `too_long`: rows of more than `max_length` tokens are cut at a
     canvas boundary, left out, or refused by name. `chat`: prompt and response are a conversation of two turns.
+    `verbatim`: conversations are written by a template of ours that alters no message, not by the tokenizer's.
+    `control_tokens`: what rows have of control tokens is "text" like any other, or "allow"ed to be these tokens.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -75,11 +80,29 @@ class Encoder:
     system: str | None = None
     too_long: Literal["truncate", "drop", "refuse"] = "truncate"
     chat: bool = False
+    verbatim: bool = False
+    control_tokens: ControlTokens = "text"
 
     @cached_property
     def template(self) -> str:
         """The chat template that marks assistant turns; looked up when the first messages row comes."""
-        return training_template(self.tokenizer)
+        return training_template(self.tokenizer, verbatim=self.verbatim)
+
+    @cached_property
+    def guard(self) -> Guard:
+        """What keeps the texts of rows from becoming control tokens."""
+        return guard_of(self.tokenizer, str(self.tokenizer.chat_template or ""), self.control_tokens)
+
+    @cached_property
+    def alterations(self) -> Alterations:
+        """What the chat template does to messages beside writing them."""
+        return alterations_of(lambda messages: render(self.tokenizer, self.template, messages).text)
+
+    @cached_property
+    def _unknown_tool_token(self) -> str | None:
+        """The first token that the chat template writes around tools, but that the tokenizer does not have."""
+        vocabulary = self.tokenizer.get_vocab()
+        return next((token for token in TOOL_TOKENS if token in self.template and token not in vocabulary), None)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -93,7 +116,8 @@ class Encoder:
             template = ""
         options = (self.eos_id, self.canvas_length, self.max_length, self.enable_thinking, self.turns, self.system)
         more = (self.too_long, self.chat, self.tokenizer.special_tokens_map, self.tokenizer.bos_token_id)
-        text = json.dumps([template, options, more, bool(self.tokenizer.split_special_tokens)], default=str)
+        is_split = bool(self.tokenizer.split_special_tokens)
+        text = json.dumps([template, options, more, self.control_tokens, is_split], default=str)
         return hashlib.blake2b((text + backend.to_str()).encode(), digest_size=16).hexdigest()
 
     @property
@@ -118,8 +142,8 @@ class Encoder:
 
         Raises DataError naming file and line where a row cannot be tokenised or is longer than it may be.
         """
-        for sample_id, (row, tokens, responses, turns) in enumerate(self._encoded(rows)):
-            statistics.count_row(is_conversation=row.messages is not None, unscored_turns=turns - len(responses))
+        for sample_id, (row, tokens, responses, turns, changes) in enumerate(self._encoded(rows)):
+            statistics.count_row(row.messages is not None, turns - len(responses), changes)
             fitted = self._fitted(tokens, responses, row.where)
             if fitted is None:
                 statistics.dropped += 1
@@ -149,8 +173,8 @@ class Encoder:
             return None
         return truncated(tokens, responses, self.max_length, self.canvas_length)
 
-    def _encoded(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[int], list[Span], int]]:
-        """Every row with its tokens, its responses, and how many turns of the assistant it has."""
+    def _encoded(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[int], list[Span], int, Counter[str]]]:
+        """Every row with its tokens, its responses, how many turns of the assistant it has, and what was altered."""
         if not self.tokenizer.is_fast:
             raise _slow()
         rows = iter(rows)
@@ -161,11 +185,11 @@ class Encoder:
             encoded_pairs = iter(self._pairs(pairs))
             encoded_chats = iter(self._chats([row for row in chunk if row.messages]))
             for row in chunk:
-                tokens, responses = next(encoded_pairs if row.messages is None else encoded_chats)
+                tokens, responses, changes = next(encoded_pairs if row.messages is None else encoded_chats)
                 chosen = responses if self.turns == "all" else responses[-1:]
-                yield row, tokens, chosen, len(responses)
+                yield row, tokens, chosen, len(responses), changes
 
-    def _pairs(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span]]]:
+    def _pairs(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span], Counter[str]]]:
         """Raw text: bos and prompt, then response and eos, tokenised apart so that no token joins them."""
         bos = self.tokenizer.bos_token_id
         head = [] if bos is None else [bos]
@@ -174,30 +198,38 @@ class Encoder:
         for prompt, response in zip(prompts, responses, strict=True):
             start = prompt.ids if prompt.ids[:1] == head else [*head, *prompt.ids]
             tokens = [*start, *response.ids, self.eos_id]
-            yield tokens, [(len(start), len(tokens))]
+            yield tokens, [(len(start), len(tokens))], Counter(spelt=bool(prompt.cuts or response.cuts))
 
-    def _chats(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span]]]:
+    def _chats(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span], Counter[str]]]:
         rendered = [self._rendered(row) for row in rows]
-        encoded = self._tokenise([text for text, _ in rendered], rows, needs_offsets=True)
-        for row, encoding, (_, spans) in zip(rows, encoded, rendered, strict=True):
+        encoded = self._tokenise([each.text for each in rendered], rows, [each.cuts for each in rendered])
+        for row, encoding, each in zip(rows, encoded, rendered, strict=True):
             try:
-                responses = token_spans(encoding.offsets, spans)
+                responses = token_spans(encoding.offsets, each.spans)
             except ValueError as error:
                 raise DataError(f"{row.where}: {error}; change the chat template") from None
             if not responses:
                 raise DataError(
                     f"{row.where}: the chat template marks no assistant turn; change the template"
                 )
-            yield encoding.ids, responses
+            changes = self.alterations.count(row.messages or ())
+            yield encoding.ids, responses, changes + Counter(spelt=bool(each.cuts))
 
-    def _rendered(self, row: Row) -> tuple[str, list[Span]]:
+    def _rendered(self, row: Row) -> Rendered:
         messages = row.messages or ()
+        if self._unknown_tool_token and (row.tools or any("tool_calls" in message for message in messages)):
+            raise DataError(
+                f"{row.where}: the chat template writes tools with {self._unknown_tool_token}, which the tokenizer "
+                "does not have; take one that has it, or remove the row"
+            )
         if self.system is not None and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": self.system}, *messages)
         try:
-            return render(self.tokenizer, self.template, messages, self.enable_thinking)
+            return render(self.tokenizer, self.template, messages, self.enable_thinking, row.tools, self.guard)
         except TemplateError as error:
             raise DataError(f"{row.where}: the chat template refuses it ({error}); change the row") from None
+        except DataError as error:
+            raise DataError(f"{row.where}: {error}") from None
 
     def _backend(self) -> Any:
         """The tokenizer's Rust half in the state in which transformers calls it to encode one text."""
@@ -207,24 +239,57 @@ class Encoder:
         backend.encode_special_tokens = self.tokenizer.split_special_tokens
         return backend
 
-    def _tokenise(self, texts: Sequence[str], rows: Sequence[Row], needs_offsets: bool = False) -> list[Any]:
-        """An encoding with `ids` (and `offsets`) for every text, without transformers' dictionaries of lists."""
-        if not texts:
-            return []
-        backend = self._backend()
-        encode = backend.encode_batch if needs_offsets else backend.encode_batch_fast
+    def _tokenise(
+        self, texts: Sequence[str], rows: Sequence[Row], cuts: Sequence[tuple[int, ...]] | None = None
+    ) -> list[Encoded]:
+        """The tokens of every text, without transformers' dictionaries of lists.
+
+        A rendered text brings its `cuts` and gets offsets; any other is cut at the control tokens that it spells.
+        """
         try:
-            encoded: list[Any] = encode(list(texts), add_special_tokens=False)
-            return encoded
+            return self._encode(texts, cuts)
         except Exception:  # tokenizers raises nothing narrower; find the row it comes from
-            for text, row in zip(texts, rows, strict=True):
+            for number, (text, row) in enumerate(zip(texts, rows, strict=True)):
                 try:
-                    backend.encode(text, add_special_tokens=False)
+                    self._encode([text], None if cuts is None else [cuts[number]])
+                except DataError as error:
+                    raise DataError(f"{row.where}: {error}") from None
                 except Exception as error:
                     raise DataError(
                         f"{row.where}: the tokenizer cannot encode it ({error}); change the row"
                     ) from None
             raise
+
+    def _encode(self, texts: Sequence[str], rendered_cuts: Sequence[tuple[int, ...]] | None) -> list[Encoded]:
+        backend, has_offsets = self._backend(), rendered_cuts is not None
+        cuts = [self.guard.cuts(text) for text in texts] if rendered_cuts is None else rendered_cuts
+        pieces = [piece for text, at in zip(texts, cuts, strict=True) for piece in cut(text, at)]
+        encode = backend.encode_batch if has_offsets else backend.encode_batch_fast
+        found = iter(encode(pieces, add_special_tokens=False) if pieces else ())
+        encoded = []
+        for text, at in zip(texts, cuts, strict=True):
+            parts = list(islice(found, len(at) + 1))
+            encoded.append(_joined(parts, at, has_offsets))
+            self.guard.check(text, at, encoded[-1].ids, [part.tokens[0] for part in parts[1:] if part.tokens])
+        return encoded
+
+
+class Encoded(NamedTuple):
+    """The ids of a text, with the characters [start, end) of each where asked for, and where the text was cut."""
+
+    ids: list[int]
+    offsets: list[Span]
+    cuts: tuple[int, ...]
+
+
+def _joined(parts: Sequence[Any], cuts: tuple[int, ...], has_offsets: bool) -> Encoded:
+    """The encoding of a text from those of its pieces."""
+    if not cuts:
+        return Encoded(parts[0].ids, parts[0].offsets if has_offsets else [], ())
+    ids = [token for part in parts for token in part.ids]
+    starts = zip((0, *cuts), parts, strict=True)
+    offsets = [(first + start, first + end) for first, part in starts for start, end in part.offsets]
+    return Encoded(ids, offsets if has_offsets else [], cuts)
 
 
 def _slow() -> DataError:

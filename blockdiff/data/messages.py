@@ -5,7 +5,7 @@ Each comes out in one form, the one that chat templates read, or is refused with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from blockdiff.data.strict_json import DECODER
@@ -63,8 +63,16 @@ def checked_tools(value: Any, name: str = "tools") -> tuple[Message, ...] | None
         if not isinstance(function.get("parameters") or {}, Mapping):
             raise BadRow(f"{name}[{index}].parameters is {kind_of(function['parameters'])}; write a JSON schema")
         check_texts(function, f"{name}[{index}]")
-        tools.append({"type": "function", "function": {"description": "", **function}})
+        schema = {"parameters": {"type": "object", **function["parameters"]}} if function.get("parameters") else {}
+        tools.append({"type": "function", "function": {"description": "", **function, **schema}})
     return tuple(tools)
+
+
+def left_out_tool(text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Message] | None) -> str | None:
+    """The name of a tool that is declared or called, but that a chat template left out of the text."""
+    sources = (tools, *(message.get("tool_calls") for message in messages))
+    names = [each["function"]["name"] for source in sources for each in source or ()]
+    return next((name for name in names if name not in text), None)
 
 
 def content_of(value: Any, name: str) -> str:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+from blockdiff.data.alterations import WORDS
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass
@@ -11,7 +17,8 @@ class Statistics:
 
     `dropped` rows were too long (or had no room for a canvas within max_length), `truncated` ones were cut at a
     canvas boundary and lost `cut_tokens`. `clean_tokens` are in rows (prompts too), `response_tokens` in responses.
-    Of the `conversations` among the rows, `unscored_turns` of the assistant are context only.
+    Of the `conversations` among the rows, `unscored_turns` of the assistant are context only. The last six say what
+    became of messages (`blockdiff.data.alterations.WORDS`), and how many rows spell control tokens.
     """
 
     canvas_length: int
@@ -26,12 +33,20 @@ class Statistics:
     longest: int = 0
     conversations: int = 0
     unscored_turns: int = 0
+    stripped: int = 0
+    glued: int = 0
+    moved: int = 0
+    unreasoned: int = 0
+    unanswered: int = 0
+    spelt: int = 0
 
-    def count_row(self, *, is_conversation: bool, unscored_turns: int) -> None:
-        """Count a row, whether it stays or not."""
+    def count_row(self, is_conversation: bool, unscored_turns: int, changes: Mapping[str, int] = NOTHING) -> None:
+        """Count a row, whether it stays or not, and what its chat template altered by the keys of `WORDS`."""
         self.rows += 1
         self.conversations += is_conversation
         self.unscored_turns += unscored_turns
+        for name, count in changes.items():
+            setattr(self, name, getattr(self, name) + count)
 
     def count_example(self, tokens: list[int], responses: list[tuple[int, int]], *, cut_tokens: int) -> None:
         """Count an example, which lost `cut_tokens` to the limit."""
@@ -70,6 +85,12 @@ class Statistics:
         """All numbers, for JSON."""
         derived = {"examples": self.examples, "scored_tokens": self.scored_tokens, "fill_share": self.fill_share}
         return {**asdict(self), **derived}
+
+    @property
+    def altered(self) -> str:
+        """What became of messages, in words; empty where they are as they were written."""
+        counts = [(words, getattr(self, name)) for name, words in WORDS.items()]
+        return ", ".join(words.format(count) for words, count in counts if count)
 
     def __str__(self) -> str:
         context = f" ({self.unscored_turns:,} assistant turns as context only)" if self.unscored_turns else ""

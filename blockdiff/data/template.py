@@ -6,10 +6,12 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateError
 
+from blockdiff.data.control_tokens import OPEN, Guard
+from blockdiff.data.messages import Message, left_out_tool
 from blockdiff.errors import DataError
 from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 
@@ -20,6 +22,10 @@ Span = tuple[int, int]
 
 TURN_EDGES = ("<|turn>", "<turn|>")
 TURN_TOKENS = (*TURN_EDGES, "<|channel>", "<channel|>", "<|think|>")  # the Gemma 4 turn format
+TOOL_TOKENS = (
+    *("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
+)
+VERBATIM = "{%- set verbatim = true -%}"  # the first line of a template that alters nothing
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Rendered by a template to see whether it writes the Gemma 4 turn format.
 PROBES: tuple[list[dict[str, str]], ...] = (
@@ -34,22 +40,42 @@ PROBES: tuple[list[dict[str, str]], ...] = (
 )
 
 
-def packaged_template() -> str:
-    """The chat template of the Gemma 4 turn format, with generation tags."""
-    return (files("blockdiff.data") / "templates" / "gemma4.jinja").read_text(encoding="utf-8")
+class Rendered(NamedTuple):
+    """The text of a conversation, the character spans of its assistant, and where it is cut for the tokenizer."""
+
+    text: str
+    spans: list[Span]
+    cuts: tuple[int, ...] = ()
 
 
-def training_template(tokenizer: PreTrainedTokenizerBase) -> str:
+def packaged_template(*, verbatim: bool = False) -> str:
+    """The chat template of the Gemma 4 turn format, with generation tags.
+
+    With `verbatim` it writes every message as it is, as a turn of its own.
+    """
+    text = (files("blockdiff.data") / "templates" / "gemma4.jinja").read_text(encoding="utf-8")
+    return f"{VERBATIM}\n{text}" if verbatim else text
+
+
+def training_template(tokenizer: PreTrainedTokenizerBase, *, verbatim: bool = False) -> str:
     """The template that marks the assistant turns: the tokenizer's own if it has generation tags, or the packaged one.
 
     The packaged one is used where the tokenizer's own writes the Gemma 4 turn format without tags, as the released one
-    does, and where there is none but the vocabulary has the turn tokens. Raises DataError in all other cases: without
-    tags nothing says exactly where a response starts and ends.
+    does, and where there is none but the vocabulary has the turn tokens. `verbatim` always takes the packaged one, and
+    needs the turn tokens. Raises DataError in all other cases: without tags nothing says exactly where a response
+    starts and ends.
     """
     template = tokenizer.get_chat_template() if tokenizer.chat_template else None
+    has_turns = all(token in tokenizer.get_vocab() for token in TURN_EDGES)
+    if verbatim:
+        if not has_turns:
+            raise DataError(
+                f"data.template: verbatim writes turns with {' and '.join(TURN_EDGES)}, which the tokenizer does not "
+                "have; leave it out"
+            )
+        return packaged_template(verbatim=True)
     if template is None:
-        vocabulary = tokenizer.get_vocab()
-        if all(token in vocabulary for token in TURN_EDGES):
+        if has_turns:
             return packaged_template()
         raise DataError(
             "the tokenizer has no chat template, so messages rows cannot be rendered; "
@@ -68,19 +94,23 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str:
 def render(
     tokenizer: PreTrainedTokenizerBase,
     template: str,
-    messages: Sequence[dict[str, str]],
+    messages: Sequence[Message],
     enable_thinking: bool = False,
-) -> tuple[str, list[Span]]:
-    """The text of a conversation and the character spans the template marks, touching ones merged.
+    tools: Sequence[Message] | None = None,
+    guard: Guard = OPEN,
+) -> Rendered:
+    """The text of a conversation, and the character spans the template marks, touching ones merged.
 
-    Raises TemplateError where the template refuses the conversation or cannot be computed.
+    Raises TemplateError where the template refuses the conversation, cannot be computed, or leaves out its tools.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    (shown, declared), hidden = guard.hide([list(messages), None if tools is None else list(tools)])
     try:
         with time_limit(TEMPLATE_SECONDS):
             texts, spans = render_jinja_template(
-                conversations=[list(messages)],
+                conversations=[shown],
+                tools=declared,
                 chat_template=template,
                 return_assistant_tokens_mask=bool(GENERATION_TAG.search(template)),
                 enable_thinking=enable_thinking,
@@ -88,7 +118,10 @@ def render(
             )
     except (TimeoutError, MemoryError, RecursionError) as error:
         raise TemplateError(str(error) or type(error).__name__) from None
-    return texts[0], merged(spans[0]) if spans else []
+    text, cuts = guard.show(texts[0], hidden)
+    if name := left_out_tool(text, messages, tools):
+        raise TemplateError(f"it does not write the tool {name!r}")
+    return Rendered(text, merged(spans[0]) if spans else [], cuts)
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:

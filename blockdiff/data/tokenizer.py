@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from blockdiff.data.template import TURN_TOKENS
+from blockdiff.data.template import TOOL_TOKENS, TURN_TOKENS
 from blockdiff.errors import DataError
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 def byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE (Sennrich et al. 2016 on bytes, as GPT-2) learnt from `texts`, of `vocab_size` tokens.
 
-    Pad 0, eos 1, bos 2, a mask token, the tokens of the Gemma 4 turn format, every byte, then merges; digits stay
-    single, as in Gemma. Any text can be written and comes back as it was. It has fewer tokens if the texts give no
-    more merges. Raises DataError for a size without room for the bytes, and for texts without a character.
+    Pad 0, eos 1, bos 2, a mask token, the tokens of the Gemma 4 turn format and its tools, every byte, then merges;
+    digits stay single, as in Gemma. Any text can be written and comes back as it was. It has fewer tokens if the texts
+    give no more merges. Raises DataError for a size without room for the bytes, and for texts without a character.
     """
-    specials = (*SPECIAL_TOKENS, MASK, *TURN_TOKENS)
+    specials = (*SPECIAL_TOKENS, MASK, *TURN_TOKENS, *TOOL_TOKENS)
     least = BYTES + len(specials)
     if vocab_size < least:
         raise DataError(f"a vocabulary of {vocab_size} has no room for every byte; ask for at least {least}")

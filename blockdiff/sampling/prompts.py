@@ -21,7 +21,9 @@ from blockdiff.sampling.request import Request, Result
 EXPECTED = 'write {"prompt": ...} or {"messages": [...]}'
 # Of a request's fields, those that are the prompt itself; `tokens` are what an output line has, and no option.
 OF_PROMPT = ("id", "prompt", "messages", "tools", "tokens")
-OPTIONS = tuple(field.name for field in fields(Request) if field.name not in OF_PROMPT)
+# What a file of prompts must not decide, for others may have written it.
+OF_CALLER = ("allow_control_tokens",)
+OPTIONS = tuple(field.name for field in fields(Request) if field.name not in (*OF_PROMPT, *OF_CALLER))
 # Settings under the names that this and other programs give them; a line that has one wants something of the sampler.
 SETTINGS = (
     *("max_new_tokens", "max_tokens", "max_length", "min_new_tokens", "max_steps", "max_denoising_steps"),
@@ -30,7 +32,7 @@ SETTINGS = (
     *("stop", "stop_token_ids", "eos_token_id", "logit_bias", "logprobs", "num_return_sequences", "best_of", "scores"),
     *("template", "regex", "json_schema", "response_format", "grammar", "guided_json", "guided_regex", "draft"),
     *("noise", "strategy", "seed", "banned", "thinking", "enable_thinking", "chat_template", "tool_choice"),
-    "allow_control_tokens",
+    *OF_CALLER,
 )
 
 NEAR = 5  # letters of a key; a longer one is refused if it is nearly an option

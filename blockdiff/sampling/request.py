@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.data.messages import BadRow, checked_messages, checked_tools
 from blockdiff.errors import RequestError
+from blockdiff.sampling.prompt_tokens import chat_tokens, conversation_of, raw_tokens
 from blockdiff.seeding import child_seed
-from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +34,8 @@ class Request:
     The others go before the settings of the call. max_new_tokens: rounded up to whole canvases; max_steps: most
     denoising steps of a canvas; strategy: how its canvases are denoised. What may stand in the response: template, with
     holes; regex; json_schema; banned, texts or token ids; repetition_penalty, 1 for none. draft: a text to start from,
-    noised to level `noise` in [0, 1].
+    noised to level `noise` in [0, 1]. Where the prompt's texts spell control tokens, such as `<turn|>`, they are read
+    as text, unless `allow_control_tokens`.
     """
 
     id: str | int
@@ -57,6 +57,7 @@ class Request:
     repetition_penalty: float = 1.0
     draft: str | None = None
     noise: float | None = None
+    allow_control_tokens: bool = False
 
     def check(self) -> None:
         """Raise RequestError, one line that says what is wrong, unless this is a prompt of one kind."""
@@ -79,7 +80,7 @@ class Request:
         if not _is_integer(self.best_of) or not 1 <= self.best_of <= MOST_DRAWS:
             raise RequestError(f"best_of must be an integer from 1 to {MOST_DRAWS}, got {self.best_of!r:.80}")
         if self.messages is not None:
-            _conversation(self)
+            conversation_of(self)
         for name in ("max_new_tokens", "max_steps"):
             value = getattr(self, name)
             if value is not None and not (_is_integer(value) and value >= 1):
@@ -215,11 +216,10 @@ def tokenised(
     elif tokenizer is None:
         raise RequestError("a prompt in words needs a tokenizer, and the sampler has none")
     elif request.messages is not None:
-        text = _chat(request, tokenizer)
-        tokens = _tokens(text, tokenizer)
+        text, tokens = chat_tokens(request, tokenizer)
     else:
-        text = str(request.prompt)
-        tokens, bos = _tokens(text, tokenizer), tokenizer.bos_token_id
+        text, tokens = raw_tokens(request, tokenizer)
+        bos = tokenizer.bos_token_id
         if bos is not None and tokens[:1] != [bos]:
             tokens = [bos, *tokens]
     if not tokens:
@@ -244,41 +244,6 @@ def draws_of(asked: Pending, best_of: int) -> list[Pending]:
         else replace(asked, draw=0)
         for n in range(best_of)
     ]
-
-
-def _conversation(request: Request) -> tuple[list[Message], list[Message] | None]:
-    """The messages and tools of a request in the form that chat templates read; RequestError says what is wrong."""
-    try:
-        messages = checked_messages(request.messages, "messages")
-        tools = checked_tools(request.tools)
-    except BadRow as error:
-        raise RequestError(str(error)) from None
-    if not messages:
-        raise RequestError("messages must be a list of {role, content} objects with at least one entry")
-    if messages[-1]["role"] == "assistant":
-        raise RequestError("the last message is the assistant's, so nothing is left to answer; leave it out")
-    return list(messages), None if tools is None else list(tools)
-
-
-def _chat(request: Request, tokenizer: PreTrainedTokenizerBase) -> str:
-    if not tokenizer.chat_template:
-        raise RequestError("the tokenizer has no chat template; give a raw prompt instead of messages")
-    messages, tools = _conversation(request)
-    options: dict[str, Any] = {"tools": tools} if tools else {}
-    if request.thinking:  # not every template knows the word; one that does writes the same without it as with False
-        options["enable_thinking"] = True
-    try:
-        with time_limit(TEMPLATE_SECONDS):
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
-    except Exception as error:  # a template is somebody's program: it may raise anything
-        raise RequestError(f"the chat template refuses these messages: {str(error) or type(error).__name__}") from error
-
-
-def _tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    try:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
-        raise RequestError(f"the prompt cannot be tokenised: {error}") from error
 
 
 def _is_integer(value: object) -> bool:

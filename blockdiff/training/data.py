@@ -83,10 +83,15 @@ class Data:
         """What there is to train on and measured on, a line per source."""
         sets = {"data": self.train, "held out": self.heldout}
         lines = [
-            f"{name:<9} {'' if title == TOTAL else title + ': '}{statistics}"
+            line
             for name, dataset in sets.items()
             if isinstance(dataset, Dataset)
             for title, statistics in dataset.statistics
+            for line in (
+                f"{name:<9} {'' if title == TOTAL else title + ': '}{statistics}",
+                f"          {statistics.altered}",
+            )
+            if line.strip()
         ]
         return lines if isinstance(self.train, Dataset) else ["data      read while training goes on", *lines]
 
@@ -124,6 +129,8 @@ def encoder(recipe: Recipe, base: Base) -> Encoder:
         system=d.system,
         too_long="truncate" if d.max_length is None else d.max_length.too_long,
         chat=d.chat,
+        verbatim=d.template == "verbatim",
+        control_tokens=d.control_tokens,
     )
 
 

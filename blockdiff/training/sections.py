@@ -68,6 +68,7 @@ class Columns(Section):
     prompt: str | None = None
     response: str | None = None
     messages: str | None = None
+    tools: str | None = None
     system: str | None = None
     id: str | None = None
 
@@ -118,6 +119,8 @@ class DataSection(Section):
     turns: Literal["all", "last"] = "all"
     system: str | None = None  # put before conversations that bring no system message
     thinking: bool = False
+    template: Literal["tokenizer", "verbatim"] = "tokenizer"  # verbatim: ours, which alters no message
+    control_tokens: Literal["text", "allow"] = "text"  # what rows that spell control tokens become
     max_length: Annotated[objects.MaxLength | None, objects.MAX_LENGTH] = None  # null = whatever the rows need
     pack: Positive | None = None  # tokens of a packed row; null = one example per row
     canvases: Annotated[CanvasChoice, objects.CANVASES] = RandomCanvases(1)

@@ -270,15 +270,16 @@ def test_rows_that_are_too_long_are_cut_left_out_or_refused(tokenizer):
 def test_tokens_are_those_of_the_tokenizer_whatever_it_was_used_for_before():
     tokenizer = chat_tokenizer()
     row = Row("f:1", prompt="<|turn>user", response="x<eos>")
-    first = Encoder(tokenizer, eos_id=1, canvas_length=8).encode([row])[0][0]
+    allow = dict(eos_id=1, canvas_length=8, control_tokens="allow")
+    first = Encoder(tokenizer, **allow).encode([row])[0][0]
     assert first.tokens == [2, *tokenizer("<|turn>user", add_special_tokens=False)["input_ids"], *tokenizer(
         "x<eos>", add_special_tokens=False)["input_ids"], 1]  # fmt: skip
     for leave in (lambda backend: backend.enable_truncation(1), lambda backend: backend.enable_padding(length=20)):
         leave(tokenizer.backend_tokenizer)
-        assert Encoder(tokenizer, eos_id=1, canvas_length=8).encode([row])[0][0] == first
+        assert Encoder(tokenizer, **allow).encode([row])[0][0] == first
     split = chat_tokenizer()
     split.split_special_tokens = True
-    apart = Encoder(split, eos_id=1, canvas_length=8).encode([row])[0][0]
+    apart = Encoder(split, **allow).encode([row])[0][0]
     assert apart.tokens[1:-1] == [*split("<|turn>user", add_special_tokens=False)["input_ids"], *split(
         "x<eos>", add_special_tokens=False)["input_ids"]] != first.tokens[1:-1]  # fmt: skip
 

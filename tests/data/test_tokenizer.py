@@ -63,12 +63,12 @@ def test_conversations_can_be_encoded():
 
 
 @pytest.mark.parametrize(
-    "texts, size, reason", [(TEXTS, 264, "ask for at least 265"), (["", ""], 300, "no characters")]
+    "texts, size, reason", [(TEXTS, 271, "ask for at least 272"), (["", ""], 300, "no characters")]
 )
 def test_what_gives_no_tokenizer_is_refused(texts, size, reason):
     with pytest.raises(DataError, match=reason):
         byte_level_bpe(texts, size)
-    assert len(byte_level_bpe(TEXTS, 265)) == 265
+    assert len(byte_level_bpe(TEXTS, 272)) == 272
 
 
 def run(*words: str | Path):
@@ -79,17 +79,17 @@ def test_the_command_learns_from_the_texts_of_all_sources(tmp_path):
     talk = [{"role": "user", "content": "unlikely"}, {"role": "assistant", "content": "unlikely", "reasoning": "zzz"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"question": "unlikely", "answer": "4"}) + "\n")
     (tmp_path / "b.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
-    words = ["--vocab-size", "275", "--output", tmp_path / "out"]
+    words = ["--vocab-size", "282", "--output", tmp_path / "out"]
     result = run(tmp_path / "a.jsonl", "--columns", "prompt=question,response=answer", *words)
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[0] == "272 tokens from 1 rows, 9 characters"  # all merges of "unlikely"
-    more = "these texts give no more than that, fewer than the 275 of --vocab-size"
+    assert result.stdout.splitlines()[0] == "279 tokens from 1 rows, 9 characters"  # all merges of "unlikely"
+    more = "these texts give no more than that, fewer than the 282 of --vocab-size"
     assert result.stdout.splitlines()[1] == more
     result = run(tmp_path / "b.jsonl", *words, "--overwrite")
-    assert result.stdout.splitlines()[:2] == ["274 tokens from 1 rows, 19 characters", more]
+    assert result.stdout.splitlines()[:2] == ["281 tokens from 1 rows, 19 characters", more]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert "more than that" not in run(tmp_path / "b.jsonl", "--vocab-size", "274", "--output", tmp_path / "b").stdout
-    assert len(tokenizer) == 274 and tokenizer.tokenize("unlikely") == ["unlikely"]
+    assert "more than that" not in run(tmp_path / "b.jsonl", "--vocab-size", "281", "--output", tmp_path / "b").stdout
+    assert len(tokenizer) == 281 and tokenizer.tokenize("unlikely") == ["unlikely"]
 
 
 def test_the_command_refuses_in_one_line(tmp_path):

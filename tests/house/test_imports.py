@@ -43,7 +43,7 @@ LIGHT_TRAINING = (
     *("training.activations", "training.step", "training.state", "training.best", "training.clock"),
     "training.heldout",
 )
-LIGHT_DATA = ("data", "data.messages", "data.rows", "data.strict_json")
+LIGHT_DATA = ("data", "data.control_tokens", "data.messages", "data.rows", "data.strict_json")
 THERE = {"blockdiff", "torch", "triton", "transformers", "safetensors", "tokenizers"}
 
 

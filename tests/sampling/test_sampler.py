@@ -111,7 +111,7 @@ def test_raw_prompts_get_one_bos_and_text_leaves_special_tokens_out():
     response = [*spell("hi"), EOS, *spell("xxxxx")]
     model = scripted(targets={(B, 0): response}, calm={B: 0})
     events = []
-    for prompt in ("ab", "<bos>ab"):
+    for prompt in ("ab", Request(0, prompt="<bos>ab", allow_control_tokens=True)):
         [result] = Sampler(model, tokenizer(), GENERATION).generate([prompt], on_canvas=events.append)
         assert model.encoded[-1] == (1, 3)
         assert (result.text, result.tokens) == ("hi", [*spell("hi"), EOS])
@@ -193,7 +193,7 @@ def test_a_template_that_raises_is_the_error_of_its_request():
 
 def test_a_template_without_an_end_is_the_error_of_its_request(monkeypatch):
     words = tokenizer()
-    monkeypatch.setattr("blockdiff.sampling.request.TEMPLATE_SECONDS", 0.05)
+    monkeypatch.setattr("blockdiff.sampling.prompt_tokens.TEMPLATE_SECONDS", 0.05)
     words.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     results = Sampler(scripted(), words, GENERATION).generate([[{"role": "user", "content": "a"}], "b"])
     assert "it takes more than 0.05 seconds" in results[0].error and results[1].error is None

@@ -1,0 +1,85 @@
+"""What a chat template does to the messages of a conversation beside writing them, and how often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from jinja2 import TemplateError
+
+from blockdiff.data.messages import Message
+
+CALL = {"type": "function", "id": "1", "function": {"name": "probe", "arguments": {}}}
+# What became of messages, and in what words it is told.
+WORDS = {
+    "stripped": "{:,} texts stripped of white space",
+    "glued": "{:,} assistant messages glued to the one before",
+    "moved": "{:,} texts moved behind the tool's answer",
+    "unreasoned": "{:,} messages without their reasoning",
+    "unanswered": "{:,} conversations end without an answer",
+    "spelt": "{:,} rows spell control tokens",
+}
+
+
+@dataclass(frozen=True)
+class Alterations:
+    """What a template alters: `strips` texts of these roles, `glues` messages of the assistant in a row, and so on."""
+
+    strips: frozenset[str]
+    glues: bool
+    drops_reasoning: bool  # that before the last message of the user
+    moves: bool  # a text beside a call behind the answer of the tool
+
+    def count(self, messages: Sequence[Message]) -> Counter[str]:
+        """How many messages of a conversation are altered, by the keys of WORDS."""
+        roles = [message["role"] for message in messages]
+        last_user = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else -1
+        found: Counter[str] = Counter()
+        for number, message in enumerate(messages):
+            content = message["content"]
+            if isinstance(content, str) and message["role"] in self.strips and content != content.strip():
+                found["stripped"] += 1
+            if self.drops_reasoning and number < last_user and "reasoning" in message:
+                found["unreasoned"] += 1
+        for before, after in pairwise(messages):
+            if self.glues and before["role"] == after["role"] == "assistant":
+                found["glued"] += 1
+            if self.moves and before.get("tool_calls") and before["content"].strip() and after["role"] == "tool":
+                found["moved"] += 1
+        found["unanswered"] += roles[-1] != "assistant"
+        return found
+
+
+def alterations_of(written: Callable[[Sequence[Message]], str]) -> Alterations:
+    """What a template alters, seen from what it writes of some probes; a probe that it refuses says nothing."""
+
+    def has(text: str, *messages: Message) -> bool | None:
+        try:
+            return text in written(messages)
+        except TemplateError:
+            return None
+
+    user, end = {"role": "user", "content": "probe-user"}, {"role": "assistant", "content": "probe-end"}
+    first, second = ({"role": "assistant", "content": f"probe-{name}"} for name in ("one", "two"))
+    padded = {role: {"role": role, "content": f"\n  probe-{role} \n"} for role in ("system", "user", "assistant")}
+    conversations = {
+        "system": (padded["system"], user, end),
+        "user": (padded["user"], end),
+        "assistant": (user, padded["assistant"]),
+    }
+    thought = {**first, "reasoning": "probe-thought"}
+    asked = {**first, "tool_calls": [CALL]}
+    answer = {"role": "tool", "tool_call_id": "1", "name": "probe", "content": "probe-answer"}
+    try:
+        text = written((user, asked, answer, end))
+        moves = text.find("probe-one") > text.find("probe-answer") > 0
+    except TemplateError:
+        moves = False
+    return Alterations(
+        frozenset(role for role, messages in conversations.items() if has(padded[role]["content"], *messages) is False),
+        glues=has("probe-oneprobe-two", user, first, second) is True,
+        drops_reasoning=has("probe-thought", user, thought, user, end) is False,
+        moves=moves,
+    )
