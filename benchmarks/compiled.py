@@ -39,7 +39,8 @@ TENSOR_MEMORY = 512  # columns that a block of an sm_100 can have
 
 
 def attention(head_dim: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """Forward, split forward and backward of the released model's attention: 16 query heads, canvases of 256."""
+    """Forward, split forward, both over pages too, and backward of the released model's attention: 16 query heads,
+    canvases of 256."""
     keys = torch.zeros(1, 256, kv_heads, head_dim, dtype=dtype, requires_grad=True)
     q = torch.zeros(1, 256, 16, head_dim, dtype=dtype, requires_grad=True)
     start = torch.tensor([[256]])
@@ -48,6 +49,12 @@ def attention(head_dim: int, kv_heads: int, dtype: torch.dtype) -> None:
     assert isinstance(out, Tensor)
     out.sum().backward()
     torch.ops.blockdiff.span_attention(q, keys, keys, keys, keys, spans.bounds_BT4, 1.0, 2)
+    pool, table = torch.zeros(4, 128, kv_heads, head_dim, dtype=dtype), torch.zeros(1, 2, dtype=torch.int32)
+    with torch.no_grad():
+        for splits in (1, 2):
+            torch.ops.blockdiff.span_attention_paged(
+                q, pool, pool, keys, keys, spans.bounds_BT4, table, 256, 1.0, splits
+            )
 
 
 def norms(dtype: torch.dtype) -> None:

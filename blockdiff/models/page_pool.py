@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -129,8 +128,9 @@ class Pool:
             if n == len(self.tensors):
                 self.tensors.append(tensors[0].new_zeros(len(kv), 2, self.page_tokens, *tensors[0].shape[2:]))
         self._hold_all()
-        for x, tensors in zip(self.tensors, zip(*kv, strict=True), strict=True):
-            x.flatten(1, 2).index_copy_(1, index_N, torch.stack(tensors).flatten(1, 2))
+        for n, tensors in enumerate(kv):
+            for x, new in zip(self.tensors, tensors, strict=True):
+                x[n].flatten(0, 1).index_copy_(0, index_N, new.flatten(0, 1))
 
     def _hold_all(self) -> None:
         """Make the tensors large enough for every page there is; all at once where they do not grow."""

@@ -37,26 +37,20 @@ def first_columns(rows: Sequence[PagedRow], pool: Pool) -> list[int]:
 
 
 def paged_past(
-    rows: Sequence[PagedRow], pools: dict[str, Pool], device: torch.device, is_static: bool = False
-) -> tuple[list[Past] | None, dict[str, Tensor]]:
-    """Each layer's prefix in its pages, and by kind the row column [B] that column 0 stands for.
+    rows: Sequence[PagedRow], pools: dict[str, Pool], tables: dict[str, Tensor], is_static: bool = False
+) -> list[Past] | None:
+    """Each layer's prefix in its pages, by the block tables [B, pages]; None before anything was encoded.
 
-    The prefix is None before anything was encoded. is_static: block tables are as wide as the next power of two, so
-    that few widths occur.
+    is_static: the prefix counts as long as the table is wide, not as long as the longest row.
     """
-    past: dict[int, tuple[PagedTensor, ...]] = {}
-    first_B = {}
+    past: dict[int, Past] = {}
     for name, pool in pools.items():
-        first = first_columns(rows, pool)
-        lengths = [row.length - column for row, column in zip(rows, first, strict=True)]
-        pages = max(1, -(-max(lengths) // pool.page_tokens))
-        table_BM = table_of(rows, pool, device, 1 << (pages - 1).bit_length() if is_static else 0)
-        columns = table_BM.shape[1] * pool.page_tokens if is_static else max(lengths)
-        lengths_B = torch.tensor(lengths, dtype=torch.int32, device=device)
-        first_B[name] = torch.tensor(first, device=device)
+        lengths = [row.length - column for row, column in zip(rows, first_columns(rows, pool), strict=True)]
+        columns = tables[name].shape[1] * pool.page_tokens if is_static else max(lengths)
+        lengths_B = torch.tensor(lengths, dtype=torch.int32, device=tables[name].device)
         for n, layer in enumerate(pool.layers):
-            past[layer] = tuple(PagedTensor(x[n], table_BM, lengths_B, columns) for x in pool.tensors)
-    return [past[layer] for layer in sorted(past)] if all(past.values()) else None, first_B
+            past[layer] = tuple(PagedTensor(x[n], tables[name], lengths_B, columns) for x in pool.tensors)
+    return [past[layer] for layer in sorted(past)] if all(past.values()) else None
 
 
 class Steps:
@@ -106,7 +100,12 @@ class TabledSteps(Steps):
     """
 
     def _make(self, rows: Sequence[PagedRow], canvases: int, canvas_length: int) -> None:
-        self.past, first_B = paged_past(rows, self.pools, self.model.device, is_static=True)
+        device, tables, first_B = self.model.device, {}, {}
+        for name, pool in self.pools.items():
+            widest = max(1, *(len(row.tables[name]) for row in rows))
+            tables[name] = table_of(rows, pool, device, 1 << (widest - 1).bit_length())
+            first_B[name] = torch.tensor(first_columns(rows, pool), device=device)
+        self.past = paged_past(rows, self.pools, tables, is_static=True)
         self._place(rows, canvases, canvas_length, first_B)
 
 

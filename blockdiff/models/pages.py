@@ -21,7 +21,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.kernels import NATIVE
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.page_pool import SPILL, ZEROS, Link, Pool, Published
-from blockdiff.models.page_steps import GatheredSteps, Steps, TabledSteps, paged_past, table_of
+from blockdiff.models.page_steps import GatheredSteps, Steps, TabledSteps, first_columns, paged_past, table_of
 
 PAGE_TOKENS = 128
 MOST_STEPS = 4  # sets of rows that are denoised in turns without being gathered again
@@ -132,21 +132,21 @@ class Pages:
 
     def reserve(self, row: PagedRow, tokens: int) -> bool:
         """Make room for so many more tokens of a row; False, with nothing changed, where there is no memory."""
-        size = self.page_tokens
-        pages = -(-(row.length + tokens) // size)
-        missing = {name: pages - row.first[name] - len(row.tables[name]) for name in self.pools}
-        last = {name: row.length // size - row.first[name] for name in self.pools}
-        copies = {
-            name: bool(tokens and row.length % size and pool.is_shared(row.tables[name][last[name]]))
-            for name, pool in self.pools.items()
-        }
-        if any(max(0, missing[name]) + copies[name] > pool.available for name, pool in self.pools.items()):
-            return False
+        last, begun = divmod(row.length, self.page_tokens)
+        pages = -(-(row.length + tokens) // self.page_tokens)
+        wanted = []
         for name, pool in self.pools.items():
-            table = row.tables[name]
-            if copies[name]:
-                table[last[name]] = pool.copied(table[last[name]])
-            table += [pool.take() for _ in range(missing[name])]
+            table, first = row.tables[name], row.first[name]
+            missing = max(0, pages - first - len(table))
+            is_copied = bool(begun and tokens) and pool.is_shared(table[last - first])
+            if missing + is_copied > pool.available:
+                return False
+            if missing or is_copied:
+                wanted.append((pool, table, missing, last - first if is_copied else None))
+        for pool, table, missing, place in wanted:
+            if place is not None:
+                table[place] = pool.copied(table[place])
+            table += [pool.take() for _ in range(missing)]
         return True
 
     def truncate(self, row: PagedRow, tokens: int) -> None:
@@ -196,15 +196,17 @@ class Pages:
         column_T = torch.arange(tokens_BT.shape[1], device=device)
         is_token_BT = column_T < added_B1
         doc_start_BT = torch.where(is_token_BT, 0, -1)
-        past, first_B = paged_past(rows, self.pools, device)
         positions_BT = past_B1 + column_T
+        tables = {name: table_of(rows, pool, device) for name, pool in self.pools.items()}
+        first_B = {name: torch.tensor(first_columns(rows, pool), device=device) for name, pool in self.pools.items()}
         spans = {
             name: kind.encode_spans(doc_start_BT, past_B1[:, 0]).shifted(first_B[name])
             for name, kind in model.kinds.items()
         }
-        hidden, kv = model(tokens_BT.to(device), positions_BT, spans, past if any(numbers[0]) else None)
+        past = paged_past(rows, self.pools, tables) if any(numbers[0]) else None
+        hidden, kv = model(tokens_BT.to(device), positions_BT, spans, past)
         for name, pool in self.pools.items():
-            table_BM = table_of(rows, pool, device).long()
+            table_BM = tables[name].long()
             place_BT = positions_BT - first_B[name][:, None]
             page_BT = table_BM.gather(1, (place_BT // self.page_tokens).clamp(max=table_BM.shape[1] - 1))
             page_BT = torch.where(is_token_BT, page_BT, SPILL)

@@ -16,6 +16,7 @@ from torch import Tensor
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, op, wanted
 from blockdiff.kernels.span_attention import triton_kernels as kernels
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
 from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, tile_of
 from blockdiff.spans import Spans
 
@@ -92,7 +93,30 @@ def _span_attention(
     q: Tensor, pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor, bounds: Tensor, scale: float, splits: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Output, and log-sum-exp in fp32; pk, pv, ok, ov: prefix and own; splits: parts of the keys, 0 to choose."""
-    (B, T, h, d), K, keys = q.shape, ok.shape[2], (pk.shape[1], ok.shape[1])
+    yield from _forward(q, (pk, pv, ok, ov), bounds, scale, splits, pk.shape[1])
+
+
+@op("span_attention_paged")
+def _span_attention_paged(
+    q: Tensor, pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor, bounds: Tensor, table: Tensor, columns: int,
+    scale: float, splits: int,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """The same over a prefix in pages, without gradient; pk, pv: pools [N, P, K, d]; table: int32 [B, pages];
+    columns: the most that a row's prefix may have."""
+    shared = [x.flatten(0, 1).expand(len(q), -1, -1, -1) for x in (pk, pv)]
+    yield from _forward(q, (*shared, ok, ov), bounds, scale, splits, columns, table.contiguous(), pk.shape[1])
+
+
+def _forward(
+    q: Tensor, sources: tuple[Tensor, ...], bounds: Tensor, scale: float, splits: int, columns: int,
+    table: Tensor | None = None, page: int = 0,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Output and log-sum-exp, before they are made and after; sources: keys and values of the prefix and own ones.
+
+    table, page: the pages of every row's prefix and their size, where the sources are all rows' pages.
+    """
+    own = sources[2]
+    (B, T, h, d), K, keys = q.shape, own.shape[2], (columns, own.shape[1])
     out, lse = empty(q), empty(q, B, T, h, dtype=torch.float32)
     tile = tiles_for(q).forward.fitted(rows=T * h // K)
     yield out, lse
@@ -103,10 +127,11 @@ def _span_attention(
     parts, part_lse = out, lse
     if splits > 1:
         parts, part_lse = (empty(x, splits, *x.shape, dtype=torch.float32) for x in (out, lse))
-    q, *sources = (_dense_heads(x) for x in (q, pk, pv, ok, ov))
-    tensors = q, *_strides(q), *_keys(*sources), bounds.contiguous(), parts, part_lse
-    constants = dict(SPLITS=splits, **_heads(q, ok), **tile.options)
-    launch(kernels.span_attention_forward, (row_tiles, B * K, splits), *tensors, B, T, keys, scale, **constants)
+    q, *dense = (_dense_heads(x) for x in (q, *sources))
+    tensors = q, *_strides(q), *_keys(*dense), bounds.contiguous(), table, parts, part_lse
+    arguments = *tensors, B, T, keys, 0 if table is None else table.shape[1], scale
+    constants = dict(SPLITS=splits, PAGE=page, **_heads(q, own), **tile.options)
+    launch(kernels.span_attention_forward, (row_tiles, B * K, splits), *arguments, **constants)
     if splits > 1:
         tensors, tile = (parts, part_lse, out, lse), elementwise(d)
         constants = dict(SPLITS=splits, **tile.options)
@@ -176,13 +201,20 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
 _span_attention.register_autograd(_gradients, setup_context=_save)
 
 
+def _is_read_as_it_is(*tensors: Tensor) -> bool:
+    """Whether tensors with heads need neither padding nor casting, which would copy whole pools."""
+    d, q = tensors[0].shape[-1], tensors[0]
+    is_cast = torch.is_autocast_enabled(q.device.type) or any(x.dtype != q.dtype for x in tensors)
+    return d == max(LEAST, power_of_2(d)) <= LARGEST_HEAD and not is_cast
+
+
 # -- the public function: signature and meaning as in native.py ------------------------------------------------
 
 
 def span_attention(
     q_BThd: Tensor,
-    prefix_k: Tensor | None,
-    prefix_v: Tensor | None,
+    prefix_k: PrefixTensor | None,
+    prefix_v: PrefixTensor | None,
     own_k: Tensor,
     own_v: Tensor,
     spans: Spans,
@@ -192,8 +224,19 @@ def span_attention(
     """As in native.py: fp32, bf16 or fp16 and heads of up to 512; Unserved for others.
 
     Head sizes that are no power of two are padded. Keys that no query sees are not loaded, except where they stand
-    between seen ones: there they must be finite.
+    between seen ones: there they must be finite. Pages are read where they stand, if their heads need no padding.
     """
+    if isinstance(prefix_k, ReservedTensor) or isinstance(prefix_v, ReservedTensor):
+        raise Unserved("span_attention in Triton writes into no prefix")
+    if isinstance(prefix_k, PagedTensor) and isinstance(prefix_v, PagedTensor):
+        paged = q_BThd, prefix_k.pool_NPKd, prefix_v.pool_NPKd, own_k, own_v
+        if _is_read_as_it_is(*paged):
+            check_dtypes("span_attention", *paged)
+            table, columns = prefix_k.table_BM, prefix_k.columns
+            out, lse = _span_attention_paged(*paged, spans.bounds_BT4, table, columns, scale, 0)
+            return (out, lse) if return_lse else out
+        prefix_k, prefix_v = prefix_k.dense(), prefix_v.dense()
+    assert not isinstance(prefix_k, PagedTensor) and not isinstance(prefix_v, PagedTensor)
     if prefix_k is None or prefix_v is None:
         prefix_k, prefix_v = own_k[:, :0], own_v[:, :0]
     tensors = in_autocast(q_BThd, prefix_k, prefix_v, own_k, own_v)  # fp32 cos and sin leave fp32 q, k beside bf16 v

@@ -94,11 +94,34 @@ def _step(i, prefix, own, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_step(pointers, strides, in_prefix, start, is_near, COLUMNS: tl.constexpr, D: tl.constexpr):
-    """The keys (or values) of a tile of the walk; pointers and strides: the prefix's and the own."""
+def _load_step(
+    pointers, strides, in_prefix, place, is_near, COLUMNS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr
+):
+    """The keys (or values) of a tile of the walk; pointers and strides: the prefix's and the own; place: `_place`."""
     pointer = tl.where(in_prefix, pointers[0], pointers[1])
     stride = tl.where(in_prefix, strides[0][1], strides[1][1])
-    return _load_keys(pointer, start, stride, is_near, COLUMNS, D)
+    if PAGE % COLUMNS == 0:
+        keys = _load_keys(pointer, place, stride, is_near, COLUMNS, D)
+    else:
+        at = place[:, None] * stride + tl.arange(0, D)[None, :]
+        keys = tl.load(pointer + at, mask=is_near[:, None], other=0.0)
+    return keys
+
+
+@triton.jit
+def _place(table, in_prefix, start, is_near, COLUMNS: tl.constexpr, PAGE: tl.constexpr):
+    """Where a tile's keys stand in their source: the first one's place, or every key's where pages are no multiple of
+    tiles. PAGE: tokens of a page of the prefix, whose key i stands in page table[i // PAGE] (0: it is in one piece)."""
+    if PAGE == 0:
+        place = start
+    elif PAGE % COLUMNS == 0:
+        page = tl.load(table + tl.where(in_prefix, start // PAGE, 0)).to(tl.int64)
+        place = tl.where(in_prefix, page * PAGE + start % PAGE, start)
+    else:
+        key = start + tl.arange(0, COLUMNS)
+        page_N = tl.load(table + tl.where(in_prefix, key // PAGE, 0), mask=is_near, other=0).to(tl.int64)
+        place = tl.where(in_prefix, page_N * PAGE + key % PAGE, key)
+    return place
 
 
 @triton.jit
@@ -110,13 +133,14 @@ def _where_seen(values, otherwise, in_prefix, start, prefix, own, COLUMNS: tl.co
 
 @triton.jit
 def span_attention_forward(
-    q, q_strides, k, k_strides, v, v_strides, bounds, out, lse, B, T, keys, scale,
+    q, q_strides, k, k_strides, v, v_strides, bounds, table, out, lse, B, T, keys, pages, scale,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Output [SPLITS, B, T, h, D] and log-sum-exp [SPLITS, B, T, h] over each split's part of the hull.
 
-    k, v, their strides and `keys`, how many there are: pairs of the prefix's and the own.
+    k, v, their strides and `keys`, how many there are: pairs of the prefix's and the own. table [B, pages]: where the
+    prefix stands in pages of PAGE tokens that all rows share, its pages (None where PAGE is 0).
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal row's last tiles are the longest: they go first
     b, kh, split = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K, tl.program_id(2)
@@ -126,13 +150,17 @@ def span_attention_forward(
     k = _head(k[0], k_strides[0], b, kh), _head(k[1], k_strides[1], b, kh)
     v = _head(v[0], v_strides[0], b, kh), _head(v[1], v_strides[1], b, kh)
 
+    if PAGE != 0:
+        table += b * pages
+
     peak_M = tl.full([ROWS], -INF, tl.float32)
     sum_M = tl.zeros([ROWS], tl.float32)
     acc_MD = tl.zeros([ROWS, D], tl.float32)
     scale *= LOG2E
     for i in range(split * tiles // SPLITS, (split + 1) * tiles // SPLITS):
         in_prefix, start, is_near, is_full = _step(i, prefix, own, COLUMNS)
-        k_ND = _load_step(k, k_strides, in_prefix, start, is_near, COLUMNS, D)
+        place = _place(table, in_prefix, start, is_near, COLUMNS, PAGE)
+        k_ND = _load_step(k, k_strides, in_prefix, place, is_near, COLUMNS, D, PAGE)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale
         if not is_full:
             s_MN = _where_seen(s_MN, -INF, in_prefix, start, prefix, own, COLUMNS)
@@ -141,7 +169,7 @@ def span_attention_forward(
         p_MN = tl.exp2(s_MN - shift_M[:, None])
         shrink_M = tl.exp2(peak_M - shift_M)
         sum_M = sum_M * shrink_M + tl.sum(p_MN, 1)
-        v_ND = _load_step(v, v_strides, in_prefix, start, is_near, COLUMNS, D)
+        v_ND = _load_step(v, v_strides, in_prefix, place, is_near, COLUMNS, D, PAGE)
         acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD * shrink_M[:, None], input_precision=PRECISION)
         peak_M = new_peak_M
 
@@ -228,8 +256,8 @@ def span_attention_backward_queries(
     acc_MD = tl.zeros([ROWS, D], tl.float32)
     for i in range(tiles):
         in_prefix, start, is_near, is_full = _step(i, prefix, own, COLUMNS)
-        k_ND = _load_step(k, k_strides, in_prefix, start, is_near, COLUMNS, D)
-        v_ND = _load_step(v, v_strides, in_prefix, start, is_near, COLUMNS, D)
+        k_ND = _load_step(k, k_strides, in_prefix, start, is_near, COLUMNS, D, 0)
+        v_ND = _load_step(v, v_strides, in_prefix, start, is_near, COLUMNS, D, 0)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * (scale * LOG2E)
         p_MN = tl.exp2(s_MN - lse_M[:, None])
         if not is_full:

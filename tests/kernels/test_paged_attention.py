@@ -1,0 +1,181 @@
+"""span_attention over a prefix in pages, natively and in Triton, against the dense reference in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdiff.errors import BlockdiffError
+from blockdiff.kernels import NATIVE
+from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.span_attention import native, reference, triton
+from blockdiff.kernels.span_attention.paged import PagedTensor, ReservedTensor
+from blockdiff.models.pages import Pages
+from blockdiff.spans import Spans, encode_spans, running_spans
+from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP32 = 3e-6  # relative
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a.cpu().double() - b.cpu().double()).norm() / b.double().norm().clamp(min=1e-12))
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def in_pages(dense_BSKd: Tensor, lengths: list[int], page_tokens: int) -> PagedTensor:
+    """The same prefix in pages in any order; whatever is no row's token holds NaN, and page 0 zeros."""
+    B, S = dense_BSKd.shape[:2]
+    width = -(-S // page_tokens)
+    pool = torch.full((1 + B * width, page_tokens, *dense_BSKd.shape[2:]), float("nan"))
+    pool[0] = 0
+    pages = 1 + torch.randperm(B * width, generator=torch.Generator().manual_seed(1)).view(B, width)
+    for row, length in enumerate(lengths):
+        for column in range(length):
+            pool[pages[row, column // page_tokens], column % page_tokens] = dense_BSKd[row, column]
+        pages[row, -(-length // page_tokens) :] = 0
+    table = pages.int().to(DEVICE)
+    return PagedTensor(pool.to(DEVICE), table, torch.tensor(lengths, device=DEVICE).int(), S)
+
+
+def spans_of(geometry: str, lengths: list[int], T: int) -> Spans:
+    """Causal tokens after a prefix, with and without a window, or two canvases side by side."""
+    past = torch.tensor(lengths)
+    if geometry == "canvases":
+        return running_spans(past, 2, T // 2)
+    doc_start = torch.zeros(len(lengths), T, dtype=torch.int64)
+    doc_start[0, T - 2 :] = -1  # padding
+    return encode_spans(doc_start, 6 if geometry == "window" else None, past)
+
+
+def inputs(lengths: list[int], T: int, h: int, K: int, d: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Queries, prefix keys and values (zeros after each row's length), own keys and values: fp32 on the CPU."""
+    B, S = len(lengths), max(lengths)
+    prefix = [random(B, S, K, d), random(B, S, K, d + 0) + 1]
+    for x in prefix:
+        for row, length in enumerate(lengths):
+            x[row, length:] = 0
+    return random(B, T, h, d) * 2 / d**0.5, prefix, [random(B, T, K, d), random(B, T, K, d) - 1]
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = torch.empty
+
+    def filled(*size: object, **named: object) -> Tensor:
+        out = make(*size, **named)  # type: ignore[call-overload]
+        return out.fill_(float("nan")) if out.is_floating_point() and out.device.type != "meta" else out
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("geometry", ["causal", "window", "canvases"])
+@pytest.mark.parametrize("page_tokens", [7, 32, 64])  # the kernel's tiles have 32 keys: 32 and 64 are whole tiles
+def test_a_prefix_in_pages_is_read_as_a_dense_one(geometry, page_tokens):
+    lengths, T = [70, 0, 33], 10
+    q, prefix, own = inputs(lengths, T, 4, 2, 16)
+    spans = spans_of(geometry, lengths, T)
+    truth, lse = reference.span_attention(*(x.double() for x in (q, *prefix, *own)), spans, 0.9)
+    pools = [in_pages(x, lengths, page_tokens) for x in prefix]
+    moved, moved_spans = [x.to(DEVICE) for x in (q, *own)], Spans(spans.bounds_BT4.to(DEVICE))
+    for dense, pool in zip(prefix, pools, strict=True):
+        assert torch.equal(pool.dense().cpu(), dense)
+    for attend in (native.span_attention, triton.span_attention):
+        out, its_lse = attend(moved[0], *pools, *moved[1:], moved_spans, 0.9, return_lse=True)
+        assert relative(out, truth) < FP32 and relative(its_lse.exp(), lse.exp()) < FP32
+    for splits in (2, 3):  # the keys in several parts
+        tensors = moved[0], *(pool.pool_NPKd for pool in pools), *moved[1:]
+        table, columns = pools[0].table_BM, pools[0].columns
+        paged = torch.ops.blockdiff.span_attention_paged
+        assert relative(paged(*tensors, moved_spans.bounds_BT4, table, columns, 0.9, splits)[0], truth) < FP32
+
+
+@pytest.mark.parametrize("h,K,d", [(1, 1, 16), (8, 1, 32), (4, 4, 64), (2, 1, 512)])
+def test_heads_of_any_number_and_size_are_read_from_pages(h, K, d):
+    lengths, T = [40, 9], 5
+    q, prefix, own = inputs(lengths, T, h, K, d)
+    spans = spans_of("causal", lengths, T)
+    truth, _ = reference.span_attention(*(x.double() for x in (q, *prefix, *own)), spans, 1.0)
+    tensors = [x.to(DEVICE) for x in (q, *own)]
+    pools = [in_pages(x, lengths, 16) for x in prefix]
+    out = triton.span_attention(tensors[0], *pools, *tensors[1:], Spans(spans.bounds_BT4.to(DEVICE)), 1.0)
+    assert isinstance(out, Tensor) and relative(out, truth) < FP32
+
+
+def test_what_the_kernel_does_not_read_from_pages_is_made_dense_or_refused():
+    """Heads that need padding are read from a copy of the prefix, and no tensor is written to."""
+    lengths, T = [20, 9], 5
+    q, prefix, own = inputs(lengths, T, 2, 1, 24)
+    spans = spans_of("causal", lengths, T)
+    truth, _ = reference.span_attention(*(x.double() for x in (q, *prefix, *own)), spans, 1.0)
+    tensors, moved = [x.to(DEVICE) for x in (q, *own)], Spans(spans.bounds_BT4.to(DEVICE))
+    pools = [in_pages(x, lengths, 16) for x in prefix]
+    out = triton.span_attention(tensors[0], *pools, *tensors[1:], moved, 1.0)
+    assert isinstance(out, Tensor) and relative(out, truth) < FP32
+    reserved = ReservedTensor(torch.zeros(2, 1, 25, 24, device=DEVICE), 20)
+    with pytest.raises(Unserved, match="writes into no prefix"):
+        triton.span_attention(tensors[0], reserved, reserved, *tensors[1:], moved, 1.0)
+    doubles = [PagedTensor(p.pool_NPKd.double(), p.table_BM, p.lengths_B, p.columns) for p in pools]
+    with pytest.raises(BlockdiffError, match="not float32, float64"):
+        triton.span_attention(tensors[0], *doubles, *tensors[1:], moved, 1.0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("canvases", [1, 3])
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_a_prefix_with_room_for_own_keys_is_read_as_a_dense_one(canvases, limit, monkeypatch):
+    """By SDPA and by a product of all scores; where all queries see the same and where they do not."""
+    monkeypatch.setattr(native, "SMALL_RESERVED", limit)
+    lengths, T = [9, 0, 4], 6
+    q, prefix, own = inputs(lengths, T, 4, 2, 16)
+    spans = running_spans(torch.tensor(lengths), canvases, T // canvases, None if canvases == 1 else 5)
+    truth, _ = reference.span_attention(*(x.double() for x in (q, *prefix, *own)), spans, 0.9)
+    room = [torch.cat([x, torch.full_like(own[0], float("nan"))], 1).transpose(1, 2).contiguous() for x in prefix]
+    out = native.span_attention(q, *(ReservedTensor(x, 9) for x in room), *own, spans, 0.9)
+    assert isinstance(out, Tensor) and relative(out, truth) < FP32
+    whole = Spans(torch.tensor([0, 9, 0, T]).int().expand(3, T, 4), sees_all=True)
+    truth, _ = reference.span_attention(*(x.double() for x in (q, *prefix, *own)), whole, 0.9)
+    out = native.span_attention(q, *(ReservedTensor(x, 9) for x in room), *own, whole, 0.9)
+    assert isinstance(out, Tensor) and relative(out, truth) < FP32
+
+
+def test_torch_sees_one_sound_op():
+    lengths, T = [20, 9], 5
+    q, prefix, own = inputs(lengths, T, 2, 1, 16)
+    pools = [in_pages(x, lengths, 16) for x in prefix]
+    bounds = spans_of("causal", lengths, T).bounds_BT4.to(DEVICE)
+    tensors = [x.to(DEVICE) for x in (q, *own)]
+    arguments = tensors[0], *(p.pool_NPKd.nan_to_num() for p in pools), *tensors[1:], bounds, pools[0].table_BM
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.blockdiff.span_attention_paged, (*arguments, 20, 1.0, 0), test_utils=checks)
+
+
+@torch.no_grad()
+def test_a_model_whose_kernels_read_pages_answers_as_one_with_native_ops():
+    """Prompts of unequal lengths in two chunks, a canvas, its commit, two canvases together, a row that joins."""
+    theirs = oracle(tiny_config(**TWO_LAYERS), dtype=torch.float32)
+    plain = ours(theirs).to(DEVICE)
+    model = type(plain)(plain.config, kernels="triton").to(DEVICE)
+    model.load_state_dict(plain.state_dict())
+    assert plain.kernels is NATIVE and model.kernels is not NATIVE
+    draw = torch.Generator().manual_seed(0)
+    prompts, canvas = (torch.randint(3, 380, shape, generator=draw) for shape in ((3, 20), (3, 16)))
+    found = []
+    for each in (plain, model):
+        pages = Pages(each, page_tokens=8, capacity=400)
+        rows = [pages.open() for _ in range(3)]
+        pages.encode(rows[:2], prompts[:2, :16], [16, 9])
+        found.append([pages.encode(rows[:2], prompts[:2, 16:], [4, 0])[0]])
+        found[-1].append(pages.denoise(rows[:2], canvas[:2].to(DEVICE)))
+        pages.encode([rows[2]], prompts[2:], [20])
+        found[-1].append(pages.denoise(rows, canvas.to(DEVICE)))
+        found[-1].append(pages.denoise(rows[:0:-1], canvas[1:].to(DEVICE), canvases=2))
+        pages.check()
+    for one, other in zip(*found, strict=True):
+        assert relative(other, one) < 1e-5
