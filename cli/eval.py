@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
+import time
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdiff.cli import options
-from blockdiff.errors import RequestError
+from blockdiff.errors import BlockdiffError, RequestError
 from blockdiff.evals import TASKS
 from blockdiff.evals import task as find_task
 from blockdiff.terminal import shown
@@ -19,11 +21,19 @@ from blockdiff.terminal import shown
 if TYPE_CHECKING:
     from blockdiff.data.rows import Row
 
+HARNESS = "lm-eval:"
+
 
 def evaluate(
     model: options.Model,
-    task: Annotated[str, typer.Option(help=f"What is right: {', '.join(TASKS)}.")],
-    data: Annotated[str, typer.Option(help="Rows of the task: a file, a directory, a pattern or a hub id.")],
+    task: Annotated[
+        str,
+        typer.Option(help=f"What is right: {', '.join(TASKS)}, or lm-eval:NAME,... of lm-evaluation-harness."),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(help="Rows of the task: a file, a directory, a pattern or a hub id (of lm-eval: its YAML files)."),
+    ] = None,
     compare: Annotated[
         str | None, typer.Option(metavar="OTHER", help="A second model: both on the same rows, with a paired test.")
     ] = None,
@@ -51,8 +61,21 @@ def evaluate(
 
     Both, because a fine-tune can win one and lose the other.
     """
+    own: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "strategy": strategy}
+    if task.startswith(HARNESS):
+        if compare is not None or columns or best_of > 1:
+            raise typer.BadParameter(f"{task} goes without --compare, --columns and --best-of", param_hint="--task")
+        options.require_free(output, model, overwrite=overwrite)
+        options.make_parent(output)
+        asked = {"seed": seed, "steps": steps, "batch_size": batch_size, "max_gen_toks": max_new_tokens}
+        numbers = _by_harness(model, task, data, own, chat=chat, limit=limit, thinking=thinking, **asked)
+        if output is not None:
+            output.write_text(json.dumps(numbers, indent=1, default=str) + "\n", encoding="utf-8")
+        return
     if task not in TASKS:
         raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}", param_hint="--task")
+    if data is None:
+        raise typer.BadParameter("name the rows to answer", param_hint="--data")
     from blockdiff.data.sources import Source, rows_of
     from blockdiff.evals import compare as pairs
     from blockdiff.evals import summary
@@ -74,7 +97,7 @@ def evaluate(
 
     def report_of(path: str) -> dict[str, Any]:
         """The report of one model, whose weights are gone afterwards."""
-        sampler = Sampler.from_pretrained(path, dtype=dtype, device=device, kernels=kernels, strategy=strategy)
+        sampler = Sampler.from_pretrained(path, **own)
         numbers = answer(
             sampler,
             rows,
@@ -108,6 +131,40 @@ def evaluate(
         written = {"task": task, "data": data, "models": alone, "comparison": comparison, "records": records}
     if output is not None:
         output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+def _by_harness(
+    model: str, task: str, directory: str | None, how: dict[str, Any], chat: bool, limit: int | None, **asked: Any
+) -> dict[str, Any]:
+    """Run tasks of lm-evaluation-harness, print its table and what the texts cost; the numbers for the JSON."""
+    try:
+        from blockdiff.evals import lm_eval as harness
+    except ImportError as error:
+        if error.name not in ("lm_eval", "blockdiff.evals.lm_eval"):
+            raise
+        raise BlockdiffError("lm-evaluation-harness is not there; pip install 'blockdiff[lm-eval]'") from None
+    from blockdiff.evals.settings import settings_of
+    from blockdiff.evals.summary import cost_lines
+    from blockdiff.sampling import Sampler
+    from blockdiff.terminal import quiet
+
+    quiet()
+    sampler = Sampler.from_pretrained(model, **how)
+    started = time.perf_counter()
+    found = harness.evaluate(sampler, task.removeprefix(HARNESS).split(","), directory, chat=chat, limit=limit, **asked)
+    seconds = time.perf_counter() - started
+    for name, results in found["results"].items():
+        for metric, figure in results.items():
+            if isinstance(figure, float) and not metric.partition(",")[0].endswith("_stderr"):
+                print(f"{name}  {metric.removesuffix(',none')}  {figure:.4f}")
+    costs = found["costs"]
+    if costs is not None:
+        print("\n".join(cost_lines({**costs, "max_steps": asked["steps"] or sampler.generation.max_steps})))
+    print(f"time  {seconds:.1f} s")
+    settings = settings_of(sampler)
+    settings["versions"]["lm_eval"] = importlib.metadata.version("lm_eval")
+    kept = {name: found[name] for name in ("results", "costs", "samples", "configs", "n-shot") if name in found}
+    return {"model": model, "task": task, "data": directory, "settings": settings, "seconds": seconds, **asked, **kept}
 
 
 def _require_conversations(rows: list[Row]) -> None:

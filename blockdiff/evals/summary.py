@@ -17,16 +17,7 @@ def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict
     - `facts`: for every fact of the task that is true or false, in how many answers it is true;
     - `groups`, with `group`: the same counts for the rows of each value of that fact.
     """
-    steps = [count for record in records for count in record["steps"]]
-    found = {
-        **_counts(records),
-        "errors": sum(record["finish_reason"] == "error" for record in records),
-        "empty": sum(record["finish_reason"] != "error" and not record["text"].strip() for record in records),
-        "endings": dict(sorted(Counter(record["finish_reason"] for record in records).items())),
-        "steps_histogram": {str(count): rows for count, rows in sorted(Counter(steps).items())},
-        "tokens_per_forward": sum(record["length"] for record in records) / max(1, sum(steps)),
-        "facts": _facts(records),
-    }
+    found = {**_counts(records), **costs(records), "facts": _facts(records)}
     if group is not None:
         values = sorted({record[group] for record in records})
         grouped = {value: [record for record in records if record[group] == value] for value in values}
@@ -34,23 +25,51 @@ def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict
     return found
 
 
+def costs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What answers cost and how they ended; of a record `text`, `steps`, `length` and `finish_reason` are read."""
+    steps = [count for record in records for count in record["steps"]]
+    return {
+        "errors": sum(record["finish_reason"] == "error" for record in records),
+        "empty": sum(record["finish_reason"] != "error" and not record["text"].strip() for record in records),
+        "endings": dict(sorted(Counter(record["finish_reason"] for record in records).items())),
+        "steps_per_canvas": sum(steps) / max(1, len(steps)),
+        "steps_histogram": {str(count): canvases for count, canvases in sorted(Counter(steps).items())},
+        "tokens_per_forward": sum(record["length"] for record in records) / max(1, sum(steps)),
+    }
+
+
 def lines(report: dict[str, Any]) -> list[str]:
     """The report of `evaluate` for a person: a figure a line, then a table of the groups if there are any."""
     count, facts = report["count"], report["facts"]
-    endings = ", ".join(f"{name} {number}" for name, number in report["endings"].items())
     wait = report["first_canvas_seconds"]
     rows_per_second = count / max(report["seconds"], 1e-9)
     told = [
         ("solved", f"{report['solved']} of {count} ({report['solved_share']:.1%})"),
         *((_words(name), f"{number} of {count} ({number / count:.1%})") for name, number in facts.items()),
-        ("steps per canvas", f"{report['steps_per_canvas']:.2f} (at most {report['max_steps']})"),
-        ("tokens per step", f"{report['tokens_per_forward']:.2f}"),
+        *_costs(report),
         ("time", f"{report['seconds']:.1f} s, {rows_per_second:.1f} rows/s, {report['batch_size']} at a time"),
         ("first canvas", "-" if wait is None else f"after {wait:.2f} s (median of the rows)"),
+    ]
+    return [*_aligned(told), *_table(report.get("groups", []))]
+
+
+def cost_lines(costs: dict[str, Any]) -> list[str]:
+    """What `costs` gives, and `max_steps`, for a person."""
+    return _aligned(_costs(costs))
+
+
+def _costs(report: dict[str, Any]) -> list[tuple[str, str]]:
+    endings = ", ".join(f"{name} {number}" for name, number in report["endings"].items())
+    return [
+        ("steps per canvas", f"{report['steps_per_canvas']:.2f} (at most {report['max_steps']})"),
+        ("tokens per step", f"{report['tokens_per_forward']:.2f}"),
         ("ended by", f"{endings}; {report['empty']} empty"),
     ]
+
+
+def _aligned(told: Sequence[tuple[str, str]]) -> list[str]:
     width = max(len(name) for name, _ in told) + 2
-    return [*(f"{name:<{width}}{value}" for name, value in told), *_table(report.get("groups", []))]
+    return [f"{name:<{width}}{value}" for name, value in told]
 
 
 def _table(groups: Sequence[dict[str, Any]]) -> list[str]:
