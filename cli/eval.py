@@ -163,7 +163,7 @@ def _by_harness(
     print(f"time  {seconds:.1f} s")
     settings = settings_of(sampler)
     settings["versions"]["lm_eval"] = importlib.metadata.version("lm_eval")
-    kept = {name: found[name] for name in ("results", "costs", "samples", "configs", "n-shot") if name in found}
+    kept: dict[str, Any] = {name: found.get(name) for name in ("results", "costs", "samples", "configs", "n-shot")}
     return {"model": model, "task": task, "data": directory, "settings": settings, "seconds": seconds, **asked, **kept}
 
 

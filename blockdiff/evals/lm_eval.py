@@ -32,7 +32,7 @@ IGNORED = ("temperature", "top_p", "top_k", "do_sample", "num_beams")
 
 
 @register_model("blockdiff")
-class BlockdiffLM(TemplateLM):  # type: ignore[misc,no-any-unimported]
+class BlockdiffLM(TemplateLM):
     """A checkpoint as the harness asks a model: `generate_until`, `loglikelihood`, `loglikelihood_rolling`.
 
     `pretrained` is a checkpoint directory or hub id, or `sampler` is given. `seed` is that of the draws. What the texts
@@ -162,9 +162,9 @@ class BlockdiffLM(TemplateLM):  # type: ignore[misc,no-any-unimported]
         rows = [self._fitting(context, continuation) for _, context, continuation in requests]
         found = score(self.sampler.model, [a for a, _ in rows], [b for _, b in rows], self.batch_size)
         results = [(its.total, its.is_greedy) for its in found]
-        for (texts, _, _), result in zip(requests, results, strict=True):
-            if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, result)
+        for asked, answer in zip(requests, results, strict=True):
+            if asked[0] is not None:  # what a rolling text's windows are
+                self.cache_hook.add_partial("loglikelihood", asked[0], answer)
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
