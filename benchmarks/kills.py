@@ -1,9 +1,9 @@
-"""`python -m benchmarks.kills --count 100`: kill -9 a tiny training run again and again; what is left must be the same.
+"""`python -m benchmarks.kills`: kill -9 a tiny training run again and again, and damage its files: what becomes of it?
 
 A chain is one run directory: `blockdiff train --resume` is started and killed up to five times, then left to end. Its
 metrics, samples and weights must equal those of a run that nobody killed, to the bit. A third of the kills come after
 a random time, a third at a random file operation of the run (logs, samples, export, token cache), a third at one in
-the folder of the checkpoints.
+the folder of the checkpoints. Then the cases of `benchmarks.damage` are tried. One table says what became of all.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -28,10 +29,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.damage import PROMPT, SILENT, Damage, all_damages, copy_to, outcome
 from blockdiff.metrics import FILE_NAME, read, reproducible
 from blockdiff.training import state
 
 IN_A_CHAIN = 5
+LONGEST = 60  # seconds after which a command counts as hung
 STEPS = 12
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")  # Python's audit events
 PRESET = {
@@ -96,44 +99,120 @@ class Chain:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Returns 1 when a killed run differs from the one that nobody killed, else 0."""
+    """Returns 1 when a killed run differs from the one that nobody killed or a damage went unnoticed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="kills (default 100)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments to kill at")
+    parser.add_argument("--every", type=int, default=1, help="take every n-th damage (default 1: all; 0: none)")
     parser.add_argument("--output", type=Path, help="a JSON file for the figures")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
-        chains = list(kill_many(Path(directory), options.count, options.seed))
+        whole = Whole.trained(Path(directory))
+        chains = list(kill_many(whole, options.count, options.seed))
+        damages = list(all_damages())[:: options.every] if options.every else []
+        outcomes = [(damage, damaged(whole, damage, number)) for number, damage in enumerate(damages)]
     kills = [kill for chain in chains for kill in chain.kills]
+    silent = [f"{damage.part}: {damage.what}" for damage, found in outcomes if found == SILENT]
     figures = {
         "kills": len(kills),
         "runs": len(chains),
         "runs_that_differ": [chain.differs for chain in chains if chain.differs],
         "stages": dict(Counter(kill.stage for kill in kills).most_common()),
         "kinds": dict(Counter(kill.kind for kill in kills)),
+        "damages": len(damages),
+        "outcomes": dict(Counter(found for _, found in outcomes)),
+        "unnoticed": silent,
         "seconds": round(time.perf_counter() - began, 1),
     }
-    print(json.dumps(figures, indent=1))
+    print("\n".join(table(chains, outcomes)))
     if options.output:
         options.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return 1 if figures["runs_that_differ"] else 0
+    return 1 if figures["runs_that_differ"] or silent else 0
 
 
-def kill_many(folder: Path, count: int, seed: int) -> Iterator[Chain]:
+def table(chains: list[Chain], outcomes: list[tuple[Damage, str]]) -> list[str]:
+    """The lines that say what was done, how often, and what became of it."""
+    rows = []
+    for stage, count in Counter(kill.stage for chain in chains for kill in chain.kills).most_common():
+        spoilt = sum(bool(chain.differs) for chain in chains if stage in {kill.stage for kill in chain.kills})
+        rows.append((f"kill -9 {stage}", count, f"{spoilt} runs differ" if spoilt else "every run equal to the bit"))
+    for part in dict.fromkeys(damage.part for damage, _ in outcomes):
+        found = Counter(word for damage, word in outcomes if damage.part == part)
+        rows.append((f"damage to {part}", found.total(), ", ".join(f"{n} {word}" for word, n in found.items())))
+    widths = [max(len(str(row[column])) for row in rows) for column in (0, 1)] if rows else []
+    lines = [f"{what:<{widths[0]}}  {times:>{widths[1]}}  {became}" for what, times, became in rows]
+    return lines + [f"UNNOTICED {damage.part}: {damage.what}" for damage, word in outcomes if word == SILENT]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run that nobody killed, in `folder`/whole, with its inputs beside it."""
+
+    folder: Path
+    seconds: float
+    operations: dict[str, int]
+    answer: str  # what its model says to PROMPT
+
+    @property
+    def run(self) -> Path:
+        """Its directory."""
+        return self.folder / "whole"
+
+    @classmethod
+    def trained(cls, folder: Path) -> Whole:
+        """Make the inputs and the run; says on stderr how long it took."""
+        make_inputs(folder)
+        attempt(folder, folder / "first", None)
+        for name in (folder / "modules").read_text().split():
+            with suppress(ImportError):
+                importlib.import_module(name)  # once here instead of in every child
+        began = time.perf_counter()
+        operations = attempt(folder, folder / "whole", None) or {}
+        seconds = time.perf_counter() - began
+        _, answer = ended(folder, sample_words(folder / "whole"))
+        print(f"nobody kills: {seconds:.1f} s, file operations: {operations}", file=sys.stderr, flush=True)
+        return cls(folder, seconds, operations, answer)
+
+
+def sample_words(run: Path) -> list[str]:
+    """The command that asks the model of a run."""
+    return ["sample", str(run / "model"), "--prompt", PROMPT, "--steps", "2", "--dtype", "auto"]
+
+
+def damaged(whole: Whole, damage: Damage, number: int) -> str:
+    """Damage a copy of everything, go on with it, and say what became of it."""
+    place = whole.folder / f"damaged-{number}"
+    place.mkdir()
+    copy_to(whole.folder, whole.run, place)
+    make_recipe(place)
+    if not damage.is_model:  # as a kill after step 6 leaves it
+        for path in (place / "run").iterdir():
+            if path.name not in (state.FOLDER, FILE_NAME, "samples.jsonl", "recipe.yaml", "data.json"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for step, path in state.steps_saved(place / "run").items():
+            if step != 6:
+                shutil.rmtree(path)
+    for file in sorted(place.glob(damage.file)):
+        damage.change(file)
+    words = sample_words(place / "run") if damage.is_model else train_words(place, place / "run")
+    code, said = ended(place, words)
+    differing = []
+    if code == 0:
+        is_other = damage.is_model and whole.answer not in said
+        differing = ["answer"] * is_other if damage.is_model else differences(whole.run, place / "run")
+    found = outcome(damage, code, said, differing)
+    told = " | ".join(line for line in said.splitlines() if "blockdiff: " in line or found == SILENT)
+    print(f"{damage.part}: {damage.what}: {found} {differing or ''} {told[-300:]}", file=sys.stderr, flush=True)
+    shutil.rmtree(place)
+    return found
+
+
+def kill_many(whole: Whole, count: int, seed: int) -> Iterator[Chain]:
     """Run and kill chains until there were `count` kills; says on stderr how each ended."""
-    draw = random.Random(seed)
-    make_inputs(folder)
-    whole = folder / "whole"
-    attempt(folder, folder / "first", None)
-    for name in (folder / "modules").read_text().split():
-        with suppress(ImportError):
-            importlib.import_module(name)  # once here instead of in every child
-    began = time.perf_counter()
-    operations = attempt(folder, whole, None) or {}
-    seconds, done, number = time.perf_counter() - began, 0, 0
-    print(f"nobody kills: {seconds:.1f} s, file operations: {operations}", file=sys.stderr, flush=True)
+    draw, done, number = random.Random(seed), 0, 0
+    folder, seconds, operations = whole.folder, whole.seconds, whole.operations
     while done < count:
         number += 1
         chain, run = Chain(), folder / f"run-{number}"
@@ -147,7 +226,7 @@ def kill_many(folder: Path, count: int, seed: int) -> Iterator[Chain]:
             chain.kills.append(kill)
             done += 1
         attempt(folder, run, None)
-        chain.differs = differences(whole, run)
+        chain.differs = differences(whole.run, run)
         told = ", ".join(f"{kill.kind} {kill.at:.3g} ({kill.stage})" for kill in chain.kills)
         print(f"{'DIFFERS ' * bool(chain.differs)}{done}/{count}: {told}", file=sys.stderr, flush=True)
         yield chain
@@ -156,10 +235,21 @@ def kill_many(folder: Path, count: int, seed: int) -> Iterator[Chain]:
 def make_inputs(folder: Path) -> None:
     """Rows, tokenizer, preset and recipe of the tiny run."""
     (folder / "preset.json").write_text(json.dumps(PRESET), encoding="utf-8")
-    (folder / "recipe.yaml").write_text(RECIPE.replace("{folder}", str(folder)), encoding="utf-8")
+    make_recipe(folder)
     in_child(
         folder, ["data", "sudoku", "--split", "train=24", "--split", "test=6", "--output", str(folder / "puzzles")]
     )
+
+
+def make_recipe(folder: Path) -> None:
+    """The recipe of the tiny run, whose inputs lie beside it."""
+    (folder / "recipe.yaml").write_text(RECIPE.replace("{folder}", str(folder)), encoding="utf-8")
+
+
+def train_words(folder: Path, run: Path) -> list[str]:
+    """The command that goes on with a run."""
+    words = ["train", str(folder / "recipe.yaml"), "--resume", "--output", str(run)]
+    return [*words, "--set", f"data.cache={run}.cache"]
 
 
 def attempt(folder: Path, run: Path, kill: Kill | None) -> dict[str, int] | None:
@@ -167,42 +257,49 @@ def attempt(folder: Path, run: Path, kill: Kill | None) -> dict[str, int] | None
 
     Raises RuntimeError with what the process said when it failed.
     """
-    words = ["train", str(folder / "recipe.yaml"), "--resume", "--output", str(run)]
-    words += ["--set", f"data.cache={run}.cache"]
-    return in_child(folder, words, kill)
+    return in_child(folder, train_words(folder, run), kill)
 
 
 def in_child(folder: Path, words: list[str], kill: Kill | None = None) -> dict[str, int] | None:
-    """Run a `blockdiff` command in a process of its own, forked after the imports."""
-    from blockdiff.cli.main import app
+    """The file operations of a `blockdiff` command, or None if it was killed; RuntimeError if it failed."""
+    code, said = ended(folder, words, kill)
+    if code == -signal.SIGKILL and kill:
+        return None
+    if code:
+        raise RuntimeError(f"blockdiff {' '.join(words)}: exit code {code}: {said[-2000:]}")
+    return dict(json.loads((folder / "operations").read_text()))
+
+
+def ended(folder: Path, words: list[str], kill: Kill | None = None) -> tuple[int, str]:
+    """Run a `blockdiff` command in a process of its own, forked after the imports: its exit code, and what it said."""
+    from blockdiff.cli import main as cli
     from blockdiff.training import export
 
-    counted, said = folder / "operations", folder / "said"
+    counted, log = folder / "operations", folder / "said"
     counted.unlink(missing_ok=True)
     child = os.fork()
     if not child:
         code = 1
         export.draw_curves = lambda *_, **__: None  # would take longer than the run, and nothing comes of it
         try:
-            handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(handle, 1), os.dup2(handle, 2)
             if kill and kill.kind == "time":
                 threading.Timer(kill.at, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            signal.alarm(LONGEST)
             operations = die_at(folder, kill)
+            sys.argv[1:] = words
             try:
-                app(words)
+                cli.main()
             except SystemExit as end:
                 code = int(end.code or 0)
             counted.write_text(json.dumps(operations))
             (folder / "modules").write_text("\n".join(sorted(sys.modules)))
         finally:
+            sys.stdout.flush(), sys.stderr.flush()
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code == -signal.SIGKILL and kill:
-        return None
-    if code:
-        raise RuntimeError(f"blockdiff {' '.join(words)}: exit code {code}: {said.read_text()[-2000:]}")
-    return dict(json.loads(counted.read_text()))
+    return code, log.read_text(errors="replace")
 
 
 def die_at(folder: Path, kill: Kill | None) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PATTERN = re.compile(r"[*?\[]")
@@ -90,6 +92,11 @@ def digest(path: Path, size: int | None = None) -> str:
         if size is None:
             return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
         return hashlib.blake2b(file.read(size)).hexdigest()[:32]
+
+
+def seal(values: Any) -> str:
+    """A hash of JSON values, the same for what is read back from a file as for what was written."""
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def unwritten(path: Path, error: Exception, needed: int) -> str:

@@ -19,7 +19,7 @@ from blockdiff.data.examples import read_table
 from blockdiff.data.sources import OpenedSource
 from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
-from blockdiff.files import digest, remove_leftovers, whole_directory
+from blockdiff.files import digest, remove_leftovers, seal, whole_directory
 
 VERSION = 3  # of the files and of what rows become; raise it when either changes
 TOKENS, FACTS = "tokens.arrow", "facts.json"
@@ -62,6 +62,7 @@ def cached(directory: Path, key: str, write: Write) -> tuple[pa.Table, Statistic
             with (fresh / TOKENS).open("wb") as file:
                 statistics = write(file)
             facts = {"digest": digest(fresh / TOKENS), "statistics": asdict(statistics)}
+            facts["seal"] = seal(facts)
             (fresh / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
     except OSError as error:  # also where another process was quicker, whose entry is as good
         where, reason = str(error.filename or directory), str(error.strerror)
@@ -80,9 +81,11 @@ def _read(entry: Path) -> tuple[pa.Table, Statistics] | None:
     """
     try:
         facts = json.loads((entry / FACTS).read_text(encoding="utf-8"))
+        if facts.pop("seal") != seal(facts):
+            return None
         if os.environ.get("BLOCKDIFF_CACHE_TRUSTED") != "1" and digest(entry / TOKENS) != facts["digest"]:
             return None
         with (entry / TOKENS).open("rb") as file:
             return read_table(file), Statistics(**facts["statistics"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

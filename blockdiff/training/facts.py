@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 # What may change when a run is resumed: its length, what is shown and kept, and where things lie.
 FREE = {
     "output",
-    "model.path",
+    "model.path",  # the shape of the model is compared by content, wherever it is said
+    "model.preset",
     "model.tokenizer",  # compared by content
     "data.train",  # likewise
     "data.heldout",

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RESUME, RunError
-from blockdiff.files import digest, remove_directory, remove_leftovers, sync, unwritten, whole_directory
+from blockdiff.files import digest, remove_directory, remove_leftovers, seal, sync, unwritten, whole_directory
 from blockdiff.metrics import FILE_NAME
 from blockdiff.models.adapters import is_adapter
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.ema import Ema
+from blockdiff.training.samples import FILE_NAME as SAMPLES
 
 FOLDER = "checkpoints"
 MODEL, OPTIMISER, TRAINER = "model.safetensors", "optimiser.safetensors", "trainer.json"
@@ -47,6 +48,7 @@ HASHED = {
     "data.heldout": "other held-out rows (data.heldout)",
     "evaluation.prompts": "other prompts (evaluation.prompts)",
 }
+LOGS = (FILE_NAME, SAMPLES)  # whose content up to a checkpoint is compared
 SIGNS_OF_A_RUN = (FOLDER, FILE_NAME, "recipe.yaml")
 _COMPLETE = re.compile(r"step-(\d+)")
 
@@ -141,12 +143,12 @@ def save(
                 save_file(content, beside / name)
             trainer = {"format": FORMAT, "step": step, "world": world, "facts": dict(facts), "optimiser": values}
             digests = {path.name: digest(path) for path in sorted(beside.iterdir())}
-            log: dict[str, Any] = {"bytes": 0, "digest": None}
-            if (run / FILE_NAME).exists():
-                sync(run / FILE_NAME)  # a checkpoint never outlives the records of its steps
-                size = (run / FILE_NAME).stat().st_size
-                log = {"bytes": size, "digest": digest(run / FILE_NAME, size)}
-            trainer |= {"digests": digests, "log": log}
+            logs: dict[str, Any] = {}
+            for path in (run / name for name in LOGS if (run / name).exists()):
+                sync(path)  # a checkpoint never outlives the records of its steps
+                logs[path.name] = {"bytes": path.stat().st_size, "digest": digest(path)}
+            trainer |= {"digests": digests, "logs": logs}
+            trainer["seal"] = seal(trainer)
             (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         needed = sum(tensor.nbytes for content in files.values() for tensor in content.values())
@@ -180,30 +182,19 @@ def restore(
     warning: the draws stay the same, sums are rounded differently. So is a log that was changed since.
     """
     with _readable(checkpoint):
-        trainer = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
-        if trainer.get("format") != FORMAT:
-            raise RunError(
-                f"{checkpoint}: the run was started by an earlier blockdiff, whose recipes have other keys; go on with "
-                "that version, or start another run from its weights with model.path"
-            )
-        if trainer["step"] != int(checkpoint.name.removeprefix("step-")):
-            raise ValueError(f"{TRAINER} is that of step {trainer['step']}")
+        trainer = _trainer_of(checkpoint)
         # Before any tensors: with other options there may be other files.
         was, now = trainer["facts"], json.loads(json.dumps(dict(facts)))
         _refuse_other_facts(checkpoint, was, now)
-        files = (MODEL, OPTIMISER, *((AVERAGE,) if average is not None else ()))
-        for name in files:
-            if digest(checkpoint / name) != trainer["digests"][name]:
-                raise ValueError(f"{name} has changed since it was written")
-        tensors = {name: load_file(checkpoint / name) for name in files}
-        world, log, values = trainer["world"], trainer["log"], trainer["optimiser"]
-        written, is_main = checkpoint.parents[1] / FILE_NAME, ranks is None or ranks.is_main
-        if is_main and (digest(written, log["bytes"]) if written.exists() else None) != log["digest"]:
-            warnings.warn(
-                f"{written}: was removed or edited since step {trainer['step']} was saved; "
-                "which step was the best is read off what is left",
-                stacklevel=2,
-            )
+        tensors = _tensors_of(checkpoint, trainer, MODEL, OPTIMISER, *((AVERAGE,) if average is not None else ()))
+        world, values, is_main = trainer["world"], trainer["optimiser"], ranks is None or ranks.is_main
+        for name, log in trainer["logs"].items() if is_main else ():
+            written = checkpoint.parents[1] / name
+            if not written.is_file() or digest(written, log["bytes"]) != log["digest"]:
+                rest = "; which step was the best is read off what is left" if name == FILE_NAME else ""
+                warnings.warn(
+                    f"{written}: was removed or edited since step {trainer['step']} was saved{rest}", stacklevel=2
+                )
     changed = [
         f"saved with {key} {json.dumps(was.get(key))}, resumed with {json.dumps(now.get(key))}"
         for key in ROUNDING
@@ -226,11 +217,36 @@ def restore(
 def restore_weights(checkpoint: Path, objective: nn.Module, average: Ema | None = None) -> None:
     """Load only the weights of a checkpoint, and their average: the best ones, to export."""
     with _readable(checkpoint):
-        weights = load_file(checkpoint / MODEL)
-        averages = {} if average is None else load_file(checkpoint / AVERAGE)
-    _load_weights(checkpoint / MODEL, objective, weights)
+        names = (MODEL, *((AVERAGE,) if average is not None else ()))
+        tensors = _tensors_of(checkpoint, _trainer_of(checkpoint), *names)
+    _load_weights(checkpoint / MODEL, objective, tensors[MODEL])
     if average is not None:
-        average.load(averages)
+        average.load(tensors[AVERAGE])
+
+
+def _trainer_of(checkpoint: Path) -> dict[str, Any]:
+    """What trainer.json says; ValueError where it is not as it was written, RunError for one of an earlier format."""
+    trainer: dict[str, Any] = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
+    if not isinstance(trainer, dict) or "facts" not in trainer:
+        raise ValueError(f"{TRAINER} has changed since it was written")
+    if trainer.get("format") != FORMAT:
+        raise RunError(
+            f"{checkpoint}: the run was started by an earlier blockdiff, whose recipes have other keys; go on with "
+            "that version, or start another run from its weights with model.path"
+        )
+    if trainer.pop("seal") != seal(trainer):
+        raise ValueError(f"{TRAINER} has changed since it was written")
+    if trainer["step"] != int(checkpoint.name.removeprefix("step-")):
+        raise ValueError(f"{TRAINER} is that of step {trainer['step']}")
+    return trainer
+
+
+def _tensors_of(checkpoint: Path, trainer: Mapping[str, Any], *names: str) -> dict[str, dict[str, Tensor]]:
+    """The tensors of files of a checkpoint, whose digests are compared; ValueError where one differs."""
+    for name in names:
+        if digest(checkpoint / name) != trainer["digests"][name]:
+            raise ValueError(f"{name} has changed since it was written")
+    return {name: load_file(checkpoint / name) for name in names}
 
 
 @contextmanager
@@ -240,6 +256,8 @@ def _readable(checkpoint: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         reason = f"{error} is missing in {TRAINER}" if isinstance(error, KeyError) else first_line(error)
+        if isinstance(error, OSError) and error.filename:
+            reason = f"{Path(error.filename).name}: {error.strerror}"
         raise RunError(f"{checkpoint}: cannot be read ({reason}); remove it to go on from an earlier one") from None
 
 

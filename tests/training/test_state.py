@@ -304,6 +304,7 @@ def test_a_parameter_frozen_since_is_named(tmp_path):
         ("trainer.json", lambda content: content.replace(b'"facts"', b'"fact"')),
         ("trainer.json", lambda content: content.replace(b'"digests": {', b'"digests": 7, "others": {')),
         ("trainer.json", lambda content: content.replace(b'"step": 2', b'"step": 4')),
+        ("trainer.json", lambda content: content.replace(b'"weight_decay": 0.0001', b'"weight_decay": 0.0007')),
     ],
 )
 def test_what_was_changed_in_a_checkpoint_is_noticed_in_one_line(tmp_path, name, damage):
