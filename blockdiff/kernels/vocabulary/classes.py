@@ -67,19 +67,17 @@ def of_logits(z: Tensor, uniform_N: Tensor, classes: Classes) -> tuple[Tensor, .
     peak_NC = z.new_full((N, len(end_C)), -torch.inf).scatter_reduce_(1, class_M.expand(N, -1), z, "amax")
     # A class of tokens that are all impossible has no finite maximum to shift it by.
     peak_NC.clamp_(min=torch.finfo(z.dtype).min)
-    z = z - peak_NC[:, class_M]
-    is_peak = (z == 0).to(torch.int32)
-    z = z.double()
+    z.sub_(peak_NC[:, class_M])
     e = z.exp()
-    running = e.cumsum(-1)
+    running = e.cumsum(-1, dtype=torch.float64)
     before_NC = _before(running, start_C)
     total_NC = running[:, end_C - 1] - before_NC
     place = torch.searchsorted(running, before_NC + uniform_N[:, None].double() * total_NC, right=True)
     place = place.clamp_(min=start_C).clamp_(max=end_C - 1)
     log_total_NC = total_NC.log()
-    weighted = e.mul_(z.clamp(min=-1e4)).cumsum(-1)
+    weighted = e.mul_(z.clamp(min=-1e4)).cumsum(-1, dtype=torch.float64)
     entropy_NC = log_total_NC - (weighted[:, end_C - 1] - _before(weighted, start_C)) / total_NC
-    peaks = is_peak.cumsum(-1, dtype=torch.int32)
+    peaks = (z == 0).cumsum(-1, dtype=torch.int32)
     first = torch.searchsorted(peaks, _before(peaks, start_C), right=True).clamp_(min=start_C).clamp_(max=end_C - 1)
     peak_NC = peak_NC.double()
     return (
@@ -88,7 +86,7 @@ def of_logits(z: Tensor, uniform_N: Tensor, classes: Classes) -> tuple[Tensor, .
         token_M[first],
         token_M[place],
         entropy_NC.clamp_(min=0.0),
-        z.gather(1, place) - log_total_NC,
+        z.gather(1, place).double() - log_total_NC,
     )
 
 
