@@ -50,6 +50,14 @@ Strategy = Annotated[
 ]
 Kernels = Annotated[str, typer.Option(help="auto, triton or torch.")]
 
+Template = Annotated[str | None, typer.Option(help="The response's form: <?N> is a hole of N tokens, <?? is <?.")]
+Regex = Annotated[str | None, typer.Option(help="What the whole response must match.")]
+JsonSchema = Annotated[Path | None, typer.Option(metavar="FILE", help="A JSON schema that the response must satisfy.")]
+Draft = Annotated[str | None, typer.Option(help="A response to start from, noised to --noise.")]
+Noise = Annotated[float | None, typer.Option(min=0, max=1, help="Share of the draft that is noise (default 0.5).")]
+Banned = Annotated[list[str] | None, typer.Option(help="A text that must not occur (may be repeated).")]
+RepetitionPenalty = Annotated[float, typer.Option(help="More than 1: tokens seen before are less likely.")]
+
 
 def parse_columns(text: str | None) -> dict[str, str]:
     """`prompt=question,response=answer` as a dict; typer.BadParameter says what is wrong with it."""
@@ -89,3 +97,11 @@ def make_parent(path: Path | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BlockdiffError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
+
+
+def read_text(path: Path | None) -> str | None:
+    """A file's text, None for no file; BlockdiffError where it cannot be read."""
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BlockdiffError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8'})") from None

@@ -45,6 +45,13 @@ def sample(
         int, typer.Option(min=1, help="Draw so many answers and give the one with the highest mean score.")
     ] = 1,
     allow_control_tokens: options.AllowControlTokens = False,
+    template: options.Template = None,
+    regex: options.Regex = None,
+    json_schema: options.JsonSchema = None,
+    draft: options.Draft = None,
+    noise: options.Noise = None,
+    banned: options.Banned = None,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
     stream: Annotated[bool, typer.Option("--stream", help="Show canvases as they are finished.")] = False,
     batch_size: options.BatchSize = 32,
     dtype: options.Dtype = "auto",
@@ -75,6 +82,12 @@ def sample(
         entries = [Request(1, prompt=prompt)]
     else:
         entries = [Request(1, messages=[{"role": "user", "content": str(chat)}])]
+    # What holds the response; a line of a prompts file goes before the command's options.
+    held: dict[str, Any] = dict(template=template, regex=regex, draft=draft, noise=noise, banned=tuple(banned or ()))
+    held |= dict(json_schema=options.read_text(json_schema), repetition_penalty=repetition_penalty)
+    unheld = Request(1, prompt="")
+    held = {name: value for name, value in held.items() if value != getattr(unheld, name)}
+    replace(unheld, **held).check()
     entries = [
         replace(
             entry,
@@ -82,6 +95,7 @@ def sample(
             scores=scores or entry.scores,
             best_of=entry.best_of if best_of == 1 else best_of,
             allow_control_tokens=allow_control_tokens,
+            **{name: value for name, value in held.items() if getattr(entry, name) == getattr(unheld, name)},
         )
         if isinstance(entry, Request)
         else entry
