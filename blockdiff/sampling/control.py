@@ -187,7 +187,7 @@ def control_of(
     pins = None
     if request.template is not None:
         assert tokenizer is not None
-        pins = template_tokens(request.template, tokenizer)
+        pins = template_tokens(request, tokenizer)
         if any(token in eos_ids for token in pins):
             raise RequestError("the template has the token that ends a response; leave it out, it comes by itself")
         if mask_id in pins:
@@ -212,7 +212,7 @@ def control_of(
     draft: list[int] = []
     if request.draft is not None:
         assert tokenizer is not None
-        draft = spelt(request.draft, tokenizer, "the draft")
+        draft = spelt(request.draft, request, tokenizer, "the draft")
         if len(draft) > canvases * canvas_length:
             raise RequestError(
                 f"the draft has {len(draft)} tokens, but the response at most {canvases * canvas_length}; "

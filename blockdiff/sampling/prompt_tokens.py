@@ -72,6 +72,12 @@ def raw_tokens(request: Request, tokenizer: PreTrainedTokenizerBase) -> tuple[st
         raise RequestError(f"the prompt cannot be tokenised: {error}") from None
 
 
+def text_tokens(text: str, request: Request, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of another text of a request, read as its prompt is; DataError where there are none."""
+    guard = _guard(tokenizer, request)
+    return _tokens(text, guard.cuts(text), tokenizer, guard)[1]
+
+
 def _guard(tokenizer: PreTrainedTokenizerBase, request: Request) -> Guard:
     template = str(tokenizer.chat_template or "")
     return _guard_of(tokenizer, len(tokenizer), template, "allow" if request.allow_control_tokens else "text")
@@ -88,7 +94,7 @@ def _tokens(
     try:
         pieces = [list(tokenizer(piece, add_special_tokens=False)["input_ids"]) for piece in cut(text, cuts)]
     except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
-        raise RequestError(f"the prompt cannot be tokenised: {error}") from error
+        raise DataError(str(error)) from error
     tokens = [token for piece in pieces for token in piece]
     guard.check(text, cuts, tokens, tokenizer.convert_ids_to_tokens([piece[0] for piece in pieces[1:] if piece]))
     return text, tokens

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from blockdiff.errors import RequestError
+from blockdiff.errors import DataError, RequestError
+from blockdiff.sampling.prompt_tokens import text_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from blockdiff.sampling.request import Request
 
 _HOLE = re.compile(r"<\?(?:(\?)|(\d{1,9})>)?")
 FREE = -1
@@ -44,24 +47,24 @@ def parse_template(template: str) -> list[str | int]:
     return parts
 
 
-def template_tokens(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of a template's texts, each tokenised alone, with FREE at every token of a hole.
+def template_tokens(request: Request, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of the request's template: its texts, each tokenised alone, and FREE at every token of a hole.
 
     RequestError for a text that its tokens do not spell as it is written.
     """
     tokens: list[int] = []
-    for part in parse_template(template):
-        tokens += [FREE] * part if isinstance(part, int) else spelt(part, tokenizer, "the template's text")
+    for part in parse_template(str(request.template)):
+        tokens += [FREE] * part if isinstance(part, int) else spelt(part, request, tokenizer, "the template's text")
     return tokens
 
 
-def spelt(text: str, tokenizer: PreTrainedTokenizerBase, what: str) -> list[int]:
+def spelt(text: str, request: Request, tokenizer: PreTrainedTokenizerBase, what: str) -> list[int]:
     """The tokens of a text; RequestError where they are not decoded as it is written."""
     try:
-        tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        said = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
-        raise RequestError(f"{what} {text!r:.60} cannot be tokenised: {error}") from error
+        tokens = text_tokens(text, request, tokenizer)
+    except DataError as error:
+        raise RequestError(f"{what} {text!r:.60} cannot be tokenised: {error}") from None
+    said = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if said != text:
         raise RequestError(f"{what} {text!r:.60} becomes {said!r:.60} in the model's tokens; write it otherwise")
     return tokens

@@ -287,7 +287,8 @@ def test_a_request_does_not_depend_on_what_its_neighbours_ask_for():
     [
         ({"template": 5}, "template must be text"),
         ({"template": "a<?2>e"}, "cannot be tokenised"),
-        ({"template": "a<eos><?2>"}, "the token that ends a response"),
+        ({"template": "a<eos><?2>"}, "cannot be tokenised"),
+        ({"template": "a<eos><?2>", "allow_control_tokens": True}, "the token that ends a response"),
         ({"regex": b"a"}, "regex must be text"),
         ({"regex": "a", "json_schema": "{}"}, "give one of regex and json_schema"),
         ({"regex": "x"}, "no tokens for any text"),
