@@ -15,6 +15,7 @@ from benchmarks import (
     kernel_expert_mlp,
     kernel_span_attention,
     kernel_vocabulary,
+    lora_step,
     machine,
     models,
     training_step,
@@ -25,6 +26,7 @@ from blockdiff.terminal import quiet
 
 SUITES = {
     "training": training_step.run,
+    "lora": lora_step.run,
     "denoise": denoise_step.run,
     "vocabulary": kernel_vocabulary.run,
     "attention": kernel_span_attention.run,

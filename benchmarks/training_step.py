@@ -93,7 +93,7 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
         return sums.canvas_sum / canvas_count, sums.ar_sum / ar_count
 
     our_update = build(objective, lr=0.0) if case.update else None
-    ours = _optimiser_step(models.ours, losses, precision, our_update)
+    ours = gradient_step(models.ours, losses, precision, our_update)
 
     def step_of(model: DiffusionGemmaForBlockDiffusion, rows: str, experts: str) -> peer.TrainingStep:
         return peer.TrainingStep(model, whole, noisy_BCL, scored, rows, experts)
@@ -102,7 +102,7 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
     parameters = [p for name, p in models.peer.named_parameters() if "vision" not in name]
     update = torch.optim.AdamW(parameters, lr=0.0, betas=(0.95, 0.99), fused=True) if case.update else None
     variants = {
-        f"{experts}, pass one on {rows} rows": _optimiser_step(
+        f"{experts}, pass one on {rows} rows": gradient_step(
             models.peer, step_of(models.peer, rows, experts), precision, update
         )
         for experts in peer.EXPERTS
@@ -113,7 +113,7 @@ def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
         agreement = _agreement(models, ours(), next(iter(variants.values()))())
     else:
         reference = in_fp32(models.peer)
-        truth = _optimiser_step(reference, step_of(reference, "coin", "eager"), contextlib.nullcontext(), None)()
+        truth = gradient_step(reference, step_of(reference, "coin", "eager"), contextlib.nullcontext(), None)()
         theirs = variants["eager, pass one on coin rows"]()
         agreement = _half_agreement(models, reference, ours(), theirs, truth)
         del reference
@@ -148,7 +148,7 @@ def rows_of(size: Size, vocabulary: int, canvas_length: int, canvases: int, seed
     return lay_out(rows, canvas_length, pad_id=0)
 
 
-def _optimiser_step(
+def gradient_step(
     model: torch.nn.Module,
     losses: Callable[[], tuple[Tensor, Tensor]],
     precision: contextlib.AbstractContextManager,
@@ -173,7 +173,7 @@ def _agreement(models: Pair, ours: tuple[float, float], theirs: tuple[float, flo
     total, worst = _gradient_error(_our_gradients(models), models.peer)
     return Agreement(
         {
-            "losses": (_loss_error(ours, theirs), LOSS_BOUND),
+            "losses": (loss_error(ours, theirs), LOSS_BOUND),
             "gradients": (total, GRADIENT_BOUND),
             "worst tensor": (worst, TENSOR_BOUND),
         }
@@ -192,7 +192,7 @@ def _half_agreement(
     their_total, _ = _gradient_error(_peer_gradients(models), reference)
     return Agreement(
         {
-            "losses to fp32": (_loss_error(ours, truth), max(2 * _loss_error(theirs, truth), 0.01)),
+            "losses to fp32": (loss_error(ours, truth), max(2 * loss_error(theirs, truth), 0.01)),
             "gradients to fp32": (total, half_precision_bound(their_total)),
         }
     )
@@ -223,5 +223,5 @@ def _gradient_error(
     return math.sqrt(squared_error / squared_norm), worst
 
 
-def _loss_error(values: tuple[float, float], truth: tuple[float, float]) -> float:
+def loss_error(values: tuple[float, float], truth: tuple[float, float]) -> float:
     return max(abs(value / true - 1) for value, true in zip(values, truth, strict=True))

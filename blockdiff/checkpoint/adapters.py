@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,22 +206,27 @@ def _hub_module(ours: str, model: BlockDiffusionModel) -> str:
     return str(names.to_hub(f"{module}.weight")).removesuffix(".weight")
 
 
+def peft_names(ours: str, model: BlockDiffusionModel) -> tuple[list[str], Callable[[Tensor], Tensor]]:
+    """What PEFT calls the copies of one of our adapter parameters, from transformers' model on, and its arrangement."""
+    names = family_of(model.config).names
+    if ours == TOKEN_ROWS:
+        table = str(names.to_hub("vocabulary.table")).removesuffix(".weight")
+        return [name + ROWS for name in names.copies(table)], lambda x: x
+    leaf, hub = ours.rpartition(".")[2], _hub_module(ours, model)
+    which = "lora_A" if leaf.endswith("A") else "lora_B"
+    inner = ".base_layer" if leaf.startswith("gate_up") else ""
+    keys = [f"{name}{inner}.{which}.weight" for name in names.copies(hub)]
+    if not leaf.startswith(("gate_up", "down")):
+        return keys, lambda x: x
+    return keys, lambda x: x.flatten(0, 1) if which == "lora_A" else x.permute(1, 2, 0).flatten(1)
+
+
 def _to_peft(model: BlockDiffusionModel) -> dict[str, Tensor]:
     """All tensors of the adapters by PEFT's names, each copy in memory of its own."""
-    names, out = family_of(model.config).names, dict[str, Tensor]()
+    out: dict[str, Tensor] = {}
     for ours, tensor in adapter_tensors(model).items():
-        value = tensor.detach().cpu().contiguous()
-        if ours == TOKEN_ROWS:
-            table = str(names.to_hub("vocabulary.table")).removesuffix(".weight")
-            keys = [name + ROWS for name in names.copies(table)]
-        else:
-            leaf, hub = ours.rpartition(".")[2], _hub_module(ours, model)
-            which = "lora_A" if leaf.endswith("A") else "lora_B"
-            if leaf.startswith(("gate_up", "down")):
-                value = value.flatten(0, 1) if which == "lora_A" else value.permute(1, 2, 0).flatten(1)
-            inner = ".base_layer" if leaf.startswith("gate_up") else ""
-            keys = [f"{name}{inner}.{which}.weight" for name in names.copies(hub)]
-        out |= {PREFIX + key: value.clone() for key in keys}
+        keys, arrange = peft_names(ours, model)
+        out |= {PREFIX + key: arrange(tensor.detach().cpu()).clone().contiguous() for key in keys}
     return out
 
 

@@ -65,7 +65,9 @@ class AdaptedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.linear(x, self.weight)
-        narrowed = F.linear(F.dropout(x, self.low_rank.dropout, self.training), self.lora_A.to(x.dtype))
+        if self.training and self.low_rank.dropout:
+            x = F.dropout(x, self.low_rank.dropout)
+        narrowed = F.linear(x, self.lora_A.to(x.dtype))
         flat = out.view(-1, self.out_features)
         added = torch.addmm(
             flat, narrowed.view(flat.shape[0], -1).to(flat.dtype), self.lora_B.t().to(flat.dtype),
