@@ -26,6 +26,7 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.data.sources import Source, rows_of
 from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.evals.run import evaluate
 from blockdiff.sampling import Sampler
 from blockdiff.terminal import quiet
 
@@ -70,8 +71,8 @@ def adapted(directory: Path, base: blockdiff.Run, rows: dict[str, list[dict[str,
 
 def solved(model: Path, rows: list[dict[str, str]]) -> float:
     """The share of puzzles that a model solves, an adapter among them by its directory."""
-    questions = list(rows_of([Source(rows=rows)]))
-    report = evals.evaluate(Sampler.from_pretrained(model, "float32"), questions, evals.task("exact"))
+    questions = list(rows_of(Source(rows=rows)))
+    report = evaluate(Sampler.from_pretrained(model, "float32"), questions, evals.task("exact"))
     return float(report["solved_share"])
 
 
@@ -82,7 +83,8 @@ def solved_by_transformers(model: Path, rows: list[dict[str, str]]) -> float:
     theirs = DiffusionGemmaForBlockDiffusion.from_pretrained(model, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(model)
     torch.manual_seed(0)
-    prompts = [[tokenizer.bos_token_id, *tokenizer(row["prompt"])["input_ids"]] for row in rows]
+    ids = [tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows]
+    prompts = [[tokenizer.bos_token_id, *each] for each in ids]
     out = theirs.generate(torch.tensor(prompts))
     sequences = getattr(out, "sequences", out)[:, len(prompts[0]) :]
     texts = tokenizer.batch_decode(sequences, skip_special_tokens=True)
