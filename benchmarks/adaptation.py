@@ -64,7 +64,7 @@ def adapted(directory: Path, base: blockdiff.Run, rows: dict[str, list[dict[str,
         "data": {"train": [in_letters(row) for row in rows["train"]]},
         "objective": {"ar_loss": "none"},
         "optim": {"lr": o.lr, "betas": [0.9, 0.99], "warmup_steps": 20, "schedule": {"cosine": {"final_ratio": 0.01}}},
-        "train": {"steps": o.steps, "batch_size": 64, "log_every": 25},
+        "train": {"steps": o.steps, "batch_size": o.batch_size, "log_every": 25},
     }
     return blockdiff.train(recipe, (), directory / "adapted")
 
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--base-steps", type=int, default=1400)
     parser.add_argument("--steps", type=int, default=350)
+    parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--count", type=int, default=1000, help="test puzzles")
