@@ -57,11 +57,11 @@ def measure(models: Pair, size: Size, rows: int, settings: Settings) -> Result:
         return tokens_BS.to(device), canvas_BL.to(device)
 
     def run(drawn: tuple[Tensor, Tensor]) -> object:
-        return _logits_of_two_steps(models, *drawn)
+        return logits_of_two_steps(models, *drawn)
 
     tokens_BS, canvas_BL = with_wide_margins(ours, draw, run) if ours.dtype == torch.float32 else draw(1)
     case = f"{'fp32' if ours.dtype == torch.float32 else 'bf16'}, batch {rows}"
-    result = Result(SUITE, size.name, case, _agreement(models, tokens_BS, canvas_BL))
+    result = Result(SUITE, size.name, case, agreement(models, tokens_BS, canvas_BL))
     if not result.agreement.is_met:
         return result
 
@@ -101,8 +101,8 @@ def measure(models: Pair, size: Size, rows: int, settings: Settings) -> Result:
     return replace(result, memory=memory)
 
 
-def _agreement(models: Pair, tokens_BS: Tensor, canvas_BL: Tensor) -> Agreement:
-    ours = _logits_of_two_steps(models, tokens_BS, canvas_BL)
+def agreement(models: Pair, tokens_BS: Tensor, canvas_BL: Tensor) -> Agreement:
+    ours = logits_of_two_steps(models, tokens_BS, canvas_BL)
     theirs = _peer_logits(models.peer, tokens_BS, canvas_BL)
     names = ("logits", "logits after a signal")
     if models.ours.dtype == torch.float32:
@@ -117,7 +117,7 @@ def _agreement(models: Pair, tokens_BS: Tensor, canvas_BL: Tensor) -> Agreement:
     )
 
 
-def _logits_of_two_steps(models: Pair, tokens_BS: Tensor, canvas_BL: Tensor) -> tuple[Tensor, Tensor]:
+def logits_of_two_steps(models: Pair, tokens_BS: Tensor, canvas_BL: Tensor) -> tuple[Tensor, Tensor]:
     """Our logits of a denoise without a signal, and of one whose signal those logits are."""
     model = models.ours
     prefix = model.encode(tokens_BS)
