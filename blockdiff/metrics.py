@@ -13,6 +13,7 @@ from blockdiff.errors import RunError
 from blockdiff.files import write_text
 
 FILE_NAME = "metrics.jsonl"
+SAMPLES = "samples.jsonl"  # texts that were sampled during training
 Record = dict[str, Any]  # "step", "kind" and metrics of that kind
 Kind = Literal["train", "heldout", "sample", "skipped"]
 

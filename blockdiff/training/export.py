@@ -11,12 +11,11 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.files import ADAPTER, MODEL
 from blockdiff.data.dataset import Dataset
 from blockdiff.files import remove_leftovers, write_text
-from blockdiff.metrics import FILE_NAME, MetricsLog, Record
+from blockdiff.metrics import FILE_NAME, SAMPLES, MetricsLog, Record
 from blockdiff.plots.curves import draw_curves
 from blockdiff.training import state
 from blockdiff.training.report import report_line, run_report
 from blockdiff.training.run import RECIPE, REPORT
-from blockdiff.training.samples import FILE_NAME as SAMPLES
 
 if TYPE_CHECKING:
     from blockdiff.training.build import Built

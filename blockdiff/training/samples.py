@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from blockdiff.data.chat import Encoder
     from blockdiff.sampling.sampler import Sampler
 
-FILE_NAME = "samples.jsonl"
 
 
 class Sampled(NamedTuple):

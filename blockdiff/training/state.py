@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RESUME, RunError
 from blockdiff.files import digest, remove_directory, remove_leftovers, seal, sync, unwritten, whole_directory
-from blockdiff.metrics import FILE_NAME
+from blockdiff.metrics import FILE_NAME, SAMPLES
 from blockdiff.models.adapters import is_adapter
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.ema import Ema
-from blockdiff.training.samples import FILE_NAME as SAMPLES
 
 FOLDER = "checkpoints"
 MODEL, OPTIMISER, TRAINER = "model.safetensors", "optimiser.safetensors", "trainer.json"

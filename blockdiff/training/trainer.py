@@ -22,7 +22,7 @@ from blockdiff.diffusion.corruption import Corruption
 from blockdiff.diffusion.schedule import Schedule
 from blockdiff.diffusion.weight import Weight
 from blockdiff.errors import RESUME, DataError
-from blockdiff.metrics import FILE_NAME, METRICS, MetricsLog, Record, of_kind
+from blockdiff.metrics import FILE_NAME, METRICS, SAMPLES, MetricsLog, Record, of_kind
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
@@ -38,7 +38,6 @@ from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import AnyRecipe
 from blockdiff.training.refuse import refuse, without_effect
 from blockdiff.training.run import Run, settled
-from blockdiff.training.samples import FILE_NAME as SAMPLES
 from blockdiff.training.samples import sample_prompts
 from blockdiff.training.step import Counts, Gradient, SkippedSteps, backpropagate
 from blockdiff.training.trackers import Trackers

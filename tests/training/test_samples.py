@@ -20,13 +20,13 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, UniformTime
 from blockdiff.errors import DataError
 from blockdiff.evals import task
-from blockdiff.metrics import METRICS, MetricsLog, read
+from blockdiff.metrics import METRICS, SAMPLES, MetricsLog, read
 from blockdiff.objective import Objective, evaluating
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.heldout import heldout
-from blockdiff.training.samples import FILE_NAME, sample_prompts
+from blockdiff.training.samples import sample_prompts
 from tests.oracle import TWO_LAYERS, tiny_config
 from tests.scripted_sampler import ScriptedSampler
 from tests.toy_trainer import Options, train
@@ -166,7 +166,7 @@ def test_rows_of_another_task_are_refused_before_anything_is_sampled():
 
 
 def test_texts_are_kept_by_step_and_cut_back_on_resume(tmp_path):
-    log = MetricsLog(tmp_path / FILE_NAME)
+    log = MetricsLog(tmp_path / SAMPLES)
     for step in (10, 20):
         for text in sample_prompts(ScriptedSampler(LETTERS, ANSWERS), ROWS, EXACT, ALONE, texts=3).texts:
             log.append({"step": step, **text})
