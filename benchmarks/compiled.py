@@ -31,7 +31,7 @@ from blockdiff.kernels import tiles
 from blockdiff.kernels.expert_mlp.triton import expert_mlp
 from blockdiff.kernels.norm_rope.triton import add_rms_norm, norm_rope, rms_norms
 from blockdiff.kernels.span_attention.triton import span_attention
-from blockdiff.kernels.vocabulary import pack_allowed, triton_launch
+from blockdiff.kernels.vocabulary import Shaping, pack_allowed, triton_launch
 from blockdiff.kernels.vocabulary import triton as vocabulary_ops
 from blockdiff.spans import denoise_spans
 
@@ -95,6 +95,10 @@ def vocabulary(dtype: torch.dtype) -> None:
     allowed = pack_allowed(torch.ones(1, V, dtype=torch.bool)).expand(N, -1)
     for given, mask in ((None, None), (tokens, allowed)):
         vocabulary_ops.token_stats(hidden, table, 30.0, 0.8, vector, given, mask)
+    filters = Shaping(top_k=50, top_p=0.9, min_p=0.1)
+    vocabulary_ops.token_stats(hidden, table, 30.0, 0.8, vector, shaping=filters)
+    filters = Shaping(top_p=0.9, observed_N=tokens, bonus_N=vector)
+    vocabulary_ops.token_stats(hidden, table, 30.0, 0.8, vector, None, allowed, filters)
 
 
 # What is compiled under a name; each op adds its own.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
-from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Stats
+from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -128,12 +128,14 @@ class Vocabulary(nn.Module):
         uniform_BL: Tensor,
         given_BL: Tensor | None = None,
         allowed_BLW: Tensor | None = None,
+        shaping: Shaping | None = None,
     ) -> Stats:
         """Entropy, argmax, sample, soft embedding and a log-probability of z / T at every position, in one sweep.
 
         temperature: one number, or one per row [B]; uniform_BL: numbers in [0, 1) that pick the samples; given_BL:
         int64 tokens to have the log-probability of, else the samples; allowed_BLW: the tokens allowed at each
-        position, int32, packed by `kernels.vocabulary.pack_allowed`.
+        position, int32, packed by `kernels.vocabulary.pack_allowed`; shaping: what is done to the distribution, with
+        tensors [B, L] and [B, L, D], before all but the soft embedding is taken of it.
         """
         B, L, D = hidden_BLD.shape
         if isinstance(temperature, Tensor):
@@ -146,6 +148,7 @@ class Vocabulary(nn.Module):
             uniform_BL.reshape(-1),
             None if given_BL is None else given_BL.reshape(-1),
             None if allowed_BLW is None else allowed_BLW.flatten(0, 1),
+            *(() if shaping is None else (shaping.flat(),)),
         )
         stats.soft_embedding.mul_(self._scale(self.table.dtype))
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in stats))

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 1e-5  # relative
 OPS = ("linear_cross_entropy", "soft_embedding", "token_stats", "token_scores")
-KERNELS = tuple(f"vocabulary_{name}" for name in ("tiles", "rows", "tokens", "probabilities", "gradients"))
+KERNELS = tuple(f"vocabulary_{name}" for name in ("tiles", "rows", "tokens", "filters", "probabilities", "gradients"))
 EDGE = 1e-6  # how far rounding may move an edge of the CDF
 
 
@@ -432,7 +432,9 @@ def test_torch_sees_sound_ops(monkeypatch):
         torch.library.opcheck(ops.cross_entropy, cross_entropy, test_utils=checks)
         torch.library.opcheck(ops.soft_embedding, (hidden.detach(), table, 30.0, 0.5, True), test_utils=checks)
     flat = hidden.detach(), table.detach()
-    torch.library.opcheck(ops.token_stats, (*flat, 30.0, temperature, uniform, None, None), test_utils=checks)
+    rest = 30.0, temperature, uniform, None, None
+    for shaped in ((None, 1.0, 0.0, None, None), (None, 1.0, 0.1, observed, bonus)):
+        torch.library.opcheck(ops.token_stats, (*flat, *rest, *shaped), test_utils=checks)
 
 
 def test_a_checkpointed_loss_has_the_same_gradients():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty, of_logits, penalised
+from blockdiff.kernels.vocabulary.shaping import Shaping, is_left
 
 CHUNK_BYTES = 64 << 20  # one fp32 chunk of logits; the cross-entropy holds two or three of them
 CPU_BYTES = 8 << 20  # chunks on a CPU
@@ -292,22 +293,37 @@ def token_stats(
     uniform_N: Tensor,
     given_N: Tensor | None = None,
     allowed_NW: Tensor | None = None,
+    shaping: Shaping | None = None,
 ) -> Stats:
     """Entropy, argmax, a sample at the given uniform number, and the soft embedding of z / T, in one sweep.
 
     given_N: int64 tokens whose log-probability is wanted instead of the samples'; allowed_NW: the tokens allowed at
-    every position, packed by `pack_allowed`, at least one each. Tokens not allowed are never sampled.
+    every position, packed by `pack_allowed`, at least one each. Tokens not allowed are never sampled. shaping: what is
+    done to the distribution that all of these but the soft embedding are of.
     """
     parts = []
     with torch.no_grad():
         for rows in _chunks(hidden_ND, table_VD.shape[0]):
             z = logits(hidden_ND[rows], table_VD, softcap)
-            is_forbidden = None
+            is_forbidden = soft = None
             if allowed_NW is not None:
                 own = slice(0, 1) if allowed_NW.stride(0) == 0 else rows  # one mask for all is unpacked once
                 is_forbidden = _is_forbidden(allowed_NW[own], z.shape[-1]).expand(z.shape)
                 z.masked_fill_(is_forbidden, -torch.inf)
-            z.div_(temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N)
+            temperature = temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N
+            z.div_(temperature)
+            if shaping is not None:
+                soft = torch.mm(z.log_softmax(-1).exp_().to(table_VD.dtype), table_VD)
+                if shaping.other_ND is not None:
+                    z_u = logits(shaping.other_ND[rows], table_VD, softcap).div_(temperature)
+                    z.mul_(1 + shaping.guidance).sub_(z_u, alpha=shaping.guidance)
+                    if is_forbidden is not None:  # 0 times minus infinity is no number
+                        z.masked_fill_(is_forbidden, -torch.inf)
+                if shaping.observed_N is not None and shaping.bonus_N is not None:
+                    z.scatter_add_(1, shaping.observed_N[rows, None], shaping.bonus_N[rows, None] / temperature)
+                if shaping.has_filters:
+                    is_forbidden = ~is_left(z, shaping.top_k, shaping.top_p, shaping.min_p)
+                    z.masked_fill_(is_forbidden, -torch.inf)
             log_p = z.log_softmax(-1)
             p = log_p.exp()
             entropy = -(p * (log_p if is_forbidden is None else log_p.masked_fill(is_forbidden, 0.0))).sum(-1)
@@ -318,7 +334,8 @@ def token_stats(
             if is_forbidden is not None:  # a parallel cumsum can step back by a rounding, onto a forbidden token
                 sample = torch.where(is_forbidden.gather(-1, sample), argmax[:, None], sample)
             log_probability = log_p.gather(-1, sample if given_N is None else given_N[rows, None]).squeeze(-1)
-            soft = torch.mm(p.to(table_VD.dtype), table_VD)
+            if soft is None:
+                soft = torch.mm(p.to(table_VD.dtype), table_VD)
             parts.append(Stats(entropy, argmax, sample.squeeze(-1), soft, log_probability))
     return parts[0] if len(parts) == 1 else Stats(*(torch.cat(column) for column in zip(*parts, strict=True)))
 

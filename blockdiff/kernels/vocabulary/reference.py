@@ -58,3 +58,24 @@ def class_stats(log_weight_NV: Tensor, class_V: Tensor, count: int) -> tuple[Ten
         columns.append((of_class.logsumexp(-1), top, tokens[where], -(log_p.exp() * log_p).sum(-1)))
     log_sum, maximum, argmax, entropy = (torch.stack(column, -1) for column in zip(*columns, strict=True))
     return log_sum, maximum, argmax, entropy
+
+
+def is_left(z_NV: Tensor, top_k: int | None, top_p: float, min_p: float) -> Tensor:
+    """Which tokens of tempered logits the filters leave, bool [N, V], one row and one token after the other.
+
+    The top_k likeliest; of these the fewest likeliest that hold top_p of their probability; of these those at least
+    min_p times as likely as the likeliest. What is as likely as the last one that is left is left, too.
+    """
+    left_NV = torch.zeros_like(z_NV, dtype=torch.bool)
+    for row, z_V in enumerate(z_NV.double()):
+        ranked = [token for token in z_V.argsort(descending=True).tolist() if z_V[token] > -torch.inf]
+        if top_k is not None:
+            ranked = [token for token in ranked if z_V[token] >= z_V[ranked[min(top_k, len(ranked)) - 1]]]
+        p_V, held, last = (z_V - z_V.max()).exp(), 0.0, ranked[0]
+        wanted = top_p * sum(float(p_V[token]) for token in ranked)
+        for token in ranked:
+            if top_p >= 1 or held < wanted:
+                last, held = token, held + float(p_V[token])
+        for token in ranked:
+            left_NV[row, token] = bool(z_V[token] >= z_V[last]) and float(p_V[token]) >= min_p * float(p_V.max())
+    return left_NV

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.launch import empty, launch
-from blockdiff.kernels.tiles import Tile, elementwise
+from blockdiff.kernels.tiles import Tile, elementwise, power_of_2
 from blockdiff.kernels.vocabulary import triton_kernels as kernels
 
 CHUNK_BYTES = 256 << 20  # raw products in the table's dtype: 512 rows of 262,144 tokens in bf16
@@ -92,6 +93,19 @@ def pick(
     launch(kernels.vocabulary_tokens, tile.grid(len(x)), *arguments, **tile.options)
 
 
+def filtered(x: Tensor, how: Logits, top_k: int | None, top_p: float, min_p: float) -> Logits:
+    """The same logits with only those tokens allowed that the filters leave."""
+    N, width = x.shape
+    words = -(-width // 32)
+    packed = empty(x, N, words, dtype=torch.int32)
+    tile = Tile(1, max(32, min(TILE, power_of_2(width))), warps=8)
+    log_min_p = math.log2(min_p) if min_p > 0 else -math.inf
+    has_k, has_p = top_k is not None and top_k < width, top_p < 1
+    arguments = x, how, float(top_k or 0), float(top_p), log_min_p, packed, width, words, has_k, has_p
+    launch(kernels.vocabulary_filters, (N,), *arguments, **tile.options)
+    return how._replace(allowed=packed, words=words)
+
+
 def to_probabilities(x: Tensor, how: Logits, merged: Rows, tile: Tile, first: int = 0) -> None:
     """softmax(z) in place of the raw products of the tokens from `first` on."""
     launch(kernels.vocabulary_probabilities, tile.grid(*x.shape), x, how, merged, *x.shape, first, **tile.options)
@@ -154,3 +168,10 @@ def sweep(
         fill(tiles, x, how, chunks.tile, target, tokens.start, tokens.start // chunks.tile.columns)
     merge(tiles, out, uniform, is_ignored)
     return x
+
+
+def again(x: Tensor, how: Logits, chunks: Chunks, out: Rows, uniform: Tensor) -> None:
+    """Fill `out` by another pass over the raw products of some rows and all tokens, which are there already."""
+    tiles = new_tiles(x, chunks.tile.grid(1, x.shape[1])[1], out)
+    fill(tiles, x, how, chunks.tile)
+    merge(tiles, out, uniform)

@@ -1,0 +1,168 @@
+"""What may be done to the distribution that is drawn from, in torch and in Triton, against dense logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.vocabulary import Shaping, native, pack_allowed, reference, shaping, triton
+from blockdiff.kernels.vocabulary import triton_launch as launch
+from blockdiff.kernels.vocabulary.native import Stats
+from blockdiff.kernels.vocabulary.shaping import is_left
+
+pytestmark = pytest.mark.quick
+
+FILTERS = [(3, 1.0, 0.0), (None, 0.7, 0.0), (None, 1.0, 0.05), (7, 0.8, 0.1), (1, 0.5, 1.0), (500, 0.999, 1e-6)]
+
+
+def logits_case(N: int, V: int, scale: float = 2.0) -> Tensor:
+    """Rows of logits: sharp and flat, with equal ones, with many impossible ones, and with none but one possible."""
+    z = torch.randn(N, V, generator=torch.Generator().manual_seed(N + V)) * torch.linspace(0.01, scale, N)[:, None]
+    z[1] = (z[1] * 2).round() / 2
+    z[2] = 0.0
+    z[3, ::2] = -torch.inf
+    z[4] = -torch.inf
+    z[4, V // 2] = -3.0
+    return z
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("V", [5, 64, 203])
+@pytest.mark.parametrize("head", [1024, 2])
+def test_filters_leave_what_a_sort_of_the_probabilities_leaves(filters, V, head, monkeypatch):
+    monkeypatch.setattr(shaping, "HEAD", head)  # 2: most rows are sorted by bins
+    z = logits_case(12, V)
+    expected = reference.is_left(z, *filters)
+    assert torch.equal(is_left(z, *filters), expected)
+    assert expected.any(-1).all() and expected[4].sum() == 1
+    assert (z[2] == 0).all() and expected[2].all()  # equal tokens are left together
+
+
+def test_a_nucleus_holds_its_share_and_would_not_without_its_least_likely_token():
+    z = logits_case(30, 500, scale=4.0)
+    z[1] = z[0]
+    for top_p in (0.1, 0.5, 0.95):
+        p = z.double().softmax(-1)
+        left = is_left(z, None, top_p, 0.0)
+        held, least = (p * left).sum(-1), p.masked_fill(~left, 2.0).amin(-1)
+        assert (held >= top_p - 1e-6).all()
+        is_alone = ((p == least[:, None]).sum(-1) == 1)
+        assert (held - least < top_p + 1e-6)[is_alone].all() and is_alone.sum() > 20
+
+
+def stats_case(N: int, V: int, D: int = 16) -> tuple[Tensor, ...]:
+    """Hidden states and others, a table, temperatures, uniform numbers, seen tokens, and allowed ones."""
+    g = torch.Generator().manual_seed(V)
+    hidden, other = torch.randn(2, N, D, generator=g) * torch.linspace(0.1, 1.5, N)[:, None]
+    table, uniform = torch.randn(V, D, generator=g), torch.rand(N, generator=g)
+    seen = torch.randint(0, V, (N,), generator=g)
+    is_allowed = torch.rand(N, V, generator=g) < 0.7
+    is_allowed[torch.arange(N), seen] = True
+    return hidden, other, table, torch.linspace(0.3, 1.5, N), uniform, seen, is_allowed
+
+
+def expected_logits(case: tuple[Tensor, ...], how: Shaping, allows: bool) -> Tensor:
+    """The tempered logits that are drawn from, all at once in fp64."""
+    hidden, _, table, temperature, _, _, is_allowed = (x.double() if x.is_floating_point() else x for x in case)
+    z = reference.logits(hidden, table, 30.0)
+    if how.other_ND is not None:
+        z_u = reference.logits(how.other_ND.double(), table, 30.0)
+        z = z_u + (1 + how.guidance) * (z - z_u)
+    if how.observed_N is not None and how.bonus_N is not None:
+        z = z + torch.nn.functional.one_hot(how.observed_N, z.shape[-1]) * how.bonus_N[:, None].double()
+    z = z.masked_fill(~is_allowed, -torch.inf) if allows else z
+    z = z / temperature[:, None]
+    return z.masked_fill(~reference.is_left(z, how.top_k, how.top_p, how.min_p), -torch.inf)
+
+
+def compare(stats: Stats, plain: Stats, z: Tensor, given: Tensor | None, uniform: Tensor) -> None:
+    log_p = z.log_softmax(-1)
+    p = log_p.exp()
+    assert torch.allclose(stats.entropy.double(), torch.special.entr(p).sum(-1), atol=2e-5)
+    assert torch.equal(stats.argmax, log_p.argmax(-1))
+    cdf = torch.nn.functional.pad(p.cumsum(-1), (1, 0))
+    low, high = (cdf.gather(-1, stats.sample[:, None] + i).squeeze(-1) for i in (0, 1))
+    assert (p.gather(-1, stats.sample[:, None]) > 0).all()
+    assert (low - 1e-5 <= uniform).all() and (uniform <= high + 1e-5).all()
+    its = log_p.gather(-1, (stats.sample if given is None else given)[:, None]).squeeze(-1)
+    assert torch.equal(stats.log_probability.isinf(), its.isinf())
+    assert torch.allclose(stats.log_probability.double(), its, rtol=1e-4, atol=1e-4)
+    assert torch.equal(stats.soft_embedding, plain.soft_embedding)
+
+
+def shapings(case: tuple[Tensor, ...]) -> dict[str, Shaping]:
+    _, other, _, _, _, seen, _ = case
+    bonus = torch.linspace(-4.0, 5.0, len(seen))
+    return {
+        "filters": Shaping(7, 0.9, 0.02),
+        "bonus": Shaping(observed_N=seen, bonus_N=bonus),
+        "bonus and filters": Shaping(None, 0.8, 0.0, seen, bonus),
+        "guidance": Shaping(other_ND=other, guidance=1.5),
+        "guidance away from it": Shaping(other_ND=other, guidance=-1.0),
+        "everything": Shaping(5, 0.9, 0.01, seen, bonus, other, 0.7),
+    }
+
+
+@pytest.mark.parametrize("name", shapings(stats_case(4, 9)))
+@pytest.mark.parametrize("allows", [False, True])
+@pytest.mark.parametrize("rows_per_chunk", [5, 1000])
+def test_statistics_of_a_shaped_distribution(name, allows, rows_per_chunk, monkeypatch):
+    N, V = 23, 203
+    monkeypatch.setattr(native, "CHUNK_BYTES", 4 * V * rows_per_chunk)
+    case = stats_case(N, V)
+    hidden, _, table, temperature, uniform, seen, is_allowed = case
+    how = shapings(case)[name]
+    for given in (None, seen):
+        rest = 30.0, temperature, uniform, given, pack_allowed(is_allowed) if allows else None
+        stats, plain = (native.token_stats(hidden, table, *rest, each) for each in (how, None))
+        compare(stats, plain, expected_logits(case, how, allows), given, uniform)
+
+
+def test_filters_that_leave_everything_change_no_bit():
+    hidden, other, table, temperature, uniform, *_ = stats_case(23, 203)
+    plain = native.token_stats(hidden, table, 30.0, temperature, uniform)
+    for how in (Shaping(), Shaping(203), Shaping(500, 1.0, 1e-30), Shaping(other_ND=other, guidance=0.0)):
+        shaped = native.token_stats(hidden, table, 30.0, temperature, uniform, shaping=how)
+        assert all(torch.equal(a, b) for a, b in zip(plain, shaped, strict=True))
+
+
+def test_logits_that_are_no_numbers_are_seen_in_the_entropy():
+    hidden, _, table, temperature, uniform, *_ = stats_case(23, 203)
+    hidden[3] = torch.nan
+    stats = native.token_stats(hidden, table, 30.0, temperature, uniform, shaping=Shaping(5, 0.9, 0.1))
+    assert stats.entropy.isfinite().tolist() == [row != 3 for row in range(23)]
+    two = [x[2:4] for x in (hidden, temperature, uniform)]
+    stats = triton.token_stats(two[0], table, 30.0, *two[1:], shaping=Shaping(None, 1.0, 0.1))
+    assert stats.entropy.isfinite().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("name,allows", [("filters", False), ("bonus", False), ("bonus and filters", True)])
+def test_statistics_of_a_shaped_distribution_in_triton(name, allows, monkeypatch):
+    N, V = 5, 101
+    monkeypatch.setattr(launch, "CHUNK_BYTES", 4 * V * 3)
+    case = stats_case(N, V)
+    hidden, _, table, temperature, uniform, seen, is_allowed = case
+    how = shapings(case)[name]
+    rest = 30.0, temperature, uniform, seen, pack_allowed(is_allowed) if allows else None
+    stats, plain = (triton.token_stats(hidden, table, *rest, each) for each in (how, None))
+    compare(stats, plain, expected_logits(case, how, allows), seen, uniform)
+
+
+@pytest.mark.parametrize("filters,tile", [((3, 1.0, 0.0), 32), ((None, 0.7, 0.05), 4096), ((500, 0.9, 1.0), 4096)])
+def test_triton_leaves_the_same_tokens(filters, tile, monkeypatch):
+    monkeypatch.setattr(launch, "TILE", tile)
+    z = logits_case(5, 77)
+    is_allowed = z > -torch.inf
+    z = z.masked_fill(~is_allowed, 0.0)
+    how = launch.Logits(None, torch.ones(5), allowed=pack_allowed(is_allowed), words=3)
+    left = launch.filtered(z, how, *filters).allowed
+    expected = pack_allowed(reference.is_left(z.masked_fill(~is_allowed, -torch.inf), *filters))
+    assert torch.equal(left, expected)
+
+
+def test_triton_serves_no_guidance():
+    hidden, other, table, temperature, uniform, *_ = stats_case(4, 9)
+    with pytest.raises(Unserved, match="guidance"):
+        triton.token_stats(hidden, table, 30.0, temperature, uniform, shaping=Shaping(other_ND=other, guidance=1.0))
