@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Stats
+from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
 from blockdiff.kernels.vocabulary.native import class_stats, token_stats
 
 Script = Callable[[int, int, int], Tensor]  # (last prompt token, canvas, step) -> logits [L, V]
@@ -64,13 +64,16 @@ class ScriptedModel:
     def stats(
         self,
         hidden_BLV: Tensor,
-        temperature: float,
+        temperature: Tensor | float,
         uniform_BL: Tensor,
         given_BL: Tensor | None = None,
         allowed_BLW: Tensor | None = None,
+        shaping: Shaping | None = None,
     ) -> Stats:
         """What `Vocabulary.stats` gives, with softmax(z / T) itself as the soft embedding."""
         B, L, V = hidden_BLV.shape
+        if isinstance(temperature, Tensor):
+            temperature = temperature[:, None].expand(B, L).reshape(-1)
         flat = token_stats(
             hidden_BLV.reshape(-1, V),
             torch.eye(V),
@@ -79,6 +82,7 @@ class ScriptedModel:
             uniform_BL.reshape(-1),
             None if given_BL is None else given_BL.reshape(-1),
             None if allowed_BLW is None else allowed_BLW.flatten(0, 1),
+            None if shaping is None else shaping.flat(),
         )
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in flat))
 

@@ -16,7 +16,7 @@ from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.control import control_of
 from blockdiff.sampling.reasoning import separated
 from blockdiff.sampling.request import Pending, Request, Result, tokenised
-from blockdiff.sampling.strategies import as_strategy
+from blockdiff.sampling.strategies import as_strategy, is_guided
 from blockdiff.sampling.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Context:
         config = getattr(model, "config", None)
         self.positions = None if config is None else family_of(config).outline(config).positions
         special = special_tokens(config, generation, tokenizer)
+        self.bos_id = special.bos_id
         self.generation = replace(generation, eos_ids=special.eos_ids, pad_id=special.pad_id)
 
     def canvases(self, max_new_tokens: int) -> int:
@@ -89,6 +90,8 @@ class Context:
         asked.canvases = self.canvases(request.max_new_tokens or self.generation.max_new_tokens)
         asked.max_steps = request.max_steps or self.generation.max_steps
         asked.strategy = None if request.strategy is None else as_strategy(request.strategy, self.generation)
+        if self.bos_id is None and is_guided(asked.strategy or self.strategy, asked.max_steps):
+            raise RequestError("guidance needs a bos token as an empty prompt, and neither model nor tokenizer has one")
         length = self.model.canvas_length
         asked.control = control_of(
             request,

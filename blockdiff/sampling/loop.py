@@ -18,6 +18,7 @@ from blockdiff.sampling.context import NOT_FINITE, Context
 from blockdiff.sampling.draws import Draws, signed
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.request import Pending
+from blockdiff.sampling.strategies import is_guided
 from blockdiff.sampling.strategy import Canvases
 from blockdiff.sampling.trace import CommittedCanvas, Step, step_records
 
@@ -55,9 +56,12 @@ def _settings(each: Pending) -> tuple[int, int, str, int, float]:
 def _answer(context: Context, batch: list[Pending], on_canvas: OnCanvas | None, on_step: OnStep | None) -> None:
     """Fill in the responses of a batch: canvas after canvas, until an eos or the last canvas."""
     model, eos_ids = context.model, context.generation.eos_ids
-    prefix = _encode_prompts(context, batch)
+    prefix, other = _encode_prompts(context, batch), None
+    if is_guided(batch[0].strategy or context.strategy, batch[0].max_steps):
+        bos_B1 = torch.full((len(batch), 1), int(context.bos_id or 0), device=model.device)
+        other = model.encode(bos_B1)  # the canvases are committed to it as well
     for number in range(batch[0].canvases):
-        canvas_BL, steps = _denoise(context, prefix, batch, number, on_step)
+        canvas_BL, steps = _denoise(context, prefix, other, batch, number, on_step)
         for each, tokens, count in zip(batch, canvas_BL.tolist(), steps, strict=True):
             if each.error is not None:
                 continue
@@ -72,7 +76,9 @@ def _answer(context: Context, batch: list[Pending], on_canvas: OnCanvas | None, 
             batch = [batch[row] for row in unfinished]
             kept_rows = torch.tensor(unfinished, device=canvas_BL.device)
             prefix, canvas_BL = prefix.select(kept_rows), canvas_BL[kept_rows]
+            other = None if other is None else other.select(kept_rows)
         prefix = model.encode(canvas_BL, prefix=prefix)
+        other = None if other is None else model.encode(canvas_BL, prefix=other)
 
 
 def _encode_prompts(context: Context, batch: Sequence[Pending]) -> Prefix:
@@ -87,10 +93,16 @@ def _encode_prompts(context: Context, batch: Sequence[Pending]) -> Prefix:
 
 
 def _denoise(
-    context: Context, prefix: Prefix, batch: Sequence[Pending], number: int, on_step: OnStep | None
+    context: Context,
+    prefix: Prefix,
+    other: Prefix | None,
+    batch: Sequence[Pending],
+    number: int,
+    on_step: OnStep | None,
 ) -> tuple[Tensor, list[int]]:
     """Denoise canvas `number` of every row: the argmax canvases [B, L] and how many steps each took.
 
+    `other` is the prefix without the prompts, where the strategy asks for guidance.
     A row whose logits are not finite gets an `error`, and its canvas means nothing.
     """
     model, device, strategy = context.model, context.model.device, batch[0].strategy or context.strategy
@@ -123,7 +135,8 @@ def _denoise(
         if pinned_BL is not None:
             canvas_BL = pinned_BL.where(pinned_BL >= 0, canvas_BL)
         hidden_BLD = model.denoise(canvas_BL, prefix, soft_BLD)
-        of_rows = mask_id, controls, [step] * len(live)
+        other_BLD = None if other is None else model.denoise(canvas_BL, other, soft_BLD)
+        of_rows = mask_id, controls, [step] * len(live), [shape] * len(live), context.choices.prediction, other_BLD
         stats = predict(model, hidden_BLD, canvas_BL, shape.temperature, uniform_BL, *of_rows)
         unchanged_B = (unchanged_B + 1) * (stats.argmax == previous_BL).all(-1)
         canvases = Canvases(
@@ -173,7 +186,7 @@ def _denoise(
         standing_BL, kept_BL, unchanged_B = standing_BL[kept], kept_BL[kept], unchanged_B[kept]
         steps_B, controls = steps_B[kept], [controls[row] for row in staying]
         pinned_BL = None if pinned_BL is None else pinned_BL[kept]
-        prefix = prefix.select(kept)
+        prefix, other = prefix.select(kept), None if other is None else other.select(kept)
         draws.select(kept)
     return final_BL, steps
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.vocabulary import Penalty, Stats, pack_allowed
+from blockdiff.diffusion.prediction import leave_one_out_bonus
+from blockdiff.diffusion.schedule import Linear
+from blockdiff.kernels.vocabulary import Penalty, Shaping, Stats, pack_allowed
 from blockdiff.sampling.constraints.paths import paths
 from blockdiff.sampling.control import CanvasControl
 from blockdiff.sampling.draws import signed
+from blockdiff.sampling.strategy import Shape
 from blockdiff.seeding import Stream, uniform
 
 if TYPE_CHECKING:
@@ -28,29 +32,52 @@ def predict(
     mask_id: int | None = None,
     controls: Sequence[CanvasControl | None] | None = None,
     steps: Sequence[int] | None = None,
+    shapes: Sequence[Shape] | None = None,
+    prediction: str = "posterior",
+    other_BLD: Tensor | None = None,
 ) -> Stats:
     """The statistics of a step over B canvases, each [B, L] (the soft embedding [B, L, D]).
 
     `canvas_BL` is what the step saw; `temperature` is one number or one per row; `uniform_BL` picks the samples. With
     mask noise the mask is never predicted, and a token that is not a mask stays what it is. `controls` and `steps` are
-    those of the rows: what may stand in them, and which step of its canvas each is at.
+    those of the rows: what may stand in them, and which step of its canvas each is at. `shapes` say what else is done
+    to the distributions of the rows that nothing controls; `prediction` is what the model was trained for, and
+    `other_BLD` are its hidden states without the prompts, where a shape asks for guidance.
     """
     groups = _groups(controls)
+    if shapes is not None and all(shape.is_plain for shape in {id(shape): shape for shape in shapes}.values()):
+        shapes = None
     if not groups:
-        return _own(model, hidden_BLD, canvas_BL, temperature, uniform_BL, mask_id)
+        return _free(model, hidden_BLD, canvas_BL, temperature, uniform_BL, mask_id, shapes, prediction, other_BLD)
     assert controls is not None and steps is not None
     parts, order = [], []
     free = [row for row, control in enumerate(controls) if control is None or control.is_plain]
     for rows in [free, *groups] if free else groups:
-        chosen = torch.tensor(rows, device=canvas_BL.device)
-        of_rows = temperature[chosen] if isinstance(temperature, Tensor) else temperature
-        inputs = model, hidden_BLD[chosen], canvas_BL[chosen], of_rows, uniform_BL[chosen], mask_id
-        held = [control for control in (controls[row] for row in rows) if control is not None]
-        parts.append(_own(*inputs) if rows is free else _held(*inputs, held, [steps[row] for row in rows]))
+        inputs = _some(rows, hidden_BLD, canvas_BL, temperature, uniform_BL)
+        if rows is free:
+            of_rows = None if shapes is None else [shapes[row] for row in rows]
+            others = None if other_BLD is None else other_BLD[rows]
+            parts.append(_free(model, *inputs, mask_id, of_rows, prediction, others))
+        else:
+            held = [control for control in (controls[row] for row in rows) if control is not None]
+            parts.append(_held(model, *inputs, mask_id, held, [steps[row] for row in rows]))
         order += rows
-    if len(parts) == 1:
+    return _in_order(parts, order)
+
+
+def _some(
+    rows: Sequence[int], hidden_BLD: Tensor, canvas_BL: Tensor, temperature: Tensor | float, uniform_BL: Tensor
+) -> tuple[Tensor, Tensor, Tensor | float, Tensor]:
+    chosen = torch.tensor(rows, device=canvas_BL.device)
+    of_rows = temperature[chosen] if isinstance(temperature, Tensor) else temperature
+    return hidden_BLD[chosen], canvas_BL[chosen], of_rows, uniform_BL[chosen]
+
+
+def _in_order(parts: Sequence[Stats], order: Sequence[int]) -> Stats:
+    """The parts as one, in which part i has the next rows of `order`."""
+    if len(parts) == 1 and list(order) == sorted(order):
         return parts[0]
-    back = torch.tensor(order, device=canvas_BL.device).argsort()
+    back = torch.tensor(order, device=parts[0].argmax.device).argsort()
     return Stats(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))
 
 
@@ -63,6 +90,51 @@ def _groups(controls: Sequence[CanvasControl | None] | None) -> list[list[int]]:
     return list(groups.values())
 
 
+def _free(
+    model: BlockDiffusionModel,
+    hidden_BLD: Tensor,
+    canvas_BL: Tensor,
+    temperature: Tensor | float,
+    uniform_BL: Tensor,
+    mask_id: int | None,
+    shapes: Sequence[Shape] | None,
+    prediction: str,
+    other_BLD: Tensor | None,
+) -> Stats:
+    """The statistics of rows in which every token can stand anywhere; those of like shapes are computed together."""
+    if shapes is None:
+        return _own(model, hidden_BLD, canvas_BL, temperature, uniform_BL, mask_id)
+    alike: dict[Shape, list[int]] = {}
+    for row, shape in enumerate(shapes):
+        alike.setdefault(replace(shape, temperature=1.0), []).append(row)
+    parts = []
+    for shape, rows in alike.items():
+        inputs, others = (hidden_BLD, canvas_BL, temperature, uniform_BL), other_BLD
+        if len(alike) > 1:
+            inputs, others = _some(rows, *inputs), None if other_BLD is None else other_BLD[rows]
+        shaping = _shaping(shape, inputs[1], model.vocab_size, mask_id, prediction, others)
+        parts.append(_own(model, *inputs, mask_id, shaping, inputs[1] if shape.is_of_seen else None))
+    return _in_order(parts, [row for rows in alike.values() for row in rows])
+
+
+def _shaping(
+    shape: Shape, canvas_BL: Tensor, vocab_size: int, mask_id: int | None, prediction: str, other_BLD: Tensor | None
+) -> Shaping | None:
+    """What a shape does to the distributions; None where nothing."""
+    shaping = Shaping(shape.top_k, shape.top_p, shape.min_p)
+    if shape.guidance:
+        if other_BLD is None:
+            raise ValueError("guidance needs the hidden states without the prompts, other_BLD")
+        shaping = shaping._replace(other_ND=other_BLD, guidance=shape.guidance)
+    # Under mask noise a mask says nothing of its token, and what is visible is carried over.
+    if shape.alpha is not None and mask_id is None and shape.is_of_others != (prediction == "leave_one_out"):
+        bonus = float(leave_one_out_bonus(Linear(), torch.tensor([[1 - shape.alpha]]), vocab_size))
+        bonus_BL = torch.full(canvas_BL.shape, -bonus if shape.is_of_others else bonus, device=canvas_BL.device)
+        shaping = shaping._replace(observed_N=canvas_BL, bonus_N=bonus_BL)
+    is_changed = shaping.has_filters or shaping.other_ND is not None or shaping.bonus_N is not None
+    return shaping if is_changed else None
+
+
 def _own(
     model: BlockDiffusionModel,
     hidden_BLD: Tensor,
@@ -70,13 +142,16 @@ def _own(
     temperature: Tensor | float,
     uniform_BL: Tensor,
     mask_id: int | None,
+    shaping: Shaping | None = None,
+    given_BL: Tensor | None = None,
 ) -> Stats:
-    """The statistics of rows in which every token can stand anywhere."""
+    """The statistics of rows in which every token can stand anywhere, and whose distributions are shaped alike."""
+    stats = model.vocabulary.stats
     if mask_id is None:
-        return model.vocabulary.stats(hidden_BLD, temperature, uniform_BL)
+        return stats(hidden_BLD, temperature, uniform_BL, given_BL, shaping=shaping)
     allowed_BLW = _all_but(mask_id, model.vocab_size, canvas_BL.device).expand(*canvas_BL.shape, -1)
-    stats = model.vocabulary.stats(hidden_BLD, temperature, uniform_BL, allowed_BLW=allowed_BLW)
-    return carried_over(stats, canvas_BL, mask_id)
+    found = stats(hidden_BLD, temperature, uniform_BL, given_BL, allowed_BLW, shaping)
+    return carried_over(found, canvas_BL, mask_id)
 
 
 def _held(

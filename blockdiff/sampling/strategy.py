@@ -40,6 +40,11 @@ class Shape:
     is_of_others: bool = False
     is_of_seen: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tempered logits are drawn from as they are."""
+        return self == Shape(self.temperature)
+
 
 @dataclass
 class Canvases:
@@ -93,7 +98,10 @@ class Decision:
 
 
 class Strategy(Protocol):
-    """A frozen dataclass, so that canvases of equal strategies are decided together."""
+    """A frozen dataclass: canvases of equal strategies are decided together."""
+
+    def __hash__(self) -> int:
+        """That of its fields."""
 
     def shape(self, step: int, steps: int) -> Shape:
         """What step `step` (from 0) of at most `steps` draws from."""

@@ -13,6 +13,7 @@ from blockdiff.kernels.vocabulary.native import Stats
 from blockdiff.kernels.vocabulary.shaping import is_left
 
 pytestmark = pytest.mark.quick
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton
 
 FILTERS = [(3, 1.0, 0.0), (None, 0.7, 0.0), (None, 1.0, 0.05), (7, 0.8, 0.1), (1, 0.5, 1.0), (500, 0.999, 1e-6)]
 
@@ -94,7 +95,7 @@ def compare(stats: Stats, plain: Stats, z: Tensor, given: Tensor | None, uniform
 
 def shapings(case: tuple[Tensor, ...]) -> dict[str, Shaping]:
     _, other, _, _, _, seen, _ = case
-    bonus = torch.linspace(-4.0, 5.0, len(seen))
+    bonus = torch.linspace(-4.0, 5.0, len(seen), device=seen.device)
     return {
         "filters": Shaping(7, 0.9, 0.02),
         "bonus": Shaping(observed_N=seen, bonus_N=bonus),
@@ -133,8 +134,8 @@ def test_logits_that_are_no_numbers_are_seen_in_the_entropy():
     hidden[3] = torch.nan
     stats = native.token_stats(hidden, table, 30.0, temperature, uniform, shaping=Shaping(5, 0.9, 0.1))
     assert stats.entropy.isfinite().tolist() == [row != 3 for row in range(23)]
-    two = [x[2:4] for x in (hidden, temperature, uniform)]
-    stats = triton.token_stats(two[0], table, 30.0, *two[1:], shaping=Shaping(None, 1.0, 0.1))
+    two = [x[2:4].to(DEVICE) for x in (hidden, temperature, uniform)]
+    stats = triton.token_stats(two[0], table.to(DEVICE), 30.0, *two[1:], shaping=Shaping(None, 1.0, 0.1))
     assert stats.entropy.isfinite().tolist() == [True, False]
 
 
@@ -142,7 +143,7 @@ def test_logits_that_are_no_numbers_are_seen_in_the_entropy():
 def test_statistics_of_a_shaped_distribution_in_triton(name, allows, monkeypatch):
     N, V = 5, 101
     monkeypatch.setattr(launch, "CHUNK_BYTES", 4 * V * 3)
-    case = stats_case(N, V)
+    case = tuple(x.to(DEVICE) for x in stats_case(N, V))
     hidden, _, table, temperature, uniform, seen, is_allowed = case
     how = shapings(case)[name]
     rest = 30.0, temperature, uniform, seen, pack_allowed(is_allowed) if allows else None
@@ -153,10 +154,10 @@ def test_statistics_of_a_shaped_distribution_in_triton(name, allows, monkeypatch
 @pytest.mark.parametrize("filters,tile", [((3, 1.0, 0.0), 32), ((None, 0.7, 0.05), 4096), ((500, 0.9, 1.0), 4096)])
 def test_triton_leaves_the_same_tokens(filters, tile, monkeypatch):
     monkeypatch.setattr(launch, "TILE", tile)
-    z = logits_case(5, 77)
+    z = logits_case(5, 77).to(DEVICE)
     is_allowed = z > -torch.inf
     z = z.masked_fill(~is_allowed, 0.0)
-    how = launch.Logits(None, torch.ones(5), allowed=pack_allowed(is_allowed), words=3)
+    how = launch.Logits(None, torch.ones(5, device=DEVICE), allowed=pack_allowed(is_allowed), words=3)
     left = launch.filtered(z, how, *filters).allowed
     expected = pack_allowed(reference.is_left(z.masked_fill(~is_allowed, -torch.inf), *filters))
     assert torch.equal(left, expected)

@@ -2,7 +2,7 @@
 
 from blockdiff.sampling.strategies.acceptance import Confident, EntropyBound, Quota, Sticky
 from blockdiff.sampling.strategies.ancestral import Ancestral
-from blockdiff.sampling.strategies.composed import Composed, released
+from blockdiff.sampling.strategies.composed import Composed, is_guided, released
 from blockdiff.sampling.strategies.stopping import AllKept, Never, StableAndConfident
 from blockdiff.sampling.strategies.temperature import ConstantTemperature, CosineTemperature, LinearTemperature
 from blockdiff.sampling.strategies.text import as_strategy, parse_strategy, strategies_table
@@ -21,6 +21,7 @@ __all__ = [
     "StableAndConfident",
     "Sticky",
     "as_strategy",
+    "is_guided",
     "parse_strategy",
     "released",
     "strategies_table",

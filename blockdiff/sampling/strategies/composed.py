@@ -10,7 +10,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.sampling.strategies.acceptance import Acceptance, EntropyBound
 from blockdiff.sampling.strategies.stopping import StableAndConfident, Stopping
 from blockdiff.sampling.strategies.temperature import LinearTemperature, Temperature
-from blockdiff.sampling.strategy import Canvases, Decision, Shape
+from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,12 @@ class Composed(Rules):
     def decide(self, canvases: Canvases) -> Decision:
         """What the acceptance keeps, and which canvases the stopping ends."""
         return replace(self.acceptance.accept(canvases), stop_B=self.stopping.stop(canvases))
+
+
+@lru_cache(maxsize=64)
+def is_guided(strategy: Strategy, steps: int) -> bool:
+    """Whether any of so many steps wants guidance, and with it a prefix without the prompt."""
+    return any(strategy.shape(step, steps).guidance for step in range(steps))
 
 
 def released(generation: Generation) -> Composed:
