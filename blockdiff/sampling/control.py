@@ -20,7 +20,7 @@ from blockdiff.kernels.vocabulary import Classes
 from blockdiff.sampling.constraints.automaton import TokenAutomaton, Tokens, of_bytes
 from blockdiff.sampling.constraints.byte_automaton import of_regex, without
 from blockdiff.sampling.constraints.json_schema import regex_of_schema
-from blockdiff.sampling.constraints.paths import completable
+from blockdiff.sampling.constraints.paths import completable, forced
 from blockdiff.sampling.constraints.token_bytes import token_bytes
 from blockdiff.sampling.template import FREE, spelt, template_tokens
 from blockdiff.seeding import Stream, uniform
@@ -100,8 +100,11 @@ class Control:
             start_L = torch.tensor(draft).where(is_kept_L, FREE).to(device)
             first_step = min(self.max_steps - 1, round(self.max_steps * (1 - self.noise)))
         if self.automaton is not None:
-            state = self.automaton.run(committed)
-            automaton, is_final_S = self.automaton.on(device), self._is_open(number + 1).to(device)
+            state, is_open_S = self.automaton.run(committed), self._is_open(number + 1)
+            # What the constraint leaves no choice of is pinned, so that the model sees it from the first step on.
+            given_L = torch.full((L,), FREE) if pinned_L is None else pinned_L
+            pinned_L = forced(self.automaton, state, is_open_S, given_L)
+            automaton, is_final_S = self.automaton.on(device), is_open_S.to(device)
         if self.penalty != 1.0:
             seen_V = torch.zeros(self.vocab_size, dtype=torch.bool)
             seen_V[torch.tensor([*self.prompt_tokens, *committed])] = True

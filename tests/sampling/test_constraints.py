@@ -16,7 +16,7 @@ from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints.automaton import TokenAutomaton, Tokens, of_bytes
 from blockdiff.sampling.constraints.byte_automaton import of_regex, without
 from blockdiff.sampling.constraints.json_schema import regex_of_schema
-from blockdiff.sampling.constraints.paths import completable, paths
+from blockdiff.sampling.constraints.paths import completable, forced, paths
 from blockdiff.sampling.constraints.token_bytes import token_bytes
 from tests.chat_tokenizer import chat_tokenizer
 from tests.random_regex import random_regex
@@ -259,6 +259,21 @@ def test_a_canvas_ends_only_where_the_remaining_tokens_can_finish_the_text():
     without_eos = automaton_of("a{2}|a{5}", eos=(), pad=None)
     is_open = [bool(completable(without_eos, remaining)[0]) for remaining in range(7)]
     assert is_open == [False, False, True, False, False, True, False], "with no eos the text fills its tokens exactly"
+
+
+@pytest.mark.parametrize("regex", ["ab?c", "(?:ab){2}", "[ab]c[ab]", "aabc?", "a*", "c{4}"])
+@pytest.mark.parametrize("pins", [(-1, -1, -1, -1), (-1, 8, -1, -1)])
+def test_what_a_constraint_leaves_no_choice_of_is_found(regex, pins):
+    automaton = automaton_of(regex, eos=(EOS,), pad=None)
+    canvases = [
+        tokens for tokens in itertools.product(range(V), repeat=4)
+        if bool(automaton.is_accepting_S[automaton.run(tokens)])
+        and all(pin in (-1, token) for pin, token in zip(pins, tokens, strict=True))
+    ]  # fmt: skip
+    if canvases:
+        every = [{tokens[place] for tokens in canvases} for place in range(4)]
+        truth = [each.copy().pop() if len(each) == 1 else -1 for each in every]
+        assert forced(automaton, 0, automaton.is_accepting_S, torch.tensor(pins)).tolist() == truth
 
 
 def test_a_long_and_wide_canvas_stays_exact(monkeypatch):

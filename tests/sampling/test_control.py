@@ -17,6 +17,7 @@ from blockdiff.sampling.control import Control, control_of
 from blockdiff.sampling.draws import Draws
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.template import FREE, parse_template
+from tests.chat_tokenizer import chat_tokenizer
 from tests.random_regex import random_regex
 from tests.scripted import ScriptedModel, random_script
 
@@ -192,6 +193,24 @@ def test_a_constraint_that_the_logits_make_impossible_is_an_error_and_no_broken_
 
     (result,) = sampler(1, script=script).generate([asked(regex="a+")])
     assert "not finite" in result.error and result.text == ""
+
+
+def test_what_an_expression_leaves_no_choice_of_is_seen_from_the_first_step_on():
+    recorder = Recorder()
+    sampler(2).generate([asked(regex="[ab]{2}cd[ab]{4}d")], on_step=recorder.step)
+    first, *_ = recorder.traces[0].steps_of(0)
+    assert first.tokens[2:4] == spell("cd") and first.argmax[2:4] == first.sample[2:4] == spell("cd")
+    assert recorder.traces[0].steps_of(1)[0].tokens[2] == spell("d")[0]
+
+
+def test_a_template_that_spells_a_control_token_keeps_it_as_text():
+    tokenizer = chat_tokenizer()
+    request = Request(0, tokens=[9], template="<eos>a<?1>")
+    held = control_of(
+        request, [9], tokenizer, canvas_length=16, canvases=1, max_steps=5, vocab_size=len(tokenizer), eos_ids=(EOS,)
+    )
+    assert held is not None and held.pins is not None
+    assert tokenizer.decode(held.pins[:6]) == "<eos>a" and held.pins[6:] == [FREE, *[EOS] * 9]
 
 
 # -- words, tokens and penalties --------------------------------------------------------------------------------

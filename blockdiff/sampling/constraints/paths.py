@@ -60,6 +60,33 @@ def completable(automaton: TokenAutomaton, tokens: int) -> Tensor:
     return is_open_S
 
 
+def forced(automaton: TokenAutomaton, start: int, is_final_S: Tensor, pinned_L: Tensor) -> Tensor:
+    """The tokens that stand in every canvas from the start state to a final one, int64 [L]; -1 where there is a choice.
+
+    pinned_L: int64, tokens that are given, -1 where none is.
+    """
+    K, L = automaton.successor_SK.shape[1], len(pinned_L)
+    from_E, to_E, class_E = automaton.pair_E // K, automaton.successor_SK.flatten()[automaton.pair_E], automaton.class_E
+    of_pin_L = automaton.class_V[pinned_L.clamp(min=0)].where(pinned_L >= 0, -1)
+    can_stand_LE = (of_pin_L[:, None] < 0) | (of_pin_L[:, None] == class_E)
+    ahead = is_final_S
+    for at in reversed(range(L)):
+        can_stand_LE[at] &= ahead[to_E]
+        ahead = torch.zeros_like(ahead).index_fill_(0, from_E[can_stand_LE[at]], True)
+    here = torch.zeros_like(ahead)
+    here[start] = True
+    for at in range(L):
+        can_stand_LE[at] &= here[from_E]
+        here = torch.zeros_like(here).index_fill_(0, to_E[can_stand_LE[at]], True)
+    least_L = class_E.where(can_stand_LE, len(automaton.is_end_C)).amin(-1)
+    most_L = class_E.where(can_stand_LE, -1).amax(-1)
+    end_C = automaton.classes.end_C
+    is_single_C = end_C.diff(prepend=end_C.new_zeros(1)) == 1
+    only_L = most_L.clamp(min=0)
+    is_forced_L = (least_L == most_L) & is_single_C[only_L] & (pinned_L < 0)
+    return automaton.classes.token_M[end_C[only_L] - 1].where(is_forced_L, pinned_L)
+
+
 def _paths(
     automaton: TokenAutomaton,
     log_sum_BLC: Tensor,
