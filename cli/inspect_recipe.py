@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
 
 from rich.text import Text
 from torch import Tensor, zeros_like
 
 from blockdiff import checkpoint
 from blockdiff.canvas import Batch
-from blockdiff.checkpoint.tokenizer import decoder
+from blockdiff.checkpoint.tokenizer import sequence_decoder
 from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example
-from blockdiff.plots.moments import visible
 from blockdiff.terminal import printable
 from blockdiff.training.build import checked_data, corruption_of, read_base, trains_routers
 from blockdiff.training.freeze import freeze
@@ -22,6 +24,7 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.refuse import refuse, without_effect
 
 LEGEND = "prompt dim; canvases coloured; corrupted tokens reversed; fill underlined"
+Words = Callable[[Sequence[int]], list[str]]  # token ids in a row -> what is shown of each
 CANVAS_COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 
 
@@ -57,17 +60,27 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
     ar = recipe.objective.ar_loss
     for line in summary(drawn, step, 0 if ar is None else ar.weight):
         show.line(line)
-    decode = decoder(base.tokenizer)
-
-    def shown(token: int) -> str:
-        """Special tokens stay readable between letters; a line break shows as a sign."""
-        text = decode(token)
-        return f"‹{visible(text)}›" if text.startswith("<") and len(text) > 2 else printable(text.replace("\n", "⏎"))
-
-    words = {token: shown(token) for token in {*batch.tokens_BS.flatten().tolist(), *noise[0].flatten().tolist()}}
+    words = words_of(base.tokenizer)
     for row in range(min(rows, len(batch.tokens_BS))):
         for text in row_texts(drawn, row, words):
             show.console.print(text)
+
+
+def words_of(tokenizer: Any) -> Words:
+    """Token ids in a row -> what is shown of each: whole characters, special tokens in brackets, signs for lines."""
+    decode, special = sequence_decoder(tokenizer), set(tokenizer.all_special_ids)
+    special |= {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    size = len(tokenizer)
+
+    def words(ids: Sequence[int]) -> list[str]:
+        return [
+            f"‹{printable(text.removeprefix('<').removesuffix('>'))}›"
+            if token in special or token >= size
+            else printable(text.replace("\n", "⏎"))
+            for token, text in zip(ids, decode(ids), strict=True)
+        ]
+
+    return words
 
 
 def content_lengths(batch: Batch, examples: Mapping[int, Example]) -> Tensor:
@@ -98,7 +111,7 @@ def summary(drawn: Drawn, step: int, ar_weight: float) -> list[str]:
     ]
 
 
-def row_texts(drawn: Drawn, row: int, words: Mapping[int, str]) -> list[Text]:
+def row_texts(drawn: Drawn, row: int, words: Words) -> list[Text]:
     """A row of the batch: where its examples come from, its clean tokens, and each canvas as the model gets it."""
     batch, count = drawn.batch, int((drawn.batch.length_BC[row] > 0).sum())
     samples = dict.fromkeys(batch.address_BC3[row, :count, 1].tolist())  # several in a packed row
@@ -115,12 +128,15 @@ def row_texts(drawn: Drawn, row: int, words: Mapping[int, str]) -> list[Text]:
             f"  canvas at column {start}: t {float(batch.t_BC[at]):.3f}, {scored} scored, {corrupted} corrupted, "
             f"{scored - content} fill, {'with' if batch.coin_BC[at] else 'no'} signal\n  "
         )
-        marks = zip(drawn.noisy_BCL[at].tolist(), drawn.is_corrupted_BCL[at].tolist(), strict=True)
-        for place, (token, is_corrupted) in enumerate(marks):
-            style = colour + " reverse" * is_corrupted + " underline" * (place >= content)
-            text.append(words[token], style=style)
+        marks = [
+            colour + " reverse" * is_corrupted + " underline" * (place >= content)
+            for place, is_corrupted in enumerate(drawn.is_corrupted_BCL[at].tolist())
+        ]
+        # Tokens of the same style are read together: a character of a kept and a corrupted one is a broken one.
+        for style, group in groupby(zip(drawn.noisy_BCL[at].tolist(), marks, strict=True), key=itemgetter(1)):
+            text.append("".join(words([token for token, _ in group])), style=style)
         canvases.append(text)
-    for column, token in enumerate(batch.tokens_BS[row].tolist()):
-        if batch.doc_start_BS[row, column] >= 0:
-            clean.append(words[token], style=styles.get(column, "dim"))
+    columns = [column for column, start in enumerate(batch.doc_start_BS[row].tolist()) if start >= 0]
+    for column, word in zip(columns, words(batch.tokens_BS[row, columns].tolist()), strict=True):
+        clean.append(word, style=styles.get(column, "dim"))
     return [Text(printable(f"\nrow {row}: " + "; ".join(origins))), clean, *canvases]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from blockdiff.checkpoint.files import CONFIG, VOCABULARY_FILES, find, read_json
 from blockdiff.errors import CheckpointError
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character
+LONGEST = 8  # tokens that may share their characters before they count as broken
 
 
 def load_tokenizer(path_or_hub_id: str | Path) -> Any:
@@ -47,3 +50,29 @@ def decoder(tokenizer: Any) -> Callable[[int], str]:
         return str(tokenizer.decode([token], skip_special_tokens=False)) if token < size else f"<{token}>"
 
     return decode
+
+
+def sequence_decoder(tokenizer: Any) -> Callable[[Sequence[int]], list[str]]:
+    """Token ids in a row -> a text for each; where several make one character together, the last has the text of all.
+
+    Byte-level tokens do: `é` may be two of them. Bytes that make no character stay broken.
+    """
+    decode, size = decoder(tokenizer), len(tokenizer)
+
+    def texts(ids: Sequence[int]) -> list[str]:
+        found = [decode(token) for token in ids]
+        start = 0
+        while start < len(found):
+            end = start + 1
+            if BROKEN in found[start]:
+                for last in range(start + 2, min(start + LONGEST, len(found)) + 1):
+                    known = [token for token in ids[start:last] if token < size]
+                    together = str(tokenizer.decode(known, skip_special_tokens=False))
+                    if BROKEN not in together:
+                        found[start:last] = [*[""] * (last - start - 1), together]
+                        end = last
+                        break
+            start = end
+        return found
+
+    return texts

@@ -133,7 +133,7 @@ def local_files(source: Source) -> list[Path] | None:
 def _in_directory(path: Path, split: str) -> list[Path]:
     """The files of a directory: those whose names say the split, or all where no name says any."""
     if (path / ARROW_STATE).is_file():  # saved by datasets.Dataset.save_to_disk
-        return sorted(path.glob("*.arrow"))
+        return sorted(each for each in path.glob("*.arrow") if not each.name.startswith("."))
     seen = (each for each in path.iterdir() if not each.name.startswith("."))
     files = sorted(each for each in seen if each.is_file() and format_of(each) is not None)
     if not files:

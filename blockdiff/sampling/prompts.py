@@ -114,7 +114,7 @@ def _option(key: str) -> str | None:
 def _refused(key: str, option: str) -> str:
     if option in OPTIONS:
         return f"{key!r} is no option of a request; did you mean {option!r}?"
-    return f"{key!r} is a setting that no line can have (it can have {', '.join(OPTIONS)}); set it for the whole file"
+    return f"{key!r} is a setting that no line can have; leave it out, or set it for the whole file"
 
 
 def _id(value: Any) -> str | int:

@@ -73,8 +73,9 @@ class Request:
             raise RequestError(f"seed has 64 bits at most, got {self.seed!r:.80}")
         if self.tools is not None and self.messages is None:
             raise RequestError("tools are there, but no messages; only a conversation has a place for them")
-        if not isinstance(self.thinking, bool):
-            raise RequestError(f"thinking must be true or false, got {self.thinking!r:.80}")
+        for name in ("thinking", "scores", "allow_control_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r:.80}")
         if self.thinking and self.messages is None:
             raise RequestError("thinking is asked for in the chat template, so it needs messages")
         if not _is_integer(self.best_of) or not 1 <= self.best_of <= MOST_DRAWS:

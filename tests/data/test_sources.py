@@ -130,6 +130,7 @@ def test_a_directory_gives_the_files_of_the_split_and_never_mixes_test_rows_into
 
 def test_what_datasets_saved_to_disk_is_a_source(tmp_path):
     datasets.Dataset.from_list(QUESTIONS).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved" / "._data-00000-of-00001.arrow").write_bytes(b"\0 what macOS leaves")
     rows = list(rows_of(Source(str(tmp_path / "saved"), columns=MAPPED)))
     assert [row.prompt for row in rows] == [row["prompt"] for row in PAIRS]
 
