@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -121,6 +122,18 @@ class Pool:
             x[:, own] = x[:, page]
         self.give_back(page)
         return own
+
+    def add_places(self, places: array[int], table: list[int], first: int, begin: int, end: int) -> None:
+        """Append where the columns [begin, end) of a row stand, counted in tokens over all pages.
+
+        table: the row's pages after its first so many.
+        """
+        size = self.page_tokens
+        while begin < end:
+            page, within = table[begin // size - first], begin % size
+            count = min(size - within, end - begin)
+            places.extend(range(page * size + within, page * size + within + count))
+            begin += count
 
     def write(self, kv: Sequence[KV], index_N: Tensor) -> None:
         """Write a call's tensors [B, T, ...] of each of this kind's layers; index_N: a token's place, B * T of them."""

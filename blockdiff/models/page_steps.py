@@ -7,6 +7,7 @@ for the canvas behind it, so that a step copies the canvas's keys and nothing el
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from blockdiff.kernels.span_attention.paged import PagedTensor, ReservedTensor
 from blockdiff.layers.attention import Past
-from blockdiff.models.page_pool import Pool
+from blockdiff.models.page_pool import ZEROS, Pool
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.models.pages import PagedRow
 
-SPARE_COLUMNS = 64  # columns are taken in multiples of so many, so that growing rows seldom need another place
+SPARE_COLUMNS = 16  # columns are taken in multiples of so many, so that growing rows seldom need another place
 
 
 def table_of(rows: Sequence[PagedRow], pool: Pool, device: torch.device, width: int = 0) -> Tensor:
@@ -67,9 +68,9 @@ class Steps:
         self._made_for: tuple[list[int], int, int] | None = None
         self.rows: list[PagedRow] = []
 
-    def shares(self, rows: Sequence[PagedRow]) -> bool:
-        """Whether it was last made for some of these rows."""
-        return self.rows[:1] == rows[:1] or not set(self.rows).isdisjoint(rows)
+    def shares(self, rows: Sequence[PagedRow]) -> int:
+        """How many of these rows it was last made for."""
+        return len(rows) if self.rows == rows else len(set(self.rows).intersection(rows))
 
     def serve(self, rows: Sequence[PagedRow], canvases: int, canvas_length: int) -> None:
         """Make it fit so many canvases of each of these rows, if it does not yet."""
@@ -120,7 +121,7 @@ class GatheredSteps(Steps):
         super().__init__(model, pools)
         self._tensors: dict[str, list[Tensor]] = {name: [] for name in pools}
         self._columns = dict.fromkeys(pools, 0)  # where canvases begin
-        self._filled: dict[PagedRow, tuple[int, int, int]] = {}  # slot, length and cuts at the last `_make`
+        self._held: dict[int, tuple[PagedRow, int, int]] = {}  # by slot: row, and its length and cuts at that time
 
     def _make(self, rows: Sequence[PagedRow], canvases: int, canvas_length: int) -> None:
         seats, moves = self._seat(rows)
@@ -132,7 +133,7 @@ class GatheredSteps(Steps):
         for name, pool in self.pools.items():
             first = [pool.first_kept(row.length) for row in seated]
             columns = max(row.length - column for row, column in zip(seated, first, strict=True))
-            self._make_room(pool, len(rows), columns + own, is_new=self._filled.keys().isdisjoint(rows))
+            self._make_room(pool, len(rows), columns + own, is_new=not self._held)
             for x in self._tensors[name]:
                 if moves:
                     come, go = (torch.tensor(slots, device=x.device) for slots in zip(*moves, strict=True))
@@ -146,7 +147,7 @@ class GatheredSteps(Steps):
                 both = [x[n, : len(rows), :, : columns + own] for x in self._tensors[name]]
                 past[layer] = tuple(ReservedTensor(x, columns) for x in both)
         self.past = [past[layer] for layer in sorted(past)] if all(past.values()) else None
-        self._filled = {row: (slot, row.length, row.cuts) for slot, row in enumerate(seated)}
+        self._held = {slot: (row, row.length, row.cuts) for slot, row in enumerate(seated)}
         self._place(seated, canvases, canvas_length, first_B)
         for name in self.spans:
             lengths = {row.length - self.pools[name].first_kept(row.length) for row in rows}
@@ -156,17 +157,22 @@ class GatheredSteps(Steps):
         self.order = None if self.back is None else self.back.argsort()
 
     def _seat(self, rows: Sequence[PagedRow]) -> tuple[list[int], list[tuple[int, int]]]:
-        """The slot of each row, among the first ones; and which slots move to which others for it."""
-        count = len(rows)
-        seats = [self._filled[row][0] if row in self._filled else -1 for row in rows]
-        taken = set(seats)
-        free = iter([slot for slot in range(count) if slot not in taken])
-        moves = []
+        """The slot of each row, among the first ones; and which slots move to which others for it.
+
+        Afterwards `_held` says what the slots hold, moves included; a row that comes twice has two slots.
+        """
+        slots = {row: slot for slot, (row, _, _) in self._held.items()}
+        seats = [slots.pop(row, -1) for row in rows]
+        free = iter(sorted(set(range(len(rows))).difference(seats)))
+        moves, held = [], {}
         for n, slot in enumerate(seats):
-            if not 0 <= slot < count:
+            if not 0 <= slot < len(rows):
                 seats[n] = next(free)
                 if slot >= 0:
                     moves.append((slot, seats[n]))
+            if slot >= 0:
+                held[seats[n]] = self._held[slot]
+        self._held = held
         return seats, moves
 
     def _make_room(self, pool: Pool, slots: int, columns: int, is_new: bool) -> None:
@@ -190,46 +196,41 @@ class GatheredSteps(Steps):
             self._tensors[name][n : n + 1] = [new]
 
     def _fill(self, pool: Pool, seated: list[PagedRow], first: list[int]) -> None:
-        """Copy what slots do not hold yet of their rows' prefixes: all of it, or what a row has grown by."""
+        """Copy what slots do not hold yet of their rows' prefixes: all of it, or what a row has grown by.
+
+        first: the row column that each slot begins with.
+        """
         fresh: list[tuple[int, int]] = []
         grown: list[tuple[int, int]] = []
         for slot, (row, column) in enumerate(zip(seated, first, strict=True)):
-            _, length, cuts = self._filled.get(row, (0, 0, -1))
-            start = length - column if cuts == row.cuts and pool.first_kept(length) == column else 0
-            if start < row.length - column:
-                (grown if start else fresh).append((slot, start))
-        for some, width in ((fresh, self._columns[pool.kind.name]), (grown, None)):
+            _, length, cuts = self._held.get(slot, (None, 0, -1))
+            begin = length if cuts == row.cuts and pool.first_kept(length) == column else column
+            if begin < row.length:
+                (grown if begin > column else fresh).append((slot, begin))
+        for some in (fresh, grown):
             if some and pool.tensors:
-                slots, starts = zip(*some, strict=True)
-                self._copy(
-                    pool, [seated[slot] for slot in slots], [first[slot] for slot in slots], slots, starts, width
-                )
+                self._copy(pool, [(slot, seated[slot], first[slot], begin) for slot, begin in some])
 
-    def _copy(
-        self,
-        pool: Pool,
-        rows: list[PagedRow],
-        first: list[int],
-        slots: Sequence[int],
-        starts: Sequence[int],
-        width: int | None,
-    ) -> None:
-        """Copy the columns of some rows from `starts` on to their slots, and zeros after them up to the same width."""
-        size, device = pool.page_tokens, self.model.device
-        held = [row.length - column for row, column in zip(rows, first, strict=True)]
-        width = max(map(int.__sub__, held, starts)) if width is None else width
-        skipped = map(int.__sub__, first, first_columns(rows, pool))
-        numbers = torch.tensor([starts, held, list(skipped), slots], device=device)[..., None]
-        start_N1, held_N1, skipped_N1, slot_N1 = numbers
-        column_NW = start_N1 + torch.arange(width, device=device)
-        place_NW = column_NW + skipped_N1
-        table_NM = table_of(rows, pool, device).long()
-        page_NW = table_NM.gather(1, (place_NW // size).clamp(max=table_NM.shape[1] - 1))
-        index_NW = torch.where(column_NW < held_N1, page_NW * size + place_NW % size, 0)  # 0: in the page of zeros
-        for x, to in zip(pool.tensors, self._tensors[pool.kind.name], strict=True):
-            taken = x.flatten(1, 2).index_select(1, index_NW.flatten()).view(len(x), *index_NW.shape, *x.shape[3:])
+    def _copy(self, pool: Pool, rows: list[tuple[int, PagedRow, int, int]]) -> None:
+        """Copy the columns of rows from `begin` on to their slots, and zeros after them, all of the same width.
+
+        rows: slot, row, the row column that the slot begins with, and `begin`.
+        """
+        name, device = pool.kind.name, self.model.device
+        is_fresh = all(begin == first for _, _, first, begin in rows)
+        width = self._columns[name] if is_fresh else max(row.length - begin for _, row, _, begin in rows)
+        places = array("q")
+        for _, row, _, begin in rows:
+            pool.add_places(places, row.tables[name], row.first[name], begin, row.length)
+            places.extend([ZEROS] * (width + begin - row.length))
+        index = torch.frombuffer(places, dtype=torch.int64).to(device)
+        slots, starts = ([slot for slot, *_ in rows], [begin - first for _, _, first, begin in rows])
+        slot_N, start_N = torch.tensor([slots, starts], device=device)
+        for x, to in zip(pool.tensors, self._tensors[name], strict=True):
+            taken = x.flatten(1, 2).index_select(1, index).view(len(x), len(rows), width, *x.shape[3:])
             target = to.transpose(2, 3)  # [layers, slots, columns, K, d]
-            if any(starts):
-                target[:, slot_N1, column_NW.clamp(max=target.shape[2] - 1)] = taken
+            if is_fresh:
+                target[:, slot_N, :width] = taken
             else:
-                target[:, slot_N1[:, 0], :width] = taken
+                column_NW = start_N[:, None] + torch.arange(width, device=device)
+                target[:, slot_N[:, None], column_NW.clamp(max=target.shape[2] - 1)] = taken

@@ -24,7 +24,7 @@ from blockdiff.models.page_pool import SPILL, ZEROS, Link, Pool, Published
 from blockdiff.models.page_steps import GatheredSteps, Steps, TabledSteps, first_columns, paged_past, table_of
 
 PAGE_TOKENS = 128
-MOST_STEPS = 4  # sets of rows that are denoised in turns without being gathered again
+MOST_STEPS = 32  # sets of rows that are denoised in turns without being gathered again
 SHARE_OF_MEMORY = {"cpu": 0.4, "cuda": 0.8}  # that pages may take: native ops on a CPU gather live rows a second time
 
 
@@ -194,24 +194,23 @@ class Pages:
         numbers = [[row.length for row in rows], list(lengths)]
         past_B1, added_B1 = torch.tensor(numbers, device=device)[..., None]
         column_T = torch.arange(tokens_BT.shape[1], device=device)
-        is_token_BT = column_T < added_B1
-        doc_start_BT = torch.where(is_token_BT, 0, -1)
-        positions_BT = past_B1 + column_T
-        tables = {name: table_of(rows, pool, device) for name, pool in self.pools.items()}
-        first_B = {name: torch.tensor(first_columns(rows, pool), device=device) for name, pool in self.pools.items()}
-        spans = {
-            name: kind.encode_spans(doc_start_BT, past_B1[:, 0]).shifted(first_B[name])
-            for name, kind in model.kinds.items()
-        }
-        past = paged_past(rows, self.pools, tables) if any(numbers[0]) else None
-        hidden, kv = model(tokens_BT.to(device), positions_BT, spans, past)
+        doc_start_BT = torch.where(column_T < added_B1, 0, -1)
+        spans = {name: kind.encode_spans(doc_start_BT, past_B1[:, 0]) for name, kind in model.kinds.items()}
+        past = None
+        if any(numbers[0]):
+            tables = {name: table_of(rows, pool, device) for name, pool in self.pools.items()}
+            past = paged_past(rows, self.pools, tables)
+            spans = {
+                name: each.shifted(torch.tensor(first_columns(rows, self.pools[name]), device=device))
+                for name, each in spans.items()
+            }
+        hidden, kv = model(tokens_BT.to(device), past_B1 + column_T, spans, past)
         for name, pool in self.pools.items():
-            table_BM = tables[name].long()
-            place_BT = positions_BT - first_B[name][:, None]
-            page_BT = table_BM.gather(1, (place_BT // self.page_tokens).clamp(max=table_BM.shape[1] - 1))
-            page_BT = torch.where(is_token_BT, page_BT, SPILL)
-            index_BT = page_BT * self.page_tokens + place_BT % self.page_tokens
-            pool.write([kv[n] for n in pool.layers], index_BT.flatten())
+            places = array("q")
+            for row, added in zip(rows, lengths, strict=True):
+                pool.add_places(places, row.tables[name], row.first[name], row.length, row.length + added)
+                places.extend([SPILL * self.page_tokens] * (len(column_T) - added))
+            pool.write([kv[n] for n in pool.layers], torch.frombuffer(places, dtype=torch.int64).to(device))
         for row, tokens, added in zip(rows, given, lengths, strict=True):
             self._append(row, tokens[:added])
         return hidden
@@ -222,8 +221,9 @@ class Pages:
     ) -> Tensor:
         """Hidden states [B, T, D], after the final norm, of the canvases that follow each row; leaves the rows alone.
 
-        canvas_BT: int64 noisy tokens, on the model's device; soft_BTD: the signal of the last prediction (None: none);
-        canvases: how many of a row stand side by side: each sees those before it, as `spans.running_spans` says.
+        rows: in any order, one may come twice; canvas_BT: int64 noisy tokens, on the model's device; soft_BTD: the
+        signal of the last prediction (None: none); canvases: how many of a row stand side by side: each sees those
+        before it, as `spans.running_spans` says.
         """
         steps = self._steps_of(rows)
         steps.serve(rows, canvases, canvas_BT.shape[1] // canvases)
@@ -314,8 +314,9 @@ class Pages:
 
     def _steps_of(self, rows: Sequence[PagedRow]) -> Steps:
         """The steps that were last made for most of these rows, else new ones in place of the oldest."""
-        chosen = next((steps for steps in self._steps if steps.shares(rows)), None)
-        if chosen is None:  # in place of one whose rows are gone, or else of the one not used for longest
+        chosen = max(self._steps, key=lambda steps: steps.shares(rows), default=None)
+        if chosen is None or not chosen.shares(rows):
+            # in place of those whose rows are gone, or else of those that have not been used for longest
             gone = next((steps for steps in self._steps if self._rows.isdisjoint(steps.rows)), None)
             chosen = gone or (self._steps[0] if len(self._steps) == MOST_STEPS else None)
         if chosen is None:

@@ -140,6 +140,17 @@ def test_rows_that_come_grow_and_leave_in_any_order_change_nothing_for_the_other
     assert not any(pages.statistics.pages.values())
 
 
+def test_a_row_may_come_twice(model):
+    pages, canvas = Pages(model, 8), tokens(5, L)
+    rows = opened(pages, [tokens(20), tokens(9, seed=1), tokens(13, seed=2)])
+    pages.denoise(rows, canvas[:3])
+    for places in ([0, 1, 0, 2, 0], [2, 2, 1], [1, 0, 0]):
+        some = canvas[: len(places)]
+        hidden = pages.denoise([rows[n] for n in places], some)
+        for n, place in enumerate(places):
+            close(hidden[n : n + 1], pages.denoise([rows[place]], some[n : n + 1]))
+
+
 def test_sets_of_rows_that_take_turns_are_gathered_once(model, monkeypatch):
     pages = Pages(model, 8)
     rows = opened(pages, [tokens(20, seed=n) for n in range(6)])
