@@ -13,7 +13,7 @@ PUZZLES = data/sudoku4
 RUN = runs/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser quickstart test lint types gpu benchmarks clean
+.PHONY: help install browser quickstart test lint types gpu benchmarks docs release clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,11 +47,25 @@ lint: $(INSTALLED) ## ruff
 types: $(INSTALLED) ## mypy
 	$(PY) -m mypy blockdiff cli benchmarks
 
+docs: $(INSTALLED) ## the API reference from the docstrings, in build/docs
+	$(PY) docs/reference.py build/docs
+	@echo "reference: build/docs/index.html"
+
 gpu: ## GPU tests and all benchmarks, from the checkout: needs torch, triton, transformers, safetensors, pytest
 	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu tests; tested=$$?; PYTHONPATH=. $(PYTHON) -m benchmarks $(BENCHMARK_ARGS) && exit $$tested
 
 benchmarks: $(INSTALLED) ## the benchmarks on this machine (BENCHMARK_ARGS="--only denoise" for some of them)
 	$(PY) -m benchmarks $(BENCHMARK_ARGS)
+
+# Wheel and sdist are built by setuptools itself. The version stands in blockdiff/__init__.py and nowhere else.
+release: $(INSTALLED) ## wheel and sdist in dist/, once the newest section of CHANGELOG.md is that of the version
+	@version=$$($(PY) -c 'import blockdiff; print(blockdiff.__version__)'); newest=$$(grep -m 1 '^## ' CHANGELOG.md); \
+	case "$$newest" in "## $$version - 2"*) ;; *) \
+		echo "CHANGELOG.md begins with '$$newest', not with '## $$version - DATE': name its section, or raise __version__" >&2; \
+		exit 1;; esac
+	rm -rf dist build/lib build/bdist.*
+	$(PY) -c 'from setuptools.build_meta import build_sdist, build_wheel; build_sdist("dist"); build_wheel("dist")' > /dev/null
+	@ls dist
 
 clean: ## remove what was built and trained, and the environment
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache data runs
