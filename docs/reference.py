@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +15,14 @@ import blockdiff
 
 # Kernels are written for Triton's compiler and have no signature to be read, the adapter of lm_eval needs that package,
 # and commands are in docs/cli.md.
-LEFT_OUT = re.compile(r"blockdiff\.(cli|recipes|__main__)\b|triton|lm_eval")
+LEFT_OUT = r"blockdiff\.(cli|recipes|__main__)\b|.*triton|.*lm_eval"
 
 
 def modules() -> Iterator[str]:
     """The names of all modules in the reference, the package first."""
     yield "blockdiff"
     found = pkgutil.walk_packages(blockdiff.__path__, "blockdiff.")
-    yield from (module.name for module in found if not LEFT_OUT.search(module.name))
+    yield from (module.name for module in found if not re.match(LEFT_OUT, module.name))
 
 
 def write(directory: str, *names: str) -> None:
@@ -29,7 +30,10 @@ def write(directory: str, *names: str) -> None:
     for name in blockdiff.__all__:  # these are imported when they are first used, which pdoc does not do
         setattr(blockdiff, name, getattr(blockdiff, name))
     pdoc.render.configure(show_source=False, search=True)
-    pdoc.pdoc(*names, output_directory=Path(directory))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The module specification")  # a package brings its modules along
+        warnings.filterwarnings("ignore", "Error parsing type annotation")  # of a name imported for type checkers only
+        pdoc.pdoc(*names, f"!{LEFT_OUT}", output_directory=Path(directory))
 
 
 if __name__ == "__main__":

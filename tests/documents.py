@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *(ROOT / folder / "README.md" for folder in ("recipes", "benchmarks")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
 ]
 NOT_RUN = re.compile(r"<!-- not run: (\S.*) -->")
 
@@ -48,6 +50,42 @@ def blocks(document: Path) -> Iterator[Python]:
             if first < 2 or not NOT_RUN.fullmatch(lines[first - 2]):
                 yield Python(document, first + 1, "\n".join(lines[first : number - 1]))
             first = None
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A piece of shell in a document: a `blockdiff` command, or a file that `cat > FILE <<'END'` writes."""
+
+    document: Path
+    line: int
+    words: list[str]  # of the command
+    text: str = ""  # of the file, whose name is then the only word
+
+
+def shell(document: Path) -> Iterator[Shell]:
+    """The fenced `sh` blocks of a document, line by line, but those under a line `<!-- not run: REASON -->`.
+
+    Raises ValueError for a line that is neither a `blockdiff` command nor writes a file.
+    """
+    lines = document.read_text(encoding="utf-8").splitlines()
+    number = 0
+    while number < len(lines):
+        if lines[number].strip() != "```sh":
+            number += 1
+            continue
+        is_run = not (number and NOT_RUN.fullmatch(lines[number - 1]))
+        end = lines.index("```", number)
+        place, number = number + 1, end + 1
+        while is_run and place < end:
+            words, begin = shlex.split(lines[place], comments=True), place + 1
+            if words[:2] == ["cat", ">"] and words[3:] == ["<<END"]:
+                place = lines.index("END", place)
+                yield Shell(document, begin, [words[2]], "\n".join(lines[begin:place]) + "\n")
+            elif words[:1] == ["blockdiff"]:
+                yield Shell(document, begin, words[1:])
+            elif words:
+                raise ValueError(f"{document.name}:{begin}: neither a blockdiff command nor a file")
+            place += 1
 
 
 def table_rows(document: Path) -> Iterator[tuple[int, list[str]]]:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from blockdiff.canvas import Canvas, CleanRow, lay_out
+from blockdiff.cli.main import app
 from blockdiff.metrics import METRICS
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 from blockdiff.training.callbacks import Callback
 from blockdiff.training.trainer import Trainer
-from tests.documents import DOCUMENTS, ROOT, blocks, code_of, name_of, table_rows
+from tests.documents import DOCUMENTS, ROOT, blocks, code_of, name_of, shell, table_rows
 from tests.house.test_imports import FLOORS
 
 COMING_FROM = ROOT / "docs" / "coming-from.md"  # its tables run too: test_coming_from.py
+WALKED = [ROOT / "docs" / name for name in ("laptop.md", "one-gpu.md", "cluster.md", "research.md")]
 ROW, CANVASES = "pqrABCDstEF$", ("ABCD", "EF$$")
 
 
@@ -98,6 +103,45 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(document):
         block.run(names)
+
+
+@pytest.mark.parametrize("document", WALKED, ids=name_of)
+def test_the_shell_of_a_user_page_runs_from_top_to_bottom(
+    document: Path, quickstart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKDIFF_CACHE", str(quickstart / "cache"))
+    for piece in shell(document):
+        if piece.text:
+            Path(piece.words[0]).write_text(piece.text)
+        else:
+            result = CliRunner().invoke(app, piece.words)
+            assert result.exit_code == 0, (f"{document.name}:{piece.line}", result.output)
+
+
+def test_every_markdown_file_of_the_project_is_a_document_that_is_checked() -> None:
+    folders = ("docs", "recipes", "benchmarks", "blockdiff", "cli", "tests", "notebooks")
+    found = {*ROOT.glob("*.md"), *(path for folder in folders for path in (ROOT / folder).rglob("*.md"))}
+    assert found == {*DOCUMENTS}
+
+
+@pytest.mark.quick
+def test_every_message_of_the_troubleshooting_page_is_one_that_the_code_says() -> None:
+    said = [text for folder in ("blockdiff", "cli") for file in (ROOT / folder).rglob("*.py") for text in texts(file)]
+    messages = [code for _, cells in table_rows(ROOT / "docs" / "troubleshooting.md") for code in code_of(cells[0])]
+    assert len(messages) > 25
+    for message in messages:
+        parts = [re.escape(part.strip()) for part in message.split("...") if part.strip()]
+        pattern = re.compile(".*".join(parts), re.DOTALL)
+        assert parts and any(pattern.search(text) for text in said), message
+
+
+def texts(file: Path) -> Iterator[str]:
+    """The string constants of a module; what an f-string computes is left out."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value for part in node.values if isinstance(part, ast.Constant))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 @pytest.mark.parametrize(
