@@ -69,14 +69,18 @@ def norms(dtype: torch.dtype) -> None:
         rms_norms(heads, (None,), 1e-6)[0].sum().backward()
 
 
-def experts(tokens: int, dtype: torch.dtype, E: int = 128, k: int = 8, D: int = 2816, F: int = 704) -> None:
-    """Experts of the released model's sizes, forward and backward with everything trained."""
+def experts(
+    tokens: int, dtype: torch.dtype, E: int = 128, k: int = 8, D: int = 2816, F: int = 704, rank: int = 0
+) -> None:
+    """Experts of the released model's sizes, forward and backward with everything trained, or low-rank matrices."""
     x, gate_up, down = (
-        torch.empty(*shape, dtype=dtype, requires_grad=True)  # gigabytes that are never touched
+        torch.empty(*shape, dtype=dtype, requires_grad=not rank)  # gigabytes that are never touched
         for shape in ((tokens, D), (E, 2 * F, D), (E, D, F))
     )
+    shapes = ((E, rank, D), (E, 2 * F, rank), (E, rank, F), (E, D, rank)) if rank else ()
+    low_rank = [torch.empty(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
     index, weight = torch.zeros(tokens, k, dtype=torch.int64), torch.zeros(tokens, k, requires_grad=True)
-    expert_mlp(x, gate_up, down, index, weight).sum().backward()
+    expert_mlp(x.requires_grad_(), gate_up, down, index, weight, low_rank=low_rank).sum().backward()
 
 
 def vocabulary(dtype: torch.dtype) -> None:
@@ -109,6 +113,7 @@ OPS: dict[str, Callable[[], None]] = {
     "expert_mlp, 256 tokens": lambda: experts(256, torch.bfloat16),
     "expert_mlp, 2048 tokens": lambda: experts(2048, torch.bfloat16),
     "expert_mlp, 4096 tokens": lambda: experts(4096, torch.bfloat16),
+    "expert_mlp, low rank": lambda: experts(4096, torch.bfloat16, rank=16),
     "expert_mlp, all ones": lambda: experts(1, torch.bfloat16, E=1, k=1, D=16, F=16),
     "vocabulary": lambda: vocabulary(torch.bfloat16),
 }

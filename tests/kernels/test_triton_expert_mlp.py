@@ -168,6 +168,47 @@ def test_whatever_is_not_frozen_gets_its_gradient(needs):
     compare(*case(11, 3, 2, 20, 12, "padding"), needs=needs)
 
 
+# -- low-rank matrices ---------------------------------------------------------------------------------------------
+
+
+def with_low_rank(
+    op: Callable[..., Tensor], tensors: list[Tensor], index: Tensor, rank: int, dtype: torch.dtype, device: str,
+    needs: tuple[bool, ...],
+) -> list[Any]:  # fmt: skip
+    """The output and all gradients of an op with low-rank matrices."""
+    x, gate_up, down, weight = leaves(tensors, dtype, device, needs)
+    (E, D, F), g = down.shape, torch.Generator().manual_seed(rank)
+    shapes = (E, rank, D), (E, 2 * F, rank), (E, rank, F), (E, D, rank)
+    low_rank = [(torch.randn(*shape, generator=g) / rank).to(device, dtype).requires_grad_() for shape in shapes]
+    out = op(x, gate_up, down, index.to(device), weight, "gelu_tanh", low_rank)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    (out.double() * direction.to(device)).sum().backward()
+    return [out, *(t.grad for t in (x, gate_up, down, weight, *low_rank))]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("needs", [ALL, (True, False, False, True), (False, False, False, False)])
+@pytest.mark.parametrize("rank,choice", [(1, "random"), (8, "padding"), (40, "some empty"), (8, "none")])
+def test_low_rank_matrices_and_their_gradients_match_the_reference(rank, choice, needs):
+    tensors, index = case(75, 4, 2, choice=choice)
+    got = with_low_rank(ours.expert_mlp, tensors, index, rank, torch.float32, DEVICE, needs)
+    truth = with_low_rank(reference.expert_mlp, tensors, index, rank, torch.float64, "cpu", needs)
+    for x, y in zip(got, truth, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or relative(x, y) < 2 * FP32
+
+
+@pytest.mark.gpu
+def test_low_rank_matrices_in_bf16_are_about_as_close_to_fp64_as_torch_in_bf16():
+    tensors, index = case(700, 8, 2, D=256, F=128)
+    mine, theirs = (
+        with_low_rank(op, tensors, index, 8, torch.bfloat16, DEVICE, ALL) for op in (ours.expert_mlp, native.expert_mlp)
+    )
+    truth = with_low_rank(reference.expert_mlp, tensors, index, 8, torch.float64, "cpu", ALL)
+    for x, y, true in zip(mine, theirs, truth, strict=True):
+        assert relative(x, true) < 1.5 * relative(y, true) + 1e-3
+
+
 @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
 def test_other_activations(activation):
     (x, *rest), index = case(37, 3, 2, 20, 12)
@@ -261,8 +302,11 @@ def test_torch_sees_one_sound_op():
     tensors, index = case(9, 3, 2, 20, 12)  # all slots have an expert: rows of those that have none hold anything
     x, gate_up, down, weight = leaves(tensors, torch.float32)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    arguments = (x, gate_up, down, index.to(DEVICE), weight, "gelu_tanh", True)
-    torch.library.opcheck(torch.ops.blockdiff.expert_mlp, arguments, test_utils=checks)
+    shapes = (3, 4, 20), (3, 24, 4), (3, 4, 12), (3, 20, 4)
+    low_rank = [torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in shapes]
+    for matrices in ([None] * 4, low_rank):
+        arguments = (x, gate_up, down, index.to(DEVICE), weight, "gelu_tanh", True, *matrices)
+        torch.library.opcheck(torch.ops.blockdiff.expert_mlp, arguments, test_utils=checks)
 
     graphs = []
 
@@ -308,7 +352,8 @@ def test_the_released_models_kernels_compile_for_an_h200_and_fit():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ops = [f"expert_mlp, {tokens} tokens" for tokens in (256, 2048, 4096)]
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", "--architecture", "90", "--json"]
-    command += itertools.chain.from_iterable(("--only", op) for op in [*ops, "expert_mlp, all ones"])
+    others = ["expert_mlp, all ones", "expert_mlp, low rank"]
+    command += itertools.chain.from_iterable(("--only", op) for op in [*ops, *others])
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -319,6 +364,8 @@ def test_the_released_models_kernels_compile_for_an_h200_and_fit():
         assert {line["kernel"] for line in of_op} == {f"expert_mlp_{name}" for name in names}
         gate_up = next(line["constants"] for line in of_op if line["kernel"] == "expert_mlp_gate_up")
         assert gate_up["ROWS"] == tile.rows and gate_up["COLUMNS"] == tile.columns
+    of_op = [line for line in lines if line["op"] == others[1]]
+    assert {line["kernel"] for line in of_op} == {f"expert_mlp_{name}" for name in (*names, "narrow")}
     for line in lines:
         assert line["shared"] <= 227 * 1024 and line["stack"] <= 8, line  # Triton 3.6 spills two registers
 

@@ -82,13 +82,27 @@ def _launch_rows(kernel: Any, plan: Plan, columns: int, tile: Tile, *arguments: 
     launch(kernel, grid, *arguments, plan, PRECISION=_precision(arguments[0]), **constants, **tile.options)
 
 
-def _outer(left: Any, right: Any, out_EMN: Tensor, plan: Plan, k: int, tile: Tile, left_by_token: bool) -> None:
-    """Per expert left^T right, into all of `out`; one of the two stands by token, the other by row."""
+def _outer(left: Any, right: Any, out_EMN: Tensor, plan: Plan, k: int, tile: Tile, by_token: str = "") -> None:
+    """Per expert left^T right, into all of `out`; by_token: "left" or "right", the one that stands not by row."""
     E, M, N = out_EMN.shape
-    tile = tile.fitted(columns=N)
+    tile = tile.fitted(rows=M, columns=N)
     grid = (E * math.prod(tile.grid(M, N)),)
-    constants = dict(M=M, N=N, TOP_K=k, LEFT_BY_TOKEN=left_by_token, PRECISION=_precision(left), **tile.options)
-    launch(kernels.expert_mlp_outer_product, grid, left, right, out_EMN, plan, **constants)
+    constants = dict(M=M, N=N, TOP_K=k, LEFT_BY_TOKEN=by_token == "left", RIGHT_BY_TOKEN=by_token == "right")
+    options = dict(PRECISION=_precision(left), **tile.options)
+    launch(kernels.expert_mlp_outer_product, grid, left, right, out_EMN, plan, **constants, **options)
+
+
+def _narrow(
+    left: Tensor, matrices: Tensor, plan: Plan, k: int, tile: Tile, *, is_transposed: bool, by_token: bool = False
+) -> Tensor:
+    """left times a low-rank matrix of each row's expert, by row: A [E, r, in] transposed, or B [E, out, r] as it is."""
+    E, rank, inner = matrices.shape if is_transposed else (matrices.shape[i] for i in (0, 2, 1))
+    out = empty(left, len(plan.order), rank)
+    strides = dict(WEIGHT_K=1, WEIGHT_N=inner) if is_transposed else dict(WEIGHT_K=rank, WEIGHT_N=1)
+    tile, constants = tile.fitted(columns=rank, inner=inner), dict(E=E, K=inner, N=rank, TOP_K=k, **strides)
+    arguments = left, matrices, out
+    _launch_rows(kernels.expert_mlp_narrow, plan, rank, tile, *arguments, LEFT_BY_TOKEN=by_token, **constants)
+    return out
 
 
 def _sum_slots(y_SD: Tensor, index: Tensor, experts: int, out_ND: Tensor) -> None:
@@ -99,8 +113,9 @@ def _sum_slots(y_SD: Tensor, index: Tensor, experts: int, out_ND: Tensor) -> Non
 
 @op("expert_mlp")
 def _expert_mlp(
-    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str, keeps_h: bool
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str, keeps_h: bool,
+    gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Output [N, D]; gate and up by row [N * k, 2F], without elements unless kept; the memory of the plan."""
     slots, k, (E, D, F) = index.shape[0] * index.shape[1], index.shape[1], down.shape
     tiles = tiles_for(x, slots, E)
@@ -112,24 +127,37 @@ def _expert_mlp(
     plan = Plan(*memory.split(lengths))
     _sort(index, E, tiles.down.rows, plan)
     a, y = empty(x, slots, F), empty(x, slots, D)
+    R, narrow = 0, None
+    if gate_up_A is not None:
+        R, narrow = gate_up_A.shape[1], _narrow(x, gate_up_A, plan, k, tiles.down, is_transposed=True, by_token=True)
     tile = tiles.gate_up.fitted(columns=F, inner=D)
-    constants = dict(E=E, D=D, F=F, TOP_K=k, ACTIVATION=activation)
-    _launch_rows(kernels.expert_mlp_gate_up, plan, F, tile, x, gate_up, h if keeps_h else None, a, **constants)
+    tensors, constants = (x, gate_up, narrow, gate_up_B), dict(E=E, D=D, F=F, R=R, TOP_K=k, ACTIVATION=activation)
+    _launch_rows(kernels.expert_mlp_gate_up, plan, F, tile, *tensors, h if keeps_h else None, a, **constants)
+    R, narrow = 0, None
+    if down_A is not None:
+        R, narrow = down_A.shape[1], _narrow(a, down_A, plan, k, tiles.down, is_transposed=True)
     tile = tiles.down.fitted(columns=D, inner=F)
-    constants = dict(E=E, K=F, N=D, WEIGHT_K=1, WEIGHT_N=F)
-    _launch_rows(kernels.expert_mlp_product, plan, D, tile, a, down, weight, y, **constants)
+    constants = dict(E=E, K=F, N=D, WEIGHT_K=1, WEIGHT_N=F, R=R, MATRIX_R=1, MATRIX_N=R)
+    _launch_rows(kernels.expert_mlp_product, plan, D, tile, a, down, narrow, down_B, weight, y, **constants)
     _sum_slots(y, index, E, out)
+
+
+Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @op("expert_mlp_backward")
 def _expert_mlp_backward(
     grad: Tensor, x: Tensor | None, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor,
+    gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
     h: Tensor, memory: Tensor, activation: str, needs: Sequence[bool],
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Gradients of x, gate_up, down and the routing weights; needs: which (the others have no elements)."""
-    grads = wanted((grad, gate_up, down, weight), needs)
+) -> Iterator[Eight]:  # fmt: skip
+    """Gradients of x, gate_up, down, the routing weights and the low-rank matrices; needs: which (the others have no
+    elements)."""
+    low_rank = [grad if matrix is None else matrix for matrix in (gate_up_A, gate_up_B, down_A, down_B)]
+    grads = wanted((grad, gate_up, down, weight, *low_rank), needs)
     yield tuple(grads)  # type: ignore[misc]
-    grad_x, grad_gate_up, grad_down, grad_weight = needed(grads, needs)
+    grad_x, grad_gate_up, grad_down, grad_weight, *of_low_rank = needed(grads, needs)
+    grad_gate_up_A, grad_gate_up_B, grad_down_A, grad_down_B = of_low_rank
     slots, k, (E, D, F) = index.numel(), index.shape[1], down.shape
     if not slots:
         for made in grads:
@@ -139,43 +167,63 @@ def _expert_mlp_backward(
     tiles = tiles_for(grad, slots, E)
     plan = Plan(*memory.split(plan_lengths(slots, E, tiles.down.rows)))
     tile = tiles.activation.fitted(columns=F, inner=D)
-    grad_h = None if grad_x is None and grad_gate_up is None else empty(grad, slots, 2 * F)
-    scaled_a = None if grad_down is None else empty(grad, slots, F)
+    passes_h = any(made is not None for made in (grad_x, grad_gate_up, grad_gate_up_A, grad_gate_up_B))
+    grad_h = empty(grad, slots, 2 * F) if passes_h else None
+    keeps_a = any(made is not None for made in (grad_down, grad_down_A, grad_down_B))
+    scaled_a = empty(grad, slots, F) if keeps_a else None
     partial = None if grad_weight is None else empty(grad, slots, tile.grid(1, F)[1], dtype=torch.float32)
-    tensors, constants = (grad, down, weight, h, grad_h, scaled_a, partial), dict(E=E, D=D, F=F, TOP_K=k)
-    _launch_rows(
-        kernels.expert_mlp_activation_backward, plan, F, tile, *tensors, ACTIVATION=activation, **constants
-    )
+    R, narrow = 0, None
+    if down_B is not None:
+        R, narrow = down_B.shape[2], _narrow(grad, down_B, plan, k, tiles.down, is_transposed=False, by_token=True)
+    tensors = (grad, down, narrow, down_A, weight, h, grad_h, scaled_a, partial)
+    constants = dict(E=E, D=D, F=F, R=R, TOP_K=k, ACTIVATION=activation)
+    _launch_rows(kernels.expert_mlp_activation_backward, plan, F, tile, *tensors, **constants)
+    if grad_down_A is not None:
+        _outer(narrow, scaled_a, grad_down_A, plan, k, tiles.outer)
+    if grad_down_B is not None and down_A is not None and scaled_a is not None:
+        narrow = _narrow(scaled_a, down_A, plan, k, tiles.down, is_transposed=True)
+        _outer(grad, narrow, grad_down_B, plan, k, tiles.outer, by_token="left")
     if partial is not None:
         has_expert_Nk = (index >= 0) & (index < E)
         grad_weight.copy_(torch.where(has_expert_Nk, partial.sum(1).view_as(weight), 0.0))
+    R, narrow = 0, None
+    if gate_up_B is not None and grad_h is not None:
+        R, narrow = gate_up_B.shape[2], _narrow(grad_h, gate_up_B, plan, k, tiles.down, is_transposed=False)
     if grad_x is not None:
         tile, grad_slots = tiles.grad_x.fitted(columns=D, inner=2 * F), empty(grad, slots, D)
-        constants = dict(E=E, K=2 * F, N=D, WEIGHT_K=D, WEIGHT_N=1)
-        _launch_rows(kernels.expert_mlp_product, plan, D, tile, grad_h, gate_up, None, grad_slots, **constants)
+        constants = dict(E=E, K=2 * F, N=D, WEIGHT_K=D, WEIGHT_N=1, R=R, MATRIX_R=D, MATRIX_N=1)
+        tensors = (grad_h, gate_up, narrow, gate_up_A, None, grad_slots)
+        _launch_rows(kernels.expert_mlp_product, plan, D, tile, *tensors, **constants)
         _sum_slots(grad_slots, index, E, grad_x)
-    if grad_gate_up is not None and x is not None:
-        _outer(grad_h, x.contiguous(), grad_gate_up, plan, k, tiles.outer, left_by_token=False)
+    x = None if x is None else x.contiguous()
+    if grad_gate_up is not None:
+        _outer(grad_h, x, grad_gate_up, plan, k, tiles.outer, by_token="right")
+    if grad_gate_up_A is not None:
+        _outer(narrow, x, grad_gate_up_A, plan, k, tiles.outer, by_token="right")
+    if grad_gate_up_B is not None and gate_up_A is not None and x is not None:
+        narrow = _narrow(x, gate_up_A, plan, k, tiles.down, is_transposed=True, by_token=True)
+        _outer(grad_h, narrow, grad_gate_up_B, plan, k, tiles.outer)
     if grad_down is not None:
-        _outer(grad, scaled_a, grad_down, plan, k, tiles.outer, left_by_token=True)
+        _outer(grad, scaled_a, grad_down, plan, k, tiles.outer, by_token="left")
 
 
 # -- gradient --------------------------------------------------------------------------------------------------
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, gate_up, down, index, weight, ctx.activation, _ = inputs
+    x, gate_up, down, index, weight, ctx.activation, _, *low_rank = inputs
     ctx.set_materialize_grads(False)  # gate and up and the plan have none
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, gate_up, down, index, weight, *output[1:])
+    keeps_x = any(ctx.needs_input_grad[i] for i in (1, 7, 8))
+    ctx.save_for_backward(x if keeps_x else None, gate_up, down, index, weight, *low_rank, *output[1:])
 
 
 def _gradients(ctx: Any, grad_ND: Tensor | None, _h: None, _plan: None) -> tuple[Any, ...]:
     if grad_ND is None:
-        return (None,) * 7
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
+        return (None,) * 11
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 7, 8, 9, 10)]
     grads = _expert_mlp_backward(grad_ND, *ctx.saved_tensors, ctx.activation, needs)
-    *grads, grad_weight = needed(grads, needs)
-    return *grads, None, grad_weight, None, None
+    grad_x, grad_gate_up, grad_down, grad_weight, *of_low_rank = needed(grads, needs)
+    return grad_x, grad_gate_up, grad_down, None, grad_weight, None, None, *of_low_rank
 
 
 _expert_mlp.register_autograd(_gradients, setup_context=_save)
@@ -191,10 +239,13 @@ def expert_mlp(
     expert_index_Nk: Tensor,
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
+    low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
     """As in native.py: fp32, bf16 or fp16, routing weights in any of them. Raises Unserved for other dtypes."""
     activation_of(activation)
-    x, gate_up, down = in_autocast(x_ND, gate_up_EFD, down_EDF)
-    check_dtypes("expert_mlp", x, gate_up, down)
-    keeps_h = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down, expert_weight_Nk))
-    return _expert_mlp(x, gate_up, down, expert_index_Nk, expert_weight_Nk, activation, keeps_h)[0]
+    x, gate_up, down, *low_rank = in_autocast(x_ND, gate_up_EFD, down_EDF, *low_rank)
+    check_dtypes("expert_mlp", x, gate_up, down, *low_rank)
+    inputs = (x, gate_up, down, expert_weight_Nk, *low_rank)
+    keeps_h = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    matrices = [t.contiguous() for t in low_rank] or [None] * 4
+    return _expert_mlp(x, gate_up, down, expert_index_Nk, expert_weight_Nk, activation, keeps_h, *matrices)[0]

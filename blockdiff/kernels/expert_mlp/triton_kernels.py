@@ -7,8 +7,9 @@ experts are listed on the device, in a list as long as the most there can be, so
 each row tile, whose ROWS rows are all of one expert (E for tiles left over). Arguments may be None: what they would
 hold is then not wanted.
 
-A low-rank delta of an expert would enter `_product` as a second loop before the epilogue: the same rows of (x A^T),
-the matrix B of the same expert.
+
+Low-rank matrices of an expert, B A added to a weight, enter a product before its epilogue (`_low_rank`):
+`expert_mlp_narrow` makes the rows of x A^T, and these times B^T are added. R is the rank, 0 where there are none.
 """
 
 from __future__ import annotations
@@ -169,12 +170,48 @@ def _product(
 
 
 @triton.jit
+def _low_rank(
+    total, narrow, matrix, row, column, N: tl.constexpr, R: tl.constexpr,
+    MATRIX_R: tl.constexpr, MATRIX_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """total plus narrow[row, R] times the expert's matrix [R, N] (strides MATRIX_R, MATRIX_N)."""
+    PART: tl.constexpr = 16 if R <= 16 else 32 if R <= 32 else 64
+    for first in tl.static_range(0, R, PART):
+        r = first + tl.arange(0, PART)
+        is_rank, is_column = r < R, column < N
+        left = tl.load(narrow + row[:, None] * R + r[None, :], mask=is_rank[None, :], other=0.0)
+        at = matrix + r[:, None] * MATRIX_R + column[None, :] * MATRIX_N
+        right = tl.load(at, mask=is_rank[:, None] & is_column[None, :], other=0.0)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def expert_mlp_narrow(
+    left, matrices, out, plan,
+    E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, WEIGHT_K: tl.constexpr, WEIGHT_N: tl.constexpr,
+    TOP_K: tl.constexpr, LEFT_BY_TOKEN: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """out[row, N] = left times the expert's matrix [K, N] (strides WEIGHT_K, WEIGHT_N); left by token or by row."""
+    tile, expert, _, column = _place(plan, N, COLUMNS)
+    if expert >= E:
+        return
+    row, slot, is_row = _rows(plan, tile, expert, ROWS)
+    first = left + ((slot // TOP_K).to(tl.int64) if LEFT_BY_TOKEN else row) * K
+    right = matrices + expert.to(tl.int64) * (K * N)
+    total, _ = _product(first, right, 0, K, N, WEIGHT_K, WEIGHT_N, column, ROWS, COLUMNS, INNER, PRECISION)
+    is_there = is_row[:, None] & (column < N)[None, :]
+    tl.store(out + row[:, None] * N + column[None, :], total.to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
 def expert_mlp_gate_up(
-    x, weights, h, a, plan,
-    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
+    x, weights, narrow, matrices, h, a, plan,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """a[row] = f(gate) * g(up) and h[row] = (gate, up) of the row's token; weights [E, 2F, D]."""
+    """a[row] = f(gate) * g(up) and h[row] = (gate, up) of the row's token; weights [E, 2F, D], matrices [E, 2F, R]."""
     tile, expert, _, column = _place(plan, F, COLUMNS)
     if expert >= E:
         return
@@ -182,6 +219,10 @@ def expert_mlp_gate_up(
     left = x + (slot // TOP_K).to(tl.int64) * D
     right = weights + expert.to(tl.int64) * (2 * F * D)
     gate, up = _product(left, right, F * D, D, F, 1, D, column, ROWS, COLUMNS, INNER, PRECISION)
+    if R:
+        mine = matrices + expert.to(tl.int64) * (2 * F * R)
+        gate = _low_rank(gate, narrow, mine, row, column, F, R, 1, R, PRECISION)
+        up = _low_rank(up, narrow, mine + F * R, row, column, F, R, 1, R, PRECISION)
     is_there = is_row[:, None] & (column < F)[None, :]
     if h is not None:
         at = h + row[:, None] * (2 * F) + column[None, :]
@@ -193,17 +234,22 @@ def expert_mlp_gate_up(
 
 @triton.jit
 def expert_mlp_product(
-    left, weights, scale, out, plan,
+    left, weights, narrow, matrices, scale, out, plan,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, WEIGHT_K: tl.constexpr, WEIGHT_N: tl.constexpr,
+    R: tl.constexpr, MATRIX_R: tl.constexpr, MATRIX_N: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """out[slot, N] = left[row, K] times the expert's matrix [K, N] (strides WEIGHT_K, WEIGHT_N), times scale[slot]."""
+    """out[slot, N] = left[row, K] times the expert's matrix [K, N] (strides WEIGHT_K, WEIGHT_N), plus narrow[row, R]
+    times the expert's [R, N] (strides MATRIX_R, MATRIX_N), times scale[slot]."""
     tile, expert, _, column = _place(plan, N, COLUMNS)
     if expert >= E:
         return
     row, slot, is_row = _rows(plan, tile, expert, ROWS)
     right = weights + expert.to(tl.int64) * (K * N)
     total, _ = _product(left + row * K, right, 0, K, N, WEIGHT_K, WEIGHT_N, column, ROWS, COLUMNS, INNER, PRECISION)
+    if R:
+        mine = matrices + expert.to(tl.int64) * (R * N)
+        total = _low_rank(total, narrow, mine, row, column, N, R, MATRIX_R, MATRIX_N, PRECISION)
     if scale is not None:
         total *= tl.load(scale + slot).to(tl.float32)[:, None]
     is_there = is_row[:, None] & (column < N)[None, :]
@@ -212,11 +258,13 @@ def expert_mlp_product(
 
 @triton.jit
 def expert_mlp_activation_backward(
-    grad, weights, scale, h, grad_h, scaled_a, partial, plan,
-    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
+    grad, weights, narrow, matrices, scale, h, grad_h, scaled_a, partial, plan,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Back through the down product and the activation; weights [E, D, F], grad [N, D] of the tokens' outputs.
+
+    narrow[row, R] = grad B of the low-rank matrices of down, and matrices their A [E, R, F].
 
     grad_h[row, 2F]; scaled_a[row, F] = scale * a, which the gradient of `down` takes; partial[slot, column tile], whose
     sum over tiles is the gradient of scale[slot].
@@ -231,6 +279,9 @@ def expert_mlp_activation_backward(
         left = grad + (slot // TOP_K).to(tl.int64) * D
         right = weights + expert.to(tl.int64) * (D * F)
         grad_a, _ = _product(left, right, 0, D, F, F, 1, column, ROWS, COLUMNS, INNER, PRECISION)
+        if R:
+            mine = matrices + expert.to(tl.int64) * (R * F)
+            grad_a = _low_rank(grad_a, narrow, mine, row, column, F, R, F, 1, PRECISION)
 
     at = row[:, None] * (2 * F) + column[None, :]
     gate = tl.load(h + at, mask=is_there, other=0.0).to(tl.float32)
@@ -252,10 +303,10 @@ def expert_mlp_activation_backward(
 @triton.jit
 def expert_mlp_outer_product(
     left, right, out, plan,
-    M: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, LEFT_BY_TOKEN: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, LEFT_BY_TOKEN: tl.constexpr, RIGHT_BY_TOKEN: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """out[expert, M, N] = sum over the expert's rows of left^T right; one of the two stands by token, not by row."""
+    """out[expert, M, N] = sum over the expert's rows of left^T right; each stands by token or by row."""
     per_expert: tl.constexpr = tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS)
     program = tl.program_id(0)
     expert = program // per_expert
@@ -268,7 +319,7 @@ def expert_mlp_outer_product(
         is_row = row < end
         token = tl.load(plan.order + row, mask=is_row, other=0) // TOP_K
         left_row = token if LEFT_BY_TOKEN else row
-        right_row = row if LEFT_BY_TOKEN else token
+        right_row = token if RIGHT_BY_TOKEN else row
         lefts = left + left_row.to(tl.int64)[:, None] * M + m[None, :]
         rights = right + right_row.to(tl.int64)[:, None] * N + n[None, :]
         a = _load(lefts, row, end, m < M, 0, True, M % ROWS != 0)
