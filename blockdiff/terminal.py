@@ -9,11 +9,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def console(stderr: bool = False) -> Console:
-    """A terminal that neither guesses at markup nor colours numbers of its own accord."""
+def console(stderr: bool = False, wraps: bool = False) -> Console:
+    """A terminal that neither guesses at markup nor colours numbers of its own accord.
+
+    wraps: what is drawn is broken at the terminal's width; otherwise the terminal does that to long lines.
+    """
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=not wraps)
 
 
 def quiet() -> None:

@@ -81,6 +81,26 @@ def countdown(
     print(f"written to {output}")
 
 
+@data.command(epilog="Example: blockdiff data chat --split train=20000 --split test=500 --output data/chat")
+def chat(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for NAME.jsonl and tokenizer/.")],
+    overwrite: options.Overwrite = False,
+    split: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=N", help="N conversations in NAME.jsonl.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The same seed gives the same rows.")] = 0,
+) -> None:
+    """Small talk: short conversations about a few facts, and a tokenizer made of them, for recipes/chat_cpu.yaml."""
+    from blockdiff.data.small_talk import write_conversations
+
+    counts = _counts(split or ["train=20000", "test=500"], None)
+    for written in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
+        options.require_free(output / written, overwrite=overwrite)
+    for line in write_conversations(output, counts, seed):
+        print(line)
+    print(f"written to {output}")
+
+
 @data.command(
     epilog="Example: blockdiff data tokenizer train.jsonl --columns prompt=question,response=answer "
     "--vocab-size 4096 --output data/gsm8k/tokenizer"

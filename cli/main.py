@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 import blockdiff
 from blockdiff import __version__
+from blockdiff.cli.chat import chat
 from blockdiff.cli.data import data
 from blockdiff.cli.eval import evaluate
 from blockdiff.cli.export import export
@@ -117,6 +118,7 @@ app.add_typer(data, name="data")
 for name, command, example in (
     ("train", train, "recipes/quickstart.yaml --set optim.lr=3e-4 --output runs/a"),
     ("sample", sample, "runs/a/model --prompts prompts.jsonl --output texts.jsonl --seed 1"),
+    ("chat", chat, "runs/chat/model --system 'Answer in capital letters.'"),
     ("eval", evaluate, "runs/a/model --task sudoku --data data/sudoku4/test.jsonl"),
     ("export", export, "runs/a --output merged"),
     ("init", init, "sudoku4 fresh-model"),

@@ -81,6 +81,14 @@ class Context:
             )
         return canvases
 
+    def excess(self, request: Request) -> int:
+        """How many tokens too long a request's prompt is for the model's positions; 0 or less where it fits."""
+        if self.positions is None:
+            return 0
+        prompt = tokenised(request, 0, 0, self.tokenizer, self.model.vocab_size).prompt_tokens
+        canvases = self.canvases(request.max_new_tokens or self.generation.max_new_tokens)
+        return len(prompt) + canvases * self.model.canvas_length - self.positions
+
     def pending(self, request: Request, place: int, seed: int) -> Pending:
         """A request as it waits to be answered; RequestError says why it cannot be.
 

@@ -25,8 +25,8 @@ from blockdiff.training import export
 from blockdiff.training.recipe import read_recipe
 from tests.little_model import LITTLE, save_preset
 
-DATA = [["data", "sudoku"], ["data", "countdown"], ["data", "tokenizer"]]
-COMMANDS = [["train"], ["sample"], ["eval"], ["data"], *DATA, ["init"], ["inspect"]]
+DATA = [["data", "sudoku"], ["data", "chat"], ["data", "countdown"], ["data", "tokenizer"]]
+COMMANDS = [["train"], ["sample"], ["chat"], ["eval"], ["data"], *DATA, ["init"], ["inspect"]]
 RECIPE = """\
 seed: 1
 model: {preset: little.json, tokenizer: puzzles/tokenizer}

@@ -1,0 +1,227 @@
+"""`blockdiff chat`: a conversation with a model on the terminal, or through a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from blockdiff.cli import options
+from blockdiff.errors import RequestError
+from blockdiff.terminal import shown
+
+if TYPE_CHECKING:
+    from blockdiff.checkpoint.generation import Generation
+    from blockdiff.cli.live import Watcher
+    from blockdiff.sampling import Request, Result, Sampler
+
+HELP = """/system TEXT   tell the model something before the conversation; `/system -` takes it away, `/system` shows it
+/reset         begin anew; the system message stays
+/help          this
+A line that ends in a backslash goes on in the next one. Ctrl-C ends an answer, Ctrl-D the chat."""
+
+
+def chat(
+    model: options.Model,
+    system: Annotated[str | None, typer.Option(help="A system message, put before the conversation.")] = None,
+    seed: options.Seed = 0,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Rounded up to whole canvases.")] = None,
+    steps: options.MaxSteps = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of the first step; those of later steps fall in proportion.")
+    ] = None,
+    entropy_bound: Annotated[float | None, typer.Option(help="Uncertainty that a step may accept, in nats.")] = None,
+    stability: Annotated[int | None, typer.Option(help="Steps without a change before a canvas stops.")] = None,
+    confidence: Annotated[float | None, typer.Option(help="Mean entropy at which a canvas may stop, in nats.")] = None,
+    strategy: options.Strategy = None,
+    thinking: Annotated[bool, typer.Option("--thinking", help="Ask for reasoning; it is shown first.")] = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    kernels: options.Kernels = "auto",
+) -> None:
+    """Talk to a model. Canvases are shown while they are denoised; /help says what can be typed.
+
+    What comes through a pipe is read line by line, each line a message, and the answers are written to stdout.
+    """
+    from blockdiff.checkpoint import load
+    from blockdiff.checkpoint.files import find
+    from blockdiff.checkpoint.generation import Generation
+    from blockdiff.checkpoint.tokenizer import load_tokenizer
+    from blockdiff.sampling import Sampler
+    from blockdiff.terminal import quiet
+
+    quiet()
+    directory = find(model)
+    asked = {
+        "max_new_tokens": max_new_tokens,
+        "max_steps": steps,
+        "entropy_bound": entropy_bound,
+        "stability": stability,
+        "confidence": confidence,
+    }
+    settings = changed(Generation.from_pretrained(directory), temperature, asked)
+    tokenizer = load_tokenizer(directory)
+    weights = load(directory, dtype=dtype, device=device, kernels=kernels)
+    talk = Chat(Sampler(weights, tokenizer, settings, strategy=strategy), system, seed, thinking)
+    if talk.is_terminal:
+        talk.note(f"{model}; /help says what can be typed, Ctrl-D ends the chat")
+    for line in lines(talk.is_terminal):
+        if line.startswith("/") and not line.startswith("//"):
+            talk.command(line)
+        else:
+            talk.say(line.removeprefix("/"))
+    if talk.failed and not talk.answered:
+        raise RequestError(talk.failed)
+
+
+def changed(settings: Generation, temperature: float | None, asked: dict[str, int | float | None]) -> Generation:
+    """The settings of a model with those that were asked for; typer.BadParameter for values that cannot be."""
+    given: dict[str, int | float] = {name: value for name, value in asked.items() if value is not None}
+    if temperature is not None:
+        given |= {"t_max": temperature, "t_min": temperature * settings.t_min / settings.t_max}
+    try:
+        return replace(settings, **given)  # type: ignore[arg-type]
+    except ValueError as error:
+        reason = str(error).partition(":")[0].replace("t_min must be at least 0 and less than t_max", "temperature > 0")
+        raise typer.BadParameter(reason) from None
+
+
+def lines(is_terminal: bool) -> Iterator[str]:
+    """What is typed or piped, without empty lines; at a terminal Ctrl-C takes back what was typed."""
+    if is_terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401  (input() then has a history and can be edited)
+    elif hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")
+    before = ""
+    while True:
+        try:
+            line = input("… " if before else "> ") if is_terminal else sys.stdin.readline()
+        except KeyboardInterrupt:
+            print()
+            before = ""
+            continue
+        except EOFError:
+            print()
+            return
+        if not is_terminal and not line:
+            if before.strip():
+                yield before.strip()
+            return
+        line = line.rstrip("\n")
+        if line.endswith("\\"):
+            before += line[:-1] + "\n"
+        elif text := (before + line).strip():
+            before = ""
+            yield text
+
+
+class Chat:
+    """A conversation with a model: what was said, within the positions that the model has."""
+
+    def __init__(self, sampler: Sampler, system: str | None = None, seed: int = 0, thinking: bool = False):
+        self.sampler, self.system, self.seed, self.thinking = sampler, system, seed, thinking
+        self.is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self.messages: list[dict[str, str]] = []
+        self.answered, self.failed = 0, ""  # how many answers; the first reason why there was none
+        self._turn = 0  # every turn has draws of its own, also after a /reset
+
+    def command(self, line: str) -> None:
+        """Do what a line that begins with / says."""
+        name, _, text = line.partition(" ")
+        if name == "/reset":
+            self.messages.clear()
+            self.note("the conversation begins anew")
+        elif name == "/system":
+            if text.strip():
+                self.system = None if text.strip() == "-" else text.strip()
+            self.note(f"system: {self.system or 'none'}")
+        elif name == "/help":
+            self.note(HELP)
+        else:
+            self.note(f"{name} is no command (/help lists them); a message that begins with / is written with //")
+
+    def say(self, text: str) -> None:
+        """Send a message and show the answer as it fills in."""
+        from blockdiff.cli.live import Watcher
+
+        self._turn += 1
+        self.messages.append({"role": "user", "content": text})
+        view = Watcher(self.sampler.tokenizer, several=False)
+        try:
+            self._make_room()
+            on_canvas = view.commit if self.thinking or not self.is_terminal else view.canvas
+            (result,) = self.sampler.generate(
+                [self._request(self.messages)],
+                seed=self.seed,
+                on_canvas=on_canvas,
+                on_step=view.step if view.is_live else None,
+            )
+        except RequestError as error:
+            self._refused(str(error))
+        except KeyboardInterrupt:
+            self._ended(view)
+        else:
+            view.close()
+            self._show(result)
+
+    def note(self, text: str) -> None:
+        """Say something that is no answer: on stderr, dim at a terminal."""
+        text = shown(text, sys.stderr)
+        print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+    def _request(self, messages: list[dict[str, str]]) -> Request:
+        from blockdiff.sampling import Request
+
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return Request(self._turn, messages=[*first, *messages], thinking=self.thinking)
+
+    def _make_room(self) -> None:
+        """Leave out the oldest exchanges while the conversation and an answer do not fit the model's positions."""
+        if (too_many := self.sampler.context.excess(self._request(self.messages[-1:]))) > 0:
+            raise RequestError(f"the message is too long by {too_many} tokens; shorten it or lower --max-new-tokens")
+        dropped = 0
+        while self.sampler.context.excess(self._request(self.messages)) > 0:
+            later = [place for place, message in enumerate(self.messages) if place and message["role"] == "user"]
+            dropped += later[0]
+            del self.messages[: later[0]]
+        if dropped:
+            positions = self.sampler.context.positions
+            self.note(f"the oldest {dropped} messages are left out from here on: the model has {positions} positions")
+
+    def _show(self, result: Result) -> None:
+        if result.error is not None:
+            self._refused(result.error)
+            return
+        text = result.text.strip()  # a turn ends with a line break
+        self.messages.append({"role": "assistant", "content": text})
+        self.answered += 1
+        if result.reasoning is not None:
+            self.note(result.reasoning)
+        if self.thinking or not self.is_terminal:
+            print(shown(text, sys.stdout), flush=True)
+        if self.is_terminal:
+            canvases, most = len(result.steps), self.sampler.generation.max_steps
+            words = f"{len(result.tokens)} tokens, {sum(result.steps) / canvases:.1f} steps per canvas"
+            words += " (the limit: no canvas converged)" * all(count >= most for count in result.steps)
+            self.note(words + ", cut off: no room for more" * (result.finish_reason == "length"))
+
+    def _refused(self, reason: str) -> None:
+        """A message that cannot be answered is not part of the conversation."""
+        self.messages.pop()
+        self.failed = self.failed or reason
+        self.note(f"error: {reason}")
+
+    def _ended(self, view: Watcher) -> None:
+        """Ctrl-C: what was committed so far is the answer; where nothing was, the message is taken back."""
+        view.close()
+        if view.text:
+            self.messages.append({"role": "assistant", "content": view.text.strip()})
+            self.note("ended; what stands there is the answer")
+        else:
+            self.messages.pop()
+            self.note("ended before anything was committed; the message is taken back")

@@ -1,0 +1,176 @@
+"""`blockdiff chat`: what is remembered, what is left out, what keys and commands do, on a pipe and on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from blockdiff import checkpoint
+from blockdiff.cli.chat import Chat
+from blockdiff.cli.main import app
+from blockdiff.data.template import packaged_template
+from blockdiff.errors import RequestError
+from blockdiff.sampling import Generation, Request, Result
+from blockdiff.sampling.trace import CommittedCanvas
+from tests.chat_tokenizer import chat_tokenizer
+
+
+class Answers:
+    """Stands in for a sampler: answers each request by a text, or raises what stands in its place."""
+
+    def __init__(self, *answers: Any, positions: int = 10**6):
+        self.tokenizer, self.generation = chat_tokenizer(), Generation(max_steps=8)
+        self.context, self.positions = self, positions
+        self.answers, self.asked = list(answers), []
+
+    def excess(self, request: Request) -> int:
+        return sum(len(message["content"]) for message in request.messages or ()) - self.positions
+
+    def generate(self, requests: list[Request], on_canvas: Any, **_: Any) -> list[Result]:
+        self.asked.append([(message["role"], message["content"]) for message in requests[0].messages or ()])
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            if answer.args:  # what was committed before
+                on_canvas(CommittedCanvas(requests[0].id, 0, "", [1], 1, answer.args[0], 3, None))
+            raise answer
+        if isinstance(answer, Result):
+            return [answer]
+        return [Result(requests[0].id, answer, [1, 2], "eos", [8])]
+
+
+def chat(answers: Answers, **more: Any) -> Chat:
+    return Chat(answers, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.quick
+def test_a_turn_sees_those_before_it_and_reset_forgets_them(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = Answers("Hello.\n", "Ada.\n", "No.", "Yes.")
+    talk = chat(answers, system="Be brief.")
+    talk.say("I am Ada.")
+    talk.say("Who am I?")
+    system = ("system", "Be brief.")
+    assert answers.asked[1] == [system, ("user", "I am Ada."), ("assistant", "Hello."), ("user", "Who am I?")]
+    talk.command("/reset")
+    talk.say("Who am I?")
+    assert answers.asked[2] == [system, ("user", "Who am I?")]
+    talk.command("/system -")
+    talk.command("/reset")
+    talk.say("Sure?")
+    assert answers.asked[3] == [("user", "Sure?")]
+    assert capsys.readouterr().out == "Hello.\nAda.\nNo.\nYes.\n"
+
+
+@pytest.mark.quick
+def test_the_oldest_exchanges_are_left_out_when_positions_run_out_and_a_line_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answers = Answers("b" * 10, "d" * 10, "f" * 10, positions=45)
+    talk = chat(answers)
+    for text in ("a" * 10, "c" * 10, "e" * 10):
+        talk.say(text)
+    assert answers.asked[2] == [("user", "c" * 10), ("assistant", "d" * 10), ("user", "e" * 10)]
+    assert capsys.readouterr().err == "the oldest 2 messages are left out from here on: the model has 45 positions\n"
+    talk.say("g" * 50)
+    assert "error: the message is too long by 5 tokens; shorten it" in capsys.readouterr().err
+    assert len(answers.asked) == 3 and talk.messages[-1] == {"role": "assistant", "content": "f" * 10}
+
+
+@pytest.mark.quick
+def test_an_answer_that_is_ended_keeps_what_was_committed_else_the_message_is_taken_back() -> None:
+    answers = Answers(KeyboardInterrupt("half "), KeyboardInterrupt(), "whole")
+    talk = chat(answers)
+    for text in ("one", "two", "three"):
+        talk.say(text)
+    assert answers.asked[2] == [("user", "one"), ("assistant", "half"), ("user", "three")]
+
+
+@pytest.mark.quick
+def test_a_message_that_cannot_be_answered_is_taken_back(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = Answers(Result.failed(1, "not finite"), RequestError("no"), "fine")
+    talk = chat(answers)
+    for text in ("one", "two", "three"):
+        talk.say(text)
+    assert answers.asked[2] == [("user", "three")]
+    assert capsys.readouterr() == ("fine\n", "error: not finite\nerror: no\n")
+    talk.command("/what")
+    assert capsys.readouterr().err.startswith("/what is no command (/help lists them)")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model that knows the turn format."""
+    tokenizer, place = chat_tokenizer(packaged_template()), tmp_path_factory.mktemp("chat") / "model"
+    checkpoint.save(checkpoint.init("sudoku4", tokenizer=tokenizer, device="cpu"), place, tokenizer=tokenizer)
+    return place
+
+
+OPTIONS = ["--steps", "2", "--max-new-tokens", "34", "--seed", "3"]
+
+
+def test_a_pipe_gets_an_answer_to_each_line_as_sample_gives_it(model: Path) -> None:
+    run = CliRunner().invoke(app, ["chat", str(model), *OPTIONS], input="Hi\n\nTwo \\\nlines\n/reset\nHi\n")
+    assert run.exit_code == 0, run.output
+    assert "Traceback" not in run.output and run.stderr == "the conversation begins anew\n"
+    alone = CliRunner().invoke(app, ["sample", str(model), "--chat", "Hi", *OPTIONS])
+    assert run.stdout.startswith(alone.stdout.strip())
+    again = CliRunner().invoke(app, ["chat", str(model), *OPTIONS], input="Hi\nTwo \\\nlines\n/reset\nHi\n")
+    assert again.stdout == run.stdout  # the same seed, the same conversation
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("words", [["--temperature", "0"], ["--entropy-bound", "-1"], ["--strategy", "quick"]])
+def test_settings_that_cannot_be_are_refused_in_one_line(model: Path, words: list[str]) -> None:
+    run = CliRunner().invoke(app, ["chat", str(model), *words], input="Hi\n")
+    assert run.exit_code in (1, 2) and len(run.stderr.splitlines()) == 1, run.output
+
+
+def test_a_terminal_shows_canvases_and_ctrl_d_ends_the_chat(model: Path) -> None:
+    """A real terminal: a message, Ctrl-C while typing, Ctrl-C during an answer, /help, Ctrl-D."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "blockdiff", "chat", str(model), "--max-new-tokens", "17", "--steps"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "60", "LINES": "20"}
+
+    def start(steps: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*command, steps], stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        )  # fmt: skip
+
+    seen = b""
+
+    def until(text: bytes) -> None:
+        nonlocal seen
+        end = time.monotonic() + 60
+        while text not in seen:
+            assert time.monotonic() < end, seen.decode("utf-8", "replace")
+            if select.select([ours], [], [], 0.2)[0]:
+                seen += os.read(ours, 65536)
+        seen = seen[seen.index(text) + len(text) :]
+
+    process = start("100000")
+    try:
+        until(b"> ")
+        os.write(ours, b"half a\x03")
+        until(b"> ")
+        os.write(ours, b"Hi\n")
+        until(b"step 2")
+        os.write(ours, b"\x03")
+        until(b"the message is taken back")
+        os.write(ours, b"/help\n")
+        until(b"Ctrl-C ends an answer")
+        until(b"> ")
+        os.write(ours, b"\x04")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        os.close(theirs)
+        os.close(ours)
