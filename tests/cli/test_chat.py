@@ -136,15 +136,17 @@ def test_settings_that_cannot_be_are_refused_in_one_line(model: Path, words: lis
 def test_a_terminal_shows_canvases_and_ctrl_d_ends_the_chat(model: Path) -> None:
     """A real terminal: a message, Ctrl-C while typing, Ctrl-C during an answer, /help, Ctrl-D."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "blockdiff", "chat", str(model), "--max-new-tokens", "17", "--steps"]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "60", "LINES": "20"}
-
-    def start(steps: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [*command, steps], stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
-        )  # fmt: skip
-
+    # What Ctrl-C means is the terminal's business, so it has to be the controlling one of the process.
+    take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-m", "blockdiff", "chat", str(model), "--max-new-tokens", "17", "--steps", "100000"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", take, *command],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "60", "LINES": "20"},
+        start_new_session=True,
+    )
     seen = b""
 
     def until(text: bytes) -> None:
@@ -156,10 +158,11 @@ def test_a_terminal_shows_canvases_and_ctrl_d_ends_the_chat(model: Path) -> None
                 seen += os.read(ours, 65536)
         seen = seen[seen.index(text) + len(text) :]
 
-    process = start("100000")
     try:
         until(b"> ")
-        os.write(ours, b"half a\x03")
+        os.write(ours, b"half a")
+        until(b"half a")
+        os.write(ours, b"\x03\n")  # where another thread takes the signal, it is noticed with the next key
         until(b"> ")
         os.write(ours, b"Hi\n")
         until(b"step 2")
