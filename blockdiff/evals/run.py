@@ -72,7 +72,8 @@ def evaluate(
             on_canvas=on_canvas,
         )
         answers = [_record(question, result, task) for question, result in zip(mine, results, strict=True)]
-    dealt = ranks.gather((answers, list(first_canvas.values())))
+    # Of several draws of a row, the first one has the row's name.
+    dealt = ranks.gather((answers, [first_canvas[q.place] for q in mine if q.place in first_canvas]))
     records = [dealt[place % ranks.world][0][place // ranks.world] for place in range(len(questions))]
     waits = [wait for _, of_rank in dealt for wait in of_rank]
     return {
