@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,13 @@ def show_model(target: str, show: Progress) -> None:
         )
 
 
-def show_shape(model: BlockDiffusionModel, origin: str, show: Progress) -> None:
-    """Print the shape of a model, its parameters by part, and the memory that they need."""
+def show_shape(
+    model: BlockDiffusionModel, origin: str, show: Progress, needs: Mapping[str, int] | None = None
+) -> None:
+    """Print the shape of a model, its parameters by part, and the memory that they need.
+
+    needs: what a recipe's training takes, bytes by what they hold; None: training all of it in fp32.
+    """
     outline = family_of(model.config).outline(model.config)
     for line in (origin, *outline.lines):
         show.line(line)
@@ -51,9 +57,12 @@ def show_shape(model: BlockDiffusionModel, origin: str, show: Progress) -> None:
     count = trained + sum(row.frozen for row in parts)
     active = count - experts + experts * outline.experts_per_token // max(1, outline.experts)
     show.line(f"a token meets {active:,} of {count:,} parameters")
+    what = "full training in fp32 with AdamW" if needs is None else "training as the recipe says"
+    needs = of_training(count, trained) if needs is None else needs
+    parts_of_it = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in needs.items())
     show.line(
         f"memory    weights bf16 {size(2 * count)}, fp32 {size(4 * count)}; "
-        f"full training in fp32 with AdamW {size(sum(of_training(count, trained).values()))} and activations; "
+        f"{what} {size(sum(needs.values()))} ({parts_of_it}) and activations; "
         f"prefix in bf16 {size(2 * 1024 * outline.cached_per_token)} for 1,024 tokens of one row"
     )
 

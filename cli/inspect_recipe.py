@@ -17,8 +17,7 @@ from blockdiff.checkpoint.tokenizer import sequence_decoder
 from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example
 from blockdiff.terminal import printable
-from blockdiff.training.build import checked_data, corruption_of, read_base, trains_routers
-from blockdiff.training.freeze import freeze
+from blockdiff.training.build import checked_data, choose_trained, corruption_of, memory_of, read_base
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.refuse import refuse, without_effect
@@ -48,8 +47,9 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
     base = read_base(recipe)
     corruption = corruption_of(recipe, base)
     model = checkpoint.empty(base.config)
-    freeze(model, recipe.optim.freeze, trains_routers(recipe))
-    show_shape(model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show)
+    choose_trained(model, recipe, base.tokenizer)
+    needs, _ = memory_of(model, recipe)
+    show_shape(model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show, needs)
     data = checked_data(recipe, base)
     for line in ("", *data.lines(), *(f"note      {each}" for each in without_effect(recipe, data.steps)), ""):
         show.line(line)

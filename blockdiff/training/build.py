@@ -98,9 +98,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         stop_gradient=recipe.objective.stop_gradient,
     )
     state.require_own_names(objective)
-    if recipe.lora.trains:
-        put_adapters(model, recipe.lora, base.tokenizer)
-    freeze(model, recipe.optim.freeze, trains_routers(recipe))
+    choose_trained(model, recipe, base.tokenizer)
     require_memory(model, recipe, ranks.device)
 
     data = checked_data(recipe, base, ranks)
@@ -201,8 +199,21 @@ def put_adapters(model: BlockDiffusionModel, lora: LoraSection, tokenizer: Any) 
         raise RecipeError(f"lora: {error}") from None
 
 
+def choose_trained(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -> None:
+    """Give a model without weights its adapters, and freeze what does not train."""
+    if recipe.lora.trains:
+        put_adapters(model, recipe.lora, tokenizer)
+    freeze(model, recipe.optim.freeze, trains_routers(recipe))
+
+
 def require_memory(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
     """Refuse a model without memory whose training cannot fit on a device; activations are not counted."""
+    needs, smaller = memory_of(model, recipe)
+    memory.require(needs, device, {choice: sum(parts.values()) for choice, parts in smaller.items()})
+
+
+def memory_of(model: nn.Module, recipe: Recipe) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """Bytes that training takes by what they hold, without activations; and the same by what makes them fewer."""
     o, dtype = recipe.optim, recipe.model.dtype
     numbers = sum(tensor.numel() for tensor in model.state_dict().values())
     trained = sum(parameter.numel() for parameter in trainable(model).values())
@@ -214,8 +225,7 @@ def require_memory(model: nn.Module, recipe: Recipe, device: torch.device) -> No
         "model.dtype: bfloat16": needs("bfloat16", o.name),
         "both": needs("bfloat16", "adamw_8bit"),
     }
-    totals = {choice: sum(parts.values()) for choice, parts in smaller.items()}
-    memory.require(needs(dtype, o.name), device, totals)
+    return needs(dtype, o.name), smaller
 
 
 def warmup_steps(recipe: Recipe, steps: int) -> int:

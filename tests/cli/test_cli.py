@@ -545,13 +545,16 @@ def test_inspect_draws_the_batch_that_training_sees(workshop: Path) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("setting", ["optim.freeze=['layers.*.mlp.*']", "objective.router=frozen"])
+@pytest.mark.parametrize("setting", ["optim.freeze=['layers.*.mlp.*']", "objective.router=frozen", "lora.rank=2"])
 def test_inspect_and_train_name_and_count_the_same_parts(workshop: Path, tmp_path: Path, setting: str) -> None:
     def table(text: str) -> str:
         return re.search(r"part +tensors.*total [^\n]*\n", text, re.DOTALL)[0]  # type: ignore[index]
 
     words = [workshop / "recipe.yaml", "--set", setting, "--set", "optim.warmup_steps=9", "--set", "train.steps=1"]
+    if setting == "lora.rank=2":
+        words += ["--set", f"model.path={workshop}/run/model", "--set", "model.tokenizer=null"]
     looked, trained = works("inspect", *words), works("train", *words, "--output", tmp_path / "run")
+    assert "training as the recipe says" in looked
     assert table(looked) == table(trained)
     note = "note      optim.warmup_steps: the warm-up of 9 steps does not end within the 1 steps of the run\n"
     assert note in looked and note in trained
