@@ -36,6 +36,7 @@ from blockdiff.training.optimiser import trainable
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.sections import LoraSection
+from blockdiff.training.tensors import require_own_names
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         positions=recipe.objective.positions,
         stop_gradient=recipe.objective.stop_gradient,
     )
-    state.require_own_names(objective)
+    require_own_names(objective)
     choose_trained(model, recipe, base.tokenizer)
     require_memory(model, recipe, ranks.device)
 

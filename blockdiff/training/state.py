@@ -25,23 +25,20 @@ from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RESUME, RunError
 from blockdiff.files import digest, remove_directory, remove_leftovers, seal, sync, unwritten, whole_directory
 from blockdiff.metrics import FILE_NAME, SAMPLES
-from blockdiff.models.adapters import is_adapter
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.ema import Ema
+from blockdiff.training.tensors import load_weights, pack, unpack, weights_of
 
 FOLDER = "checkpoints"
 MODEL, OPTIMISER, TRAINER = "model.safetensors", "optimiser.safetensors", "trainer.json"
 AVERAGE = "ema.safetensors"
-SHARED = ("qmap1", "qmap2")  # tables that bitsandbytes keeps once for all parameters
-# Of parameter groups: the rate is set before every step, the others say how this machine computes.
-NOT_RESTORED = ("lr", "fused", "foreach", "capturable")
-Plain = str | bool | int | float | None  # what JSON has
 FORMAT = 2  # of trainer.json; without it: 1, whose facts have the recipe keys of before
 # Facts that may differ when a run goes on; they say in which parts sums are made.
 ROUNDING = ("train.micro_batch_size",)
 # Facts that are compared by a hash, which says nothing to a reader.
 HASHED = {
     "model": "a model of another shape (model)",
+    "model.path": "other weights below its adapters (model.path)",
     "model.tokenizer": "another tokenizer (model.tokenizer)",
     "data.train": "other training rows (data.train), or rows that become tokens in another way",
     "data.heldout": "other held-out rows (data.heldout)",
@@ -129,9 +126,9 @@ def save(
     most a hidden directory that `entered` removes.
     """
     final = run / FOLDER / f"step-{step}"
-    tensors, values = _pack(objective, optimiser)
+    tensors, values = pack(objective, optimiser)
     files = {
-        MODEL: {name: tensor.detach().contiguous() for name, tensor in _weights(objective).items()},
+        MODEL: {name: tensor.detach().contiguous() for name, tensor in weights_of(objective).items()},
         OPTIMISER: tensors,
     }
     if average is not None:
@@ -206,8 +203,8 @@ def restore(
             f"{checkpoint}: {'; '.join(changed)}: the same batches and draws, but sums are rounded differently",
             stacklevel=2,
         )
-    _load_weights(checkpoint / MODEL, objective, tensors[MODEL])
-    _unpack(checkpoint / OPTIMISER, objective, optimiser, tensors[OPTIMISER], values)
+    load_weights(checkpoint / MODEL, objective, tensors[MODEL])
+    unpack(checkpoint / OPTIMISER, objective, optimiser, tensors[OPTIMISER], values)
     if average is not None:
         average.load(tensors[AVERAGE])
     return int(trainer["step"])
@@ -218,7 +215,7 @@ def restore_weights(checkpoint: Path, objective: nn.Module, average: Ema | None 
     with _readable(checkpoint):
         names = (MODEL, *((AVERAGE,) if average is not None else ()))
         tensors = _tensors_of(checkpoint, _trainer_of(checkpoint), *names)
-    _load_weights(checkpoint / MODEL, objective, tensors[MODEL])
+    load_weights(checkpoint / MODEL, objective, tensors[MODEL])
     if average is not None:
         average.load(tensors[AVERAGE])
 
@@ -260,30 +257,6 @@ def _readable(checkpoint: Path) -> Iterator[None]:
         raise RunError(f"{checkpoint}: cannot be read ({reason}); remove it to go on from an earlier one") from None
 
 
-def require_own_names(objective: nn.Module) -> None:
-    """Raises RunError where what an objective has beside its model has a name of the model's: one would be lost."""
-    names = list(objective.state_dict())
-    shared = {_short(name) for name in names if _short(name) != name} & {*names}
-    if shared:
-        raise RunError(f"objective: its tensor {min(shared)} has the name of one of the model; rename it")
-
-
-def _short(name: str) -> str:
-    """The name of a tensor of the objective: those of its model without the prefix."""
-    return name.removeprefix("model.")
-
-
-def _weights(objective: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds: all tensors of the objective, or of a model with adapters these alone.
-
-    The weights that they adapt stand still, and the checkpoint that they come from is a fact of the run.
-    """
-    state = objective.state_dict()
-    if any(is_adapter(_short(name)) for name in state):
-        state = {name: x for name, x in state.items() if is_adapter(_short(name)) or _short(name) == name}
-    return {_short(name): tensor for name, tensor in state.items()}
-
-
 def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
     names = [name for name in sorted({*was, *now} - {*ROUNDING}) if was.get(name) != now.get(name)]
     if "model.tokenizer" in names:  # which makes other tokens of the same rows
@@ -296,70 +269,3 @@ def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, An
             f"{checkpoint}: the run was started with {'; '.join(differing)}; "
             "keep what it was started with (what was given from Python too), or start another run in another directory"
         )
-
-
-def _load_weights(path: Path, objective: nn.Module, weights: dict[str, Tensor]) -> None:
-    state = _weights(objective)
-    _refuse_difference(path, _shapes(state), _shapes(weights))
-    with torch.no_grad():
-        for name, tensor in state.items():
-            tensor.copy_(weights[name])
-
-
-def _pack(objective: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Optimiser state by `parameter name/key`: the tensors, and the plain values of parameters and groups."""
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, Plain] = {}
-    for name, parameter in objective.named_parameters():
-        for key, value in optimiser.state.get(parameter, {}).items():
-            full_name = f"{_short(name)}/{key}"
-            if isinstance(value, Tensor):
-                value = value.detach().contiguous()
-                tensors[full_name] = value.clone() if key in SHARED else value
-            elif isinstance(value, Plain):
-                values[full_name] = value
-            else:
-                kind = type(value).__name__
-                raise RunError(f"optimiser: its state {full_name} is a {kind}; only tensors and plain values are saved")
-    groups = [
-        {key: value for key, value in group.items() if isinstance(value, Plain) and key not in NOT_RESTORED}
-        for group in optimiser.param_groups
-    ]
-    return tensors, {"state": values, "groups": groups}
-
-
-def _unpack(
-    path: Path,
-    objective: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    tensors: dict[str, Tensor],
-    values: dict[str, Any],
-) -> None:
-    named = {_short(name): parameter for name, parameter in objective.named_parameters()}
-    place = {
-        parameter: index
-        for index, parameter in enumerate(p for group in optimiser.param_groups for p in group["params"])
-    }
-    state: dict[int, dict[str, Any]] = {}
-    for full_name, value in {**tensors, **values["state"]}.items():
-        name, _, key = full_name.rpartition("/")
-        parameter = named.get(name)
-        if parameter is None or parameter not in place:
-            raise RunError(f"{path}: {name} was trained in the run to resume and is not trained now")
-        state.setdefault(place[parameter], {})[key] = value
-    groups = optimiser.state_dict()["param_groups"]
-    for group, saved in zip(groups, values["groups"], strict=False):
-        group |= saved
-    # load_state_dict puts every tensor where this optimiser wants it (the step counter of a fused one, say).
-    optimiser.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _shapes(state: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in state.items()}
-
-
-def _refuse_difference(path: Path, ours: dict[str, str], theirs: dict[str, str]) -> None:
-    for name in sorted({*ours, *theirs}):
-        if ours.get(name) != theirs.get(name):
-            saved, wanted = theirs.get(name, "missing"), ours.get(name, "missing")
-            raise RunError(f"{path}: {name} is {saved} there and {wanted} in the model")

@@ -41,7 +41,7 @@ LIGHT = {name for name, floor in FLOORS.items() if floor < 6} - {"data"}
 LIGHT_TRAINING = (
     *("training", "training.optimiser", "training.schedule", "training.freeze", "training.ema"),
     *("training.activations", "training.step", "training.state", "training.best", "training.clock"),
-    "training.heldout",
+    *("training.heldout", "training.tensors"),
 )
 LIGHT_DATA = ("data", "data.control_tokens", "data.messages", "data.rows", "data.strict_json")
 THERE = {"blockdiff", "torch", "triton", "transformers", "safetensors", "tokenizers"}
