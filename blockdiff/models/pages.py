@@ -48,8 +48,11 @@ class PagedRow:
 
 @dataclass(frozen=True)
 class PageStatistics:
-    """pages: in use, by kind of layer; cached: unused ones whose tokens can be shared; published: those and used ones;
-    reused_tokens: that `reuse` found, of asked_tokens; evictions: cached pages that were given to other tokens."""
+    """What the pages hold, by kind of layer, and what happened so far.
+
+    pages: in use; cached: not in use, and their tokens can be shared; published: all that can be shared;
+    reused_tokens: what `reuse` found, of the asked_tokens of new rows; evictions: cached pages given to other tokens.
+    """
 
     pages: dict[str, int]
     cached: dict[str, int]
@@ -107,7 +110,7 @@ class Pages:
             return row.length
         size, found = self.page_tokens, list[Link]()
         link = row.links[-1] if row.links else row.root
-        self._asked += len(tokens) - row.length
+        self._asked += 0 if row.length else len(tokens)
         for first in range(row.length, len(tokens) - size + 1, size):
             following = self._links.get((link, key_of(tokens[first : first + size])))
             if following is None:

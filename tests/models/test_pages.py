@@ -407,3 +407,55 @@ def test_a_lost_page_is_noticed(model):
     row.tables["full"].pop()
     with pytest.raises(AssertionError):
         pages.check()
+
+
+# -- everything at once ----------------------------------------------------------------------------------------
+
+
+def test_random_rows_with_common_beginnings_in_little_memory_stay_right_and_lose_no_page(model):
+    """Rows of two different tokens, so that much is shared; encoded in chunks of 4, cut, denoised, released."""
+    draw, pages = random.Random(1), Pages(model, 4, capacity=120)
+    texts: dict[PagedRow, list[int]] = {}
+    refused = compared = 0
+
+    def extend(row: PagedRow, text: list[int]) -> bool:
+        """Encode what a row has not got of its text; False, and the row is gone, where memory runs out."""
+        while row.length < len(text):
+            pages.reuse(row, text)
+            part = text[row.length : row.length + 4 - row.length % 4]
+            if part and not pages.reserve(row, len(part)):
+                pages.release(row)
+                return False
+            if part:
+                pages.encode([row], torch.tensor([part]), [len(part)])
+        texts[row] = text
+        return True
+
+    for _ in range(200):
+        action = draw.random()
+        row = draw.choice(list(texts)) if texts else None
+        if row is None or action < 0.35:
+            refused += not extend(pages.open(), [draw.choice((3, 3, 3, 4)) for _ in range(draw.randint(1, 30))])
+        elif action < 0.5:
+            refused += not extend(row, texts.pop(row) + [draw.choice((3, 4)) for _ in range(draw.randint(1, 9))])
+        elif action < 0.6 and row.length > 2:
+            pages.truncate(row, row.length - 1)
+            texts[row] = texts[row][:-1]
+        elif action < 0.85:
+            pages.release(row)
+            del texts[row]
+        else:
+            rows = draw.sample(list(texts), draw.randint(1, len(texts)))
+            canvas = tokens(len(rows), L, seed=compared)
+            hidden = pages.denoise(rows, canvas)
+            for n, each in enumerate(rows):
+                truth = model.denoise(canvas[n : n + 1], model.encode(torch.tensor([texts[each]])))
+                close(hidden[n : n + 1], truth)
+                compared += 1
+        pages.check()
+    statistics = pages.statistics
+    assert refused and compared > 40 and statistics.evictions > 20 and statistics.reused_tokens > 100
+    for row in texts:
+        pages.release(row)
+    pages.check()
+    assert pages.free_tokens() == 120
