@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from blockdiff.checkpoint import export, init, load, save
     from blockdiff.models.adapters import merge
-    from blockdiff.sampling import Request, Sampler
+    from blockdiff.sampling import Engine, Request, Sampler
     from blockdiff.training.callbacks import Callback
     from blockdiff.training.recipe import Recipe
     from blockdiff.training.run import Run
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 # Where each public name is defined; it is imported when it is first used.
 _HOME = {
     "Callback": "blockdiff.training.callbacks",
+    "Engine": "blockdiff.sampling",
     "Recipe": "blockdiff.training.recipe",
     "Request": "blockdiff.sampling",
     "Run": "blockdiff.training.run",
@@ -35,6 +36,7 @@ _HOME = {
 }
 __all__ = [
     "Callback",
+    "Engine",
     "Recipe",
     "Request",
     "Run",

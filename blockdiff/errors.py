@@ -25,3 +25,7 @@ class RunError(BlockdiffError):
 
 class RequestError(BlockdiffError):
     """A sampling request cannot be answered."""
+
+
+class Full(BlockdiffError):
+    """An engine's queue has no place for another request now; ask again when some are answered."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
 from blockdiff.kernels.vocabulary.native import class_stats, token_stats
+from blockdiff.sampling.sampler import Sampler
 
 Script = Callable[[int, int, int], Tensor]  # (last prompt token, canvas, step) -> logits [L, V]
 
@@ -29,7 +31,7 @@ class ScriptedModel:
 
     def __init__(self, script: Script, canvas_length: int, vocab_size: int):
         self.script, self.canvas_length, self.vocab_size = script, canvas_length, vocab_size
-        self.device = torch.device("cpu")
+        self.device, self.dtype, self.table = torch.device("cpu"), torch.float32, torch.eye(vocab_size)
         self.vocabulary = self
         self.encoded: list[tuple[int, int]] = []  # shape of every encode
         self.denoised: list[int] = []  # rows of every denoise
@@ -72,13 +74,11 @@ class ScriptedModel:
     ) -> Stats:
         """What `Vocabulary.stats` gives, with softmax(z / T) itself as the soft embedding."""
         B, L, V = hidden_BLV.shape
-        if isinstance(temperature, Tensor):
-            temperature = temperature[:, None].expand(B, L).reshape(-1)
         flat = token_stats(
             hidden_BLV.reshape(-1, V),
             torch.eye(V),
             None,
-            temperature,
+            _of_tokens(temperature, L),
             uniform_BL.reshape(-1),
             None if given_BL is None else given_BL.reshape(-1),
             None if allowed_BLW is None else allowed_BLW.flatten(0, 1),
@@ -89,7 +89,7 @@ class ScriptedModel:
     def class_stats(
         self,
         hidden_BLV: Tensor,
-        temperature: float,
+        temperature: Tensor | float,
         uniform_BL: Tensor,
         classes: Classes,
         penalty: Penalty | None = None,
@@ -97,9 +97,14 @@ class ScriptedModel:
     ) -> ClassStats:
         """What `Vocabulary.class_stats` gives, with softmax(z / T) itself as the soft embedding."""
         B, L, V = hidden_BLV.shape
-        inputs = hidden_BLV.reshape(-1, V), torch.eye(V), None, temperature, uniform_BL.reshape(-1)
+        inputs = hidden_BLV.reshape(-1, V), torch.eye(V), None, _of_tokens(temperature, L), uniform_BL.reshape(-1)
         flat = class_stats(*inputs, classes, penalty, excluded)
         return ClassStats(*(column.view(B, L, *column.shape[1:]) for column in flat))
+
+
+def _of_tokens(temperature: Tensor | float, length: int) -> Tensor | float:
+    """One temperature, or one per row as one per token."""
+    return temperature.repeat_interleave(length) if isinstance(temperature, Tensor) else temperature
 
 
 def random_script(
@@ -126,3 +131,67 @@ def random_script(
         return noise * 1.5 + peak * (pace + step)
 
     return script
+
+
+class ScriptedRow:
+    """A row of `ScriptedPages`: its last prompt token, its canvas, and the steps of that."""
+
+    def __init__(self) -> None:
+        self.length, self.last, self.canvas, self.step = 0, -1, -1, 0
+
+
+class ScriptedPages:
+    """Stands in for the pages of a `ScriptedModel`. A row's first tokens are its prompt, the later ones canvases."""
+
+    page_tokens = 128
+
+    def __init__(self, model: ScriptedModel):
+        self.model, self.rows = model, set[ScriptedRow]()
+
+    def open(self) -> ScriptedRow:
+        """An empty row."""
+        self.rows.add(row := ScriptedRow())
+        return row
+
+    def reuse(self, row: ScriptedRow, tokens: list[int], multiple: int = 1) -> int:
+        """Nothing is shared."""
+        return 0
+
+    def reserve(self, row: ScriptedRow, tokens: int) -> bool:
+        """There is always room."""
+        return True
+
+    def free_tokens(self) -> int:
+        """As many as anyone wants."""
+        return 1 << 40
+
+    def release(self, row: ScriptedRow) -> None:
+        """Forget a row."""
+        self.rows.remove(row)
+
+    def encode(self, rows: list[ScriptedRow], tokens_BT: Tensor, lengths: list[int], **_: object) -> Tensor:
+        """Remember the shape, and what the rows are."""
+        self.model.encoded.append(tuple(tokens_BT.shape))
+        for row, tokens, length in zip(rows, tokens_BT.tolist(), lengths, strict=True):
+            row.last = tokens[length - 1] if row.canvas < 0 else row.last
+            row.length, row.canvas, row.step = row.length + length, row.canvas + 1, 0
+        return torch.zeros(*tokens_BT.shape, 1)
+
+    def denoise(
+        self, rows: list[ScriptedRow], canvas_BT: Tensor, soft_BTD: Tensor | None = None, canvases: int = 1
+    ) -> Tensor:
+        """The next logits of every row's script."""
+        assert canvas_BT.shape == (len(rows), self.model.canvas_length) and canvases == 1
+        self.model.denoised.append(len(rows))
+        logits = []
+        for number, row in enumerate(rows):
+            signal = None if soft_BTD is None else soft_BTD[number]
+            self.model.signals[row.last, row.canvas, row.step] = signal
+            logits.append(self.model.script(row.last, row.canvas, row.step))
+            row.step += 1
+        return torch.stack(logits)
+
+
+def sampler_for(model: ScriptedModel, *settings: Any, **options: Any) -> Sampler:
+    """A sampler with a scripted model."""
+    return Sampler(model, *settings, **options, pages=ScriptedPages(model))

@@ -2,6 +2,7 @@
 
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.sampling.choices import Choices
+from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.prompts import read_prompts
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
@@ -15,6 +16,7 @@ __all__ = [
     "CommittedCanvas",
     "Composed",
     "Decision",
+    "Engine",
     "Generation",
     "Recorder",
     "Request",

@@ -100,6 +100,12 @@ class Context:
         asked.strategy = None if request.strategy is None else as_strategy(request.strategy, self.generation)
         if self.bos_id is None and is_guided(asked.strategy or self.strategy, asked.max_steps):
             raise RequestError("guidance needs a bos token as an empty prompt, and neither model nor tokenizer has one")
+        asked.is_scored = request.scores or request.best_of > 1
+        if asked.is_scored and self.choices.objective.get("ar_loss", "not said") in ("none", None):
+            warnings.warn(
+                "this model was trained without the next-token loss (objective.ar_loss: none): its scores say nothing",
+                stacklevel=1,
+            )
         length = self.model.canvas_length
         asked.control = control_of(
             request,

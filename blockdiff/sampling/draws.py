@@ -11,35 +11,52 @@ from blockdiff.seeding import Stream, to_integers, to_uniform, uniform, words
 STEPS_AHEAD = 8
 
 
+def draw_ahead(
+    seed_B: Tensor, canvas_B: Tensor, first_B: Tensor, length: int, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """The draws of STEPS_AHEAD steps of every canvas, from its own first one on (all int64 [B]).
+
+    The numbers that pick samples, float32 [B, STEPS_AHEAD, L] in [0, 1), and the noise that fills what is not accepted,
+    int64 tokens of that shape.
+    """
+    step_BT = first_B[:, None] + torch.arange(STEPS_AHEAD, device=seed_B.device)
+    words_BTN = words(seed_B[:, None], Stream.SAMPLE, (canvas_B[:, None], step_BT), 2 * length)
+    return to_uniform(words_BTN[..., :length]), to_integers(words_BTN[..., length:], vocab_size)
+
+
+def second_draws(seed_B: Tensor, canvas_B: Tensor, step_B: Tensor, length: int) -> Tensor:
+    """A second uniform number per position of a step, float32 [B, L], for strategies that draw what to keep."""
+    return uniform(seed_B, Stream.DECIDE, (canvas_B, step_B), length)
+
+
 class Draws:
-    """For every step the uniform numbers that pick samples, and the noise that fills what is not accepted."""
+    """The draws of canvases that run in lockstep: the same canvas and step of every row."""
 
     def __init__(self, seed_B: Tensor, canvas: int, length: int, vocab_size: int):
-        self.seed_B = seed_B
-        self.canvas, self.length, self.vocab_size = canvas, length, vocab_size
-        self._first, self._uniform_TBL, self._noise_TBL = 0, *self._draw(0)
+        self.seed_B, self.canvas_B = seed_B, torch.full_like(seed_B, canvas)
+        self.length, self.vocab_size = length, vocab_size
+        self._first, self._uniform_BTL, self._noise_BTL = 0, *self._draw(0)
 
     def of_step(self, step: int) -> tuple[Tensor, Tensor]:
         """Uniform float32 [B, L] in [0, 1) and noise tokens int64 [B, L] of a step, counted from 0."""
         if not self._first <= step < self._first + STEPS_AHEAD:
-            self._first, self._uniform_TBL, self._noise_TBL = step, *self._draw(step)
-        return self._uniform_TBL[step - self._first], self._noise_TBL[step - self._first]
+            self._first, self._uniform_BTL, self._noise_BTL = step, *self._draw(step)
+        return self._uniform_BTL[:, step - self._first], self._noise_BTL[:, step - self._first]
 
     def second(self, step: int) -> Tensor:
-        """A second uniform number per position, float32 [B, L], for strategies that draw what to keep."""
-        return uniform(self.seed_B, Stream.DECIDE, (self.canvas, step), self.length)
+        """A second uniform number per position, float32 [B, L]."""
+        return second_draws(self.seed_B, self.canvas_B, torch.full_like(self.seed_B, step), self.length)
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows of the batch."""
-        self.seed_B = self.seed_B[rows]
-        self._uniform_TBL, self._noise_TBL = self._uniform_TBL[:, rows], self._noise_TBL[:, rows]
+        self.seed_B, self.canvas_B = self.seed_B[rows], self.canvas_B[rows]
+        self._uniform_BTL, self._noise_BTL = self._uniform_BTL[rows], self._noise_BTL[rows]
 
     def _draw(self, first: int) -> tuple[Tensor, Tensor]:
         """The numbers of STEPS_AHEAD steps from `first` on."""
-        steps = torch.arange(first, first + STEPS_AHEAD, device=self.seed_B.device)[:, None]
-        words_TBN = words(self.seed_B, Stream.SAMPLE, (self.canvas, steps), 2 * self.length)
-        uniform_TBL = to_uniform(words_TBN[..., : self.length])
-        return uniform_TBL, to_integers(words_TBN[..., self.length :], self.vocab_size)
+        return draw_ahead(
+            self.seed_B, self.canvas_B, torch.full_like(self.seed_B, first), self.length, self.vocab_size
+        )
 
 
 def signed(seed: int) -> int:

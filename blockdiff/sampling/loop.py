@@ -156,8 +156,8 @@ def _denoise(
         decision = strategy.decide(canvases)
         kept_BL, standing_BL = decision.kept_BL, decision.standing(canvases)
         if on_step is not None:
-            columns = canvas_BL, stats, decision.keep_BL
-            for record in step_records(canvases.ids, number, step, shape.temperature, *columns):
+            at = [(id, number, step, shape.temperature) for id in canvases.ids]
+            for record in step_records(at, canvas_BL, stats, decision.keep_BL):
                 on_step(record)
 
         is_last = step + 1 == max_steps

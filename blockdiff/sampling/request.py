@@ -161,8 +161,8 @@ class Pending:
 
     The response has at most `canvases` canvases, each of at most `max_steps` steps. `strategy` is the request's own, if
     it brings one; `control` holds its canvases, if anything does. `request_id` is the request's, `id` what this answer
-    of it is called; `draw` counts the answers of one request where there are several. `error` says why it cannot be
-    answered any further.
+    of it is called; `draw` counts the answers of one request where there are several. `is_scored`: its tokens get their
+    log-probabilities. `error` says why it cannot be answered any further.
     """
 
     place: int
@@ -177,6 +177,7 @@ class Pending:
     max_steps: int = 1
     strategy: Strategy | None = None
     control: Control | None = None
+    is_scored: bool = False
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     finish_reason: str | None = None

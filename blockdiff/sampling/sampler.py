@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +12,15 @@ from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import RequestError
+from blockdiff.models.pages import Pages
 from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.context import Context
-from blockdiff.sampling.loop import OnCanvas, OnStep, generate_in_lockstep
-from blockdiff.sampling.request import Pending, Prompt, Request, Result, as_request, draws_of
-from blockdiff.sampling.scores import best, score
+from blockdiff.sampling.engine import Engine
+from blockdiff.sampling.loop import OnCanvas, OnStep
+from blockdiff.sampling.request import Pending, Prompt, Request, Result, as_request
 from blockdiff.sampling.strategies import as_strategy
 from blockdiff.sampling.strategy import Strategy
+from blockdiff.sampling.trace import CommittedCanvas, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
 
 
 class Sampler:
-    """Answers prompts with a model; what may be left out is said at `Context`."""
+    """Answers prompts with a model; what may be left out is said at `Context`.
+
+    Prompts that begin alike share their beginning within a call; with `pages` (of this model, while its weights stay as
+    they are) between calls, too.
+    """
 
     def __init__(
         self,
@@ -37,8 +42,9 @@ class Sampler:
         generation: Generation | None = None,
         choices: Choices | None = None,
         strategy: Strategy | str | None = None,
+        pages: Pages | None = None,
     ):
-        self.context = Context(model, tokenizer, generation, choices, strategy)
+        self.context, self.pages = Context(model, tokenizer, generation, choices, strategy), pages
 
     @property
     def model(self) -> BlockDiffusionModel:
@@ -108,39 +114,56 @@ class Sampler:
             settings = replace(settings, max_steps=max_steps)
         self.context.canvases(settings.max_new_tokens)  # refuses what no prompt fits before
         results: dict[int, Result] = {}
-        asked: list[Pending] = []
-        scored: set[int] = set()
+        asked: list[tuple[Pending, int]] = []
         for place, prompt in enumerate(prompts):
             if isinstance(prompt, Result):
                 results[place] = prompt
                 continue
-            request = as_request(prompt, place)
+            request = _with_defaults(as_request(prompt, place), settings)
             try:
-                pending = self.context.pending(_with_defaults(request, settings), place, seed)
-                asked += draws_of(pending, request.best_of)
-                scored |= {place} if request.scores or request.best_of > 1 else set()
+                asked.append((self.context.pending(request, place, seed), request.best_of))
             except RequestError as error:
                 results[place] = Result.failed(request.id, error)
-        generate_in_lockstep(self.context, asked, batch_size, on_canvas, on_step)
-        self._score([each for each in asked if each.place in scored and each.error is None], batch_size)
-        answers: dict[int, list[Result]] = {}
-        for each in asked:
-            answers.setdefault(each.place, []).append(self.context.result(each))
-        results |= {place: best(draws) for place, draws in answers.items()}
+        for place, result in self._answers(asked, batch_size, on_canvas, on_step):
+            results[place] = result
         return [results[place] for place in range(len(prompts))]
 
-    def _score(self, answered: Sequence[Pending], batch_size: int) -> None:
-        """Give each answer its log-probabilities by next-token prediction."""
-        if not answered:
-            return
-        if self.choices.objective.get("ar_loss", "not said") in ("none", None):
-            warnings.warn(
-                "this model was trained without the next-token loss (objective.ar_loss: none): its scores say nothing",
-                stacklevel=2,
-            )
-        found = score(self.model, [a.prompt_tokens for a in answered], [a.tokens for a in answered], batch_size)
-        for each, its in zip(answered, found, strict=True):
-            each.logprobs = its.logprobs
+    def _answers(
+        self,
+        asked: Sequence[tuple[Pending, int]],
+        batch_size: int,
+        on_canvas: OnCanvas | None,
+        on_step: OnStep | None,
+    ) -> list[tuple[int, Result]]:
+        """The results of requests, each given with its best_of, by the places of these."""
+        if not asked:
+            return []
+        length = self.model.canvas_length
+        longest = max(len(pending.prompt_tokens) + pending.canvases * length for pending, _ in asked)
+        count = sum(best_of for _, best_of in asked)
+        engine = Engine(
+            self.model,
+            context=self.context,
+            max_rows=min(batch_size, count),
+            max_waiting=count,
+            pages=self.pages or self._own_pages(longest, min(2 * batch_size, count)),
+        )
+        rows = [engine.enter(pending, best_of, watch=on_step is not None) for pending, best_of in asked]
+        is_unfinished = True
+        while is_unfinished:
+            is_unfinished = engine.step()
+            for event in engine.events():
+                if isinstance(event, Step) and on_step is not None:
+                    on_step(event)
+                elif isinstance(event, CommittedCanvas) and on_canvas is not None:
+                    on_canvas(event)
+        return [(row.asked.place, row.result) for row in rows if row.result is not None]
+
+    def _own_pages(self, longest: int, rows: int) -> Pages:
+        """Pages for so many rows of the longest one's tokens, or as much of it as there is memory for."""
+        pages = Pages(self.model)
+        needed = (rows + 1) * -(-longest // pages.page_tokens) * pages.page_tokens
+        return pages if needed > pages.free_tokens() else Pages(self.model, capacity=needed)
 
 
 def _with_defaults(request: Request, settings: Generation) -> Request:

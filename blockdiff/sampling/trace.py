@@ -38,18 +38,12 @@ class Step:
 
 
 def step_records(
-    ids: Sequence[str | int],
-    canvas: int,
-    step: int,
-    temperature: float,
-    tokens_BL: Tensor,
-    stats: Stats,
-    is_accepted_BL: Tensor,
+    places: Sequence[tuple[str | int, int, int, float]], tokens_BL: Tensor, stats: Stats, is_accepted_BL: Tensor
 ) -> Iterator[Step]:
-    """The records of one denoising step of a batch, one per request."""
+    """The records of one denoising step of a batch, one per canvas: its request, number, step and temperature."""
     columns = (tokens_BL, stats.argmax, stats.sample, stats.entropy, is_accepted_BL)
-    for id, *lists in zip(ids, *(column.tolist() for column in columns), strict=True):
-        yield Step(id, canvas, step, temperature, *lists)
+    for place, *lists in zip(places, *(column.tolist() for column in columns), strict=True):
+        yield Step(*place, *lists)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from blockdiff.errors import CheckpointError
 from blockdiff.objective import Objective
 from blockdiff.sampling import Choices, Generation, Recorder, Request, Sampler
 from tests.oracle import tiny_config
-from tests.scripted import ScriptedModel, random_script
+from tests.scripted import ScriptedModel, random_script, sampler_for
 
 pytestmark = pytest.mark.quick
 
@@ -34,7 +34,7 @@ def steps_of(choices: Choices | None, script=None, **settings) -> tuple[Recorder
     recorder = Recorder()
     model = ScriptedModel(script, L, V) if script else scripted(calm={9: 4})
     generation = Generation(max_steps=12, max_new_tokens=2 * L, **settings)
-    sampler = Sampler(model, None, generation, choices)
+    sampler = sampler_for(model, None, generation, choices)
     requests = [Request(n, tokens=[n]) for n in (9, 10, 11)]
     return recorder, sampler.generate(requests, on_step=recorder.step, on_canvas=recorder.canvas)
 
@@ -92,7 +92,7 @@ def test_uniform_models_sample_as_they_did():
 
 def test_a_mask_model_draws_for_each_request_alone():
     _, together = steps_of(MASKED)
-    alone = Sampler(scripted(calm={9: 4}), None, GENERATION, MASKED).generate([Request(10, tokens=[10])])
+    alone = sampler_for(scripted(calm={9: 4}), None, GENERATION, MASKED).generate([Request(10, tokens=[10])])
     assert alone[0] == together[1]
 
 

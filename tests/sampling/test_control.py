@@ -19,7 +19,7 @@ from blockdiff.sampling.predict import predict
 from blockdiff.sampling.template import FREE, parse_template
 from tests.chat_tokenizer import chat_tokenizer
 from tests.random_regex import random_regex
-from tests.scripted import ScriptedModel, random_script
+from tests.scripted import ScriptedModel, random_script, sampler_for
 
 pytestmark = pytest.mark.quick
 
@@ -38,7 +38,7 @@ def settings(canvases: int = 3, **changes) -> Generation:
 
 def sampler(canvases: int = 3, choices: Choices | None = None, script=None, tokenizer=TOKENIZER) -> Sampler:
     model = ScriptedModel(script or random_script(L, V, {}, {}), L, V)
-    return Sampler(model, tokenizer, settings(canvases), choices)
+    return sampler_for(model, tokenizer, settings(canvases), choices)
 
 
 def asked(**options) -> Request:

@@ -13,10 +13,9 @@ from transformers.models.diffusion_gemma import generation_diffusion_gemma as re
 from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.errors import CheckpointError
 from blockdiff.sampling.request import Request
-from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.trace import Recorder, write_traces
 from tests.oracle import tiny_config
-from tests.scripted import ScriptedModel, random_script
+from tests.scripted import ScriptedModel, random_script, sampler_for
 
 pytestmark = pytest.mark.quick
 
@@ -110,7 +109,7 @@ def test_special_tokens_are_the_settings_else_the_configs_else_the_tokenizers(so
 def recorder() -> Recorder:
     model = ScriptedModel(random_script(8, 40, {(9, 1): [5, 1, *[6] * 6]}, {9: 1, 10: 2}), 8, 40)
     recorder = Recorder()
-    sampler = Sampler(model, None, Generation(max_steps=5, max_new_tokens=16, eos_ids=(1,)))
+    sampler = sampler_for(model, None, Generation(max_steps=5, max_new_tokens=16, eos_ids=(1,)))
     requests = [Request("ü", tokens=[3, 9]), Request(2, tokens=[10])]
     sampler.generate(requests, on_step=recorder.step, on_canvas=recorder.canvas)
     return recorder
@@ -148,5 +147,5 @@ def test_a_recorder_with_ids_records_these_requests_only():
     recorder = Recorder(ids=["b"])
     requests = [Request(name, tokens=[9]) for name in "abc"]
     settings = Generation(max_steps=2, max_new_tokens=8)
-    Sampler(model, None, settings).generate(requests, on_step=recorder.step, on_canvas=recorder.canvas)
+    sampler_for(model, None, settings).generate(requests, on_step=recorder.step, on_canvas=recorder.canvas)
     assert [(trace.id, len(trace.steps), len(trace.canvases)) for trace in recorder.traces] == [("b", 2, 1)]

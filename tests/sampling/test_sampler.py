@@ -14,8 +14,7 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling.draws import STEPS_AHEAD, Draws
 from blockdiff.sampling.request import Request, Result
-from blockdiff.sampling.sampler import Sampler
-from tests.scripted import ScriptedModel, random_script
+from tests.scripted import ScriptedModel, random_script, sampler_for
 
 pytestmark = pytest.mark.quick
 
@@ -39,23 +38,24 @@ def spell(text: str) -> list[int]:
 
 def test_prompts_are_encoded_once_and_a_commit_encodes_only_the_new_canvas():
     model = scripted()
-    Sampler(model, None, GENERATION).generate([Request(n, tokens=[n, 7, 7][: n + 1]) for n in range(3)])
-    # One encode of the padded prompts, one canvas after each canvas but the last.
-    assert model.encoded == [(3, 3), (3, L), (3, L)]
+    sampler_for(model, None, GENERATION).generate([Request(n, tokens=[n, 7, 7][: n + 1]) for n in range(3)])
+    # One encode of the prompts of similar length each, then one canvas after each canvas but the last.
+    assert model.encoded[:2] == [(2, 3), (1, 1)]
+    assert {width for _, width in model.encoded[2:]} == {L} and sum(rows for rows, _ in model.encoded[2:]) == 6
 
 
-def test_a_stopped_canvas_leaves_the_denoising_batch_and_comes_back_for_the_next_one():
+def test_rows_do_not_wait_for_one_another():
     model = scripted(calm={10: 0, 11: 2})  # token 12 never settles
     requests = [Request(n, tokens=[n]) for n in (10, 11, 12)]
-    results = Sampler(model, None, GENERATION).generate(requests, max_new_tokens=2 * L)
+    results = sampler_for(model, None, GENERATION).generate(requests, max_new_tokens=2 * L)
     assert [r.steps for r in results] == [[2, 2], [4, 4], [6, 6]]
-    assert model.denoised == [3, 3, 2, 2, 1, 1] * 2
-    assert model.encoded == [(3, 1), (3, L)]
+    assert model.denoised == [3, 3, 3, 3, 2, 2, 2, 2, *[1] * 4]
+    assert model.encoded == [(3, 1), (1, L), (1, L), (1, L)]
 
 
 def test_a_row_that_met_its_eos_leaves_for_good():
     model = scripted(targets={(10, 0): [5, EOS, 5, 5, 5, 5, 5, 5]}, calm={10: 0, 11: 0})
-    results = Sampler(model, None, GENERATION).generate([Request(n, tokens=[n]) for n in (10, 11)])
+    results = sampler_for(model, None, GENERATION).generate([Request(n, tokens=[n]) for n in (10, 11)])
     assert [r.finish_reason for r in results] == ["eos", "length"]
     assert results[0].tokens == [5, EOS] and len(results[1].tokens) == 3 * L
     assert model.encoded == [(2, 1), (1, L), (1, L)] and model.denoised == [2, 2, 1, 1, 1, 1]
@@ -63,13 +63,13 @@ def test_a_row_that_met_its_eos_leaves_for_good():
 
 def test_nothing_is_encoded_after_the_last_canvas_of_anyone():
     model = scripted(targets={(10, 0): [EOS] * L}, calm={10: 0})
-    Sampler(model, None, GENERATION).generate([Request(0, tokens=[10])])
+    sampler_for(model, None, GENERATION).generate([Request(0, tokens=[10])])
     assert model.encoded == [(1, 1)]
 
 
 def test_max_new_tokens_rounds_up_to_whole_canvases():
     for asked, given in ((1, L), (L, L), (L + 1, 2 * L)):
-        [result] = Sampler(scripted(), None, GENERATION).generate(
+        [result] = sampler_for(scripted(), None, GENERATION).generate(
             [Request(0, tokens=[9])], max_new_tokens=asked
         )
         assert len(result.tokens) == given and result.finish_reason == "length"
@@ -78,24 +78,24 @@ def test_max_new_tokens_rounds_up_to_whole_canvases():
 def test_batch_size_bounds_the_rows_that_run_together():
     model = scripted(calm=dict.fromkeys(range(10, 15), 0))
     requests = [Request(n, tokens=[n]) for n in range(10, 15)]
-    results = Sampler(model, None, GENERATION).generate(requests, batch_size=2, max_new_tokens=L)
+    results = sampler_for(model, None, GENERATION).generate(requests, batch_size=2, max_new_tokens=L)
     assert model.encoded == [(2, 1), (2, 1), (1, 1)]
     assert [r.id for r in results] == [10, 11, 12, 13, 14]
 
 
 def test_results_keep_the_order_of_the_prompts_whatever_their_lengths():
     prompts = ["abcdef", "a", "abc"]
-    results = Sampler(scripted(), tokenizer(), GENERATION).generate(prompts, batch_size=2)
+    results = sampler_for(scripted(), tokenizer(), GENERATION).generate(prompts, batch_size=2)
     assert [r.id for r in results] == [0, 1, 2]
     for prompt, result in zip(prompts, results, strict=True):
-        alone = Sampler(scripted(), tokenizer(), GENERATION).generate([Request(result.id, prompt=prompt)])
+        alone = sampler_for(scripted(), tokenizer(), GENERATION).generate([Request(result.id, prompt=prompt)])
         assert alone == [result]
 
 
 def test_the_seed_decides_and_follows_from_the_call_and_the_id_unless_given():
     def noise(request: Request, seed: int = 0) -> list[int]:
         starts: list[list[int]] = []
-        sampler = Sampler(scripted(), None, GENERATION)
+        sampler = sampler_for(scripted(), None, GENERATION)
         sampler.generate([request], seed=seed, max_steps=1, on_step=lambda step: starts.append(step.tokens))
         return starts[0] + starts[1]
 
@@ -112,7 +112,7 @@ def test_raw_prompts_get_one_bos_and_text_leaves_special_tokens_out():
     model = scripted(targets={(B, 0): response}, calm={B: 0})
     events = []
     for prompt in ("ab", Request(0, prompt="<bos>ab", allow_control_tokens=True)):
-        [result] = Sampler(model, tokenizer(), GENERATION).generate([prompt], on_canvas=events.append)
+        [result] = sampler_for(model, tokenizer(), GENERATION).generate([prompt], on_canvas=events.append)
         assert model.encoded[-1] == (1, 3)
         assert (result.text, result.tokens) == ("hi", [*spell("hi"), EOS])
     assert (events[0].text, events[0].kept, events[0].tokens) == ("hi", 3, response)
@@ -123,14 +123,14 @@ def test_text_leaves_out_an_eos_that_is_no_special_token():
     end = spell("z")[0]
     model = scripted(targets={(B, 0): [*spell("hi"), end, *spell("aaaaa")]}, calm={B: 0})
     generation = Generation(max_steps=6, eos_ids=(EOS, end))
-    [result] = Sampler(model, tokenizer(), generation).generate(["ab"])
+    [result] = sampler_for(model, tokenizer(), generation).generate(["ab"])
     assert (result.text, result.tokens[-1]) == ("hi", end)
 
 
 def test_without_eos_settings_the_tokenizer_decides():
-    assert Sampler(scripted(), tokenizer()).generation.eos_ids == (EOS,)
-    assert Sampler(scripted(), tokenizer(), Generation(eos_ids=(5,))).generation.eos_ids == (5,)
-    assert Sampler(scripted()).generation.eos_ids == ()
+    assert sampler_for(scripted(), tokenizer()).generation.eos_ids == (EOS,)
+    assert sampler_for(scripted(), tokenizer(), Generation(eos_ids=(5,))).generation.eos_ids == (5,)
+    assert sampler_for(scripted()).generation.eos_ids == ()
 
 
 def test_without_settings_those_beside_the_weights_decide(tmp_path):
@@ -138,8 +138,8 @@ def test_without_settings_those_beside_the_weights_decide(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(ours.to_dict()))
     model = scripted()
     model.carried = Carried(side_files=(tmp_path / "tokenizer.json", tmp_path / "generation_config.json"))
-    assert Sampler(model, tokenizer()).generation == replace(ours, pad_id=0)
-    assert Sampler(model, tokenizer(), GENERATION).generation == replace(GENERATION, pad_id=0)
+    assert sampler_for(model, tokenizer()).generation == replace(ours, pad_id=0)
+    assert sampler_for(model, tokenizer(), GENERATION).generation == replace(GENERATION, pad_id=0)
 
 
 def test_messages_go_through_the_chat_template_with_its_generation_prompt():
@@ -149,7 +149,7 @@ def test_messages_go_through_the_chat_template_with_its_generation_prompt():
     )
     events = []
     conversation = [{"role": "user", "content": "01"}, {"role": "user", "content": "2"}]
-    Sampler(model, words, GENERATION).generate([conversation], on_canvas=events.append, max_new_tokens=L)
+    sampler_for(model, words, GENERATION).generate([conversation], on_canvas=events.append, max_new_tokens=L)
     assert events[0].prompt == "012=" and model.encoded == [(1, 4)]  # no bos but the template's
 
 
@@ -175,8 +175,8 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_request_gets_an_error_and_the_others_are_answered(name):
     bad, reason = BAD[name]
-    alone = Sampler(scripted(), tokenizer(), GENERATION).generate([Request(0, prompt="a")])
-    results = Sampler(scripted(), tokenizer(), GENERATION).generate([Request(0, prompt="a"), bad, "b"])
+    alone = sampler_for(scripted(), tokenizer(), GENERATION).generate([Request(0, prompt="a")])
+    results = sampler_for(scripted(), tokenizer(), GENERATION).generate([Request(0, prompt="a"), bad, "b"])
     assert results[0] == alone[0] and results[2].finish_reason == "length"
     assert results[1].finish_reason == "error" and reason in results[1].error and "\n" not in results[1].error
     record = results[1].to_record()
@@ -187,7 +187,7 @@ def test_a_bad_request_gets_an_error_and_the_others_are_answered(name):
 def test_a_template_that_raises_is_the_error_of_its_request():
     words = tokenizer()
     words.chat_template = "{{ raise_exception('roles must alternate') }}"
-    [result] = Sampler(scripted(), words, GENERATION).generate([[{"role": "user", "content": "a"}]])
+    [result] = sampler_for(scripted(), words, GENERATION).generate([[{"role": "user", "content": "a"}]])
     assert "roles must alternate" in result.error
 
 
@@ -195,18 +195,18 @@ def test_a_template_without_an_end_is_the_error_of_its_request(monkeypatch):
     words = tokenizer()
     monkeypatch.setattr("blockdiff.sampling.prompt_tokens.TEMPLATE_SECONDS", 0.05)
     words.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    results = Sampler(scripted(), words, GENERATION).generate([[{"role": "user", "content": "a"}], "b"])
+    results = sampler_for(scripted(), words, GENERATION).generate([[{"role": "user", "content": "a"}], "b"])
     assert "it takes more than 0.05 seconds" in results[0].error and results[1].error is None
 
 
 def test_a_result_among_the_prompts_is_returned_as_it_is():
     failed = Result.failed("x", "no")
-    results = Sampler(scripted(), tokenizer(), GENERATION).generate([failed, Request(1, prompt="a")])
-    assert results == [failed, *Sampler(scripted(), tokenizer(), GENERATION).generate([Request(1, prompt="a")])]
+    results = sampler_for(scripted(), tokenizer(), GENERATION).generate([failed, Request(1, prompt="a")])
+    assert results == [failed, *sampler_for(scripted(), tokenizer(), GENERATION).generate([Request(1, prompt="a")])]
 
 
 def test_no_prompts_give_no_results():
-    assert Sampler(scripted(), tokenizer(), GENERATION).generate([]) == []
+    assert sampler_for(scripted(), tokenizer(), GENERATION).generate([]) == []
 
 
 def test_draws_have_an_address_and_follow_their_rows():
@@ -242,28 +242,28 @@ def test_logits_that_are_not_finite_end_their_request_with_an_error_and_no_other
 
     requests = [Request(n, tokens=[n]) for n in (10, 11, 12)]
     model, whole = ScriptedModel(script, L, V), ScriptedModel(broken, L, V)
-    results = Sampler(model, None, GENERATION).generate(requests)
-    expected = Sampler(whole, None, GENERATION).generate(requests)
+    results = sampler_for(model, None, GENERATION).generate(requests)
+    expected = sampler_for(whole, None, GENERATION).generate(requests)
     assert results[0] == expected[0] and results[2] == expected[2]
     assert results[1].finish_reason == "error" and results[1].tokens == []
     assert "not finite" in results[1].error and "canvas 2, step 2" in results[1].error
     # Its row leaves the batch at the step at which it is seen.
-    assert model.denoised[6:12] == [3, 3, 1, 1, 1, 1]
+    assert model.denoised == [3] * 6 + [1] * 12
 
 
 def test_a_tokenizer_of_another_size_is_one_warning():
     few = character_tokenizer("0123456789")
-    sampler = Sampler(scripted(), few, GENERATION)
+    sampler = sampler_for(scripted(), few, GENERATION)
     with pytest.warns(UserWarning, match="no text for") as caught:
         sampler.generate(["1", "2"])
         sampler.generate(["3"])
     assert len(caught) == 1 and f"which has {len(few)}" in str(caught[0].message)
     with pytest.warns(UserWarning, match="has 66 tokens, the model 40"):
-        Sampler(scripted(), character_tokenizer("".join(map(chr, range(40, 103)))), GENERATION)
+        sampler_for(scripted(), character_tokenizer("".join(map(chr, range(40, 103)))), GENERATION)
 
 
 def test_what_needs_more_positions_than_the_model_has_is_refused():
-    sampler = Sampler(scripted(), None, GENERATION)
+    sampler = sampler_for(scripted(), None, GENERATION)
     sampler.context.positions = 5 * L
     fits, too_long = sampler.generate([Request(1, tokens=[5] * 2 * L), Request(2, tokens=[5] * (2 * L + 1))])
     assert fits.finish_reason == "length" and too_long.finish_reason == "error"
@@ -283,7 +283,7 @@ BAD_OPTIONS = {
 @pytest.mark.parametrize("name", BAD_OPTIONS)
 def test_options_of_a_request_that_cannot_be_used_are_its_own_error(name):
     options, reason = BAD_OPTIONS[name]
-    sampler = Sampler(scripted(), None, GENERATION)
+    sampler = sampler_for(scripted(), None, GENERATION)
     sampler.context.positions = 5 * L
     good, bad = sampler.generate([Request(0, tokens=[3]), Request(1, tokens=[3], **options)])
     assert good.error is None and reason in bad.error
@@ -291,7 +291,7 @@ def test_options_of_a_request_that_cannot_be_used_are_its_own_error(name):
 
 def test_options_of_a_request_go_before_those_of_the_call():
     requests = [Request(0, tokens=[12]), Request(1, tokens=[12], max_new_tokens=L, max_steps=2)]
-    usual, own = Sampler(scripted(), None, GENERATION).generate(requests, max_new_tokens=2 * L, max_steps=3)
+    usual, own = sampler_for(scripted(), None, GENERATION).generate(requests, max_new_tokens=2 * L, max_steps=3)
     assert usual.steps == [3, 3] and own.steps == [2]
 
 
@@ -300,5 +300,6 @@ def test_thinking_is_what_the_chat_template_is_told():
     words.chat_template = "{% if enable_thinking %}x{% endif %}{{ messages[0].content }}"
     chat, prompts = [{"role": "user", "content": "01"}], []
     requests = [Request(0, messages=chat), Request(1, messages=chat, thinking=True)]
-    Sampler(scripted(), words, GENERATION).generate(requests, on_canvas=lambda canvas: prompts.append(canvas.prompt))
+    sampler = sampler_for(scripted(), words, GENERATION)
+    sampler.generate(requests, on_canvas=lambda canvas: prompts.append(canvas.prompt))
     assert set(prompts) == {"01", "x01"}

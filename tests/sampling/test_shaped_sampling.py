@@ -19,7 +19,7 @@ from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.strategies import Ancestral, Composed, Never
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
 from tests.oracle import TWO_LAYERS, tiny_config
-from tests.scripted import ScriptedModel, random_script
+from tests.scripted import ScriptedModel, random_script, sampler_for
 
 pytestmark = pytest.mark.quick
 
@@ -96,7 +96,7 @@ def test_a_sampler_draws_from_what_the_filters_leave():
     generation = Generation(max_steps=4, max_new_tokens=L)
     for filters, is_argmax in (({"top_k": 1}, True), ({"min_p": 1.0}, True), ({}, False)):
         watch = Watch(Composed(stopping=Never(), **filters), ([],))
-        Sampler(model, None, generation, strategy=watch).generate([Request(0, tokens=[7])])
+        sampler_for(model, None, generation, strategy=watch).generate([Request(0, tokens=[7])])
         equal = [torch.equal(canvases.stats.sample, canvases.stats.argmax) for canvases in watch.seen[0]]
         assert len(equal) == 4 and all(equal) == is_argmax
 
@@ -108,7 +108,7 @@ def test_a_leave_one_out_model_gives_its_posterior_to_the_strategy_that_asks_for
     for prediction in ("posterior", "leave_one_out"):
         watch = Watch(Ancestral(stopping=Never()), ([],))
         choices = Choices(prediction=prediction)
-        Sampler(model, None, generation, choices, strategy=watch).generate([Request(0, tokens=[7])])
+        sampler_for(model, None, generation, choices, strategy=watch).generate([Request(0, tokens=[7])])
         seen[prediction] = watch.seen[0]
     first, loo = (seen[prediction][0].stats for prediction in seen)
     assert torch.equal(first.entropy, loo.entropy)  # all is noise: what is seen says nothing

@@ -31,7 +31,7 @@ from blockdiff.sampling.strategies import (
 )
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
 from tests.canvases import canvases_of
-from tests.scripted import ScriptedModel, random_script
+from tests.scripted import ScriptedModel, random_script, sampler_for
 
 pytestmark = pytest.mark.quick
 
@@ -109,7 +109,7 @@ class Watch:
 
 def sampler_of(strategy: object, calm: dict[int, int] | None = None) -> Sampler:
     generation = Generation(max_steps=4, max_new_tokens=L)
-    return Sampler(ScriptedModel(random_script(L, V, {}, calm or {}), L, V), None, generation, strategy=strategy)
+    return sampler_for(ScriptedModel(random_script(L, V, {}, calm or {}), L, V), None, generation, strategy=strategy)
 
 
 def test_a_strategy_sees_the_canvas_and_what_it_kept_and_decides_what_becomes_of_it():
@@ -258,7 +258,7 @@ def test_what_a_sticky_rule_keeps_never_changes_and_every_step_keeps_more(rule):
     watch.inner = Composed(Sticky(rule), stopping=AllKept())
     watch.decide = lambda canvases: watch.seen.append(canvases) or watch.inner.decide(canvases)
     generation = Generation(max_steps=L + 1, max_new_tokens=L)
-    sampler = Sampler(ScriptedModel(random_script(L, V, {}, {}), L, V), None, generation, strategy=watch)
+    sampler = sampler_for(ScriptedModel(random_script(L, V, {}, {}), L, V), None, generation, strategy=watch)
     [result] = sampler.generate([Request(0, tokens=[7], seed=1)])
     for before, after in pairwise(watch.seen):
         assert torch.equal(after.tokens_BL[before.kept_BL], before.tokens_BL[before.kept_BL])

@@ -1,0 +1,289 @@
+"""The engine: many requests at once, each with its own seed, settings and prefix, a denoising step at a time.
+
+One step encodes what waits to be encoded (committed canvases, pieces of prompts) and denoises every live canvas once.
+Who runs is the scheduler's business, the tensors of live canvases are `Live`'s, and the prefixes lie in pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from blockdiff.checkpoint.generation import Generation
+from blockdiff.errors import RequestError
+from blockdiff.models.pages import Pages
+from blockdiff.sampling.choices import Choices
+from blockdiff.sampling.context import NOT_FINITE, Context
+from blockdiff.sampling.control import CanvasControl
+from blockdiff.sampling.live import Finished, Live
+from blockdiff.sampling.request import Pending, Request, Result, draws_of
+from blockdiff.sampling.scheduler import Row, Scheduler, Slot
+from blockdiff.sampling.scores import best, next_token_logprobs
+from blockdiff.sampling.strategies import is_guided
+from blockdiff.sampling.strategy import Strategy
+from blockdiff.sampling.trace import CommittedCanvas, Step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from blockdiff.models.family import BlockDiffusionModel
+
+MAX_WAITING = 10_000
+CHUNK_TOKENS = 512
+Event = Step | CommittedCanvas | Result
+
+
+class Engine:
+    """Answers requests as they come. `submit` them, call `step` until it is False, and read `events` in between.
+
+    What may be left out of model, tokenizer, generation, choices and strategy is said at `Context`; `context` is all of
+    them together. `seed` is what the seeds of requests that bring none follow from.
+
+    max_rows: requests that run at the same time; max_waiting: those that may wait for it; tokens_per_step: what a step
+    encodes and denoises at most, as far as prompts can wait (None: twice the canvases of `max_rows` rows); page_tokens,
+    capacity: of `Pages`; chunk_tokens: the pieces in which prompts are encoded; canvases: how many of a response are
+    denoised side by side; exact: a request's tokens are the same to the bit whatever else runs, on a CPU, because each
+    runs in calls of its own; buckets: row counts that calls are padded to (None: none on a CPU).
+    """
+
+    def __init__(
+        self,
+        model: BlockDiffusionModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        generation: Generation | None = None,
+        choices: Choices | None = None,
+        strategy: Strategy | str | None = None,
+        *,
+        context: Context | None = None,
+        seed: int = 0,
+        max_rows: int = 32,
+        max_waiting: int = MAX_WAITING,
+        tokens_per_step: int | None = None,
+        page_tokens: int = 128,
+        chunk_tokens: int = CHUNK_TOKENS,
+        capacity: int | None = None,
+        canvases: int = 1,
+        exact: bool = False,
+        buckets: Sequence[int] | None = None,
+        pages: Pages | None = None,
+    ):
+        self.context = context or Context(model, tokenizer, generation, choices, strategy)
+        self.seed, self.canvases, self.exact = seed, canvases, exact
+        self.pages = pages or Pages(model, page_tokens, capacity)
+        self.capacity = self.pages.free_tokens()
+        row_tokens = canvases * model.canvas_length
+        tokens_per_step = tokens_per_step or 2 * max_rows * row_tokens
+        if tokens_per_step < row_tokens:
+            raise ValueError(f"tokens_per_step {tokens_per_step} is less than the {row_tokens} of one row's canvases")
+        max_rows = min(max_rows, tokens_per_step // row_tokens)
+        self._scheduler = Scheduler(
+            self.pages, max_rows, max_waiting, chunk_tokens, tokens_per_step, model.canvas_length, canvases, exact
+        )
+        if buckets is None and model.device.type != "cpu":
+            buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
+        self._live = Live(self.context, self.pages, canvases, 1 if exact else max_rows, buckets)
+        self._rows: dict[str | int, Row] = {}  # the first draw of each submitted request
+        self._unfinished = 0
+        self._events: list[Event] = []
+        self._now = 0  # steps so far
+        self._has_changed = False  # a canvas has been finished since the last step
+        self.encoded_tokens = 0  # padding included
+
+    # -- the door ----------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, watch: bool = False) -> str | int:
+        """Take a request, and return its id; with `watch` its steps are told, which costs a copy to the host each.
+
+        Raises RequestError for one that cannot be answered, and Full where too many wait already.
+        """
+        if request.id in self._rows:
+            raise RequestError(f"a request with the id {request.id!r} is being answered; give each its own")
+        self._rows[request.id] = self.enter(self.context.pending(request, 0, self.seed), request.best_of, watch)
+        return request.id
+
+    def enter(self, asked: Pending, best_of: int = 1, watch: bool = False) -> Row:
+        """Take a request that has its tokens already; as `submit`, but that ids may come several times."""
+        length = self.context.model.canvas_length
+        strategy = asked.strategy or self.context.strategy
+        guided = is_guided(strategy, asked.max_steps)
+        needed = len(asked.prompt_tokens) + (1 + guided) * asked.canvases * length
+        if needed > self.capacity:
+            raise RequestError(
+                f"the prompt of {len(asked.prompt_tokens)} tokens and its {asked.canvases} canvases need {needed} "
+                f"tokens of memory, and there are {self.capacity}; shorten it or lower max_new_tokens"
+            )
+        rows = [Row(draw, strategy, watch, list(draw.prompt_tokens)) for draw in draws_of(asked, best_of)]
+        for row in rows:
+            row.draws, row.is_guided = rows, guided
+        self._scheduler.add(*rows)
+        self._unfinished += 1
+        return rows[0]
+
+    def cancel(self, id: str | int) -> bool:
+        """End a request with what it has; False where none of this id is being answered."""
+        row = self._rows.get(id)
+        for draw in [] if row is None else [each for each in row.draws if not each.is_done]:
+            draw.asked.finish_reason = "cancelled"
+            self._leave(draw)
+        return row is not None
+
+    def events(self) -> list[Event]:
+        """What happened since the last call: steps that are watched, committed canvases, and results."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def unfinished(self) -> int:
+        """How many requests are not answered yet."""
+        return self._unfinished
+
+    @property
+    def forwards(self) -> int:
+        """How many canvases the model has denoised so far, padding included."""
+        return self._live.forwards
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Encode what waits for it and denoise every live canvas once; False when nothing is left to do."""
+        self._scheduler.seat()
+        self._encode(self._scheduler.pieces())
+        self._denoise()
+        return self._unfinished > 0
+
+    # -- encoding ----------------------------------------------------------------------------------------------
+
+    def _encode(self, pieces: Sequence[tuple[Row, int]]) -> None:
+        """Encode pieces of rows, and score what is to be scored."""
+        for call in self._calls_of(pieces):
+            counts, starts = [count for _, count in call], [row.length for row, _ in call]
+            width = max(counts)
+            tokens = [
+                row.known[start : start + count] + [0] * (width - count)
+                for (row, count), start in zip(call, starts, strict=True)
+            ]
+            rows = [row.paged for row, _ in call if row.paged is not None]
+            hidden_BTD = self.pages.encode(rows, torch.tensor(tokens), counts)
+            self.encoded_tokens += width * len(call)
+            self._encode_others(call)
+            for (row, count), start, hidden_TD in zip(call, starts, hidden_BTD, strict=True):
+                if row.asked.is_scored:
+                    self._score(row, start, hidden_TD[:count])
+        for row in [row for row in self._scheduler.seated if row.asked.error or row.asked.finish_reason]:
+            if row.asked.error or not row.missing:
+                self._leave(row)
+
+    def _encode_others(self, call: Sequence[tuple[Row, int]]) -> None:
+        """Encode for guided rows what their prefixes without the prompt have now: bos once, then the same canvases."""
+        for row, count in call:
+            if row.other is None or row.length < (prompt := len(row.asked.prompt_tokens)):
+                continue
+            tokens = row.known[row.length - count : row.length] if row.other.length else [self.context.bos_id or 0]
+            assert row.other.length in (0, 1 + row.length - count - prompt)
+            self.pages.encode([row.other], torch.tensor([tokens]), [len(tokens)])
+
+    def _calls_of(self, pieces: Sequence[tuple[Row, int]]) -> Iterator[list[tuple[Row, int]]]:
+        """Pieces that are encoded together: of similar length, so that little of a call is padding."""
+        call: list[tuple[Row, int]] = []
+        for piece in sorted(pieces, key=lambda piece: -piece[1]):
+            if call and (self.exact or 2 * piece[1] < call[0][1]):
+                yield call
+                call = []
+            call.append(piece)
+        if call:
+            yield call
+
+    def _score(self, row: Row, start: int, hidden_TD: Tensor) -> None:
+        """Score the tokens of a response that the tokens encoded from column `start` on, and the one before, predict.
+
+        A row that is encoded again is scored on from where it was.
+        """
+        asked, prompt, end = row.asked, len(row.asked.prompt_tokens), start + len(hidden_TD)
+        known = asked.logprobs = asked.logprobs or []
+        before_D, row.before_D = row.before_D, hidden_TD[-1] if len(hidden_TD) else row.before_D
+        first = max(prompt + len(known), start)
+        tokens = asked.tokens[first - prompt : max(0, end + 1 - prompt)]
+        if tokens:
+            before_D = before_D if first == start else hidden_TD[first - start - 1]
+            assert before_D is not None
+            tokens_T = torch.tensor(tokens, device=hidden_TD.device)
+            scored = next_token_logprobs(self.context.model, before_D, hidden_TD[first - start :], tokens_T)
+            known += scored[0].tolist()
+
+    # -- denoising ---------------------------------------------------------------------------------------------
+
+    def _denoise(self) -> None:
+        """One denoising step of as many rows that have everything encoded as may be live."""
+        has_changed = self._scheduler.enliven()
+        for row in self._scheduler.live:
+            while len(row.slots) < self.canvases:  # the next canvases begin, as many as there are places for
+                row.slots.append(self._begun(row))
+                has_changed = True
+        if has_changed or self._has_changed:
+            self._live.arrange(self._scheduler.live)
+            self._has_changed = False
+        if not self._live.rows:
+            return
+        finished, told = self._live.step(self._now)
+        self._now += 1
+        self._events += told
+        for each in finished:
+            self._finish(each)
+
+    def _begun(self, row: Row) -> Slot:
+        """The next canvas of a row; none where it has no more, or where that needs to know what is committed."""
+        asked, number = row.asked, len(row.asked.steps) + len(row.slots)
+        if number >= asked.canvases or (row.slots and asked.control is not None):
+            return Slot(row, None, self._now)
+        control = None if asked.control is None else asked.control.begin(number, asked.tokens, asked.seed)
+        return Slot(row, number, self._now - (0 if control is None else control.first_step), control)
+
+    def _finish(self, finished: Finished) -> None:
+        """Take note of a finished canvas, and commit it once those before it are committed."""
+        slot, row = finished.slot, finished.slot.row
+        self._has_changed = True
+        if not finished.is_finite:
+            row.asked.error = f"{NOT_FINITE} (canvas {(slot.number or 0) + 1}, step {slot.first_step + slot.steps})"
+            self._leave(row)
+            return
+        slot.final = finished.tokens
+        if row.slots[0] is not slot:  # what comes after it sees what it will be
+            final_L = torch.tensor(slot.final, device=self.context.model.device)
+            slot.control = CanvasControl(slot.number or 0, row.asked.seed, pinned_L=final_L)
+        while row.slots and row.slots[0].final is not None and not row.is_done and row.asked.finish_reason is None:
+            self._commit(row, row.slots.pop(0))
+
+    def _commit(self, row: Row, slot: Slot) -> None:
+        """Add a finished canvas to the response, and to what is known where that is still needed."""
+        asked, tokens = row.asked, slot.final or []
+        kept = asked.commit(tokens, slot.steps, self.context.generation.eos_ids)
+        if asked.error is not None:
+            self._leave(row)
+            return
+        said = (self.context.text(asked.tokens), slot.steps, asked.finish_reason, asked.max_steps)
+        self._events.append(CommittedCanvas(asked.id, slot.number or 0, asked.prompt, tokens, kept, *said))
+        if asked.finish_reason is None:
+            row.known += tokens
+            return
+        row.slots.clear()
+        if asked.is_scored:  # the last token predicts nothing
+            row.known += tokens[: kept - 1]
+            if kept == 1 and row.before_D is not None:
+                self._score(row, len(row.known), row.before_D[None, :][:0])
+        if not row.missing:
+            self._leave(row)
+
+    def _leave(self, row: Row) -> None:
+        """Give a row's seat and pages back, and tell the result when it was the last draw of its request."""
+        row.is_done = self._has_changed = True
+        self._scheduler.leave(row)
+        if not all(draw.is_done for draw in row.draws):
+            return
+        asked = row.asked
+        if (found := self._rows.get(asked.request_id)) is not None and found.draws is row.draws:
+            del self._rows[asked.request_id]
+        self._unfinished -= 1
+        row.draws[0].result = best([self.context.result(draw.asked) for draw in row.draws])
+        self._events.append(row.draws[0].result)

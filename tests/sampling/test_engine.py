@@ -1,0 +1,296 @@
+"""The engine: whoever shares its steps, a request gets the answer that the loop in lockstep gives it alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blockdiff.checkpoint import init
+from blockdiff.checkpoint.generation import Generation
+from blockdiff.errors import Full, RequestError
+from blockdiff.models.pages import Pages
+from blockdiff.sampling.context import Context
+from blockdiff.sampling.engine import Engine
+from blockdiff.sampling.loop import generate_in_lockstep
+from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.trace import CommittedCanvas, Step
+from tests.oracle import oracle, ours, tiny_config
+from tests.scripted import ScriptedModel, ScriptedPages, random_script
+
+pytestmark = pytest.mark.quick
+
+L, V, EOS = 8, 384, 1
+# Settings under which a random model stops early now and then, and meets an eos now and then.
+LIVELY = Generation(
+    max_steps=6, max_new_tokens=3 * L, stability=0, confidence=0.8, entropy_bound=1.0, eos_ids=tuple(range(1, 12))
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A random model in fp64, whose answers no rounding of another batch can change."""
+    theirs = oracle(tiny_config(L), seed=3)
+    with torch.no_grad():  # as in test_parity: a weaker signal keeps random weights from being chaotic
+        theirs.model.decoder.self_conditioning.down_proj.weight *= 0.1
+        theirs.model.decoder.norm.weight *= 2
+    return ours(theirs)
+
+
+def requests_of(count: int, longest: int = 60, seed: int = 5) -> list[Request]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [
+        Request(n, tokens=torch.randint(12, V, (length,), generator=generator).tolist(), seed=n)
+        for n, length in enumerate(lengths)
+    ]
+
+
+def alone(model, requests: list[Request], generation: Generation = LIVELY) -> dict[str | int, Result]:
+    """What the loop in lockstep answers, each request by itself."""
+    context = Context(model, None, generation)
+    results = {}
+    for request in requests:
+        asked = context.pending(request, 0, 0)
+        generate_in_lockstep(context, [asked], 1)
+        results[request.id] = context.result(asked)
+    return results
+
+
+def finished(engine: Engine) -> dict[str | int, Result]:
+    """The results of all that is asked, in the order in which they came."""
+    results = {}
+    while True:
+        is_unfinished = engine.step()
+        results |= {event.id: event for event in engine.events() if isinstance(event, Result)}
+        if not is_unfinished:
+            return results
+
+
+def answers(engine: Engine, requests: list[Request]) -> dict[str | int, Result]:
+    for request in requests:
+        engine.submit(request)
+    return finished(engine)
+
+
+def nothing_is_left(engine: Engine) -> None:
+    """Every page is free or cached, and nobody is seated."""
+    engine.pages.check()
+    assert all(count == 0 for count in engine.pages.statistics.pages.values())
+    assert not engine.unfinished and not engine._rows and not engine._scheduler.seated and not engine._scheduler.waiting
+
+
+@pytest.mark.parametrize("options", [{}, {"max_rows": 3}, {"max_rows": 1}, {"max_rows": 4, "chunk_tokens": 8}])
+def test_every_request_gets_its_answer_in_any_batch(model, options):
+    requests = requests_of(9)
+    expected = alone(model, requests)
+    assert len({count for result in expected.values() for count in result.steps}) > 2
+    assert {result.finish_reason for result in expected.values()} == {"eos", "length"}
+    engine = Engine(model, None, LIVELY, page_tokens=8, **options)
+    assert answers(engine, requests) == expected
+    nothing_is_left(engine)
+    engine = Engine(model, None, LIVELY, page_tokens=8, **options)
+    assert answers(engine, requests[::-1]) == expected
+
+
+def test_requests_that_arrive_while_others_run_get_the_same_answers(model):
+    requests = requests_of(6)
+    engine = Engine(model, None, LIVELY, max_rows=4)
+    results = {}
+    for request in requests:
+        engine.submit(request)
+        engine.step()
+        results |= {event.id: event for event in engine.events() if isinstance(event, Result)}
+    assert results | finished(engine) == alone(model, requests)
+
+
+def test_a_prefix_that_others_have_encoded_is_shared_and_changes_nothing(model):
+    head = requests_of(1, seed=9)[0].tokens[:1] * 40
+    requests = [replace(request, tokens=[*head, *request.tokens]) for request in requests_of(6)]
+    engine = Engine(model, None, LIVELY, page_tokens=8, max_rows=2)
+    assert answers(engine, requests) == alone(model, requests)
+    assert engine.pages.statistics.reused_tokens >= 4 * 40  # all but those that were encoded together at first
+    nothing_is_left(engine)
+
+
+def test_a_row_that_is_preempted_is_resumed_with_the_same_answer(model):
+    requests = requests_of(8, longest=40)
+    engine = Engine(model, None, LIVELY, page_tokens=8, capacity=112, max_rows=8)
+    assert answers(engine, requests) == alone(model, requests)
+    assert engine._scheduler.preemptions > 0
+    nothing_is_left(engine)
+
+
+def test_what_can_never_fit_into_memory_is_refused(model):
+    engine = Engine(model, None, LIVELY, page_tokens=8, capacity=64)
+    with pytest.raises(RequestError, match="41 tokens and its 3 canvases need 65 tokens of memory, and there are 64"):
+        engine.submit(Request("a", tokens=[20] * 41))
+    engine.submit(Request("b", tokens=[20] * 40))
+    assert finished(engine)["b"].error is None
+
+
+def test_a_long_prompt_is_encoded_in_pieces_while_others_go_on(model):
+    engine = Engine(model, None, replace(LIVELY, max_steps=12, confidence=1e-9), chunk_tokens=16, tokens_per_step=24)
+    assert engine._scheduler.max_rows == 3
+    engine.submit(Request("short", tokens=[20, 30]), watch=True)
+    engine.step()
+    engine.events()
+    engine.submit(Request("long", tokens=[20] * 100), watch=True)
+    steps = []
+    for _ in range(9):
+        engine.step()
+        steps.append([event.id for event in engine.events() if isinstance(event, Step)])
+    # a piece of 16 tokens in each step, and the short one is denoised in all of them
+    assert steps == [["short"]] * 6 + [["short", "long"]] * 3
+
+
+def test_steps_and_canvases_are_told_in_order_and_only_of_those_that_are_watched(model):
+    watched, other = requests_of(2)
+    engine = Engine(model, None, LIVELY)
+    engine.submit(watched, watch=True)
+    engine.submit(other)
+    events = []
+    while engine.step():
+        events += engine.events()
+    events += engine.events()
+    steps = [event for event in events if isinstance(event, Step)]
+    result = next(event for event in events if isinstance(event, Result) and event.id == watched.id)
+    assert {step.id for step in steps} == {watched.id}
+    assert [(s.canvas, s.step) for s in steps] == [(c, n) for c, count in enumerate(result.steps) for n in range(count)]
+    canvases = [event for event in events if isinstance(event, CommittedCanvas) and event.id == other.id]
+    assert [canvas.canvas for canvas in canvases] == list(range(len(canvases))) and canvases[-1].finish_reason
+
+
+def test_cancelling_ends_a_request_wherever_it_is(model):
+    requests = requests_of(5)
+    expected = alone(model, requests)
+    engine = Engine(model, None, LIVELY, max_rows=2, page_tokens=8)
+    for request in requests:
+        engine.submit(request)
+    engine.step()
+    assert engine.cancel(0) and engine.cancel(4) and not engine.cancel(0) and not engine.cancel("nobody")
+    results = finished(engine)
+    assert results[0].finish_reason == results[4].finish_reason == "cancelled"
+    assert results[0].tokens == expected[0].tokens[: len(results[0].tokens)]
+    assert {n: results[n] for n in (1, 2, 3)} == {n: expected[n] for n in (1, 2, 3)}
+    nothing_is_left(engine)
+
+
+def test_a_full_queue_refuses_and_a_bad_request_is_its_own_error(model):
+    first, second, third = requests_of(3)
+    engine = Engine(model, None, LIVELY, max_rows=1, max_waiting=2)
+    engine.submit(first)
+    engine.submit(second)
+    with pytest.raises(Full, match="2 requests wait already, and no more than 2 may"):
+        engine.submit(third)
+    with pytest.raises(RequestError, match="a request with the id 0 is being answered"):
+        engine.submit(first)
+    with pytest.raises(RequestError, match="exactly one of"):
+        engine.submit(Request("x"))
+    engine.step()
+    engine.submit(third)
+    assert finished(engine) == alone(model, [first, second, third])
+
+
+def test_each_request_may_have_settings_of_its_own(model):
+    names = "quota", "confident:threshold=0.2", "entropy_bound:guidance=0.5", "entropy_bound:top_k=5"
+    own = [{}, {"max_steps": 2}, {"max_new_tokens": L}, *({"strategy": name, "max_steps": 4} for name in names)]
+    requests = [replace(request, **options) for request, options in zip(requests_of(7), own, strict=True)]
+    assert answers(Engine(model, None, LIVELY), requests) == alone(model, requests)
+
+
+def test_padding_to_buckets_changes_no_answer(model):
+    requests = requests_of(7)
+    engine = Engine(model, None, LIVELY, max_rows=6, buckets=(4, 8))
+    assert answers(engine, requests) == alone(model, requests)
+    assert engine.forwards % 4 == 0
+
+
+def test_in_exact_mode_tokens_are_equal_to_the_bit_whatever_shares_the_steps():
+    """In bf16, where any other shape of a call rounds another way."""
+    model = init(tiny_config(canvas_length=L), seed=3, device="cpu", kernels="torch", dtype="bfloat16")
+    head = [30] * 20
+    requests = [replace(request, tokens=[*head, *request.tokens]) for request in requests_of(7)]
+
+    def entropies(batch: list[Request], **options) -> dict[str | int, list[list[float]]]:
+        found: dict[str | int, list[list[float]]] = {request.id: [] for request in batch}
+        engine = Engine(model, None, LIVELY, page_tokens=8, chunk_tokens=16, exact=True, **options)
+        for request in batch:
+            engine.submit(request, watch=True)
+        while engine.step():
+            pass
+        for event in engine.events():
+            if isinstance(event, Step):
+                found[event.id].append(event.entropy)
+        return found
+
+    together = entropies(requests)
+    assert entropies(requests[::-1], max_rows=3) == together
+    assert entropies(requests, capacity=160) == together
+    for request in requests:
+        assert entropies([request])[request.id] == together[request.id]
+
+
+def test_several_canvases_of_a_response_are_denoised_side_by_side_and_committed_in_order(model):
+    requests = requests_of(6)
+    answered = {}
+    for rows in (1, 6):
+        engine = Engine(model, None, LIVELY, canvases=2, max_rows=rows, page_tokens=8)
+        order: dict[str | int, list[int]] = {}
+        for request in requests:
+            engine.submit(request)
+        steps = 0
+        while engine.step():
+            steps += 1
+            for event in engine.events():
+                if isinstance(event, CommittedCanvas):
+                    order.setdefault(event.id, []).append(event.canvas)
+                elif isinstance(event, Result):
+                    answered.setdefault(event.id, []).append(event)
+        for event in engine.events():
+            if isinstance(event, Result):
+                answered.setdefault(event.id, []).append(event)
+        assert all(numbers == list(range(len(numbers))) for numbers in order.values())
+        nothing_is_left(engine)
+        if rows == 1:  # canvases overlap in time
+            assert steps < sum(sum(results[0].steps) for results in answered.values())
+    assert all(one == many for one, many in answered.values())
+
+
+def test_a_canvas_beside_others_sees_those_before_it_and_the_first_sees_none(model):
+    """Two canvases at their first step against one forward over the running set, written out."""
+    [request] = requests_of(1)
+    engine = Engine(model, None, LIVELY, canvases=2)
+    engine.submit(request, watch=True)
+    engine.step()
+    first, second = (event for event in engine.events() if isinstance(event, Step))
+    assert (first.canvas, second.canvas) == (0, 1)
+    single = Engine(model, None, LIVELY)
+    single.submit(request, watch=True)
+    single.step()
+    [lone] = [event for event in single.events() if isinstance(event, Step)]
+    assert lone.tokens == first.tokens and lone.entropy == pytest.approx(first.entropy, abs=1e-9)
+    pages = Pages(model)
+    row = pages.open()
+    pages.encode([row], torch.tensor([request.tokens]), [len(request.tokens)])
+    hidden = pages.denoise([row], torch.tensor([first.tokens + second.tokens]), canvases=2)[:, L:]
+    stats = model.vocabulary.stats(hidden, second.temperature, torch.zeros(1, L))
+    assert second.entropy == pytest.approx(stats.entropy[0].tolist(), abs=1e-6)
+
+
+def test_logits_that_are_not_finite_end_their_request_and_no_other():
+    script = random_script(L, 40, {}, {10: 0, 11: 2})
+
+    def broken(last: int, canvas: int, step: int) -> torch.Tensor:
+        return script(last, canvas, step) * (float("nan") if (last, canvas, step) == (11, 1, 1) else 1.0)
+
+    results = []
+    for each in (script, broken):
+        model = ScriptedModel(each, L, 40)
+        engine = Engine(model, None, Generation(max_steps=6, max_new_tokens=2 * L), pages=ScriptedPages(model))
+        results.append(answers(engine, [Request(n, tokens=[n]) for n in (10, 11, 12)]))
+        assert not engine.pages.rows
+    whole, some = results
+    assert some[10] == whole[10] and some[12] == whole[12]
+    assert "not finite" in str(some[11].error) and "canvas 2, step 2" in str(some[11].error)
