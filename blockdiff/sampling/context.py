@@ -121,7 +121,16 @@ class Context:
             device=self.model.device,
         )
         if asked.control is not None:
-            asked.canvases = asked.control.canvases
+            asked.canvases = self.canvases(asked.control.canvases * length)
+            strategy = asked.strategy or self.strategy
+            shapes = [strategy.shape(step, asked.max_steps) for step in range(asked.max_steps)]
+            if self.choices.prediction == "posterior":  # of what this model predicts the noise level changes nothing
+                shapes = [replace(shape, alpha=None) for shape in shapes]
+            if asked.control.holds_distributions and not all(shape.is_plain for shape in shapes):
+                raise RequestError(
+                    "a strategy with top_k, top_p, min_p, guidance or corrections changes the distributions that a "
+                    "template, a constraint, banned texts or a penalty hold; leave one of the two out"
+                )
         if self.positions is not None and len(asked.prompt_tokens) > self.positions - asked.canvases * length:
             raise RequestError(
                 f"the prompt has {len(asked.prompt_tokens)} tokens, but the model's {self.positions} positions leave "

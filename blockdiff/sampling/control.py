@@ -86,6 +86,11 @@ class Control:
     automaton: TokenAutomaton | None = None
     penalty: float = 1.0
 
+    @property
+    def holds_distributions(self) -> bool:
+        """Whether it says what may stand where, and not only where a canvas starts."""
+        return self.classes is not None or self.automaton is not None
+
     def begin(self, number: int, committed: Sequence[int], seed: int) -> CanvasControl:
         """The control of canvas `number` after the committed tokens; `seed` is that of the request's draws."""
         L, device = self.canvas_length, self.device

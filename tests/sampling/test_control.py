@@ -287,6 +287,16 @@ def recorder_seed() -> int:
     return signed(child_seed(0, 0))
 
 
+@pytest.mark.parametrize("strategy", ["confident", "quota:sticky=true", "ddim", "entropy_bound:sticky=true"])
+def test_constraints_and_templates_hold_under_any_strategy(strategy):
+    requests = [
+        Request(n, tokens=[n % V], strategy=strategy, **({"regex": "(?:ab|c)+d?"} if n % 2 else {"template": "a<?7>b"}))
+        for n in range(12)
+    ]
+    for request, result in zip(requests, sampler().generate(requests), strict=True):
+        assert result.error is None and re.fullmatch(request.regex or "a[a-d]{7}b", result.text)
+
+
 # -- requests side by side --------------------------------------------------------------------------------------
 
 
@@ -327,6 +337,8 @@ def test_a_request_does_not_depend_on_what_its_neighbours_ask_for():
         ({"draft": "a" * 19}, "the draft has 19 tokens"),
         ({"draft": "a", "template": "a<?1>"}, "no place for a draft"),
         ({"draft": "x"}, "cannot be tokenised"),
+        ({"regex": "a", "strategy": "entropy_bound:top_p=0.9"}, "leave one of the two out"),
+        ({"regex": "a", "strategy": "ddim:corrections=1"}, "leave one of the two out"),
     ],
 )
 def test_what_cannot_be_asked_for_is_one_line_and_disturbs_nobody(options, message):
