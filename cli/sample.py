@@ -156,7 +156,10 @@ def sample(
     elif output is None and view is None:
         if results[0].reasoning is not None:
             typer.echo(shown(results[0].reasoning, sys.stderr), err=True)
-        print(shown(results[0].text, sys.stdout))
+        if results[0].text or results[0].tool_calls is None:
+            print(shown(results[0].text, sys.stdout))
+        for call in results[0].tool_calls or ():
+            print(shown(json.dumps(call["function"], ensure_ascii=False), sys.stdout))
         if results[0].score is not None:
             typer.echo(f"mean log-probability per token {results[0].score:.4f}", err=True)
 

@@ -18,6 +18,7 @@ from blockdiff.sampling.reasoning import separated
 from blockdiff.sampling.request import Pending, Request, Result, tokenised
 from blockdiff.sampling.strategies import as_strategy, is_guided
 from blockdiff.sampling.strategy import Strategy
+from blockdiff.sampling.tool_calls import called
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,10 +144,11 @@ class Context:
         """The answer as the asker gets it."""
         if answered.error is not None:
             return Result.failed(answered.request_id, answered.error)
-        reasoning, text = None, self.text(answered.tokens)
+        reasoning, calls, answer = None, None, answered.tokens
         if self.tokenizer is not None:
             reasoning, answer = separated(answered.tokens, self.tokenizer)
-            text = text if reasoning is None else self.text(answer)
+            calls, answer = called(answer, self.tokenizer)
+        text = self.text(answer)
         return Result(
             answered.request_id,
             text,
@@ -154,6 +156,7 @@ class Context:
             str(answered.finish_reason),
             answered.steps,
             reasoning=reasoning,
+            tool_calls=calls,
             logprobs=answered.logprobs,
             draw=answered.draw,
         )

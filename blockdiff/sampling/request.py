@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from blockdiff.sampling.strategy import Strategy
 
 Message = Mapping[str, Any]
+SCORES = ("logprobs", "score", "draw")
 MOST_DRAWS = 1024  # answers to one request, of which the best is given
 
 
@@ -125,7 +126,8 @@ class Result:
     `tokens` ends with the first eos if there is one; `text` leaves special tokens out, and the `reasoning` before the
     answer, which stands apart; `steps` are the denoising steps of each canvas; `finish_reason` is "eos", "length",
     "cancelled" or, with the reason in `error`, "error". `logprobs`, where asked for, are those of `tokens` by
-    next-token prediction, in nats; with `best_of`, `draw` says which of the answers this is, from 0.
+    next-token prediction, in nats; with `best_of`, `draw` says which of the answers this is, from 0. `tool_calls` are
+    the calls in the response as messages have them, which its text leaves out.
     """
 
     id: str | int
@@ -137,6 +139,7 @@ class Result:
     reasoning: str | None = None
     logprobs: list[float] | None = None
     draw: int | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
     @property
     def score(self) -> float | None:
@@ -151,7 +154,7 @@ class Result:
     def to_record(self) -> dict[str, Any]:
         """The fields of an output line."""
         names = ("id", "text", "tokens", "finish_reason", "steps")
-        there = {name: getattr(self, name) for name in ("reasoning", "logprobs", "score", "draw", "error")}
+        there = {name: getattr(self, name) for name in ("reasoning", "tool_calls", *SCORES, "error")}
         return {name: getattr(self, name) for name in names} | {k: v for k, v in there.items() if v is not None}
 
 
