@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.span_attention.paged import PagedTensor, ReservedTensor
+from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor, ReservedTensor
 from blockdiff.layers.attention import Past
 from blockdiff.models.page_pool import ZEROS, Pool
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
-    from blockdiff.models.pages import PagedRow
+    from blockdiff.models.page_rows import PagedRow
 
 SPARE_COLUMNS = 16  # columns are taken in multiples of so many, so that growing rows seldom need another place
 
@@ -49,8 +49,9 @@ def paged_past(
         lengths = [row.length - column for row, column in zip(rows, first_columns(rows, pool), strict=True)]
         columns = tables[name].shape[1] * pool.page_tokens if is_static else max(lengths)
         lengths_B = torch.tensor(lengths, dtype=torch.int32, device=tables[name].device)
+        pages = BlockTable(tables[name], lengths_B, columns, pool.page_tokens)
         for n, layer in enumerate(pool.layers):
-            past[layer] = tuple(PagedTensor(x[n], tables[name], lengths_B, columns) for x in pool.tensors)
+            past[layer] = tuple(PagedTensor(x[n], pages) for x in pool.tensors)
     return [past[layer] for layer in sorted(past)] if all(past.values()) else None
 
 

@@ -10,7 +10,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.kernels import NATIVE
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention import native, reference, triton
-from blockdiff.kernels.span_attention.paged import PagedTensor, ReservedTensor
+from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor, ReservedTensor
 from blockdiff.models.pages import Pages
 from blockdiff.spans import Spans, encode_spans, running_spans
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
@@ -40,7 +40,7 @@ def in_pages(dense_BSKd: Tensor, lengths: list[int], page_tokens: int) -> PagedT
             pool[pages[row, column // page_tokens], column % page_tokens] = dense_BSKd[row, column]
         pages[row, -(-length // page_tokens) :] = 0
     table = pages.int().to(DEVICE)
-    return PagedTensor(pool.to(DEVICE), table, torch.tensor(lengths, device=DEVICE).int(), S)
+    return PagedTensor(pool.to(DEVICE), BlockTable(table, torch.tensor(lengths, device=DEVICE).int(), S, page_tokens))
 
 
 def spans_of(geometry: str, lengths: list[int], T: int) -> Spans:
@@ -91,7 +91,7 @@ def test_a_prefix_in_pages_is_read_as_a_dense_one(geometry, page_tokens):
         assert relative(out, truth) < FP32 and relative(its_lse.exp(), lse.exp()) < FP32
     for splits in (2, 3):  # the keys in several parts
         tensors = moved[0], *(pool.pool_NPKd for pool in pools), *moved[1:]
-        table, columns = pools[0].table_BM, pools[0].columns
+        table, columns = pools[0].pages.table_BM, pools[0].pages.columns
         paged = torch.ops.blockdiff.span_attention_paged
         assert relative(paged(*tensors, moved_spans.bounds_BT4, table, columns, 0.9, splits)[0], truth) < FP32
 
@@ -121,7 +121,7 @@ def test_what_the_kernel_does_not_read_from_pages_is_made_dense_or_refused():
     reserved = ReservedTensor(torch.zeros(2, 1, 25, 24, device=DEVICE), 20)
     with pytest.raises(Unserved, match="writes into no prefix"):
         triton.span_attention(tensors[0], reserved, reserved, *tensors[1:], moved, 1.0)
-    doubles = [PagedTensor(p.pool_NPKd.double(), p.table_BM, p.lengths_B, p.columns) for p in pools]
+    doubles = [PagedTensor(p.pool_NPKd.double(), p.pages) for p in pools]
     with pytest.raises(BlockdiffError, match="not float32, float64"):
         triton.span_attention(tensors[0], *doubles, *tensors[1:], moved, 1.0)
 
@@ -151,7 +151,7 @@ def test_torch_sees_one_sound_op():
     pools = [in_pages(x, lengths, 16) for x in prefix]
     bounds = spans_of("causal", lengths, T).bounds_BT4.to(DEVICE)
     tensors = [x.to(DEVICE) for x in (q, *own)]
-    arguments = tensors[0], *(p.pool_NPKd.nan_to_num() for p in pools), *tensors[1:], bounds, pools[0].table_BM
+    arguments = tensors[0], *(p.pool_NPKd.nan_to_num() for p in pools), *tensors[1:], bounds, pools[0].pages.table_BM
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.blockdiff.span_attention_paged, (*arguments, 20, 1.0, 0), test_utils=checks)
 

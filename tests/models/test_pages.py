@@ -13,7 +13,8 @@ from torch import Tensor
 from blockdiff.errors import BlockdiffError
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_pool import Link
-from blockdiff.models.pages import PagedRow, Pages
+from blockdiff.models.page_rows import PagedRow
+from blockdiff.models.pages import Pages
 from blockdiff.models.prefix import Prefix
 from blockdiff.spans import Spans, denoise_spans, running_spans
 from tests.oracle import oracle, ours
@@ -293,7 +294,7 @@ def test_tokens_are_compared_and_not_only_their_hashes(model, monkeypatch):
             return 1
 
     monkeypatch.setattr(Link, "__hash__", lambda link: 0)
-    monkeypatch.setattr("blockdiff.models.pages.key_of", lambda values: Same(array("q", values).tobytes()))
+    monkeypatch.setattr("blockdiff.models.page_rows.key_of", lambda values: Same(array("q", values).tobytes()))
     pages = Pages(model, 4)
     opened(pages, [tokens(8)])
     assert pages.reuse(pages.open(), tokens(8).tolist()) == 8

@@ -6,33 +6,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class PagedTensor:
-    """One tensor of a layer's prefix, the keys or the values, whose tokens stand in pages of a pool.
+class BlockTable:
+    """Which pages rows have, for all layers that share them.
 
-    pool_NPKd: every page's tokens; table_BM: int32, which page holds the columns [m P, (m + 1) P) of a row;
-    lengths_B: int32, how many columns each row has, and columns the most of them. What a page holds beyond a row's
-    length may be anything. Page 0 is never written and holds zeros.
+    table_BM: int32, the page that holds the columns [m P, (m + 1) P) of a row; lengths_B: int32, how many columns each
+    row has; columns: the most of them; page_tokens: P.
     """
 
-    pool_NPKd: Tensor
     table_BM: Tensor
     lengths_B: Tensor
     columns: int
+    page_tokens: int
+
+    @cached_property
+    def places_BS(self) -> Tensor:
+        """Where every column stands, counted in tokens over all pages; 0, where zeros are, after a row's length."""
+        column = torch.arange(self.columns, device=self.table_BM.device)
+        page_BS = self.table_BM[:, column // self.page_tokens]
+        places_BS = page_BS * self.page_tokens + column % self.page_tokens
+        return torch.where(column < self.lengths_B[:, None], places_BS, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class PagedTensor:
+    """One tensor of a layer's prefix, the keys or the values, whose tokens stand in pages of a pool.
+
+    pool_NPKd: every page's tokens. What a page holds beyond a row's length may be anything; page 0 is never written
+    and holds zeros.
+    """
+
+    pool_NPKd: Tensor
+    pages: BlockTable
 
     def dense(self) -> Tensor:
         """The prefix as a tensor [B, columns, K, d], zeros after each row's length: a copy."""
-        page_tokens = self.pool_NPKd.shape[1]
-        column = torch.arange(self.columns, device=self.table_BM.device)
-        page_BS = self.table_BM[:, column // page_tokens]
-        index_BS = torch.where(column < self.lengths_B[:, None], page_BS * page_tokens + column % page_tokens, 0)
-        taken = self.pool_NPKd.flatten(0, 1).index_select(0, index_BS.flatten())
-        return taken.view(*index_BS.shape, *self.pool_NPKd.shape[2:])
+        places_BS = self.pages.places_BS
+        taken = self.pool_NPKd.flatten(0, 1).index_select(0, places_BS.flatten())
+        return taken.view(*places_BS.shape, *self.pool_NPKd.shape[2:])
 
 
 @dataclass(frozen=True, eq=False)

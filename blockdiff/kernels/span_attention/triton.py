@@ -232,7 +232,7 @@ def span_attention(
         paged = q_BThd, prefix_k.pool_NPKd, prefix_v.pool_NPKd, own_k, own_v
         if _is_read_as_it_is(*paged):
             check_dtypes("span_attention", *paged)
-            table, columns = prefix_k.table_BM, prefix_k.columns
+            table, columns = prefix_k.pages.table_BM, prefix_k.pages.columns
             out, lse = _span_attention_paged(*paged, spans.bounds_BT4, table, columns, scale, 0)
             return (out, lse) if return_lse else out
         prefix_k, prefix_v = prefix_k.dense(), prefix_v.dense()

@@ -1,0 +1,242 @@
+"""The pages that rows hold, without the model: block tables, references, and what rows can share.
+
+A row has a block table for each kind of layer. Sliding layers give pages back as their window leaves them. Full pages
+are published under the tokens they hold and all tokens before these, so that a row which begins alike can share them
+instead of encoding the tokens again. They stay cached when no row holds them any more, until their room is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from blockdiff.errors import BlockdiffError
+from blockdiff.models.page_pool import SPILL, ZEROS, Link, Pool, Published
+
+
+@dataclass(eq=False)
+class PagedRow:
+    """A row's cached tokens: how many, and the pages that hold them by kind of layer.
+
+    first: how many pages before those in the table were given back; links: where its full pages are published;
+    tail: its tokens after them; stamp: changes whenever the row does; cuts: how often it was truncated.
+    """
+
+    root: Link
+    tables: dict[str, list[int]]
+    first: dict[str, int]
+    length: int = 0
+    links: list[Link] = field(default_factory=list)
+    tail: list[int] = field(default_factory=list)
+    stamp: int = 0
+    cuts: int = 0
+
+
+@dataclass(frozen=True)
+class PageStatistics:
+    """What the pages hold, by kind of layer, and what happened so far.
+
+    pages: in use; cached: not in use, and their tokens can be shared; published: all that can be shared;
+    reused_tokens: what `reuse` found, of the asked_tokens of new rows; evictions: cached pages given to other tokens.
+    """
+
+    pages: dict[str, int]
+    cached: dict[str, int]
+    published: dict[str, int]
+    reused_tokens: int
+    asked_tokens: int
+    evictions: int
+
+
+class PagedRows:
+    """The rows of some pools of pages, one for each kind of layer.
+
+    identity: of what encodes: rows share pages only where it is the same. It may be changed between rows.
+    """
+
+    def __init__(self, pools: dict[str, Pool], links: Published, page_tokens: int, identity: str):
+        self.pools, self.page_tokens, self.identity = pools, page_tokens, identity
+        self._links = links
+        self._rows: set[PagedRow] = set()
+        self._stamps = itertools.count(1)
+        self._reused = self._asked = 0
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def open(self) -> PagedRow:
+        """An empty row."""
+        root = self._links.setdefault((None, key := self.identity.encode()), Link(None, key))
+        row = PagedRow(root, {name: [] for name in self.pools}, dict.fromkeys(self.pools, 0), stamp=next(self._stamps))
+        self._rows.add(row)
+        return row
+
+    def reuse(self, row: PagedRow, tokens: Sequence[int], multiple: int = 1) -> int:
+        """Share the pages of the longest beginning of `tokens` that others have encoded; returns the tokens now in it.
+
+        tokens: all of the row's tokens, from its first on; multiple: the row's length becomes a multiple of it. Nothing
+        is shared after a row's own tokens unless these end with a page. The tokens themselves are compared.
+        """
+        if row.tail:
+            return row.length
+        size, found = self.page_tokens, list[Link]()
+        link = row.links[-1] if row.links else row.root
+        self._asked += 0 if row.length else len(tokens)
+        for first in range(row.length, len(tokens) - size + 1, size):
+            following = self._links.get((link, key_of(tokens[first : first + size])))
+            if following is None:
+                break
+            found.append(link := following)
+        pages_before = row.length // size
+        while found and not self._can_share(found, pages_before, multiple):
+            found.pop()
+        if not found:
+            return row.length
+        length = row.length + len(found) * size
+        self._reused += length - row.length
+        for name, pool in self.pools.items():
+            self._cut(row, pool, pages_before)  # what was reserved
+            self._leave(row, pool, length)
+            for each in found[max(0, row.first[name] - pages_before) :]:
+                pool.refer(each.pages[name])
+                row.tables[name].append(each.pages[name])
+        row.length, row.stamp = length, next(self._stamps)
+        row.links += found
+        return length
+
+    def reserve(self, row: PagedRow, tokens: int) -> bool:
+        """Make room for so many more tokens of a row; False, with nothing changed, where there is no memory."""
+        last, begun = divmod(row.length, self.page_tokens)
+        pages = -(-(row.length + tokens) // self.page_tokens)
+        wanted = []
+        for name, pool in self.pools.items():
+            table, first = row.tables[name], row.first[name]
+            missing = max(0, pages - first - len(table))
+            is_copied = bool(begun and tokens) and pool.is_shared(table[last - first])
+            if missing + is_copied > pool.available:
+                return False
+            if missing or is_copied:
+                wanted.append((pool, table, missing, last - first if is_copied else None))
+        for pool, table, missing, place in wanted:
+            if place is not None:
+                table[place] = pool.copied(table[place])
+            table += [pool.take() for _ in range(missing)]
+        return True
+
+    def truncate(self, row: PagedRow, tokens: int) -> None:
+        """Drop a row's tokens after the first so many.
+
+        Raises BlockdiffError where a sliding layer has given back pages that the row would need again.
+        """
+        size, length = self.page_tokens, min(tokens, row.length)
+        for name, pool in self.pools.items():
+            if pool.first_kept(length) // size < row.first[name]:
+                raise BlockdiffError(
+                    f"a row of {row.length} tokens cannot be cut to {length}: its {name} layers have given back pages "
+                    "that it would need; encode the tokens anew"
+                )
+        for pool in self.pools.values():
+            self._cut(row, pool, -(-length // size))
+        full = length // size
+        if full < len(row.links):
+            row.tail = tokens_of(row.links[full].tokens)
+        row.length, row.stamp, row.cuts = length, next(self._stamps), row.cuts + 1
+        del row.links[full:], row.tail[length - full * size :]
+
+    def release(self, row: PagedRow) -> None:
+        """Give a row's pages back; published ones can be shared until others need the room. The row is used up."""
+        for pool in self.pools.values():
+            self._cut(row, pool, 0)
+        self._rows.discard(row)
+        row.length, row.links, row.tail, row.stamp = 0, [], [], next(self._stamps)
+
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    def free_tokens(self) -> int:
+        """How many tokens can still be reserved, whole pages of them."""
+        return min(pool.available for pool in self.pools.values()) * self.page_tokens
+
+    @property
+    def statistics(self) -> PageStatistics:
+        """What the pages hold now, and what happened since the beginning."""
+        pools = self.pools.items()
+        return PageStatistics(
+            pages={name: pool.in_use for name, pool in pools},
+            cached={name: len(pool.cached) for name, pool in pools},
+            published={name: len(pool.links) for name, pool in pools},
+            reused_tokens=self._reused,
+            asked_tokens=self._asked,
+            evictions=sum(pool.evictions for pool in self.pools.values()),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless every page is free, cached or held by exactly the open rows that it counts."""
+        for name, pool in self.pools.items():
+            held = Counter(page for row in self._rows for page in row.tables[name])
+            assert pool.references[:2] == [0, 0] and not {ZEROS, SPILL} & {*held, *pool.free, *pool.cached}
+            assert [held[page] for page in range(len(pool.references))] == pool.references
+            unused = [page for page in range(2, len(pool.references)) if not held[page]]
+            assert sorted([*pool.free, *pool.cached]) == unused and pool.cached.keys() <= pool.links.keys()
+            assert len(pool.references) - 2 <= pool.most and not set(pool.free) & pool.links.keys()
+            for page, link in pool.links.items():
+                assert link.pages[name] == page and self._links[link.parent, link.tokens] is link
+            for row in self._rows:
+                first = row.first[name]
+                assert first <= pool.first_kept(row.length) // self.page_tokens
+                assert first + len(row.tables[name]) >= -(-row.length // self.page_tokens)
+        for row in self._rows:
+            assert len(row.links) * self.page_tokens + len(row.tail) == row.length
+        published = {id(link) for pool in self.pools.values() for link in pool.links.values()}
+        assert {id(link) for link in self._links.values() if link.parent is not None} == published
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _can_share(self, found: list[Link], pages_before: int, multiple: int) -> bool:
+        """Whether all that a row needs after the found links is there still, and its length is such a multiple."""
+        length = (pages_before + len(found)) * self.page_tokens
+        return length % multiple == 0 and all(
+            name in link.pages
+            for name, pool in self.pools.items()
+            for link in found[max(0, pool.first_kept(length) // self.page_tokens - pages_before) :]
+        )
+
+    def _append(self, row: PagedRow, tokens: list[int]) -> None:
+        """Note the tokens that were written after a row's own; publish its full pages and leave what windows left."""
+        row.length, row.stamp = row.length + len(tokens), next(self._stamps)
+        row.tail += tokens
+        for _ in range(len(row.tail) // self.page_tokens):
+            page_of_tokens, row.tail = row.tail[: self.page_tokens], row.tail[self.page_tokens :]
+            key = row.links[-1] if row.links else row.root, key_of(page_of_tokens)
+            link = self._links.setdefault(key, Link(*key))
+            for name, pool in self.pools.items():
+                pool.publish(row.tables[name][len(row.links) - row.first[name]], link)
+            row.links.append(link)
+        for pool in self.pools.values():
+            self._leave(row, pool, row.length)
+
+    def _leave(self, row: PagedRow, pool: Pool, length: int) -> None:
+        """Give back the pages that a row of such a length needs no more."""
+        table, first = row.tables[pool.kind.name], pool.first_kept(length) // self.page_tokens
+        for page in table[: first - row.first[pool.kind.name]]:
+            pool.give_back(page)
+        del table[: first - row.first[pool.kind.name]]
+        row.first[pool.kind.name] = first
+
+    def _cut(self, row: PagedRow, pool: Pool, pages: int) -> None:
+        """Give back all pages after a row's first so many, the last one first: it is the first to be forgotten."""
+        table, kept = row.tables[pool.kind.name], max(0, pages - row.first[pool.kind.name])
+        for page in reversed(table[kept:]):
+            pool.give_back(page)
+        del table[kept:]
+
+
+def key_of(tokens: Sequence[int]) -> bytes:
+    """Token ids as bytes, to be found by."""
+    return array("q", tokens).tobytes()
+
+
+def tokens_of(key: bytes) -> list[int]:
+    """The token ids of `key_of`."""
+    return array("q", key).tolist()
