@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,6 +42,15 @@ def measure(
         own = [replace(q.request(), seed=child_seed(child_seed(seed, q.place), draw)) for q in questions]
         answers.append(sampler.generate(own, max_new_tokens=room, batch_size=batch_size))
     sampled = time.perf_counter()
+    # What `scores` adds to sampling: the engine has most of the encodes already.
+    asked = [replace(q.request(), seed=child_seed(child_seed(seed, q.place), 0)) for q in questions]
+    pairs = []
+    for _ in range(3):
+        for requests in (asked, [replace(request, scores=True) for request in asked]):
+            started = time.perf_counter()
+            sampler.generate(requests, max_new_tokens=room, batch_size=batch_size)
+            pairs.append(time.perf_counter() - started)
+    started = time.perf_counter()
     prompts = [_prompt(sampler, q.prompt) for q in questions]
     flat = [each for drawn in answers for each in drawn]
     scores = score(sampler.model, prompts * draws, [each.tokens for each in flat], batch_size)
@@ -67,7 +77,9 @@ def measure(
         "all_right": sum(all(of_draw[row] for of_draw in is_right) for row in range(count)) / count,
         "steps_per_canvas": sum(sum(each.steps) for each in flat) / max(1, sum(len(each.steps) for each in flat)),
         "sampling_seconds": sampled - began,
-        "scoring_seconds": scored - sampled,
+        "rescoring_seconds": scored - started,
+        "without_scores_seconds": statistics.median(pairs[0::2]),
+        "with_scores_seconds": statistics.median(pairs[1::2]),
     }
 
 

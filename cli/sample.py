@@ -93,7 +93,7 @@ def sample(
             entry,
             thinking=thinking or entry.thinking,
             scores=scores or entry.scores,
-            best_of=entry.best_of if best_of == 1 else best_of,
+            best_of=best_of if entry.best_of == 1 else entry.best_of,
             allow_control_tokens=allow_control_tokens,
             **{name: value for name, value in held.items() if getattr(entry, name) == getattr(unheld, name)},
         )

@@ -51,6 +51,18 @@ def test_output_lines_have_scores_and_which_draw_it_is_where_asked_for(model, tm
     assert all(record["score"] <= best["score"] + 1e-6 for record, best in zip(own, records, strict=True))
 
 
+def test_a_line_that_says_how_many_draws_goes_before_the_command(model, tmp_path):
+    prompts, output = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    prompts.write_text('{"prompt": "abc", "best_of": 2}\n{"prompt": "abc", "id": "free"}\n')
+    words = ("sample", model, "--prompts", prompts, "--output", output, "--overwrite")
+    found = []
+    for more in ((), ("--best-of", "8"), ("--best-of", "30")):
+        assert run(*words, *more).exit_code == 0
+        found.append([json.loads(line) for line in output.read_text().splitlines()])
+    assert found[0][0] == found[1][0] == found[2][0] and "draw" not in found[0][1]
+    assert found[1][1]["score"] <= found[2][1]["score"]
+
+
 def test_thinking_is_asked_for_in_a_chat_and_refused_for_raw_text(model):
     asked = run("sample", model, "--chat", "hi", "--thinking", "--scores")
     assert asked.exit_code == 0 and "mean log-probability per token -" in asked.stderr
