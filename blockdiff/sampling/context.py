@@ -55,12 +55,6 @@ class Context:
         mask_id = self.choices.mask_id
         if mask_id is not None and mask_id >= model.vocab_size:
             raise CheckpointError(f"{CHOICES}: mask_id {mask_id} is none of the model's {model.vocab_size} tokens")
-        if self.choices.prediction == "leave_one_out":
-            warnings.warn(
-                "this model was trained to predict each token from the others alone (leave_one_out) and is sampled as "
-                "a plain denoiser, as transformers and vLLM do",
-                stacklevel=3,
-            )
         if tokenizer is not None and len(tokenizer) > model.vocab_size:
             warnings.warn(
                 f"the tokenizer has {len(tokenizer)} tokens, the model {model.vocab_size}; is it that of the model?",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -13,8 +15,10 @@ from blockdiff.cli.main import app
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RecipeError
 from blockdiff.sampling import Generation, Sampler
-from blockdiff.sampling.strategies import Composed, Never, Quota, Sticky, strategies_table
+from blockdiff.sampling.strategies import Composed, Never, Quota, Sticky, parse_strategy, strategies_table
+from blockdiff.training import trainer
 from blockdiff.training.recipe import read_recipe
+from blockdiff.training.samples import Sampled
 from tests.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
@@ -72,3 +76,18 @@ def test_a_recipe_names_the_strategy_of_the_prompts_that_it_samples(tmp_path):
     recipe["evaluation"]["strategy"] = "quota:pase=linear"
     with pytest.raises(RecipeError, match=r"evaluation.strategy: .*no key 'pase'; did you mean pace"):
         read_recipe(recipe)
+
+
+def test_a_run_samples_its_prompts_by_the_strategy_of_its_recipe(model, monkeypatch):
+    given = Sampler.from_pretrained(model, dtype="float32")
+    base = SimpleNamespace(tokenizer=given.tokenizer, generation=given.generation)
+    data = SimpleNamespace(prompts=[], encoder=None)
+    built = SimpleNamespace(model=given.model, choices=given.choices, base=base, data=data)
+    recipe = SimpleNamespace(seed=0, train=SimpleNamespace(autocast=None))
+    recipe.evaluation = SimpleNamespace(strategy=TEXT, task="exact")
+    run = SimpleNamespace(built=built, recipe=recipe, averaged=nullcontext, ranks=SimpleNamespace(is_main=False))
+    seen = []
+    sampled = Sampled({}, [])
+    monkeypatch.setattr(trainer, "sample_prompts", lambda sampler, *rest, **named: seen.append(sampler) or sampled)
+    trainer.Trainer.sample(run, 0)
+    assert seen[0].strategy == parse_strategy(TEXT, given.generation)

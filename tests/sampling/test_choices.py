@@ -110,16 +110,15 @@ def test_a_real_model_fills_masks():
 # -- leave one out -------------------------------------------------------------------------------------------
 
 
-def test_a_leave_one_out_model_is_sampled_as_a_plain_denoiser_and_says_so_once():
-    with pytest.warns(UserWarning, match="leave_one_out.* as a plain denoiser") as caught:
-        _, results = steps_of(Choices(prediction="leave_one_out"))
-    assert len(caught) == 1 and results == steps_of(None)[1]
+def test_the_released_rules_take_the_logits_of_a_leave_one_out_model_as_they_are():
+    _, results = steps_of(Choices(prediction="leave_one_out"))
+    assert results == steps_of(None)[1]
 
 
-def test_other_models_warn_of_nothing():
+def test_no_model_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        steps_of(None), steps_of(MASKED)
+        steps_of(None), steps_of(MASKED), steps_of(Choices(prediction="leave_one_out"))
 
 
 # -- the file ------------------------------------------------------------------------------------------------
