@@ -19,6 +19,8 @@ from blockdiff.sampling.draws import signed
 from blockdiff.sampling.strategy import Shape
 from blockdiff.seeding import Stream, uniform
 
+NUMBERS = 4 << 20  # of (position, class): as many live at once in each column of the statistics of classes
+
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
 
@@ -44,7 +46,7 @@ def predict(
     to the distributions of the rows that nothing controls; `prediction` is what the model was trained for, and
     `other_BLD` are its hidden states without the prompts, where a shape asks for guidance.
     """
-    groups = _groups(controls)
+    groups = _groups(controls, canvas_BL.shape[1])
     if shapes is not None and all(shape.is_plain for shape in {id(shape): shape for shape in shapes}.values()):
         shapes = None
     if not groups:
@@ -81,13 +83,15 @@ def _in_order(parts: Sequence[Stats], order: Sequence[int]) -> Stats:
     return Stats(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))
 
 
-def _groups(controls: Sequence[CanvasControl | None] | None) -> list[list[int]]:
-    """The controlled rows, together where the same classes of tokens are told apart."""
+def _groups(controls: Sequence[CanvasControl | None] | None, length: int) -> list[list[int]]:
+    """The controlled rows, together where the same classes of tokens are told apart, but not too many of them."""
     groups: dict[int, list[int]] = {}
+    most: dict[int, int] = {}
     for row, control in enumerate(controls or ()):
-        if control is not None and not control.is_plain:
+        if control is not None and control.classes is not None:
             groups.setdefault(id(control.classes), []).append(row)
-    return list(groups.values())
+            most[id(control.classes)] = max(1, NUMBERS // (length * len(control.classes.end_C)))
+    return [rows[lo : lo + most[of]] for of, rows in groups.items() for lo in range(0, len(rows), most[of])]
 
 
 def _free(

@@ -13,8 +13,10 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Choices, Recorder, Request, Sampler
+from blockdiff.sampling import predict as predict_module
 from blockdiff.sampling.control import Control, control_of
 from blockdiff.sampling.draws import Draws
+from blockdiff.sampling.loop import generate_in_lockstep
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.template import FREE, parse_template
 from tests.chat_tokenizer import chat_tokenizer
@@ -309,6 +311,21 @@ def test_a_request_does_not_depend_on_what_its_neighbours_ask_for():
     alone = [sampler().generate([request])[0] for request in requests]
     together = sampler().generate(requests)
     assert alone == together and sum(result.error is not None for result in alone) == 1
+
+
+def test_the_engine_answers_as_the_loop_in_lockstep_does_and_groups_of_rows_change_nothing(monkeypatch):
+    options = [
+        {}, {"regex": "(ab|c)+"}, {"template": "a<?7>b"}, {"banned": ["ab"]}, {"repetition_penalty": 1.3},
+        {"draft": "abcabcabc", "noise": 0.4}, {"draft": "abc", "noise": 0.7, "regex": "(ab|c)+"}, {"banned": [4]},
+    ]  # fmt: skip
+    requests = [Request(n, tokens=[3 + n % 4], max_steps=20, **options[n % 8]) for n in range(24)]
+    engine = sampler()
+    results = engine.generate(requests)
+    asked = [engine.context.pending(request, place, 0) for place, request in enumerate(requests)]
+    generate_in_lockstep(engine.context, asked)
+    assert results == [engine.context.result(each) for each in asked]
+    monkeypatch.setattr(predict_module, "NUMBERS", 1)
+    assert results == sampler().generate(requests)
 
 
 @pytest.mark.parametrize(

@@ -192,8 +192,8 @@ def _expert_mlp_backward(
     if grad_x is not None:
         tile, grad_slots = tiles.grad_x.fitted(columns=D, inner=2 * F), empty(grad, slots, D)
         constants = dict(E=E, K=2 * F, N=D, WEIGHT_K=D, WEIGHT_N=1, R=R, MATRIX_R=D, MATRIX_N=1)
-        tensors = (grad_h, gate_up, narrow, gate_up_A, None, grad_slots)
-        _launch_rows(kernels.expert_mlp_product, plan, D, tile, *tensors, **constants)
+        of_product = (grad_h, gate_up, narrow, gate_up_A, None, grad_slots)
+        _launch_rows(kernels.expert_mlp_product, plan, D, tile, *of_product, **constants)
         _sum_slots(grad_slots, index, E, grad_x)
     x = None if x is None else x.contiguous()
     if grad_gate_up is not None:
@@ -247,5 +247,5 @@ def expert_mlp(
     check_dtypes("expert_mlp", x, gate_up, down, *low_rank)
     inputs = (x, gate_up, down, expert_weight_Nk, *low_rank)
     keeps_h = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    matrices = [t.contiguous() for t in low_rank] or [None] * 4
+    matrices: list[Tensor | None] = [t.contiguous() for t in low_rank] or [None, None, None, None]
     return _expert_mlp(x, gate_up, down, expert_index_Nk, expert_weight_Nk, activation, keeps_h, *matrices)[0]
