@@ -27,7 +27,8 @@ def sources(tmp_path: Path) -> Path:
     """A copy of what a release is built from."""
     for folder in ("blockdiff", "cli", "recipes"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "Makefile", "CHANGELOG.md"):
+    files = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt")
+    for file in (*files, "Makefile", "CHANGELOG.md"):
         shutil.copy(ROOT / file, tmp_path)
     return tmp_path
 
@@ -52,10 +53,14 @@ def test_a_release_needs_the_section_of_its_version_and_builds_wheel_and_sdist_o
     assert done.returncode == 0, done.stderr
     wheel, sdist = sorted((sources / "dist").iterdir(), key=lambda path: path.suffix != ".whl")
     assert (wheel.name, sdist.name) == (f"blockdiff-{version}-py3-none-any.whl", f"blockdiff-{version}.tar.gz")
-    packed = {f"blockdiff-{version}/{path.relative_to(sources)}" for path in sources.glob("recipes/**/*.json")}
     with tarfile.open(sdist) as archive:
-        assert packed <= set(archive.getnames())
-    assert "blockdiff/recipes/presets/tiny.json" in zipfile.ZipFile(wheel).namelist()
+        archive.extractall(sources / "unpacked", filter="data")
+    unpacked = sources / "unpacked" / f"blockdiff-{version}"
+    assert (unpacked / "CHANGELOG.md").read_text() == changes.read_text()
+    build = "from setuptools.build_meta import build_wheel; build_wheel('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=unpacked, check=True, capture_output=True)
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(unpacked / wheel.name) as other:
+        assert set(one.namelist()) == set(other.namelist()) >= {"blockdiff/recipes/presets/tiny.json"}
 
 
 @pytest.mark.quick
