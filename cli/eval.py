@@ -45,6 +45,7 @@ def evaluate(
     chat: Annotated[bool, typer.Option("--chat", help="Prompts are the user's turn of a chat, not raw text.")] = False,
     thinking: Annotated[bool, typer.Option("--thinking", help="Ask for reasoning; only the answer counts.")] = False,
     best_of: Annotated[int, typer.Option(min=1, help="Draw so many answers a row; the best by its score counts.")] = 1,
+    allow_control_tokens: options.AllowControlTokens = False,
     seed: options.Seed = 0,
     steps: options.MaxSteps = None,
     strategy: options.Strategy = None,
@@ -108,6 +109,7 @@ def evaluate(
             max_new_tokens=max_new_tokens,
             thinking=thinking,
             best_of=best_of,
+            allow_control_tokens=allow_control_tokens,
         )
         failed = [record["error"] for record in numbers["records"] if "error" in record]
         if len(failed) == numbers["count"]:

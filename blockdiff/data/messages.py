@@ -63,9 +63,16 @@ def checked_tools(value: Any, name: str = "tools") -> tuple[Message, ...] | None
         if not isinstance(function.get("parameters") or {}, Mapping):
             raise BadRow(f"{name}[{index}].parameters is {kind_of(function['parameters'])}; write a JSON schema")
         check_texts(function, f"{name}[{index}]")
+        function = _without_nulls(function)  # Arrow files have a null wherever another row has something
         schema = {"parameters": {"type": "object", **function["parameters"]}} if function.get("parameters") else {}
         tools.append({"type": "function", "function": {"description": "", **function, **schema}})
     return tuple(tools)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def left_out_tool(text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Message] | None) -> str | None:

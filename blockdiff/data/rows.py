@@ -13,7 +13,7 @@ from blockdiff.errors import DataError
 CONVERSATION_KEYS = ("messages", "conversations")
 ALPACA_KEYS = ("instruction", "input", "output")
 KEYS = ("prompt", "response", "messages", "tools", "system", "id")
-CONTENT_KEYS = {"prompt", "response", "completion", *ALPACA_KEYS, *CONVERSATION_KEYS}
+CONTENT_KEYS = {"prompt", "response", "completion", "history", *ALPACA_KEYS, *CONVERSATION_KEYS}
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,8 @@ class Table:
         """A hash of the content and of the column names."""
         if self.content is not None:
             return _hash(self.source, [self.content])
-        return _hash(self.source, (repr((row.prompt, row.response, row.messages, row.id)) for row in self.rows()))
+        rows = ((row.prompt, row.response, row.messages, row.id, row.tools) for row in self.rows())
+        return _hash(self.source, map(repr, rows))
 
 
 def in_memory(source: Source) -> Table:

@@ -116,7 +116,9 @@ def render(
                 enable_thinking=enable_thinking,
                 **tokenizer.special_tokens_map,
             )
-    except (TimeoutError, MemoryError, RecursionError) as error:
+    except TemplateError:
+        raise
+    except Exception as error:  # a template is somebody's program: it may raise anything
         raise TemplateError(str(error) or type(error).__name__) from None
     text, cuts = guard.show(texts[0], hidden)
     if name := left_out_tool(text, messages, tools):

@@ -40,13 +40,14 @@ class Question:
         """The prompt, or the last message of the conversation."""
         return self.prompt if isinstance(self.prompt, str) else str(self.prompt[-1]["content"])
 
-    def request(self, thinking: bool = False, best_of: int = 1) -> Request:
+    def request(self, thinking: bool = False, best_of: int = 1, allow_control_tokens: bool = False) -> Request:
         """The request that the sampler answers; `tokens`, where they are known, say already what is thought."""
         if self.tokens is not None:
             return Request(self.place, tokens=self.tokens, best_of=best_of)
+        asked = Request(self.place, thinking=thinking, best_of=best_of, allow_control_tokens=allow_control_tokens)
         if isinstance(self.prompt, str):
-            return Request(self.place, prompt=self.prompt, thinking=thinking, best_of=best_of)
-        return Request(self.place, messages=self.prompt, tools=self.tools, thinking=thinking, best_of=best_of)
+            return replace(asked, prompt=self.prompt)
+        return replace(asked, messages=self.prompt, tools=self.tools)
 
 
 @dataclass(frozen=True)

@@ -37,18 +37,20 @@ def evaluate(
     encoder: Encoder | None = None,
     thinking: bool = False,
     best_of: int = 1,
+    allow_control_tokens: bool = False,
 ) -> dict[str, Any]:
     """Answer the question of every row by sampling and count what is right; the ranks share the rows.
 
     Every rank gets `task`, what `summary` says of the records, `seconds` (until the last rank is done),
     `first_canvas_seconds` (the median over rows of the time until their first canvas was there, since all were asked),
-    `seed`, `max_steps`, `max_new_tokens`, `batch_size`, `thinking`, `best_of` as they were used, and `records` (one
-    per row, in order). Draws are addressed by `seed` and a row's place, so the number of ranks changes nothing beyond
-    rounding. The model's modes and gradients stay as they are.
+    `seed`, `max_steps`, `max_new_tokens`, `batch_size`, `thinking`, `best_of`, `allow_control_tokens` as they were
+    used, and `records` (one per row, in order). Draws are addressed by `seed` and a row's place, so the number of ranks
+    changes nothing beyond rounding. The model's modes and gradients stay as they are.
 
     The longest reference bounds the responses, where longer ones can be right the sampler's own limit, unless
     `max_new_tokens` is given. With `encoder` a prompt has the tokens that training gives it (system prompt, thinking).
-    `thinking` asks the chat template for reasoning, `best_of` for the best of so many answers by their own score.
+    `thinking` asks the chat template for reasoning, `best_of` for the best of so many answers by their own score;
+    `allow_control_tokens` makes control tokens of what prompts spell of them.
     Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank is to stop.
     """
     questions = questions_of(rows, task, encoder)
@@ -64,7 +66,7 @@ def evaluate(
             look()
 
         results = sampler.generate(
-            [question.request(thinking, best_of) for question in mine],
+            [question.request(thinking, best_of, allow_control_tokens) for question in mine],
             seed=seed,
             max_new_tokens=max_new_tokens,
             max_steps=max_steps,
@@ -87,6 +89,7 @@ def evaluate(
         "batch_size": batch_size,
         "thinking": thinking,
         "best_of": best_of,
+        "allow_control_tokens": allow_control_tokens,
         "records": records,
     }
 

@@ -306,6 +306,7 @@ def test_rendering_without_tags_marks_nothing(tokenizer):
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 0.05 seconds"),
         ("{{ 'a' * 10**15 }}", "MemoryError"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
     ],
 )
 def test_a_template_without_an_end_is_refused_and_an_earlier_timer_goes_on(monkeypatch, endless, reason):

@@ -111,6 +111,12 @@ def test_calls_of_tools_their_answers_and_declarations_come_out_in_one_form():
         assert made["content"] == "" and made["tool_calls"][0]["function"] == CALLS["tool_calls"][0]["function"]
         assert (row.messages[2]["role"], row.messages[2]["name"], row.messages[2]["content"]) == ("tool", "get", "sun")
     assert check_row({"messages": [user(), assistant()], "tools": []}, "f:1").tools is None
+    # A Parquet file has a null wherever another row has something.
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "enum": None}, "day": None}}
+    filled = {"name": "get", "description": None, "parameters": parameters}
+    (tool,) = check_row({"messages": [user(), assistant()], "tools": [filled]}, "f:1").tools
+    assert tool["function"]["parameters"]["properties"] == {"city": {"type": "string"}}
+    assert tool["function"]["description"] == ""
 
 
 def test_answers_of_tools_are_given_to_calls_by_id_by_name_or_in_order():

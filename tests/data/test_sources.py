@@ -261,3 +261,21 @@ def test_a_recipe_fills_in_what_a_source_does_not_say():
 def test_sources_of_the_same_name_are_told_apart():
     sources = [Source("x/a"), Source("y/a"), Source("b"), Source("z/b", name="b"), Source(rows=[]), Source(rows=[1])]
     assert titles(sources) == ["x/a", "y/a", "b", "b", "rows of source 5", "rows of source 6"]
+
+
+def test_rows_in_memory_with_other_tools_are_other_data():
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [[{"messages": talk, "tools": [{"name": name}]}] for name in ("get", "set")]
+    first, second = (open_source(Source(rows=each)).fingerprint() for each in rows)
+    assert first != second and first == open_source(Source(rows=rows[0])).fingerprint()
+
+
+def test_columns_of_alpaca_rows_and_tools_are_read_from_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = [{"instruction": "a", "input": "", "output": "b", "history": None, "more": 1}]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    (row,) = rows_of(Source(str(path)))
+    assert [message["content"] for message in row.messages] == ["a", "b"]
+    pq.write_table(pa.Table.from_pylist([{**rows[0], "history": [["c", "d"]]}]), path)
+    with pytest.raises(DataError, match="row 1: history is there"):
+        list(rows_of(Source(str(path))))
