@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff.metrics import read
-from blockdiff.plots.panels import LEVEL, Line, NamedRun, Panel, named_apart, panels_of, read_run
+from blockdiff.plots.panels import LEVEL, STEP, Line, NamedRun, Panel, named_apart, panels_of, read_run
 
 
 def draw_curves(metrics: str | Path, picture: str | Path, title: str | None = None) -> None:
@@ -51,8 +51,9 @@ def _draw(runs: Sequence[NamedRun], picture: str | Path) -> None:
     figure = Figure(figsize=(11, 0.5 + height * len(places)), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplot_mosaic(places, empty_sentinel=-1)
+    last = max((x for panel in panels if panel.x == STEP for line in panel.lines for x in line.points[0]), default=0)
     for number, panel in enumerate(panels):
-        _fill(axes[number], panel, has_legend=is_alone)
+        _fill(axes[number], panel, last, legend_columns=(4 if number == 0 else 2) * is_alone)
     if is_alone:
         figure.suptitle(runs[0].name, x=0.01, ha="left", fontsize=11)
     else:
@@ -75,7 +76,8 @@ def _places(count: int, has_large: bool) -> list[list[int]]:
     return rows + [padded[at : at + 3] for at in range(0, len(padded), 3)]
 
 
-def _fill(axes: Any, panel: Panel, has_legend: bool) -> None:
+def _fill(axes: Any, panel: Panel, last: int, legend_columns: int = 0) -> None:
+    """Draw a panel; `last` is the last optimiser step of any. A legend stands above the axes, clear of the lines."""
     for line in panel.lines:
         _line(axes, line)
     values = [value for line in panel.lines for value in line.points[1]]
@@ -94,13 +96,17 @@ def _fill(axes: Any, panel: Panel, has_legend: bool) -> None:
         from matplotlib.ticker import MaxNLocator
 
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
-    axes.set_title(panel.title, loc="left", fontsize=9.5)
+        axes.set_xlim(-0.03 * last, 1.03 * last + (last == 0))
+    labels = [line.label for line in panel.lines if line.label] if len(panel.lines) > 1 else []
+    legend_rows = -(-len(labels) // legend_columns) if legend_columns else 0
+    axes.set_title(panel.title, loc="left", fontsize=9.5, pad=6 + 12 * legend_rows)
     axes.set_xlabel(panel.x, fontsize=8)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
-    if has_legend and any(line.label for line in panel.lines) and len(panel.lines) > 1:
-        axes.legend(frameon=False, fontsize=8)
+    if legend_rows:
+        place = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderpad": 0.0, "borderaxespad": 0.3}
+        axes.legend(**place, ncols=legend_columns, frameon=False, fontsize=8, labelspacing=0.2, columnspacing=1.2)
 
 
 def _line(axes: Any, line: Line) -> None:

@@ -207,9 +207,31 @@ def test_a_loss_axis_shows_the_run_and_ticks_stand_at_whole_steps(losses: list[f
     axes = Figure().subplots()
     records = [{"step": step, "kind": "train", "canvas_loss": loss} for step, loss in enumerate(losses, start=1)]
     (panel,) = panels_of([NamedRun("a", records)])
-    _fill(axes, panel, has_legend=True)
+    _fill(axes, panel, last=3, legend_columns=2)
     assert (axes.get_ylim()[0] == 0) == is_from_0
     assert all(tick == int(tick) for tick in axes.get_xticks())
+
+
+@pytest.mark.quick
+def test_legends_stand_clear_of_the_data_and_all_panels_show_the_whole_run() -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    records = measured(ar=1.0, heldout_ar_loss=2.0, sample_accuracy=0.5)
+    panels = panels_of([NamedRun("a", records)])
+    for number, (axes, panel) in enumerate(zip(figure.subplots(3, 3).flat, panels, strict=False)):
+        _fill(axes, panel, last=100, legend_columns=4 if number == 0 else 2)
+    FigureCanvasAgg(figure).draw()
+    legends = 0
+    for axes, panel in zip(figure.axes, panels, strict=False):
+        if panel.x != LEVEL:
+            assert axes.get_xlim() == pytest.approx((-3, 103))
+        if (legend := axes.get_legend()) is not None:
+            legends += 1
+            inside, drawn, title = axes.get_window_extent(), legend.get_window_extent(), axes._left_title
+            assert drawn.y0 >= inside.y1 and drawn.y1 <= title.get_window_extent().y0 + 1
+    assert legends == 2  # of the losses, and of those by noise level
 
 
 @pytest.mark.quick
