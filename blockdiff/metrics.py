@@ -72,6 +72,7 @@ METRICS: dict[str, Metric] = {
     "sample_steps_per_canvas": Metric(
         "sample", "steps per canvas of sampled prompts", "lower", ".1f", "steps per canvas"
     ),
+    "sample_max_steps": Metric("sample", "most steps that a canvas of a sampled prompt may take", format="d"),
     "sample_tokens_per_forward": Metric(
         "sample", "tokens per forward of sampled prompts", "higher", ".1f", "tokens per forward"
     ),
@@ -94,7 +95,16 @@ def measured(record: Mapping[str, Any], key: str) -> float | None:
 
 def texts(record: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
     """The metrics of a record in words, by key and in the order of `keys`; what was not measured is left out."""
-    return {key: METRICS[key].text(value) for key in keys if (value := measured(record, key)) is not None}
+    found = {key: METRICS[key].text(value) for key in keys if (value := measured(record, key)) is not None}
+    if "sample_steps_per_canvas" in found:
+        found["sample_steps_per_canvas"] += at_limit(record["sample_steps_per_canvas"], record.get("sample_max_steps"))
+    return found
+
+
+def at_limit(steps_per_canvas: float, max_steps: int | None) -> str:
+    """What a mean of steps per canvas that is the most there can be means, in words; else nothing."""
+    is_limit = max_steps is not None and steps_per_canvas >= max_steps
+    return " (the limit: no canvas converged)" if is_limit else ""
 
 
 def decisive_metrics() -> list[str]:

@@ -12,6 +12,7 @@ import typer
 
 from blockdiff.cli import options
 from blockdiff.errors import RequestError
+from blockdiff.metrics import at_limit
 from blockdiff.terminal import shown
 
 if TYPE_CHECKING:
@@ -206,8 +207,8 @@ class Chat:
             print(shown(text, sys.stdout), flush=True)
         if self.is_terminal:
             canvases, most = len(result.steps), self.sampler.generation.max_steps
-            words = f"{len(result.tokens)} tokens, {sum(result.steps) / canvases:.1f} steps per canvas"
-            words += " (the limit: no canvas converged)" * all(count >= most for count in result.steps)
+            mean = sum(result.steps) / canvases
+            words = f"{len(result.tokens)} tokens, {mean:.1f} steps per canvas{at_limit(mean, most)}"
             self.note(words + ", cut off: no room for more" * (result.finish_reason == "length"))
 
     def _refused(self, reason: str) -> None:

@@ -23,6 +23,10 @@ from blockdiff.training.recipe import Recipe
 from blockdiff.training.refuse import refuse, without_effect
 
 LEGEND = "prompt dim; canvases coloured; corrupted tokens reversed; fill underlined"
+GLOSSARY = (
+    "t: the noise level, from 0 (clean) to 1 (all noise)",
+    "signal: the model's first prediction, fed back into the canvas (self-conditioning) where its coin says so",
+)
 Words = Callable[[Sequence[int]], list[str]]  # token ids in a row -> what is shown of each
 CANVAS_COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 
@@ -108,6 +112,7 @@ def summary(drawn: Drawn, step: int, ar_weight: float) -> list[str]:
         f"{scored} positions scored, {scored - int(drawn.content_BC.sum())} of them fill; {corrupted} corrupted",
         f"  {pairs} next-token pairs scored, weight {ar_weight:g}",
         f"  {LEGEND}",
+        *(f"  {line}" for line in GLOSSARY),
     ]
 
 

@@ -18,6 +18,7 @@ import typer
 
 from blockdiff.cli import options
 from blockdiff.errors import BlockdiffError, RequestError
+from blockdiff.metrics import at_limit
 from blockdiff.terminal import printable, shown
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ def sample(
     if prompts is not None:
         words = [f"{counts['answered']} answered", f"{counts['failed']} failed", f"{counts['tokens']} tokens"]
         per_canvas = counts["steps"] / counts["canvases"]
-        typer.echo(f"{', '.join(words)} in {seconds:.1f} s, {per_canvas:.2f} steps per canvas", err=True)
+        limit = at_limit(per_canvas, steps or sampler.generation.max_steps)
+        typer.echo(f"{', '.join(words)} in {seconds:.1f} s, {per_canvas:.2f} steps per canvas{limit}", err=True)
         if first_error:
             typer.echo(f"first failure: {shown(first_error, sys.stderr)}", err=True)
     elif output is None and view is None:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from blockdiff.metrics import at_limit
+
 
 def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict[str, Any]:
     """Accuracy, and beside it what it cost and how the answers ended.
@@ -59,9 +61,10 @@ def cost_lines(costs: dict[str, Any]) -> list[str]:
 
 
 def _costs(report: dict[str, Any]) -> list[tuple[str, str]]:
+    limit = at_limit(report["steps_per_canvas"], report["max_steps"])
     endings = ", ".join(f"{name} {number}" for name, number in report["endings"].items())
     return [
-        ("steps per canvas", f"{report['steps_per_canvas']:.2f} (at most {report['max_steps']})"),
+        ("steps per canvas", f"{report['steps_per_canvas']:.2f} (at most {report['max_steps']}){limit}"),
         ("tokens per step", f"{report['tokens_per_forward']:.2f}"),
         ("ended by", f"{endings}; {report['empty']} empty"),
     ]

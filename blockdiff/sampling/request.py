@@ -32,7 +32,7 @@ class Request:
     `thinking` asks the chat template for reasoning; `scores` asks for the log-probability of every token of the answer;
     of `best_of` answers, each with draws of its own, the one with the highest mean log-probability is given.
 
-    The others go before the settings of the call. max_new_tokens: rounded up to whole canvases; max_steps: most
+    The others override the settings of the call. max_new_tokens: rounded up to whole canvases; max_steps: most
     denoising steps of a canvas; strategy: how its canvases are denoised. What may stand in the response: template, with
     holes; regex; json_schema; banned, texts or token ids; repetition_penalty, 1 for none. draft: a text to start from,
     noised to level `noise` in [0, 1]. Where the prompt's texts spell control tokens, such as `<turn|>`, they are read

@@ -25,6 +25,8 @@ from blockdiff.training.recipe import Recipe
 if TYPE_CHECKING:
     from blockdiff.training.build import Base
 
+FILL = "(fill: end-of-sequence tokens after a response, up to the end of its last canvas)"
+
 
 @dataclass(frozen=True)
 class Data:
@@ -93,6 +95,7 @@ class Data:
             )
             if line.strip()
         ]
+        lines += [f"          {FILL}"] if lines else []
         return lines if isinstance(self.train, Dataset) else ["data      read while training goes on", *lines]
 
     def report(self) -> dict[str, Any]:

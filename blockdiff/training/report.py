@@ -18,7 +18,7 @@ from blockdiff.metrics import METRICS, Record, of_kind, texts
 
 PACKAGES = ("torch", "transformers", "accelerate")
 LAST_AND_BEST = ("heldout_canvas_loss", "heldout_ar_loss", "heldout_canvas_accuracy", "sample_accuracy")
-LAST = ("sample_steps_per_canvas", "sample_tokens_per_forward")
+LAST = ("sample_steps_per_canvas", "sample_max_steps", "sample_tokens_per_forward")
 # What the line shows, in this order.
 LINE = (
     *("skipped", "canvas_loss", "ar_loss", "heldout_canvas_loss", "heldout_ar_loss"),

@@ -39,15 +39,17 @@ def sample_prompts(
 ) -> Sampled:
     """Answer the rows' prompts, dealt out to the ranks, as `blockdiff eval` does; every rank gets the same result.
 
-    The record has `sample_accuracy, sample_steps_per_canvas, sample_tokens_per_forward, sample_count, sample_errors`
-    and `sample_seconds` (until the last rank is done). Weights, modes, gradients and torch's generators stay as they
-    are. Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank is to stop.
+    The record has `sample_accuracy, sample_steps_per_canvas, sample_max_steps, sample_tokens_per_forward, sample_count,
+    sample_errors` and `sample_seconds` (until the last rank is done). Weights, modes, gradients and torch's generators
+    stay as they are. Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank
+    is to stop.
     """
     with autocast(ranks.device, precision):
         found = evaluate(sampler, rows, task, ranks=ranks, batch_size=batch_size, seed=seed, encoder=encoder)
     record = {
         "sample_accuracy": found["solved_share"],
         "sample_steps_per_canvas": found["steps_per_canvas"],
+        "sample_max_steps": sampler.generation.max_steps,
         "sample_tokens_per_forward": found["tokens_per_forward"],
         "sample_count": found["count"],
         "sample_errors": found["errors"],

@@ -535,6 +535,8 @@ def test_inspect_counts_every_tensor_of_a_model(workshop: Path) -> None:
 @pytest.mark.quick
 def test_inspect_draws_the_batch_that_training_sees(workshop: Path) -> None:
     text = works("inspect", workshop / "recipe.yaml", "--step", "2", "--rows", "6")
+    for word in ("(fill: ", "t: the noise level", "signal: the model's first prediction"):
+        assert word in text, word
     assert "batch of optimiser step 2: 6 rows, 35 columns, 0 of them padding" in text
     # 17 response tokens in canvases of 9: the first is full, the second has one position of fill.
     assert "54 positions scored" in text

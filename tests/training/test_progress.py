@@ -86,6 +86,8 @@ def test_sampled_prompts_show_accuracy_and_steps_per_canvas():
     assert shown(record | {"sample_tokens_per_forward": 2.46}) == (
         "step  50/100  25.0% of sampled prompts right  32 prompts  6.0 steps per canvas  2.5 tokens per forward\n"
     )
+    for most, words in ((7, ""), (6, " (the limit: no canvas converged)")):
+        assert shown(record | {"sample_max_steps": most}).endswith(f"  6.0 steps per canvas{words}\n")
     nothing = shown(record | {"sample_tokens_per_forward": None, "sample_steps_per_canvas": None})
     assert nothing == "step  50/100  25.0% of sampled prompts right  32 prompts\n"
 

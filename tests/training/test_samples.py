@@ -47,6 +47,7 @@ def test_the_record_has_accuracy_and_steps_and_the_texts_are_the_first_few():
     assert sampled.record == {
         "sample_accuracy": 3 / 5,
         "sample_steps_per_canvas": (4 + 2 + 6 + 2 + 1) / 5,
+        "sample_max_steps": 48,
         "sample_tokens_per_forward": (6 + 3 + 4 + 2) / 15,
         "sample_count": 5,
         "sample_errors": 1,
