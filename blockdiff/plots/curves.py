@@ -76,7 +76,7 @@ def _places(count: int, has_large: bool) -> list[list[int]]:
     return rows + [padded[at : at + 3] for at in range(0, len(padded), 3)]
 
 
-def _fill(axes: Any, panel: Panel, last: int, legend_columns: int = 0) -> None:
+def _fill(axes: Any, panel: Panel, last: float, legend_columns: int = 0) -> None:
     """Draw a panel; `last` is the last optimiser step of any. A legend stands above the axes, clear of the lines."""
     for line in panel.lines:
         _line(axes, line)
