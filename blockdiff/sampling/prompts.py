@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def _request(id: str | int, record: dict[str, Any], where: str) -> Request:
     return Request(id, row.prompt, row.messages, tools=row.tools, **options)
 
 
+@lru_cache(maxsize=1024)
 def _option(key: str) -> str | None:
     """The option or setting that a key is, or is nearly written like; None for a key that is data."""
     name = key.strip().lower().replace("-", "_").replace(" ", "_")
