@@ -145,8 +145,11 @@ class Scheduler:
         filling.sort(key=lambda row: row.is_prompting)  # stable: within both, who sat down first
         room = self.tokens_per_step - len(self.live) * self.canvases * self.canvas_length
         chosen: list[tuple[Row, int]] = []
+        pages: set[tuple[int, ...]] = set()  # that rows encode in this step, each with all before it
         for row in filling:
             if row.paged is None:  # it was preempted for one before it
+                continue
+            if row.is_prompting and self._shares_soon(row, pages):
                 continue
             count = self._piece(row)
             if chosen and row.is_prompting and count > room:
@@ -176,6 +179,25 @@ class Scheduler:
             self.pages.reuse(paged, row.known[: min(end, prompt)], self.chunk_tokens)
         else:
             self.pages.reuse(paged, row.known[:end])
+
+    def _shares_soon(self, row: Row, pages: set[tuple[int, ...]]) -> bool:
+        """Whether a row needs no piece now: what comes next in it is there already, or is encoded by a row before it.
+
+        pages: those that are encoded in this step, to which the row's own next one is added.
+        """
+        end = row.length + self.pages.page_tokens
+        if self.exact or row.is_guided or row.length % self.pages.page_tokens or end > len(row.asked.prompt_tokens):
+            return False
+        assert row.paged is not None
+        self._reuse(row, row.paged)
+        end = row.length + self.pages.page_tokens
+        if row.missing == 0 or end > len(row.asked.prompt_tokens):
+            return row.missing == 0
+        page = tuple(row.known[:end])
+        if page in pages:
+            return True
+        pages.add(page)
+        return False
 
     def _piece(self, row: Row) -> int:
         """How many tokens of a row go into one call: up to the next multiple of a chunk, or one canvas.

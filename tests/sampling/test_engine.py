@@ -114,6 +114,19 @@ def test_a_prefix_that_others_have_encoded_is_shared_and_changes_nothing(model):
     nothing_is_left(engine)
 
 
+def test_a_beginning_that_several_new_rows_have_in_common_is_encoded_once(model):
+    start = list(range(100, 116))  # two pages
+    asked = [Request(n, tokens=[*start, 20 + n, 30 + n, 40 + n], seed=n, max_new_tokens=L) for n in range(5)]
+    engine = Engine(model, None, LIVELY, page_tokens=8)
+    assert answers(engine, asked) == alone(model, asked)
+    assert engine.encoded_tokens == 16 + 5 * 3
+    # Another row that begins alike, and one that parts from them within the second page.
+    more = [replace(asked[0], id=7), replace(asked[1], id=8, tokens=[*start[:12], 50, 51, 52, 53, 54])]
+    assert answers(engine, more) == alone(model, more)
+    assert engine.encoded_tokens - 31 <= 3 + 9 + 6  # 3 and 9 of their own, and what padding adds
+    nothing_is_left(engine)
+
+
 def test_a_row_that_is_preempted_is_resumed_with_the_same_answer(model):
     requests = requests_of(8, longest=40)
     engine = Engine(model, None, LIVELY, page_tokens=8, capacity=112, max_rows=8)
