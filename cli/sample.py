@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blockdiff.cli import options
-from blockdiff.errors import BlockdiffError, RequestError
+from blockdiff.cli.answers import Answers, Progress, fingerprint
+from blockdiff.errors import RequestError
 from blockdiff.metrics import at_limit
-from blockdiff.terminal import printable, shown
+from blockdiff.terminal import shown
 
 if TYPE_CHECKING:
+    from blockdiff.parallel.ranks import Ranks
     from blockdiff.sampling import Request, Result, Sampler, Trace
 
 TRACE_KINDS = (".html", ".jsonl", ".png", ".gif")
+CHUNK = 4096  # requests that are tokenised together at least
 DRAWN = 16  # requests on a page; a JSONL trace has them all
 
 
@@ -55,6 +58,9 @@ def sample(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     stream: Annotated[bool, typer.Option("--stream", help="Show canvases as they are finished.")] = False,
     batch_size: options.BatchSize = 32,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="The same tokens to the bit whatever runs together, on a CPU; slower.")
+    ] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     kernels: options.Kernels = "auto",
@@ -102,11 +108,23 @@ def sample(
         else entry
         for entry in entries
     ]
+    options.require_free(trace, model, prompts, overwrite=overwrite)
+    options.require_free(output, model, prompts, overwrite=True)  # what it has is gone on with
     for written in (output, trace):
-        options.require_free(written, model, prompts, overwrite=overwrite)
         options.make_parent(written)
     quiet()
-    sampler = Sampler.from_pretrained(model, dtype=dtype, device=device, kernels=kernels, strategy=strategy)
+    settings = dict(seed=seed, max_new_tokens=max_new_tokens, max_steps=steps, strategy=strategy, exact=exact)
+    place = Path(model).resolve() if Path(model).exists() else model
+    identity = {**settings, "model": str(place), "dtype": dtype}
+    ranks = _ranks(device, output, trace, stream)
+    asked = [fingerprint(entry, identity) for entry in entries]
+    answers = Answers(output, asked, ranks.rank, ranks.world == 1)
+    with ranks.main_first("reading the output file"):
+        answers.keep(overwrite and ranks.is_main)
+    before = len(answers.written)
+    mine = answers.missing[ranks.rank :: ranks.world]
+    chosen = str(ranks.device) if ranks.world > 1 else device
+    sampler = Sampler.from_pretrained(model, dtype=dtype, device=chosen, kernels=kernels, strategy=strategy)
 
     recorder = view = None
     if trace is not None:
@@ -117,73 +135,100 @@ def sample(
     on_canvas = _each(recorder and recorder.canvas, view and view.canvas)
     on_step = _each(recorder and recorder.step, view and view.is_live and view.step)
 
-    start, chunk = time.perf_counter(), 8 * batch_size
+    start, chunk = time.perf_counter(), max(CHUNK, 32 * batch_size)
     counts: Counter[str] = Counter()
-    first_error = None
-    lines = sys.stdout.buffer if prompts is not None else None
-    with nullcontext(lines) if output is None else output.open("wb", buffering=0) as file:
-        # In chunks, so that a long file shows results early; draws do not depend on what runs together.
-        for first in range(0, len(entries), chunk):
-            results = sampler.generate(
-                entries[first : first + chunk],
-                seed=seed,
-                max_new_tokens=max_new_tokens,
-                max_steps=steps,
-                batch_size=batch_size,
-                on_canvas=on_canvas,
-                on_step=on_step,
-            )
-            for result in results:
-                counts["answered" if result.error is None else "failed"] += 1
-                counts["tokens"] += len(result.tokens)
-                counts["canvases"] += len(result.steps)
-                counts["steps"] += sum(result.steps)
-                first_error = first_error or result.error
-                if file is not None:
-                    _write_line(file, result, output)
+    first_error = shown_result = None
+    is_file = prompts is not None
+    progress = Progress(len(mine), 0, is_shown=is_file and view is None and ranks.is_main)
+    try:
+        with ranks.guarded("sampling"), ranks.at_own_pace("sampling") as look:
+            for first in range(0, len(mine), chunk):
+                own = mine[first : first + chunk]
+                found = sampler.stream(
+                    [entries[place] for place in own],
+                    seed=seed,
+                    max_new_tokens=max_new_tokens,
+                    max_steps=steps,
+                    batch_size=batch_size,
+                    on_canvas=on_canvas,
+                    on_step=on_step,
+                    exact=exact,
+                )
+                for place, result in found:
+                    counts["answered" if result.error is None else "failed"] += 1
+                    counts["tokens"] += len(result.tokens)
+                    counts["canvases"] += len(result.steps)
+                    counts["steps"] += sum(result.steps)
+                    first_error, shown_result = first_error or result.error, result
+                    if is_file or output is not None:
+                        answers.write(own[place], result)
+                    progress.add()
+                    look()
+    except KeyboardInterrupt:
+        answers.flush()
+        progress.close()
+        _say_where_it_stands(before + progress.done, len(entries), output)
+        raise typer.Exit(130) from None
+    finally:
+        progress.close()
+        answers.close()
     seconds = time.perf_counter() - start
     if view is not None:
         view.close()
     if trace is not None and recorder is not None:
         write_trace(trace, recorder.traces, sampler)
-    if not counts["answered"]:
+    if ranks.world > 1:
+        counts = sum(ranks.gather(counts), Counter())
+        first_error = next((error for error in ranks.gather(first_error) if error), None)
+        if ranks.is_main:
+            answers.merge()
+        ranks.barrier()
+        if not ranks.is_main:
+            return
+    if not counts["answered"] and not before:
         raise RequestError(first_error or "no request could be answered")
-    if prompts is not None:
+    if is_file:
         words = [f"{counts['answered']} answered", f"{counts['failed']} failed", f"{counts['tokens']} tokens"]
-        per_canvas = counts["steps"] / counts["canvases"]
+        words += [f"{before} were there already"] if before else []
+        per_canvas = counts["steps"] / max(1, counts["canvases"])
         limit = at_limit(per_canvas, steps or sampler.generation.max_steps)
         typer.echo(f"{', '.join(words)} in {seconds:.1f} s, {per_canvas:.2f} steps per canvas{limit}", err=True)
         if first_error:
             typer.echo(f"first failure: {shown(first_error, sys.stderr)}", err=True)
-    elif output is None and view is None:
-        if results[0].reasoning is not None:
-            typer.echo(shown(results[0].reasoning, sys.stderr), err=True)
-        if results[0].text or results[0].tool_calls is None:
-            print(shown(results[0].text, sys.stdout))
-        for call in results[0].tool_calls or ():
+    elif output is None and view is None and shown_result is not None:
+        if shown_result.reasoning is not None:
+            typer.echo(shown(shown_result.reasoning, sys.stderr), err=True)
+        if shown_result.text or shown_result.tool_calls is None:
+            print(shown(shown_result.text, sys.stdout))
+        for call in shown_result.tool_calls or ():
             print(shown(json.dumps(call["function"], ensure_ascii=False), sys.stdout))
-        if results[0].score is not None:
-            typer.echo(f"mean log-probability per token {results[0].score:.4f}", err=True)
+        if shown_result.score is not None:
+            typer.echo(f"mean log-probability per token {shown_result.score:.4f}", err=True)
 
 
-def _write_line(file: IO[bytes], result: Result, path: Path | None) -> None:
-    """Write one output line, whole or not at all; half a surrogate pair is written as the JSON escape it is."""
-    text = json.dumps(result.to_record(), ensure_ascii=False) + "\n"
-    line = (printable(text) if file.isatty() else text).encode("utf-8", "backslashreplace")
-    start = file.tell() if file.seekable() else None
-    try:
-        if file.write(line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        file.flush()
-    except OSError as error:
-        if path is None:
-            raise
-        if start is not None:
-            with suppress(OSError):  # /dev/full, say
-                file.truncate(start)
-        raise BlockdiffError(
-            f"{path}: {error.strerror}; it has the answers before that of {result.id!r}, ask for the others elsewhere"
-        ) from None
+def _ranks(device: str, output: Path | None, trace: Path | None, stream: bool) -> Ranks:
+    """This process among those that share the prompts: alone, unless a launcher has started several."""
+    import torch
+
+    from blockdiff.parallel.ranks import Ranks, from_accelerate
+
+    # SIGTERM ends the work as Ctrl-C does, so that what is answered is said.
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Ranks(torch.device("cpu"))
+    if output is None or trace is not None or stream:
+        raise typer.BadParameter(
+            "several processes need a file to write to, and neither show nor trace what they do", param_hint="--output"
+        )
+    if device == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    return from_accelerate()
+
+
+def _say_where_it_stands(done: int, total: int, output: Path | None) -> None:
+    place = f" and in {output}; the same command goes on from there" if output is not None else ""
+    typer.echo(f"stopped: {done} of {total} answered{place}", err=True)
 
 
 def write_trace(path: Path, traces: list[Trace], sampler: Sampler) -> None:

@@ -88,6 +88,7 @@ class Engine:
         self._rows: dict[str | int, Row] = {}  # the first draw of each submitted request
         self._unfinished = 0
         self._events: list[Event] = []
+        self._answered: list[Row] = []
         self._now = 0  # steps so far
         self._has_changed = False  # a canvas has been finished since the last step
         self.encoded_tokens = 0  # padding included
@@ -134,6 +135,11 @@ class Engine:
         """What happened since the last call: steps that are watched, committed canvases, and results."""
         events, self._events = self._events, []
         return events
+
+    def answered(self) -> list[Row]:
+        """The rows that `enter` gave and that have a result since the last call, in the order of their ends."""
+        answered, self._answered = self._answered, []
+        return answered
 
     @property
     def unfinished(self) -> int:
@@ -286,4 +292,5 @@ class Engine:
             del self._rows[asked.request_id]
         self._unfinished -= 1
         row.draws[0].result = best([self.context.result(draw.asked) for draw in row.draws])
+        self._answered.append(row.draws[0])
         self._events.append(row.draws[0].result)

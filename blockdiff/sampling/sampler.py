@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,34 +99,49 @@ class Sampler:
         batch_size: int = 32,
         on_canvas: OnCanvas | None = None,
         on_step: OnStep | None = None,
+        exact: bool = False,
     ) -> list[Result]:
         """Answer prompts: raw texts, message lists or `Request`s; one `Result` each, in the same order.
 
         `batch_size` rows run together. `max_new_tokens` is rounded up to whole canvases. `on_canvas` is called with
-        every committed canvas and `on_step` with every denoising step (which costs a copy to the host each). A prompt
-        that cannot be used gives a result with an `error`; the others are answered. A `Result` among the prompts, as
-        `read_prompts` has for a line that is none, is returned as it is.
+        every committed canvas and `on_step` with every denoising step (which costs a copy to the host each). `exact`
+        is that of `Engine`. A prompt that cannot be used gives a result with an `error`; the others are answered. A
+        `Result` among the prompts, as `read_prompts` has for a line that is none, is returned as it is.
         """
+        settings = (seed, max_new_tokens, max_steps, batch_size, on_canvas, on_step, exact)
+        results = dict(self.stream(prompts, *settings))
+        return [results[place] for place in range(len(prompts))]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt | Result],
+        seed: int = 0,
+        max_new_tokens: int | None = None,
+        max_steps: int | None = None,
+        batch_size: int = 32,
+        on_canvas: OnCanvas | None = None,
+        on_step: OnStep | None = None,
+        exact: bool = False,
+    ) -> Iterator[tuple[int, Result]]:
+        """What `generate` gives, as it comes: the place of a prompt and its result."""
         settings = self.generation
         if max_new_tokens is not None:
             settings = replace(settings, max_new_tokens=max_new_tokens)
         if max_steps is not None:
             settings = replace(settings, max_steps=max_steps)
         self.context.canvases(settings.max_new_tokens)  # refuses what no prompt fits before
-        results: dict[int, Result] = {}
         asked: list[tuple[Pending, int]] = []
         for place, prompt in enumerate(prompts):
             if isinstance(prompt, Result):
-                results[place] = prompt
+                yield place, prompt
                 continue
             request = _with_defaults(as_request(prompt, place), settings)
             try:
                 asked.append((self.context.pending(request, place, seed), request.best_of))
             except RequestError as error:
-                results[place] = Result.failed(request.id, error)
-        for place, result in self._answers(asked, batch_size, on_canvas, on_step):
-            results[place] = result
-        return [results[place] for place in range(len(prompts))]
+                yield place, Result.failed(request.id, error)
+        if asked:
+            yield from self._answers(asked, batch_size, on_canvas, on_step, exact)
 
     def _answers(
         self,
@@ -134,10 +149,9 @@ class Sampler:
         batch_size: int,
         on_canvas: OnCanvas | None,
         on_step: OnStep | None,
-    ) -> list[tuple[int, Result]]:
-        """The results of requests, each given with its best_of, by the places of these."""
-        if not asked:
-            return []
+        exact: bool,
+    ) -> Iterator[tuple[int, Result]]:
+        """The results of requests, each given with its best_of, as they come, after the places of these."""
         length = self.model.canvas_length
         longest = max(len(pending.prompt_tokens) + pending.canvases * length for pending, _ in asked)
         count = sum(best_of for _, best_of in asked)
@@ -146,18 +160,26 @@ class Sampler:
             context=self.context,
             max_rows=min(batch_size, count),
             max_waiting=count,
+            exact=exact,
             pages=self.pages or self._own_pages(longest, min(2 * batch_size, count)),
         )
-        rows = [engine.enter(pending, best_of, watch=on_step is not None) for pending, best_of in asked]
-        is_unfinished = True
-        while is_unfinished:
-            is_unfinished = engine.step()
+        places: dict[int, int] = {}
+        for pending, best_of in asked:
+            try:
+                row = engine.enter(pending, best_of, watch=on_step is not None)
+                places[id(row)] = pending.place
+            except RequestError as error:
+                yield pending.place, Result.failed(pending.request_id, error)
+        while engine.unfinished:
+            engine.step()
             for event in engine.events():
                 if isinstance(event, Step) and on_step is not None:
                     on_step(event)
                 elif isinstance(event, CommittedCanvas) and on_canvas is not None:
                     on_canvas(event)
-        return [(row.asked.place, row.result) for row in rows if row.result is not None]
+            for row in engine.answered():
+                assert row.result is not None
+                yield places[id(row)], row.result
 
     def _own_pages(self, longest: int, rows: int) -> Pages:
         """Pages for so many rows of the longest one's tokens, or as much of it as there is memory for."""

@@ -93,7 +93,7 @@ class Scheduler:
     At most `max_rows` rows are live. Meanwhile up to as many are encoded ahead, in groups, so that a row that ends is
     followed at once. chunk_tokens: a prompt is encoded in pieces that end at multiples of it; tokens_per_step: how many
     tokens a step encodes and denoises: prompts wait where canvases and commits leave no room, but one piece goes on in
-    every step. exact: a row shares only what was encoded by the calls that it would make itself.
+    every step. exact: rows share nothing, for what others encoded may be rounded another way.
     """
 
     pages: Pages
@@ -175,10 +175,8 @@ class Scheduler:
         """Share what others have encoded of a row's tokens; of a scored row those that must still be scored are not."""
         prompt, scored = len(row.asked.prompt_tokens), len(row.asked.logprobs or ())
         end = prompt + scored - 1 if row.asked.is_scored else len(row.known)
-        if self.exact or row.is_guided:
-            self.pages.reuse(paged, row.known[: min(end, prompt)], self.chunk_tokens)
-        else:
-            self.pages.reuse(paged, row.known[:end])
+        if not self.exact:
+            self.pages.reuse(paged, row.known[: min(end, prompt) if row.is_guided else end])
 
     def _shares_soon(self, row: Row, pages: set[tuple[int, ...]]) -> bool:
         """Whether a row needs no piece now: what comes next in it is there already, or is encoded by a row before it.

@@ -1,0 +1,179 @@
+"""The file of answers that `blockdiff sample` writes: it grows as requests are answered, and can be gone on with."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from blockdiff.errors import BlockdiffError
+from blockdiff.files import write_text
+from blockdiff.terminal import console, printable
+
+if TYPE_CHECKING:
+    from blockdiff.sampling import Request, Result
+
+BETWEEN_LINES = 10.0  # seconds between two lines about the progress, where no bar can be drawn
+
+
+def fingerprint(request: Request | Result, settings: Mapping[str, Any]) -> str:
+    """A hash of a request and the settings of the command: equal ones give the same answer."""
+    return hashlib.blake2b(repr((request, sorted(settings.items()))).encode(), digest_size=8).hexdigest()
+
+
+class Answers:
+    """Lines of answers, each written whole as it comes; when all are there they stand in the order of the requests.
+
+    asked: the fingerprint of every request; where `path` has answers to these already, they are kept and not asked for
+    again. Every line says in `asked` what it answers. Without a path the lines go to stdout, in order, without that.
+    rank: of several processes each writes a part beside the file, and `merge` puts them together.
+    """
+
+    def __init__(self, path: Path | None, asked: Sequence[str], rank: int = 0, is_alone: bool = True):
+        self.path, self.asked = path, list(asked)
+        self.written: dict[int, bytes] = {}
+        self._next = 0  # of stdout
+        self._own = path if path is None or is_alone else _part(path, rank)
+        self._file: IO[bytes] | None = None
+
+    def keep(self, overwrite: bool) -> None:
+        """Take over the answers that the file and its parts have; with `overwrite` remove them.
+
+        Raises BlockdiffError for a file with lines that answer something else.
+        """
+        if self.path is None or (self.path.exists() and not self.path.is_file()):
+            return
+        parts = [self.path, *sorted(self.path.parent.glob(f".{self.path.name}.part-*"))]
+        if not overwrite:
+            places = {asked: place for place, asked in enumerate(self.asked)}
+            for part in parts:
+                for line in part.read_bytes().splitlines(keepends=True) if part.is_file() else ():
+                    self._take(line, places)
+        if self.written or self.path.is_file():
+            self._rewrite()
+        for part in parts[1:]:
+            part.unlink()
+
+    def _take(self, line: bytes, places: Mapping[str, int]) -> None:
+        try:
+            record = json.loads(line)
+            place = places[record["asked"]]
+        except (ValueError, TypeError, KeyError):
+            if not line.endswith(b"\n"):  # what was being written when the process was killed
+                return
+            raise BlockdiffError(
+                f"{self.path}: is there already, and holds answers to other prompts or by other settings; "
+                "choose another place, or replace it with --overwrite"
+            ) from None
+        if record.get("finish_reason") != "error":
+            self.written[place] = line
+
+    @property
+    def missing(self) -> list[int]:
+        """The places of the requests that are not answered yet."""
+        return [place for place in range(len(self.asked)) if place not in self.written]
+
+    def write(self, place: int, result: Result) -> None:
+        """Write the answer to one request, as soon as it can stand there."""
+        record = result.to_record() | ({} if self.path is None else {"asked": self.asked[place]})
+        text = json.dumps(record, ensure_ascii=False) + "\n"
+        if self.path is not None:
+            if self._file is None:
+                assert self._own is not None
+                self._file = self._own.open("ab", buffering=0)
+            self.written[place] = line = text.encode("utf-8", "backslashreplace")
+            _append(self._file, line, self.path, result)
+            return
+        out = sys.stdout.buffer
+        self.written[place] = (printable(text) if out.isatty() else text).encode("utf-8", "backslashreplace")
+        while self._next in self.written:
+            out.write(self.written[self._next])
+            self._next += 1
+        out.flush()
+
+    def flush(self) -> None:
+        """Write to stdout what waits for the answers before it."""
+        for place in sorted(self.written) if self.path is None else ():
+            if place >= self._next:
+                sys.stdout.buffer.write(self.written[place])
+
+    def close(self) -> None:
+        """End writing; the file is put in order if it has all answers."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._own == self.path and self.path is not None and self.path.is_file() and not self.missing:
+            self._rewrite()
+
+    def merge(self) -> None:
+        """Put the parts of all processes, which are closed, into the file."""
+        self.keep(overwrite=False)
+        self._rewrite()
+
+    def _rewrite(self) -> None:
+        """Write the answers there are in the order of their requests, whole or not at all."""
+        assert self.path is not None
+        lines = b"".join(self.written[place] for place in sorted(self.written))
+        if not self.path.is_file() or lines != self.path.read_bytes():
+            write_text(self.path, lines.decode("utf-8"))
+
+
+def _part(path: Path, rank: int) -> Path:
+    return path.with_name(f".{path.name}.part-{rank}")
+
+
+def _append(file: IO[bytes], line: bytes, path: Path, result: Result) -> None:
+    """Write one line, whole or not at all."""
+    start = file.tell() if file.seekable() else None
+    try:
+        if file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        if start is not None:
+            with suppress(OSError):  # /dev/full, say
+                file.truncate(start)
+        raise BlockdiffError(
+            f"{path}: {error.strerror}; it has the answers before that of {result.id!r}, ask for the others elsewhere"
+        ) from None
+
+
+class Progress:
+    """How many of a file's requests are answered, on stderr: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, total: int, done: int, is_shown: bool = True):
+        self.total, self.done, self._first = total, done, done
+        self._start = self._said = time.monotonic()
+        self._bar: Any = None
+        self._is_shown = is_shown
+        if is_shown and sys.stderr.isatty() and done < total:
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = TextColumn("answered"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+            self._bar = Bar(*columns, console=console(stderr=True), transient=True)
+            self._task = self._bar.add_task("", total=total, completed=done)
+            self._bar.start()
+
+    def add(self) -> None:
+        """One request more is answered."""
+        self.done += 1
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done)
+        elif self._is_shown and now - self._said >= BETWEEN_LINES and self.done < self.total:
+            self._said = now
+            per_second = (self.done - self._first) / (now - self._start)
+            print(f"{self.done} of {self.total} answered, {per_second:.1f} a second", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

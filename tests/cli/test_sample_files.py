@@ -1,0 +1,139 @@
+"""`blockdiff sample --prompts FILE --output FILE`: order, going on after an interruption, and several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from blockdiff.checkpoint import init, save
+from blockdiff.cli.answers import Answers, Progress
+from blockdiff.cli.main import app
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.errors import BlockdiffError
+from blockdiff.sampling import Result
+from tests.oracle import tiny_config
+
+TOKENIZER = character_tokenizer("abcdefgh")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save(init(tiny_config(canvas_length=8), seed=0, device="cpu", kernels="torch"), folder)
+    TOKENIZER.save_pretrained(folder)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "abc"[: 1 + n % 3]}) + "\n" for n in range(9)))
+    return folder
+
+
+def words(model: Path, output: Path, *more: str) -> list[str]:
+    given = "--prompts", str(model / "prompts.jsonl"), "--output", str(output)
+    return ["sample", str(model), *given, "--steps", "3", "--max-new-tokens", "16", "--batch-size", "4", *more]
+
+
+def works(given: list[str]) -> str:
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    return result.stderr
+
+
+def test_a_file_of_some_answers_is_gone_on_with_and_ends_as_if_never_interrupted(model, tmp_path):
+    whole, some = tmp_path / "whole.jsonl", tmp_path / "some.jsonl"
+    works(words(model, whole))
+    lines = whole.read_text().splitlines(keepends=True)
+    assert [json.loads(line)["id"] for line in lines] == list(range(1, 10))
+    some.write_text("".join(lines[n] for n in (7, 2, 4)) + lines[1][:20])  # out of order, and killed while writing
+    assert "6 answered, 0 failed" in (said := works(words(model, some))) and "3 were there already" in said
+    assert some.read_bytes() == whole.read_bytes()
+    assert "0 answered, 0 failed" in works(words(model, some)) and some.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize("more", [("--seed", "1"), ("--steps", "2"), ("--strategy", "quota")])
+def test_answers_to_other_settings_are_never_mixed(model, tmp_path, more):
+    output = tmp_path / "o.jsonl"
+    works(words(model, output))
+    before = output.read_bytes()
+    result = CliRunner().invoke(app, words(model, output, *more))
+    assert result.exit_code == 1 and "answers to other prompts or by other settings" in result.stderr
+    assert output.read_bytes() == before
+    works(words(model, output, *more, "--overwrite"))
+    assert output.read_bytes() != before
+
+
+def test_what_failed_is_asked_again(model, tmp_path):
+    output = tmp_path / "o.jsonl"
+    works(words(model, output))
+    lines = output.read_text().splitlines(keepends=True)
+    failed = {**json.loads(lines[3]), "finish_reason": "error", "error": "no"}
+    output.write_text("".join([*lines[:3], json.dumps(failed) + "\n", *lines[4:]]))
+    assert "1 answered" in works(words(model, output))
+    assert output.read_text().splitlines(keepends=True) == lines
+
+
+def test_answers_stand_in_order_on_stdout_and_in_the_file_although_they_come_as_they_finish(tmp_path, capfdbinary):
+    results = [Result(n, "", [], "eos", [1]) for n in range(3)]
+    shown, file = Answers(None, ["a", "b", "c"]), Answers(tmp_path / "o", ["a", "b", "c"])
+    for place in (2, 0, 1):
+        shown.write(place, results[place])
+        file.write(place, results[place])
+    assert [json.loads(line)["id"] for line in capfdbinary.readouterr().out.splitlines()] == [0, 1, 2]
+    ids = lambda: [json.loads(line)["id"] for line in (tmp_path / "o").read_text().splitlines()]  # noqa: E731
+    assert ids() == [2, 0, 1]
+    file.close()
+    assert ids() == [0, 1, 2]
+
+
+def test_lines_that_are_no_answers_are_refused(tmp_path):
+    (tmp_path / "o").write_text('{"id": 1}\n')
+    with pytest.raises(BlockdiffError, match="--overwrite"):
+        Answers(tmp_path / "o", ["a"]).keep(overwrite=False)
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, capsys):
+    clock = iter(range(0, 100, 4))
+    monkeypatch.setattr("blockdiff.cli.answers.time.monotonic", lambda: float(next(clock)))
+    progress = Progress(8, 0)
+    for _ in range(8):
+        progress.add()
+    assert capsys.readouterr().err == "3 of 8 answered, 0.2 a second\n6 of 8 answered, 0.2 a second\n"
+
+
+def test_an_interruption_says_where_it_stands_and_keeps_what_is_answered(model, tmp_path, monkeypatch):
+    output = tmp_path / "o.jsonl"
+    add = Progress.add
+
+    def interrupted(progress: Progress) -> None:
+        add(progress)
+        if progress.done == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "add", interrupted)
+    result = CliRunner().invoke(app, words(model, output))
+    assert result.exit_code == 130
+    assert f"stopped: 5 of 9 answered and in {output}; the same command goes on from there" in result.stderr
+    assert len(output.read_text().splitlines()) == 5
+
+
+def test_processes_share_the_prompts_and_write_one_file(model, tmp_path):
+    whole, shared = tmp_path / "whole.jsonl", tmp_path / "shared.jsonl"
+    works(words(model, whole))
+    lines = whole.read_text().splitlines(keepends=True)
+    (tmp_path / ".shared.jsonl.part-3").write_text(lines[0])  # of processes that were killed
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "blockdiff"]
+    done = subprocess.run(
+        [*launch, *words(model, shared, "--device", "cpu")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "8 answered, 0 failed" in done.stderr and "1 were there already" in done.stderr
+    tokens = [[json.loads(line)["tokens"] for line in found] for found in (shared.read_text().splitlines(), lines)]
+    assert tokens[0] == tokens[1]
+    assert not list(tmp_path.glob(".*part*"))
