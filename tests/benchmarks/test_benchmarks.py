@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import denoise_step, models, training_step
+from benchmarks import denoise_step, lora_step, models, training_step
 from benchmarks.result import Agreement, Result, table
 from benchmarks.settings import Settings
 from benchmarks.timing import Times, contenders, interleaved, peak_memory, probe
 from benchmarks.training_step import Case
+from tests.house.test_imports import LIGHT_DATA
 
 CPU = torch.device("cpu")
 OUTSIDE = ("blockdiff.cli", "blockdiff.training.recipe", "blockdiff.data")  # what a benchmark has no business with
@@ -30,14 +31,15 @@ WIDE = replace(TINY, text=dict(sliding_window=128))
 def only_tiny(monkeypatch):
     monkeypatch.setattr(models, "sizes", lambda device: {"tiny": TINY})
     monkeypatch.setattr(training_step, "cases", lambda size, device: [Case()])
+    monkeypatch.setattr(lora_step, "CASES", {"attention and experts": ("attention", "experts")})
     monkeypatch.setattr(denoise_step, "BATCHES", (2,))
 
 
-def test_one_command_compares_times_and_writes_both_suites(only_tiny, tmp_path, capsys):
+def test_one_command_compares_times_and_writes_all_suites(only_tiny, tmp_path, capsys):
     file = tmp_path / "out.json"
     assert command.main(["--device", "cpu", "--repeats", "2", "--output", str(file)]) == 0
     written = json.loads(file.read_text())
-    assert [result["suite"] for result in written["results"]] == ["training step", "denoising step"]
+    assert [result["suite"] for result in written["results"]] == ["training step", "LoRA step", "denoising step"]
     for result in written["results"]:
         assert result["agrees"] and result["speedup"] is not None
         assert len(result["ours_seconds"]) == 2
@@ -46,7 +48,7 @@ def test_one_command_compares_times_and_writes_both_suites(only_tiny, tmp_path, 
     assert written["machine"]["versions"]["torch"] == torch.__version__
     printed = capsys.readouterr().out
     assert printed == file.with_suffix(".md").read_text() + "\n"
-    assert printed.count("| tiny |") == 2
+    assert printed.count("| tiny |") == 3
 
 
 @pytest.mark.quick
@@ -172,7 +174,8 @@ def bare() -> tuple[str, str]:
 def test_the_benchmarks_need_nothing_that_a_bare_gpu_machine_lacks(bare):
     loaded = bare[0].split()
     assert "blockdiff.objective" in loaded
-    assert not [name for name in loaded if name.startswith(OUTSIDE)]
+    light = {f"blockdiff.{name}" for name in LIGHT_DATA}
+    assert not [name for name in loaded if name.startswith(OUTSIDE) and name not in light]
 
 
 def test_the_gpu_tests_are_found_on_a_bare_gpu_machine(bare):

@@ -496,8 +496,9 @@ def test_the_presets_have_the_sizes_they_say():
     for name in presets():
         with torch.device("meta"):
             sizes[name] = sum(p.numel() for p in DiffusionGemma(preset_config(name)).parameters())
-    assert sizes.keys() == {"tiny", "sudoku4", "gsm8k", "15m", "diffusiongemma-26b-a4b"}
+    assert sizes.keys() == {"tiny", "sudoku4", "chat", "gsm8k", "15m", "diffusiongemma-26b-a4b"}
     assert 0.8e6 < sizes["sudoku4"] < 1.3e6
+    assert 0.4e6 < sizes["chat"] < 1e6
     assert 4.5e6 < sizes["gsm8k"] < 5.5e6
     assert 13e6 < sizes["15m"] < 17e6
     assert sizes["diffusiongemma-26b-a4b"] * 2 / 1e9 == pytest.approx(50.5, abs=0.01)  # GB of text in bf16
