@@ -132,7 +132,7 @@ class Objective(nn.Module):
         has_signal_BC = noisy.coin_BC & (noisy.length_BC > 0)
         D = self.model.vocabulary.table.shape[1]
         shape = (*noisy.canvas_BCL.shape, D)
-        soft_BCLD = torch.zeros(shape, dtype=self.model.dtype, device=noisy.canvas_BCL.device)
+        soft_BCLD = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
         if bool(has_signal_BC.any()):
             kept, rows = noisy.select(has_signal_BC)
             soft_BCLD[has_signal_BC] = self._pass_one(kept, [tuple(x[rows] for x in layer) for layer in past])
