@@ -24,6 +24,7 @@ from blockdiff.cli.eval import evaluate
 from blockdiff.cli.export import export
 from blockdiff.cli.init import init
 from blockdiff.cli.inspect import inspect
+from blockdiff.cli.plan import plan
 from blockdiff.cli.plot import plot
 from blockdiff.cli.sample import sample
 from blockdiff.cli.train import train
@@ -123,6 +124,7 @@ for name, command, example in (
     ("export", export, "runs/a --output merged"),
     ("init", init, "sudoku4 fresh-model"),
     ("inspect", inspect, "recipes/quickstart.yaml --step 2"),
+    ("plan", plan, "recipes/quickstart.yaml --gpus 1 --gpu-memory 80 --tokens 64"),
     ("plot", plot, "runs/a runs/b --output compared.png"),
 ):
     app.command(name, epilog=f"Example: blockdiff {name} {example}")(command)

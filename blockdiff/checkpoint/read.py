@@ -16,6 +16,7 @@ from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shape
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_tensors, stored_tensors
 from blockdiff.errors import CheckpointError
+from blockdiff.kernels import Kernels
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.names import Names
 
@@ -44,7 +45,7 @@ def load(
 
 
 def empty(
-    config: Any, kernels: str = "auto", model: type[BlockDiffusionModel] | None = None
+    config: Any, kernels: str | Kernels = "auto", model: type[BlockDiffusionModel] | None = None
 ) -> BlockDiffusionModel:
     """A model whose weights have shapes but no memory (torch's meta device), to be filled or counted.
 

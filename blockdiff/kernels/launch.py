@@ -15,6 +15,8 @@ from blockdiff.errors import BlockdiffError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels compute with
 
+RUNS: dict[str, Callable[..., Any]] = {}  # what every op does, by its name
+
 
 class Unserved(BlockdiffError):
     """A call that an op has no Triton kernel for, and why; with kernels="auto" it runs natively."""
@@ -25,10 +27,13 @@ class Unserved(BlockdiffError):
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Run a Triton kernel on the device of its first tensor, whatever device is current; nothing for an empty grid."""
-    if 0 in grid:
-        return
+    """Run a Triton kernel on the device of its first tensor, whatever device is current; nothing for an empty grid.
+
+    Tensors without memory (torch's meta device) are left as they are.
+    """
     device = _device_of(arguments)
+    if 0 in grid or (device is not None and device.type == "meta"):
+        return
     with torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **constants)
 
@@ -57,6 +62,7 @@ def op(name: str) -> Callable[[Callable[..., Iterator[Any]]], Any]:
                 pass
             return outputs
 
+        RUNS[name] = run
         types = typing.get_type_hints(make)
         parameters = [p.replace(annotation=types[p.name]) for p in inspect.signature(make).parameters.values()]
         (outputs,) = typing.get_args(types["return"])

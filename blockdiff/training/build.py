@@ -17,6 +17,7 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption
 from blockdiff.errors import CheckpointError, RecipeError, RunError
 from blockdiff.evals.questions import questions_of
+from blockdiff.kernels import Kernels
 from blockdiff.models.adapters import adapt, draw_adapters, targets
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.objective import Objective
@@ -86,20 +87,8 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     line each.
     """
     base = read_base(recipe)
-    corruption = corruption_of(recipe, base)
-    model = checkpoint.empty(base.config, kernels=recipe.model.kernels)
-    objective = (recipe.given.objective or Objective)(
-        model,
-        recipe.objective.schedule,
-        corruption,
-        seed=recipe.seed,
-        weight=recipe.objective.weight,
-        prediction=recipe.objective.prediction,
-        positions=recipe.objective.positions,
-        stop_gradient=recipe.objective.stop_gradient,
-    )
-    require_own_names(objective)
-    choose_trained(model, recipe, base.tokenizer)
+    objective = without_weights(recipe, base)
+    model = objective.model
     require_memory(model, recipe, ranks.device)
 
     data = checked_data(recipe, base, ranks)
@@ -151,6 +140,32 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     choices = Choices.of(objective, objective_record(recipe, objective))
     made = (base, data, model, objective, module, optimiser, learning_rate, average, choices)
     return Built(*made, facts, data.steps, step)
+
+
+def without_weights(
+    recipe: Recipe, base: Base, kernels: str | Kernels | None = None, dtype: torch.dtype | None = None
+) -> Any:
+    """The objective and its model with adapters, frozen as the recipe says, whose weights have no memory.
+
+    kernels: others than the recipe's; dtype: of the weights (None: they get theirs when they are filled).
+    """
+    corruption = corruption_of(recipe, base)
+    model = checkpoint.empty(base.config, kernels=kernels or recipe.model.kernels)
+    if dtype is not None:
+        model.to(dtype)
+    objective = (recipe.given.objective or Objective)(
+        model,
+        recipe.objective.schedule,
+        corruption,
+        seed=recipe.seed,
+        weight=recipe.objective.weight,
+        prediction=recipe.objective.prediction,
+        positions=recipe.objective.positions,
+        stop_gradient=recipe.objective.stop_gradient,
+    )
+    require_own_names(objective)
+    choose_trained(model, recipe, base.tokenizer)
+    return objective
 
 
 def read_base(recipe: Recipe) -> Base:

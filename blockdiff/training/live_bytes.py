@@ -1,8 +1,8 @@
 """Running a training step without its numbers: every tensor has a shape and no content, and what lives is counted.
 
-Weights and everything computed from them lie on torch's meta device, which has no memory. Token ids, positions and masks
-are real, for the code reads them. What is counted is what the code itself allocates, on the path it would take on the
-device that is planned for; no formula has to follow it.
+Weights and everything computed from them lie on torch's meta device, which has no memory. Token ids, positions and
+masks are real, for the code reads them. What is counted is what the code itself allocates, on the path it would take on
+the device that is planned for; no formula has to follow it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from blockdiff.kernels.launch import RUNS
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm")
 
@@ -47,18 +49,26 @@ class LiveBytes(TorchDispatchMode):
             args, named = tree_map(_without_memory, args), tree_map(_without_memory, named)
         if name == "_local_scalar_dense" and any(x.is_meta for x in tensors):
             return 1.0
+        if function.namespace == "blockdiff" and any(x.is_meta for x in tensors):
+            with self:  # not only what an op gives back, but what it needs meanwhile
+                return RUNS[name](*args, **named)
         out = _grouped(*args, **named) if name == "_grouped_mm" and args[0].is_meta else function(*args, **named)
         if name == "topk" and out[0].is_meta:
             # which experts: real numbers, evenly spread, for the code sorts by them
             shape = out[1].shape
             out = out[0], (torch.arange(out[1].numel()) % tensors[0].shape[-1]).view(shape)
         if name in PRODUCTS:
-            left, right = [x for x in tensors if x.dim() > 1][-2:]
+            left, right = [x for x in args if isinstance(x, Tensor) and x.dim() > 1][-2:]
             self.flops += 2.0 * left.numel() * right.shape[-1]
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 self._count(x)
         return out
+
+    def start_again(self) -> None:
+        """Forget the peak, and count from what lives now."""
+        self.held = self.peak = 0
+        self._sizes = {key: (0, reference) for key, (_, reference) in self._sizes.items()}
 
     def _count(self, x: Tensor) -> None:
         storage = x.untyped_storage()
