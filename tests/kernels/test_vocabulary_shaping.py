@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.timing import peak_memory
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.vocabulary import Shaping, native, pack_allowed, reference, shaping, triton
 from blockdiff.kernels.vocabulary import triton_launch as launch
@@ -127,6 +130,19 @@ def test_filters_that_leave_everything_change_no_bit():
     for how in (Shaping(), Shaping(203), Shaping(500, 1.0, 1e-30), Shaping(other_ND=other, guidance=0.0)):
         shaped = native.token_stats(hidden, table, 30.0, temperature, uniform, shaping=how)
         assert all(torch.equal(a, b) for a, b in zip(plain, shaped, strict=True))
+
+
+def test_what_a_shaped_distribution_takes_does_not_grow_with_the_positions(monkeypatch):
+    V, D = 20_000, 8
+    monkeypatch.setattr(native, "CHUNK_BYTES", 4 * V * 16)
+    table, peaks = torch.randn(V, D), []
+    for N in (48, 160):
+        hidden = torch.randn(N, D) * 0.01  # flat: a nucleus is most of the tokens
+        how = Shaping(15_000, 0.9, 0.0, other_ND=hidden, guidance=0.5)
+        work = partial(native.token_stats, hidden, table, 30.0, 1.0, torch.rand(N), shaping=how)
+        peaks.append(peak_memory(work, torch.device("cpu")))
+    assert peaks[0] >= 4 * V * 16, "the trace missed the chunk itself"
+    assert peaks[1] < 1.02 * peaks[0]
 
 
 def test_logits_that_are_no_numbers_are_seen_in_the_entropy():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 HEAD = 1024  # so many likeliest tokens are sorted first: most often they hold all that top_p leaves
+FLAT_ROWS = 8  # rows at a time for which they do not: the sums take several numbers of 64 bits for every logit
 COARSE = 16  # bits of a float that say its place among 65,536 bins
 
 
@@ -64,9 +65,9 @@ def _nucleus(z: Tensor, peak: Tensor, top_p: float) -> Tensor:
     wanted = e.sum(-1, keepdim=True, dtype=torch.float64) * top_p
     head = z.topk(min(HEAD, z.shape[-1])).values
     floor, is_reached = _reached(head, peak, wanted)
-    missing = (~is_reached).nonzero().squeeze(-1)
-    if len(missing):
-        floor[missing] = _nucleus_of_many(z[missing], peak[missing], e[missing].double(), wanted[missing])
+    for rows in (~is_reached).nonzero().squeeze(-1).split(FLAT_ROWS):
+        if len(rows):
+            floor[rows] = _nucleus_of_many(z[rows], peak[rows], e[rows].double(), wanted[rows])
     return floor
 
 
