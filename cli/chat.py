@@ -52,6 +52,7 @@ def chat(
     from blockdiff.checkpoint.files import find
     from blockdiff.checkpoint.generation import Generation
     from blockdiff.checkpoint.tokenizer import load_tokenizer
+    from blockdiff.models.pages import Pages
     from blockdiff.sampling import Sampler
     from blockdiff.terminal import quiet
 
@@ -67,7 +68,9 @@ def chat(
     settings = changed(Generation.from_pretrained(directory), temperature, asked)
     tokenizer = load_tokenizer(directory)
     weights = load(directory, dtype=dtype, device=device, kernels=kernels)
-    talk = Chat(Sampler(weights, tokenizer, settings, strategy=strategy), system, seed, thinking)
+    # The pages keep what was said before, so that a turn encodes only what is new.
+    sampler = Sampler(weights, tokenizer, settings, strategy=strategy, pages=Pages(weights))
+    talk = Chat(sampler, system, seed, thinking)
     if talk.is_terminal:
         talk.note(f"{model}; /help says what can be typed, Ctrl-D ends the chat")
     for line in lines(talk.is_terminal):
@@ -219,7 +222,10 @@ class Chat:
 
     def _ended(self, view: Watcher) -> None:
         """Ctrl-C: what was committed so far is the answer; where nothing was, the message is taken back."""
+        from blockdiff.models.pages import Pages
+
         view.close()
+        self.sampler.pages = Pages(self.sampler.model)  # a step may have been left half done
         if view.text:
             self.messages.append({"role": "assistant", "content": view.text.strip()})
             self.note("ended; what stands there is the answer")

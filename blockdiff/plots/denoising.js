@@ -53,7 +53,6 @@ function noteOf(moment, place) {
   if (has(moment, place, "renewed")) words.push("renewed");
   if (has(moment, place, "changed")) words.push("changed since the step before");
   if (has(moment, place, "wrong")) words.push("contradicts a given");
-  if (moment.allowed && moment.allowed[place] >= 0) words.push(`the constraint allows ${count(moment.allowed[place], "token")}`);
   return words.join(", ");
 }
 

@@ -158,7 +158,6 @@ def _moment(moment: Moment, texts: dict[str, int], has_noise: bool) -> dict[str,
         "flags": [_flags(cell) for cell in cells],
         "seen": [index(cell.seen) for cell in cells] if has_noise else [],
         "sample": [index(cell.sample) for cell in cells],
-        "allowed": [-1 if cell.allowed is None else cell.allowed for cell in cells],
     }
     some = {key: values for key, values in found.items() if any(value != -1 for value in values)}
     return {"name": moment.name, "detail": moment.detail, **some}

@@ -24,7 +24,7 @@ class Cell:
 
     state: noise (also after the end of the response), the model's guess, committed, or given by the puzzle. Of a guess
     also: entropy in nats; `seen`, the text that the step saw there; `sample`, the text that was kept where it is not
-    the guess, which is the likeliest; `allowed`, how many tokens a constraint leaves; is_wrong: it contradicts a given.
+    the guess, which is the likeliest; is_wrong: it contradicts a given.
     """
 
     text: str
@@ -37,7 +37,6 @@ class Cell:
     stays: bool = False
     seen: str | None = None
     sample: str | None = None
-    allowed: int | None = None
 
     @property
     def is_renewed(self) -> bool:
@@ -114,9 +113,9 @@ def _first_cells(step: Step, decode: Decode) -> Iterator[Cell]:
 def _step_cells(step: Step, before: Sequence[int], decode: Decode) -> Iterator[Cell]:
     """The guesses of a step; `before` are those of the step before."""
     nothing: Iterator[Any] = repeat(None)
-    optional = zip(step.is_pinned or nothing, step.stays or nothing, step.allowed or nothing, strict=False)
+    optional = zip(step.is_pinned or nothing, step.stays or nothing, strict=False)
     columns = zip(step.argmax, before, step.tokens, step.sample, step.entropy, step.is_accepted, strict=True)
-    for (token, earlier, seen, sample, entropy, is_accepted), (is_pinned, stays, allowed) in zip(
+    for (token, earlier, seen, sample, entropy, is_accepted), (is_pinned, stays) in zip(
         columns, optional, strict=False
     ):
         yield Cell(
@@ -129,7 +128,6 @@ def _step_cells(step: Step, before: Sequence[int], decode: Decode) -> Iterator[C
             stays=bool(stays),
             seen=decode(seen),
             sample=decode(sample) if is_accepted and sample != token else None,
-            allowed=allowed,
         )
 
 

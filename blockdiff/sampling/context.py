@@ -102,6 +102,7 @@ class Context:
                 stacklevel=1,
             )
         length = self.model.canvas_length
+        asked.demanded = request.demanded
         asked.control = control_of(
             request,
             asked.prompt_tokens,

@@ -268,7 +268,7 @@ class Engine:
         if asked.error is not None:
             self._leave(row)
             return
-        said = (self.context.text(asked.tokens), slot.steps, asked.finish_reason, asked.max_steps)
+        said = (self.context.text(asked.tokens), slot.steps, asked.finish_reason, asked.max_steps, asked.demanded)
         self._events.append(CommittedCanvas(asked.id, slot.number or 0, asked.prompt, tokens, kept, *said))
         if asked.finish_reason is None:
             row.known += tokens

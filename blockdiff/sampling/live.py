@@ -343,7 +343,9 @@ class Live:
         chosen = torch.tensor(places, device=tokens_BL.device)
         some = Stats(*(column[chosen] for column in stats))
         at = [(self.slots[p].row.asked.id, self.slots[p].number or 0, steps[p], shapes[p].temperature) for p in places]
-        return list(step_records(at, tokens_BL[chosen], some, decision.keep_BL[chosen]))
+        given = None if self._pinned_BL is None else self._pinned_BL[chosen] >= 0
+        stays = None if decision.stay_BL is None else decision.stay_BL[chosen]
+        return list(step_records(at, tokens_BL[chosen], some, decision.keep_BL[chosen], given, stays))
 
 
 def _decided(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | None]]) -> Decision:

@@ -67,7 +67,7 @@ def _answer(context: Context, batch: list[Pending], on_canvas: OnCanvas | None, 
                 continue
             kept = each.commit(tokens, count, eos_ids)
             if on_canvas is not None:
-                said = (context.text(each.tokens), count, each.finish_reason, each.max_steps)
+                said = (context.text(each.tokens), count, each.finish_reason, each.max_steps, each.demanded)
                 on_canvas(CommittedCanvas(each.id, number, each.prompt, tokens, kept, *said))
         unfinished = [row for row, each in enumerate(batch) if each.finish_reason is None and not each.error]
         if not unfinished:
@@ -157,7 +157,8 @@ def _denoise(
         kept_BL, standing_BL = decision.kept_BL, decision.standing(canvases)
         if on_step is not None:
             at = [(id, number, step, shape.temperature) for id in canvases.ids]
-            for record in step_records(at, canvas_BL, stats, decision.keep_BL):
+            held = (canvases.is_pinned_BL, decision.stay_BL)
+            for record in step_records(at, canvas_BL, stats, decision.keep_BL, *held):
                 on_step(record)
 
         is_last = step + 1 == max_steps

@@ -60,6 +60,17 @@ class Request:
     noise: float | None = None
     allow_control_tokens: bool = False
 
+    @property
+    def demanded(self) -> str:
+        """What is asked of the response beside the prompt, in words; empty where nothing is."""
+        words = [f"template {self.template!r}"] if self.template is not None else []
+        words += [f"regex {self.regex!r}"] if self.regex is not None else []
+        words += [f"JSON schema {self.json_schema}"] if self.json_schema is not None else []
+        words += [f"none of {', '.join(map(repr, self.banned))}"] if self.banned else []
+        words += [f"repetition penalty {self.repetition_penalty:g}"] if self.repetition_penalty != 1.0 else []
+        words += [f"from the draft {self.draft!r}"] if self.draft is not None else []
+        return "; ".join(words)
+
     def check(self) -> None:
         """Raise RequestError, one line that says what is wrong, unless this is a prompt of one kind."""
         given = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
@@ -163,9 +174,9 @@ class Pending:
     """A request that is being answered: its prompt tokens, its draws' seed, and the response so far.
 
     The response has at most `canvases` canvases, each of at most `max_steps` steps. `strategy` is the request's own, if
-    it brings one; `control` holds its canvases, if anything does. `request_id` is the request's, `id` what this answer
-    of it is called; `draw` counts the answers of one request where there are several. `is_scored`: its tokens get their
-    log-probabilities. `error` says why it cannot be answered any further.
+    it brings one; `control` holds its canvases, if anything does, and `demanded` says in words how. `request_id` is the
+    request's, `id` what this answer of it is called; `draw` counts the answers of one request where there are several.
+    `is_scored`: its tokens get their log-probabilities. `error` says why it cannot be answered any further.
     """
 
     place: int
@@ -180,6 +191,7 @@ class Pending:
     max_steps: int = 1
     strategy: Strategy | None = None
     control: Control | None = None
+    demanded: str = ""
     is_scored: bool = False
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)

@@ -18,9 +18,8 @@ class Step:
 
     `tokens` is the canvas that the step saw, `argmax` and `sample` what it predicted, `entropy` (nats) how
     unsure it was at this temperature, `is_accepted` whether `sample` stayed for the next step. Where they are said:
-    `is_pinned` marks positions whose token is given, `stays` those whose token in `tokens` stands as it is, and
-    `allowed` counts the tokens that the request's constraint leaves at each position. What is neither kept, pinned
-    nor stays is renewed.
+    `is_pinned` marks positions whose token is given, and `stays` those whose token in `tokens` stands as it is. What is
+    neither kept, pinned nor stays is renewed.
     """
 
     id: str | int
@@ -34,16 +33,21 @@ class Step:
     is_accepted: list[bool]
     is_pinned: list[bool] | None = None
     stays: list[bool] | None = None
-    allowed: list[int] | None = None
 
 
 def step_records(
-    places: Sequence[tuple[str | int, int, int, float]], tokens_BL: Tensor, stats: Stats, is_accepted_BL: Tensor
+    places: Sequence[tuple[str | int, int, int, float]],
+    tokens_BL: Tensor,
+    stats: Stats,
+    is_accepted_BL: Tensor,
+    is_pinned_BL: Tensor | None = None,
+    stays_BL: Tensor | None = None,
 ) -> Iterator[Step]:
     """The records of one denoising step of a batch, one per canvas: its request, number, step and temperature."""
     columns = (tokens_BL, stats.argmax, stats.sample, stats.entropy, is_accepted_BL)
-    for place, *lists in zip(places, *(column.tolist() for column in columns), strict=True):
-        yield Step(*place, *lists)
+    some = [[None] * len(places) if column is None else column.tolist() for column in (is_pinned_BL, stays_BL)]
+    for place, pinned, stays, *lists in zip(places, *some, *(column.tolist() for column in columns), strict=True):
+        yield Step(*place, *lists, is_pinned=pinned if pinned and any(pinned) else None, stays=stays)
 
 
 @dataclass(frozen=True)

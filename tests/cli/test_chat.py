@@ -19,6 +19,7 @@ from blockdiff.cli.chat import Chat
 from blockdiff.cli.main import app
 from blockdiff.data.template import packaged_template
 from blockdiff.errors import RequestError
+from blockdiff.models.pages import Pages
 from blockdiff.sampling import Generation, Request, Result
 from blockdiff.sampling.trace import CommittedCanvas
 from tests.chat_tokenizer import chat_tokenizer
@@ -29,7 +30,8 @@ class Answers:
 
     def __init__(self, *answers: Any, positions: int = 10**6):
         self.tokenizer, self.generation = chat_tokenizer(), Generation(max_steps=8)
-        self.context, self.positions = self, positions
+        self.context, self.positions, self.pages = self, positions, None
+        self.model = checkpoint.init("sudoku4", tokenizer=self.tokenizer, device="cpu")
         self.answers, self.asked = list(answers), []
 
     def excess(self, request: Request) -> int:
@@ -131,6 +133,22 @@ def test_a_pipe_gets_an_answer_to_each_line_as_sample_gives_it(model: Path) -> N
 def test_settings_that_cannot_be_are_refused_in_one_line(model: Path, words: list[str]) -> None:
     run = CliRunner().invoke(app, ["chat", str(model), *words], input="Hi\n")
     assert run.exit_code in (1, 2) and len(run.stderr.splitlines()) == 1, run.output
+
+
+def test_a_turn_encodes_only_what_is_new(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Pages] = []
+
+    class Kept(Pages):
+        def __init__(self, *words: Any, **more: Any):
+            super().__init__(*words, page_tokens=8, **more)
+            kept.append(self)
+
+    monkeypatch.setattr("blockdiff.models.pages.Pages", Kept)
+    said = "A message that is long enough to fill some pages.\nAnd again.\n"
+    run = CliRunner().invoke(app, ["chat", str(model), *OPTIONS], input=said)
+    assert run.exit_code == 0, run.output
+    (pages,) = kept
+    assert pages.statistics.reused_tokens > 8
 
 
 def test_a_terminal_shows_canvases_and_ctrl_d_ends_the_chat(model: Path) -> None:

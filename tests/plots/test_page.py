@@ -43,7 +43,7 @@ def traced(
             is_kept = [place <= step for place in range(length)]
             is_pinned = [place == length - 1 for place in range(length)]
             entropy = [0.0 if place <= step else 1.5 - step / steps for place in range(length)]
-            said = (0.8, seen, guess, guess, entropy, is_kept, is_pinned, None, [7] * length)
+            said = (0.8, seen, guess, guess, entropy, is_kept, is_pinned)
             trace.steps.append(Step(id, number, step, *said))
         end = "eos" if number == canvases - 1 else None
         trace.canvases.append(CommittedCanvas(id, number, trace.prompt, final, length, trace.text, steps, end, 4))
@@ -74,7 +74,7 @@ def test_a_page_is_one_file_that_asks_for_nothing_else(hostile: Trace, tmp_path:
 
 
 @pytest.mark.quick
-def test_a_page_holds_every_moment_with_what_was_kept_renewed_pinned_and_allowed() -> None:
+def test_a_page_holds_every_moment_with_what_was_kept_renewed_and_pinned() -> None:
     data = data_of(page([traced("a", [2, 3, 4, 5], steps=4)], decode, "t"))
     (request,) = data["requests"]
     (view,) = request["views"]
@@ -84,7 +84,7 @@ def test_a_page_holds_every_moment_with_what_was_kept_renewed_pinned_and_allowed
     second = view["moments"][2]
     kept, renewed, pinned, guess = 4, 128, 32, 1
     assert [flags & ~8 for flags in second["flags"]] == [guess | kept, guess | kept, guess | renewed, guess | pinned]
-    assert second["entropy"] == [0, 0, 1250, 1250] and second["allowed"] == [7] * 4
+    assert second["entropy"] == [0, 0, 1250, 1250]
     assert [data["texts"][index] for index in view["moments"][-1]["text"]] == ["1", "2", "3", "4"]
     assert all(flags & 3 == 2 for flags in view["moments"][-1]["flags"])
     assert data["left_out"] == "" and data["most"] == 1.5
@@ -172,7 +172,7 @@ def test_the_arrow_keys_go_through_the_positions_once_the_canvas_has_the_focus(o
     focused = "return [document.activeElement.dataset.place, document.activeElement.getAttribute('aria-label')]"
     place, label = opened.run(focused)
     assert place == "2" and label.startswith("position 3: the guess is “") and "entropy 1.500 nats" in label
-    assert label.endswith("renewed, the constraint allows 7 tokens") and shown(opened, "note") == label
+    assert label.endswith("renewed") and shown(opened, "note") == label
     assert shown(opened) == "step 1"
     outline = "return getComputedStyle(document.activeElement).outlineStyle"
     assert opened.run(outline) == "solid"  # the focus can be seen
