@@ -47,7 +47,7 @@ def step_records(
     columns = (tokens_BL, stats.argmax, stats.sample, stats.entropy, is_accepted_BL)
     some = [[None] * len(places) if column is None else column.tolist() for column in (is_pinned_BL, stays_BL)]
     for place, pinned, stays, *lists in zip(places, *some, *(column.tolist() for column in columns), strict=True):
-        yield Step(*place, *lists, is_pinned=pinned if pinned and any(pinned) else None, stays=stays)
+        yield Step(*place, *lists, pinned if pinned and any(pinned) else None, stays)
 
 
 @dataclass(frozen=True)
