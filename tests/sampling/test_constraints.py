@@ -195,9 +195,17 @@ def test_a_vocabulary_that_cannot_write_any_text_of_the_expression_is_refused():
         automaton_of("xyz")
 
 
+def test_the_empty_text_is_an_eos_and_without_one_it_cannot_be():
+    automaton = automaton_of("")
+    assert bool(automaton.is_accepting_S[automaton.run((EOS_2, PAD))]) and automaton.run((3,)) == automaton.states
+    with pytest.raises(RequestError, match="only the empty text"):
+        automaton_of("", eos=(), pad=None)
+
+
 def test_an_expression_of_too_many_states_is_refused():
-    with pytest.raises(RequestError, match="shorten its counted repetitions"):
-        automaton_of("(?:a|b){5000}")
+    for regex in ("(?:a|b){5000}", "(a|b)*a(a|b){15}"):  # over tokens, and over bytes already
+        with pytest.raises(RequestError, match="shorten its counted repetitions"):
+            automaton_of(regex)
 
 
 # -- canvases ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockdiff.errors import RequestError
 from blockdiff.kernels.vocabulary import Classes
-from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, reaching
+from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, reaching, too_large
 
 MOST_STATES = 4096
 MOST_PAIRS = 200_000  # states times the most successors of one: 51 million numbers for a canvas of 256
@@ -125,7 +125,7 @@ def of_bytes(
     number_N = torch.zeros(len(tokens.ids), dtype=torch.int64)
     for at, state in enumerate(order):  # which grows
         if at >= MOST_STATES:
-            raise _too_large(at)
+            raise too_large(at)
         following_N = tokens.after(automaton, torch.tensor([state]))[0].long()
         factor = int(torch.randint(-(2**62), 2**62, (), generator=generator)) | 1
         number_N += number_of_state[following_N] * factor
@@ -182,6 +182,8 @@ def of_bytes(
     if not bool(can_accept_S[0]):
         raise RequestError("the tokenizer has no tokens for any text that satisfies the constraint; loosen it")
     next_SC = torch.where(can_accept_S[next_SC], next_SC, S)
+    if not bool((next_SC < S).any()):
+        raise RequestError("only the empty text satisfies the constraint, and no eos is known that could end it")
     classes = Classes.of(class_V, next_SC.shape[1])
     return TokenAutomaton(classes, class_V, next_SC, is_accepting_S, is_end_C, *_pairs(next_SC))
 
@@ -208,14 +210,7 @@ def _pairs(next_SC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     k_P = torch.arange(len(pairs)) - first_S[from_P]
     K = int(k_P.max()) + 1
     if S * K > MOST_PAIRS:
-        raise _too_large(S)
+        raise too_large(S)
     successor_SK = torch.full((S, K), S, dtype=torch.int64)
     successor_SK[from_P, k_P] = to_P
     return successor_SK, (from_P * K + k_P)[pair_E], class_E
-
-
-def _too_large(states: int) -> RequestError:
-    return RequestError(
-        f"the constraint has {states} states or more, with too many ways on from each; shorten its counted repetitions "
-        "(each of {1,200} is a state) or name fewer characters"
-    )

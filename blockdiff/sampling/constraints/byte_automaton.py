@@ -13,6 +13,7 @@ from blockdiff.errors import RequestError
 # A character that no text has stands at the end of every text. Without it the automaton of outlines-core stops at the
 # first match in the order of the alternatives, so `a|ab` would not hold "ab".
 END = "\U0010ffff"
+MOST_STATES = 1 << 14  # a step's work grows with them, and an expression can have exponentially many
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,8 @@ class ByteAutomaton:
                 is_dead = a == self.states or b == other.states
                 pair = (self.states, other.states) if is_dead else (a, b)
                 if pair not in pairs and not is_dead:
+                    if len(order) >= MOST_STATES:
+                        raise too_large(len(order))
                     pairs[pair] = len(order)
                     order.append(pair)
                 row.append(-1 if is_dead else pairs[pair])
@@ -118,6 +121,8 @@ def of_regex(regex: str) -> ByteAutomaton:
     except (ValueError, TypeError) as error:
         raise RequestError(f"the regular expression {regex!r:.80} cannot be used: {_cause(error)}") from None
     edges, finals = index.get_transitions(), index.get_final_states()
+    if len(edges) > MOST_STATES:
+        raise too_large(len(edges))
     places: dict[int, int] = {index.get_initial_state(): 0}
     for state in {*edges, *(following for row in edges.values() for following in row.values())}:
         places.setdefault(state, len(places))
@@ -169,6 +174,14 @@ def without(words: Sequence[bytes]) -> ByteAutomaton:
     next_SB[is_word[next_SB.long()]] = S
     next_SB[S] = S
     return ByteAutomaton(next_SB, ~is_word).trimmed()
+
+
+def too_large(states: int) -> RequestError:
+    """The refusal of an automaton of too many states."""
+    return RequestError(
+        f"the constraint has {states} states or more; shorten its counted repetitions (each of {{1,200}} is a state) "
+        "or name fewer characters"
+    )
 
 
 def _cause(error: Exception) -> str:
