@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -47,7 +47,7 @@ def step_records(
     columns = (tokens_BL, stats.argmax, stats.sample, stats.entropy, is_accepted_BL)
     some = [[None] * len(places) if column is None else column.tolist() for column in (is_pinned_BL, stays_BL)]
     for place, pinned, stays, *lists in zip(places, *some, *(column.tolist() for column in columns), strict=True):
-        yield Step(*place, *lists, pinned if pinned and any(pinned) else None, stays)
+        yield replace(Step(*place, *lists), is_pinned=pinned if pinned and any(pinned) else None, stays=stays)
 
 
 @dataclass(frozen=True)
