@@ -92,8 +92,11 @@ def test_a_prefix_in_pages_is_read_as_a_dense_one(geometry, page_tokens):
     for splits in (2, 3):  # the keys in several parts
         tensors = moved[0], *(pool.pool_NPKd for pool in pools), *moved[1:]
         table, columns = pools[0].pages.table_BM, pools[0].pages.columns
-        paged = torch.ops.blockdiff.span_attention_paged
-        assert relative(paged(*tensors, moved_spans.bounds_BT4, table, columns, 0.9, splits)[0], truth) < FP32
+        paged, bounds = torch.ops.blockdiff.span_attention_paged, moved_spans.bounds_BT4
+        out = paged(*tensors, bounds, table, columns, 0.9, splits)[0]
+        dense = moved[0], *(x.to(DEVICE) for x in prefix), *moved[1:]
+        assert relative(out, truth) < FP32
+        assert torch.equal(out, torch.ops.blockdiff.span_attention(*dense, bounds, 0.9, splits)[0])
 
 
 @pytest.mark.parametrize("h,K,d", [(1, 1, 16), (8, 1, 32), (4, 4, 64), (2, 1, 512)])
@@ -143,6 +146,26 @@ def test_a_prefix_with_room_for_own_keys_is_read_as_a_dense_one(canvases, limit,
     truth, _ = reference.span_attention(*(x.double() for x in (q, *prefix, *own)), whole, 0.9)
     out = native.span_attention(q, *(ReservedTensor(x, 9) for x in room), *own, whole, 0.9)
     assert isinstance(out, Tensor) and relative(out, truth) < FP32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_tokens", [16, 128])
+@pytest.mark.parametrize("h,K,d", [(16, 8, 256), (16, 2, 512), (8, 2, 64)])
+def test_in_bf16_pages_give_the_bits_of_a_dense_prefix(h, K, d, page_tokens):
+    lengths, T = [700, 0, 33], 256
+    q, prefix, own = (
+        [y.bfloat16() for y in x] if isinstance(x, list) else x.bfloat16() for x in inputs(lengths, T, h, K, d)
+    )
+    pools = [in_pages(x.float(), lengths, page_tokens).pool_NPKd.bfloat16() for x in prefix]
+    pages = in_pages(prefix[0].float(), lengths, page_tokens).pages
+    bounds = spans_of("causal", lengths, T).bounds_BT4.to(DEVICE)
+    q, *tensors = (x.to(DEVICE) for x in (q, *own, *prefix))
+    for splits in (1, 3):
+        paged = torch.ops.blockdiff.span_attention_paged(
+            q, *pools, *tensors[:2], bounds, pages.table_BM, pages.columns, 1.0, splits
+        )[0]
+        dense = torch.ops.blockdiff.span_attention(q, *tensors[2:], *tensors[:2], bounds, 1.0, splits)[0]
+        assert paged.isfinite().all() and torch.equal(paged, dense)
 
 
 def test_torch_sees_one_sound_op():
