@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -30,12 +31,14 @@ from transformers import DiffusionGemmaForBlockDiffusion
 import blockdiff
 from benchmarks import machine, models
 from benchmarks.denoise_step import agreement, logits_of_two_steps
+from benchmarks.peer import EXPERTS
 from benchmarks.sampling_peer import Peer, addressed_draws
 from benchmarks.timing import peak_memory
 from blockdiff.checkpoint.tokenizer import load_tokenizer
-from blockdiff.sampling import Generation, Request, Result, Sampler
+from blockdiff.sampling import Generation, Request, Result, Sampler, draws
 from blockdiff.sampling.loop import generate_in_lockstep
 from blockdiff.sampling.strategies import released
+from blockdiff.sampling.strategies.composed import Composed
 from blockdiff.sampling.strategy import Canvases
 from blockdiff.seeding import child_seed
 from blockdiff.terminal import quiet
@@ -89,23 +92,44 @@ class Workload:
 
 
 class Meter:
-    """Counts canvas forwards and the time inside the model and its vocabulary while `work` runs once."""
+    """Counts canvas forwards and where the time goes while `work` runs once.
+
+    The model's: inside it and its vocabulary; the method's: drawing random numbers and the strategy's decisions, which
+    any way of scheduling has to do. The rest is scheduling: who runs, and moving what belongs to them.
+    """
 
     def __init__(self, model: Any, work: Callable[[], Any]):
-        self.canvas_forwards, self.encoded_tokens, self.model_seconds = 0, 0, 0.0
+        self.canvas_forwards, self.encoded_tokens, self.model_seconds, self.method_seconds = 0, 0, 0.0, 0.0
         self._depth, self._began = 0, 0.0
         hooks: list[Any] = [model.register_forward_pre_hook(self._count, with_kwargs=True)]
         for module in (model, model.vocabulary):
             hooks.append(module.register_forward_pre_hook(self._enter))
             hooks.append(module.register_forward_hook(self._leave))
         self._length = model.canvas_length
-        began = time.perf_counter()
-        try:
-            self.result = work()
-        finally:
-            self.seconds = time.perf_counter() - began
-            for hook in hooks:
-                hook.remove()
+        drawn = mock.patch.object(draws, "words", self._timed(draws.words))
+        decided = mock.patch.object(Composed, "decide", self._timed(Composed.decide))
+        with drawn, decided:
+            began = time.perf_counter()
+            try:
+                self.result = work()
+            finally:
+                self.seconds = time.perf_counter() - began
+                for hook in hooks:
+                    hook.remove()
+
+    @property
+    def scheduling(self) -> float:
+        """The share of the wall time that is neither the model's nor the method's."""
+        return 1 - (self.model_seconds + self.method_seconds) / self.seconds
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*given: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*given, **named)
+            self.method_seconds += time.perf_counter() - began
+            return result
+
+        return timed
 
     def _count(self, _: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         tokens_BT = inputs[0] if inputs else named["tokens_BT"]
@@ -210,20 +234,17 @@ def measure(work: Workload, limit: int, repeats: int, experts: str) -> dict[str,
     line |= compared(work, min(limit, 32))
     if not line["agrees"]:
         return line
+    experts = fastest_experts(work, limit) if experts == "auto" else experts
     seconds: dict[str, list[float]] = {"ours": [], "lockstep": [], "transformers": []}
     for _ in range(repeats):
         peer = Peer(work.models.peer, work.generation, work.steps, experts)
-        sides: dict[str, Callable[[], Any]] = {
-            "ours": lambda: work.ours(limit),
-            "lockstep": lambda: work.lockstep(limit),
-            "transformers": lambda peer=peer: peer.answer(work.requests, limit),  # type: ignore[misc]
-        }
-        for name, side in sides.items():
-            began = time.perf_counter()
-            side()
-            seconds[name].append(time.perf_counter() - began)
-    meter = Meter(work.models.ours, lambda: work.ours(limit))
-    slow = Meter(work.models.ours, lambda: work.lockstep(limit))
+        meter = Meter(work.models.ours, lambda: work.ours(limit))
+        slow = Meter(work.models.ours, lambda: work.lockstep(limit))
+        began = time.perf_counter()
+        peer.answer(work.requests, limit)
+        for name, taken in (("ours", meter.seconds), ("lockstep", slow.seconds)):
+            seconds[name].append(taken)
+        seconds["transformers"].append(time.perf_counter() - began)
     steps = [count for result in meter.result for count in result.steps]
     median = {name: statistics.median(taken) for name, taken in seconds.items()}
     few = replace(work, requests=work.requests[: 2 * min(limit, 16)])
@@ -233,11 +254,26 @@ def measure(work: Workload, limit: int, repeats: int, experts: str) -> dict[str,
         "executed_over_needed": meter.canvas_forwards / sum(steps),
         "transformers_executed_over_needed": peer.canvas_forwards / sum(steps),
         "encoded_tokens": {"ours": meter.encoded_tokens, "lockstep": slow.encoded_tokens},
-        "outside_the_model": 1 - meter.model_seconds / meter.seconds,
-        "lockstep_outside_the_model": 1 - slow.model_seconds / slow.seconds,
+        "scheduling": {"ours": meter.scheduling, "lockstep": slow.scheduling},
+        "draws_and_decisions": {
+            name: each.method_seconds / each.seconds for name, each in (("ours", meter), ("lockstep", slow))
+        },
+        "transformers_experts": experts,
         "steps_histogram": dict(sorted(Counter(steps).items())),
         "peak_bytes": {"requests": len(few.requests), "ours": peak_memory(lambda: few.ours(limit), CPU)},
     }
+
+
+def fastest_experts(work: Workload, limit: int) -> str:
+    """The variant of transformers' experts that answers the first requests in the least time."""
+    some, taken = work.requests[: limit if work.steps is None else min(limit, 8)], {}
+    for name in EXPERTS:
+        peer = Peer(work.models.peer, work.generation, work.steps, name)
+        peer.answer(some[:2], limit)
+        began = time.perf_counter()
+        peer.answer(some, limit)
+        taken[name] = time.perf_counter() - began
+    return min(taken, key=lambda name: taken[name])
 
 
 def told(line: dict[str, Any]) -> str:
@@ -249,8 +285,10 @@ def told(line: dict[str, Any]) -> str:
     ratios = ", ".join(f"{ratio:.2f}x {name}" for name, ratio in line["speedup"].items())
     theirs = f"transformers {line['transformers_executed_over_needed']:.2f}"
     ran = f"executed/needed {line['executed_over_needed']:.3f} ({theirs})"
-    outside = f"outside the model {line['outside_the_model']:.1%} (lockstep {line['lockstep_outside_the_model']:.1%})"
-    return f"{head} {times}; {ratios}; {ran}; {outside}; steps {line['steps_histogram']}"
+    share = f"scheduling {line['scheduling']['ours']:.1%} of the time (lockstep {line['scheduling']['lockstep']:.1%})"
+    tokens = f"tokens encoded {line['encoded_tokens']['ours']:,} (lockstep {line['encoded_tokens']['lockstep']:,})"
+    memory = f"peak {line['peak_bytes']['ours'] / 2**20:.1f} MiB with {line['peak_bytes']['requests']} requests"
+    return f"{head} {times}; {ratios}; {ran}; {share}; {tokens}; {memory}; steps {line['steps_histogram']}"
 
 
 def _double(model: Any) -> Any:
@@ -272,7 +310,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, help="requests (default: 1000, 64, 200)")
     parser.add_argument("--limits", default="32", help="comma-separated: rows that run together")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--experts", default="grouped_mm", help="transformers' experts: grouped_mm or eager")
+    parser.add_argument("--experts", default="auto", help="transformers': grouped_mm, eager or auto (the faster one)")
     parser.add_argument("--output", type=Path, help="JSON to write, with the printed lines beside it as .md")
     given = parser.parse_args(words)
     quiet()
