@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.soak import soak
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import Full, RequestError
@@ -307,3 +308,9 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other():
     whole, some = results
     assert some[10] == whole[10] and some[12] == whole[12]
     assert "not finite" in str(some[11].error) and "canvas 2, step 2" in str(some[11].error)
+
+
+def test_a_soak_of_random_requests_leaks_no_page_and_every_answer_is_the_oracles(model):
+    found = soak(model, 120)
+    assert found.wrong == [] and found.leaked == 0
+    assert found.answered + found.cancelled == 120 and found.cancelled and found.preemptions and found.reused_tokens

@@ -1,0 +1,143 @@
+"""A soak of the engine: random requests that come, go and are cancelled, in too little memory, against the oracle.
+
+    python -m benchmarks.soak --requests 2000
+
+A tiny random model answers, in fp64, where other neighbours in a batch change no token, or with --dtype float32 to
+count near-ties. Every answer is compared with that of the loop in lockstep, which gets each request alone; after the
+last one no page may be in use. The exit code is 1 when an answer differs in fp64 or a page is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from blockdiff.checkpoint import init
+from blockdiff.checkpoint.generation import Generation
+from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.sampling.context import Context
+from blockdiff.sampling.engine import Engine
+from blockdiff.sampling.loop import generate_in_lockstep
+from blockdiff.sampling.request import Request, Result, draws_of
+
+STRATEGIES = (None, None, "quota", "confident:threshold=0.1", "entropy_bound:guidance=0.5", "entropy_bound:top_k=20")
+HEADS = 3  # beginnings that prompts share
+
+
+@dataclass(frozen=True)
+class Soak:
+    """What came of it: wrong: ids whose answers differ from the oracle's; leaked: pages in use at the end."""
+
+    requests: int
+    answered: int
+    cancelled: int
+    wrong: list[str | int]
+    leaked: int
+    preemptions: int
+    reused_tokens: int
+    forwards: int
+    needed: int
+    seconds: float
+
+
+def soak(model: BlockDiffusionModel, count: int, seed: int = 0, **options: Any) -> Soak:
+    """Ask an engine for random requests that come and go at random, and compare what it answers.
+
+    options: of the engine, beside its rows, pages and capacity, which are small here.
+    """
+    chance, started = random.Random(seed), time.perf_counter()
+    L, vocabulary = model.canvas_length, model.vocab_size
+    few = Generation(
+        max_steps=5, max_new_tokens=3 * L, stability=0, confidence=0.8, entropy_bound=1.0, eos_ids=tuple(range(1, 8))
+    )
+    context = Context(model, None, few)
+    options = {"max_rows": 6, "page_tokens": 8, "chunk_tokens": 24, "capacity": 28 * L, **options}
+    engine = Engine(model, context=context, max_waiting=40, **options)
+    heads = [[chance.randrange(10, vocabulary) for _ in range(chance.randrange(8, 60))] for _ in range(HEADS)]
+    requests = {id: _request(id, chance, heads, vocabulary, L) for id in range(count)}
+    waiting, asked_for, results = list(requests.values()), list[str | int](), dict[str | int, Result]()
+    while waiting or engine.unfinished:
+        while waiting and engine.unfinished < 12 and chance.random() < 0.7:
+            asked_for.append(engine.submit(waiting.pop(), watch=chance.random() < 0.2))
+        if chance.random() < 0.03 and engine.unfinished:
+            engine.cancel(chance.choice([id for id in asked_for if id not in results]))
+        engine.step()
+        results |= {event.id: event for event in engine.events() if isinstance(event, Result)}
+    engine.pages.check()
+    cancelled = {id for id, result in results.items() if result.finish_reason == "cancelled"}
+    wrong, needed = list[str | int](), 0
+    for id, request in requests.items():
+        asked = draws_of(context.pending(request, 0, 0), request.best_of)
+        if request.best_of == 1 and id not in cancelled:
+            generate_in_lockstep(context, asked, 1)
+            answer = results[id]
+            needed += sum(answer.steps)
+            is_equal = (answer.tokens, answer.steps) == (asked[0].tokens, asked[0].steps) and answer.error is None
+            is_scored = answer.logprobs is not None and len(answer.logprobs) == len(answer.tokens)
+            if not is_equal or is_scored != request.scores:
+                wrong.append(id)
+    return Soak(
+        count,
+        len(results) - len(cancelled),
+        len(cancelled),
+        wrong,
+        sum(engine.pages.statistics.pages.values()),
+        engine._scheduler.preemptions,
+        engine.pages.statistics.reused_tokens,
+        engine.forwards,
+        needed,
+        time.perf_counter() - started,
+    )
+
+
+def _request(
+    id: int, chance: random.Random, heads: Sequence[Sequence[int]], vocabulary: int, canvas_length: int
+) -> Request:
+    """A request of a random prompt, length and options."""
+    own_strategy = chance.choice(STRATEGIES)  # none of those that filter can be with what holds the response
+    is_held = own_strategy is None and chance.random() < 0.2
+    own = [chance.randrange(10, vocabulary) for _ in range(chance.randrange(1, 50))]
+    return Request(
+        id,
+        tokens=[*(chance.choice(heads) if chance.random() < 0.6 else []), *own],
+        seed=chance.randrange(2**63) if chance.random() < 0.5 else None,
+        max_new_tokens=chance.choice([None, 1, canvas_length, 2 * canvas_length, 4 * canvas_length]),
+        max_steps=chance.choice([None, 1, 2, 4]),
+        strategy=own_strategy,
+        banned=tuple(chance.sample(range(10, vocabulary), 3)) if is_held else (),
+        repetition_penalty=1.2 if is_held else 1.0,
+        scores=chance.random() < 0.1,
+        best_of=2 if chance.random() < 0.03 else 1,
+    )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print what came of a soak."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float64")
+    parser.add_argument("--exact", action="store_true", help="the engine's exact mode")
+    given = parser.parse_args(words)
+    model = init("tiny", seed=1, device="cpu", dtype=given.dtype)
+    with torch.no_grad():
+        model.self_conditioning.down_proj.weight *= 0.1  # type: ignore[operator, union-attr]
+        model.norm.weight *= 4  # type: ignore[operator, union-attr]
+    found = soak(model, given.requests, given.seed, exact=given.exact)
+    print(
+        f"{found.requests} requests in {found.seconds:.0f} s: {found.answered} answered, {found.cancelled} cancelled, "
+        f"{found.preemptions} preemptions, {found.reused_tokens} tokens shared, {found.leaked} pages left, "
+        f"{len(found.wrong)} answers differ ({len(found.wrong) / max(1, found.answered):.2%})"
+    )
+    return 1 if found.leaked or (found.wrong and given.dtype == "float64") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
