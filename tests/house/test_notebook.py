@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom, and the copy in the repository is as it should be."""
+"""The notebooks run from top to bottom, and the copies in the repository are as they should be."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
+NOTEBOOKS = ROOT / "notebooks"
 
 
 class ThisPython(KernelSpecManager):
@@ -25,43 +25,53 @@ class ThisPython(KernelSpecManager):
         return KernelSpec(argv=start, display_name=kernel_name, language="python")
 
 
-def read() -> nbformat.NotebookNode:
-    return nbformat.read(NOTEBOOK, as_version=4)
+def read(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(NOTEBOOKS / name, as_version=4)
 
 
 def outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
-def test_the_notebook_runs_and_its_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "pictures", "said"),
+    [
+        ("quickstart.ipynb", 4, [r"train: [34] of 4 solved"]),
+        ("steer.ipynb", 1, [r"entropy_bound +[34] of 4 solved", r"pinned (\d+) of \1 givens kept", r"4321[1-4]{12} "]),
+    ],
+)
+def test_a_notebook_runs_and_its_model_learns(
+    name: str, pictures: int, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(folder, str(tmp_path / folder.lower()))
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    notebook = read()
+    notebook = read(name)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
     kernel = AsyncKernelManager(kernel_spec_manager=ThisPython())
     # Generous: the time limit is there for a kernel that hangs.
     NotebookClient(notebook, timeout=400, km=kernel, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    pictures = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
-    assert len(pictures) == 4
+    assert sum("image/png" in output.get("data", {}) for output in outputs(notebook)) == pictures
     printed = "".join(output.get("text", "") for output in outputs(notebook))
-    assert re.search(r"train: [34] of 4 solved", printed)
+    assert all(re.search(words, printed) for words in said)
     assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
 
 
-def test_the_stored_outputs_show_no_place_of_the_machine_they_come_from() -> None:
-    stored = outputs(read())
+@pytest.mark.parametrize("name", [file.name for file in sorted(NOTEBOOKS.glob("*.ipynb"))])
+def test_the_stored_outputs_show_no_place_of_the_machine_they_come_from(name: str) -> None:
+    stored = outputs(read(name))
     assert all(output.output_type != "error" and output.get("name") != "stderr" for output in stored)
     for output in stored:
         texts = [output.get("text", ""), *(v for k, v in output.get("data", {}).items() if k != "image/png")]
         assert not re.search(r"/(home|tmp|root|usr|opt|Users)/|site-packages", "".join(texts))
 
 
-def test_the_documents_that_it_names_exist() -> None:
-    text = "".join(cell.source for cell in read().cells if cell.cell_type == "markdown")
+@pytest.mark.parametrize("name", [file.name for file in sorted(NOTEBOOKS.glob("*.ipynb"))])
+def test_the_documents_that_it_names_exist(name: str) -> None:
+    text = "".join(cell.source for cell in read(name).cells if cell.cell_type == "markdown")
     named = re.findall(r"`((?:docs|recipes)/[\w./-]+)`", text)
     assert named and all((ROOT / name).exists() for name in named)
