@@ -14,7 +14,7 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels import NATIVE, OPS, Kernels, resolve, triton_op
+from blockdiff.kernels import NATIVE, NATIVE_ONLY, OPS, Kernels, resolve, triton_op
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.norm_rope import triton as norms
 from blockdiff.models.diffusion_gemma import DiffusionGemma
@@ -33,7 +33,7 @@ def test_every_op_has_a_folder_and_two_implementations():
     chosen = resolve("triton")
     for op in OPS:
         assert getattr(chosen, op).__name__ == op == getattr(NATIVE, op).__name__
-        assert (getattr(chosen, op) is getattr(NATIVE, op)) == (op == "logits")
+        assert (getattr(chosen, op) is getattr(NATIVE, op)) == (op in NATIVE_ONLY)
 
 
 def test_the_folder_of_an_op_stays_a_module():
