@@ -175,8 +175,10 @@ class Scheduler:
         """Share what others have encoded of a row's tokens; of a scored row those that must still be scored are not."""
         prompt, scored = len(row.asked.prompt_tokens), len(row.asked.logprobs or ())
         end = prompt + scored - 1 if row.asked.is_scored else len(row.known)
+        if row.is_guided:  # the encode of the prompt's last token is where its other prefix begins
+            end = min(end, prompt - 1)
         if not self.exact:
-            self.pages.reuse(paged, row.known[: min(end, prompt) if row.is_guided else end])
+            self.pages.reuse(paged, row.known[:end])
 
     def _shares_soon(self, row: Row, pages: set[tuple[int, ...]]) -> bool:
         """Whether a row needs no piece now: what comes next in it is there already, or is encoded by a row before it.

@@ -214,6 +214,15 @@ def test_each_request_may_have_settings_of_its_own(model):
     assert answers(Engine(model, None, LIVELY), requests) == alone(model, requests)
 
 
+def test_guided_requests_whose_whole_prompt_is_shared_are_guided_all_the_same(model):
+    tokens, guided = requests_of(1)[0].tokens, {"strategy": "entropy_bound:guidance=0.5", "max_steps": 3}
+    prompt = (tokens * 24)[:24]  # three whole pages
+    requests = [Request(n, tokens=prompt, seed=n, **guided) for n in range(3)]
+    engine = Engine(model, None, LIVELY, page_tokens=8, max_rows=1)
+    assert answers(engine, requests) == alone(model, requests)
+    assert engine.pages.statistics.reused_tokens > 0
+
+
 def test_padding_to_buckets_changes_no_answer(model):
     requests = requests_of(7)
     engine = Engine(model, None, LIVELY, max_rows=6, buckets=(4, 8))
