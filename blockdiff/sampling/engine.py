@@ -156,6 +156,8 @@ class Engine:
         """Encode what waits for it and denoise every live canvas once; False when nothing is left to do."""
         self._scheduler.seat()
         self._encode(self._scheduler.pieces())
+        while pieces := self._scheduler.pieces(of_live=True):  # of rows that committed several canvases at once
+            self._encode(pieces)
         self._denoise()
         return self._unfinished > 0
 
@@ -249,6 +251,8 @@ class Engine:
     def _finish(self, finished: Finished) -> None:
         """Take note of a finished canvas, and commit it once those before it are committed."""
         slot, row = finished.slot, finished.slot.row
+        if slot not in row.slots:  # an earlier canvas of this very step has ended the row
+            return
         self._has_changed = True
         if not finished.is_finite:
             row.asked.error = f"{NOT_FINITE} (canvas {(slot.number or 0) + 1}, step {slot.first_step + slot.steps})"
@@ -272,6 +276,7 @@ class Engine:
         self._events.append(CommittedCanvas(asked.id, slot.number or 0, asked.prompt, tokens, kept, *said))
         if asked.finish_reason is None:
             row.known += tokens
+            row.slots = [each for each in row.slots if each.number is not None]  # a place without a canvas is free now
             return
         row.slots.clear()
         if asked.is_scored:  # the last token predicts nothing
@@ -290,7 +295,8 @@ class Engine:
         asked = row.asked
         if (found := self._rows.get(asked.request_id)) is not None and found.draws is row.draws:
             del self._rows[asked.request_id]
+        else:
+            self._answered.append(row.draws[0])
         self._unfinished -= 1
         row.draws[0].result = best([self.context.result(draw.asked) for draw in row.draws])
-        self._answered.append(row.draws[0])
         self._events.append(row.draws[0].result)

@@ -137,9 +137,13 @@ class Scheduler:
             self.seated.remove(row)
             self._unseat(row)
 
-    def pieces(self) -> list[tuple[Row, int]]:
-        """The rows of which tokens are encoded in this step, and how many: committed canvases, then prompts."""
-        filling = [row for row in self.seated if row.missing > 0]
+    def pieces(self, of_live: bool = False) -> list[tuple[Row, int]]:
+        """The rows of which tokens are encoded in this step, and how many: committed canvases, then prompts.
+
+        of_live: only of the rows that were live in the step before.
+        """
+        rows = [row for row in self.live if row.paged is not None] if of_live else self.seated
+        filling = [row for row in rows if row.missing > 0]
         if not filling:
             return []
         filling.sort(key=lambda row: row.is_prompting)  # stable: within both, who sat down first

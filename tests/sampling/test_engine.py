@@ -14,6 +14,7 @@ from blockdiff.errors import Full, RequestError
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.context import Context
 from blockdiff.sampling.engine import Engine
+from blockdiff.sampling.live import Finished
 from blockdiff.sampling.loop import generate_in_lockstep
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.trace import CommittedCanvas, Step
@@ -279,6 +280,62 @@ def test_several_canvases_of_a_response_are_denoised_side_by_side_and_committed_
         if rows == 1:  # canvases overlap in time
             assert steps < sum(sum(results[0].steps) for results in answered.values())
     assert all(one == many for one, many in answered.values())
+
+
+def ended(engine: Engine, requests: list[Request]) -> dict[str | int, Result]:
+    """The results of requests that all end within a few steps."""
+    results = {}
+    for request in requests:
+        engine.submit(request)
+    for _ in range(60):
+        is_unfinished = engine.step()
+        results |= {event.id: event for event in engine.events() if isinstance(event, Result)}
+        if not is_unfinished:
+            nothing_is_left(engine)
+            return results
+    raise AssertionError("the engine does not end")
+
+
+def test_canvases_side_by_side_may_end_in_the_same_step_as_the_response(model):
+    every_token_ends = replace(LIVELY, confidence=1e-9, eos_ids=tuple(range(1, V)))
+    engine = Engine(model, None, every_token_ends, canvases=2)
+    results = ended(engine, requests_of(2))
+    assert [(each.finish_reason, len(each.tokens), each.steps) for each in results.values()] == [("eos", 1, [6])] * 2
+    assert not engine.answered()  # of rows that were entered, not of requests that were submitted
+
+
+def test_a_controlled_response_goes_on_canvas_after_canvas_where_others_run_side_by_side(model):
+    [request] = requests_of(1)
+    asked, settings = replace(request, banned=[5, 6]), replace(LIVELY, eos_ids=())
+    side_by_side = ended(Engine(model, None, settings, canvases=2), [asked])
+    assert side_by_side == alone(model, [asked], settings) and len(side_by_side[0].steps) == 3
+
+
+def test_a_canvas_goes_on_while_several_before_it_are_committed_at_once(model):
+    """Three canvases, of which the second is finished before the first, and the third after both."""
+    [request] = requests_of(1)
+    engine = Engine(model, None, replace(LIVELY, confidence=1e-9, max_new_tokens=4 * L, eos_ids=()), canvases=3)
+    engine.submit(request)
+    engine.step()
+    [row] = engine._live.rows
+    _, second, third = row.slots
+    third.entered += 2
+    engine._finish(Finished(second, [30] * L, True))
+    for _ in range(5):
+        engine.step()
+    assert len(row.asked.steps) == 2 and row.slots == [third]
+    engine.step()
+    assert row.slots[0] is third and row.missing == 0 and third.index == 0 and row in engine._live.rows
+    assert len(finished(engine)[request.id].steps) == 4
+    nothing_is_left(engine)
+
+
+def test_logits_that_are_not_finite_end_a_request_of_several_canvases_once():
+    model = ours(oracle(tiny_config(L), seed=3))
+    with torch.no_grad():
+        model.vocabulary.table.fill_(float("nan"))
+    results = ended(Engine(model, None, LIVELY, canvases=2), requests_of(2))
+    assert all("not finite" in str(each.error) for each in results.values()) and len(results) == 2
 
 
 def test_a_canvas_beside_others_sees_those_before_it_and_the_first_sees_none(model):
