@@ -54,6 +54,7 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")] = None,
     batch_size: options.BatchSize = 100,
+    adapter: options.Adapter = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     kernels: options.Kernels = "auto",
@@ -69,7 +70,8 @@ def evaluate(
         options.require_free(output, model, overwrite=overwrite)
         options.make_parent(output)
         asked = {"seed": seed, "steps": steps, "batch_size": batch_size, "max_gen_toks": max_new_tokens}
-        numbers = _by_harness(model, task, data, own, chat=chat, limit=limit, thinking=thinking, **asked)
+        how = {**own, "adapter": adapter}
+        numbers = _by_harness(model, task, data, how, chat=chat, limit=limit, thinking=thinking, **asked)
         if output is not None:
             output.write_text(json.dumps(numbers, indent=1, default=str) + "\n", encoding="utf-8")
         return
@@ -98,7 +100,7 @@ def evaluate(
 
     def report_of(path: str) -> dict[str, Any]:
         """The report of one model, whose weights are gone afterwards."""
-        sampler = Sampler.from_pretrained(path, **own)
+        sampler = Sampler.from_pretrained(path, **own, adapter=adapter if path == model else None)
         numbers = answer(
             sampler,
             rows,

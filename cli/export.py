@@ -13,7 +13,7 @@ from blockdiff.cli import options
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory, a checkpoint or a hub id.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write; must not be there yet.")],
-    adapter: Annotated[str | None, typer.Option(help="An adapter of MODEL, in PEFT's format.")] = None,
+    adapter: options.Adapter = None,
     peft: Annotated[bool, typer.Option("--peft", help="Write the adapter alone, in PEFT's format.")] = False,
     base: Annotated[str | None, typer.Option(help="With --peft: the model that the adapter is to name.")] = None,
     dtype: options.Dtype = "auto",

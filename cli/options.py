@@ -28,6 +28,7 @@ AllowControlTokens = Annotated[
     bool, typer.Option("--allow-control-tokens", help="What prompts spell of control tokens becomes these tokens.")
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Requests that run together.")]
+Adapter = Annotated[str | None, typer.Option(metavar="DIR", help="An adapter of the model, in PEFT's format.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")]
 def _explained(value: str | None) -> str | None:

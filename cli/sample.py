@@ -61,6 +61,7 @@ def sample(
     exact: Annotated[
         bool, typer.Option("--exact", help="The same tokens to the bit whatever runs together, on a CPU; slower.")
     ] = False,
+    adapter: options.Adapter = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     kernels: options.Kernels = "auto",
@@ -115,7 +116,7 @@ def sample(
     quiet()
     settings = dict(seed=seed, max_new_tokens=max_new_tokens, max_steps=steps, strategy=strategy, exact=exact)
     place = Path(model).resolve() if Path(model).exists() else model
-    identity = {**settings, "model": str(place), "dtype": dtype}
+    identity = {**settings, "model": str(place), "dtype": dtype} | ({"adapter": adapter} if adapter else {})
     ranks = _ranks(device, output, trace, stream)
     asked = [fingerprint(entry, identity) for entry in entries]
     answers = Answers(output, asked, ranks.rank, ranks.world == 1)
@@ -124,7 +125,8 @@ def sample(
     before = len(answers.written)
     mine = answers.missing[ranks.rank :: ranks.world]
     chosen = str(ranks.device) if ranks.world > 1 else device
-    sampler = Sampler.from_pretrained(model, dtype=dtype, device=chosen, kernels=kernels, strategy=strategy)
+    how: dict[str, Any] = dict(dtype=dtype, kernels=kernels, strategy=strategy, adapter=adapter)
+    sampler = Sampler.from_pretrained(model, device=chosen, **how)
 
     recorder = view = None
     if trace is not None:

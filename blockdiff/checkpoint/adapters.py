@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
-from blockdiff.checkpoint.files import GENERATION, first_line, read_json
+from blockdiff.checkpoint.files import GENERATION, find, first_line, read_json
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import CheckpointError
 from blockdiff.files import unwritten, whole_directory, write_text
@@ -193,6 +193,17 @@ def base_of(directory: str | Path) -> str:
         raise CheckpointError(f"{directory}: does not say what it adapts; name the model, and this as its adapter")
     beside = Path(directory) / str(base)
     return str(beside if not Path(base).exists() and beside.is_dir() else base)
+
+
+def places_of(path_or_hub_id: str | Path, adapter: str | Path | None = None) -> tuple[Path, ...]:
+    """Where the tokenizer and the settings of a model may lie, nearest first: beside its adapter, beside its weights.
+
+    The same arguments as in `load`. Raises CheckpointError for what is not there.
+    """
+    directory = find(path_or_hub_id)
+    if adapter is not None:
+        return find(adapter), directory
+    return (directory, find(base_of(directory), with_weights=False)) if has_adapter(directory) else (directory,)
 
 
 # -- writing -------------------------------------------------------------------------------------------------------

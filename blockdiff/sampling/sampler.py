@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdiff.checkpoint import load
-from blockdiff.checkpoint.files import find
+from blockdiff.checkpoint.adapters import places_of
+from blockdiff.checkpoint.files import GENERATION, VOCABULARY_FILES, holding
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import RequestError
@@ -79,15 +80,18 @@ class Sampler:
         device: str = "auto",
         kernels: str = "auto",
         strategy: Strategy | str | None = None,
+        adapter: str | Path | None = None,
     ) -> Sampler:
         """A sampler from a checkpoint directory or a Hub id, with its tokenizer and settings; the rest as in `load`.
 
-        What cannot be used is refused before the weights are read.
+        adapter: a directory in PEFT's format; a tokenizer and settings beside it go before the model's. What cannot be
+        used is refused before the weights are read.
         """
-        directory = find(path_or_hub_id)
-        generation, tokenizer = Generation.from_pretrained(directory), load_tokenizer(directory)
+        places = places_of(path_or_hub_id, adapter)
+        generation = Generation.from_pretrained(holding([GENERATION], places))
+        tokenizer = load_tokenizer(holding(VOCABULARY_FILES, places))
         strategy = as_strategy(strategy, generation)
-        model = load(directory, dtype=dtype, device=device, kernels=kernels)
+        model = load(path_or_hub_id, dtype=dtype, device=device, kernels=kernels, adapter=adapter)
         return cls(model, tokenizer, generation, strategy=strategy)
 
     def generate(

@@ -86,7 +86,7 @@ def test_resuming_with_other_weights_below_the_adapters_is_refused(inputs, tmp_p
         blockdiff.train(inputs, [f"model.path={tmp_path / 'other'}"], tmp_path / "run", resume=True)
 
 
-def test_a_merged_export_equals_the_adapted_model_and_runs_in_transformers(trained, tmp_path):
+def test_a_merged_export_equals_the_adapted_model_and_runs_in_transformers(trained, inputs, tmp_path):
     from transformers import DiffusionGemmaForBlockDiffusion
 
     checkpoint.export(trained.directory, tmp_path / "merged")
@@ -99,11 +99,13 @@ def test_a_merged_export_equals_the_adapted_model_and_runs_in_transformers(train
     with torch.no_grad():
         logits = theirs(input_ids=tokens, decoder_input_ids=tokens[:, :9]).logits
     assert (logits - merged.unembed(hidden(merged))).abs().max() < 1e-4
+    base, adapter = inputs["model"]["path"], trained.directory / "adapter"
+    beside = Sampler.from_pretrained(base, dtype="float32", adapter=adapter).generate(["1..4.."], seed=2)
     texts = [
         [result.tokens for result in Sampler.from_pretrained(where, dtype="float32").generate(["1..4.."], seed=2)]
         for where in (tmp_path / "merged", trained.directory, trained.directory / "adapter")
     ]
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1] == texts[2] == [result.tokens for result in beside]
 
 
 def test_an_exported_adapter_names_the_model_it_is_asked_to(trained, inputs, tmp_path):
