@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import hashlib
 import json
@@ -62,18 +63,21 @@ class Answers:
             part.unlink()
 
     def _take(self, line: bytes, places: Mapping[str, int]) -> None:
+        line, is_whole = line.removeprefix(codecs.BOM_UTF8).strip(), line.endswith(b"\n")
+        if not line:
+            return
         try:
             record = json.loads(line)
             place = places[record["asked"]]
         except (ValueError, TypeError, KeyError):
-            if not line.endswith(b"\n"):  # what was being written when the process was killed
+            if not is_whole:  # what was being written when the process was killed
                 return
             raise BlockdiffError(
                 f"{self.path}: is there already, and holds answers to other prompts or by other settings; "
                 "choose another place, or replace it with --overwrite"
             ) from None
         if record.get("finish_reason") != "error":
-            self.written[place] = line
+            self.written[place] = line + b"\n"  # an editor may have left it out
 
     @property
     def missing(self) -> list[int]:

@@ -76,11 +76,13 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 
 def require_free(path: Path | None, *inputs: str | Path | None, overwrite: bool = False) -> None:
-    """Raises BlockdiffError for a file to write that is one of the inputs or lies in a directory that is, and for one
-    that is there unless `overwrite`.
+    """Raises BlockdiffError for a file to write that is one of the inputs or lies in a directory that is, for one
+    that is there unless `overwrite`, and for a directory.
 
     inputs: what the command reads, as the user named it: paths, patterns, or names of the Hub.
     """
+    if path is not None and path.is_dir():
+        raise BlockdiffError(f"{path}: is a directory; name a file in it")
     if path is None or not path.is_file():  # /dev/stdout or a pipe can always be written to
         return
     for found in (each for name in inputs if name is not None for each in matching(name)):

@@ -70,6 +70,10 @@ class Engine:
         buckets: Sequence[int] | None = None,
         pages: Pages | None = None,
     ):
+        counts = dict(max_rows=max_rows, max_waiting=max_waiting, page_tokens=page_tokens, chunk_tokens=chunk_tokens)
+        for name, count in {**counts, "canvases": canvases}.items():
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {count!r}")
         self.context = context or Context(model, tokenizer, generation, choices, strategy)
         self.seed, self.canvases, self.exact = seed, canvases, exact
         self.pages = pages or Pages(model, page_tokens, capacity)

@@ -128,6 +128,8 @@ class Sampler:
         exact: bool = False,
     ) -> Iterator[tuple[int, Result]]:
         """What `generate` gives, as it comes: the place of a prompt and its result."""
+        if isinstance(prompts, str):
+            raise RequestError("prompts must be a list, got one text; write [prompt]")
         settings = self.generation
         if max_new_tokens is not None:
             settings = replace(settings, max_new_tokens=max_new_tokens)

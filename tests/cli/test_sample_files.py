@@ -88,6 +88,25 @@ def test_answers_stand_in_order_on_stdout_and_in_the_file_although_they_come_as_
     assert ids() == [0, 1, 2]
 
 
+def test_a_file_that_an_editor_has_saved_stays_one_answer_a_line(tmp_path):
+    path = tmp_path / "o"
+    path.write_bytes(b'\xef\xbb\xbf{"asked": "a"}\r\n\r\n{"asked": "b"}')
+    answers = Answers(path, ["a", "b", "c"])
+    answers.keep(overwrite=False)
+    assert path.read_bytes() == b'{"asked": "a"}\n{"asked": "b"}\n'
+    answers.write(2, Result(3, text="", tokens=[], finish_reason="eos", steps=[1]))
+    answers.close()
+    assert [json.loads(line)["asked"] for line in path.read_text().splitlines()] == ["a", "b", "c"]
+
+
+def test_a_directory_as_the_file_to_write_is_refused_before_anything_is_answered(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("blockdiff.sampling.Sampler.from_pretrained", None)
+    for option in ("--output", "--trace"):
+        (given := tmp_path / "d.html").mkdir(exist_ok=True)
+        result = CliRunner().invoke(app, ["sample", str(model), "--prompt", "abc", option, str(given)])
+        assert result.exit_code == 1 and "d.html: is a directory; name a file in it" in result.stderr
+
+
 def test_lines_that_are_no_answers_are_refused(tmp_path):
     (tmp_path / "o").write_text('{"id": 1}\n')
     with pytest.raises(BlockdiffError, match="--overwrite"):

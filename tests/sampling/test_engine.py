@@ -145,6 +145,13 @@ def test_what_can_never_fit_into_memory_is_refused(model):
     assert finished(engine)["b"].error is None
 
 
+@pytest.mark.parametrize("name", ["max_rows", "max_waiting", "page_tokens", "chunk_tokens", "canvases"])
+@pytest.mark.parametrize("count", [0, -1, 2.5])
+def test_a_count_of_nothing_is_refused_by_its_name(model, name, count):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got {count}"):
+        Engine(model, generation=LIVELY, **{name: count})
+
+
 def test_a_long_prompt_is_encoded_in_pieces_while_others_go_on(model):
     engine = Engine(model, None, replace(LIVELY, max_steps=12, confidence=1e-9), chunk_tokens=16, tokens_per_step=24)
     assert engine._scheduler.max_rows == 3

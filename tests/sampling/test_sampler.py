@@ -205,6 +205,11 @@ def test_a_result_among_the_prompts_is_returned_as_it_is():
     assert results == [failed, *sampler_for(scripted(), tokenizer(), GENERATION).generate([Request(1, prompt="a")])]
 
 
+def test_one_text_is_not_taken_for_a_list_of_letters():
+    with pytest.raises(RequestError, match=r"prompts must be a list, got one text; write \[prompt\]"):
+        sampler_for(scripted(), tokenizer(), GENERATION).generate("abc")
+
+
 def test_no_prompts_give_no_results():
     assert sampler_for(scripted(), tokenizer(), GENERATION).generate([]) == []
 

@@ -62,6 +62,7 @@ def test_text_says_a_strategy_and_the_settings_what_it_does_not_say():
         ("entropy_bond", "strategy 'entropy_bond' is not known; did you mean entropy_bound?"),
         ("", "known: entropy_bound, confident, quota, ddim"),
         ("quota:pase=linear", "strategy quota has no key 'pase'; did you mean pace?"),
+        ("quota:pace=linear,pace=cosine", "strategy quota: pace appears twice; give it once"),
         ("quota:threshold=0.3", "has no key 'threshold'"),
         ("quota:pace=quick", "pace takes one of linear, cosine, got 'pace=quick'"),
         ("confident:threshold=high", "threshold takes a number, got 'threshold=high'"),

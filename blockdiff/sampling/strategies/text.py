@@ -123,10 +123,14 @@ def parse_strategy(text: str, generation: Generation | None = None) -> Strategy:
         **{key: getattr(generation, key) for key in ("t_min", "t_max", "stability", "confidence")},
     }
     values = {key: settings[key] if its.default == "SETTINGS" else its.default for key, its in keys.items()}
+    seen: set[str] = set()
     for entry in filter(None, (part.strip() for part in rest.split(","))):
         key, is_given, word = (part.strip() for part in entry.partition("="))
         if key not in keys:
             raise RequestError(f"strategy {name} has no key {key!r}; {_nearest(key, keys)}")
+        if key in seen:
+            raise RequestError(f"strategy {name}: {key} appears twice; give it once")
+        seen.add(key)
         try:
             if not is_given:
                 raise ValueError("a value, key=value")
