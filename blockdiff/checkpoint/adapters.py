@@ -377,6 +377,8 @@ def _low_rank(
     if leaf.startswith(("gate_up", "down")):
         hub += f".{leaf.partition('_lora')[0]}_proj"
     rank = int(tensors[ours].shape[-2 if leaf.endswith("A") else -1])
+    if not rank:
+        raise CheckpointError(f"{directory / WEIGHTS}: the adapter of {hub} has rank 0, so it adapts nothing")
     alphas = {_of_pattern(config.get("alpha_pattern") or {}, name, config.get("lora_alpha"))
               for name in family_of(model.config).names.copies(hub)}  # fmt: skip
     alpha = alphas.pop()
@@ -398,8 +400,10 @@ def _complete(
         return
     E, D, F = (int(size) for size in model.get_parameter(f"{name}.down_proj").shape)
     for leaf, (inputs, outputs) in {"gate_up": (D, 2 * F), "down": (F, D)}.items():
-        tensors.setdefault(f"{name}.{leaf}_lora_A", torch.zeros(E, low_rank.rank, inputs))
-        tensors.setdefault(f"{name}.{leaf}_lora_B", torch.zeros(E, outputs, low_rank.rank))
+        names = f"{name}.{leaf}_lora_A", f"{name}.{leaf}_lora_B"
+        if tensors.keys().isdisjoint(names):
+            tensors[names[0]] = torch.zeros(E, low_rank.rank, inputs)
+            tensors[names[1]] = torch.zeros(E, outputs, low_rank.rank)
 
 
 def _tokens(config: Mapping[str, Any], tensors: Mapping[str, Tensor], directory: Path) -> tuple[int, ...]:

@@ -58,11 +58,6 @@ class AdaptedLinear(nn.Linear):
         self.lora_A = nn.Parameter(torch.empty(low_rank.rank, self.in_features, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, low_rank.rank, device=device))
 
-    def reset_parameters(self) -> None:
-        """Draw A (Kaiming, as PEFT does) and set B to 0: the adapted layer is the layer."""
-        draw_low_rank(self.lora_A)
-        nn.init.zeros_(self.lora_B)
-
     def forward(self, x: Tensor) -> Tensor:
         out = F.linear(x, self.weight)
         if self.training and self.low_rank.dropout:
@@ -107,12 +102,6 @@ class AdaptedExperts(Experts):
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.empty(shape, device=base.down_proj.device)))
 
-    def reset_parameters(self) -> None:
-        """Draw every A and set every B to 0."""
-        for name in ("gate_up", "down"):
-            draw_low_rank(getattr(self, f"{name}_lora_A"))
-            nn.init.zeros_(getattr(self, f"{name}_lora_B"))
-
     def forward(
         self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None
     ) -> Tensor:
@@ -144,9 +133,9 @@ class AdaptedExperts(Experts):
 
 
 @torch.no_grad()
-def draw_low_rank(A: Tensor) -> None:
+def draw_low_rank(A: Tensor, generator: torch.Generator) -> None:
     """Uniform in +-1 / sqrt(inputs): Kaiming's bound for a slope of sqrt(5), which PEFT draws A with."""
-    A.uniform_(-(A.shape[-1] ** -0.5), A.shape[-1] ** -0.5)
+    A.uniform_(-(A.shape[-1] ** -0.5), A.shape[-1] ** -0.5, generator=generator)
 
 
 @torch.no_grad()

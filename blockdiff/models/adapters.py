@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
-from blockdiff.layers.lora import AdaptedExperts, AdaptedLinear, LowRank, is_low_rank
+from blockdiff.layers.lora import AdaptedExperts, AdaptedLinear, LowRank, draw_low_rank, is_low_rank
 from blockdiff.models.family import BlockDiffusionModel, family_of
 
 TOKEN_ROWS = "vocabulary.token_rows"
@@ -88,16 +88,14 @@ def draw_adapters(model: BlockDiffusionModel, seed: int, device: torch.device, d
     dtype: of the weights; adapters have fp32 at least. The same seed gives the same values on every device.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for module in adapters_of(model).values():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if is_low_rank(name):
-                    setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32)))
-            module.reset_parameters()
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if is_low_rank(name):
-                    setattr(module, name, nn.Parameter(parameter.to(device, wide)))
+    generator = torch.Generator().manual_seed(seed)
+    for module in adapters_of(model).values():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if is_low_rank(name):
+                values = torch.zeros(parameter.shape)
+                if name.endswith("A"):
+                    draw_low_rank(values, generator)
+                setattr(module, name, nn.Parameter(values.to(device, wide)))
     vocabulary = model.vocabulary
     if vocabulary.token_rows is not None:
         rows = vocabulary.table[list(vocabulary.token_ids)].to(device, wide, copy=True)

@@ -84,11 +84,19 @@ def score(
 
 
 def best(answers: Sequence[Result]) -> Result:
-    """The answer with the highest mean log-probability per token, the earliest of equal ones; a failed one comes last.
+    """The answer with the highest mean log-probability per token, the earliest of equal ones.
+
+    One that failed, or whose tokens have not all been scored, comes last.
 
     The mean and not the sum: every token costs, so by the sum the shortest answer would win, and an empty one always.
     """
-    return max(answers, key=lambda answer: -inf if answer.score is None else answer.score)
+
+    def mean(answer: Result) -> float:
+        is_whole = answer.score is not None and len(answer.logprobs or ()) == len(answer.tokens)
+        is_whole &= answer.finish_reason not in ("error", "cancelled")
+        return answer.score if is_whole and answer.score is not None else -inf
+
+    return max(answers, key=mean)
 
 
 def _scores(pairs: list[tuple[list[int], list[int]]], model: BlockDiffusionModel) -> list[Score]:

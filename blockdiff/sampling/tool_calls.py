@@ -87,9 +87,14 @@ def _value(atoms: list[str | _Quoted]) -> Any:
         return _object(atoms) if atoms.pop() == "{" else _list(atoms)
     text = _bare(atoms, ENDS)
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_no_number)
     except ValueError:
         return text
+
+
+def _no_number(text: str) -> Any:
+    """NaN and Infinity are no JSON; they stay the text they are."""
+    raise ValueError(text)
 
 
 def _object(atoms: list[str | _Quoted]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ CHANGES = (
     ("optim.name", "adamw_8bit", lambda r: r.optim.name == "adamw"),
     ("lora", "{rank: 16}", lambda r: not r.lora.trains and r.model.path is not None),
     ("data.canvases", "1", lambda r: isinstance(r.data.canvases, AllCanvases)),
-    ("data.max_length", "half of it", lambda r: r.data.max_length is not None),
+    ("data.max_length", "half of it", lambda r: r.data.pack is not None or r.data.max_length is not None),
 )
 
 
@@ -113,7 +113,8 @@ def what_fits(
         if not applies(recipe):
             continue
         if key == "data.max_length":
-            tokens = (tokens or recipe.data.max_length.tokens) // 2  # type: ignore[union-attr]
+            key = key if recipe.data.pack is None else "data.pack"  # rows are as long as what is packed
+            tokens = (tokens or recipe.data.pack or recipe.data.max_length.tokens) // 2  # type: ignore[union-attr]
             value = str(tokens)
         changes.append(f"{key}={value}")
         recipe = read_recipe(recipe, [changes[-1]])

@@ -262,6 +262,20 @@ def test_adapters_of_other_kinds_are_refused(tmp_path, change, message):
         checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
 
 
+def test_a_matrix_without_its_partner_or_without_a_rank_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    checkpoint.save_adapter(adapted({"experts": LowRank(2, 4)}), tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: x for name, x in tensors.items() if "base_layer.lora_B" not in name}, file)
+    with pytest.raises(CheckpointError, match=r"gate_up_lora_B is missing"):
+        checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
+    save_file({name: x[:0] if "lora_A" in name else x[:, :0].clone() for name, x in tensors.items()}, file)
+    with pytest.raises(CheckpointError, match="rank 0"):
+        checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
+
+
 def test_a_model_with_adapters_is_not_saved_as_a_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="merge them first"):
         checkpoint.save(adapted({"attention": LowRank(4, 8)}), tmp_path / "model")

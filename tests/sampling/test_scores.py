@@ -148,3 +148,10 @@ def test_a_number_of_draws_that_cannot_be_is_an_error_of_that_request_alone(mode
     asked = [Request("a", prompt="abc", best_of=number), Request("b", prompt="abc")]
     bad, good = sampler_of(model).generate(asked, max_steps=1)
     assert "best_of must be an integer from 1" in str(bad.error) and good.error is None
+
+
+def test_a_draw_that_was_cancelled_or_not_scored_to_its_end_is_not_the_best():
+    whole = Result("a", "x", [3, 4], "eos", [1], logprobs=[-5.0, -5.0])
+    cancelled = Result("a", "", [], "cancelled", [], logprobs=[])
+    cut = Result("a", "y", [3, 4], "eos", [1], logprobs=[-0.1])
+    assert best([cancelled, cut, whole]) is whole
