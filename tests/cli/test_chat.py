@@ -154,8 +154,12 @@ def test_a_turn_encodes_only_what_is_new(model: Path, monkeypatch: pytest.Monkey
 def test_a_terminal_shows_canvases_and_ctrl_d_ends_the_chat(model: Path) -> None:
     """A real terminal: a message, Ctrl-C while typing, Ctrl-C during an answer, /help, Ctrl-D."""
     ours, theirs = pty.openpty()
-    # What Ctrl-C means is the terminal's business, so it has to be the controlling one of the process.
-    take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    # What Ctrl-C means is the terminal's business, so it has to be the controlling one of the process; and tests that
+    # run in the background of a shell inherit that it is ignored.
+    take = (
+        "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
     command = [sys.executable, "-m", "blockdiff", "chat", str(model), "--max-new-tokens", "17", "--steps", "100000"]
     process = subprocess.Popen(
         [sys.executable, "-c", take, *command],
