@@ -128,7 +128,8 @@ def test_a_killed_rank_ends_the_launch_with_one_line_and_the_run_can_go_on(folde
         assert process.exitcode
         assert time.monotonic() - began < 30
     assert all("rank 0: another rank was lost during" in line and "go on with --resume" in line for line in lines)
-    # our line, and the cause in torchrun's last words, where `To enable traceback see: https://...` was
-    assert [line.split("blockdiff")[0].strip() for line in lines] == ["", "traceback :"]
+    # our line, and again as the cause in torchrun's last words unless torchrun noticed the killed rank before us
+    places = [line.split("blockdiff")[0].strip() for line in lines]
+    assert places in (["", "traceback :"], [""])
     with pytest.warns(UserWarning, match="saved by 2 processes, resumed by 1"):
         goes_on(folder, run, max(steps_saved(run)))
