@@ -166,8 +166,7 @@ def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
             tensors[ours] = value
             copies[ours].add(key)
     for ours, keys in copies.items():
-        expected = 1 if ours == TOKEN_ROWS else len(names.copies(_hub_module(ours, model)))
-        if ours != TOKEN_ROWS and len(keys) < expected:
+        if ours != TOKEN_ROWS and len(keys) < len(names.copies(_hub_module(ours, model))):
             raise CheckpointError(
                 f"{directory / WEIGHTS}: {min(keys)} adapts one of two modules over the same weight; "
                 "blockdiff adapts both alike, so it cannot take this one"
@@ -258,7 +257,7 @@ def _config(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
                 names[hub] = module.low_rank
     ranks = Counter((each.rank, each.alpha) for each in names.values())
     (rank, alpha), _ = ranks.most_common(1)[0] if ranks else ((8, 8.0), 0)
-    every = [name for name, _ in _modules_of_family(model)]
+    every = _adaptable(model)
     rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}
     for other in ranks:
@@ -292,15 +291,11 @@ def _number(value: float) -> float | int:
     return int(value) if float(value).is_integer() else value
 
 
-def _modules_of_family(model: BlockDiffusionModel) -> list[tuple[str, str]]:
-    """transformers' names of everything that could be adapted, with ours."""
+def _adaptable(model: BlockDiffusionModel) -> list[str]:
+    """transformers' names of everything that could be adapted."""
     names = family_of(model.config).names
-    found = []
-    for ours in model.state_dict():
-        hub = names.to_hub(ours)
-        if hub is not None:
-            found += [(copy.removesuffix(".weight"), ours) for copy in names.copies(hub)]
-    return found
+    known = [hub for ours in model.state_dict() if (hub := names.to_hub(ours)) is not None]
+    return [copy.removesuffix(".weight") for hub in known for copy in names.copies(hub)]
 
 
 _NUMBER = re.compile(r"\.(\d+)\.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,5 +51,9 @@ class Experts(nn.Module):
         if padding_N is not None:
             index_Nk = index_Nk.masked_fill(padding_N[:, None], self.gate_up_proj.shape[0])
         return self.kernels.expert_mlp(
-            x_ND, self.gate_up_proj, self.down_proj, index_Nk, weight_Nk, self.activation
+            x_ND, self.gate_up_proj, self.down_proj, index_Nk, weight_Nk, self.activation, self.low_rank_matrices()
         )
+
+    def low_rank_matrices(self) -> Sequence[Tensor]:
+        """What adapters add to the weights, as the expert op takes it: nothing here."""
+        return ()

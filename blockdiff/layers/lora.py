@@ -7,6 +7,7 @@ runs its weights in both passes, so each weight has one adapter, and merging it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,20 +103,14 @@ class AdaptedExperts(Experts):
         for name, shape in shapes.items():
             setattr(self, name, nn.Parameter(torch.empty(shape, device=base.down_proj.device)))
 
-    def forward(
-        self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None
-    ) -> Tensor:
-        if padding_N is not None:
-            index_Nk = index_Nk.masked_fill(padding_N[:, None], self.gate_up_proj.shape[0])
+    def low_rank_matrices(self) -> Sequence[Tensor]:
+        """A and B of gate_up, A and B of down, scaled, in the dtype of the weights."""
         scale, dtype = self.low_rank.scale, self.gate_up_proj.dtype
-        low_rank = (
+        return (
             self.gate_up_lora_A.to(dtype),
             (self.gate_up_lora_B * scale).to(dtype),
             self.down_lora_A.to(dtype),
             (self.down_lora_B * scale).to(dtype),
-        )
-        return self.kernels.expert_mlp(
-            x_ND, self.gate_up_proj, self.down_proj, index_Nk, weight_Nk, self.activation, low_rank
         )
 
     @torch.no_grad()
