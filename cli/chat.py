@@ -79,7 +79,7 @@ def chat(
         else:
             talk.say(line.removeprefix("/"))
     if talk.failed and not talk.answered:
-        raise RequestError(talk.failed)
+        raise typer.Exit(1)  # its line has been said
 
 
 def changed(settings: Generation, temperature: float | None, asked: dict[str, int | float | None]) -> Generation:
@@ -131,7 +131,7 @@ class Chat:
         self.sampler, self.system, self.seed, self.thinking = sampler, system, seed, thinking
         self.is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self.messages: list[dict[str, str]] = []
-        self.answered, self.failed = 0, ""  # how many answers; the first reason why there was none
+        self.answered, self.failed = 0, False  # how many answers; whether there was none to a message
         self._turn = 0  # every turn has draws of its own, also after a /reset
 
     def command(self, line: str) -> None:
@@ -217,7 +217,7 @@ class Chat:
     def _refused(self, reason: str) -> None:
         """A message that cannot be answered is not part of the conversation."""
         self.messages.pop()
-        self.failed = self.failed or reason
+        self.failed = True
         self.note(f"error: {reason}")
 
     def _ended(self, view: Watcher) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blockdiff.checkpoint.files import CONFIG, find, read_json
+from blockdiff.checkpoint.files import ADAPTER_CONFIG, CONFIG, find, read_json
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import family_of
 
@@ -15,6 +15,9 @@ from blockdiff.models.family import family_of
 def read_config(path_or_hub_id: str | Path) -> Any:
     """The config of a checkpoint directory or hub id; reads no weights. Raises CheckpointError."""
     file = find(path_or_hub_id, with_weights=False) / CONFIG
+    if not file.exists() and (beside := file.with_name(ADAPTER_CONFIG)).is_file():
+        base = read_json(beside).get("base_model_name_or_path")
+        raise CheckpointError(f"{file.parent}: holds an adapter of {base}; name that model, or merge both: `export`")
     return config_from(read_json(file), file)
 
 

@@ -104,6 +104,9 @@ class Engine:
 
         Raises RequestError for one that cannot be answered, and Full where too many wait already.
         """
+        if not isinstance(request, Request):
+            kind = type(request).__name__
+            raise RequestError(f"submit takes a Request, got a {kind}; Request('first', prompt=...) makes one of text")
         if request.id in self._rows:
             raise RequestError(f"a request with the id {request.id!r} is being answered; give each its own")
         self._rows[request.id] = self.enter(self.context.pending(request, 0, self.seed), request.best_of, watch)
@@ -134,6 +137,13 @@ class Engine:
             draw.asked.finish_reason = "cancelled"
             self._leave(draw)
         return row is not None
+
+    def close(self) -> None:
+        """Give up what is not answered, without results, and give its pages back to those who share them."""
+        self._scheduler.close()
+        self._rows.clear()
+        self._unfinished = 0
+        self._has_changed = True
 
     def events(self) -> list[Event]:
         """What happened since the last call: steps that are watched, committed canvases, and results."""
@@ -190,10 +200,10 @@ class Engine:
     def _encode_others(self, call: Sequence[tuple[Row, int]]) -> None:
         """Encode for guided rows what their prefixes without the prompt have now: bos once, then the same canvases."""
         for row, count in call:
-            if row.other is None or row.length < (prompt := len(row.asked.prompt_tokens)):
+            if row.other is None or row.length < len(row.asked.prompt_tokens):
                 continue
             tokens = row.known[row.length - count : row.length] if row.other.length else [self.context.bos_id or 0]
-            assert row.other.length in (0, 1 + row.length - count - prompt)
+            assert row.other.length in (0, 1 + row.length - count - len(row.asked.prompt_tokens))
             self.pages.encode([row.other], torch.tensor([tokens]), [len(tokens)])
 
     def _calls_of(self, pieces: Sequence[tuple[Row, int]]) -> Iterator[list[tuple[Row, int]]]:

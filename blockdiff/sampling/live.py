@@ -125,6 +125,9 @@ class Live:
         for index, slot in enumerate(slots):
             slot.index = index
         self.slots = slots
+        if len(self._shapes) > len(slots):  # requests may bring any number of strategies
+            in_use = {(slot.row.strategy, slot.row.asked.max_steps) for slot in slots}
+            self._shapes = {key: known for key, known in self._shapes.items() if key in in_use}
         self._shapes_B = [self._shapes.setdefault((s.row.strategy, s.row.asked.max_steps), []) for s in slots]
         self._calls = self._calls_of()
         self._every_B = torch.arange(len(slots), device=device)

@@ -60,6 +60,10 @@ class Request:
     noise: float | None = None
     allow_control_tokens: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str | int):
+            raise RequestError(f"the id of a request must be text or an integer, got {self.id!r:.80}")
+
     @property
     def demanded(self) -> str:
         """What is asked of the response beside the prompt, in words; empty where nothing is."""

@@ -176,16 +176,19 @@ class Sampler:
                 places[id(row)] = pending.place
             except RequestError as error:
                 yield pending.place, Result.failed(pending.request_id, error)
-        while engine.unfinished:
-            engine.step()
-            for event in engine.events():
-                if isinstance(event, Step) and on_step is not None:
-                    on_step(event)
-                elif isinstance(event, CommittedCanvas) and on_canvas is not None:
-                    on_canvas(event)
-            for row in engine.answered():
-                assert row.result is not None
-                yield places[id(row)], row.result
+        try:
+            while engine.unfinished:
+                engine.step()
+                for event in engine.events():
+                    if isinstance(event, Step) and on_step is not None:
+                        on_step(event)
+                    elif isinstance(event, CommittedCanvas) and on_canvas is not None:
+                        on_canvas(event)
+                for row in engine.answered():
+                    assert row.result is not None
+                    yield places[id(row)], row.result
+        finally:
+            engine.close()  # who stops listening leaves rows whose pages others may need
 
     def _own_pages(self, longest: int, rows: int) -> Pages:
         """Pages for so many rows of the longest one's tokens, or as much of it as there is memory for."""

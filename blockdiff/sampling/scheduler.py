@@ -85,6 +85,17 @@ class Row:
         """Whether it is the prompt that is being encoded."""
         return self.length < len(self.asked.prompt_tokens)
 
+    def added_without_prompt(self, count: int) -> int:
+        """How many tokens the prefix without the prompt gets when `count` more of the row are encoded."""
+        if self.other is None or self.length + count < len(self.asked.prompt_tokens):
+            return 0
+        return count if self.other.length else 1
+
+    def wanted(self, canvas_length: int) -> int:
+        """How many tokens of memory the row takes until its next canvas is committed, with its other prefix."""
+        other = 1 + len(self.known) - len(self.asked.prompt_tokens) + canvas_length if self.is_guided else 0
+        return self.missing + canvas_length + other
+
 
 @dataclass
 class Scheduler:
@@ -124,7 +135,7 @@ class Scheduler:
             row = self.waiting[0]
             row.paged, row.other = self.pages.open(), self.pages.open() if row.is_guided else None
             self._reuse(row, row.paged)
-            if self.seated and row.missing + self.canvas_length > self.pages.free_tokens():
+            if self.seated and row.wanted(self.canvas_length) > self.pages.free_tokens():
                 self._unseat(row)
                 return
             self.seated.append(self.waiting.popleft())
@@ -136,6 +147,14 @@ class Scheduler:
         else:
             self.seated.remove(row)
             self._unseat(row)
+
+    def close(self) -> None:
+        """Give up all rows, and give their pages back."""
+        for row in self.seated:
+            self._unseat(row)
+        self.seated.clear()
+        self.waiting.clear()
+        self.live = []
 
     def pieces(self, of_live: bool = False) -> list[tuple[Row, int]]:
         """The rows of which tokens are encoded in this step, and how many: committed canvases, then prompts.
@@ -217,7 +236,9 @@ class Scheduler:
     def _has_room(self, row: Row, count: int) -> bool:
         """Make room for more tokens of a row, if need be by preempting those that sat down after it, or itself."""
         while row.paged is not None and not all(
-            self.pages.reserve(each, count) for each in (row.paged, row.other) if each is not None
+            self.pages.reserve(paged, added)
+            for paged, added in ((row.paged, count), (row.other, row.added_without_prompt(count)))
+            if paged is not None
         ):
             if len(self.seated) == 1:
                 row.asked.error = f"there is no memory for its {row.length + count} tokens"

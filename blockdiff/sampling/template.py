@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 _HOLE = re.compile(r"<\?(?:(\?)|(\d{1,9})>)?")
 FREE = -1
+MOST_TOKENS = 1 << 20  # of a hole
 
 
 def parse_template(template: str) -> list[str | int]:
     """Texts and sizes of holes in their order: `<?16>` is a hole of 16 tokens, and `<??` stands for `<?`.
 
-    RequestError for any other `<?`, a hole of no tokens, and a template without a hole.
+    RequestError for any other `<?`, a hole of no tokens or more than a million, and a template without a hole.
     """
     if not isinstance(template, str):
         raise RequestError(f"template must be text, got {template!r:.80}")
@@ -38,6 +39,8 @@ def parse_template(template: str) -> list[str | int]:
                 f"the template has {around!r} at character {found.start()}; a hole of 16 tokens is <?16>, and <? "
                 "itself is written <??"
             )
+        if int(found[2]) > MOST_TOKENS:
+            raise RequestError(f"the template has a hole of {int(found[2]):,} tokens; {MOST_TOKENS:,} are the most")
         parts += [literal, int(found[2])] if literal else [int(found[2])]
         literal = ""
     literal += template[end:]

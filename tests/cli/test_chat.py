@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -126,6 +128,17 @@ def test_a_pipe_gets_an_answer_to_each_line_as_sample_gives_it(model: Path) -> N
     assert run.stdout.startswith(alone.stdout.strip())
     again = CliRunner().invoke(app, ["chat", str(model), *OPTIONS], input="Hi\nTwo \\\nlines\n/reset\nHi\n")
     assert again.stdout == run.stdout  # the same seed, the same conversation
+
+
+def test_a_talk_in_which_nothing_could_be_answered_says_why_once_and_fails(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, bare := tmp_path / "bare")
+    for file in bare.glob("chat_template*"):
+        file.unlink()
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    run = CliRunner().invoke(app, ["chat", str(bare), *OPTIONS], input="Hi\n")
+    assert run.exit_code == 1 and run.stdout == "" and len(run.stderr.splitlines()) == 1, run.output
 
 
 @pytest.mark.quick

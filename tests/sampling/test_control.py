@@ -86,6 +86,11 @@ def test_what_is_no_template_is_refused_with_how_to_write_it(template):
     assert "\n" not in str(caught.value)
 
 
+def test_a_hole_that_no_model_can_fill_is_refused():
+    with pytest.raises(RequestError, match="a hole of 999,999,999 tokens; 1,048,576 are the most"):
+        parse_template("a<?999999999>")
+
+
 @pytest.mark.parametrize("choices", [None, MASKED], ids=["uniform noise", "mask noise"])
 def test_a_template_stands_as_written_over_any_number_of_canvases(choices):
     template, recorder = "ab<?4>c<?1>dd<?5>a", Recorder()

@@ -17,6 +17,7 @@ from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.live import Finished
 from blockdiff.sampling.loop import generate_in_lockstep
 from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from tests.oracle import oracle, ours, tiny_config
 from tests.scripted import ScriptedModel, ScriptedPages, random_script
@@ -229,6 +230,44 @@ def test_guided_requests_whose_whole_prompt_is_shared_are_guided_all_the_same(mo
     engine = Engine(model, None, LIVELY, page_tokens=8, max_rows=1)
     assert answers(engine, requests) == alone(model, requests)
     assert engine.pages.statistics.reused_tokens > 0
+
+
+def test_guided_requests_run_beside_others_in_the_memory_that_their_two_prefixes_need(model):
+    settings = replace(LIVELY, eos_ids=(), max_new_tokens=L)
+    guided = {"strategy": "entropy_bound:guidance=0.5", "max_steps": 3}
+    requests = [Request(n, tokens=list(range(12, 12 + 16 * L)), seed=n, **guided) for n in range(3)]
+    roomy = answers(Engine(model, None, settings, page_tokens=L, exact=True), requests)
+    needed = 16 * L + 2 * L  # of one request: its prompt, and its canvas after it and after bos
+    engine = Engine(model, None, settings, page_tokens=L, exact=True, capacity=needed)
+    assert answers(engine, requests) == roomy and all(result.error is None for result in roomy.values())
+    nothing_is_left(engine)
+
+
+def test_who_stops_listening_leaves_no_pages_behind(model):
+    pages = Pages(model, page_tokens=L)
+    sampler = Sampler(model, None, replace(LIVELY, eos_ids=()), pages=pages)
+    stream = sampler.stream(requests_of(6), batch_size=2)
+    next(stream)
+    assert any(pages.statistics.pages.values())
+    stream.close()
+    pages.check()
+    assert not any(pages.statistics.pages.values())
+    assert len(list(sampler.stream(requests_of(2)))) == 2
+
+
+def test_what_is_no_request_is_refused_in_words(model):
+    with pytest.raises(RequestError, match="submit takes a Request, got a str"):
+        Engine(model, None, LIVELY).submit("a text")
+    with pytest.raises(RequestError, match=r"id of a request must be text or an integer, got \[1\]"):
+        Request([1], prompt="a text")
+
+
+def test_strategies_of_requests_that_are_gone_are_forgotten(model):
+    engine = Engine(model, None, replace(LIVELY, max_new_tokens=L), max_rows=2)
+    for n in range(8):
+        engine.submit(Request(n, tokens=[20], strategy=f"entropy_bound:t_max={0.8 + n / 100}"))
+    finished(engine)
+    assert len(engine._live._shapes) <= 4
 
 
 def test_padding_to_buckets_changes_no_answer(model):

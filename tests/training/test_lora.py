@@ -62,6 +62,11 @@ def test_a_run_writes_the_adapter_alone_and_checkpoints_hold_no_weights_of_the_b
     assert (hidden(model) - hidden(base)).abs().max() > 1e-3  # it has learnt something
 
 
+def test_the_config_of_an_adapter_is_that_of_the_model_it_names(trained, inputs):
+    with pytest.raises(CheckpointError, match=f"holds an adapter of {inputs['model']['path']}; name that model"):
+        checkpoint.read_config(trained.directory)
+
+
 def test_the_loss_falls_although_only_adapters_train(inputs, tmp_path):
     run = blockdiff.train(inputs, ["train.steps=40", "train.save_every=0", "train.eval_every=20"], tmp_path / "run")
     losses = [record["heldout_canvas_loss"] for record in run.records if record["kind"] == "heldout"]
