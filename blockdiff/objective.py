@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -24,6 +24,9 @@ from blockdiff.errors import RecipeError
 from blockdiff.layers.attention import KV
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.spans import Sweep
+
+ROW_FIELDS = ("tokens_BS", "positions_BS", "doc_start_BS", "is_ar_scored_BS", "ar_weight_BS")  # of clean columns
 
 
 class Losses(NamedTuple):
@@ -61,6 +64,19 @@ class _Encoded(NamedTuple):
     is_corrupted_BCL: Tensor
 
 
+class _Scored(NamedTuple):
+    """N tokens that a loss is taken of: what predicts them, the true ones, and what each loss is multiplied by.
+
+    observed_N, bonus_N: noisy tokens and what their logits gain (both or neither).
+    """
+
+    hidden_ND: Tensor
+    target_N: Tensor
+    factor_N: Tensor
+    observed_N: Tensor | None = None
+    bonus_N: Tensor | None = None
+
+
 class Objective(nn.Module):
     """The canvas and AR losses of a batch: `objective(batch) -> Losses` (formulas: docs/objective.md).
 
@@ -70,6 +86,8 @@ class Objective(nn.Module):
     multiplied by; None = 1. prediction: whether the logits are the posterior given the whole noisy canvas, or
     (leave_one_out) predict each token from all others. positions: which positions of a canvas have a loss; the counts
     that losses are divided by stay the same. stop_gradient: whether the canvas loss leaves the encoder alone.
+    one_sweep: encode in the same call as pass two, and once more in that of pass one, instead of in a call of its own:
+    a step then runs every layer twice and not three times, and where weights are sharded gathers it that often less.
     Raises RecipeError for leave_one_out with other than uniform noise, for which its bonus gives no posterior.
     """
 
@@ -84,11 +102,13 @@ class Objective(nn.Module):
         prediction: Literal["posterior", "leave_one_out"] = "posterior",
         positions: Literal["all", "corrupted"] = "all",
         stop_gradient: bool = False,
+        one_sweep: bool = False,
     ):
         super().__init__()
         self.model, self.schedule, self.corruption, self.seed = model, schedule, corruption, seed
         self.weight: Weight = weight or NoWeight()
         self.prediction, self.positions, self.stop_gradient = prediction, positions, stop_gradient
+        self.one_sweep = one_sweep
         self.bonus_vocabulary: int | None = None  # V of the leave-one-out bonus; None: no bonus
         if prediction == "leave_one_out":
             if not isinstance(corruption, UniformCorruption):
@@ -101,33 +121,39 @@ class Objective(nn.Module):
     def forward(self, batch: Batch) -> Losses:
         """The sums of both losses over a batch."""
         batch = _complete(batch)
-        hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
         vocabulary = self.model.vocabulary
-        ar_sum = ar_loss(vocabulary, hidden_BSD, batch)
+        if self.one_sweep:
+            noisy, is_corrupted_BCL = self._corrupted(batch)
+            hidden_BSD, hidden_BTD = self._sweep(noisy, self._signal(noisy, None))
+            scored = self._scored(hidden_BTD, batch, noisy, is_corrupted_BCL)
+            return _both_losses(vocabulary, scored, _pairs(hidden_BSD, batch))
+        hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
+        ar_sum = _loss(vocabulary, _pairs(hidden_BSD, batch))
         hidden_BTD = self._denoise(noisy, past, self._signal(noisy, past))
-        factor_BCL = self._factor(batch, is_corrupted_BCL)
-        bonus_BC = self._bonus(batch)
-        return Losses(canvas_loss(vocabulary, hidden_BTD, batch, factor_BCL, noisy.canvas_BCL, bonus_BC), ar_sum)
+        return Losses(_loss(vocabulary, self._scored(hidden_BTD, batch, noisy, is_corrupted_BCL)), ar_sum)
+
+    def _corrupted(self, batch: Batch) -> tuple[Batch, Tensor]:
+        """The batch with noise in its canvases, and where it was put [B, C, L]."""
+        alpha_BC = self.schedule.alpha(batch.t_BC)
+        made = self.corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, self.seed)
+        noisy_BCL, is_corrupted_BCL = _noise(made, batch.canvas_BCL, self.corruption)
+        return replace(batch, canvas_BCL=noisy_BCL), is_corrupted_BCL
 
     def _encode(self, batch: Batch) -> _Encoded:
         """Run the clean rows, and put noise into the canvases."""
         model = self.model
         spans = {name: kind.encode_spans(batch.doc_start_BS) for name, kind in model.kinds.items()}
         hidden_BSD, kv = model(batch.tokens_BS, batch.positions_BS, spans)
-        noisy_BCL, is_corrupted_BCL = _noise(
-            self.corruption.corrupt(batch.canvas_BCL, self.schedule.alpha(batch.t_BC), batch.address_BC3, self.seed),
-            batch.canvas_BCL,
-            self.corruption,
-        )
-        columns = int(batch.start_BC.max())  # no canvas sees a clean token at or after its start
+        noisy, is_corrupted_BCL = self._corrupted(batch)
+        columns = _columns_seen(batch)
         past = [tuple((x.detach() if self.stop_gradient else x)[:, :columns] for x in layer) for layer in kv]
-        return _Encoded(hidden_BSD, past, replace(batch, canvas_BCL=noisy_BCL), is_corrupted_BCL)
+        return _Encoded(hidden_BSD, past, noisy, is_corrupted_BCL)
 
-    def _signal(self, noisy: Batch, past: list[KV]) -> Tensor:
+    def _signal(self, noisy: Batch, past: list[KV] | None) -> Tensor:
         """The self-conditioning signal [B, C * L, D]: soft embeddings from pass one of the coin canvases, 0 elsewhere.
 
-        With several processes a rank without coins runs one canvas and discards it: the ranks of a sharded
-        model must gather its layers equally often.
+        past: the prefix (None: pass one encodes it itself). With several processes a rank without coins runs one canvas
+        and discards it: the ranks of a sharded model must gather its layers equally often.
         """
         has_signal_BC = noisy.coin_BC & (noisy.length_BC > 0)
         D = self.model.vocabulary.table.shape[1]
@@ -135,35 +161,60 @@ class Objective(nn.Module):
         soft_BCLD = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
         if bool(has_signal_BC.any()):
             kept, rows = noisy.select(has_signal_BC)
-            soft_BCLD[has_signal_BC] = self._pass_one(kept, [tuple(x[rows] for x in layer) for layer in past])
+            prefix = None if past is None else [tuple(x[rows] for x in layer) for layer in past]
+            soft_BCLD[has_signal_BC] = self._pass_one(kept, prefix)
         elif torch.distributed.is_initialized():
-            first = replace(noisy, **{name: getattr(noisy, name)[:1, :1] for name in CANVAS_FIELDS})
-            self._pass_one(first, [tuple(x[:1] for x in layer) for layer in past])
+            first = Batch(*(getattr(noisy, field.name)[:1] for field in fields(noisy)))
+            first = replace(first, **{name: getattr(first, name)[:, :1] for name in CANVAS_FIELDS})
+            self._pass_one(first, None if past is None else [tuple(x[:1] for x in layer) for layer in past])
         return soft_BCLD.flatten(1, 2)
 
-    def _pass_one(self, noisy: Batch, past: list[KV]) -> Tensor:
+    def _pass_one(self, noisy: Batch, past: list[KV] | None) -> Tensor:
         """Soft embeddings [canvases, L, D] of the canvases present, in row-major order.
 
         The logits carry no gradient; the table that embeds them does.
         """
         with torch.no_grad():
-            hidden_BTD = self._denoise(noisy, past, None)
+            if past is None:
+                columns = max(1, _columns_seen(noisy))
+                seen = {name: getattr(noisy, name)[:, :columns] for name in ROW_FIELDS}
+                _, hidden_BTD = self._sweep(replace(noisy, **seen), None)
+            else:
+                hidden_BTD = self._denoise(noisy, past, None)
         soft_BTD = self.model.vocabulary.soft_embedding(hidden_BTD)
         return soft_BTD.view(*noisy.canvas_BCL.shape, -1)[noisy.length_BC > 0]
 
     def _denoise(self, noisy: Batch, past: list[KV], soft_BTD: Tensor | None) -> Tensor:
         """Run the noisy canvases side by side against the prefix: hidden states [B, C * L, D]."""
-        L = noisy.canvas_BCL.shape[-1]
+        spans = {name: kind.denoise_spans(*_places(noisy)) for name, kind in self.model.kinds.items()}
+        hidden_BTD, _ = self.model(noisy.canvas_BCL.flatten(1), _positions(noisy), spans, past, True, soft_BTD)
+        return hidden_BTD
+
+    def _sweep(self, noisy: Batch, soft_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Run the clean rows and the noisy canvases in one call: hidden states [B, S, D] and [B, C * L, D]."""
+        columns = _columns_seen(noisy)
         spans = {
-            name: kind.denoise_spans(noisy.start_BC, noisy.doc_start_BC, noisy.length_BC, L)
+            name: Sweep(
+                kind.encode_spans(noisy.doc_start_BS), kind.denoise_spans(*_places(noisy)), columns, self.stop_gradient
+            )
             for name, kind in self.model.kinds.items()
         }
-        positions_BCL = (noisy.start_BC - noisy.doc_start_BC)[..., None] + torch.arange(
-            L, device=noisy.start_BC.device
-        )
-        canvas_BT = noisy.canvas_BCL.flatten(1)
-        hidden_BTD, _ = self.model(canvas_BT, positions_BCL.flatten(1), spans, past, True, soft_BTD)
-        return hidden_BTD
+        tokens_BT = torch.cat([noisy.tokens_BS, noisy.canvas_BCL.flatten(1)], 1)
+        positions_BT = torch.cat([noisy.positions_BS, _positions(noisy)], 1)
+        hidden_BTD, _ = self.model(tokens_BT, positions_BT, spans, soft_BTD=soft_BTD)
+        S = noisy.tokens_BS.shape[1]
+        return hidden_BTD[:, :S], hidden_BTD[:, S:]
+
+    def _scored(self, hidden_BTD: Tensor, batch: Batch, noisy: Batch, is_corrupted_BCL: Tensor) -> _Scored:
+        """What the canvas loss is taken of: every position of the canvases whose factor is not 0."""
+        factor_BCL, bonus_BC = self._factor(batch, is_corrupted_BCL), self._bonus(batch)
+        is_needed_BT = (factor_BCL != 0).flatten(1)
+        observed_N = bonus_N = None
+        if bonus_BC is not None:
+            observed_N = noisy.canvas_BCL.flatten(1)[is_needed_BT]
+            bonus_N = bonus_BC[..., None].expand_as(factor_BCL).flatten(1)[is_needed_BT]
+        target_N, factor_N = batch.canvas_BCL.flatten(1)[is_needed_BT], factor_BCL.flatten(1)[is_needed_BT]
+        return _Scored(hidden_BTD[is_needed_BT], target_N, factor_N, observed_N, bonus_N)
 
     def _factor(self, batch: Batch, is_corrupted_BCL: Tensor) -> Tensor:
         """What the loss of each canvas position is multiplied by, fp32 [B, C, L]; 0 where it has none."""
@@ -207,38 +258,45 @@ class Objective(nn.Module):
         return Evaluation(is_corrupted_BCL, *without, *with_signal, *ar, self._factor(batch, is_corrupted_BCL))
 
 
-def canvas_loss(
-    vocabulary: Vocabulary,
-    hidden_BTD: Tensor,
-    batch: Batch,
-    factor_BCL: Tensor,
-    observed_BCL: Tensor | None = None,
-    bonus_BC: Tensor | None = None,
-) -> Tensor:
-    """Cross-entropy of the true token at every canvas position whose factor is not 0, times that factor.
-
-    hidden_BTD: of pass two, T = C * L. observed_BCL, bonus_BC: the noisy tokens and what their logits gain (both or
-    neither). Returns the sum in nats, an fp32 scalar.
-    """
-    is_needed_BT = (factor_BCL != 0).flatten(1)
-    target_N, factor_N = batch.canvas_BCL.flatten(1)[is_needed_BT], factor_BCL.flatten(1)[is_needed_BT]
-    observed_N = bonus_N = None
-    if observed_BCL is not None and bonus_BC is not None:
-        observed_N = observed_BCL.flatten(1)[is_needed_BT]
-        bonus_N = bonus_BC[..., None].expand_as(factor_BCL).flatten(1)[is_needed_BT]
-    loss_N = vocabulary.cross_entropy(hidden_BTD[is_needed_BT], target_N, observed_N, bonus_N)
-    return (factor_N * loss_N).sum()
-
-
-def ar_loss(vocabulary: Vocabulary, hidden_BSD: Tensor, batch: Batch) -> Tensor:
-    """Next-token cross-entropy of the encode pass over every scored pair of the clean rows, times its weight.
-
-    hidden_BSD: after the final norm. Returns the sum in nats, an fp32 scalar.
-    """
+def _pairs(hidden_BSD: Tensor, batch: Batch) -> _Scored:
+    """What the AR loss is taken of: every scored pair of a token and the next one of the clean rows."""
     is_scored_BS = batch.is_ar_scored_BS
     target_BS = batch.tokens_BS.roll(-1, dims=1)
-    loss_N = vocabulary.cross_entropy(hidden_BSD[is_scored_BS], target_BS[is_scored_BS])
-    return (batch.ar_weight_BS[is_scored_BS] * loss_N).sum()
+    return _Scored(hidden_BSD[is_scored_BS], target_BS[is_scored_BS], batch.ar_weight_BS[is_scored_BS])
+
+
+def _loss(vocabulary: Vocabulary, scored: _Scored) -> Tensor:
+    """The sum in nats of the cross-entropies of the true tokens, each times its factor, an fp32 scalar."""
+    loss_N = vocabulary.cross_entropy(scored.hidden_ND, scored.target_N, scored.observed_N, scored.bonus_N)
+    return (scored.factor_N * loss_N).sum()
+
+
+def _both_losses(vocabulary: Vocabulary, canvas: _Scored, ar: _Scored) -> Losses:
+    """The sums of both in one call of the vocabulary, which so is gathered once, and whose gradient is made once."""
+    observed_N = bonus_N = None
+    if canvas.observed_N is not None and canvas.bonus_N is not None:  # next tokens have no bonus
+        observed_N = torch.cat([canvas.observed_N, ar.target_N])
+        bonus_N = torch.cat([canvas.bonus_N, canvas.bonus_N.new_zeros(ar.target_N.shape)])
+    hidden_ND, target_N = torch.cat([canvas.hidden_ND, ar.hidden_ND]), torch.cat([canvas.target_N, ar.target_N])
+    loss_N = vocabulary.cross_entropy(hidden_ND, target_N, observed_N, bonus_N)
+    parts = loss_N.split([len(canvas.target_N), len(ar.target_N)])
+    return Losses(*((scored.factor_N * loss).sum() for scored, loss in zip((canvas, ar), parts, strict=True)))
+
+
+def _columns_seen(batch: Batch) -> int:
+    """How many columns of the rows a canvas sees at most: no clean token at or after its start."""
+    return int(batch.start_BC.max())
+
+
+def _places(noisy: Batch) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Where the canvases stand, as spans are made of it."""
+    return noisy.start_BC, noisy.doc_start_BC, noisy.length_BC, noisy.canvas_BCL.shape[-1]
+
+
+def _positions(noisy: Batch) -> Tensor:
+    """The positions [B, C * L] of the canvases' tokens in their documents."""
+    place_L = torch.arange(noisy.canvas_BCL.shape[-1], device=noisy.start_BC.device)
+    return ((noisy.start_BC - noisy.doc_start_BC)[..., None] + place_L).flatten(1)
 
 
 def _noise(made: tuple[Tensor, Tensor], canvas_BCL: Tensor, corruption: Corruption) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ tokens). Nothing here knows about heads, layers or caches.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -58,6 +59,33 @@ class Spans:
     def _distinct(self) -> Tensor:
         """The bounds [B, T, 4]; [B, 1, 4] where all queries of a row share them, as an expanded tensor says."""
         return self.bounds_BT4 if self.bounds_BT4.stride(1) else self.bounds_BT4[:, :1]
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """The spans of one call over clean rows and their canvases: its tokens are the rows', then the canvases'.
+
+    clean: of the clean tokens over one another. noisy: of the canvases' tokens; their prefix are the first
+    `columns` clean tokens of the same call. stop_gradient: whether no gradient flows from the canvases to those.
+    """
+
+    clean: Spans
+    noisy: Spans
+    columns: int
+    stop_gradient: bool = False
+
+    @property
+    def clean_tokens(self) -> int:
+        """How many tokens of each row of the call are clean."""
+        return self.clean.bounds_BT4.shape[1]
+
+    @functools.cached_property
+    def padding_BT(self) -> Tensor | None:
+        """As in `Spans`, of all tokens of the call."""
+        parts = [(each.padding_BT, each.bounds_BT4[..., 0]) for each in (self.clean, self.noisy)]
+        if all(padding_BT is None for padding_BT, _ in parts):
+            return None
+        return torch.cat([torch.zeros_like(like, dtype=torch.bool) if x is None else x for x, like in parts], 1)
 
 
 def _stack(prefix_lo: Tensor, prefix_hi: Tensor, own_lo: Tensor, own_hi: Tensor, is_valid: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.span_attention.paged import PrefixTensor
 from blockdiff.layers.norm import RMSNorm
-from blockdiff.spans import Spans
+from blockdiff.spans import Spans, Sweep
 
 KV = tuple[Tensor, ...]
 Past = tuple[PrefixTensor, ...]  # what stands for the kv of tokens before the call
@@ -30,7 +31,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, eps, kernels)
 
     def forward(
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], spans: Spans, past: Past | None
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], spans: Spans | Sweep, past: Past | None
     ) -> tuple[Tensor, KV]:
         B, T, _ = x_BTD.shape
         cos, sin = rope
@@ -40,7 +41,26 @@ class Attention(nn.Module):
         q = self.kernels.norm_rope(q, self.q_norm.weight, cos, sin, self.eps)
         k = self.kernels.norm_rope(raw_k, self.k_norm.weight, cos, sin, self.eps)
         (v,) = self.kernels.rms_norms(raw_v, (None,), self.eps)
-        prefix_k, prefix_v = past if past is not None else (None, None)
-        out = self.kernels.span_attention(q, prefix_k, prefix_v, k, v, spans, 1.0)
-        assert isinstance(out, Tensor)
+        out = attend(self.kernels, q, k, v, spans, past, 1.0)
         return self.o_proj(out.reshape(B, T, self.heads * self.head_dim)), (k, v)
+
+
+def attend(
+    kernels: Kernels, q_BThd: Tensor, k: Tensor, v: Tensor, spans: Spans | Sweep, past: Past | None, scale: float
+) -> Tensor:
+    """What every query of a call gathers [B, T, h, d] over the tokens before the call and its own ones.
+
+    k, v: [B, T, K, d] of this call. In a sweep the clean tokens see one another, and the canvases see them as a prefix.
+    """
+    if not isinstance(spans, Sweep):
+        prefix_k, prefix_v = past if past is not None else (None, None)
+        return kernels.span_attention(q_BThd, prefix_k, prefix_v, k, v, spans, scale)
+    (clean_q, noisy_q), (clean_k, noisy_k), (clean_v, noisy_v) = (
+        x.split([spans.clean_tokens, x.shape[1] - spans.clean_tokens], 1) for x in (q_BThd, k, v)
+    )
+    prefix_k, prefix_v = (
+        (x.detach() if spans.stop_gradient else x)[:, : spans.columns] for x in (clean_k, clean_v)
+    )
+    clean = kernels.span_attention(clean_q, None, None, clean_k, clean_v, spans.clean, scale)
+    noisy = kernels.span_attention(noisy_q, prefix_k, prefix_v, noisy_k, noisy_v, spans.noisy, scale)
+    return torch.cat([clean, noisy], 1)

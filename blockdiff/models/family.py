@@ -25,7 +25,7 @@ from blockdiff.layers.rope import angles
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.names import Names
 from blockdiff.models.prefix import Prefix
-from blockdiff.spans import Spans, denoise_spans, encode_spans, running_spans
+from blockdiff.spans import Spans, Sweep, denoise_spans, encode_spans, running_spans
 
 Rope = tuple[Tensor, Tensor]
 
@@ -185,7 +185,7 @@ class BlockDiffusionModel(nn.Module):
         self,
         tokens_BT: Tensor,
         positions_BT: Tensor,
-        spans: Mapping[str, Spans],
+        spans: Mapping[str, Spans | Sweep],
         past: Sequence[Past] | None = None,
         is_noisy: bool | Tensor = False,
         soft_BTD: Tensor | None = None,
@@ -198,6 +198,9 @@ class BlockDiffusionModel(nn.Module):
         which they are as booleans [B, T]; soft_BTD: the signal of noisy tokens (None: none); rope: what
         `rope(positions_BT)` gives, for who has it. The kv of a call that is all noisy is left out (an empty list):
         nothing ever sees those tokens again.
+
+        In one sweep over clean rows and their canvases, T = S + C * L, `spans` are `Sweep`s and say which tokens are
+        noisy; `soft_BTD` is of the canvases only, and no kv is given back.
         """
         raise NotImplementedError
 

@@ -32,7 +32,7 @@ from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.diffusion_gemma.config import ACTIVATIONS, KINDS, check
 from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope
-from blockdiff.spans import Spans
+from blockdiff.spans import Spans, Sweep
 
 if TYPE_CHECKING:
     from transformers.models.diffusion_gemma.configuration_diffusion_gemma import (
@@ -71,7 +71,9 @@ class Layer(nn.Module):
         self.register_buffer("encoder_scalar", torch.ones(1))
         self.register_buffer("decoder_scalar", torch.ones(1))
 
-    def forward(self, x: Tensor, rope: Rope, spans: Spans, past: Past | None, scalar: Tensor) -> tuple[Tensor, KV]:
+    def forward(
+        self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, scalar: Tensor
+    ) -> tuple[Tensor, KV]:
         """Of the residual x [B, T, D]: the next one, and the keys and values of these tokens.
 
         scalar: the layer scalar, [1] for all tokens or [B, T, 1].
@@ -121,7 +123,7 @@ class DiffusionGemma(BlockDiffusionModel):
         self,
         tokens_BT: Tensor,
         positions_BT: Tensor,
-        spans: Mapping[str, Spans],
+        spans: Mapping[str, Spans | Sweep],
         past: Sequence[Past] | None = None,
         is_noisy: bool | Tensor = False,
         soft_BTD: Tensor | None = None,
@@ -130,12 +132,17 @@ class DiffusionGemma(BlockDiffusionModel):
         """See `BlockDiffusionModel.forward`."""
         rope = self.rope(positions_BT) if rope is None else rope
         x, kv = self.vocabulary.embed(tokens_BT), []
-        if is_noisy is not False:
+        sweep = next(iter(spans.values()))
+        if isinstance(sweep, Sweep):
+            clean, noisy = x[:, : sweep.clean_tokens], x[:, sweep.clean_tokens :]
+            x = torch.cat([clean, self.self_conditioning(noisy, soft_BTD)], 1)
+            is_noisy = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]) >= sweep.clean_tokens
+        elif is_noisy is not False:
             x = _by_token(is_noisy, self.self_conditioning(x, soft_BTD), x)
         for n, (kind, layer) in enumerate(zip(self.layer_kinds, self.layers, strict=True)):
             scalar = _by_token(is_noisy, layer.decoder_scalar, layer.encoder_scalar)  # type: ignore[arg-type]
             x, layer_kv = layer(x, rope[kind], spans[kind], None if past is None else past[n], scalar)
-            if is_noisy is not True:
+            if is_noisy is not True and not isinstance(sweep, Sweep):
                 kv.append(layer_kv)
         return self.norm(x), kv
 

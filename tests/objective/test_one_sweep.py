@@ -1,0 +1,219 @@
+"""Encode and pass two in one call: the losses and gradients of the three passes, with fewer walks over the layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from blockdiff.canvas import Batch, CleanRow
+from blockdiff.checkpoint import init
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear
+from blockdiff.diffusion.weight import ElboWeight
+from blockdiff.layers.lora import LowRank
+from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
+from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.family import family_of
+from blockdiff.objective import Evaluation, Objective
+from blockdiff.training.activations import checkpoint_activations
+from tests.data.test_packing import wide_cross_entropy, wide_soft_embedding
+from tests.objective.test_objective import COINS, L, V, batch_of, rows, tokens
+from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers
+
+Found = tuple[list[float], dict[str, Tensor]]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stop_gradient": {"stop_gradient": True},
+    "leave_one_out": {"prediction": "leave_one_out", "weight": ElboWeight(5.0), "positions": "corrupted"},
+}
+
+
+def batches() -> dict[str, Batch]:
+    """Unequal rows with two documents in one; no coin at all; a row without canvases; no canvas at all."""
+    some = rows()
+    return {
+        "mixed": batch_of(some),
+        "no coin": batch_of(rows(COINS["off"])),
+        "a row without canvases": batch_of([some[0], CleanRow(tokens(50, 9), [], 7), some[1]]),
+        "no canvas": batch_of([CleanRow(tokens(9, 1), [])]),
+    }
+
+
+def objective_of(model: DiffusionGemma, one_sweep: bool, **options: Any) -> Objective:
+    return Objective(model, Linear(), UniformCorruption(V), 5, one_sweep=one_sweep, **options)
+
+
+def found(objective: Objective, batch: Batch) -> Found:
+    objective.zero_grad(set_to_none=True)
+    losses = objective(batch)
+    (losses.canvas_sum + 0.7 * losses.ar_sum).backward()
+    gradients = {name: p.grad.clone() for name, p in objective.named_parameters() if p.grad is not None}
+    return [loss.item() for loss in losses], gradients
+
+
+def assert_same(one: Found, other: Found, tolerance: float) -> None:
+    assert one[0] == pytest.approx(other[0], rel=tolerance)
+    assert one[1].keys() == other[1].keys()
+    for name, expected in other[1].items():
+        error = (one[1][name].double() - expected.double()).norm()
+        assert error <= tolerance * expected.double().norm(), f"{name}: {error / expected.norm():.1e}"
+
+
+@pytest.fixture(scope="module")
+def exact() -> DiffusionGemma:
+    return ours(oracle(tiny_config(canvas_length=L)))
+
+
+def single(kernels: str = "torch", **text: Any) -> DiffusionGemma:
+    model = init(tiny_config(canvas_length=L, **text), seed=3, device="cpu", kernels=kernels)
+    widen_routers(model)
+    return model
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("option", OPTIONS)
+def test_one_sweep_has_the_losses_and_gradients_of_three_passes(exact, option, monkeypatch):
+    """Norms and logits, which are fp32 in a model of any dtype, are computed in fp64 here."""
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    monkeypatch.setattr(exact.vocabulary, "cross_entropy", partial(wide_cross_entropy, exact))
+    monkeypatch.setattr(exact.vocabulary, "soft_embedding", partial(wide_soft_embedding, exact))
+    for batch in batches().values():
+        one, three = (found(objective_of(exact, each, **OPTIONS[option]), batch) for each in (True, False))
+        assert_same(one, three, 1e-12)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_in_fp32_they_differ_by_rounding(kernels):
+    model = single(kernels, **TWO_LAYERS, num_experts=2)
+    batch = batch_of(rows()[2:3]) if kernels == "triton" else batches()["mixed"]  # its interpreter is slow
+    one, three = (found(objective_of(model, each), batch) for each in (True, False))
+    assert_same(one, three, 5e-6)
+
+
+@pytest.mark.quick
+def test_the_canvas_loss_does_not_reach_the_clean_rows_when_the_gradient_is_stopped(exact):
+    """A token that stands only in a clean row gets a gradient through the keys that canvases see, or none."""
+    [row] = [CleanRow([383, *row.tokens[1:]], row.canvases, 0) for row in rows()[:1]]
+    for is_stopped in (True, False):
+        objective = objective_of(exact, True, stop_gradient=is_stopped)
+        objective.zero_grad(set_to_none=True)
+        embedded: list[Tensor] = []
+
+        def keep(module: Any, inputs: Any, out: Tensor, embedded: list[Tensor] = embedded) -> None:
+            if torch.is_grad_enabled() and out.dim() == 3:
+                out.retain_grad()
+                embedded.append(out)
+
+        hook = exact.vocabulary.register_forward_hook(keep)
+        objective(batch_of([row])).canvas_sum.backward()
+        hook.remove()
+        clean = next(x.grad for x in embedded if x.shape[1] > 3 * L)[:, : len(row.tokens)]
+        assert bool(clean.any()) != is_stopped
+
+
+def adapted(dropout: float = 0.0) -> DiffusionGemma:
+    model = single(**TWO_LAYERS)
+    adapt(model, targets(model, {part: LowRank(3, 6, dropout=dropout) for part in ("attention", "mlp", "experts")}))
+    draw_adapters(model, 0, torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        for module in adapters_of(model).values():
+            for name, parameter in module.named_parameters(recurse=False):
+                if name.endswith("B"):
+                    parameter.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(7))
+    return model.train()
+
+
+@pytest.mark.quick
+def test_adapters_learn_the_same_in_one_sweep():
+    model, batch = adapted(), batches()["mixed"]
+    one, three = (found(objective_of(model, each), batch) for each in (True, False))
+    assert set(one[1]) == {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
+    assert_same(one, three, 5e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputation_changes_nothing_and_draws_the_same_dropout_again(dropout):
+    plain, again = adapted(dropout), adapted(dropout)
+    checkpoint_activations(again)
+    kept = []
+    for model in (plain, again):
+        torch.manual_seed(1)
+        kept.append(found(objective_of(model, True), batches()["mixed"]))
+    assert kept[0][0] == kept[1][0]
+    assert all(torch.equal(kept[0][1][name], kept[1][1][name]) for name in kept[0][1])
+
+
+@pytest.mark.quick
+def test_evaluation_is_the_same_to_the_bit(exact):
+    batch = batches()["mixed"]
+    one, three = (objective_of(exact, each).evaluate(batch) for each in (True, False))
+    assert all(torch.equal(x, y) for x, y in zip(one, three, strict=True)), Evaluation._fields
+
+
+# -- what runs -----------------------------------------------------------------------------------------------
+
+
+def calls(model: DiffusionGemma, batch: Batch) -> list[tuple[bool, int]]:
+    """For every walk through the layers: whether it records gradients, and its number of tokens."""
+    seen: list[tuple[bool, int]] = []
+    hook = model.layers[0].register_forward_pre_hook(
+        lambda module, inputs: seen.append((torch.is_grad_enabled(), inputs[0].shape[:2].numel()))
+    )
+    objective_of(model, True)(batch)
+    hook.remove()
+    return seen
+
+
+def test_pass_one_encodes_what_its_canvases_see_and_nothing_else(exact):
+    """One canvas of the first row, which starts at column 28, and one of the third, at column 19."""
+    batch = batch_of(rows(lambda n: n in (1, 5)))
+    assert calls(exact, batch) == [(False, 2 * (28 + L)), (True, batch.tokens_BS.numel() + batch.canvas_BCL.numel())]
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def gathers(one_sweep: bool, batch: Batch) -> Counter[str]:
+    """How often each parameter of a sharded model is gathered in a training step."""
+    model, mesh = single(**TWO_LAYERS), init_device_mesh("cpu", (1,))
+    for part in family_of(model.config).units(model):
+        fully_shard(part, mesh=mesh)
+    gathered: Counter[str] = Counter()
+    gather = FSDPParam.to_unsharded
+
+    def counted(self: FSDPParam) -> None:
+        gathered[str(self._param_fqn)] += 1
+        gather(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPParam, "to_unsharded", counted)
+        sum(objective_of(model, one_sweep)(batch)).backward()
+    return gathered
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["mixed", "no coin", "no canvas"])
+def test_each_layer_is_gathered_three_times_a_step_whatever_the_coins(name, world_of_one):
+    """Twice forward and once backward, against five times for three passes; the vocabulary 6 times, against 9."""
+    one, three = (gathers(each, batches()[name]) for each in (True, False))
+    layers = [parameter for parameter in one if parameter.startswith("layers.")]
+    assert len(layers) > 2 * 15
+    assert {one[parameter] for parameter in layers} == {3}
+    assert {three[parameter] for parameter in layers} == {5}
+    assert (one["vocabulary.table"], three["vocabulary.table"]) == (6, 9)
