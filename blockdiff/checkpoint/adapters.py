@@ -18,17 +18,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.checkpoint.files import GENERATION, find, first_line, read_json
+from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.checkpoint.stream import Source, write_stream
 from blockdiff.errors import CheckpointError
 from blockdiff.files import unwritten, whole_directory, write_text
 from blockdiff.layers.lora import AdaptedExperts, LowRank
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapter_tensors, adapters_of
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.pieces import fill_piece, gathered, is_spread
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -82,29 +85,35 @@ def save_adapter(
     """Write the adapters of a model in PEFT's format; the directory appears complete or not at all.
 
     base: the checkpoint or Hub id that the adapter belongs to; tokenizer, generation, choices: what is to lie beside
-    it, as in `save`. Raises CheckpointError for a model without adapters and where something else stands.
+    it, as in `save`. Of a sharded model all ranks call this together, and rank 0 writes. Raises CheckpointError for a
+    model without adapters and where something else stands.
     """
     tensors = adapter_tensors(model)
     if not tensors:
         raise CheckpointError("the model has no adapters to save")
     target = Path(directory).expanduser().absolute()
-    if target.exists() and any(target.iterdir()) and not (overwrite and has_adapter(target)):
-        raise CheckpointError(f"{target}: is there already; choose another directory")
-    try:
-        with whole_directory(target) as fresh:
-            config = json.dumps(_config(model, base), indent=2, sort_keys=True)
-            (fresh / CONFIG).write_text(config + "\n", encoding="utf-8")
-            save_file(_to_peft(model), fresh / WEIGHTS, metadata={"format": "pt"})
-            (fresh / WEIGHTS).chmod((fresh / CONFIG).stat().st_mode)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(fresh)
-            if generation is not None:
-                write_text(fresh / GENERATION, json.dumps(generation.to_dict(), indent=2, sort_keys=True) + "\n")
-            if choices is not None:
-                choices.save(fresh)
-    except (OSError, SafetensorError) as error:
-        needed = sum(tensor.nbytes for tensor in tensors.values())
-        raise CheckpointError(f"{unwritten(target, error, needed)}; choose a place with room") from error
+    gathering = Gathering(tensors.values())
+    sources = _to_peft(model)
+
+    def write() -> None:
+        if target.exists() and any(target.iterdir()) and not (overwrite and has_adapter(target)):
+            raise CheckpointError(f"{target}: is there already; choose another directory")
+        try:
+            with whole_directory(target) as fresh:
+                config = json.dumps(_config(model, base), indent=2, sort_keys=True)
+                (fresh / CONFIG).write_text(config + "\n", encoding="utf-8")
+                write_stream(fresh / WEIGHTS, sources, {"format": "pt"})
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(fresh)
+                if generation is not None:
+                    write_text(fresh / GENERATION, json.dumps(generation.to_dict(), indent=2, sort_keys=True) + "\n")
+                if choices is not None:
+                    choices.save(fresh)
+        except (OSError, SafetensorError) as error:
+            needed = sum(source.nbytes for source in sources.values())
+            raise CheckpointError(f"{unwritten(target, error, needed)}; choose a place with room") from error
+
+    gathering.run(write)
     return target
 
 
@@ -131,6 +140,9 @@ def fill_adapters(model: BlockDiffusionModel, tensors: Mapping[str, Tensor], whe
     for name, tensor in tensors.items():
         owner, _, leaf = name.rpartition(".")
         old = model.get_parameter(name)
+        if is_spread(old):
+            fill_piece(old, tensor)
+            continue
         module = model.get_submodule(owner)
         setattr(module, leaf, nn.Parameter(tensor.to(model.device, wide, copy=True), old.requires_grad))
 
@@ -231,12 +243,12 @@ def peft_names(ours: str, model: BlockDiffusionModel) -> tuple[list[str], Callab
     return keys, lambda x: x.flatten(0, 1) if which == "lora_A" else x.permute(1, 2, 0).flatten(1)
 
 
-def _to_peft(model: BlockDiffusionModel) -> dict[str, Tensor]:
-    """All tensors of the adapters by PEFT's names, each copy in memory of its own."""
-    out: dict[str, Tensor] = {}
+def _to_peft(model: BlockDiffusionModel) -> dict[str, Source]:
+    """All tensors of the adapters by PEFT's names; those of a sharded model are gathered here."""
+    out: dict[str, Source] = {}
     for ours, tensor in adapter_tensors(model).items():
         keys, arrange = peft_names(ours, model)
-        out |= {PREFIX + key: arrange(tensor.detach().cpu()).clone().contiguous() for key in keys}
+        out |= dict.fromkeys((PREFIX + key for key in keys), Source.of(arrange(gathered(tensor).cpu())))
     return out
 
 

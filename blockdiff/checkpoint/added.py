@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import ADDED, first_line
 from blockdiff.errors import CheckpointError
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.pieces import fill_piece, is_spread, local_of
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -46,20 +47,16 @@ def check_whole(model: BlockDiffusionModel) -> None:
                 f"{name} has the shape {list(shapes[name])}, the config asks for {list(shape)}; it cannot be saved"
             )
     added = [name for name in shapes if name not in own]
-    if added and _is_own_class(model):
+    if added and is_own_class(model):
         raise CheckpointError(
-            f"the model has {listed(added)}, which a {type(model).__name__} has not; add it in a subclass, "
+            f"the model has {listed(added)}, which a {_class_of(model).__name__} has not; add it in a subclass, "
             "whose instances can be saved and loaded (load(..., model=...))"
         )
 
 
-def write_added(model: BlockDiffusionModel, directory: Path, dtype: torch.dtype | None) -> None:
-    """Write what the class of a model adds, be it nothing but code, if it is not the family's own; cast to `dtype`."""
-    if _is_own_class(model):
-        return
-    state = model.state_dict()
-    tensors = {name: _cast(state[name].detach(), dtype, "cpu").clone() for name in added_to(model)}
-    save_file(tensors, directory / ADDED, metadata={"format": "pt", "class": type(model).__qualname__})
+def metadata_of(model: BlockDiffusionModel) -> dict[str, str]:
+    """What the file of the tensors that a class adds says of them: whose they are. It may add nothing but code."""
+    return {"class": _class_of(model).__qualname__}
 
 
 def read_added(model: BlockDiffusionModel, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -72,10 +69,10 @@ def read_added(model: BlockDiffusionModel, directory: Path, dtype: torch.dtype, 
         draw_added(model, 0, dtype, device)
         return
     name_of_class, found = added_in(directory)
-    if found != added or _is_own_class(model):
+    if found != added or is_own_class(model):
         raise CheckpointError(
             f"{file}: holds what the model class {name_of_class} adds ({listed(list(found))}); load it with model=, "
-            f"that class; {type(model).__name__} adds {listed(list(added))}"
+            f"that class; {_class_of(model).__name__} adds {listed(list(added))}"
         )
     for name, tensor in load_file(file).items():
         fill(model, name, _cast(tensor, dtype, device))
@@ -100,9 +97,10 @@ def draw_added(model: BlockDiffusionModel, seed: int, dtype: torch.dtype, device
 
     Raises CheckpointError for a module without that method (torch's own layers have it).
     """
-    added, state = added_to(model), model.state_dict()
+    added, state = added_to(model), model.state_dict(keep_vars=True)
+    spread = {name: state[name] for name in added if is_spread(state[name])}
     for name in added:
-        fill(model, name, torch.zeros_like(state[name], device="cpu"))
+        _put(model, name, torch.zeros(state[name].shape, dtype=state[name].dtype))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in added):
@@ -113,18 +111,42 @@ def draw_added(model: BlockDiffusionModel, seed: int, dtype: torch.dtype, device
             module.reset_parameters()
     state = model.state_dict()
     for name in added:
+        if name in spread:
+            _put(model, name, spread[name])
         fill(model, name, _cast(state[name].detach(), dtype, device))
 
 
-def fill(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put `tensor` in the place of the parameter or buffer called `name`."""
-    owner_name, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
+def fill(model: nn.Module, name: str, tensor: Tensor, is_local: bool = False) -> None:
+    """Put `tensor` in the place of the parameter or buffer called `name`.
+
+    A parameter of a sharded model stays where it is and takes its part of `tensor`, or all of it where `is_local` says
+    that this is the part already.
+    """
+    owner, leaf = _place(model, name)
+    there = owner._parameters.get(leaf)
+    if there is None or not is_spread(there):
+        _put(model, name, tensor)
+    elif is_local:
+        local_of(there).copy_(tensor)
+    else:
+        fill_piece(there, tensor)
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make `tensor`, or a parameter of it, the parameter or buffer called `name`."""
+    owner, leaf = _place(model, name)
     if leaf in owner._buffers:
         owner._buffers[leaf] = tensor
+    elif isinstance(tensor, nn.Parameter):
+        owner._parameters[leaf] = tensor
     else:
         old = owner._parameters[leaf]
         owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=old is not None and old.requires_grad)
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner_name, _, leaf = name.rpartition(".")
+    return model.get_submodule(owner_name), leaf
 
 
 def listed(names: list[str]) -> str:
@@ -138,8 +160,18 @@ def _own(model: BlockDiffusionModel) -> Shapes:
         return shapes_of(family_of(model.config).model_class(model.config, model.kernels))
 
 
-def _is_own_class(model: BlockDiffusionModel) -> bool:
-    return type(model) is family_of(model.config).model_class
+def is_own_class(model: BlockDiffusionModel) -> bool:
+    """Whether a model is of the class of its family, which adds nothing."""
+    return _class_of(model) is family_of(model.config).model_class
+
+
+def _class_of(model: nn.Module) -> type:
+    """The class of a model as it was before FSDP2 made it one of a class of its own."""
+    if not hasattr(model, "set_reshard_after_forward"):
+        return type(model)
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None, device: Any) -> Tensor:

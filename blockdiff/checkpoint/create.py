@@ -10,7 +10,7 @@ import torch
 from blockdiff.checkpoint.added import added_to, draw_added, fill, shapes_of
 from blockdiff.checkpoint.config import fitted, preset_config
 from blockdiff.checkpoint.files import Carried
-from blockdiff.checkpoint.read import empty, require_room, resolve_device, resolve_dtype
+from blockdiff.checkpoint.read import empty, require_dtype, require_room, resolve_device, resolve_dtype
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel, family_of
 
@@ -49,6 +49,7 @@ def draw_weights(
     sets what the model's class adds to its family. What is frozen stays frozen. Raises CheckpointError.
     """
     place, target = resolve_device(device), resolve_dtype(dtype)
+    require_dtype(model, target)
     require_room(model, target, place)
     family, draw = family_of(model.config), torch.Generator().manual_seed(seed)
     spread = family.outline(model.config).initializer_range
@@ -58,7 +59,7 @@ def draw_weights(
         if name in added:
             continue
         values = torch.ones(shape) if _is_gain(name) else torch.randn(shape, generator=draw) * spread
-        fill(model, name, values.to(place, target))
+        fill(model, name, values.to(place, target))  # all ranks draw the same, and keep their own part
     model.carried = Carried(tensors=family.image_tensors(model.config, seed, target))
     return model.eval()
 

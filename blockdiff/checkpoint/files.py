@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blockdiff.errors import CheckpointError
 from blockdiff.files import is_hub_id
+from blockdiff.pieces import Block
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -171,18 +172,41 @@ def read_tensors(stored: Mapping[str, Stored], names: Iterable[str]) -> Iterator
 
     Raises CheckpointError for one that cannot be read.
     """
-    wanted: dict[Path, list[str]] = {}
-    for name in names:
-        wanted.setdefault(stored[name].file, []).append(name)
-    for file, here in wanted.items():
+    yield from ((name, tensor) for name, _, tensor in read_blocks(stored, [(name, None) for name in names]))
+
+
+def read_blocks(
+    stored: Mapping[str, Stored], wanted: Iterable[tuple[str, Block | None]]
+) -> Iterator[tuple[str, Block | None, Tensor]]:
+    """The wanted blocks of tensors as stored, on the CPU, file by file and one at a time.
+
+    A block is copied, and nothing is read beside it; None stands for the whole tensor, which is a view of its file.
+    Raises CheckpointError for one that cannot be read.
+    """
+    wanted_of: dict[Path, list[tuple[str, Block | None]]] = {}
+    for name, block in wanted:
+        wanted_of.setdefault(stored[name].file, []).append((name, block))
+    for file, here in wanted_of.items():
         try:
             with safe_open(file, framework="pt", device="cpu") as handle:
-                for name in here:
-                    yield name, handle.get_tensor(name)
+                for name, block in here:
+                    yield name, block, read_block(handle, name, block)
         except FileNotFoundError:
-            raise CheckpointError(f"{file} has gone since it was loaded; {here[0]} is read from it") from None
+            raise CheckpointError(f"{file} has gone since it was loaded; {here[0][0]} is read from it") from None
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: {here[0]} cannot be read ({first_line(error)})") from error
+            raise CheckpointError(f"{file}: {here[0][0]} cannot be read ({first_line(error)})") from error
+
+
+def read_block(handle: Any, name: str, block: Block | None) -> Tensor:
+    """A block of a tensor in an open safetensors file; None: all of it."""
+    if block is None or not block.sizes:
+        whole: Tensor = handle.get_tensor(name)
+        return whole
+    part = handle.get_slice(name)
+    if not block.numel:
+        return torch.empty(block.sizes, dtype=DTYPES.get(part.get_dtype()))
+    read: Tensor = part[block.slices]
+    return read
 
 
 def fingerprint(directory: Path) -> str:

@@ -14,11 +14,13 @@ from blockdiff import memory
 from blockdiff.checkpoint.adapters import base_of, has_adapter, load_adapter
 from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shapes_of
 from blockdiff.checkpoint.config import read_config
-from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_tensors, stored_tensors
+from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_blocks, stored_tensors
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
+from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.names import Names
+from blockdiff.pieces import Block, is_spread, local_of, piece_of
 
 
 def load(
@@ -70,9 +72,11 @@ def load_weights(
     """Fill an empty model with the weights of a checkpoint, one tensor at a time; returns it, in evaluation mode.
 
     dtype: of all text parameters, or "auto" for the dtype the embedding table is stored in. device: "auto" is cuda
-    where there is one. The host holds little beside the model. What is frozen stays frozen. Image tensors are not
-    loaded; saving copies them through. What the model's class adds to its family is read from `blockdiff.safetensors`;
-    where there is none, `reset_parameters` of the modules that hold it sets it. Raises CheckpointError.
+    where there is one. The host holds one tensor beside the model. Of a model that is sharded each rank reads only its
+    own part of every tensor, into the memory, on the device and in the dtype that its parameters have already. What is
+    frozen stays frozen. Image tensors are not loaded; saving copies them through. What the model's class adds to its
+    family is read from `blockdiff.safetensors`; where there is none, `reset_parameters` of the modules that hold it
+    sets it. Raises CheckpointError.
     """
     directory = find(path_or_hub_id)
     stored = stored_tensors(directory)
@@ -82,35 +86,38 @@ def load_weights(
 
     target = resolve_dtype(dtype, stored[source["vocabulary.table"]])
     place = resolve_device(device)
+    require_dtype(model, target)
     require_room(model, target, place)
     read_added(model, directory, target, place)
-    filled: dict[str, list[str]] = {}
+    state = model.state_dict()
+    filled: dict[tuple[str, Block | None], list[str]] = {}
     for ours, hub in source.items():
-        filled.setdefault(hub, []).append(ours)
+        block = piece_of(state[ours]).block if is_spread(state[ours]) else None
+        filled.setdefault((hub, block), []).append(ours)
     sums = {}
-    for hub, tensor in read_tensors(stored, filled):
-        for ours in filled[hub]:
+    for hub, block, tensor in read_blocks(stored, filled):
+        for ours in filled[hub, block]:
             # A copy even where nothing changes: the tensor read is a view of the file.
             filling = torch.empty(tensor.shape, dtype=target, device=place).copy_(tensor)
-            fill(model, ours, filling)
-        sums[hub] = filling.sum(dtype=torch.float32 if target == torch.float16 else None)
-    _warn_of_not_finite(model, directory, sums, filled)
+            fill(model, ours, filling, is_local=True)
+        sums[filled[hub, block][0]] = filling.sum(dtype=torch.float32 if target == torch.float16 else None)
+    _warn_of_not_finite(model, directory, sums, source)
 
     model.carried = carried_by(directory, names, stored)
     return model.eval()
 
 
 def _warn_of_not_finite(
-    model: nn.Module, directory: Path, sums: Mapping[str, Tensor], filled: Mapping[str, list[str]]
+    model: nn.Module, directory: Path, sums: Mapping[str, Tensor], source: Mapping[str, str]
 ) -> None:
     """One warning for weights that are not finite. Their sums say so, which cost the least to make; large weights may
-    give an infinite sum, too, so those are looked at."""
+    give an infinite sum, too, so those are looked at. Of a sharded model each rank looks at its own."""
     is_finite = torch.stack(list(sums.values())).isfinite().tolist()
     state = model.state_dict()
     wrong = [
-        hub
-        for hub, fine in zip(sums, is_finite, strict=True)
-        if not fine and not bool(state[filled[hub][0]].isfinite().all())
+        source[ours]
+        for ours, fine in zip(sums, is_finite, strict=True)
+        if not fine and not bool(local_of(state[ours]).isfinite().all())
     ]
     if wrong:
         warnings.warn(f"{directory}: {_are(wrong, 'not finite')}; the model answers nothing with them", stacklevel=3)
@@ -125,9 +132,20 @@ def carried_by(directory: Path, names: Names, stored: Mapping[str, Stored] | Non
     )
 
 
+def require_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Raises CheckpointError where a model was sharded in another dtype, which its parameters keep."""
+    for name, tensor in model.state_dict().items():
+        if is_spread(tensor) and tensor.dtype != dtype and not is_adapter(name):
+            asked = str(dtype).removeprefix("torch.")
+            raise CheckpointError(f"{name} is sharded as {tensor.dtype}, {asked} was asked for; cast the model before")
+
+
 def require_room(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises BlockdiffError where a device has no room for the weights of an empty model."""
-    numbers = sum(tensor.numel() for tensor in model.state_dict().values())
+    """Raises BlockdiffError where a device has no room for the weights of an empty model.
+
+    Those of a sharded one have their memory already.
+    """
+    numbers = sum(tensor.numel() for tensor in model.state_dict().values() if not is_spread(tensor))
     memory.require({"weights": numbers * dtype.itemsize}, device, {'dtype="bfloat16"': numbers * 2})
 
 

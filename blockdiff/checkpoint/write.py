@@ -12,20 +12,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
-from blockdiff.checkpoint.added import added_to, check_whole, write_added
-from blockdiff.checkpoint.files import (
-    CONFIG,
-    GENERATION,
-    INDEX,
-    TOKENIZER_FILES,
-    Carried,
-    read_tensors,
-)
+from blockdiff.checkpoint.added import added_to, check_whole, is_own_class, metadata_of
+from blockdiff.checkpoint.files import ADDED, CONFIG, GENERATION, INDEX, TOKENIZER_FILES, Carried
+from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
+from blockdiff.checkpoint.stream import Source, in_order, write_stream
 from blockdiff.errors import CheckpointError
 from blockdiff.files import unwritten, whole_directory
 from blockdiff.models.adapters import is_adapted
@@ -51,7 +44,8 @@ def save(
     generation: the settings, or the content of generation_config.json; None carries the old ones or writes the
     defaults. choices: what sampling has to know beyond that (`sampling.Choices`). dtype: cast the text tensors (None:
     as they are); image tensors are written as they were read. overwrite: replace a checkpoint that stands there.
-    What a tweaked model class adds is written to `blockdiff.safetensors`. Raises CheckpointError.
+    What a tweaked model class adds is written to `blockdiff.safetensors`. Tensors are written one after the other. Of a
+    sharded model all ranks call this together: each tensor is gathered, and rank 0 writes. Raises CheckpointError.
     """
     if not isinstance(model, BlockDiffusionModel):
         kind = type(model).__name__
@@ -61,37 +55,49 @@ def save(
     family_of(model.config).check(model.config)
     check_whole(model)
     target = Path(directory).expanduser().absolute()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        if not (target / CONFIG).is_file():
-            raise CheckpointError(f"{target} exists and is no checkpoint; choose another directory")
-        if not overwrite:
-            raise CheckpointError(f"{target} holds a checkpoint already; use another directory or remove it")
-    try:
-        with whole_directory(target) as fresh:
-            _write(model, fresh, tokenizer, generation, dtype, shard_bytes)
-            if choices is not None:
-                choices.save(fresh)
-    except (OSError, SafetensorError) as error:
-        tensors = model.state_dict().values()
-        needed = sum(tensor.numel() * (resolve_dtype(dtype) if dtype else tensor.dtype).itemsize for tensor in tensors)
-        kept = "what stood there is as it was" if target.exists() else "nothing is left of it"
-        raise CheckpointError(f"{unwritten(target, error, needed)}; {kept}, choose a place with room") from error
+    cast = None if dtype is None else resolve_dtype(dtype)
+    carried = model.carried or Carried(tensors=family_of(model.config).image_tensors(model.config, 0, torch.float32))
+    gathering = Gathering(model.state_dict().values())
+    files, index = _files_of(model, carried, cast, shard_bytes, gathering)
+
+    def write() -> None:
+        _require_free(target, overwrite)
+        try:
+            with whole_directory(target) as fresh:
+                _write(model, fresh, files, index, carried, tokenizer, generation, cast)
+                if choices is not None:
+                    choices.save(fresh)
+        except (OSError, SafetensorError) as error:
+            needed = sum(source.nbytes for sources in files.values() for source in sources.values())
+            kept = "what stood there is as it was" if target.exists() else "nothing is left of it"
+            raise CheckpointError(f"{unwritten(target, error, needed)}; {kept}, choose a place with room") from error
+
+    gathering.run(write)
     if model.carried is not None and target in model.carried.directories():
         # the files it pointed to have just been replaced
         model.carried = carried_by(target, family_of(model.config).names)
     return target
 
 
+def _require_free(target: Path, overwrite: bool) -> None:
+    """Raises CheckpointError where something stands that must not be replaced."""
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        if not (target / CONFIG).is_file():
+            raise CheckpointError(f"{target} exists and is no checkpoint; choose another directory")
+        if not overwrite:
+            raise CheckpointError(f"{target} holds a checkpoint already; use another directory or remove it")
+
+
 def _write(
     model: BlockDiffusionModel,
     fresh: Path,
+    files: Mapping[str, Mapping[str, Source]],
+    index: Mapping[str, Any] | None,
+    carried: Carried,
     tokenizer: Any,
     generation: Generation | Mapping[str, Any] | None,
-    dtype: str | torch.dtype | None,
-    shard_bytes: int,
+    cast: torch.dtype | None,
 ) -> None:
-    family = family_of(model.config)
-    carried = model.carried or Carried(tensors=family.image_tensors(model.config, 0, torch.float32))
     for file in carried.side_files:
         if tokenizer is not None and file.name in TOKENIZER_FILES:
             continue  # the old tokenizer's; a mixture of two would be neither
@@ -103,44 +109,41 @@ def _write(
     if generation is not None or not (fresh / GENERATION).exists():
         given = _default_generation(model.config) if generation is None else generation
         _write_json(fresh / GENERATION, given.to_dict() if isinstance(given, Generation) else given)
-
-    added, cast = added_to(model), resolve_dtype(dtype) if dtype is not None else None
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in added}
-    ours = {str(family.names.to_hub(name)): tensor for name, tensor in state.items()}
-    _write_weights(fresh, ours, carried, cast, shard_bytes)
-    write_added(model, fresh, cast)
-    for file in fresh.glob("*.safetensors"):  # written such that only their owner can read them, unlike the others
-        file.chmod((fresh / GENERATION).stat().st_mode)
-
+    if index is not None:
+        _write_json(fresh / INDEX, index)
+    for name, sources in files.items():
+        write_stream(fresh / name, sources, {"format": "pt"} | (metadata_of(model) if name == ADDED else {}))
     config = copy.deepcopy(model.config)
-    config.architectures = [family.architecture]
+    config.architectures = [family_of(model.config).architecture]
     config.dtype = cast or model.dtype
     config.save_pretrained(fresh)
 
 
-def _write_weights(
-    fresh: Path, ours: Mapping[str, Tensor], carried: Carried, cast: torch.dtype | None, shard_bytes: int
-) -> None:
-    """Shards of at most `shard_bytes` (one tensor at least); the host holds one at a time."""
+def _files_of(
+    model: BlockDiffusionModel, carried: Carried, cast: torch.dtype | None, shard_bytes: int, gathering: Gathering
+) -> tuple[dict[str, dict[str, Source]], dict[str, Any] | None]:
+    """The tensors of every file, and the index where there are several with the weights.
+
+    Files are of at most `shard_bytes`, or of one tensor.
+    """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    sizes = {name: tensor.numel() * (cast or tensor.dtype).itemsize for name, tensor in ours.items()}
-    sizes |= {name: tensor.nbytes for name, tensor in carried.tensors.items()}
-    sizes |= {name: place.nbytes for name, place in carried.stored.items()}
+    state, names = model.state_dict(), family_of(model.config).names
+    added = {name: gathering.source(state.pop(name), cast) for name in added_to(model)}
+    sources = {str(names.to_hub(name)): gathering.source(tensor, cast) for name, tensor in state.items()}
+    sources |= {name: Source.of(tensor) for name, tensor in carried.tensors.items()}
+    sources |= {name: Source.stored(name, place) for name, place in carried.stored.items()}
     split: Any = split_state_dict_into_shards_factory(
-        dict(sorted(sizes.items())),
+        {name: sources[name].nbytes for name in sorted(sources)},
         get_storage_size=int,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes,
     )
-    if split.is_sharded:
-        _write_json(fresh / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
-    for file, names in split.filename_to_tensors.items():
-        tensors = {name: ours[name].detach().to("cpu", cast) for name in names if name in ours}
-        tensors |= {name: carried.tensors[name].cpu() for name in names if name in carried.tensors}
-        tensors |= dict(read_tensors(carried.stored, [name for name in names if name in carried.stored]))
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(tensors, fresh / file, metadata={"format": "pt"})
+    files = {file: {name: sources[name] for name in held} for file, held in split.filename_to_tensors.items()}
+    if not is_own_class(model):
+        files[ADDED] = added
+    gathering.order = [file[name] for file in files.values() for name in in_order(file)]
+    return files, {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
 
 
 def _write_json(file: Path, data: Mapping[str, Any]) -> None:

@@ -201,17 +201,17 @@ def test_tied_copies_are_tolerated_and_not_written(damaged, tmp_path):
 def test_loading_holds_at_most_two_read_tensors_beside_the_model(written_by_transformers, monkeypatch):
     alive: list[weakref.ref[Tensor]] = []
     peak = 0
-    original = blockdiff.checkpoint.read.read_tensors
+    original = blockdiff.checkpoint.read.read_blocks
 
-    def watched(*args: object) -> Iterator[tuple[str, Tensor]]:
+    def watched(*args: object) -> Iterator[tuple[str, object, Tensor]]:
         nonlocal peak
-        for name, tensor in original(*args):
+        for name, block, tensor in original(*args):
             alive.append(weakref.ref(tensor))
             peak = max(peak, sum(ref() is not None for ref in alive))
-            yield name, tensor
+            yield name, block, tensor
             del tensor
 
-    monkeypatch.setattr(blockdiff.checkpoint.read, "read_tensors", watched)
+    monkeypatch.setattr(blockdiff.checkpoint.read, "read_blocks", watched)
     model = load(written_by_transformers, "auto", "cpu")
     assert len(alive) == len(model.state_dict())
     assert peak <= 2
@@ -359,9 +359,9 @@ def test_a_failed_save_leaves_nothing_and_keeps_what_was(written_by_transformers
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(blockdiff.checkpoint.write, "save_file", full)
+    monkeypatch.setattr(blockdiff.checkpoint.write, "write_stream", full)
     for target in (out, tmp_path / "new"):
-        needed = sum(tensor.nbytes for tensor in model.state_dict().values())
+        needed = sum(tensor.nbytes for tensor in before.values())
         words = rf"{target}: cannot be written \(No space left on device; it needs {needed:,} bytes, .* are free\); "
         with pytest.raises(CheckpointError, match=words + ("what stood there" if target == out else "nothing is left")):
             save(model, target, overwrite=True)

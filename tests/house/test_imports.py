@@ -22,6 +22,7 @@ FLOORS = {
     "time_limit": 0,
     "spans": 0,
     "canvas": 0,
+    "pieces": 0,
     "kernels": 1,
     "diffusion": 1,
     "data": 2,

@@ -1,0 +1,64 @@
+"""The tensors of a sharded model, gathered one after the other on all ranks, while rank 0 writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from blockdiff.checkpoint.stream import Source
+from blockdiff.errors import CheckpointError
+from blockdiff.pieces import gathered, is_spread
+
+
+class Gathering:
+    """What keeps the ranks together while one of them writes.
+
+    All ranks gather the tensors in `order`. A rank that writes nothing, or whose writing failed, gathers what is left
+    and drops it, so that no other one waits forever. Where no tensor is sharded every process writes for itself.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.is_sharded = any(map(is_spread, tensors))
+        self.is_writer = not self.is_sharded or dist.get_rank() == 0
+        self.order: Sequence[Source] = ()
+        self._spread: set[int] = set()
+        self._read: set[int] = set()
+
+    def source(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Source:
+        """A tensor of the model, cast to `dtype`; one that is sharded is gathered when it is read."""
+        if not is_spread(tensor):
+            return Source.of(tensor, dtype)
+        target = dtype or tensor.dtype
+
+        def read() -> Tensor:
+            self._read.add(id(made))
+            whole = gathered(tensor)
+            return whole.to("cpu", target) if self.is_writer else whole
+
+        made = Source(tuple(tensor.shape), target, read)
+        self._spread.add(id(made))
+        return made
+
+    def run(self, write: Callable[[], None]) -> None:
+        """Call `write` where files are written; an error there is raised on all ranks."""
+        if not self.is_sharded:
+            write()
+            return
+        problem: Exception | None = None
+        try:
+            if self.is_writer:
+                write()
+        except Exception as error:
+            problem = error
+        for source in self.order:
+            if id(source) in self._spread and id(source) not in self._read:
+                source.read()
+        said = [None if problem is None else str(problem)]
+        dist.broadcast_object_list(said, src=0)
+        if problem is not None:
+            raise problem
+        if said[0] is not None:
+            raise CheckpointError(said[0])

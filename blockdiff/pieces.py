@@ -1,0 +1,137 @@
+"""What this process holds of a tensor: all of an ordinary one, a block of one that is spread over ranks (a DTensor)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of a tensor: where it begins and how long it is, in every dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Block:
+        """All of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it holds."""
+        return prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What takes it out of the tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
+
+    def within(self, other: Block) -> Block | None:
+        """The box that both have, with offsets of the tensor; None where they have nothing in common."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = tuple(min(a + n, b + m) for a, n, b, m in zip(*_sides(self), *_sides(other), strict=True))
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Block(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def seen_from(self, offsets: tuple[int, ...]) -> Block:
+        """The same box in a tensor that begins at `offsets`."""
+        return Block(tuple(a - b for a, b in zip(self.offsets, offsets, strict=True)), self.sizes)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this process holds of a tensor.
+
+    shape: of the whole tensor; block: which part of it `local` is, which shares the tensor's memory. is_owned: whether
+    this process is the one that saves it, of all that hold the same.
+    """
+
+    shape: tuple[int, ...]
+    block: Block
+    local: Tensor
+    is_owned: bool
+
+
+def is_spread(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, which may hold a part only; DTensor is not imported to know it."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is in this process's memory, which it shares."""
+    spread: Any = tensor.detach()
+    local: Tensor = spread.to_local() if is_spread(tensor) else spread
+    return local
+
+
+def piece_of(tensor: Tensor, rank: int = 0) -> Piece:
+    """What rank `rank`, this process, holds of a tensor.
+
+    An ordinary tensor is the same on all ranks, and rank 0 saves it. A DTensor is split over the dimensions of its mesh
+    one after the other, each into parts of ceil(n / ranks) as `torch.chunk` makes them, those that FSDP2 makes of
+    an already split dimension (`_StridedShard`) last. Of equal blocks the one that is saved lies first in the
+    dimensions of the mesh that repeat it, and in the mesh that rank 0 is part of. Raises ValueError for partial sums.
+    """
+    local = local_of(tensor)
+    if not is_spread(tensor):
+        return Piece(tuple(tensor.shape), Block.whole(tuple(tensor.shape)), local, rank == 0)
+    spread: Any = tensor
+    mesh, shape = spread.device_mesh, tuple(spread.shape)
+    place, offsets, sizes = mesh.get_coordinate(), [0] * len(shape), list(shape)
+    is_owned = bool((mesh.mesh == 0).any())
+    for index, placement in sorted(enumerate(spread.placements), key=lambda each: hasattr(each[1], "split_factor")):
+        if placement.is_partial():
+            raise ValueError("a tensor of partial sums has no pieces")
+        if placement.is_replicate():
+            is_owned = is_owned and place[index] == 0
+            continue
+        length = -(-sizes[placement.dim] // mesh.size(index))
+        start = min(place[index] * length, sizes[placement.dim])
+        sizes[placement.dim] = min(length, sizes[placement.dim] - start)
+        offsets[placement.dim] += start
+    block = Block(tuple(offsets), tuple(sizes))
+    if block.sizes != tuple(local.shape):
+        raise ValueError(f"a piece of {list(block.sizes)} was expected of {spread.placements}, not {list(local.shape)}")
+    return Piece(shape, block, local, is_owned)
+
+
+@torch.no_grad()
+def fill_piece(tensor: Tensor, whole: Tensor) -> None:
+    """Copy this process's part of `whole` into a tensor, in its dtype and on its device."""
+    piece = piece_of(tensor)
+    piece.local.copy_(whole[piece.block.slices] if piece.block.sizes else whole)
+
+
+def like(tensor: Tensor, local: Tensor) -> Tensor:
+    """A tensor of the same shape, spread in the same way, whose part in this process is `local`."""
+    if not is_spread(tensor):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    spread: Any = tensor
+    made: Tensor = DTensor.from_local(
+        local, spread.device_mesh, spread.placements, run_check=False, shape=spread.shape, stride=spread.stride()
+    )
+    return made
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """All of a tensor, in the memory of every rank that holds a part; all of them call it together.
+
+    What is spread over GPUs but kept on the host goes through the GPUs, which is where the ranks exchange.
+    """
+    if not is_spread(tensor):
+        return tensor.detach()
+    spread: Any = tensor.detach()
+    whole: Tensor = spread.to(spread.device_mesh.device_type).full_tensor()
+    return whole
+
+
+def _sides(block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return block.offsets, block.sizes
