@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
+
+# Of tokens, indices, weights, the number of experts and what computes those that lie here: the tokens' weighted sums.
+Exchange = Callable[[Tensor, Tensor, Tensor, int, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
 
 
 class Router(nn.Module):
@@ -34,7 +37,13 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The weights of all experts in the Hub's layout: gate_up [E, 2F, D] with gate rows first, down [E, D, F]."""
+    """The weights of all experts in the Hub's layout: gate_up [E, 2F, D] with gate rows first, down [E, D, F].
+
+    exchange: where the experts are split over ranks, what brings tokens to theirs (`parallel/exchange.py`); the
+    parameters are then DTensors, and the part of a rank is some whole experts.
+    """
+
+    exchange: Exchange | None = None
 
     def __init__(
         self, experts: int, hidden: int, intermediate: int, kernels: Kernels, activation: str = "gelu_tanh"
@@ -48,12 +57,24 @@ class Experts(nn.Module):
         self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None
     ) -> Tensor:
         """The weighted sum of each token's experts; padding tokens go to none and give 0."""
+        experts = self.gate_up_proj.shape[0]
         if padding_N is not None:
-            index_Nk = index_Nk.masked_fill(padding_N[:, None], self.gate_up_proj.shape[0])
-        return self.kernels.expert_mlp(
-            x_ND, self.gate_up_proj, self.down_proj, index_Nk, weight_Nk, self.activation, self.low_rank_matrices()
-        )
+            index_Nk = index_Nk.masked_fill(padding_N[:, None], experts)
+        if self.exchange is not None:
+            return self.exchange(x_ND, index_Nk, weight_Nk, experts, self.computed)
+        return self.computed(x_ND, index_Nk, weight_Nk)
+
+    def computed(self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor) -> Tensor:
+        """The weighted sum over those of each token's experts that lie here; indices count from the first of them."""
+        gate_up, down = here(self.gate_up_proj), here(self.down_proj)
+        low_rank = self.low_rank_matrices()
+        return self.kernels.expert_mlp(x_ND, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
 
     def low_rank_matrices(self) -> Sequence[Tensor]:
         """What adapters add to the weights, as the expert op takes it: nothing here."""
         return ()
+
+
+def here(parameter: Tensor) -> Tensor:
+    """The part of a parameter that this rank computes with: of a DTensor the local one, else all of it."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdiff.layers.experts import Experts
+from blockdiff.layers.experts import Experts, here
 
 LOW_RANK = ("lora_A", "lora_B", "gate_up_lora_A", "gate_up_lora_B", "down_lora_A", "down_lora_B")
 
@@ -104,13 +104,13 @@ class AdaptedExperts(Experts):
             setattr(self, name, nn.Parameter(torch.empty(shape, device=base.down_proj.device)))
 
     def low_rank_matrices(self) -> Sequence[Tensor]:
-        """A and B of gate_up, A and B of down, scaled, in the dtype of the weights."""
+        """A and B of gate_up, A and B of down, scaled, in the dtype of the weights; of the experts that lie here."""
         scale, dtype = self.low_rank.scale, self.gate_up_proj.dtype
         return (
-            self.gate_up_lora_A.to(dtype),
-            (self.gate_up_lora_B * scale).to(dtype),
-            self.down_lora_A.to(dtype),
-            (self.down_lora_B * scale).to(dtype),
+            here(self.gate_up_lora_A).to(dtype),
+            (here(self.gate_up_lora_B) * scale).to(dtype),
+            here(self.down_lora_A).to(dtype),
+            (here(self.down_lora_B) * scale).to(dtype),
         )
 
     @torch.no_grad()

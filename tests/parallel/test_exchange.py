@@ -1,0 +1,69 @@
+"""Experts split over ranks: tokens travel to theirs and back, and everything is as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from blockdiff.errors import RunError
+from blockdiff.kernels import resolve
+from blockdiff.layers.experts import Experts
+from blockdiff.parallel.exchange import expert_parallel
+from tests.expert_ranks import one_layer, whole_model
+from tests.forked import run_ranks
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_two_ranks_share_the_experts_of_a_layer_whatever_its_tokens_choose(is_adapted, tmp_path: Path):
+    run_ranks(2, one_layer, tmp_path, is_adapted, torch.float64, "torch", 1e-12)
+
+
+def test_a_rank_may_have_no_token_and_an_expert_none_either(tmp_path: Path):
+    run_ranks(4, one_layer, tmp_path, True, torch.float32, "torch", 1e-5)
+
+
+def test_tokens_travel_in_bfloat16(tmp_path: Path):
+    run_ranks(2, one_layer, tmp_path, False, torch.bfloat16, "torch", 0.02)
+
+
+def test_tritons_experts_take_what_the_others_send_and_nothing_too(tmp_path: Path):
+    run_ranks(2, one_layer, tmp_path, True, torch.float32, "triton", 1e-5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("is_wide", "limit"), [(True, 1e-10), (False, 1e-5)])
+def test_losses_and_gradients_are_those_of_one_process(is_wide, limit, tmp_path: Path):
+    run_ranks(2, whole_model, tmp_path, is_wide, limit)
+
+
+@pytest.mark.quick
+def test_experts_that_the_ranks_do_not_divide_are_refused():
+    class Three:
+        """A mesh of three ranks, as far as the refusal asks."""
+
+        size = staticmethod(lambda: 3)
+        get_local_rank = staticmethod(lambda: 0)
+
+    with pytest.raises(RunError, match=r"parallel\.experts: 3 does not divide the 4 experts of .*; choose another"):
+        expert_parallel(Experts(4, 8, 8, resolve("torch")), Three())
+
+
+@pytest.mark.quick
+def test_one_rank_alone_exchanges_with_itself():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, index = torch.randn(5, 8), torch.tensor([[0, 3], [1, 2], [4, 4], [3, 1], [2, 4]])
+        weight = torch.rand(5, 2)
+        module = Experts(4, 8, 8, resolve("torch"))
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter)
+        expected = module(x, index, weight)
+        expert_parallel(module, init_device_mesh("cpu", (1,)))
+        assert torch.equal(module(x, index, weight), expected)
+    finally:
+        dist.destroy_process_group()
