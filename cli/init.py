@@ -13,27 +13,44 @@ from blockdiff.errors import CheckpointError
 
 def init(
     preset: Annotated[
-        str, typer.Argument(metavar="PRESET", help="A preset's name (recipes/presets) or the path of one.")
-    ],
+        str | None,
+        typer.Argument(metavar="[PRESET]", help="A preset's name (recipes/presets) or the path of one."),
+    ] = None,
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where to write it; must not hold a checkpoint yet.")
-    ],
+        Path | None, typer.Argument(metavar="DIR", help="Where to write it; must not hold a checkpoint yet.")
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="MODEL", help="Make a causal model a block-diffusion one, without a PRESET."),
+    ] = None,
+    canvas_length: Annotated[int, typer.Option(min=1, help="With --from: tokens of a canvas.")] = 256,
     seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The same seed gives the same weights.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 or bfloat16; without it float32, and with --from what the model has.")
+    ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A directory or hub id to copy it from.")] = None,
 ) -> None:
-    """Write a model with random weights in Hub layout."""
-    if dtype not in ("float32", "bfloat16"):
+    """Write a model in Hub layout: with random weights, or a causal one with what denoising needs."""
+    if dtype not in (None, "float32", "bfloat16"):
         raise typer.BadParameter(f"{dtype!r} is neither float32 nor bfloat16", param_hint="--dtype")
+    if source is not None and directory is None and preset is not None:
+        directory, preset = Path(preset), None
+    if directory is None or (preset is None) == (source is None):
+        raise typer.BadParameter("give PRESET DIR, or --from MODEL DIR", param_hint="PRESET DIR")
     if (directory / "config.json").exists():
         raise CheckpointError(f"{directory}: holds a checkpoint already; name another directory or remove it")
     from blockdiff import checkpoint
     from blockdiff.checkpoint.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
-    model = checkpoint.init(preset, seed=seed, dtype=dtype)
+    if source is not None:
+        model = checkpoint.convert(source, canvas_length, seed, dtype or "auto")
+    else:
+        model = checkpoint.init(str(preset), seed=seed, dtype=dtype or "float32")
     checkpoint.save(model, directory, tokenizer=loaded)
     count = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{directory}: {preset}, {count:,} parameters, {dtype}, seed {seed}")
-    if loaded is None:
+    written = str(model.dtype).removeprefix("torch.")
+    origin = f"from {source}, canvases of {canvas_length} tokens" if source is not None else preset
+    print(f"{directory}: {origin}, {count:,} parameters, {written}, seed {seed}")
+    if loaded is None and not (directory / "tokenizer_config.json").exists():
         print("no tokenizer in it; give one with --tokenizer DIR before sampling")

@@ -1,7 +1,8 @@
-"""Hub-layout safetensors in and out: `load`, `save`, and `init` for random weights."""
+"""Hub-layout safetensors in and out: `load`, `save`, `init` for random weights, `convert` for causal models."""
 
 from blockdiff.checkpoint.adapters import load_adapter, read_adapter, save_adapter
 from blockdiff.checkpoint.config import fitted, preset_config, presets, read_config
+from blockdiff.checkpoint.convert import convert
 from blockdiff.checkpoint.create import draw_weights, init
 from blockdiff.checkpoint.files import Carried
 from blockdiff.checkpoint.generation import Generation, SpecialTokens, default_generation, special_tokens
@@ -13,6 +14,7 @@ __all__ = [
     "Carried",
     "Generation",
     "SpecialTokens",
+    "convert",
     "default_generation",
     "draw_weights",
     "empty",

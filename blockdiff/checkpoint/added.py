@@ -1,6 +1,7 @@
-"""What a tweaked model class adds to its family's tensors: `blockdiff.safetensors` beside the weights.
+"""What the Hub has no names for: `blockdiff.safetensors` beside the weights.
 
-The rest of such a checkpoint is the family's own, so that transformers loads it as it is.
+That is what a tweaked model class adds to its family's tensors, and what denoising adds to a causal model. The rest of
+such a checkpoint is the family's own, so that transformers loads it as it is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 
 def added_to(model: BlockDiffusionModel) -> Shapes:
+    """The tensors that a model has beside those that the Hub has of its family's model of this config."""
+    own, to_hub = _own(model), family_of(model.config).names.to_hub
+    return {name: shape for name, shape in shapes_of(model).items() if name not in own or to_hub(name) is None}
+
+
+def beyond_family(model: BlockDiffusionModel) -> Shapes:
     """The tensors that a model has beside those of its family's model of this config."""
     own = _own(model)
     return {name: shape for name, shape in shapes_of(model).items() if name not in own}
@@ -66,10 +73,15 @@ def read_added(model: BlockDiffusionModel, directory: Path, dtype: torch.dtype, 
     """
     file, added = directory / ADDED, added_to(model)
     if not file.exists():
+        if unnamed := [name for name in added if name not in beyond_family(model)]:
+            raise CheckpointError(
+                f"{directory}: no {ADDED}, which has {listed(unnamed)} of a model with this config; "
+                "`blockdiff init --from` makes one of a causal model"
+            )
         draw_added(model, 0, dtype, device)
         return
     name_of_class, found = added_in(directory)
-    if found != added or is_own_class(model):
+    if found != added or not (added or not is_own_class(model)):
         raise CheckpointError(
             f"{file}: holds what the model class {name_of_class} adds ({listed(list(found))}); load it with model=, "
             f"that class; {_class_of(model).__name__} adds {listed(list(added))}"
@@ -97,7 +109,7 @@ def draw_added(model: BlockDiffusionModel, seed: int, dtype: torch.dtype, device
 
     Raises CheckpointError for a module without that method (torch's own layers have it).
     """
-    added, state = added_to(model), model.state_dict(keep_vars=True)
+    added, state = beyond_family(model), model.state_dict(keep_vars=True)
     spread = {name: state[name] for name in added if is_spread(state[name])}
     for name in added:
         _put(model, name, torch.zeros(state[name].shape, dtype=state[name].dtype))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from blockdiff.checkpoint.added import added_to, draw_added, fill, shapes_of
+from blockdiff.checkpoint.added import beyond_family, draw_added, fill, shapes_of
 from blockdiff.checkpoint.config import fitted, preset_config
 from blockdiff.checkpoint.files import Carried
 from blockdiff.checkpoint.read import empty, require_dtype, require_room, resolve_device, resolve_dtype
@@ -53,17 +53,30 @@ def draw_weights(
     require_room(model, target, place)
     family, draw = family_of(model.config), torch.Generator().manual_seed(seed)
     spread = family.outline(model.config).initializer_range
-    added = added_to(model)
+    added = beyond_family(model)
     draw_added(model, seed, target, place)
     for name, shape in shapes_of(model).items():
         if name in added:
             continue
-        values = torch.ones(shape) if _is_gain(name) else torch.randn(shape, generator=draw) * spread
-        fill(model, name, values.to(place, target))  # all ranks draw the same, and keep their own part
+        # all ranks draw the same, and keep their own part
+        fill(model, name, drawn(model, name, shape, draw, spread).to(place, target))
     model.carried = Carried(tensors=family.image_tensors(model.config, seed, target))
     return model.eval()
 
 
-def _is_gain(name: str) -> bool:
-    """True for what multiplies a signal elementwise: norm weights, router scales, layer scalars."""
-    return name.endswith(("norm.weight", "scale", "scalar"))
+def drawn(
+    model: BlockDiffusionModel, name: str, shape: tuple[int, ...], draw: torch.Generator, spread: float
+) -> torch.Tensor:
+    """Random values of one of a model's tensors, fp32: normal ones with this spread, unless it scales or shifts."""
+    neutral = _neutral(model, name)
+    return torch.randn(shape, generator=draw) * spread if neutral is None else torch.full(shape, neutral)
+
+
+def _neutral(model: BlockDiffusionModel, name: str) -> float | None:
+    """The value that changes nothing of what scales or shifts a signal elementwise; None for matrices.
+
+    These are norm weights, router scales, layer scalars (1, or 0 where a norm adds its weight to 1) and biases (0).
+    """
+    if name.endswith("norm.weight"):
+        return float(getattr(model.get_submodule(name.removesuffix(".weight")), "neutral", 1.0))
+    return 1.0 if name.endswith(("scale", "scalar")) else 0.0 if name.endswith("bias") else None

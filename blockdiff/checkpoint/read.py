@@ -191,11 +191,11 @@ def _match(
     if missing:
         raise CheckpointError(f"{directory}: {_are(missing, 'missing')}")
 
-    extra = [hub for hub in stored if names.to_ours(hub) not in shapes and not names.is_carried(hub)]
+    extra = [hub for hub in stored if names.ours_among(hub, shapes) is None and not names.is_carried(hub)]
     if extra:
         raise CheckpointError(f"{directory}: {_are(extra, 'not part of a model of this config')}")
     for hub, place in stored.items():
-        ours_name = names.to_ours(hub)
+        ours_name = names.ours_among(hub, shapes)
         if ours_name is not None and place.shape != shapes[ours_name]:
             raise CheckpointError(
                 f"{place.file}: tensor {hub} has shape {list(place.shape)}, "

@@ -140,7 +140,7 @@ def _files_of(
         max_shard_size=shard_bytes,
     )
     files = {file: {name: sources[name] for name in held} for file, held in split.filename_to_tensors.items()}
-    if not is_own_class(model):
+    if added or not is_own_class(model):
         files[ADDED] = added
     gathering.order = [file[name] for file in files.values() for name in in_order(file)]
     return files, {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None

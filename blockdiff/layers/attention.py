@@ -1,4 +1,4 @@
-"""Grouped-query attention with QK-norm, RoPE and scale 1; full layers take their values from the raw keys."""
+"""Grouped-query attention with RoPE; what families differ in are the norms, the scale and where values come from."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.span_attention.paged import PrefixTensor
 from blockdiff.layers.norm import RMSNorm
+from blockdiff.layers.rope import turned
 from blockdiff.spans import Spans, Sweep
 
 KV = tuple[Tensor, ...]
@@ -15,34 +16,59 @@ Past = tuple[PrefixTensor, ...]  # what stands for the kv of tokens before the c
 
 
 class Attention(nn.Module):
-    """One attention layer: pure, returns the keys and values of this call's tokens beside its output."""
+    """One attention layer: pure, returns the keys and values of this call's tokens beside its output.
+
+    has_value: whether values have a projection of their own, else they are the raw keys; qk_norm: the norm of every
+    query and key before RoPE (None: none); norms_values: whether values are normed, without weight; scale: of scores.
+    """
 
     def __init__(
-        self, hidden: int, heads: int, kv_heads: int, head_dim: int, has_value: bool, eps: float, kernels: Kernels
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        has_value: bool,
+        eps: float,
+        kernels: Kernels,
+        qk_norm: type[RMSNorm] | None = RMSNorm,
+        norms_values: bool = True,
+        scale: float = 1.0,
     ):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.eps, self.kernels = eps, kernels
+        self.eps, self.kernels, self.norms_values, self.scale = eps, kernels, norms_values, scale
         self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
         self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False) if has_value else None
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
-        self.q_norm = RMSNorm(head_dim, eps, kernels)
-        self.k_norm = RMSNorm(head_dim, eps, kernels)
+        self.q_norm = None if qk_norm is None else qk_norm(head_dim, eps, kernels)
+        self.k_norm = None if qk_norm is None else qk_norm(head_dim, eps, kernels)
 
     def forward(
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], spans: Spans | Sweep, past: Past | None
     ) -> tuple[Tensor, KV]:
         B, T, _ = x_BTD.shape
-        cos, sin = rope
+        q, k, v = self.heads_of(x_BTD, rope)
+        out = attend(self.kernels, q, k, v, spans, past, self.scale)
+        return self.o_proj(out.reshape(B, T, self.heads * self.head_dim)), (k, v)
+
+    def heads_of(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, h, d], keys and values [B, T, K, d] of tokens, normed and turned."""
+        B, T, _ = x_BTD.shape
         q = self.q_proj(x_BTD).view(B, T, self.heads, self.head_dim)
         raw_k = self.k_proj(x_BTD).view(B, T, self.kv_heads, self.head_dim)
-        raw_v = raw_k if self.v_proj is None else self.v_proj(x_BTD).view(B, T, self.kv_heads, self.head_dim)
-        q = self.kernels.norm_rope(q, self.q_norm.weight, cos, sin, self.eps)
-        k = self.kernels.norm_rope(raw_k, self.k_norm.weight, cos, sin, self.eps)
-        (v,) = self.kernels.rms_norms(raw_v, (None,), self.eps)
-        out = attend(self.kernels, q, k, v, spans, past, 1.0)
-        return self.o_proj(out.reshape(B, T, self.heads * self.head_dim)), (k, v)
+        v = raw_k if self.v_proj is None else self.v_proj(x_BTD).view(B, T, self.kv_heads, self.head_dim)
+        if self.norms_values:
+            (v,) = self.kernels.rms_norms(v, (None,), self.eps)
+        return normed_and_turned(q, self.q_norm, rope), normed_and_turned(raw_k, self.k_norm, rope), v
+
+
+def normed_and_turned(x_BThd: Tensor, norm: RMSNorm | None, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Heads after their norm and RoPE, in one op where that is there."""
+    if type(norm) is RMSNorm:
+        return norm.kernels.norm_rope(x_BThd, norm.weight, *rope, norm.eps)
+    return turned(x_BThd if norm is None else norm(x_BThd), *rope)
 
 
 def attend(

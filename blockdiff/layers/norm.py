@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""RMSNorm, and the two other ways in which families apply its weight."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from blockdiff.kernels import Kernels
 class RMSNorm(nn.Module):
     """RMSNorm over the last axis in fp32; the weight multiplies directly (no +1)."""
 
+    neutral = 1.0  # the weight that changes nothing
+
     def __init__(self, dim: int, eps: float, kernels: Kernels):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.full((dim,), self.neutral))
         self.eps, self.kernels = eps, kernels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -22,3 +24,21 @@ class RMSNorm(nn.Module):
     def added_to(self, x: Tensor, branch: Tensor, scalar: Tensor | None = None) -> Tensor:
         """The end of a residual branch in one op: `(x + norm(branch)) * scalar`."""
         return self.kernels.add_rms_norm(x, branch, self.weight, self.eps, scalar)
+
+
+class CastRMSNorm(RMSNorm):
+    """RMSNorm as Llama has it: normed in fp32, cast to x's dtype, and then multiplied by the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:  # where casting changes nothing
+            return super().forward(x)
+        return self.kernels.rms_norms(x, (None,), self.eps)[0] * self.weight
+
+
+class ZeroCentredRMSNorm(RMSNorm):
+    """RMSNorm whose weight is added to 1: `x * rsqrt(mean(x^2) + eps) * (1 + w)`, all in fp32."""
+
+    neutral = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norms(x, (1.0 + self.weight.float(),), self.eps)[0]

@@ -1,6 +1,10 @@
-"""Rotary position embedding: the frequencies of both layer kinds, and their angles at given positions."""
+"""Rotary position embedding: frequencies, their angles at given positions, and turning without a norm before it."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +23,22 @@ def proportional_frequencies(head_dim: int, theta: float, partial: float) -> Ten
     return frequencies
 
 
+def llama3_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any]) -> Tensor:
+    """The default frequencies, of which the slow ones are divided by `factor`; fp32 [d/2].
+
+    scaling: factor, low_freq_factor, high_freq_factor and original_max_position_embeddings of `rope_parameters`. A
+    frequency that turns at least high_freq_factor times over the original positions stays, one that turns less than
+    low_freq_factor times is divided, and those between go over from one to the other in proportion to their turns.
+    Source: transformers, `ROPE_INIT_FUNCTIONS["llama3"]`.
+    """
+    frequencies, factor = default_frequencies(head_dim, theta), scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / frequencies)
+    kept = (turns - low) / (high - low)
+    between = (1 - kept) * frequencies / factor + kept * frequencies
+    return torch.where(turns < low, frequencies / factor, torch.where(turns > high, frequencies, between))
+
+
 def angles(positions_BT: Tensor, frequencies_f: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [B, T, d] for `norm_rope`: angles, cos and sin in fp32, then cast to the model's dtype.
 
@@ -27,3 +47,11 @@ def angles(positions_BT: Tensor, frequencies_f: Tensor, dtype: torch.dtype) -> t
     angle = positions_BT[..., None].float() * frequencies_f
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def turned(x_BThd: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> Tensor:
+    """What `norm_rope` does after its norm, for the first r dimensions of every head; the others pass."""
+    cos, sin, r = cos_BTr.unsqueeze(2), sin_BTr.unsqueeze(2), cos_BTr.shape[-1]
+    first = x_BThd if r == x_BThd.shape[-1] else x_BThd[..., :r]
+    rotated = first * cos + first.roll(r // 2, -1) * sin
+    return rotated if first is x_BThd else torch.cat([rotated, x_BThd[..., r:]], -1)

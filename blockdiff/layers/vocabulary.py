@@ -1,4 +1,4 @@
-"""The vocabulary: the tied table and every op that touches [tokens, V]."""
+"""The vocabulary: the table of embeddings, the head that may be the same, and every op that touches [tokens, V]."""
 
 from __future__ import annotations
 
@@ -28,15 +28,29 @@ def _as_call(method: Callable[Concatenate[Vocabulary, _P], _T]) -> Callable[Conc
 
 
 class Vocabulary(nn.Module):
-    """Table [V, D] with embeddings scaled by sqrt(D) and soft-capped logits; holds one chunk of logits at a time."""
+    """Table [V, D] of embeddings and (soft-capped) logits; holds one chunk of logits at a time.
+
+    scale: what embeddings are multiplied by (None: sqrt(D)); is_tied: whether the table makes the logits, too; else
+    that is a `head` [V, D] of its own.
+    """
 
     token_rows: nn.Parameter | None
+    head: nn.Parameter | None
 
-    def __init__(self, size: int, hidden: int, softcap: float | None, kernels: Kernels):
+    def __init__(
+        self,
+        size: int,
+        hidden: int,
+        softcap: float | None,
+        kernels: Kernels,
+        scale: float | None = None,
+        is_tied: bool = True,
+    ):
         super().__init__()
         self.table = nn.Parameter(torch.empty(size, hidden))
+        self.register_parameter("head", None if is_tied else nn.Parameter(torch.empty(size, hidden)))
         self.softcap, self.kernels = softcap, kernels
-        self.root = hidden**0.5
+        self.root = hidden**0.5 if scale is None else scale
         self.token_ids: tuple[int, ...] = ()
         # of an adapter: [len(token_ids), D], which stand for rows of the table
         self.register_parameter("token_rows", None)
@@ -61,6 +75,14 @@ class Vocabulary(nn.Module):
         index = torch.tensor(self.token_ids, device=self.table.device)
         return self.table.index_copy(0, index, self.token_rows.to(self.table.dtype))
 
+    def output_weights(self) -> Tensor:
+        """What makes the logits: the head, or the table where it is tied."""
+        return self.weights() if self.head is None else self.head
+
+    def _embedding(self) -> dict[str, Tensor]:
+        """The argument by which ops learn that embeddings are not the rows that make the logits."""
+        return {} if self.head is None else {"embedding_VD": self.weights()}
+
     def forward(self, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Every op of this module passes through here."""
         return method(self, *args, **named)
@@ -72,12 +94,13 @@ class Vocabulary(nn.Module):
     @_as_call
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., D] of int64 tokens."""
-        return F.embedding(tokens, self.weights()) * self._scale(self.table.dtype)
+        x = F.embedding(tokens, self.weights())
+        return x if self.root == 1.0 else x * self._scale(self.table.dtype)
 
     @_as_call
     def logits(self, hidden: Tensor) -> Tensor:
         """Soft-capped logits, fp32 [..., V]: a convenience for few tokens."""
-        return self.kernels.logits(hidden, self.weights(), self.softcap)
+        return self.kernels.logits(hidden, self.output_weights(), self.softcap)
 
     @_as_call
     def cross_entropy(
@@ -94,7 +117,7 @@ class Vocabulary(nn.Module):
         predicts each token from the others alone learns with bonus log(1 + alpha V / (1 - alpha)) on the noisy token.
         """
         return self.kernels.linear_cross_entropy(
-            hidden_ND, self.weights(), targets_N, self.softcap, observed_N, bonus_N, is_ignored_N
+            hidden_ND, self.output_weights(), targets_N, self.softcap, observed_N, bonus_N, is_ignored_N
         )
 
     @_as_call
@@ -102,7 +125,9 @@ class Vocabulary(nn.Module):
         self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None = None, bonus_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """What `cross_entropy` gives, fp32 [N], and the argmax of the same logits, int64 [N]; no gradients."""
-        return self.kernels.token_scores(hidden_ND, self.weights(), targets_N, self.softcap, observed_N, bonus_N)
+        return self.kernels.token_scores(
+            hidden_ND, self.output_weights(), targets_N, self.softcap, observed_N, bonus_N
+        )
 
     @_as_call
     def soft_embedding(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
@@ -111,7 +136,9 @@ class Vocabulary(nn.Module):
         A gradient flows to E, none through z: the signal is given, how it is embedded is learnt.
         """
         flat = hidden.reshape(-1, hidden.shape[-1])
-        soft = self.kernels.soft_embedding(flat, self.weights(), self.softcap, temperature)
+        soft = self.kernels.soft_embedding(
+            flat, self.output_weights(), self.softcap, temperature, **self._embedding()
+        )
         return soft.view(hidden.shape).mul_(self._scale(self.table.dtype))
 
     @_as_call
@@ -142,13 +169,14 @@ class Vocabulary(nn.Module):
             temperature = temperature[:, None].expand(B, L).reshape(-1)
         stats = self.kernels.token_stats(
             hidden_BLD.reshape(-1, D),
-            self.weights(),
+            self.output_weights(),
             self.softcap,
             temperature,
             uniform_BL.reshape(-1),
             None if given_BL is None else given_BL.reshape(-1),
             None if allowed_BLW is None else allowed_BLW.flatten(0, 1),
             *(() if shaping is None else (shaping.flat(),)),
+            **self._embedding(),
         )
         stats.soft_embedding.mul_(self._scale(self.table.dtype))
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in stats))
@@ -173,13 +201,14 @@ class Vocabulary(nn.Module):
             temperature = temperature[:, None].expand(B, L).reshape(-1)
         stats = self.kernels.class_stats(
             hidden_BLD.reshape(-1, D),
-            self.table,
+            self.table if self.head is None else self.head,
             self.softcap,
             temperature,
             uniform_BL.reshape(-1),
             classes,
             penalty,
             excluded,
+            **self._embedding(),
         )
         stats.soft_embedding.mul_(self._scale(self.table.dtype))
         return ClassStats(*(column.view(B, L, *column.shape[1:]) for column in stats))

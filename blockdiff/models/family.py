@@ -1,6 +1,7 @@
 """The contract of a model family: all that the rest of the house asks of a model, and nothing else names a family.
 
-A family is a module of this package with a `FAMILY`, which `family_of` finds by the model type of a config.
+A family is what a module of this package has as its `FAMILY`, or one of its `FAMILIES`; `family_of` finds it by the
+model type of a config.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff import models
-from blockdiff.errors import CheckpointError
+from blockdiff.errors import BlockdiffError, CheckpointError
 from blockdiff.kernels import Kernels
 from blockdiff.layers.attention import KV, Past
 from blockdiff.layers.rope import angles
@@ -36,7 +37,7 @@ class Outline:
 
     bos, eos, pad: ids of special tokens as the config has them; experts, experts_per_token: 0 without;
     cached_per_token: numbers that a prefix holds of one token; positions: how many tokens a row may have; lines: the
-    shape of the model for a person to read.
+    shape of the model for a person to read; denoises: whether there are canvases (canvas_length is 1 where not).
     """
 
     vocab_size: int
@@ -50,6 +51,7 @@ class Outline:
     cached_per_token: int
     positions: int
     lines: tuple[str, ...]
+    denoises: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Family:
     The functions take the family's own config. `read(values)` makes it from the content of a config.json and checks it;
     `check(config)` raises CheckpointError for what it says and the model does not do; `outline(config)` is what the
     house reads of it; `with_tokens(config, vocab_size, special)` is the config with another vocabulary (special:
-    bos_token_id, eos_token_id, pad_token_id); `image_tensors(config, seed, dtype)` draws the tensors that are carried.
+    bos_token_id, eos_token_id, pad_token_id); `image_tensors(config, seed, dtype)` draws the tensors that are carried;
+    `with_canvases(config, canvas_length)` is the config of a causal model as a denoiser (None: its models denoise).
     """
 
     model_type: str
@@ -91,7 +94,8 @@ class Family:
     check: Callable[[Any], None]
     outline: Callable[[Any], Outline]
     with_tokens: Callable[[Any, int, Mapping[str, int | None]], Any]
-    image_tensors: Callable[[Any, int, torch.dtype], dict[str, Tensor]]
+    image_tensors: Callable[[Any, int, torch.dtype], dict[str, Tensor]] = lambda config, seed, dtype: {}
+    with_canvases: Callable[[Any, int], Any] | None = None
 
     def part_of(self, name: str) -> str:
         """The part that one of our parameters or buffers belongs to, by its name; "other" for what none has."""
@@ -115,10 +119,15 @@ class Family:
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Every family by its model type: the FAMILY of each module of this package that has one."""
+    """Every family by its model type: the FAMILY, or the FAMILIES, of each module of this package that has any."""
     names = [each.name for each in pkgutil.iter_modules(models.__path__, "blockdiff.models.")]
-    modules = map(importlib.import_module, names)
-    return {module.FAMILY.model_type: module.FAMILY for module in modules if hasattr(module, "FAMILY")}
+    modules = [importlib.import_module(name) for name in names]
+    found = [
+        family
+        for module in modules
+        for family in (getattr(module, "FAMILIES", ()) or ([module.FAMILY] if hasattr(module, "FAMILY") else ()))
+    ]
+    return {family.model_type: family for family in found}
 
 
 def family_of(config: Any) -> Family:
@@ -167,16 +176,20 @@ class LayerKind:
 class BlockDiffusionModel(nn.Module):
     """A denoiser with a prefix: every family's model is one, and nothing else in the house knows the families apart.
 
+    A causal model is one without canvases (`denoises` is False, `canvas_length` 1): it encodes.
     Every way into the weights is a call of a module (of the model or of its vocabulary), because what shards weights
     gathers them around such calls and nowhere else.
     """
 
     config: Any
+    denoises: bool = True
     canvas_length: int
     vocab_size: int
     kernels: Kernels
     vocabulary: Vocabulary
-    layers: nn.ModuleList
+    self_conditioning: nn.Module | None  # of embeddings [B, T, D] and a signal; None where nothing denoises
+    layers: nn.ModuleList  # each with an encoder_scalar and a decoder_scalar, [1]; None: 1
+    norm: nn.Module
     kinds: dict[str, LayerKind]  # by name
     layer_kinds: tuple[str, ...]  # the name of each layer's kind
     carried: Any = None  # tensors and files of the checkpoint that the model does not run
@@ -202,7 +215,32 @@ class BlockDiffusionModel(nn.Module):
         In one sweep over clean rows and their canvases, T = S + C * L, `spans` are `Sweep`s and say which tokens are
         noisy; `soft_BTD` is of the canvases only, and no kv is given back.
         """
-        raise NotImplementedError
+        rope = self.rope(positions_BT) if rope is None else rope
+        x, kv = self.vocabulary.embed(tokens_BT), list[KV]()
+        sweep = next(iter(spans.values()))
+        if isinstance(sweep, Sweep):
+            clean, noisy = x[:, : sweep.clean_tokens], x[:, sweep.clean_tokens :]
+            x = torch.cat([clean, self._conditioned(noisy, soft_BTD)], 1)
+            is_noisy = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]) >= sweep.clean_tokens
+        elif isinstance(is_noisy, Tensor):
+            x = torch.where(is_noisy[..., None], self._conditioned(x, soft_BTD), x)
+        elif is_noisy:
+            x = self._conditioned(x, soft_BTD)
+        for n, (kind, layer) in enumerate(zip(self.layer_kinds, self.layers, strict=True)):
+            scalar = _scalar(is_noisy, layer.encoder_scalar, layer.decoder_scalar)  # type: ignore[arg-type]
+            x, layer_kv = layer(x, rope[kind], spans[kind], None if past is None else past[n], scalar)
+            if is_noisy is not True and not isinstance(sweep, Sweep):
+                kv.append(layer_kv)
+        return self.norm(x), kv
+
+    def _conditioned(self, x: Tensor, soft_BTD: Tensor | None) -> Tensor:
+        """Embeddings of noisy tokens with their signal; BlockdiffError for a causal model."""
+        if self.self_conditioning is None:
+            raise BlockdiffError(
+                "a causal model denoises nothing; `blockdiff init --from` adds what that needs, or sample next tokens"
+            )
+        conditioned: Tensor = self.self_conditioning(x, soft_BTD)
+        return conditioned
 
     @property
     def device(self) -> torch.device:
@@ -248,7 +286,7 @@ class BlockDiffusionModel(nn.Module):
         """Hidden states [B, L, D] of one canvas per row, after the final norm; leaves the prefix as it is.
 
         canvas_BL: int64 noisy tokens, standing right after the row's cached tokens; soft_embedding: [B, L, D] signal
-        of the last prediction (None, or rows of zeros: no signal).
+        of the last prediction (None, or rows of zeros: no signal). Raises BlockdiffError for a causal model.
         """
         positions_BL, spans, rope = prefix.canvas(canvas_BL.shape[1], self.rope)
         hidden, _ = self(canvas_BL, positions_BL, spans, prefix.layers(), True, soft_embedding, rope)
@@ -261,3 +299,12 @@ class BlockDiffusionModel(nn.Module):
     def soft_embedding(self, logits: Tensor) -> Tensor:
         """Soft embedding [..., D] of logits [..., V]: a convenience, see `vocabulary.soft_embedding`."""
         return self.vocabulary.soft_embedding_of(logits)
+
+
+def _scalar(is_noisy: bool | Tensor, clean: Tensor | None, noisy: Tensor | None) -> Tensor | None:
+    """What a layer multiplies its tokens by: [1] for all, [B, T, 1], or None for nothing."""
+    if not isinstance(is_noisy, Tensor):
+        return noisy if is_noisy else clean
+    if noisy is None:
+        return clean
+    return torch.where(is_noisy[..., None], noisy, torch.ones_like(noisy) if clean is None else clean)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,6 +46,12 @@ class Names:
         """Our name of a tensor of the Hub, itself or what it is a tied copy of; None where the table has neither."""
         tied = self.tied_to(hub)
         return _translated(hub, self._ours) or (None if tied is None else _translated(tied, self._ours))
+
+    def ours_among(self, hub: str, there: Container[str]) -> str | None:
+        """`to_ours`, but a name of ours that is not `there` does not count: a head may stand alone or be tied."""
+        tied = self.tied_to(hub)
+        candidates = _translated(hub, self._ours), None if tied is None else _translated(tied, self._ours)
+        return next((name for name in candidates if name is not None and name in there), None)
 
     def hub_to_ours(self, names: Iterable[str]) -> dict[str, str]:
         """Hub name -> our name, for those of our `names` that the table has."""

@@ -294,7 +294,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no config": (lambda d: (d / "config.json").unlink(), ["no config.json"]),
     "bad json": (lambda d: (d / "config.json").write_text('{"model_type": '), ["config.json", "JSON"]),
     "json list": (lambda d: (d / "config.json").write_text("[]"), ["config.json", "list"]),
-    "model type": (configure(model_type="llama"), ["config.json", "'llama'", "'diffusion_gemma'"]),
+    "model type": (configure(model_type="gpt2"), ["config.json", "'gpt2'", "'diffusion_gemma'"]),
     "no text config": (configure(text_config=None), ["config.json", "text_config"]),
     "bad value": (configure(text_config={"hidden_size": "wide"}), ["config.json", "hidden_size"]),
     "untied": (configure(tie_word_embeddings=False), ["config.json", "tie_word_embeddings"]),

@@ -27,8 +27,9 @@ def model() -> BlockDiffusionModel:
 
 def test_a_family_is_found_by_its_model_type():
     assert family_of("diffusion_gemma") is family_of(preset_config("tiny")) is families()["diffusion_gemma"]
-    for unknown in ("llama", None):
-        with pytest.raises(CheckpointError, match=r"model_type is .*blockdiff reads 'diffusion_gemma'"):
+    assert {family.model_type for family in families().values()} == families().keys()
+    for unknown in ("gpt2", None):
+        with pytest.raises(CheckpointError, match=r"model_type is .*blockdiff reads 'diffusion_gemma', 'llama', "):
             family_of(unknown)
 
 

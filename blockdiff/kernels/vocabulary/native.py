@@ -228,31 +228,37 @@ class _SoftEmbedding(torch.autograd.Function):
         table_VD: Tensor,
         softcap: float | None,
         temperature: float,
+        embedding_VD: Tensor | None,
     ) -> Tensor:
         N, V = hidden_ND.shape[0], table_VD.shape[0]
-        keeps = ctx.needs_input_grad[1] and table_VD.element_size() * N * V <= CHUNK_BYTES
+        embedding = table_VD if embedding_VD is None else embedding_VD
+        is_trained = ctx.needs_input_grad[1 if embedding_VD is None else 4]
+        keeps = is_trained and table_VD.element_size() * N * V <= CHUNK_BYTES
         kept = table_VD.new_empty(N, V) if keeps else None
         out = torch.empty_like(hidden_ND, dtype=table_VD.dtype)
         for rows in _chunks(hidden_ND, V):
             p = _probabilities(hidden_ND[rows], table_VD, softcap, temperature)
-            torch.mm(p, table_VD, out=out[rows])
+            torch.mm(p, embedding, out=out[rows])
             if kept is not None:
                 kept[rows] = p
         ctx.save_for_backward(*((kept,) if kept is not None else (hidden_ND, table_VD)))
         ctx.arguments = softcap, temperature
+        ctx.is_tied = embedding_VD is None
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         if len(ctx.saved_tensors) == 1:
-            return None, ctx.saved_tensors[0].t() @ grad_ND, None, None
-        hidden_ND, table_VD = ctx.saved_tensors
-        softcap, temperature = ctx.arguments
-        grad_table = torch.zeros_like(table_VD, dtype=torch.promote_types(table_VD.dtype, torch.float32))
-        for rows in _chunks(hidden_ND, table_VD.shape[0]):
-            p = _probabilities(hidden_ND[rows].to(table_VD.dtype), table_VD, softcap, temperature)
-            grad_table += p.t() @ grad_ND[rows]
-        return None, grad_table.to(table_VD.dtype), None, None
+            grad_table = ctx.saved_tensors[0].t() @ grad_ND
+        else:
+            hidden_ND, table_VD = ctx.saved_tensors
+            softcap, temperature = ctx.arguments
+            grad_table = torch.zeros_like(table_VD, dtype=torch.promote_types(table_VD.dtype, torch.float32))
+            for rows in _chunks(hidden_ND, table_VD.shape[0]):
+                p = _probabilities(hidden_ND[rows].to(table_VD.dtype), table_VD, softcap, temperature)
+                grad_table += p.t() @ grad_ND[rows]
+            grad_table = grad_table.to(table_VD.dtype)
+        return (None, grad_table, *[None] * 3) if ctx.is_tied else (*[None] * 4, grad_table)
 
 
 def _probabilities(hidden: Tensor, table: Tensor, softcap: float | None, temperature: float) -> Tensor:
@@ -262,14 +268,22 @@ def _probabilities(hidden: Tensor, table: Tensor, softcap: float | None, tempera
 
 
 def soft_embedding(
-    hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    softcap: float | None,
+    temperature: float,
+    embedding_VD: Tensor | None = None,
 ) -> Tensor:
-    """`softmax(z / T) E` [N, D], without the factor sqrt(D); a gradient flows to E, none through z."""
+    """`softmax(z / T) E` [N, D], without the factor sqrt(D); a gradient flows to E, none through z.
+
+    embedding_VD: E where it is not the table that makes the logits z.
+    """
     is_plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(hidden_ND.device.type))
     if is_plain and hidden_ND.shape[0] <= _chunk_rows(hidden_ND, table_VD.shape[0]):
         # where tokens are few, the calls around these two lines cost as much as they do
-        return torch.mm(_probabilities(hidden_ND, table_VD, softcap, temperature), table_VD)
-    return _SoftEmbedding.apply(hidden_ND, table_VD, softcap, temperature)
+        embedding = table_VD if embedding_VD is None else embedding_VD
+        return torch.mm(_probabilities(hidden_ND, table_VD, softcap, temperature), embedding)
+    return _SoftEmbedding.apply(hidden_ND, table_VD, softcap, temperature, embedding_VD)
 
 
 def pack_allowed(is_allowed_NV: Tensor) -> Tensor:
@@ -294,14 +308,16 @@ def token_stats(
     given_N: Tensor | None = None,
     allowed_NW: Tensor | None = None,
     shaping: Shaping | None = None,
+    embedding_VD: Tensor | None = None,
 ) -> Stats:
     """Entropy, argmax, a sample at the given uniform number, and the soft embedding of z / T, in one sweep.
 
     given_N: int64 tokens whose log-probability is wanted instead of the samples'; allowed_NW: the tokens allowed at
     every position, packed by `pack_allowed`, at least one each. Tokens not allowed are never sampled. shaping: what is
-    done to the distribution that all of these but the soft embedding are of.
+    done to the distribution that all of these but the soft embedding are of. embedding_VD: what soft embeddings are
+    made of where it is not the table that makes the logits.
     """
-    parts = []
+    parts, embedding = [], table_VD if embedding_VD is None else embedding_VD
     with torch.no_grad():
         for rows in _chunks(hidden_ND, table_VD.shape[0]):
             z = logits(hidden_ND[rows], table_VD, softcap)
@@ -313,7 +329,7 @@ def token_stats(
             temperature = temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N
             z.div_(temperature)
             if shaping is not None:
-                soft = torch.mm(z.log_softmax(-1).exp_().to(table_VD.dtype), table_VD)
+                soft = torch.mm(z.log_softmax(-1).exp_().to(table_VD.dtype), embedding)
                 if shaping.other_ND is not None:
                     z_u = logits(shaping.other_ND[rows], table_VD, softcap).div_(temperature)
                     z.mul_(1 + shaping.guidance).sub_(z_u, alpha=shaping.guidance)
@@ -335,7 +351,7 @@ def token_stats(
                 sample = torch.where(is_forbidden.gather(-1, sample), argmax[:, None], sample)
             log_probability = log_p.gather(-1, sample if given_N is None else given_N[rows, None]).squeeze(-1)
             if soft is None:
-                soft = torch.mm(p.to(table_VD.dtype), table_VD)
+                soft = torch.mm(p.to(table_VD.dtype), embedding)
             parts.append(Stats(entropy, argmax, sample.squeeze(-1), soft, log_probability))
     return parts[0] if len(parts) == 1 else Stats(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
@@ -349,6 +365,7 @@ def class_stats(
     classes: Classes,
     penalty: Penalty | None = None,
     excluded: int | None = None,
+    embedding_VD: Tensor | None = None,
 ) -> ClassStats:
     """What a constraint needs of every position and class of tokens, and the model's own soft embedding, in one sweep.
 
@@ -362,7 +379,8 @@ def class_stats(
                 z[:, excluded] = -torch.inf
             temperature = temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N
             own = (z if penalty is None else z.clone()).div_(temperature)
-            soft = torch.mm(own.log_softmax(-1).exp_().to(table_VD.dtype), table_VD)
+            embedding = table_VD if embedding_VD is None else embedding_VD
+            soft = torch.mm(own.log_softmax(-1).exp_().to(table_VD.dtype), embedding)
             if penalty is not None:
                 own = penalised(z, penalty, rows).div_(temperature)
             uniform = uniform_N[rows]

@@ -215,6 +215,9 @@ _soft_embedding.register_autograd(_soft_embedding_gradients, setup_context=_save
 # -- the public functions: signatures and meaning as in native.py ------------------------------------------------
 
 
+UNTIED = "embeddings that are not the rows that make the logits have no Triton kernel"
+
+
 def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if t is None else t.contiguous() for t in tensors)
 
@@ -251,9 +254,15 @@ def token_scores(
 
 
 def soft_embedding(
-    hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    softcap: float | None,
+    temperature: float,
+    embedding_VD: Tensor | None = None,
 ) -> Tensor:
     """`softmax(z / T) E` [N, D], without the factor sqrt(D); a gradient flows to E, none through z."""
+    if embedding_VD is not None:
+        raise Unserved(UNTIED)
     hidden, table = in_autocast(hidden_ND.detach(), table_VD)
     needs_table = torch.is_grad_enabled() and table.requires_grad
     return _soft_embedding(hidden, table, softcap, temperature, needs_table)[0].to(table_VD.dtype)
@@ -268,11 +277,14 @@ def token_stats(
     given_N: Tensor | None = None,
     allowed_NW: Tensor | None = None,
     shaping: Shaping | None = None,
+    embedding_VD: Tensor | None = None,
 ) -> Stats:
     """Entropy, argmax, a sample at the given uniform number, the soft embedding and a log-probability of z / T.
 
     Samples are those of native.py except where the uniform number lies within about 1e-6 of an edge of the CDF.
     """
+    if embedding_VD is not None:
+        raise Unserved(UNTIED)
     hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))
     if isinstance(temperature_N, Tensor):
         temperature_N = temperature_N.float().expand(len(hidden))

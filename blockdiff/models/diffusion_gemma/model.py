@@ -16,7 +16,6 @@ from either form of file (`per_layer_config`, or `global_head_dim` and `num_glob
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,40 +117,6 @@ class DiffusionGemma(BlockDiffusionModel):
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, self.kernels)
         self.layer_kinds = tuple(KINDS[layer_type] for layer_type in text.layer_types)
         self.kinds = {name: _kind(text, name, self.layer_kinds.index(name)) for name in dict.fromkeys(self.layer_kinds)}
-
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        positions_BT: Tensor,
-        spans: Mapping[str, Spans | Sweep],
-        past: Sequence[Past] | None = None,
-        is_noisy: bool | Tensor = False,
-        soft_BTD: Tensor | None = None,
-        rope: Mapping[str, Rope] | None = None,
-    ) -> tuple[Tensor, list[KV]]:
-        """See `BlockDiffusionModel.forward`."""
-        rope = self.rope(positions_BT) if rope is None else rope
-        x, kv = self.vocabulary.embed(tokens_BT), []
-        sweep = next(iter(spans.values()))
-        if isinstance(sweep, Sweep):
-            clean, noisy = x[:, : sweep.clean_tokens], x[:, sweep.clean_tokens :]
-            x = torch.cat([clean, self.self_conditioning(noisy, soft_BTD)], 1)
-            is_noisy = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]) >= sweep.clean_tokens
-        elif is_noisy is not False:
-            x = _by_token(is_noisy, self.self_conditioning(x, soft_BTD), x)
-        for n, (kind, layer) in enumerate(zip(self.layer_kinds, self.layers, strict=True)):
-            scalar = _by_token(is_noisy, layer.decoder_scalar, layer.encoder_scalar)  # type: ignore[arg-type]
-            x, layer_kv = layer(x, rope[kind], spans[kind], None if past is None else past[n], scalar)
-            if is_noisy is not True and not isinstance(sweep, Sweep):
-                kv.append(layer_kv)
-        return self.norm(x), kv
-
-
-def _by_token(is_noisy: bool | Tensor, noisy: Tensor, clean: Tensor) -> Tensor:
-    """What noisy tokens have or what clean ones have, for all tokens or for each."""
-    if isinstance(is_noisy, Tensor):
-        return torch.where(is_noisy[..., None], noisy, clean)
-    return noisy if is_noisy else clean
 
 
 def _kind(text: Any, name: str, layer: int) -> LayerKind:

@@ -1,0 +1,50 @@
+"""`convert`: a causal model becomes a block-diffusion one that computes, before it is trained, what the other did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from blockdiff.checkpoint.added import added_to, fill
+from blockdiff.checkpoint.create import drawn
+from blockdiff.checkpoint.read import empty, load
+from blockdiff.errors import CheckpointError
+from blockdiff.layers.self_conditioning import SelfConditioning
+from blockdiff.models.family import BlockDiffusionModel, family_of
+
+CANVAS_LENGTH = 256  # that of the released model
+
+
+@torch.no_grad()
+def convert(
+    path_or_hub_id: str | Path,
+    canvas_length: int = CANVAS_LENGTH,
+    seed: int = 0,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    kernels: str = "auto",
+) -> BlockDiffusionModel:
+    """A causal model with what denoising needs: self-conditioning whose output is zero, and layer scalars of 1.
+
+    Encoding gives what it gave, to the bit. Canvases are denoised by the causal model's weights, which see all of a
+    canvas; what the self-conditioning is made of beside its last matrix is drawn from `seed`. Raises CheckpointError
+    for a model that denoises already, and for a family whose models cannot be made to.
+    """
+    causal = load(path_or_hub_id, dtype, device, kernels)
+    family = family_of(causal.config)
+    if causal.denoises or family.with_canvases is None:
+        raise CheckpointError(f"{path_or_hub_id}: a {family.model_type} with canvases already; give a causal model")
+    if canvas_length < 1:
+        raise CheckpointError(f"canvas_length {canvas_length} is no number of tokens; give 1 or more")
+    model = empty(family.with_canvases(causal.config, canvas_length), causal.kernels)
+    spread, draw = family.outline(causal.config).initializer_range, torch.Generator().manual_seed(seed)
+    for name, shape in added_to(model).items():
+        fill(model, name, drawn(model, name, shape, draw, spread).to(causal.device, causal.dtype))
+    for name, tensor in causal.state_dict().items():
+        fill(model, name, tensor)
+    for module in model.modules():
+        if isinstance(module, SelfConditioning):
+            module.down_proj.weight.zero_()
+    model.carried = causal.carried
+    return model.eval()

@@ -1,0 +1,299 @@
+"""Llama-like causal models: Llama and Qwen3, as they are on the Hub, or with what denoising needs added to them.
+
+What is special about them:
+- Pre-norm layers, `x + attention(norm(x))` then `x + mlp(norm(x))`; norms are cast before their weight multiplies.
+- Attention scale d^-1/2. Qwen3 norms every query and key before RoPE; values are never normed.
+- RoPE with llama3 scaling slows the frequencies that turn too seldom over the original positions.
+- Embeddings are not scaled; the head may be a matrix of its own; logits are not soft-capped.
+- Causal: such a model encodes, and its next-token predictions are what it samples with. Where the config has a
+  `canvas_length` it denoises, too: an MLP without an outer norm adds the soft embedding of the last prediction to the
+  canvas embedding, and each layer multiplies noisy tokens by its decoder scalar. With the MLP's output at zero and the
+  scalars at 1, as `init --from` makes them, noisy tokens are computed like clean ones. The Hub has no names for these
+  tensors, so they lie in blockdiff.safetensors and transformers loads the rest as the causal model that it is.
+
+Config: transformers' `LlamaConfig` or `Qwen3Config`, with `canvas_length` beside its own fields where it denoises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blockdiff.errors import CheckpointError
+from blockdiff.kernels import Kernels, resolve
+from blockdiff.layers.attention import KV, Attention, Past
+from blockdiff.layers.mlp import MLP
+from blockdiff.layers.norm import CastRMSNorm
+from blockdiff.layers.rope import default_frequencies, llama3_frequencies
+from blockdiff.layers.self_conditioning import SelfConditioning
+from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.models.family import BlockDiffusionModel, Capabilities, Family, LayerKind, Outline, Rope
+from blockdiff.models.names import Names
+from blockdiff.spans import Spans, Sweep
+
+# What a config may say: one value only, names there and in kernels/, RoPE types with the parameters each may have.
+ONE_VALUE: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "attention_dropout": (0.0, None),
+    "mlp_bias": (False, None),
+    "use_bidirectional_attention": (False, None),
+}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
+ROPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
+LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16}
+
+
+class Layer(nn.Module):
+    """One layer, pure: `layer(x, rope, spans, past, scalar) -> (x, kv)`; caches are the caller's business."""
+
+    def __init__(self, config: Any, denoises: bool, kernels: Kernels):
+        super().__init__()
+        hidden, eps, head_dim = config.hidden_size, config.rms_norm_eps, config.head_dim
+        self.input_norm = CastRMSNorm(hidden, eps, kernels)
+        self.attention = Attention(
+            hidden,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim,
+            has_value=True,
+            eps=eps,
+            kernels=kernels,
+            qk_norm=CastRMSNorm if config.model_type == "qwen3" else None,
+            norms_values=False,
+            scale=head_dim**-0.5,
+        )
+        self.post_attention_norm = CastRMSNorm(hidden, eps, kernels)
+        self.mlp = MLP(hidden, config.intermediate_size, ACTIVATIONS[config.hidden_act])
+        self.encoder_scalar = None  # clean tokens are the causal model's
+        self.decoder_scalar = nn.Parameter(torch.ones(1)) if denoises else None
+
+    def forward(
+        self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, scalar: Tensor | None
+    ) -> tuple[Tensor, KV]:
+        """Of the residual x [B, T, D]: the next one, and the keys and values of these tokens.
+
+        scalar: what the result is multiplied by, [1] for all tokens or [B, T, 1]; None: nothing.
+        """
+        attended, kv = self.attention(self.input_norm(x), rope, spans, past)
+        x = x + attended
+        x = x + self.mlp(self.post_attention_norm(x))
+        return x if scalar is None else x * scalar, kv
+
+
+class Llama(BlockDiffusionModel):
+    """The stack of layers, causal, and with `config.canvas_length` a denoiser, too."""
+
+    layer_class: type[Layer] = Layer
+
+    def __init__(self, config: Any, kernels: str | Kernels = "auto"):
+        super().__init__()
+        check(config)
+        self.config, self.kernels = config, resolve(kernels)
+        self.denoises, self.canvas_length = denoises(config), getattr(config, "canvas_length", None) or 1
+        hidden, self.vocab_size = config.hidden_size, config.vocab_size
+        is_tied = bool(config.tie_word_embeddings)
+        self.vocabulary = Vocabulary(self.vocab_size, hidden, None, self.kernels, scale=1.0, is_tied=is_tied)
+        self.self_conditioning = None
+        if self.denoises:
+            sizes = hidden, config.intermediate_size, config.rms_norm_eps, self.kernels
+            self.self_conditioning = SelfConditioning(*sizes, ACTIVATIONS[config.hidden_act], is_normed=False)
+        layers = config.num_hidden_layers
+        self.layers = nn.ModuleList(self.layer_class(config, self.denoises, self.kernels) for _ in range(layers))
+        self.norm = CastRMSNorm(hidden, config.rms_norm_eps, self.kernels)
+        self.layer_kinds = tuple(KINDS[each] for each in layer_types(config))
+        windows = {"full": None, "sliding": getattr(config, "sliding_window", None)}
+        self.kinds = {
+            name: LayerKind(name, windows[name], frequencies(config)) for name in dict.fromkeys(self.layer_kinds)
+        }
+
+
+def denoises(config: Any) -> bool:
+    """Whether models of this config have canvases, or are causal alone."""
+    return bool(getattr(config, "canvas_length", None))
+
+
+def layer_types(config: Any) -> Sequence[str]:
+    """The type of each layer; Llama's are all full."""
+    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+
+
+def frequencies(config: Any) -> Tensor:
+    """What RoPE turns by, fp32 [d/2]."""
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "llama3":
+        return llama3_frequencies(config.head_dim, rope["rope_theta"], rope)
+    return default_frequencies(config.head_dim, rope["rope_theta"]) / rope.get("factor", 1.0)
+
+
+# -- what a config may say -------------------------------------------------------------------------------------
+
+
+def read(values: Mapping[str, Any], model_type: str) -> Any:
+    """A config from the content of a config.json.
+
+    Raises CheckpointError for values that are not supported, and what transformers raises for those that cannot be.
+    """
+    from transformers import LlamaConfig, Qwen3Config
+
+    for name in SIZES:
+        size, most = values.get(name), LARGEST.get(name, 2**31)
+        if isinstance(size, int) and not 1 <= size <= most:
+            raise CheckpointError(f"{name} is {size}; it must be at least 1 and at most {most}")
+    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[model_type](**json.loads(json.dumps(values)))
+    check(config)
+    return config
+
+
+def check(config: Any) -> None:
+    """Raises CheckpointError, naming the field, for a config that our model does not compute as transformers does."""
+    wrong = next(_wrong(config), None)
+    if wrong is not None:
+        raise CheckpointError(wrong)
+
+
+def _wrong(config: Any) -> Iterator[str]:
+    for name, allowed in ONE_VALUE.items():
+        value = getattr(config, name, allowed[0])
+        if value not in allowed:
+            yield f"{name} is {value!r}; only {allowed[0]!r} is supported"
+    if config.hidden_act not in ACTIVATIONS:
+        yield f"hidden_act {config.hidden_act!r} is not supported; there are: {', '.join(ACTIVATIONS)}"
+    for name in SIZES:
+        if not isinstance(getattr(config, name), int) or getattr(config, name) < 1:
+            yield f"{name} is {getattr(config, name)!r}; it must be at least 1"
+    if config.head_dim % 2:
+        yield f"head_dim is {config.head_dim}; it must be even"
+    if config.num_attention_heads % config.num_key_value_heads:
+        yield (
+            f"num_key_value_heads {config.num_key_value_heads} does not divide num_attention_heads "
+            f"{config.num_attention_heads}"
+        )
+    canvas_length = getattr(config, "canvas_length", None)
+    if canvas_length is not None and (not isinstance(canvas_length, int) or canvas_length < 0):
+        yield f"canvas_length is {canvas_length!r}; it must be a number of tokens, or null for a causal model"
+    if len(layer_types(config)) != config.num_hidden_layers:
+        yield f"layer_types names {len(layer_types(config))} layers, but there are {config.num_hidden_layers}"
+    for kind in layer_types(config):
+        if kind not in KINDS:
+            yield f"layer_types {kind!r} is not supported; there are: {', '.join(KINDS)}"
+        elif kind == "sliding_attention" and not (getattr(config, "sliding_window", None) or 0) >= 1:
+            yield f"sliding_window is {config.sliding_window!r}, but some layers slide; it must be at least 1"
+    rope = config.rope_parameters or {}
+    rope_type = rope.get("rope_type", "default")
+    if not rope.get("rope_theta"):
+        yield "rope_parameters: missing, or without rope_theta"
+    if rope_type not in ROPES:
+        yield f"rope_parameters: rope_type {rope_type!r} is not supported; there are: {', '.join(ROPES)}"
+        return
+    neutral = {"factor": 1.0, "partial_rotary_factor": 1.0}
+    for name in rope.keys() - {"rope_type", "type", "rope_theta", *ROPES[rope_type]}:
+        if rope[name] is not None and rope[name] != neutral.get(name):
+            yield f"rope_parameters: {name} {rope[name]!r} is not supported with rope_type {rope_type!r}"
+    for name in ROPES[rope_type]:
+        if not isinstance(rope.get(name), int | float) or rope[name] <= 0:
+            yield f"rope_parameters: {name} is {rope.get(name)!r}; rope_type {rope_type!r} needs a number above 0"
+
+
+def outline(config: Any) -> Outline:
+    """The config in words that all families share."""
+    kinds = list(layer_types(config))
+    sliding = kinds.count("sliding_attention")
+    layers = f"{len(kinds)} layers" + (f" ({sliding} sliding, window {config.sliding_window})" if sliding else "")
+    canvas = f"canvas {config.canvas_length}" if denoises(config) else "causal"
+    return Outline(
+        vocab_size=config.vocab_size,
+        canvas_length=getattr(config, "canvas_length", None) or 1,
+        bos=config.bos_token_id,
+        eos=config.eos_token_id,
+        pad=config.pad_token_id,
+        initializer_range=config.initializer_range,
+        experts=0,
+        experts_per_token=0,
+        cached_per_token=2 * len(kinds) * config.num_key_value_heads * config.head_dim,
+        positions=config.max_position_embeddings,
+        lines=(
+            f"{layers}, hidden {config.hidden_size}, vocabulary {config.vocab_size:,}, {canvas}",
+            f"MLP of {config.intermediate_size}; {config.num_attention_heads} query heads, "
+            f"{config.num_key_value_heads} key heads of {config.head_dim}",
+        ),
+        denoises=denoises(config),
+    )
+
+
+def with_tokens(config: Any, vocab_size: int, special: Mapping[str, int | None]) -> Any:
+    """The config with another vocabulary; special: bos_token_id, eos_token_id and pad_token_id."""
+    return read(config.to_dict() | {"vocab_size": vocab_size, **special}, config.model_type)
+
+
+def with_canvases(config: Any, canvas_length: int) -> Any:
+    """The config of the same model as a denoiser of canvases of so many tokens."""
+    return read(config.to_dict() | {"canvas_length": canvas_length}, config.model_type)
+
+
+# `{}` is the layer number. What denoising adds has no name on the Hub.
+TABLE: tuple[tuple[str, str], ...] = (
+    # ours                                      Hub
+    ("vocabulary.table", "model.embed_tokens.weight"),
+    ("vocabulary.head", "lm_head.weight"),
+    ("norm.weight", "model.norm.weight"),
+    ("layers.{}.input_norm.weight", "model.layers.{}.input_layernorm.weight"),
+    ("layers.{}.post_attention_norm.weight", "model.layers.{}.post_attention_layernorm.weight"),
+    ("layers.{}.attention.q_proj.weight", "model.layers.{}.self_attn.q_proj.weight"),
+    ("layers.{}.attention.k_proj.weight", "model.layers.{}.self_attn.k_proj.weight"),
+    ("layers.{}.attention.v_proj.weight", "model.layers.{}.self_attn.v_proj.weight"),
+    ("layers.{}.attention.o_proj.weight", "model.layers.{}.self_attn.o_proj.weight"),
+    ("layers.{}.attention.q_norm.weight", "model.layers.{}.self_attn.q_norm.weight"),
+    ("layers.{}.attention.k_norm.weight", "model.layers.{}.self_attn.k_norm.weight"),
+    ("layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.gate_proj.weight"),
+    ("layers.{}.mlp.up_proj.weight", "model.layers.{}.mlp.up_proj.weight"),
+    ("layers.{}.mlp.down_proj.weight", "model.layers.{}.mlp.down_proj.weight"),
+)
+
+
+def _family(model_type: str, architecture: str) -> Family:
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        model_class=Llama,
+        names=Names(TABLE, ties=(("lm_head.weight", "model.embed_tokens.weight"),)),
+        parts={
+            "layer_scalars": ("layers.*_scalar",),
+            "self_conditioning": ("self_conditioning.*",),
+            "norms": ("*norm.weight",),
+            "attention": ("layers.*.attention.*",),
+            "mlp": ("layers.*.mlp.*",),
+            "head": ("vocabulary.head",),
+            "embedding": ("vocabulary.*",),
+        },
+        adapted_parts=("attention", "mlp"),
+        sharding_units=("layers.{}", "vocabulary"),
+        capabilities=Capabilities(
+            kernels=("torch", "triton"),
+            predictions=("posterior", "leave_one_out"),
+            corruptions=("uniform", "mask"),
+            meshes=("replicate",),
+            adapters=("lora",),
+        ),
+        read=partial(read, model_type=model_type),
+        check=check,
+        outline=outline,
+        with_tokens=with_tokens,
+        with_canvases=with_canvases,
+    )
+
+
+FAMILIES = (_family("llama", "LlamaForCausalLM"), _family("qwen3", "Qwen3ForCausalLM"))

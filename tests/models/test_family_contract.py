@@ -1,0 +1,277 @@
+"""What every family's models do, whatever they are made of: one suite, written against `models/family.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import blockdiff
+from blockdiff.canvas import Canvas, CleanRow, joined, lay_out
+from blockdiff.checkpoint.added import added_to
+from blockdiff.errors import BlockdiffError, CheckpointError
+from blockdiff.models.family import BlockDiffusionModel, families, family_of
+from blockdiff.models.pages import Pages
+from tests.families import CONFIGS, small_model
+
+pytestmark = pytest.mark.quick
+CLOSE = 1e-6  # final norms round to fp32, whatever the weights are
+DENOISING = [name for name, config in CONFIGS.items() if getattr(config(), "canvas_length", None)]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request) -> BlockDiffusionModel:
+    return small_model(request.param)
+
+
+@pytest.fixture(scope="module", params=DENOISING)
+def denoiser(request) -> BlockDiffusionModel:
+    return small_model(request.param)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients(request) -> Iterator[None]:
+    with torch.set_grad_enabled("gradient" in request.node.name):
+        yield
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = CLOSE) -> None:
+    assert a.shape == b.shape
+    error = float((a.double() - b.double()).norm() / b.double().norm())
+    assert error <= tolerance, f"relative error {error:.2e}"
+
+
+def test_every_family_has_a_model_here():
+    assert {config().model_type for config in CONFIGS.values()} == families().keys()
+
+
+# -- names, parts, files ---------------------------------------------------------------------------------------
+
+
+def test_every_tensor_has_a_part_and_a_name_on_the_hub_or_in_the_file_beside(model):
+    family, added = family_of(model.config), added_to(model)
+    for name in model.state_dict():
+        assert family.part_of(name) != "other", name
+        hub = family.names.to_hub(name)
+        assert (hub is None) == (name in added), name
+        assert hub is None or family.names.ours_among(hub, model.state_dict()) == name
+    assert not added or model.denoises
+
+
+def test_sharding_units_are_modules_inner_ones_first_and_cover_the_model(model):
+    units = family_of(model.config).units(model)
+    assert units[-1] is model and len({id(unit) for unit in units}) == len(units) > len(model.layers)
+    seen: set[nn.Module] = set()
+    for unit in units:
+        assert unit not in seen, "a unit inside one that came before"
+        seen |= set(unit.modules())
+
+
+def test_the_outline_is_that_of_the_model(model):
+    outline = family_of(model.config).outline(model.config)
+    assert (outline.vocab_size, outline.canvas_length) == (model.vocab_size, model.canvas_length)
+    assert outline.denoises == model.denoises and (model.denoises or model.canvas_length == 1)
+    kv = model.encode(tokens(1, 5)).layers()
+    held = [x for kind, layer in zip(model.layer_kinds, kv, strict=True) for x in layer if model.kinds[kind]]
+    assert outline.cached_per_token == sum(x[0, 0].numel() for x in held)
+    bigger = family_of(model.config).with_tokens(model.config, 128, {"eos_token_id": 5})
+    assert family_of(bigger).outline(bigger).vocab_size == 128 and family_of(bigger).outline(bigger).eos == 5
+
+
+def test_a_saved_model_loads_as_it_was(model, tmp_path):
+    blockdiff.save(model, tmp_path / "a")
+    again = blockdiff.load(tmp_path / "a", dtype="float64", device="cpu", kernels="torch")
+    assert (again.denoises, again.canvas_length) == (model.denoises, model.canvas_length)
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in model.state_dict().items())
+
+
+def test_what_the_file_beside_has_is_missed_where_it_is_gone(denoiser, tmp_path):
+    if not added_to(denoiser):
+        return  # all of this family's tensors have a name on the Hub
+    blockdiff.save(denoiser, tmp_path / "a")
+    (tmp_path / "a" / "blockdiff.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no blockdiff.safetensors, which has .*init --from"):
+        blockdiff.load(tmp_path / "a")
+
+
+# -- encoding --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [(1, 29), (17, 13), (7, 7, 7, 9)])
+def test_any_split_of_a_prompt_gives_the_same(model, split):
+    prompt = tokens(2, 30)
+    whole, prefix, parts = model.encode(prompt), None, []
+    for chunk in prompt.split(split, 1):
+        prefix = model.encode(chunk, prefix=prefix)
+        parts.append(prefix.hidden)
+    close(torch.cat(parts, 1), whole.hidden)
+    for one, other in zip(prefix.layers(), whole.layers(), strict=True):
+        for x, y in zip(one, other, strict=True):
+            close(x, y)
+
+
+def test_padding_does_not_change_a_row(model):
+    lengths = (30, 1, 17)
+    rows = tokens(3, 30)
+    prefix = model.encode(rows, torch.tensor(lengths))
+    for row, length in enumerate(lengths):
+        close(prefix.hidden[row : row + 1, :length], model.encode(rows[row : row + 1, :length]).hidden)
+
+
+def packed(model: BlockDiffusionModel, documents: list[Tensor]) -> Tensor:
+    rows = [CleanRow(each.tolist(), []) for each in documents]
+    batch = lay_out([joined(rows)], model.canvas_length, 0)
+    spans = {name: kind.encode_spans(batch.doc_start_BS) for name, kind in model.kinds.items()}
+    return model(batch.tokens_BS, batch.positions_BS, spans)[0]
+
+
+def test_packed_documents_do_not_see_each_other(model):
+    documents = [tokens(13), tokens(9, seed=1), tokens(21, seed=2)]
+    hidden = packed(model, documents)[0].split([len(each) for each in documents])
+    for each, found in zip(documents, hidden, strict=True):
+        close(found, model.encode(each[None]).hidden[0])
+
+
+def test_later_tokens_change_nothing_before_them(model):
+    prompt = tokens(1, 30)
+    other = torch.cat([prompt[:, :20], tokens(1, 10, seed=5)], 1)
+    close(model.encode(prompt).hidden[:, :20], model.encode(other).hidden[:, :20])
+
+
+def test_pages_hold_what_a_prefix_holds(model):
+    prompt, pages = tokens(2, 30), Pages(model, page_tokens=8, capacity=160)
+    rows = [pages.open(), pages.open()]
+    first = pages.encode(rows, prompt[:, :19], [19, 19])
+    second = pages.encode(rows, prompt[:, 19:], [11, 4])
+    whole = model.encode(prompt).hidden
+    close(torch.cat([first[0], second[0]]), whole[0])
+    close(torch.cat([first[1], second[1, :4]]), whole[1, :23])
+    if model.denoises:
+        canvas = tokens(2, model.canvas_length, seed=3)
+        found = pages.denoise(rows, canvas)
+        close(found[:1], model.denoise(canvas[:1], model.encode(prompt[:1])))
+        close(found[1:], model.denoise(canvas[1:], model.encode(prompt[1:, :23])))
+    pages.check()
+
+
+def test_a_gradient_reaches_every_parameter(model):
+    encoded = model.encode(tokens(2, 30))
+    loss = model.vocabulary.cross_entropy(encoded.hidden.flatten(0, 1), tokens(60, seed=4)).sum()
+    if model.denoises:
+        L = model.canvas_length
+        soft = model.vocabulary.soft_embedding(torch.randn(2, L, encoded.hidden.shape[2], dtype=torch.float64))
+        hidden = model.denoise(tokens(2, L, seed=1), encoded, soft)
+        loss = loss + model.vocabulary.cross_entropy(hidden.flatten(0, 1), tokens(2 * L, seed=2)).sum()
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    unused = [name for name, grad in zip(named, grads, strict=True) if grad is None or not bool(grad.abs().sum() > 0)]
+    assert not unused
+
+
+# -- denoising -------------------------------------------------------------------------------------------------
+
+
+def test_a_causal_model_says_that_it_denoises_nothing():
+    model = small_model("llama")
+    with pytest.raises(BlockdiffError, match="a causal model denoises nothing"):
+        model.denoise(tokens(1, 4), model.encode(tokens(1, 5)))
+
+
+def test_a_canvas_sees_all_of_itself_and_changes_nothing_of_the_prefix(denoiser):
+    prompt, L = tokens(1, 20), denoiser.canvas_length
+    prefix = denoiser.encode(prompt)
+    before = [x.clone() for layer in prefix.layers() for x in layer]
+    canvas = tokens(1, L, seed=1)
+    changed = canvas.clone()
+    changed[0, -1] = 3 if int(canvas[0, -1]) != 3 else 4
+    a, b = denoiser.denoise(canvas, prefix), denoiser.denoise(changed, prefix)
+    assert float((a - b)[0, 0].norm()) > 1e-4, "the first token does not see the last"
+    assert all(torch.equal(x, y) for x, y in zip(before, [x for la in prefix.layers() for x in la], strict=True))
+    positions, spans, _ = prefix.canvas(L, denoiser.rope)
+    assert denoiser(canvas, positions, spans, prefix.layers(), True)[1] == []
+
+
+def test_canvases_side_by_side_are_as_alone_in_packed_rows_too(denoiser):
+    L, documents = denoiser.canvas_length, [tokens(20), tokens(15, seed=1)]
+    starts = [[9, 12], [6]]
+    noisy = [[tokens(L, seed=10 + n).tolist() for n in range(len(of))] for of in starts]
+    rows = [
+        CleanRow(document.tolist(), [Canvas(canvas, start) for canvas, start in zip(of, at, strict=True)])
+        for document, of, at in zip(documents, noisy, starts, strict=True)
+    ]
+    batch = lay_out([joined(rows)], L, 0)
+    spans = {name: kind.encode_spans(batch.doc_start_BS) for name, kind in denoiser.kinds.items()}
+    _, kv = denoiser(batch.tokens_BS, batch.positions_BS, spans)
+    spans = {
+        name: kind.denoise_spans(batch.start_BC, batch.doc_start_BC, batch.length_BC, L)
+        for name, kind in denoiser.kinds.items()
+    }
+    positions = ((batch.start_BC - batch.doc_start_BC)[..., None] + torch.arange(L)).flatten(1)
+    hidden, _ = denoiser(batch.canvas_BCL.flatten(1), positions, spans, kv, True)
+    alone = [
+        denoiser.denoise(torch.tensor([canvas]), denoiser.encode(document[None, :start]))
+        for document, of, at in zip(documents, noisy, starts, strict=True)
+        for canvas, start in zip(of, at, strict=True)
+    ]
+    close(hidden, torch.cat(alone, 1))
+
+
+def test_clean_and_noisy_tokens_in_one_call_are_as_in_two(denoiser):
+    L, prefix = denoiser.canvas_length, denoiser.encode(tokens(1, 12))
+    canvas, soft = tokens(1, L, seed=1), torch.randn(1, L, prefix.hidden.shape[2], dtype=torch.float64)
+    positions, spans, _ = prefix.canvas(L, denoiser.rope)
+    alone = denoiser(canvas, positions, spans, prefix.layers(), True, soft)[0]
+    marks = torch.ones(1, L, dtype=torch.bool)
+    together = denoiser(canvas, positions, spans, prefix.layers(), marks, soft)[0]
+    close(together, alone)
+
+
+def test_no_signal_is_a_signal_of_zeros(denoiser):
+    L, prefix = denoiser.canvas_length, denoiser.encode(tokens(2, 12))
+    canvas, width = tokens(2, L, seed=1), prefix.hidden.shape[2]
+    nothing = torch.zeros(2, L, width, dtype=torch.float64)
+    close(denoiser.denoise(canvas, prefix, nothing), denoiser.denoise(canvas, prefix))
+    signal = torch.randn(2, L, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    changed = denoiser.denoise(canvas, prefix, signal) - denoiser.denoise(canvas, prefix)
+    assert float(changed.norm()) > 1e-4
+
+
+# -- what a family can do --------------------------------------------------------------------------------------
+
+
+def test_what_a_family_cannot_do_is_refused_in_one_line(model):
+    family = family_of(model.config)
+    for name in ("kernels", "predictions", "corruptions", "meshes", "adapters"):
+        for choice in getattr(family.capabilities, name):
+            family.require(**{name: choice})
+        with pytest.raises(CheckpointError, match=rf"{family.model_type} does not support sideways \({name}: "):
+            family.require(**{name: "sideways"})
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in DENOISING])
+def test_a_converted_causal_model_encodes_as_before_to_the_bit(name, tmp_path):
+    from blockdiff.checkpoint import convert
+
+    causal = small_model(name, dtype=torch.float32)
+    blockdiff.save(causal, tmp_path / "causal")
+    model = convert(tmp_path / "causal", canvas_length=8, kernels="torch", device="cpu")
+    assert model.denoises and model.canvas_length == 8
+    prompt = tokens(2, 30)
+    a, b = causal.encode(prompt), model.encode(prompt)
+    assert torch.equal(a.hidden, b.hidden)
+    # What is added changes nothing yet: a canvas of one token sees what the next clean token sees.
+    signal = torch.randn(2, 1, a.hidden.shape[2])
+    canvas = tokens(2, 1, seed=3)
+    close(model.denoise(canvas, b, signal), causal.encode(canvas, prefix=a).hidden)
+    blockdiff.save(model, tmp_path / "converted")
+    again = blockdiff.load(tmp_path / "converted", dtype="float32", device="cpu", kernels="torch")
+    assert torch.equal(model.denoise(canvas, b, signal), again.denoise(canvas, b, signal))
+    with pytest.raises(CheckpointError, match="with canvases already"):
+        convert(tmp_path / "converted")

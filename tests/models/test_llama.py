@@ -1,0 +1,186 @@
+"""Llama and Qwen3 against transformers: logits, every gradient, RoPE, files in and out, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import blockdiff
+from blockdiff.checkpoint import read_config
+from blockdiff.checkpoint.config import config_from
+from blockdiff.errors import CheckpointError
+from blockdiff.layers.rope import llama3_frequencies
+from blockdiff.models.family import BlockDiffusionModel, family_of
+from tests.families import LLAMA3, SLIDING, SMALL
+
+pytestmark = pytest.mark.quick
+PARITY = 1e-8
+
+CASES: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**SMALL),
+    "llama3 RoPE": lambda: LlamaConfig(**SMALL, rope_parameters=LLAMA3),
+    "linear RoPE": lambda: LlamaConfig(
+        **SMALL, rope_parameters={"rope_type": "linear", "rope_theta": 5e3, "factor": 3.0}
+    ),
+    "tied, gelu, another eps": lambda: LlamaConfig(
+        **SMALL, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh", rms_norm_eps=1e-2
+    ),
+    "one key head": lambda: LlamaConfig(**{**SMALL, "num_key_value_heads": 1}),
+    "qwen3": lambda: Qwen3Config(**SMALL),
+    "qwen3 with a window": lambda: Qwen3Config(**SMALL, **SLIDING, tie_word_embeddings=True),
+}
+
+
+def oracle(config: Any, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """transformers' model with norms away from 1."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.rand(p.shape) * 0.8 + 0.6 if "norm" in name else torch.randn(p.shape) * 0.2)
+    return model
+
+
+def ours(model: PreTrainedModel) -> BlockDiffusionModel:
+    """Our model with the oracle's weights."""
+    family, state = family_of(model.config), model.state_dict()
+    mine = family.model_class(model.config, kernels="torch").to(model.dtype)
+    mine.load_state_dict({name: state[family.names.to_hub(name)] for name in mine.state_dict()})
+    return mine.eval()
+
+
+@pytest.fixture(params=CASES)
+def pair(request) -> tuple[PreTrainedModel, BlockDiffusionModel]:
+    model = oracle(CASES[request.param]())
+    return model, ours(model)
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = PARITY) -> None:
+    assert a.shape == b.shape
+    error = float(((a.double() - b.double()).norm() / b.double().norm()).detach())
+    assert error <= tolerance, f"relative error {error:.2e}"
+
+
+def test_hidden_states_logits_and_every_gradient_are_those_of_transformers(pair):
+    model, mine = pair
+    prompt = tokens(2, 40)
+    truth = model(prompt, output_hidden_states=True)
+    hidden = mine.encode(prompt).hidden
+    close(hidden, truth.hidden_states[-1])
+    close(mine.unembed(hidden), truth.logits, 1e-6)  # logits are fp32 by definition
+    theirs = torch.nn.functional.cross_entropy(truth.logits[:, :-1].flatten(0, 1), prompt[:, 1:].flatten())
+    loss = mine.vocabulary.cross_entropy(hidden[:, :-1].flatten(0, 1), prompt[:, 1:].flatten()).mean()
+    close(loss, theirs, 1e-6)
+    theirs.backward()
+    loss.backward()
+    names, grads = family_of(mine.config).names, dict(model.named_parameters())
+    for name, p in mine.named_parameters():
+        assert p.grad is not None
+        close(p.grad, grads[names.to_hub(name)].grad, 1e-6)  # through fp32 logits
+
+
+@torch.no_grad()
+def test_padded_rows_and_chunks_are_those_of_transformers(pair):
+    model, mine = pair
+    rows, lengths = tokens(3, 40), (40, 9, 23)
+    prefix = mine.encode(rows[:, :20], torch.tensor([min(20, n) for n in lengths]))
+    first = prefix.hidden
+    prefix = mine.encode(rows[:, 20:], torch.tensor([max(0, n - 20) for n in lengths]), prefix)
+    for row, length in enumerate(lengths):
+        found = torch.cat([first, prefix.hidden], 1)[row : row + 1, :length]
+        close(found, model(rows[row : row + 1, :length], output_hidden_states=True).hidden_states[-1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_other_precisions_are_close_to_transformers(dtype, tolerance):
+    model = oracle(CASES["qwen3"](), dtype=dtype)
+    prompt = tokens(2, 40)
+    truth = model(prompt, output_hidden_states=True).hidden_states[-1]
+    close(ours(model).encode(prompt).hidden, truth, tolerance)
+
+
+def test_llama3_frequencies_are_those_of_transformers():
+    scaling = {key: value for key, value in LLAMA3.items() if not key.startswith("rope")}
+    scaling |= {"factor": 32.0, "original_max_position_embeddings": 8192}
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, **scaling}
+    config = LlamaConfig(head_dim=128, rope_parameters=rope, max_position_embeddings=131072)
+    truth, factor = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    assert factor == 1.0 and torch.equal(llama3_frequencies(128, 5e5, scaling), truth)
+    assert (truth < llama3_frequencies(128, 5e5, {**scaling, "factor": 1.0})).any()
+
+
+@pytest.mark.parametrize("name", ["llama3 RoPE", "tied, gelu, another eps", "qwen3 with a window"])
+def test_files_go_from_transformers_to_us_and_back(name, tmp_path):
+    model = oracle(CASES[name](), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "hub")
+    mine = blockdiff.load(tmp_path / "hub", dtype="auto", device="cpu", kernels="torch")
+    assert mine.dtype == torch.float32 and not mine.denoises
+    blockdiff.save(mine, tmp_path / "ours")
+    assert not (tmp_path / "ours" / "blockdiff.safetensors").exists()
+    again, said = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert type(again) is type(model) and not any(said.values())
+    assert all(torch.equal(x, again.state_dict()[key]) for key, x in model.state_dict().items())
+
+
+def test_a_tied_head_that_a_file_has_all_the_same_is_read_over(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = oracle(CASES["tied, gelu, another eps"](), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(file := tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    assert blockdiff.load(tmp_path, dtype="auto", kernels="torch").vocabulary.head is None
+
+
+def test_soft_embeddings_of_a_head_of_its_own_are_means_of_embeddings_and_train_those_alone():
+    vocabulary = ours(oracle(CASES["llama"]())).vocabulary
+    hidden = torch.randn(7, 32, dtype=torch.float64)
+    truth = vocabulary.logits(hidden).softmax(-1).double() @ vocabulary.table
+    assert vocabulary.head is not None
+    close(vocabulary.soft_embedding(hidden), truth, 1e-6)
+    close(vocabulary.soft_embedding_of(vocabulary.logits(hidden)), truth, 1e-6)
+    close(vocabulary.stats(hidden[None], 1.0, torch.zeros(1, 7)).soft_embedding[0], truth, 1e-6)
+    weight = torch.randn_like(truth)
+    (vocabulary.soft_embedding(hidden) * weight).sum().backward()
+    assert vocabulary.head.grad is None
+    close(vocabulary.table.grad, torch.autograd.grad((truth * weight).sum(), vocabulary.table)[0], 1e-6)
+
+
+REFUSED = {
+    "attention_bias": ({"attention_bias": True}, "attention_bias is True"),
+    "mlp_bias": ({"mlp_bias": True}, "mlp_bias is True"),
+    "activation": ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+    "heads": ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide"),
+    "layers": ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; it must be .* at most 1000"),
+    "yarn": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "'yarn' is not supported"),
+    "partial": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor 0.5 is not supported",
+    ),
+    "canvas": ({"canvas_length": -3}, "canvas_length is -3"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_config_that_is_not_computed_is_refused_by_the_name_of_its_field(name):
+    changes, message = REFUSED[name]
+    with pytest.raises(CheckpointError, match=f"here: .*{message}"):
+        config_from({"model_type": "llama", **SMALL, **changes}, "here")
+
+
+def test_a_config_in_the_older_form_of_rope_is_read(tmp_path):
+    scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    old = config_from({"model_type": "llama", **SMALL, "rope_theta": 1e4, "rope_scaling": scaling}, "here")
+    assert old.rope_parameters == CASES["llama3 RoPE"]().rope_parameters
+    old.save_pretrained(tmp_path)
+    assert read_config(tmp_path).rope_parameters == old.rope_parameters
