@@ -129,7 +129,7 @@ def main(words: Sequence[str] | None = None) -> int:
     model = init("tiny", seed=1, device="cpu", dtype=given.dtype)
     with torch.no_grad():
         model.self_conditioning.down_proj.weight *= 0.1  # type: ignore[operator, union-attr]
-        model.norm.weight *= 4  # type: ignore[operator, union-attr]
+        model.norm.weight.mul_(4)
     found = soak(model, given.requests, given.seed, exact=given.exact)
     print(
         f"{found.requests} requests in {found.seconds:.0f} s: {found.answered} answered, {found.cancelled} cancelled, "

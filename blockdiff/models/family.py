@@ -22,6 +22,7 @@ from blockdiff import models
 from blockdiff.errors import BlockdiffError, CheckpointError
 from blockdiff.kernels import Kernels
 from blockdiff.layers.attention import KV, Past
+from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.rope import angles
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.names import Names
@@ -189,7 +190,7 @@ class BlockDiffusionModel(nn.Module):
     vocabulary: Vocabulary
     self_conditioning: nn.Module | None  # of embeddings [B, T, D] and a signal; None where nothing denoises
     layers: nn.ModuleList  # each with an encoder_scalar and a decoder_scalar, [1]; None: 1
-    norm: nn.Module
+    norm: RMSNorm
     kinds: dict[str, LayerKind]  # by name
     layer_kinds: tuple[str, ...]  # the name of each layer's kind
     carried: Any = None  # tensors and files of the checkpoint that the model does not run

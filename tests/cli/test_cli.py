@@ -509,6 +509,20 @@ def test_data_without_splits_is_one_training_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
+def test_init_from_a_causal_model_adds_what_denoising_needs(tmp_path: Path) -> None:
+    from tests.families import small_model
+
+    checkpoint.save(small_model("qwen3", dtype=torch.float32), tmp_path / "causal")
+    text = works("init", "--from", tmp_path / "causal", tmp_path / "m", "--canvas-length", "8")
+    assert "canvases of 8 tokens" in text and "no tokenizer in it" in text
+    model = checkpoint.load(tmp_path / "m", dtype="auto")
+    assert model.denoises and model.canvas_length == 8
+    assert "give PRESET DIR, or --from MODEL DIR" in refusal("init", "--from", tmp_path / "causal", code=2)
+    assert "with canvases already" in refusal("init", "--from", tmp_path / "m", tmp_path / "n")
+    for name, said in (("causal", "causal"), ("m", "canvas 8")):
+        assert said in works("inspect", tmp_path / name)
+
+
 def test_init_writes_a_model_that_loads(workshop: Path, tmp_path: Path) -> None:
     text = works("init", workshop / "little.json", tmp_path / "m", "--seed", "3", "--tokenizer",
                  workshop / "puzzles" / "tokenizer")  # fmt: skip
