@@ -20,6 +20,7 @@ import pytest
 from blockdiff.parallel.ranks import from_accelerate
 
 ROOT = Path(__file__).parents[1]
+HUNG = 600.0  # seconds after which something has hung, however slow the machine is
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     ["torch._dynamo", "torch.distributed.run", "accelerate", "datasets", "blockdiff.training.trainer", "tests.oracle"]
@@ -87,7 +88,7 @@ def _join(target: Callable[..., None], *arguments: Any) -> None:
     ranks.close()
 
 
-def _finish(processes: list[ForkServerProcess], logs: list[Path], seconds: float = 120) -> None:
+def _finish(processes: list[ForkServerProcess], logs: list[Path], seconds: float = HUNG) -> None:
     """Wait for the processes, but no longer when one has failed."""
     until = time.monotonic() + seconds
     while any(process.exitcode is None for process in processes):

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from blockdiff.canvas import Batch
 from blockdiff.errors import DataError, RunError
@@ -97,6 +99,20 @@ def killed_while_saving(ranks: Ranks, run: Path) -> None:
 
 def main_killed_while_saving(ranks: Ranks, run: Path) -> None:
     toy_run(ranks, run, on_rank(0, signal.SIGKILL, 6)(ranks), in_save=True)
+
+
+def killed_in_backward(ranks: Ranks, run: Path) -> None:
+    """Rank 1 is killed while DDP sums gradients, and what rank 0 then frees waits for threads that need Python."""
+    sys.setswitchinterval(3600)  # those get it only when it is handed over
+    try:
+        with ranks.guarded("step 1"):
+            model = DistributedDataParallel(torch.nn.Linear(4, 4))
+            if not ranks.is_main:
+                model.module.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            model(torch.ones(2, 4)).sum().backward()
+    except RunError:
+        ranks.close()
+        raise
 
 
 def hung(ranks: Ranks, run: Path) -> None:
@@ -196,7 +212,7 @@ def bad_row_on_one_rank(ranks: Ranks, run: Path) -> None:
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
-        *(killed, main_killed, killed_while_saving, main_killed_while_saving),
+        *(killed, main_killed, killed_while_saving, main_killed_while_saving, killed_in_backward),
         *(hung, told_to_stop, long_work, failed_work),
         *(long_measuring, failed_measuring, killed_measuring, killed_while_waiting, hung_measuring),
         *(told_to_stop_measuring, bad_row, bad_row_on_one_rank),

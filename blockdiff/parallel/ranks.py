@@ -27,6 +27,10 @@ BEAT = 2.0  # seconds between two signs of life of a rank that the others wait f
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|socket|gloo|nccl", re.IGNORECASE)
 _HUNG = re.compile(r"timed? ?out", re.IGNORECASE)
 _DONE, _FAILED, _INTERRUPTED = 1, 2, 3
+# Groups that this process has left, kept to its end. Python's object of a group lets other threads run while the group
+# waits for its own threads to end. DDP's reducer, were it the last to hold the group, would not, and those threads may
+# themselves be waiting for Python: a rank whose work failed because another was lost would never end.
+_LEFT: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ class Ranks:
     def close(self) -> None:
         """Leave the process group, if there is one."""
         if self.world > 1 and dist.is_initialized():
+            _LEFT.append(dist.group.WORLD)
             dist.destroy_process_group()
 
 

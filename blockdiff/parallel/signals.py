@@ -55,15 +55,21 @@ class Signals:
 
 
 @contextmanager
-def caught(speaks: bool = True) -> Iterator[Signals]:
+def caught(speaks: bool = True, is_alone: bool = True) -> Iterator[Signals]:
     """Surrounds training: signals inside are caught as `Signals` says, with a line on stderr if this one `speaks`.
 
-    Handlers are put back at the end. In another thread than the main one Python allows none, so nothing is caught.
+    Handlers are put back at the end; but one of several ranks (not `is_alone`) that ends with an exception ignores
+    SIGTERM from then on, because launchers send it to all ranks once one has ended, and it is about to say why it ends.
+    In another thread than the main one Python allows no handlers, so nothing is caught.
     """
     signals, is_main = Signals(speaks), threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, signals.handle) for number in HANDLED if is_main}
     try:
         yield signals
+    except BaseException:
+        if is_main and not is_alone:
+            before[signal.SIGTERM] = signal.SIG_IGN
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python that had set it

@@ -341,7 +341,7 @@ class Trainer:
         """Surrounds the run: the ranks join, everything is built and restored, signals wait for the end of a step."""
         ranks = from_accelerate(timeout=self.recipe.train.timeout)
         try:
-            with ranks.guarded(lambda: self.doing), caught(speaks=ranks.is_main) as signals:
+            with ranks.guarded(lambda: self.doing), caught(speaks=ranks.is_main, is_alone=ranks.world == 1) as signals:
                 self.ranks = replace(ranks, is_stopping=signals.is_stopping)
                 self.show = Progress(self.recipe.train.steps or 0, is_shown=ranks.is_main)
                 refuse(self.recipe, ranks.world)

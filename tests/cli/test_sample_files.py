@@ -148,7 +148,7 @@ def test_processes_share_the_prompts_and_write_one_file(model, tmp_path):
         [*launch, *words(model, shared, "--device", "cpu")],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -38,6 +38,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
             *("main_killed_while_saving", [KILLED, 1]),
             *(f"rank 1: another rank was lost during saving step 6; {RESUME}", [3]),
         ),
+        ("killed_in_backward", [1, KILLED], f"rank 0: another rank was lost during step 1; {RESUME}", []),
     ],
 )
 def test_a_killed_rank_ends_the_other_at_once_with_a_line_that_says_when(found, name, codes, words, saved):

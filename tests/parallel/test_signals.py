@@ -36,6 +36,21 @@ def test_other_ranks_say_nothing(capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_one_of_several_ranks_that_ends_with_an_error_is_not_ended_by_its_launcher_before_it_says_why(is_alone):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(RuntimeError), caught(is_alone=is_alone):
+            raise RuntimeError
+        assert (signal.getsignal(signal.SIGTERM) is signal.SIG_IGN) is not is_alone
+        assert signal.getsignal(signal.SIGINT) is before[1]
+        with caught(is_alone=is_alone):
+            pass
+        assert (signal.getsignal(signal.SIGTERM) is signal.SIG_IGN) is not is_alone
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+
+
 def test_a_run_in_another_thread_goes_on_without_catching_signals():
     def handler_inside():
         with caught() as signals:
@@ -53,9 +68,9 @@ def test_a_second_signal_ends_the_process_by_that_signal():
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    signals.time.monotonic = lambda now=time.monotonic(): now + signals.ECHO + 0.1\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    time.sleep(30)\n"
+        "    time.sleep(600)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code], timeout=600, capture_output=True)
     assert done.returncode == -signal.SIGINT
 
 

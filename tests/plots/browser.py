@@ -20,7 +20,7 @@ FLAGS = (
 KEYS = {"left": "\ue012", "right": "\ue014", "up": "\ue013", "down": "\ue015", "home": "\ue011", "end": "\ue010"} | {
     "page up": "\ue00e", "page down": "\ue00f", "tab": "\ue004", "escape": "\ue00c", "space": " "
 }  # fmt: skip
-SECONDS = 30  # that the browser may take to start or to answer
+SECONDS = 600  # that the browser may take to start or to answer
 
 
 def missing() -> str:

@@ -87,7 +87,7 @@ def test_a_logged_step_has_what_the_run_directory_promises():
     keys += ["tokens_per_second", "scored_tokens_per_second", "seconds", "memory_gib"]
     assert list(records[0]) == keys
     assert records[0]["lr"] == 0.25
-    assert 10.0 < records[0]["seconds"] <= records[1]["seconds"] < 20.0
+    assert 10.0 < records[0]["seconds"] <= records[1]["seconds"]
     assert records[0]["tokens_per_second"] > 0
 
 

@@ -25,7 +25,7 @@ RECIPE = """\
 seed: 1
 model: {preset: FOLDER/preset.json, tokenizer: FOLDER/puzzles/tokenizer}
 data: {train: FOLDER/puzzles/train.jsonl, cache: FOLDER/cache}
-train: {steps: 100000, batch_size: 6, log_every: 1, save_every: 5, timeout: 30}
+train: {steps: 100000, batch_size: 6, log_every: 1, save_every: 5, timeout: 600}
 """
 
 
@@ -62,7 +62,7 @@ def two_ranks(words: list[str]) -> None:
 def training(how: Callable[[list[str]], None], folder: Path, run: Path) -> Iterator[ForkServerProcess]:
     """A training that has logged some steps."""
     words = ["train", str(folder / "recipe.yaml"), "--output", str(run)]
-    log, metrics, until = said(run), run / "metrics.jsonl", time.monotonic() + 120
+    log, metrics, until = said(run), run / "metrics.jsonl", time.monotonic() + forked.HUNG
     with forked.started(how, words, log=log, ACCELERATE_USE_CPU="1") as process:
         while not (metrics.exists() and len(read(metrics)) > 6):
             assert process.exitcode is None and time.monotonic() < until, log.read_text()
@@ -77,7 +77,7 @@ def said(run: Path) -> Path:
 
 def ended(process: ForkServerProcess, run: Path, word: str) -> list[str]:
     """The lines in which a word stands, after the process ended."""
-    process.join(90)
+    process.join(forked.HUNG)
     return [line for line in said(run).read_text().splitlines() if word in line]
 
 
@@ -123,10 +123,9 @@ def test_a_killed_rank_ends_the_launch_with_one_line_and_the_run_can_go_on(folde
         ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
         second = max(int(child) for child in ranks.stdout.split())
         os.kill(second, signal.SIGKILL)
-        began = time.monotonic()
         lines = ended(process, run, "blockdiff: error")
         assert process.exitcode
-        assert time.monotonic() - began < 30
+    assert "forcefully exiting" not in said(run).read_text()  # rank 0 ended by itself
     assert all("rank 0: another rank was lost during" in line and "go on with --resume" in line for line in lines)
     # our line, and again as the cause in torchrun's last words unless torchrun noticed the killed rank before us
     places = [line.split("blockdiff")[0].strip() for line in lines]
