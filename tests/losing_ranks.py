@@ -23,15 +23,19 @@ from torch.nn.parallel import DistributedDataParallel
 from blockdiff.canvas import Batch
 from blockdiff.errors import DataError, RunError
 from blockdiff.metrics import MetricsLog
+from blockdiff.parallel import ranks as room
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.training import state
 from blockdiff.training.optimiser import build
+from tests.forked import HUNG
 from tests.toy_objective import ToyObjective, slots, toy_batches
 from tests.toy_trainer import Options, train
 
-TIMEOUT = 3.0  # seconds: a hung rank is noticed after so many
-AT_A_TIME = 6
+TIMEOUT = 5.0  # seconds: where that is what a scenario is about, a hung rank is noticed after so many
+BEAT = 0.5  # seconds between two signs of life
+ENDLESS = round(HUNG / BEAT)  # pieces of work that nobody waits for
+AT_A_TIME = 8
 
 
 def toy_run(
@@ -139,16 +143,16 @@ def failed_work(ranks: Ranks, run: Path) -> None:
         raise RunError("a bad row")
 
 
-def measuring(ranks: Ranks, run: Path, work: Callable[[int], None]) -> None:
-    """Rank 1 is done at once; rank 0 has six pieces of work, each half a timeout long, and tells of each."""
+def measuring(ranks: Ranks, run: Path, work: Callable[[int], None], pieces: int = 4, seconds: float = BEAT) -> None:
+    """Rank 1 is done at once; rank 0 has some pieces of work, so many seconds long, and tells of each."""
     with caught(speaks=False) as signals, ranks.guarded("the evaluation after step 5"):
         ranks = replace(ranks, is_stopping=signals.is_stopping)
         try:
             with ranks.at_own_pace("measuring") as look:
-                for piece in range(6 if ranks.is_main else 0):
+                for piece in range(pieces if ranks.is_main else 0):
                     look()
                     (run.parent / f"{run.name}-piece-{piece}").touch()
-                    time.sleep(TIMEOUT / 2)
+                    time.sleep(seconds)
                     work(piece)
         except Interrupted:
             raise Stopped(5, max(ranks.gather(signals.is_stopping()))) from None
@@ -157,7 +161,7 @@ def measuring(ranks: Ranks, run: Path, work: Callable[[int], None]) -> None:
 
 
 def long_measuring(ranks: Ranks, run: Path) -> None:
-    measuring(ranks, run, lambda piece: None)
+    measuring(ranks, run, lambda piece: None, seconds=TIMEOUT / 2)
 
 
 def failed_measuring(ranks: Ranks, run: Path) -> None:
@@ -173,8 +177,8 @@ def killed_measuring(ranks: Ranks, run: Path) -> None:
 
 def killed_while_waiting(ranks: Ranks, run: Path) -> None:
     """Rank 1, which waits, is lost: the work ends before its next piece."""
-    after(ranks, 0.8 * TIMEOUT, signal.SIGKILL)
-    measuring(ranks, run, lambda piece: None)
+    after(ranks, 3 * BEAT, signal.SIGKILL)
+    measuring(ranks, run, lambda piece: None, pieces=ENDLESS)
 
 
 def hung_measuring(ranks: Ranks, run: Path) -> None:
@@ -183,8 +187,8 @@ def hung_measuring(ranks: Ranks, run: Path) -> None:
 
 def told_to_stop_measuring(ranks: Ranks, run: Path) -> None:
     """The rank that waits is told to stop, and the one that works leaves."""
-    after(ranks, 0.2 * TIMEOUT, signal.SIGTERM)
-    measuring(ranks, run, lambda piece: None)
+    after(ranks, BEAT, signal.SIGTERM)
+    measuring(ranks, run, lambda piece: None, pieces=ENDLESS)
 
 
 def after(ranks: Ranks, seconds: float, number: int) -> None:
@@ -212,12 +216,13 @@ def bad_row_on_one_rank(ranks: Ranks, run: Path) -> None:
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
+        *(long_measuring, long_work, hung, hung_measuring),
         *(killed, main_killed, killed_while_saving, main_killed_while_saving, killed_in_backward),
-        *(hung, told_to_stop, long_work, failed_work),
-        *(long_measuring, failed_measuring, killed_measuring, killed_while_waiting, hung_measuring),
+        *(told_to_stop, failed_work, failed_measuring, killed_measuring, killed_while_waiting),
         *(told_to_stop_measuring, bad_row, bad_row_on_one_rank),
     )
 }
+TIMED = (long_measuring, long_work, hung, hung_measuring)
 
 
 def as_rank(rank: int, port: int, scenario: Callable[[Ranks, Path], None], run: Path) -> None:
@@ -226,7 +231,8 @@ def as_rank(rank: int, port: int, scenario: Callable[[Ranks, Path], None], run: 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1"}
     words, code = "finished", 0
     try:
-        ranks = from_accelerate(timeout=TIMEOUT)
+        room.BEAT = BEAT
+        ranks = from_accelerate(timeout=TIMEOUT if scenario in TIMED else HUNG)
         scenario(ranks, run)
         ranks.close()
     except (RunError, DataError) as error:

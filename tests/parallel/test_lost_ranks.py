@@ -12,7 +12,7 @@ from blockdiff.errors import RESUME, RunError
 from blockdiff.parallel.ranks import Ranks
 from tests import losing_ranks
 from tests.forked import run
-from tests.losing_ranks import TIMEOUT
+from tests.losing_ranks import ENDLESS, TIMEOUT
 
 KILLED = -9
 
@@ -76,21 +76,22 @@ def test_the_others_do_not_wait_for_a_main_process_that_failed(found):
 
 def test_a_rank_that_measures_longer_than_the_timeout_is_waited_for(found):
     outcome = found["long_measuring"]
-    assert outcome["codes"] == [0, 0] and outcome["pieces"] == 6
-    assert outcome["seconds"] > 2.5 * TIMEOUT
+    assert outcome["codes"] == [0, 0] and outcome["pieces"] == 4
+    assert outcome["seconds"] > 2 * TIMEOUT
 
 
 @pytest.mark.parametrize(
-    ("name", "codes", "words", "most_pieces"),
+    ("name", "codes", "words", "pieces"),
     [
         ("killed_measuring", [KILLED, 1], "rank 1: another rank was lost", 1),
-        ("killed_while_waiting", [1, KILLED], "rank 0: another rank was lost", 4),
+        ("killed_while_waiting", [1, KILLED], "rank 0: another rank was lost", None),
         ("hung_measuring", [KILLED, 1], f"rank 1: another rank hung for {TIMEOUT:g} s", 1),
     ],
 )
-def test_a_rank_lost_while_it_measures_or_waits_ends_the_other(found, name, codes, words, most_pieces):
+def test_a_rank_lost_while_it_measures_or_waits_ends_the_other(found, name, codes, words, pieces):
     outcome = found[name]
-    assert outcome["codes"] == codes and outcome["pieces"] <= most_pieces
+    assert outcome["codes"] == codes
+    assert outcome["pieces"] == pieces or (pieces is None and 0 < outcome["pieces"] < ENDLESS)
     said = f"{words} during the evaluation after step 5; {RESUME}"
     assert [line for line in outcome["words"] if line] == [said]
 
@@ -104,7 +105,7 @@ def test_the_others_do_not_wait_for_a_rank_whose_measuring_failed(found):
 
 def test_a_signal_to_a_rank_that_waits_makes_the_one_that_measures_leave(found):
     outcome = found["told_to_stop_measuring"]
-    assert outcome["codes"] == [143, 143] and outcome["pieces"] <= 3
+    assert outcome["codes"] == [143, 143] and outcome["pieces"] < ENDLESS
     assert outcome["words"] == ["stopped by SIGTERM after step 5"] * 2
 
 
