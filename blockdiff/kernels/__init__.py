@@ -1,4 +1,4 @@
-"""Kernels: one folder per op (reference, native, Triton), resolved once to a frozen set of functions."""
+"""Kernels: one folder per op (reference, native, C, Triton), resolved once to a frozen set of functions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from blockdiff.kernels.launch import Unserved
 # triton.py (imported when it is asked for), but for `logits`, whose native form is a single product, and `class_stats`.
 FOLDERS = {
     "span_attention": ("span_attention",),
-    "expert_mlp": ("expert_mlp",),
+    "expert_mlp": ("expert_mlp", "gated", "route"),
     "norm_rope": ("rms_norms", "add_rms_norm", "norm_rope"),
     "vocabulary": ("logits", "linear_cross_entropy", "soft_embedding", "token_stats", "token_scores", "class_stats"),
 }
-NATIVE_ONLY = ("logits", "class_stats")
+NATIVE_ONLY = ("logits", "class_stats", "gated", "route")
+# Those that also have C functions, in their folder's cpu.py and cpu.c.
+IN_C = ("span_attention", "expert_mlp", "gated", "route", "rms_norms", "add_rms_norm", "norm_rope")
 OPS = {op: folder for folder, ops in FOLDERS.items() for op in ops}
 
 
@@ -33,6 +35,8 @@ class Kernels:
 
     span_attention: Callable[..., Any]
     expert_mlp: Callable[..., torch.Tensor]
+    gated: Callable[..., torch.Tensor]
+    route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rms_norms: Callable[..., tuple[torch.Tensor, ...]]
     add_rms_norm: Callable[..., torch.Tensor]
     norm_rope: Callable[..., torch.Tensor]
@@ -49,27 +53,30 @@ def _op(name: str, implementation: str) -> Callable[..., Any]:
 
 
 NATIVE = Kernels(**{name: _op(name, "native") for name in OPS})
+CPU = Kernels(**{name: _op(name, "cpu" if name in IN_C else "native") for name in OPS})
 
 
 def resolve(kernels: str | Kernels = "auto") -> Kernels:
-    """The kernels for a choice: "torch" (native), "triton" (every op in Triton) or "auto" (the best there is).
+    """The kernels for a choice: "torch" (plain torch), "triton" (every op in Triton) or "auto" (the best there is).
 
-    With "auto", ops on CUDA tensors run in Triton and everything else runs natively; one warning says why Triton
-    cannot run here at all, and one for each op why it cannot serve some call. Raises BlockdiffError for a choice that
-    cannot be had.
+    With "auto", ops on CUDA tensors run in Triton, fp32 ones on a CPU by C functions where a C compiler is found, and
+    everything else runs natively; one warning says why Triton cannot run on a GPU at all, and one for each op why it
+    cannot serve some call. Raises BlockdiffError for a choice that cannot be had.
     """
     if isinstance(kernels, Kernels):
         return kernels
     if kernels not in ("auto", "torch", "triton"):
         raise BlockdiffError(f'kernels={kernels!r} is not known; use "auto", "torch" or "triton"')
-    if kernels == "torch" or (kernels == "auto" and not torch.cuda.is_available()):
+    if kernels == "torch":
         return NATIVE
+    if kernels == "auto" and not torch.cuda.is_available():
+        return CPU
     obstacle = _why_not_triton()
     if obstacle is not None and kernels == "triton":
         raise BlockdiffError(f'kernels="triton": {obstacle}; use "auto" or "torch"')
     if obstacle is not None:
         warnings.warn(f'kernels="auto": native ops only: {obstacle}', stacklevel=2)
-        return NATIVE
+        return CPU
     choose = triton_op if kernels == "triton" else _on_gpu
     return Kernels(**{name: choose(name) for name in OPS})
 
@@ -96,8 +103,8 @@ def _why_not_triton() -> str | None:
 
 
 def _on_gpu(name: str) -> Callable[..., Any]:
-    """The Triton op for CUDA tensors; the native one elsewhere, for fp64 and for what Triton has no kernel for."""
-    triton, native = triton_op(name), getattr(NATIVE, name)
+    """The Triton op for CUDA tensors; that of a CPU elsewhere, for fp64 and for what Triton has no kernel for."""
+    triton, native = triton_op(name), getattr(CPU, name)
     warned: set[str] = set()
 
     @functools.wraps(triton)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdiff.kernels import Kernels
+from blockdiff.kernels import NATIVE, Kernels
 
 # Of tokens, indices, weights, the number of experts and what computes those that lie here: the tokens' weighted sums.
 Exchange = Callable[[Tensor, Tensor, Tensor, int, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
@@ -17,12 +17,12 @@ Exchange = Callable[[Tensor, Tensor, Tensor, int, Callable[[Tensor, Tensor, Tens
 class Router(nn.Module):
     """Top-k routing of normed tokens: scale, projection in model dtype, fp32 softmax, renormalised top k."""
 
-    def __init__(self, hidden: int, experts: int, top_k: int):
+    def __init__(self, hidden: int, experts: int, top_k: int, kernels: Kernels = NATIVE):
         super().__init__()
         self.proj = nn.Linear(hidden, experts, bias=False)
         self.scale = nn.Parameter(torch.ones(hidden))
         self.per_expert_scale = nn.Parameter(torch.ones(experts))
-        self.top_k = top_k
+        self.top_k, self.kernels = top_k, kernels
         self.root = hidden**-0.5
 
     def forward(self, normed_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,9 +31,7 @@ class Router(nn.Module):
             scores = self.proj(normed_ND * self.scale * self.root)
         else:
             scores = F.linear(normed_ND, self.proj.weight * (self.scale * self.root))
-        weight, index = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, dim=-1)
-        weight = weight / weight.sum(-1, keepdim=True)
-        return index, weight * self.per_expert_scale[index]
+        return self.kernels.route(scores, self.per_expert_scale, self.top_k)
 
 
 class Experts(nn.Module):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from blockdiff.kernels import Kernels
 from blockdiff.kernels.expert_mlp.activations import activation_of
 
 
 class MLP(nn.Module):
     """`down(f(gate x) * up x)`, f by its name in `kernels.expert_mlp.activations`."""
 
-    def __init__(self, hidden: int, intermediate: int, activation: str = "gelu_tanh"):
+    def __init__(self, hidden: int, intermediate: int, kernels: Kernels, activation: str = "gelu_tanh"):
         super().__init__()
-        self.activation = activation_of(activation)
+        activation_of(activation)
+        self.kernels, self.activation = kernels, activation
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
         self.up_proj = nn.Linear(hidden, intermediate, bias=False)
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation.gate(self.gate_proj(x)) * self.activation.linear(self.up_proj(x)))
+        return self.down_proj(self.kernels.gated(self.gate_proj(x), self.up_proj(x), self.activation))

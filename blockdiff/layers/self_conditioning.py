@@ -24,9 +24,9 @@ class SelfConditioning(MLP):
         activation: str = "gelu_tanh",
         is_normed: bool = True,
     ):
-        super().__init__(hidden, intermediate, activation)
+        super().__init__(hidden, intermediate, kernels, activation)
         self.pre_norm = RMSNorm(hidden, eps, kernels)
-        self.eps, self.kernels, self.is_normed = eps, kernels, is_normed
+        self.eps, self.is_normed = eps, is_normed
 
     def forward(self, embedding: Tensor, soft: Tensor | None = None) -> Tensor:
         if soft is not None:

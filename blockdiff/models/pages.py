@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blockdiff import memory
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels import NATIVE
+from blockdiff.kernels import CPU, NATIVE
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.page_pool import SPILL, Pool, Published
 from blockdiff.models.page_rows import PagedRow, PagedRows
@@ -116,7 +116,7 @@ class Pages(PagedRows):
             gone = next((steps for steps in self._steps if self._rows.isdisjoint(steps.rows)), None)
             chosen = gone or (self._steps[0] if len(self._steps) == MOST_STEPS else None)
         if chosen is None:
-            is_native = self.model.kernels.span_attention is NATIVE.span_attention
+            is_native = self.model.kernels.span_attention in (NATIVE.span_attention, CPU.span_attention)
             chosen = (GatheredSteps if is_native else TabledSteps)(self.model, self.pools)
         else:
             self._steps.remove(chosen)

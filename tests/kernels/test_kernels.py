@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
+import shutil
 from typing import Any
 
 import pytest
@@ -10,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdiff.kernels import NATIVE
+from blockdiff.kernels import CPU, NATIVE, Kernels, c_library
+from blockdiff.kernels.c_library import serves
+from blockdiff.kernels.expert_mlp import cpu as expert_cpu
 from blockdiff.kernels.expert_mlp import native as expert_native
 from blockdiff.kernels.expert_mlp import reference as expert_reference
-from blockdiff.kernels.expert_mlp.native import expert_mlp
 from blockdiff.kernels.norm_rope import reference as norm_reference
-from blockdiff.kernels.norm_rope.native import add_rms_norm, norm_rope, rms_norms
 from blockdiff.kernels.span_attention import native as attention_native
 from blockdiff.kernels.span_attention import reference as attention_reference
 from blockdiff.layers.experts import Router
@@ -25,6 +28,12 @@ from blockdiff.spans import Spans, denoise_spans, encode_spans
 pytestmark = pytest.mark.quick
 
 EPS = 1e-6
+
+
+@pytest.fixture(params=["native", "cpu"])
+def kernels(request):
+    """Every op runs natively and, where it has one, by its C function."""
+    return NATIVE if request.param == "native" else CPU
 
 
 def generator(seed: int) -> torch.Generator:
@@ -236,13 +245,15 @@ def attention_case(T: int, P: int, group: int, dtype: torch.dtype, d: int = 8) -
 PATHS = ["materialised", "sdpa", "lse"]
 
 
-def attend(path: str, monkeypatch: Any, inputs: list[Tensor | None], spans: Spans, scale: float) -> Any:
+def attend(
+    kernels: Kernels, path: str, monkeypatch: Any, inputs: list[Tensor | None], spans: Spans, scale: float
+) -> Any:
     monkeypatch.setattr(attention_native, "SMALL_SCORES", 1 << 40 if path == "materialised" else -1)
-    return NATIVE.span_attention(*inputs, spans, scale, return_lse=path == "lse")  # type: ignore[arg-type]
+    return kernels.span_attention(*inputs, spans, scale, return_lse=path == "lse")  # type: ignore[arg-type]
 
 
 def compare_attention(
-    path: str, monkeypatch: Any, inputs: list[Tensor], spans: Spans, scale: float, tolerance: float
+    kernels: Kernels, path: str, monkeypatch: Any, inputs: list[Tensor], spans: Spans, scale: float, tolerance: float
 ) -> None:
     """Outputs and gradients in the inputs' dtype against the reference in fp64; empty rows exactly 0."""
     wide = [x.detach().double().requires_grad_() for x in inputs]
@@ -251,8 +262,8 @@ def compare_attention(
     if inputs[1].shape[1] == 0 and path != "lse":
         given[1] = given[2] = None  # no prefix may be given as None or as no keys
     with torch.no_grad():
-        quick = attend(path, monkeypatch, given, spans, scale)
-    result = attend(path, monkeypatch, given, spans, scale)
+        quick = attend(kernels, path, monkeypatch, given, spans, scale)
+    result = attend(kernels, path, monkeypatch, given, spans, scale)
     out, lse = result if path == "lse" else (result, None)
     is_empty = ~spans.dense(inputs[1].shape[1], inputs[3].shape[1]).any(-1)
     assert out.dtype == inputs[0].dtype and relative(out, truth) < tolerance
@@ -278,69 +289,69 @@ def compare_attention(
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("group", [1, 2, 8])
 @pytest.mark.parametrize("T,P", [(1, 0), (1, 9), (7, 0), (7, 5), (17, 40), (63, 31)])
-def test_span_attention_matches_its_reference_on_any_spans(T, P, group, path, monkeypatch):
+def test_span_attention_matches_its_reference_on_any_spans(kernels, T, P, group, path, monkeypatch):
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 5e-6)):
         spans = random_spans(2, T, P, seed=T + P)
         inputs = attention_case(T, P, group, dtype)
-        compare_attention(path, monkeypatch, inputs, spans, 0.7, tolerance)
+        compare_attention(kernels, path, monkeypatch, inputs, spans, 0.7, tolerance)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("T", [7, 63])
-def test_span_attention_of_packed_documents_in_windows(T, window, path, monkeypatch):
+def test_span_attention_of_packed_documents_in_windows(kernels, T, window, path, monkeypatch):
     inputs = attention_case(T, 0, 2, torch.float32)
-    compare_attention(path, monkeypatch, inputs, packed(2, T, window), 1.0, 5e-6)
+    compare_attention(kernels, path, monkeypatch, inputs, packed(2, T, window), 1.0, 5e-6)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_span_attention_without_a_mask_equals_seeing_everything(path, monkeypatch):
+def test_span_attention_without_a_mask_equals_seeing_everything(kernels, path, monkeypatch):
     inputs = attention_case(7, 5, 2, torch.float64)
     bounds = torch.tensor([0, 5, 0, 7], dtype=torch.int32).expand(2, 7, 4)
     whole = Spans(bounds, sees_all=True)
     truth, _ = attention_reference.span_attention(*inputs, Spans(bounds), 1.0)
-    out = attend(path, monkeypatch, list(inputs), whole, 1.0)
+    out = attend(kernels, path, monkeypatch, list(inputs), whole, 1.0)
     assert relative(out[0] if path == "lse" else out, truth) < 1e-12
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_rows_that_see_nothing_are_zero_even_when_all_of_them_do(path, monkeypatch):
+def test_rows_that_see_nothing_are_zero_even_when_all_of_them_do(kernels, path, monkeypatch):
     inputs = attention_case(7, 5, 2, torch.float32)
-    compare_attention(path, monkeypatch, inputs, Spans(torch.zeros(2, 7, 4, dtype=torch.int32)), 1.0, 1e-6)
+    compare_attention(kernels, path, monkeypatch, inputs, Spans(torch.zeros(2, 7, 4, dtype=torch.int32)), 1.0, 1e-6)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_unseen_keys_may_hold_anything_finite(path, monkeypatch):
+def test_unseen_keys_may_hold_anything_finite(kernels, path, monkeypatch):
     q, *kv = (x.detach() for x in attention_case(7, 5, 2, torch.float32))
     spans = Spans(torch.tensor([1, 3, 2, 6], dtype=torch.int32).expand(2, 7, 4))
-    before = attend(path, monkeypatch, [q, *kv], spans, 1.0)
+    before = attend(kernels, path, monkeypatch, [q, *kv], spans, 1.0)
     for prefix, own in (kv[0:3:2], kv[1:4:2]):
         prefix[:, [0, 3, 4]], own[:, [0, 1, 6]] = 1e4, 1e4
-    after = attend(path, monkeypatch, [q, *kv], spans, 1.0)
+    after = attend(kernels, path, monkeypatch, [q, *kv], spans, 1.0)
     for x, y in zip(before, after, strict=True):
         assert torch.equal(x, y)
 
 
-def test_span_attention_takes_strided_inputs(monkeypatch):
+def test_span_attention_takes_strided_inputs(kernels, monkeypatch):
     inputs = attention_case(17, 9, 2, torch.float64)
     spans = random_spans(2, 17, 9, seed=3)
-    truth = attend("materialised", monkeypatch, list(inputs), spans, 1.0)
+    truth = attend(kernels, "materialised", monkeypatch, list(inputs), spans, 1.0)
     strided = [torch.stack([x, x], -1)[..., 0] for x in inputs]
     strided[0] = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)
     assert not any(x.is_contiguous() for x in strided)
     for path in ("materialised", "sdpa"):
-        assert relative(attend(path, monkeypatch, list(strided), spans, 1.0), truth) < 1e-12
+        assert relative(attend(kernels, path, monkeypatch, list(strided), spans, 1.0), truth) < 1e-12
 
 
-def test_span_attention_under_autocast_computes_in_one_dtype(monkeypatch):
+def test_span_attention_under_autocast_computes_in_one_dtype(kernels, monkeypatch):
     """There cos and sin leave q and k in fp32, while v comes from a projection in bf16."""
     inputs = attention_case(7, 5, 2, torch.float32)
     spans = random_spans(2, 7, 5, seed=1)
-    truth = attend("materialised", monkeypatch, list(inputs), spans, 1.0)
+    truth = attend(kernels, "materialised", monkeypatch, list(inputs), spans, 1.0)
     dtypes = [torch.float32, *[torch.float32, torch.bfloat16] * 2]
     mixed = [x.detach().to(dtype).requires_grad_() for x, dtype in zip(inputs, dtypes, strict=True)]
     with torch.autocast("cpu", torch.bfloat16):
-        out = attend("materialised", monkeypatch, list(mixed), spans, 1.0)
+        out = attend(kernels, "materialised", monkeypatch, list(mixed), spans, 1.0)
     out.float().sum().backward()
     assert out.dtype == torch.bfloat16
     assert relative(out, truth) < 0.02
@@ -383,7 +394,7 @@ def sliced(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("dtype,tolerance", DTYPES)
 @pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=3)))
 @pytest.mark.parametrize("weights", ["w", "0", "ww", "w0", "0w", "ww0", "00"])
-def test_rms_norms_match_the_reference(weights, needs, dtype, tolerance):
+def test_rms_norms_match_the_reference(kernels, weights, needs, dtype, tolerance):
     x = transposed(3, 5, 24, seed=0)
     assert not x.is_contiguous() and x.to(dtype).stride() == x.stride()
     w: list[Tensor | None] = [
@@ -392,12 +403,12 @@ def test_rms_norms_match_the_reference(weights, needs, dtype, tolerance):
     ]
     flags = [needs[0], *[needs[1 + i % 2] for i in range(len(w))]]
     mine, truth = copies([x, *w], dtype, flags), copies([x, *w], torch.float64, flags)
-    outs = rms_norms(mine[0], mine[1:], EPS)
+    outs = kernels.rms_norms(mine[0], mine[1:], EPS)
     expected = [norm_reference.rms_norm(truth[0], weight, EPS) for weight in truth[1:]]
     for out, y in zip(outs, expected, strict=True):
         assert out.dtype == dtype and relative(out, y) < tolerance
     with torch.no_grad():
-        for out, y in zip(rms_norms(mine[0], mine[1:], EPS), expected, strict=True):
+        for out, y in zip(kernels.rms_norms(mine[0], mine[1:], EPS), expected, strict=True):
             assert relative(out, y) < tolerance
     if not any(o.requires_grad for o in expected):
         assert not any(o.requires_grad for o in outs)
@@ -409,7 +420,7 @@ def test_rms_norms_match_the_reference(weights, needs, dtype, tolerance):
 
 
 @pytest.mark.parametrize("layout", [transposed, sliced])
-def test_norms_take_any_layout_in_both_directions(layout):
+def test_norms_take_any_layout_in_both_directions(kernels, layout):
     """Inputs that are views, and gradients of the same layout as the outputs."""
     x, y = layout(3, 5, 24, seed=0).float(), layout(3, 5, 24, seed=1).float()
     base = torch.stack([x, y]).requires_grad_()
@@ -421,25 +432,25 @@ def test_norms_take_any_layout_in_both_directions(layout):
         first, second = norms(a, (w.to(base.dtype), None))
         return (first * b + second.sin()).transpose(0, 1).pow(2).sum()
 
-    loss(base, lambda x, ws: rms_norms(x, ws, EPS)).backward()
+    loss(base, lambda x, ws: kernels.rms_norms(x, ws, EPS)).backward()
     loss(wide, lambda x, ws: [norm_reference.rms_norm(x, weight, EPS) for weight in ws]).backward()
     assert relative(base.grad, wide.grad) < 3e-6
 
 
-def test_a_norm_whose_output_is_not_used_gets_a_zero_gradient():
+def test_a_norm_whose_output_is_not_used_gets_a_zero_gradient(kernels):
     x = torch.randn(4, 8, generator=generator(0), requires_grad=True)
     a, b = (torch.rand(8, generator=generator(i)).requires_grad_() for i in (1, 2))
-    rms_norms(x, (a, b), EPS)[0].sum().backward()
+    kernels.rms_norms(x, (a, b), EPS)[0].sum().backward()
     truth = x.detach().double().requires_grad_()
     norm_reference.rms_norm(truth, a.detach().double(), EPS).sum().backward()
     assert relative(x.grad, truth.grad) < 1e-5
     assert b.grad is None or not b.grad.any()
 
 
-def test_norms_of_zeros_are_zero_with_finite_gradients():
+def test_norms_of_zeros_are_zero_with_finite_gradients(kernels):
     x = torch.zeros(2, 8, requires_grad=True)
     w = torch.ones(8, requires_grad=True)
-    out = rms_norms(x, (w, None), EPS)
+    out = kernels.rms_norms(x, (w, None), EPS)
     sum(o.sum() for o in out).backward()
     assert all((o == 0).all() for o in out)
     assert x.grad.isfinite().all() and w.grad.isfinite().all()
@@ -448,17 +459,17 @@ def test_norms_of_zeros_are_zero_with_finite_gradients():
 @pytest.mark.parametrize("dtype,tolerance", DTYPES)
 @pytest.mark.parametrize("scalar_shape", [None, (1,), (3, 5, 1)])
 @pytest.mark.parametrize("needs", [n for n in itertools.product([True, False], repeat=3) if any(n)])
-def test_add_rms_norm_matches_the_reference(needs, scalar_shape, dtype, tolerance):
+def test_add_rms_norm_matches_the_reference(kernels, needs, scalar_shape, dtype, tolerance):
     x, y = transposed(3, 5, 24, seed=0), transposed(3, 5, 24, seed=1)
     w = torch.rand(24, generator=generator(2), dtype=torch.float64) + 0.5
     mine, truth = copies([x, y, w], dtype, list(needs)), copies([x, y, w], torch.float64, list(needs))
     scalar = None if scalar_shape is None else torch.rand(scalar_shape, generator=generator(3)).to(dtype) + 0.5
-    out = add_rms_norm(*mine, EPS, scalar)
+    out = kernels.add_rms_norm(*mine, EPS, scalar)
     expected = truth[0] + norm_reference.rms_norm(truth[1], truth[2], EPS)
     expected = expected * scalar.double() if scalar is not None else expected
     assert out.dtype == dtype and relative(out, expected) < tolerance
     with torch.no_grad():
-        assert relative(add_rms_norm(*mine, EPS, scalar), expected) < tolerance
+        assert relative(kernels.add_rms_norm(*mine, EPS, scalar), expected) < tolerance
     out.pow(3).sum().backward()
     expected.pow(3).sum().backward()
     compare_gradients(mine, truth, 10 * tolerance)
@@ -468,19 +479,19 @@ def test_add_rms_norm_matches_the_reference(needs, scalar_shape, dtype, toleranc
 @pytest.mark.parametrize("dtype,tolerance", DTYPES)
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("T,h,d", [(1, 1, 2), (7, 3, 16), (17, 2, 30)])
-def test_norm_rope_turns_pairs_of_halves(T, h, d, needs, dtype, tolerance):
+def test_norm_rope_turns_pairs_of_halves(kernels, T, h, d, needs, dtype, tolerance):
     x = torch.randn(2, h, T, d, generator=generator(0), dtype=torch.float64).transpose(1, 2)
     w = torch.rand(d, generator=generator(1), dtype=torch.float64) + 0.5
     positions = torch.randint(0, 5000, (2, T), generator=generator(2))
     frequencies = default_frequencies(d, 1e4)
     cos, sin = angles(positions, frequencies, dtype)
     mine, truth = copies([x, w], dtype, list(needs)), copies([x, w], torch.float64, list(needs))
-    out = norm_rope(*mine, cos, sin, EPS)
+    out = kernels.norm_rope(*mine, cos, sin, EPS)
     angle = (positions[..., None].float() * frequencies).double()  # angles are fp32 by definition
     expected = norm_reference.norm_rope(*truth, angle, EPS)
     assert out.dtype == dtype and relative(out, expected) < tolerance
     with torch.no_grad():
-        assert relative(norm_rope(*mine, cos, sin, EPS), expected) < tolerance
+        assert relative(kernels.norm_rope(*mine, cos, sin, EPS), expected) < tolerance
     out.pow(3).sum().backward()
     expected.pow(3).sum().backward()
     compare_gradients(mine, truth, 10 * tolerance)
@@ -519,10 +530,10 @@ def expert_case(N: int, E: int, k: int, choice: str = "random") -> tuple[list[Te
 
 
 def compare_experts(
-    tensors: list[Tensor], index: Tensor, needs: list[bool], dtype: torch.dtype, tolerance: float
+    kernels: Kernels, tensors: list[Tensor], index: Tensor, needs: list[bool], dtype: torch.dtype, tolerance: float
 ) -> None:
     mine, truth = copies(list(tensors), dtype, needs), copies(list(tensors), torch.float64, needs)
-    out = expert_mlp(mine[0], mine[1], mine[2], index, mine[3])
+    out = kernels.expert_mlp(mine[0], mine[1], mine[2], index, mine[3])
     expected = expert_reference.expert_mlp(truth[0], truth[1], truth[2], index, truth[3])
     assert out.dtype == dtype and relative(out, expected) < tolerance
     direction = torch.randn(out.shape, generator=generator(9), dtype=torch.float64)
@@ -538,52 +549,53 @@ ALL = [True] * 4
 @pytest.mark.parametrize("dtype,tolerance", EXPERT_DTYPES)
 @pytest.mark.parametrize("E,k", [(1, 1), (3, 1), (3, 2), (8, 2)])
 @pytest.mark.parametrize("N", [0, 1, 63, 257])
-def test_expert_mlp_matches_its_reference(N, E, k, dtype, tolerance):
+def test_expert_mlp_matches_its_reference(kernels, N, E, k, dtype, tolerance):
     tensors, index = expert_case(N, E, k)
-    compare_experts(tensors, index, ALL, dtype, tolerance)
+    compare_experts(kernels, tensors, index, ALL, dtype, tolerance)
 
 
 @pytest.mark.parametrize("dtype,tolerance", EXPERT_DTYPES)
 @pytest.mark.parametrize("choice", ["one", "some empty", "none", "padding"])
 @pytest.mark.parametrize("E,k", [(1, 1), (3, 1), (8, 2)])
-def test_expert_mlp_with_empty_experts_and_tokens_without_one(E, k, choice, dtype, tolerance):
+def test_expert_mlp_with_empty_experts_and_tokens_without_one(kernels, E, k, choice, dtype, tolerance):
     tensors, index = expert_case(37, E, k, choice)
     if choice in ("none", "padding"):
         assert (index == E).all(-1).any()
-    compare_experts(tensors, index, ALL, dtype, tolerance)
-    out = expert_mlp(*(t.to(dtype) for t in tensors[:3]), index, tensors[3].to(dtype))
+    compare_experts(kernels, tensors, index, ALL, dtype, tolerance)
+    out = kernels.expert_mlp(*(t.to(dtype) for t in tensors[:3]), index, tensors[3].to(dtype))
     assert (out[(index == E).all(-1)] == 0).all()
 
 
 @pytest.mark.parametrize("dtype,tolerance", EXPERT_DTYPES)
 @pytest.mark.parametrize("needs", [n for n in itertools.product([True, False], repeat=4) if any(n)])
-def test_expert_mlp_trains_whatever_is_not_frozen(needs, dtype, tolerance):
+def test_expert_mlp_trains_whatever_is_not_frozen(kernels, needs, dtype, tolerance):
     tensors, index = expert_case(37, 3, 2, "padding")
-    compare_experts(tensors, index, list(needs), dtype, tolerance)
+    compare_experts(kernels, tensors, index, list(needs), dtype, tolerance)
 
 
 @pytest.mark.parametrize("dtype,tolerance", EXPERT_DTYPES)
 @pytest.mark.parametrize("choice", ["random", "one", "some empty", "none", "padding"])
-def test_the_dense_path_equals_the_grouped_one(choice, dtype, tolerance, monkeypatch):
+def test_the_dense_path_equals_the_grouped_one(kernels, choice, dtype, tolerance, monkeypatch):
     tensors, index = expert_case(63, 8, 2, choice)
     x, gate_up, down, weight = (t.to(dtype) for t in tensors)
     calls = []
-    dense = expert_native._dense
-    monkeypatch.setattr(expert_native, "_dense", lambda *a: calls.append(1) or dense(*a))
+    module = expert_cpu if kernels is CPU and serves(x) else expert_native
+    dense = module._dense
+    monkeypatch.setattr(module, "_dense", lambda *a: calls.append(1) or dense(*a))
     with torch.no_grad():
-        quick = expert_mlp(x, gate_up, down, index, weight)
+        quick = kernels.expert_mlp(x, gate_up, down, index, weight)
         monkeypatch.setattr(expert_native, "DENSE_FLOPS", -1)
-        grouped = expert_mlp(x, gate_up, down, index, weight)
+        grouped = kernels.expert_mlp(x, gate_up, down, index, weight)
     assert len(calls) == 1
     assert relative(quick, grouped) < tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_the_router_follows_its_formula(top_k, dtype):
+def test_the_router_follows_its_formula(kernels, top_k, dtype):
     D, E, N = 24, 5, 63
     g = generator(top_k)
-    router = Router(D, E, top_k).to(dtype)
+    router = Router(D, E, top_k, kernels).to(dtype)
     with torch.no_grad():
         router.proj.weight.copy_(torch.randn(E, D, generator=g) * 3)
         router.scale.copy_(torch.rand(D, generator=g) + 0.5)
@@ -601,3 +613,63 @@ def test_the_router_follows_its_formula(top_k, dtype):
         assert torch.allclose(chosen, probability[n].sort(descending=True)[0][:top_k], rtol=1e-5)
         truth = chosen / chosen.sum() * router.per_expert_scale[index[n]].float()
         assert torch.allclose(weight[n].float(), truth, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-6), (torch.float32, 3e-6)])
+@pytest.mark.parametrize("N,E,k", [(1, 1, 1), (63, 5, 2), (257, 40, 8)])
+def test_the_gradients_of_routing_match_its_formula(kernels, N, E, k, dtype, tolerance):
+    g = generator(N)
+    scores, scale = torch.randn(N, E, generator=g) * 3, torch.rand(E, generator=g) + 0.5
+    mine, truth = copies([scores, scale], dtype, [True] * 2), copies([scores, scale], torch.float64, [True] * 2)
+    index, weight = kernels.route(*mine, k)
+    best, order = truth[0].topk(k, -1)
+    assert torch.equal(index, order)
+    expected = best.softmax(-1) * truth[1][order]
+    assert relative(weight, expected) < tolerance
+    direction = torch.randn(weight.shape, generator=generator(9), dtype=torch.float64)
+    (weight * direction).sum().backward()
+    (expected * direction).sum().backward()
+    assert relative(mine[0].grad, truth[0].grad, floor=1e-3) < 10 * tolerance
+    assert relative(mine[1].grad, truth[1].grad) < tolerance
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu", "swiglu_oai"])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_gated_activations_match_their_formula_from_tiny_to_huge_gates(kernels, dtype, tolerance, activation):
+    g = generator(0)
+    gate = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-80.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 80.0])])
+    mine, truth = (copies([gate, torch.randn(4008, generator=g)], d, [True] * 2) for d in (dtype, torch.float64))
+    truth[1].data.copy_(mine[1].data)
+    out, expected = kernels.gated(*mine, activation), expert_reference.gated(*truth, activation)
+    direction = torch.randn(out.shape, generator=generator(9), dtype=torch.float64)
+    (out * direction).sum().backward()
+    (expected * direction).sum().backward()
+    ends = slice(0, 4001)  # the huge ones would hide the others in a norm
+    pairs = [(out, expected), *((x.grad, y.grad) for x, y in zip(mine, truth, strict=True))]
+    for x, y in pairs:
+        assert relative(x[ends], y[ends]) < tolerance
+        assert torch.allclose(x[4001:].double(), y[4001:], rtol=1e-5, atol=1e-6)
+
+
+def test_the_c_functions_are_built_where_there_is_a_compiler_and_left_out_where_there_is_none(monkeypatch, tmp_path):
+    has_compiler = shutil.which((os.environ.get("CC") or "cc").split()[0]) is not None
+    assert (c_library.library() is not None) == has_compiler
+    monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
+    monkeypatch.setattr(c_library, "library", functools.cache(c_library.library.__wrapped__))
+    x = torch.randn(7, 24)
+    assert c_library.library() is None and not serves(x)
+    assert torch.equal(CPU.rms_norms(x, (None,), EPS)[0], NATIVE.rms_norms(x, (None,), EPS)[0])
+
+
+def test_the_library_is_built_again_for_other_sources_and_kept_for_the_same(monkeypatch, tmp_path):
+    if c_library.library() is None:
+        return
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(c_library, "_machine", lambda: "another machine")
+    build = c_library.library.__wrapped__
+    assert build() is not None
+    (built,) = (tmp_path / "blockdiff").iterdir()
+    made = built.stat().st_mtime_ns
+    assert build() is not None and built.stat().st_mtime_ns == made
+    monkeypatch.setattr(c_library, "_machine", lambda: "a third one")
+    assert build() is not None and len(list((tmp_path / "blockdiff").iterdir())) == 2

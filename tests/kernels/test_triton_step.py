@@ -14,7 +14,7 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels import NATIVE, NATIVE_ONLY, OPS, Kernels, resolve, triton_op
+from blockdiff.kernels import CPU, NATIVE, NATIVE_ONLY, OPS, Kernels, resolve, triton_op
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.norm_rope import triton as norms
 from blockdiff.models.diffusion_gemma import DiffusionGemma
@@ -69,12 +69,12 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch):
     without_a_gpu(monkeypatch)
     with pytest.raises(BlockdiffError, match="needs a CUDA device"):
         resolve("triton")
-    assert resolve("auto") is NATIVE
+    assert resolve("auto") is CPU
     with_a_gpu(monkeypatch, (7, 5))
     with pytest.raises(BlockdiffError, match=r"compute capability 8\.0, this GPU has 7\.5"):
         resolve("triton")
     with pytest.warns(UserWarning, match="native ops only"):
-        assert resolve("auto") is NATIVE
+        assert resolve("auto") is CPU
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BlockdiffError, match="triton package is not installed"):
         resolve("triton")
@@ -87,7 +87,7 @@ def test_a_rocm_build_runs_natively_with_one_warning(monkeypatch):
     with pytest.raises(BlockdiffError, match="built for ROCm"):
         resolve("triton")
     with pytest.warns(UserWarning, match="native ops only: this torch is built for ROCm") as warned:
-        assert resolve("auto") is NATIVE
+        assert resolve("auto") is CPU
     assert len(warned) == 1
 
 
@@ -111,11 +111,11 @@ def test_auto_runs_a_call_that_has_no_kernel_natively_and_says_so_once(monkeypat
         triton_op("rms_norms")(x, (None,), 1e-6)
 
 
-def test_auto_on_a_gpu_machine_leaves_cpu_tensors_and_fp64_to_native_ops(monkeypatch):
+def test_auto_on_a_gpu_machine_leaves_cpu_tensors_and_fp64_to_the_ops_of_a_cpu(monkeypatch):
     with_a_gpu(monkeypatch)
     chosen = resolve("auto")
     x = torch.randn(3, 8)
-    assert torch.equal(chosen.rms_norms(x, (None,), 1e-6)[0], NATIVE.rms_norms(x, (None,), 1e-6)[0])
+    assert torch.equal(chosen.rms_norms(x, (None,), 1e-6)[0], CPU.rms_norms(x, (None,), 1e-6)[0])
     assert chosen.rms_norms(x.double(), (None,), 1e-6)[0].dtype == torch.float64
 
 

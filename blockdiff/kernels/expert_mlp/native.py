@@ -224,6 +224,19 @@ def _dense(
     return (y * routing.t()[:, :, None]).sum(0).to(x_ND.dtype)
 
 
+def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
+    """`f(gate) * g(up)` of two tensors of one shape; activation as in `expert_mlp`."""
+    gates = activation_of(activation)
+    return gates.gate(gate) * gates.linear(up)
+
+
+def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Of each token's scores the k best experts, int64 [N, k], and their fp32 softmax over these k times `scale_E`."""
+    weight, index = scores_NE.softmax(-1, dtype=torch.float32).topk(k, dim=-1)
+    weight = weight / weight.sum(-1, keepdim=True)
+    return index, weight * scale_E[index]
+
+
 def expert_mlp(
     x_ND: Tensor,
     gate_up_EFD: Tensor,

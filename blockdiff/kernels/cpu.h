@@ -1,0 +1,48 @@
+/* What the C functions of the ops share: rows of tensors, an exponential that vectorises, and how loops are split.
+
+   All numbers are fp32 and all sizes int64. Sums over the tokens of a weight's gradient are made in BLOCKS partial sums,
+   whatever the number of threads, so that a machine gives the same bits with one thread or many. */
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCKS 16
+#define MUCH (1 << 14) /* elements from which a loop is worth a second thread */
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+/* Rows that stand `group` by `group` side by side in lines of `stride` elements, as heads do in a projection. */
+static inline int64_t row_at(int64_t row, int64_t group, int64_t stride, int64_t width) {
+    return row / group * stride + row % group * width;
+}
+
+/* The first row of a block; block BLOCKS begins where the rows end. */
+static inline int64_t first_row(int64_t block, int64_t rows) { return rows * block / BLOCKS; }
+
+/* e^x to about one unit in the last place, between the smallest and the largest normal number (Cephes' expf). */
+static inline float exp_of(float x) {
+    x = x < -87.3f ? -87.3f : x;
+    x = x > 88.3f ? 88.3f : x;
+    float n = __builtin_rintf(x * 1.44269504f);
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return p * power;
+}
+
+/* Add the BLOCKS partial sums [BLOCKS, width] up into `out`, in their order. */
+static inline void add_up(const float *partial, int64_t width, float *out) {
+    memset(out, 0, width * sizeof *out);
+    for (int64_t b = 0; b < BLOCKS; b++)
+        for (int64_t i = 0; i < width; i++) out[i] += partial[b * width + i];
+}

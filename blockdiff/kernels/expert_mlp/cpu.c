@@ -1,0 +1,155 @@
+/* Gated activations, routing, and where the tokens of each expert stand. */
+
+#include <stdlib.h>
+
+#include "cpu.h"
+
+enum { GELU_TANH, SILU };
+
+#define SLOPE 1.5957691216f   /* 2 sqrt(2 / pi): gelu_tanh(x) = x sigmoid(SLOPE (x + CUBE x^3)) */
+#define CUBE 0.044715f
+
+static inline float share_of(float x, int kind) {
+    float z = kind == GELU_TANH ? SLOPE * (x + CUBE * x * x * x) : x;
+    return 1.0f / (1.0f + exp_of(-z));
+}
+
+static inline float slope_of(float x, float share, int kind) {
+    float inner = kind == GELU_TANH ? SLOPE * (1.0f + 3.0f * CUBE * x * x) : 1.0f;
+    return share + x * share * (1.0f - share) * inner;
+}
+
+static inline void gate_row(const float *gate, const float *up, float factor, float *out, int64_t width, int kind) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) out[i] = gate[i] * share_of(gate[i], kind) * up[i] * factor;
+}
+
+/* out = f(gate) * up * weight of the row (1 without memory); gate and up stand in lines of `stride` elements. */
+void gated(const float *gate, const float *up, int64_t rows, int64_t width, int64_t stride, const float *weight,
+           int64_t kind, float *out) {
+#pragma omp parallel for schedule(static) if (rows * width > MUCH)
+    for (int64_t r = 0; r < rows; r++) {
+        float factor = weight ? weight[r] : 1.0f;
+        if (kind == GELU_TANH)
+            gate_row(gate + r * stride, up + r * stride, factor, out + r * width, width, GELU_TANH);
+        else
+            gate_row(gate + r * stride, up + r * stride, factor, out + r * width, width, SILU);
+    }
+}
+
+static inline float gate_row_backward(const float *grad, const float *gate, const float *up, float factor,
+                                      float *of_gate, float *of_up, int64_t width, int kind) {
+    float dot = 0;
+#pragma omp simd reduction(+ : dot)
+    for (int64_t i = 0; i < width; i++) {
+        float share = share_of(gate[i], kind), activated = gate[i] * share, g = grad[i];
+        dot += g * activated * up[i];
+        of_up[i] = g * factor * activated;
+        of_gate[i] = g * factor * up[i] * slope_of(gate[i], share, kind);
+    }
+    return dot;
+}
+
+/* The gradients of gate, up (in lines of `to_stride`) and, where wanted, of the rows' weights. */
+void gated_backward(const float *grad, const float *gate, const float *up, int64_t rows, int64_t width, int64_t stride,
+                    const float *weight, int64_t kind, float *of_gate, float *of_up, int64_t to_stride,
+                    float *of_weight) {
+#pragma omp parallel for schedule(static) if (rows * width > MUCH)
+    for (int64_t r = 0; r < rows; r++) {
+        float factor = weight ? weight[r] : 1.0f, dot;
+        const float *of_row = grad + r * width;
+        if (kind == GELU_TANH)
+            dot = gate_row_backward(of_row, gate + r * stride, up + r * stride, factor, of_gate + r * to_stride,
+                                    of_up + r * to_stride, width, GELU_TANH);
+        else
+            dot = gate_row_backward(of_row, gate + r * stride, up + r * stride, factor, of_gate + r * to_stride,
+                                    of_up + r * to_stride, width, SILU);
+        if (of_weight) of_weight[r] = dot;
+    }
+}
+
+/* The k best of each row of scores (ties to the lower index), their softmax, and that times a scale per expert. */
+void route(const float *scores, int64_t rows, int64_t experts, int64_t k, const float *scale, int64_t *index,
+           float *share, float *weight) {
+#pragma omp parallel for schedule(static) if (rows * experts * k > MUCH)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *of_row = scores + r * experts;
+        int64_t *chosen = index + r * k;
+        float *shares = share + r * k, total = 0;
+        for (int64_t j = 0; j < k; j++) {
+            int64_t best = -1;
+            for (int64_t e = 0; e < experts; e++) {
+                int is_taken = 0;
+                for (int64_t i = 0; i < j; i++) is_taken |= chosen[i] == e;
+                if (!is_taken && (best < 0 || of_row[e] > of_row[best])) best = e;
+            }
+            chosen[j] = best;
+            shares[j] = exp_of(of_row[best] - of_row[chosen[0]]);
+            total += shares[j];
+        }
+        for (int64_t j = 0; j < k; j++) {
+            shares[j] /= total;
+            weight[r * k + j] = shares[j] * scale[chosen[j]];
+        }
+    }
+}
+
+/* The gradients of the scores [rows, experts] and of the scale per expert, whose partial sums are [BLOCKS, experts]. */
+void route_backward(const float *grad, int64_t rows, int64_t experts, int64_t k, const float *scale,
+                    const int64_t *index, const float *share, float *partial, float *of_scores, float *of_scale) {
+#pragma omp parallel for schedule(static) if (rows * experts * k > MUCH)
+    for (int64_t b = 0; b < BLOCKS; b++) {
+        float *sum = partial + b * experts;
+        memset(sum, 0, experts * sizeof *sum);
+        for (int64_t r = first_row(b, rows); r < first_row(b + 1, rows); r++) {
+            const int64_t *chosen = index + r * k;
+            const float *shares = share + r * k, *g = grad + r * k;
+            float *out = of_scores + r * experts, mean = 0;
+            memset(out, 0, experts * sizeof *out);
+            for (int64_t j = 0; j < k; j++) mean += g[j] * scale[chosen[j]] * shares[j];
+            for (int64_t j = 0; j < k; j++) {
+                out[chosen[j]] = shares[j] * (g[j] * scale[chosen[j]] - mean);
+                sum[chosen[j]] += g[j] * shares[j];
+            }
+        }
+    }
+    add_up(partial, experts, of_scale);
+}
+
+/* Sort slots by expert, in their order within one; `experts` itself means none, and those come last.
+
+   ends [experts]: where each expert's rows end; slot: the slot of each row; place: the row of each slot. */
+void group_by_expert(const int64_t *index, int64_t slots, int64_t experts, int32_t *ends, int64_t *slot,
+                     int64_t *place) {
+    int64_t *next = calloc(experts + 2, sizeof *next);
+    for (int64_t s = 0; s < slots; s++) next[index[s] + 1]++;
+    for (int64_t e = 0; e <= experts; e++) next[e + 1] += next[e];
+    for (int64_t e = 0; e < experts; e++) ends[e] = (int32_t)next[e + 1];
+    for (int64_t s = 0; s < slots; s++) {
+        int64_t row = next[index[s]]++;
+        slot[row] = s;
+        place[s] = row;
+    }
+    free(next);
+}
+
+/* Rows of x for the slots: the token of slot s is s / k. */
+void gather_tokens(const float *x, const int64_t *slot, int64_t rows, int64_t k, int64_t width, float *out) {
+#pragma omp parallel for schedule(static) if (rows * width > MUCH)
+    for (int64_t r = 0; r < rows; r++) memcpy(out + r * width, x + slot[r] / k * width, width * sizeof *out);
+}
+
+/* The sum over each token's k slots of the rows that have an expert: rows at or after `rows` count for nothing. */
+void combine_slots(const float *y, const int64_t *place, int64_t tokens, int64_t k, int64_t rows, int64_t width,
+                   float *out) {
+#pragma omp parallel for schedule(static) if (tokens * k * width > MUCH)
+    for (int64_t n = 0; n < tokens; n++) {
+        float *of_token = out + n * width;
+        memset(of_token, 0, width * sizeof *out);
+        for (int64_t j = 0; j < k; j++) {
+            if (place[n * k + j] >= rows) continue;
+            const float *of_row = y + place[n * k + j] * width;
+            for (int64_t i = 0; i < width; i++) of_token[i] += of_row[i];
+        }
+    }
+}

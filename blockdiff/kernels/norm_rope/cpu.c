@@ -1,0 +1,167 @@
+/* Norms, and norms followed by RoPE: every tensor is read and written once in each direction. */
+
+#include "cpu.h"
+
+static inline float rstd_of(const float *x, int64_t width, float eps) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < width; i++) sum += x[i] * x[i];
+    return 1.0f / sqrtf(sum / width + eps);
+}
+
+/* grad of x from that of n = x * rstd, which stands in `grad`: rstd (g - x rstd^2 mean(g x)). */
+static inline void through_norm(float *grad, const float *x, float rstd, int64_t width) {
+    float dot = 0;
+#pragma omp simd reduction(+ : dot)
+    for (int64_t i = 0; i < width; i++) dot += grad[i] * x[i];
+    float factor = dot / width * rstd * rstd * rstd;
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) grad[i] = grad[i] * rstd - x[i] * factor;
+}
+
+static inline void norm_into(float *out, const float *x, float rstd, const float *weight, int64_t width) {
+    if (weight) {
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) out[i] = x[i] * rstd * weight[i];
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) out[i] = x[i] * rstd;
+    }
+}
+
+/* Up to three norms of x; an output without memory is none, a weight without memory is 1. */
+void norms(const float *x, int64_t rows, int64_t group, int64_t stride, int64_t width, float eps, float *rstd,
+           const float *weight_0, float *out_0, const float *weight_1, float *out_1, const float *weight_2,
+           float *out_2) {
+#pragma omp parallel for schedule(static) if (rows * width > MUCH)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *of_row = x + row_at(r, group, stride, width);
+        float scale = rstd_of(of_row, width, eps);
+        if (rstd) rstd[r] = scale;
+        norm_into(out_0 + r * width, of_row, scale, weight_0, width);
+        if (out_1) norm_into(out_1 + r * width, of_row, scale, weight_1, width);
+        if (out_2) norm_into(out_2 + r * width, of_row, scale, weight_2, width);
+    }
+}
+
+static inline void add_weighted(float *sum, const float *grad, const float *weight, int64_t width, int first) {
+    if (first)
+        for (int64_t i = 0; i < width; i++) sum[i] = weight ? grad[i] * weight[i] : grad[i];
+    else
+        for (int64_t i = 0; i < width; i++) sum[i] += weight ? grad[i] * weight[i] : grad[i];
+}
+
+static inline void add_weight_grad(float *sum, const float *grad, const float *x, float rstd, int64_t width) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) sum[i] += grad[i] * x[i] * rstd;
+}
+
+/* grad of x, in lines of `to_stride`, and of the weights; `partial` is [3, BLOCKS, width]. A weight's may be unwanted. */
+void norms_backward(const float *x, int64_t rows, int64_t group, int64_t stride, int64_t width, const float *rstd,
+                    const float *grad_0, const float *weight_0, float *of_weight_0, const float *grad_1,
+                    const float *weight_1, float *of_weight_1, const float *grad_2, const float *weight_2,
+                    float *of_weight_2, float *partial, int64_t to_stride, float *grad_x) {
+    const float *grads[3] = {grad_0, grad_1, grad_2}, *weights[3] = {weight_0, weight_1, weight_2};
+    float *of_weights[3] = {of_weight_0, of_weight_1, of_weight_2};
+#pragma omp parallel for schedule(static) if (rows * width > MUCH)
+    for (int64_t b = 0; b < BLOCKS; b++) {
+        for (int j = 0; j < 3; j++)
+            if (of_weights[j]) memset(partial + (j * BLOCKS + b) * width, 0, width * sizeof *partial);
+        for (int64_t r = first_row(b, rows); r < first_row(b + 1, rows); r++) {
+            const float *of_row = x + row_at(r, group, stride, width);
+            float *out = grad_x + row_at(r, group, to_stride, width);
+            int first = 1;
+            for (int j = 0; j < 3; j++) {
+                if (!grads[j]) continue;
+                const float *grad = grads[j] + r * width;
+                if (of_weights[j]) add_weight_grad(partial + (j * BLOCKS + b) * width, grad, of_row, rstd[r], width);
+                add_weighted(out, grad, weights[j], width, first);
+                first = 0;
+            }
+            through_norm(out, of_row, rstd[r], width);
+        }
+    }
+    for (int j = 0; j < 3; j++)
+        if (of_weights[j]) add_up(partial + j * BLOCKS * width, width, of_weights[j]);
+}
+
+/* (x + norm(y) * weight) * scalar, the scalar being one for each row, one for all (step 0) or none. */
+void add_norm(const float *x, const float *y, int64_t rows, int64_t width, float eps, const float *weight,
+              const float *scalar, int64_t step, float *rstd, float *out) {
+#pragma omp parallel for schedule(static) if (rows * width > MUCH)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *of_x = x + r * width, *of_y = y + r * width;
+        float scale = rstd_of(of_y, width, eps), factor = scalar ? scalar[r * step] : 1.0f;
+        if (rstd) rstd[r] = scale;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) out[r * width + i] = (of_x[i] + of_y[i] * scale * weight[i]) * factor;
+    }
+}
+
+/* Its gradients; grad_x may be no memory where there is no scalar: it is `grad` itself then. */
+void add_norm_backward(const float *grad, const float *y, int64_t rows, int64_t width, const float *rstd,
+                       const float *weight, const float *scalar, int64_t step, float *partial, float *grad_x,
+                       float *grad_y, float *grad_weight) {
+#pragma omp parallel for schedule(static) if (rows * width > MUCH)
+    for (int64_t b = 0; b < BLOCKS; b++) {
+        memset(partial + b * width, 0, width * sizeof *partial);
+        for (int64_t r = first_row(b, rows); r < first_row(b + 1, rows); r++) {
+            const float *of_grad = grad + r * width, *of_y = y + r * width;
+            float *out = grad_y + r * width, factor = scalar ? scalar[r * step] : 1.0f;
+            if (scalar) {
+                float *of_x = grad_x + r * width;
+                for (int64_t i = 0; i < width; i++) of_x[i] = of_grad[i] * factor;
+                of_grad = of_x;
+            }
+            add_weight_grad(partial + b * width, of_grad, of_y, rstd[r], width);
+            add_weighted(out, of_grad, weight, width, 1);
+            through_norm(out, of_y, rstd[r], width);
+        }
+    }
+    add_up(partial, width, grad_weight);
+}
+
+/* The norm of every head, then the rotation of its halves; cos and sin are [rows / group, width]. */
+void norm_rope(const float *x, int64_t rows, int64_t group, int64_t stride, int64_t width, float eps,
+               const float *weight, const float *cos, const float *sin, float *rstd, float *out) {
+    int64_t half = width / 2;
+#pragma omp parallel for schedule(static) if (rows * width > MUCH)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *low = x + row_at(r, group, stride, width), *high = low + half;
+        const float *c = cos + r / group * width, *s = sin + r / group * width;
+        float scale = rstd_of(low, width, eps), *of_row = out + r * width;
+        if (rstd) rstd[r] = scale;
+#pragma omp simd
+        for (int64_t i = 0; i < half; i++) {
+            float a = low[i] * scale * weight[i], b = high[i] * scale * weight[half + i];
+            of_row[i] = a * c[i] + b * s[i];
+            of_row[half + i] = b * c[half + i] + a * s[half + i];
+        }
+    }
+}
+
+void norm_rope_backward(const float *grad, const float *x, int64_t rows, int64_t group, int64_t stride, int64_t width,
+                        const float *rstd, const float *weight, const float *cos, const float *sin, float *partial,
+                        int64_t to_stride, float *grad_x, float *grad_weight) {
+    int64_t half = width / 2;
+#pragma omp parallel for schedule(static) if (rows * width > MUCH)
+    for (int64_t b = 0; b < BLOCKS; b++) {
+        float *sum = partial + b * width;
+        memset(sum, 0, width * sizeof *sum);
+        for (int64_t r = first_row(b, rows); r < first_row(b + 1, rows); r++) {
+            const float *g = grad + r * width, *c = cos + r / group * width, *s = sin + r / group * width;
+            const float *of_row = x + row_at(r, group, stride, width);
+            float *out = grad_x + row_at(r, group, to_stride, width);
+#pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                float low = g[i] * c[i] + g[half + i] * s[half + i], high = g[half + i] * c[half + i] + g[i] * s[i];
+                sum[i] += low * of_row[i] * rstd[r];
+                sum[half + i] += high * of_row[half + i] * rstd[r];
+                out[i] = low * weight[i];
+                out[half + i] = high * weight[half + i];
+            }
+            through_norm(out, of_row, rstd[r], width);
+        }
+    }
+    add_up(partial, width, grad_weight);
+}
