@@ -77,7 +77,7 @@ class Layer(nn.Module):
             scale=head_dim**-0.5,
         )
         self.post_attention_norm = CastRMSNorm(hidden, eps, kernels)
-        self.mlp = MLP(hidden, config.intermediate_size, ACTIVATIONS[config.hidden_act])
+        self.mlp = MLP(hidden, config.intermediate_size, kernels, ACTIVATIONS[config.hidden_act])
         self.encoder_scalar = None  # clean tokens are the causal model's
         self.decoder_scalar = nn.Parameter(torch.ones(1)) if denoises else None
 

@@ -116,17 +116,21 @@ void route_backward(const float *grad, int64_t rows, int64_t experts, int64_t k,
     add_up(partial, experts, of_scale);
 }
 
+static inline int64_t expert_of(const int64_t *index, int64_t slot, int64_t experts) {
+    return index[slot] >= 0 && index[slot] < experts ? index[slot] : experts;
+}
+
 /* Sort slots by expert, in their order within one; `experts` itself means none, and those come last.
 
    ends [experts]: where each expert's rows end; slot: the slot of each row; place: the row of each slot. */
 void group_by_expert(const int64_t *index, int64_t slots, int64_t experts, int32_t *ends, int64_t *slot,
                      int64_t *place) {
     int64_t *next = calloc(experts + 2, sizeof *next);
-    for (int64_t s = 0; s < slots; s++) next[index[s] + 1]++;
+    for (int64_t s = 0; s < slots; s++) next[expert_of(index, s, experts) + 1]++;
     for (int64_t e = 0; e <= experts; e++) next[e + 1] += next[e];
     for (int64_t e = 0; e < experts; e++) ends[e] = (int32_t)next[e + 1];
     for (int64_t s = 0; s < slots; s++) {
-        int64_t row = next[index[s]]++;
+        int64_t row = next[expert_of(index, s, experts)]++;
         slot[row] = s;
         place[s] = row;
     }
