@@ -190,10 +190,11 @@ def _sizes(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _code(compiled: Any) -> dict[str, Any]:
-    """Registers of a thread, bytes of its stack, and how many operations of products are executed for each useful one
-    (None where there are no products)."""
+    """Registers of a thread, bytes of its stack, how many operations of products are executed for each useful one
+    (None where there are no products), and what stands in the loop of the products."""
     useful, executed = _useful(compiled.asm["ttir"]), _executed(compiled.asm["ptx"], compiled.metadata.num_warps)
-    return dict(products=executed / useful if useful and executed else None, **_resources(compiled.asm["cubin"]))
+    products, cubin = executed / useful if useful and executed else None, compiled.asm["cubin"]
+    return dict(products=products, **_resources(cubin), **(_loop(cubin) if products else {}))
 
 
 def _useful(ttir: str) -> int:
@@ -221,13 +222,32 @@ def _executed(ptx: str, warps: int) -> int:
 
 def _resources(cubin: bytes) -> dict[str, int]:
     """Registers of a thread, and the bytes of its stack: what did not fit into them."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", _said_of(cubin, "cuobjdump", "--dump-resource-usage"))
+    return {} if usage is None else dict(registers=int(usage[1]), stack=int(usage[2]))
+
+
+def _loop(cubin: bytes) -> dict[str, int]:
+    """What stands in the loop that has most products: instructions that read or write the stack, that issue a product
+    (wgmma, mma) and that wait for products. As many waits as products: none runs beside another."""
+    lines, labels, loop = _said_of(cubin, "nvdisasm", "-c").splitlines(), {}, ""
+    products = r"\bH?G?MMA\b"
+    for place, line in enumerate(lines):
+        if label := re.match(r"\s*(\.L\S+):", line):
+            labels[label[1]] = place
+        elif (branch := re.search(r"\bBRA\b.*`\((\.L\S+)\)", line)) and branch[1] in labels:
+            body = "\n".join(lines[labels[branch[1]] : place])
+            loop = max(loop, body, key=lambda text: len(re.findall(products, text)))
+    counted = dict(loop_stack=r"\b(?:LDL|STL)\b", issued=products, waits=r"\bWARPGROUP\.DEPBAR")
+    return {name: len(re.findall(pattern, loop)) for name, pattern in counted.items()}
+
+
+def _said_of(cubin: bytes, tool: str, option: str) -> str:
+    """What one of the tools that come with Triton prints of a compiled kernel."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        words = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", words)
-    return {} if usage is None else dict(registers=int(usage[1]), stack=int(usage[2]))
+        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def compiled(
@@ -257,7 +277,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args()
     if not options.json:
-        titles = ("sm", "op", "kernel", "constants", "shared KiB", "registers", "stack bytes", "executed / useful")
+        titles = ("sm", "op", "kernel", "constants", "shared KiB", "registers", "stack bytes", "executed / useful",
+                  "stack in loop", "products issued, waits")  # fmt: skip
         print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
     all_fit = True
     for architecture in options.architecture or tiles.SHARED_MEMORY:
@@ -272,7 +293,8 @@ def _row(name: str, line: dict[str, Any]) -> str:
     constants = ", ".join(f"{key} {value}" for key, value in line["constants"].items())
     shared = f"{line['shared'] / 1024:.0f}{'' if fits(line) else ': TOO LARGE'}"
     products = f"{line['products']:.2f}" if line.get("products") else ""
-    figures = (shared, line.get("registers"), line.get("stack"), products)
+    loop = (line["loop_stack"], f"{line['issued']}, {line['waits']}") if products else ("", "")
+    figures = (shared, line.get("registers"), line.get("stack"), products, *loop)
     return f"| {' | '.join(map(str, (line['architecture'], name, line['kernel'], constants, *figures)))} |"
 
 

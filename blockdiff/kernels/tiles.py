@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import triton
 from torch import Tensor
 
 from blockdiff.kernels.launch import Unserved
@@ -69,6 +70,11 @@ def architecture(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return max((known for known in SHARED_MEMORY if known <= 10 * major + minor), default=0)
+
+
+def runs_products_aside(x: Tensor) -> bool:
+    """Whether x's device goes on with other instructions during a product, until it waits for it (wgmma of sm_90)."""
+    return architecture(x.device) == 90 and not triton.knobs.runtime.interpret
 
 
 def tile_of(kernel: str, x: Tensor, size: float) -> Tile:

@@ -17,7 +17,7 @@ from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, op, wanted
 from blockdiff.kernels.span_attention import triton_kernels as kernels
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
-from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, tile_of
+from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, runs_products_aside, tile_of
 from blockdiff.spans import Spans
 
 LARGEST_HEAD = 512
@@ -171,15 +171,15 @@ def _backward_keys(
     """Fill the gradients that are wanted of the source whose span stands at `first`, in one launch or in two."""
     (B, T), (keys, K), columns = q.shape[:2], k.shape[1:3], tiles[0].columns
     key_tiles = triton.cdiv(keys, columns)
-    interval = empty(bounds, B, key_tiles, 2)
+    interval = empty(bounds, B, key_tiles, 4)
     launches = [grads] if len(tiles) == 1 else [(grads[0], None), (None, grads[1])]
     if grads != (None, None):
-        arguments = bounds, first, interval, T, key_tiles
+        arguments = bounds, first, interval, T, keys, key_tiles
         launch(kernels.span_attention_backward_intervals, (key_tiles, B), *arguments, COLUMNS=columns)
     for tile, some in zip(tiles, launches, strict=True):
         if some != (None, None):
             tensors = q, *_strides(q), k, *_strides(k), v, *_strides(v), bounds, first, *numbers, interval, *some
-            constants = _heads(q, k) | tile.options
+            constants = dict(AWAITS=tile.stages > 1 and runs_products_aside(q), **_heads(q, k), **tile.options)
             launch(kernels.span_attention_backward_keys, (key_tiles, B * K), *tensors, T, keys, scale, **constants)
 
 

@@ -52,22 +52,28 @@ def _load_keys(pointer, start, stride, is_near, COLUMNS: tl.constexpr, D: tl.con
 
 
 @triton.jit
+def _bounds(bounds, t, is_row, keys):
+    """The keys [lo, hi) that every row sees of one source, whose span `bounds` points at, within those there are."""
+    at = bounds + t.to(tl.int64) * 4
+    lo = tl.maximum(tl.load(at, mask=is_row, other=0), 0)
+    return lo, tl.minimum(tl.load(at + 1, mask=is_row, other=0), keys)
+
+
+@triton.jit
 def _span(bounds, t, is_row, keys, COLUMNS: tl.constexpr):
     """What a row tile sees of one source of keys; rows that are not there see nothing.
 
-    lo and hi of every row within the keys there are; the hull [begin, end) of the keys that any row sees and how many
-    tiles it touches; the keys [full_begin, full_end) that every row sees.
+    The hull [begin, end) of the keys that any row sees and how many tiles it touches; the keys [full_begin, full_end)
+    that every row sees.
     """
-    at = bounds + t.to(tl.int64) * 4
-    lo = tl.maximum(tl.load(at, mask=is_row, other=0), 0)
-    hi = tl.minimum(tl.load(at + 1, mask=is_row, other=0), keys)
+    lo, hi = _bounds(bounds, t, is_row, keys)
     sees = hi > lo
     begin = tl.min(tl.where(sees, lo, keys), 0)
     end = tl.max(tl.where(sees, hi, 0), 0)
     tiles = tl.maximum(tl.cdiv(end, COLUMNS) - begin // COLUMNS, 0)
     full_begin = tl.max(tl.where(is_row, lo, 0), 0)
     full_end = tl.min(tl.where(is_row, hi, keys), 0)
-    return lo, hi, begin, end, tiles, full_begin, full_end
+    return begin, end, tiles, full_begin, full_end
 
 
 @triton.jit
@@ -75,15 +81,15 @@ def _spans(bounds, t, is_row, keys, COLUMNS: tl.constexpr):
     """What a row tile sees of the prefix and of its own keys, and how many tiles the walk has."""
     prefix = _span(bounds, t, is_row, keys[0], COLUMNS)
     own = _span(bounds + 2, t, is_row, keys[1], COLUMNS)
-    return prefix, own, prefix[4] + own[4]
+    return prefix, own, prefix[2] + own[2]
 
 
 @triton.jit
 def _step(i, prefix, own, COLUMNS: tl.constexpr):
     """Tile i of the walk: whether it is the prefix's, its first key, which keys are in the hull, and whether all are
     seen by all rows."""
-    _, _, p_begin, p_end, p_tiles, p_full_begin, p_full_end = prefix
-    _, _, o_begin, o_end, _, o_full_begin, o_full_end = own
+    p_begin, p_end, p_tiles, p_full_begin, p_full_end = prefix
+    o_begin, o_end, _, o_full_begin, o_full_end = own
     in_prefix = i < p_tiles
     start = tl.where(in_prefix, p_begin // COLUMNS + i, o_begin // COLUMNS + i - p_tiles) * COLUMNS
     key = start + tl.arange(0, COLUMNS)
@@ -125,9 +131,11 @@ def _place(table, in_prefix, start, is_near, COLUMNS: tl.constexpr, PAGE: tl.con
 
 
 @triton.jit
-def _where_seen(values, otherwise, in_prefix, start, prefix, own, COLUMNS: tl.constexpr):
+def _where_seen(values, otherwise, in_prefix, start, bounds, t, is_row, keys, COLUMNS: tl.constexpr):
+    """The spans are read again here, where few tiles need them: kept, they would take registers all the time."""
     key = start + tl.arange(0, COLUMNS)
-    lo, hi = tl.where(in_prefix, prefix[0], own[0]), tl.where(in_prefix, prefix[1], own[1])
+    source, count = tl.where(in_prefix, bounds, bounds + 2), tl.where(in_prefix, keys[0], keys[1])
+    lo, hi = _bounds(source, t, is_row, count)
     return tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), values, otherwise)
 
 
@@ -145,7 +153,8 @@ def span_attention_forward(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a causal row's last tiles are the longest: they go first
     b, kh, split = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K, tl.program_id(2)
     t, g, is_row = _rows(tile, T, G, ROWS)
-    prefix, own, tiles = _spans(bounds + b * T * 4, t, is_row, keys, COLUMNS)
+    bounds += b * T * 4
+    prefix, own, tiles = _spans(bounds, t, is_row, keys, COLUMNS)
     q_MD = _load_rows(_head(q, q_strides, b, kh * G), tile, T, q_strides[1], q_strides[2], G, ROWS, D)
     k = _head(k[0], k_strides[0], b, kh), _head(k[1], k_strides[1], b, kh)
     v = _head(v[0], v_strides[0], b, kh), _head(v[1], v_strides[1], b, kh)
@@ -163,7 +172,7 @@ def span_attention_forward(
         k_ND = _load_step(k, k_strides, in_prefix, place, is_near, COLUMNS, D, PAGE)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * scale
         if not is_full:
-            s_MN = _where_seen(s_MN, -INF, in_prefix, start, prefix, own, COLUMNS)
+            s_MN = _where_seen(s_MN, -INF, in_prefix, start, bounds, t, is_row, keys, COLUMNS)
         new_peak_M = tl.maximum(peak_M, tl.max(s_MN, 1))
         shift_M = tl.where(new_peak_M == -INF, 0.0, new_peak_M)  # rows that have seen nothing yet
         p_MN = tl.exp2(s_MN - shift_M[:, None])
@@ -229,6 +238,18 @@ def span_attention_backward_delta(
 
 
 @triton.jit
+def _awaited(total, AWAITS: tl.constexpr):
+    """The sum of a product and those before it, once it is there; what a pipelined loop needs on sm_90.
+
+    Triton would leave the product running until the next one is added. With a branch in between ptxas takes that for
+    a use of registers in flight, and then waits after each single instruction of every product of the loop.
+    """
+    if AWAITS:
+        total = tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=True, pack=1)
+    return total
+
+
+@triton.jit
 def _load_row_numbers(lse, delta, at, is_row):
     """log-sum-exp (units of log2; +inf, which makes p 0, for rows that see nothing) and delta."""
     lse_M = tl.load(lse + at, mask=is_row, other=-INF)
@@ -245,7 +266,8 @@ def span_attention_backward_queries(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b, kh = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
     t, g, is_row = _rows(tile, T, G, ROWS)
-    prefix, own, tiles = _spans(bounds + b * T * 4, t, is_row, keys, COLUMNS)
+    bounds += b * T * 4
+    prefix, own, tiles = _spans(bounds, t, is_row, keys, COLUMNS)
     q_MD = _load_rows(_head(q, q_strides, b, kh * G), tile, T, q_strides[1], q_strides[2], G, ROWS, D)
     grad_MD = _load_rows(grad_out + (b * T * K + kh) * G * D, tile, T, K * G * D, D, G, ROWS, D)
     at = (b * T + t) * (K * G) + kh * G + g
@@ -259,78 +281,100 @@ def span_attention_backward_queries(
         k_ND = _load_step(k, k_strides, in_prefix, start, is_near, COLUMNS, D, 0)
         v_ND = _load_step(v, v_strides, in_prefix, start, is_near, COLUMNS, D, 0)
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * (scale * LOG2E)
-        p_MN = tl.exp2(s_MN - lse_M[:, None])
-        if not is_full:
-            p_MN = _where_seen(p_MN, 0.0, in_prefix, start, prefix, own, COLUMNS)
         grad_p_MN = tl.dot(grad_MD, tl.trans(v_ND), input_precision=PRECISION)
-        grad_s_MN = (p_MN * (grad_p_MN - delta_M[:, None])).to(k_ND.dtype)
+        # Used in the branches alone: a product that reaches another one directly is divided among warps by rows only,
+        # so that two warp groups would both compute the same 64 rows.
+        if is_full:
+            grad_s_MN = tl.exp2(s_MN - lse_M[:, None]) * (grad_p_MN - delta_M[:, None])
+        else:
+            p_MN = tl.exp2(s_MN - lse_M[:, None])
+            p_MN = _where_seen(p_MN, 0.0, in_prefix, start, bounds, t, is_row, keys, COLUMNS)
+            grad_s_MN = p_MN * (grad_p_MN - delta_M[:, None])
+        grad_s_MN = grad_s_MN.to(k_ND.dtype)
         acc_MD = tl.dot(grad_s_MN, k_ND, acc_MD, input_precision=PRECISION)
     acc_MD = (acc_MD * scale).to(grad_q.dtype.element_ty)
     tl.store(grad_q + at[:, None] * D + tl.arange(0, D)[None, :], acc_MD, mask=is_row[:, None])
 
 
 @triton.jit(do_not_specialize=["first"])
-def span_attention_backward_intervals(bounds, first, interval, T, tiles, COLUMNS: tl.constexpr):
-    """The queries [begin, end) between the first and the last that see a key of a tile: int32 [B, tiles, 2].
+def span_attention_backward_intervals(bounds, first, interval, T, keys, tiles, COLUMNS: tl.constexpr):
+    """Of every key tile the queries [begin, end) between the first and the last that see one of its keys, and those
+    that see all of them, [full_begin, full_end), if these are neighbours (else none): int32 [B, tiles, 4].
 
-    first: where the source's span stands in `bounds` (0: prefix, 2: own). Queries between them that see none of the
-    keys are masked later, so any order of queries is right; one in which the seeing queries are neighbours is fast.
+    first: where the source's span stands in `bounds` (0: prefix, 2: own). Queries between begin and end that see none
+    of the keys are masked later, so any order of queries is right; one in which the seeing queries are neighbours is
+    fast.
     """
     tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    begin, end = T, 0
+    begin, end, full_begin, full_end, full = T, 0, T, 0, 0
     for start in range(0, T, SCAN):
         t = start + tl.arange(0, SCAN)
-        at = bounds + (b * T + t) * 4 + first
-        lo, hi = tl.load(at, mask=t < T, other=0), tl.load(at + 1, mask=t < T, other=0)
-        sees = (tl.maximum(lo, tile * COLUMNS) < tl.minimum(hi, tile * COLUMNS + COLUMNS)) & (t < T)
-        begin = tl.minimum(begin, tl.min(tl.where(sees, t, T), 0))
-        end = tl.maximum(end, tl.max(tl.where(sees, t + 1, 0), 0))
-    at = interval + (b * tiles + tile) * 2
+        lo, hi = _bounds(bounds + b * T * 4 + first, t, t < T, keys)
+        lo, hi = tl.maximum(lo, tile * COLUMNS), tl.minimum(hi, tile * COLUMNS + COLUMNS)
+        begin = tl.minimum(begin, tl.min(tl.where(lo < hi, t, T), 0))
+        end = tl.maximum(end, tl.max(tl.where(lo < hi, t + 1, 0), 0))
+        sees_all = hi - lo == COLUMNS
+        full_begin = tl.minimum(full_begin, tl.min(tl.where(sees_all, t, T), 0))
+        full_end = tl.maximum(full_end, tl.max(tl.where(sees_all, t + 1, 0), 0))
+        full += tl.sum(sees_all.to(tl.int32), 0)
+    at = interval + (b * tiles + tile) * 4
     tl.store(at, tl.minimum(begin, end))
     tl.store(at + 1, end)
+    tl.store(at + 2, full_begin)
+    tl.store(at + 3, tl.where(full == full_end - full_begin, full_end, full_begin))
 
 
 @triton.jit(do_not_specialize=["first"])  # one compilation for both sources
 def span_attention_backward_keys(
     q, q_strides, k, k_strides, v, v_strides, bounds, first, lse, delta, grad_out, interval, grad_k, grad_v,
     T, keys, scale,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, AWAITS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """grad_k and grad_v (either may be None) [B, keys, K, D] of one source, summed over the group in query order."""
     tile = tl.program_id(0)
     b, kh = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
-    key = tile * COLUMNS + tl.arange(0, COLUMNS)
+    start = tile * COLUMNS
+    key = start + tl.arange(0, COLUMNS)
     is_key = key < keys
-    k_ND = _load_keys(_head(k, k_strides, b, kh), tile * COLUMNS, k_strides[1], is_key, COLUMNS, D)
+    k_ND = _load_keys(_head(k, k_strides, b, kh), start, k_strides[1], is_key, COLUMNS, D)
     if grad_k is not None:
-        v_ND = _load_keys(_head(v, v_strides, b, kh), tile * COLUMNS, v_strides[1], is_key, COLUMNS, D)
+        v_ND = _load_keys(_head(v, v_strides, b, kh), start, v_strides[1], is_key, COLUMNS, D)
     q = _head(q, q_strides, b, kh * G)
     grad_out += (b * T * K + kh) * G * D
     bounds += b * T * 4 + first
-    at_tile = interval + (b * tl.num_programs(0) + tile) * 2
+    at_tile = interval + (b * tl.num_programs(0) + tile) * 4
     begin, end = tl.load(at_tile) * G // ROWS, tl.cdiv(tl.load(at_tile + 1) * G, ROWS)
+    full_begin, full_end = tl.load(at_tile + 2) * G, tl.load(at_tile + 3) * G
 
     acc_k_ND = tl.zeros([COLUMNS, D], tl.float32)
     acc_v_ND = tl.zeros([COLUMNS, D], tl.float32)
     for i in range(begin, end):
         t, g, is_row = _rows(i, T, G, ROWS)
-        lo = tl.load(bounds + t.to(tl.int64) * 4, mask=is_row, other=0)
-        hi = tl.load(bounds + t.to(tl.int64) * 4 + 1, mask=is_row, other=0)
         q_MD = _load_rows(q, i, T, q_strides[1], q_strides[2], G, ROWS, D)
         at = (b * T + t) * (K * G) + kh * G + g
         grad_MD = _load_rows(grad_out, i, T, K * G * D, D, G, ROWS, D)
         lse_M, delta_M = _load_row_numbers(lse, delta, at, is_row)
         s_NM = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION) * (scale * LOG2E)
-        is_seen = (key[:, None] >= lo[None, :]) & (key[:, None] < tl.minimum(hi, keys)[None, :])
-        p_NM = tl.where(is_seen, tl.exp2(s_NM - lse_M[None, :]), 0.0)
-        if grad_v is not None:
-            acc_v_ND = tl.dot(p_NM.to(grad_MD.dtype), grad_MD, acc_v_ND, input_precision=PRECISION)
+        grad_p_NM = tl.zeros_like(s_NM)
         if grad_k is not None:
             grad_p_NM = tl.dot(v_ND, tl.trans(grad_MD), input_precision=PRECISION)
+        # used in the branches alone, as in span_attention_backward_queries
+        if (i * ROWS >= full_begin) & (i * ROWS + ROWS <= full_end):
+            p_NM = tl.exp2(s_NM - lse_M[None, :])
+            grad_s_NM = p_NM * (grad_p_NM - delta_M[None, :])
+        else:
+            lo, hi = _bounds(bounds, t, is_row, keys)
+            is_seen = (key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :])
+            p_NM = tl.where(is_seen, tl.exp2(s_NM - lse_M[None, :]), 0.0)
             # a choice, not a product with 0: keys that nobody sees may hold anything
-            grad_s_NM = tl.where(p_NM > 0.0, p_NM * (grad_p_NM - delta_M[None, :]), 0.0).to(q_MD.dtype)
-            acc_k_ND = tl.dot(grad_s_NM, q_MD, acc_k_ND, input_precision=PRECISION)
+            grad_s_NM = tl.where(p_NM > 0.0, p_NM * (grad_p_NM - delta_M[None, :]), 0.0)
+        if grad_v is not None:
+            acc_v_ND = tl.dot(p_NM.to(grad_MD.dtype), grad_MD, acc_v_ND, input_precision=PRECISION)
+            acc_v_ND = _awaited(acc_v_ND, AWAITS)
+        if grad_k is not None:
+            acc_k_ND = tl.dot(grad_s_NM.to(q_MD.dtype), q_MD, acc_k_ND, input_precision=PRECISION)
+            acc_k_ND = _awaited(acc_k_ND, AWAITS)
     out_at = ((b * keys + key) * K + kh)[:, None] * D + tl.arange(0, D)[None, :]
     if grad_k is not None:
         tl.store(grad_k + out_at, (acc_k_ND * scale).to(grad_k.dtype.element_ty), mask=is_key[:, None])
