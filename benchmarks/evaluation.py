@@ -29,6 +29,7 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.evals import task
 from blockdiff.objective import Objective
+from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.training.heldout import heldout
@@ -65,7 +66,7 @@ def measure(
             window = micro_batches(examples["train"], plan, collator, number)
             optimiser.zero_grad(set_to_none=True)
             counts = Counts.over_ranks(window, False, False, alone)
-            gradient = backpropagate(objective, weights, window, counts, 0.0, None, alone)
+            gradient = backpropagate(objective, weights, window, counts, 0.0, None, Mesh(alone))
             clip_gradients(weights, gradient.norm, 1.0)
             optimiser.step()
             ends.append(time.perf_counter() - began)

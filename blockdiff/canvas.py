@@ -62,6 +62,9 @@ class CleanRow:
     ar_weights: Sequence[float] | None = None
 
 
+PADDING_ROW = CleanRow((), (), sample_id=-1, doc_starts=())  # a rank without examples takes part with a row of padding
+
+
 def joined(rows: Sequence[CleanRow]) -> CleanRow:
     """Rows packed into one: their documents side by side, each with its own canvases and weights."""
     tokens: list[int] = []

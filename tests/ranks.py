@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
+from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint import init
-from blockdiff.data.collate import PADDING_ROW
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RunError

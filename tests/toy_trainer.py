@@ -13,6 +13,7 @@ from torch import nn
 
 from blockdiff.canvas import Batch
 from blockdiff.metrics import Record
+from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate
 from blockdiff.training.recipe import Recipe
@@ -71,7 +72,9 @@ class ToyTrainer(Trainer):
         self.show = SimpleNamespace(step=lambda step: self.call("on_step"))
         built: Any = SimpleNamespace(
             objective=objective,
-            module=replicate(objective, ranks),
+            module=replicate(objective, Mesh(ranks)),
+            mesh=Mesh(ranks),
+            precision=o.autocast,
             optimiser=optimiser,
             average=None,
             step=start,

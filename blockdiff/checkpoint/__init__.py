@@ -7,7 +7,7 @@ from blockdiff.checkpoint.create import draw_weights, init
 from blockdiff.checkpoint.files import Carried
 from blockdiff.checkpoint.generation import Generation, SpecialTokens, default_generation, special_tokens
 from blockdiff.checkpoint.merging import export
-from blockdiff.checkpoint.read import empty, load, load_weights
+from blockdiff.checkpoint.read import dtype_of, empty, load, load_weights
 from blockdiff.checkpoint.write import save
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "convert",
     "default_generation",
     "draw_weights",
+    "dtype_of",
     "empty",
     "export",
     "fitted",

@@ -175,6 +175,15 @@ def resolve_dtype(dtype: str | torch.dtype, table: Stored | None = None) -> torc
     return found
 
 
+def dtype_of(dtype: str, path_or_hub_id: str | None) -> torch.dtype:
+    """The dtype that a model's weights will have: "auto" is that of a checkpoint's embedding table, or fp32."""
+    if dtype != "auto" or path_or_hub_id is None:
+        return resolve_dtype("float32" if dtype == "auto" else dtype)
+    directory = find(path_or_hub_id)
+    names = family_of(read_config(directory)).names
+    return resolve_dtype(dtype, stored_tensors(directory).get(str(names.to_hub("vocabulary.table"))))
+
+
 def _match(
     shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored], directory: Path, names: Names
 ) -> dict[str, str]:

@@ -115,7 +115,7 @@ def _write(
         write_stream(fresh / name, sources, {"format": "pt"} | (metadata_of(model) if name == ADDED else {}))
     config = copy.deepcopy(model.config)
     config.architectures = [family_of(model.config).architecture]
-    config.dtype = cast or model.dtype
+    config.dtype = cast or model.vocabulary.table.dtype
     config.save_pretrained(fresh)
 
 

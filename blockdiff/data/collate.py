@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
-from blockdiff.canvas import Batch, Canvas, CleanRow, cut, fill, joined, lay_out
+from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, cut, fill, joined, lay_out
 from blockdiff.data.chat import Example
 from blockdiff.data.packing import best_fit, deal
 from blockdiff.data.plan import AnyPlan
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HELDOUT_STEP = -1  # epoch and optimiser step by which held-out draws are addressed, so that they never change
-PADDING_ROW = CleanRow((), (), sample_id=-1, doc_starts=())  # a rank without examples takes part with a row of padding
 Numbers = Sequence[int]  # one per example
 
 

@@ -12,6 +12,7 @@ from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.lora import AdaptedExperts, AdaptedLinear, LowRank, draw_low_rank, is_low_rank
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.pieces import fill_piece, gathered, is_spread
 
 TOKEN_ROWS = "vocabulary.token_rows"
 
@@ -95,11 +96,20 @@ def draw_adapters(model: BlockDiffusionModel, seed: int, device: torch.device, d
                 values = torch.zeros(parameter.shape)
                 if name.endswith("A"):
                     draw_low_rank(values, generator)
-                setattr(module, name, nn.Parameter(values.to(device, wide)))
+                _fill(module, name, values.to(device, wide))
     vocabulary = model.vocabulary
     if vocabulary.token_rows is not None:
-        rows = vocabulary.table[list(vocabulary.token_ids)].to(device, wide, copy=True)
-        vocabulary.token_rows = nn.Parameter(rows)
+        rows = gathered(vocabulary.table)[list(vocabulary.token_ids)].to(device, wide, copy=True)
+        _fill(vocabulary, "token_rows", rows)
+
+
+def _fill(module: nn.Module, name: str, values: Tensor) -> None:
+    """Give a parameter its values; of one that is sharded each rank holds a piece, which takes its part of them."""
+    parameter = module.get_parameter(name)
+    if is_spread(parameter):
+        fill_piece(parameter, values)
+    else:
+        setattr(module, name, nn.Parameter(values))
 
 
 @torch.no_grad()

@@ -194,6 +194,9 @@ class BlockDiffusionModel(nn.Module):
     kinds: dict[str, LayerKind]  # by name
     layer_kinds: tuple[str, ...]  # the name of each layer's kind
     carried: Any = None  # tensors and files of the checkpoint that the model does not run
+    # Of sharded weights: where they are gathered to, and in which dtype; None = where and as they are kept.
+    gathered_on: torch.device | None = None
+    gathered_in: torch.dtype | None = None
 
     def forward(
         self,
@@ -229,6 +232,7 @@ class BlockDiffusionModel(nn.Module):
             x = self._conditioned(x, soft_BTD)
         for n, (kind, layer) in enumerate(zip(self.layer_kinds, self.layers, strict=True)):
             scalar = _scalar(is_noisy, layer.encoder_scalar, layer.decoder_scalar)  # type: ignore[arg-type]
+            scalar = None if scalar is None else scalar.to(x.dtype)
             x, layer_kv = layer(x, rope[kind], spans[kind], None if past is None else past[n], scalar)
             if is_noisy is not True and not isinstance(sweep, Sweep):
                 kv.append(layer_kv)
@@ -245,13 +249,13 @@ class BlockDiffusionModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.vocabulary.table.device
+        """Where the model computes."""
+        return self.gathered_on or self.vocabulary.table.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights."""
-        return self.vocabulary.table.dtype
+        """The dtype of the weights that the model computes with."""
+        return self.gathered_in or self.vocabulary.table.dtype
 
     def parameters_of(self, part: str) -> list[nn.Parameter]:
         """The parameters of one of the family's parts."""

@@ -1,35 +1,156 @@
-"""How a model is spread over the ranks. Today every rank holds all of it: DDP, which averages the gradients."""
+"""How a model is spread over the ranks, and how the gradients of what they hold come together.
+
+Each rank holds all weights (DDP), or a piece of every tensor that is gathered while a unit runs (FSDP2), and with
+either it may hold the weights of some experts only. Whatever the mesh, the gradient of a parameter is that of the sum
+over all ranks of the losses that the training step has divided by global counts, so that it equals one process's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, autograd, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from blockdiff.checkpoint.added import fill
 from blockdiff.errors import RunError
-from blockdiff.parallel.ranks import Ranks
+from blockdiff.layers.experts import Experts
+from blockdiff.models.adapters import is_adapter
+from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.parallel.exchange import expert_parallel
+from blockdiff.parallel.mesh import Mesh
+from blockdiff.pieces import is_spread, local_of
 
 
-def replicate(objective: nn.Module, ranks: Ranks) -> nn.Module:
-    """What training calls: the objective itself, or with several ranks DDP around it, whose weights are rank 0's."""
-    if ranks.world == 1:
+def split(model: BlockDiffusionModel, mesh: Mesh, dtype: torch.dtype, computes_in: torch.dtype | None = None) -> None:
+    """Leave this rank its pieces of a model without weights, in place: they have memory then, and no values.
+
+    dtype: of the weights; adapters have fp32 at least. computes_in: the dtype in which sharded weights are gathered
+    and run, None = their own; they stay the fp32 masters of the optimiser. Gradients are added up over the ranks in
+    fp32 at least. With `mesh.offload` the pieces are on the host. Raises RunError for experts that do not divide.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        wide = torch.promote_types(dtype, torch.float32)
+        fill(model, name, torch.empty_like(tensor, dtype=wide if is_adapter(name) else dtype))
+    if mesh.places is not None:
+        expert_parallel(model, mesh.places)
+    if mesh.shard == "full":
+        _shard(model, mesh, None if computes_in == dtype else computes_in)
+    buffers = [name for name, _ in model.named_buffers()]
+    model.to_empty(device="cpu" if mesh.offload else mesh.ranks.device)
+    for name in buffers:
+        fill(model, name, model.get_buffer(name).to(mesh.ranks.device))
+
+
+def _shard(model: BlockDiffusionModel, mesh: Mesh, computes_in: torch.dtype | None) -> None:
+    """Let FSDP2 shard every unit of a model; a unit's weights are whole while it runs, and pieces before and after.
+
+    Gradients are added up and not averaged: each rank's loss is divided by global counts already. So the experts that
+    a rank holds for its neighbours, too, need no factor of their own, although `mesh.data` alone adds them up.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    is_narrow = (computes_in or model.dtype).itemsize < 4
+    precision = MixedPrecisionPolicy(
+        param_dtype=computes_in,
+        reduce_dtype=torch.float32 if is_narrow else None,
+        cast_forward_inputs=False,  # statistics and random numbers among them stay what they are
+    )
+    # Nobody changes what a unit returns in place, which torch warns of where it is a view.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    pinned = mesh.ranks.device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if mesh.offload else OffloadPolicy()
+    for unit in family_of(model.config).units(model):
+        # Units are gathered anew for every call, so that what an average or a checkpoint writes is seen.
+        options: Any = {"reshard_after_forward": True, "mp_policy": precision, "offload_policy": offload}
+        if mesh.experts > 1 and isinstance(unit, Experts):
+            options |= {"mesh": mesh.data, "shard_placement_fn": _divisible(mesh)}
+        else:
+            options |= {"mesh": mesh.everyone}
+        sharded: Any = fully_shard(unit, **options)
+        assert isinstance(sharded, FSDPModule)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+    model.gathered_in = computes_in
+    model.gathered_on = mesh.ranks.device if mesh.offload else None
+
+
+def _divisible(mesh: Mesh) -> Any:
+    """Chooses in which dimension a tensor of split experts is sharded: the first that divides, after the experts'."""
+    from torch.distributed.tensor import Shard
+
+    size = mesh.ranks.world // mesh.experts
+
+    def dimension(parameter: nn.Parameter) -> Shard:
+        for number, length in enumerate(parameter.shape[1:], 1):
+            if length % size == 0:
+                return Shard(number)
+        raise RunError(
+            f"parallel: {size} ranks cannot share tensors of experts of the shape {list(parameter.shape[1:])}; choose "
+            "another number of processes, or of parallel.experts"
+        )
+
+    return dimension
+
+
+def replicate(objective: nn.Module, mesh: Mesh) -> nn.Module:
+    """What training calls: the objective itself, or where every rank holds all weights DDP around it.
+
+    DDP gives all ranks the weights of rank 0, and leaves alone the experts that only some of them have.
+    """
+    if mesh.ranks.world == 1 or mesh.shard == "full":
         return objective
     # Buffers are constants; the switch that leaves them alone was renamed in torch 2.13.
     known = signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     leave: dict[str, Any] = {name: False}
-    return DistributedDataParallel(_TouchEveryParameter(objective), gradient_as_bucket_view=True, **leave)
+    touched = _TouchEveryParameter(objective)
+    if mesh.experts > 1:
+        apart = [name for name, parameter in touched.named_parameters() if is_spread(parameter)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(touched, apart)
+    return DistributedDataParallel(touched, gradient_as_bucket_view=True, **leave)
 
 
 def exchanging(module: nn.Module, now: bool) -> AbstractContextManager[Any]:
-    """Surrounds forward and backward of a micro-batch; the ranks exchange gradients only if `now`."""
+    """Surrounds forward and backward of a micro-batch; DDP's ranks exchange gradients only if `now`.
+
+    FSDP2's do it in every micro-batch: what they would have to keep until the last one is a whole gradient.
+    """
     if isinstance(module, DistributedDataParallel) and not now:
         return module.no_sync()
     return nullcontext()
+
+
+def loss_factor(module: nn.Module, mesh: Mesh) -> int:
+    """What a rank's loss is multiplied by before its backward: DDP averages gradients over the ranks, FSDP2 adds up."""
+    return mesh.ranks.world if isinstance(module, DistributedDataParallel) else 1
+
+
+@torch.no_grad()
+def exchange_others(module: nn.Module, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """Add up, after the last backward of a step, the gradients that neither DDP nor FSDP2 exchanges.
+
+    These are the experts' under DDP, of which a rank has those of all tokens of its neighbours at their places already,
+    and under FSDP2 what an objective has beside its model. All `parameters` have a gradient.
+    """
+    if not mesh.is_split:
+        return
+    is_replicated = isinstance(module, DistributedDataParallel)
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert gradient is not None
+        if is_replicated and is_spread(parameter):
+            assert mesh.data is not None
+            dist.all_reduce(local_of(gradient), group=mesh.data.get_group())
+            local_of(gradient).div_(loss_factor(module, mesh))
+        elif not is_replicated and not is_spread(parameter) and mesh.ranks.world > 1:
+            dist.all_reduce(gradient)
 
 
 def require_sums(losses: Any) -> None:
@@ -67,7 +188,8 @@ class _TouchEveryParameter(nn.Module):
         self.objective = objective
 
     def _trainable(self) -> Iterator[nn.Parameter]:
-        return (parameter for parameter in self.objective.parameters() if parameter.requires_grad)
+        parameters = self.objective.parameters()
+        return (parameter for parameter in parameters if parameter.requires_grad and not is_spread(parameter))
 
     def forward(self, batch: Any) -> Any:
         losses = self.objective(batch)

@@ -21,8 +21,9 @@ from blockdiff.kernels import Kernels
 from blockdiff.models.adapters import adapt, draw_adapters, targets
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.objective import Objective
+from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.parallel.shard import replicate
+from blockdiff.parallel.shard import replicate, split
 from blockdiff.sampling import Generation
 from blockdiff.sampling.choices import Choices
 from blockdiff.training import optimiser as optimisers
@@ -69,7 +70,9 @@ class Built:
     data: Data
     model: Any
     objective: Objective
+    mesh: Mesh
     module: nn.Module  # what is called: the objective, wrapped where there are several ranks
+    precision: str | None  # what autocast computes in; None where the weights are gathered in that already
     optimiser: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
     average: Ema | None
@@ -89,6 +92,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     base = read_base(recipe)
     objective = without_weights(recipe, base)
     model = objective.model
+    mesh = mesh_of(recipe, ranks)
     require_memory(model, recipe, ranks.device)
 
     data = checked_data(recipe, base, ranks)
@@ -100,6 +104,10 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     if recipe.model.compile:
         for layer in model.layers:
             layer.compile()
+    precision: str | None = recipe.train.autocast
+    if mesh.is_split:
+        split(model, mesh, checkpoint.dtype_of(recipe.model.dtype, recipe.model.path), computed_in(recipe))
+        precision = precision if mesh.shard == "none" else None
     if recipe.model.path is not None:
         checkpoint.load_weights(model, recipe.model.path, dtype=recipe.model.dtype, device=ranks.device)
         draw_adapters(model, recipe.seed, ranks.device, model.dtype)
@@ -108,8 +116,8 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         checkpoint.draw_weights(model, seed=recipe.seed, dtype=dtype, device=ranks.device)
     show.line(f"model     {recipe.model.path or f'preset {recipe.model.preset}'}, {model.dtype}".replace("torch.", ""))
     show.parts(count_parts(model))
-    objective.to(ranks.device)  # what it has beside the model
-    module = replicate(objective, ranks)
+    move_own(objective, ranks.device)
+    module = replicate(objective, mesh)
 
     optimiser = optimisers.build(
         objective,
@@ -138,7 +146,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
             length = f"{getattr(recipe.train, key):g}"
             raise RunError(f"{saved}: already at step {step}, past train.{key} = {length}; raise train.{key} to go on")
     choices = Choices.of(objective, objective_record(recipe, objective))
-    made = (base, data, model, objective, module, optimiser, learning_rate, average, choices)
+    made = (base, data, model, objective, mesh, module, precision, optimiser, learning_rate, average, choices)
     return Built(*made, facts, data.steps, step)
 
 
@@ -163,6 +171,8 @@ def without_weights(
         positions=recipe.objective.positions,
         stop_gradient=recipe.objective.stop_gradient,
     )
+    if recipe.parallel.name != "replicate":
+        objective.one_sweep = True  # each layer is gathered three times in a step, not five times
     require_own_names(objective)
     choose_trained(model, recipe, base.tokenizer)
     return objective
@@ -222,6 +232,26 @@ def choose_trained(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -
     freeze(model, recipe.optim.freeze, trains_routers(recipe))
 
 
+def mesh_of(recipe: Recipe, ranks: Ranks) -> Mesh:
+    """How the ranks share the work, as the recipe says; RunError for what does not divide."""
+    asked = recipe.parallel
+    return Mesh.of(ranks, asked.shard, asked.experts, asked.offload)
+
+
+def computed_in(recipe: Recipe) -> torch.dtype | None:
+    """The dtype in which sharded weights are gathered; None = their own."""
+    return None if recipe.train.autocast is None else getattr(torch, recipe.train.autocast)
+
+
+def move_own(objective: nn.Module, device: torch.device) -> None:
+    """Move what an objective has beside its model, which is where it belongs, to a device."""
+    for name, part in objective.named_children():
+        if name != "model":
+            part.to(device)
+    for tensor in [*objective.parameters(recurse=False), *objective.buffers(recurse=False)]:
+        tensor.data = tensor.data.to(device)
+
+
 def require_memory(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
     """Refuse a model without memory whose training cannot fit on a device; activations are not counted."""
     needs, smaller = memory_of(model, recipe)
@@ -269,7 +299,8 @@ def corruption_of(recipe: Recipe, base: Base) -> Corruption:
         reserved = (base.eos_id, base.pad_id, base.tokenizer.bos_token_id)
         corruption = corruption.for_tokenizer(base.tokenizer, base.vocab_size, reserved)
     noise = "mask" if isinstance(corruption, MaskCorruption) else "uniform"
-    family_of(base.config).require(predictions=recipe.objective.prediction, corruptions=noise, meshes="replicate")
+    asked = {"predictions": recipe.objective.prediction, "corruptions": noise, "meshes": recipe.parallel.name}
+    family_of(base.config).require(**asked)
     return corruption
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RunError
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.pieces import is_spread, local_of
 
 EMBEDDING_TABLE = "vocabulary.table"
 _LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
@@ -143,21 +146,43 @@ def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
+def gradient_norm(parameters: Iterable[nn.Parameter], ranks: Ranks | None = None) -> float:
     """The 2-norm of all gradients together, at least in fp32; waits for the device.
 
-    Under DDP every rank holds the averaged gradient, so every rank gets the norm of the global gradient.
+    Under DDP every rank holds the whole gradient, so every rank gets the norm of the global gradient. Of tensors that
+    are split over the ranks each rank holds pieces, whose squares are added up over `ranks`.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return 0.0
+    if ranks is not None and any(is_spread(gradient) for gradient in gradients):
+        return _norm_of_pieces(gradients, ranks)
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     norms = torch._foreach_norm(gradients, 2, dtype=dtype)
     return float(torch.linalg.vector_norm(torch.stack(list(norms))))
 
 
+def _norm_of_pieces(gradients: list[Tensor], ranks: Ranks) -> float:
+    """The norm of gradients of which some are split, each over some or all ranks, and the others the same on all."""
+    pieces = [local_of(gradient) for gradient in gradients]
+    dtype = torch.promote_types(pieces[0].dtype, torch.float32)
+    norms = torch.stack(list(torch._foreach_norm(pieces, 2, dtype=dtype))).double()
+    copies = [ranks.world // _holders(gradient) for gradient in gradients]  # ranks that hold the same piece
+    squares = norms.square() / torch.tensor(copies, dtype=norms.dtype, device=norms.device)
+    return float(ranks.sum(squares.sum()).sqrt())
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many ranks hold a piece of their own of a tensor."""
+    if not is_spread(tensor):
+        return 1
+    spread: Any = tensor
+    sizes = zip(spread.device_mesh.shape, spread.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_shard())
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
     """Scale all gradients, whose common norm is `norm`, down to a norm of at most `limit`; 0 = leave them."""
     if limit > 0 and norm > limit:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, limit / norm)

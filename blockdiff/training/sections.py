@@ -230,6 +230,25 @@ def _strategy(text: str) -> str:
     return text
 
 
+class ParallelSection(Section):
+    """How weights are spread over the processes (docs/cluster.md); every process has rows of its own all the same."""
+
+    shard: Literal["none", "full"] = "none"  # none: all weights on each; full: a piece of every tensor (FSDP2)
+    experts: Positive = 1  # processes that split the experts of each layer
+    offload: bool = False  # with full: weights, gradients and optimiser state on the host
+
+    @model_validator(mode="after")
+    def _offloads_pieces(self) -> ParallelSection:
+        if self.offload and self.shard != "full":
+            raise ValueError("parallel.offload needs parallel.shard: full")
+        return self
+
+    @property
+    def name(self) -> str:
+        """What a family has to support."""
+        return "experts" if self.experts > 1 else "shard" if self.shard == "full" else "replicate"
+
+
 class EvaluationSection(Section):
     """What is measured during training beside the training losses, and what follows from it."""
 
@@ -286,6 +305,7 @@ class Recipe(Section):
     lora: Annotated[LoraSection, BeforeValidator(_no_lora)] = LoraSection()
     optim: OptimSection = OptimSection()
     train: TrainSection
+    parallel: ParallelSection = ParallelSection()
     evaluation: EvaluationSection = EvaluationSection()
     generation: GenerationSection = GenerationSection()
     given: GivenSection = GivenSection()

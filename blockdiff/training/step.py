@@ -14,11 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from blockdiff.canvas import Batch
+from blockdiff.canvas import PADDING_ROW, Batch, lay_out
 from blockdiff.errors import RunError
 from blockdiff.metrics import Record
+from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.parallel.shard import exchanging, require_sums
+from blockdiff.parallel.shard import exchange_others, exchanging, loss_factor, require_sums
 from blockdiff.training.optimiser import fill_gradients, gradient_norm
 
 MOST_SKIPS = 20  # more steps in a row without a finite gradient end a run that skips them
@@ -72,9 +73,12 @@ def backpropagate(
     counts: Counts,
     ar_weight: float,
     precision: str | None,
-    ranks: Ranks,
+    mesh: Mesh,
 ) -> Gradient:
     """Fill the gradients of `weights` from this rank's micro-batches, averaged as one global batch."""
+    ranks, factor = mesh.ranks, loss_factor(module, mesh)
+    if mesh.is_split:
+        batches = _as_many(batches, ranks)
     canvas_count, ar_count = counts.canvas or 1.0, counts.ar or 1.0
     sums = torch.zeros(max(1, len(batches)), 2, dtype=torch.float64, device=ranks.device)
     for index, batch in enumerate(batches):
@@ -82,16 +86,24 @@ def backpropagate(
             with autocast(ranks.device, precision):
                 losses = module(batch.to(ranks.device))
                 require_sums(losses)
-            # The one place that divides; DDP averages over ranks, hence the factor.
+            # The one place that divides; where the ranks' gradients are averaged, the factor makes a sum of it.
             mean = losses.canvas_sum / canvas_count + ar_weight * losses.ar_sum / ar_count
             if mean.requires_grad:
-                (ranks.world * mean).backward()
+                (factor * mean).backward()
         sums[index] = torch.stack([losses.canvas_sum.detach(), losses.ar_sum.detach()])
     fill_gradients(weights)
+    exchange_others(module, weights, mesh)
     canvas_sum, ar_sum = ranks.sum(sums.sum(0)).tolist()
     canvas_loss, ar_loss = canvas_sum / canvas_count, ar_sum / ar_count
     values = {"loss": canvas_loss + ar_weight * ar_loss, "canvas_loss": canvas_loss, "ar_loss": ar_loss}
-    return Gradient(sums, values, gradient_norm(weights))
+    return Gradient(sums, values, gradient_norm(weights, ranks))
+
+
+def _as_many(batches: Sequence[Batch], ranks: Ranks) -> list[Batch]:
+    """This rank's micro-batches, and empty ones where others have more of them: the ranks run the model together."""
+    missing = max(ranks.gather(len(batches))) - len(batches)
+    empty = lay_out([PADDING_ROW], batches[0].canvas_BCL.shape[-1], pad_id=0) if missing else None
+    return [*batches, *([] if empty is None else [empty] * missing)]
 
 
 class SkippedSteps:

@@ -143,9 +143,9 @@ class Trainer:
     def backpropagate(self, batches: Sequence[Batch], counts: Counts) -> Gradient:
         """Fill the gradients of what trains with those of the global batch."""
         self.built.optimiser.zero_grad(set_to_none=True)
-        ar_loss, precision = self.recipe.objective.ar_loss, self.recipe.train.autocast
+        b, ar_loss = self.built, self.recipe.objective.ar_loss
         ar_weight = 0.0 if ar_loss is None else ar_loss.weight
-        gradient = backpropagate(self.built.module, self.weights, batches, counts, ar_weight, precision, self.ranks)
+        gradient = backpropagate(b.module, self.weights, batches, counts, ar_weight, b.precision, b.mesh)
         self.clock.count(counts.tokens_2)
         return gradient
 
@@ -234,7 +234,7 @@ class Trainer:
         batches = self.built.data.heldout_batches(self.ranks.rank, self.ranks.world)
         levels = self.recipe.evaluation.noise_levels
         with self.averaged():
-            return heldout(self.built.objective, batches, self.ranks, self.recipe.train.autocast, levels)
+            return heldout(self.built.objective, batches, self.ranks, self.built.precision, levels)
 
     def sample(self, step: int) -> Record:
         """The figures of the sampled prompts; some of their texts go to samples.jsonl."""
@@ -248,7 +248,7 @@ class Trainer:
                 evals.task(self.recipe.evaluation.task),
                 self.ranks,
                 seed=self.recipe.seed,
-                precision=self.recipe.train.autocast,
+                precision=self.built.precision,
                 encoder=data.encoder,
             )
         if self.ranks.is_main:

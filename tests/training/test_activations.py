@@ -13,6 +13,7 @@ from blockdiff.checkpoint import init
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.objective import Objective
+from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate
 from blockdiff.training.activations import checkpoint_activations
@@ -77,7 +78,7 @@ def test_under_ddp_too():
     try:
         recomputing = objective()
         checkpoint_activations(recomputing.model)
-        wrapped = replicate(recomputing, Ranks(CPU, 0, world=2))
+        wrapped = replicate(recomputing, Mesh(Ranks(CPU, 0, world=2)))
         KEPT.append(wrapped)
         assert_same_bits(losses_and_gradients(wrapped, batch()), expected)
     finally:

@@ -26,7 +26,7 @@ FAMILY = Family(
         kernels=("torch", "triton"),
         predictions=("posterior", "leave_one_out"),
         corruptions=("uniform", "mask"),
-        meshes=("replicate",),
+        meshes=("replicate", "shard", "experts"),
         adapters=("lora",),
     ),
     read=config.read,

@@ -1,0 +1,76 @@
+"""How the ranks of a run are laid out: which of them hold pieces of the same weights, and which exchange tokens.
+
+Every rank has rows of its own, whatever the mesh. Where E ranks split the experts of every layer, rank r has the expert
+place r % E and the data place r // E: ranks that exchange tokens are neighbours, and on one node where E fits it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from blockdiff.errors import RunError
+from blockdiff.parallel.ranks import Ranks
+
+if TYPE_CHECKING:  # importing it takes half a second, which a run of one process need not wait
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks, and how weights are spread over them.
+
+    shard: "none", every rank holds all weights beside the experts (DDP); "full", each holds a piece of every tensor
+    (FSDP2). experts: how many ranks split the experts of a layer. offload: with "full", weights, gradients and the
+    optimiser's state live on the host. everyone: all ranks in one dimension, where weights are sharded. data, places:
+    the two dimensions of the ranks where experts are split; `places` are ranks that share a layer's experts.
+    """
+
+    ranks: Ranks
+    shard: Literal["none", "full"] = "none"
+    experts: int = 1
+    offload: bool = False
+    everyone: DeviceMesh | None = None
+    data: DeviceMesh | None = None
+    places: DeviceMesh | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a rank holds pieces of the weights only, so that running the model is work that ranks do together."""
+        return self.shard == "full" or self.experts > 1
+
+    @classmethod
+    def of(
+        cls, ranks: Ranks, shard: Literal["none", "full"] = "none", experts: int = 1, offload: bool = False
+    ) -> Mesh:
+        """Lay out the ranks; all of them call it. Raises RunError for what does not divide."""
+        if ranks.world % experts:
+            divisors = ", ".join(str(n) for n in range(1, ranks.world + 1) if ranks.world % n == 0)
+            raise RunError(
+                f"parallel.experts: {experts} does not divide the {ranks.world} processes; choose one of {divisors}"
+            )
+        if shard == "none" and experts == 1:
+            return cls(ranks)
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        kind, world = ranks.device.type, ranks.world
+        if not dist.is_initialized():  # a world of one, whose weights are sharded all the same
+            backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        everyone = init_device_mesh(kind, (world,), mesh_dim_names=("ranks",))
+        if experts == 1:
+            return cls(ranks, shard, experts, offload, everyone)
+        layout = torch.arange(world).view(-1, experts)
+        groups = [_group(lists.tolist(), ranks) for lists in (layout.T, layout)]
+        both = DeviceMesh.from_group(groups, kind, layout, mesh_dim_names=("data", "experts"))
+        return cls(ranks, shard, experts, offload, everyone, both["data"], both["experts"])
+
+
+def _group(lists: list[list[int]], ranks: Ranks) -> Any:
+    """The group of this rank among groups of all ranks, with the timeout of the run."""
+    group, _ = dist.new_subgroups_by_enumeration(lists, timeout=timedelta(seconds=ranks.timeout))
+    return group

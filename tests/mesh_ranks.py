@@ -1,0 +1,132 @@
+"""What `test_mesh.py` runs on one process and on several, over every mesh: the same batches, losses and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, joined, lay_out
+from blockdiff.checkpoint import draw_weights, empty
+from blockdiff.checkpoint.added import fill
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear
+from blockdiff.layers.lora import LowRank
+from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
+from blockdiff.objective import Objective
+from blockdiff.parallel.mesh import Mesh
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.shard import replicate, split
+from blockdiff.training.activations import checkpoint_activations
+from blockdiff.training.optimiser import trainable
+from blockdiff.training.step import Counts, backpropagate
+from tests.oracle import TWO_LAYERS, tiny_config
+
+L, ROWS, STEPS = 8, 6, 5
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def made(mesh: Mesh, dtype: torch.dtype, is_adapted: bool, one_sweep: bool) -> Objective:
+    """A model whose routers have wide margins, with recomputation, with or without adapters everywhere."""
+    model = empty(tiny_config(canvas_length=L, **TWO_LAYERS), kernels="torch")
+    if is_adapted:
+        adapt(model, targets(model, {"attention": LowRank(4, 8), "mlp": LowRank(2, 4), "experts": LowRank(4, 8)}), [7])
+    checkpoint_activations(model)
+    if mesh.is_split:
+        split(model, mesh, dtype)
+    draw_weights(model, 3, str(dtype).removeprefix("torch."), mesh.ranks.device)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.proj.weight"):
+            fill(model, name, 2 * torch.randn(parameter.shape, generator=generator).to(dtype))
+    if is_adapted:
+        draw_adapters(model, 4, mesh.ranks.device, dtype)
+        for name in adapters_of(model):  # B is 0 at first, and then A has no gradient
+            for leaf, parameter in list(model.get_submodule(name).named_parameters(recurse=False)):
+                if leaf.endswith("lora_B"):
+                    values = 0.1 * torch.randn(parameter.shape, generator=generator)
+                    fill(model, f"{name}.{leaf}", values.to(torch.promote_types(dtype, torch.float32)))
+    corruption = UniformCorruption(model.vocab_size)
+    return Objective(model.train(), Linear(), corruption, seed=11, one_sweep=one_sweep)
+
+
+def row(sample: int) -> CleanRow:
+    """A document with one or two canvases, of which every other one has the signal; sample 4 has none."""
+    tokens = [2, *((7 * sample + 3 * i) % 300 + 3 for i in range(19 + sample))]
+    starts = (3, 11)[: 0 if sample == 4 else 1 + sample % 2]
+    canvases = [
+        Canvas(tokens[s : s + L], s, t=0.1 + sample / 10, coin=sample % 3 == 0, address=(0, sample, k))
+        for k, s in enumerate(starts)
+    ]
+    return CleanRow(tokens, canvases, sample_id=sample)
+
+
+def batches(ranks: Ranks, step: int, is_packed: bool) -> list[Batch]:
+    """This rank's micro-batches of one row: in even steps there are three rows, and the last of four ranks has none.
+
+    The same rows are micro-batches on any number of ranks, so that their arithmetic is the same, too.
+    """
+    rows = [row(sample) for sample in range(ROWS if step % 2 else 3)]
+    if is_packed:
+        rows = [joined(rows[first : first + 2]) for first in range(0, len(rows), 2)]
+    return [lay_out([one], L, pad_id=0) for one in rows[ranks.rank :: ranks.world] or [PADDING_ROW]]
+
+
+def five_steps(
+    mesh: Mesh, dtype: torch.dtype, is_adapted: bool, is_packed: bool, one_sweep: bool
+) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Losses and norms of five plain SGD steps, the gradients of the first two and the last weights."""
+    objective = made(mesh, dtype, is_adapted, one_sweep)
+    module, weights = replicate(objective, mesh), trainable(objective)
+    optimiser = torch.optim.SGD(list(weights.values()), lr=1e-2)
+    found: list[Any] = []
+    tensors: dict[str, Tensor] = {}
+    for step in range(1, STEPS + 1):
+        optimiser.zero_grad(set_to_none=True)
+        window = batches(mesh.ranks, step, is_packed)
+        counts = Counts.over_ranks(window, False, False, mesh.ranks)
+        gradient = backpropagate(module, list(weights.values()), window, counts, 0.5, None, mesh)
+        found.append([gradient.losses["canvas_loss"], gradient.losses["ar_loss"], gradient.norm])
+        for name, parameter in weights.items():
+            assert parameter.grad is not None
+            if step <= 2:
+                tensors[f"gradient {step} {name}"] = whole(parameter.grad)
+        optimiser.step()
+    return found, tensors | {f"weight {name}": whole(parameter) for name, parameter in weights.items()}
+
+
+SCENARIOS = {
+    "all weights, fp64": (torch.float64, False, False),
+    "adapters, packed, fp32": (torch.float32, True, True),
+}
+MESHES: dict[str, dict[str, Any]] = {
+    "DDP": {},
+    "FSDP2": {"shard": "full"},
+    "FSDP2, offloaded": {"shard": "full", "offload": True},
+    "experts": {"experts": 2},
+    "FSDP2 x experts": {"shard": "full", "experts": 2},
+}
+
+
+def trained(mesh: Mesh, scenario: str, one_sweep: bool) -> dict[str, Tensor]:
+    """Everything that five steps give, in one dictionary."""
+    found, tensors = five_steps(mesh, *SCENARIOS[scenario], one_sweep)
+    return {"losses": torch.tensor(found, dtype=torch.float64), **tensors}
+
+
+def all_meshes(ranks: Ranks, directory: Path, meshes: list[str], scenarios: list[str]) -> None:
+    """Train every scenario over every mesh; rank 0 writes what it found, the others compare norms with its."""
+    for name in meshes:
+        mesh = Mesh.of(ranks, **MESHES[name])
+        for scenario in scenarios:
+            found = trained(mesh, scenario, mesh.is_split)
+            assert len(set(ranks.gather(found["losses"].tolist().__repr__()))) == 1
+            if ranks.is_main:
+                save_file({key: x.contiguous() for key, x in found.items()}, directory / f"{name}: {scenario}")
