@@ -14,6 +14,7 @@ from blockdiff.evals.questions import Question, Task, longest_response, question
 from blockdiff.evals.summary import summary
 from blockdiff.objective import evaluating
 from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.turns import turns
 from blockdiff.sampling.request import Result
 from blockdiff.sampling.trace import CommittedCanvas
 
@@ -59,7 +60,8 @@ def evaluate(
     mine = questions[ranks.rank :: ranks.world]
     first_canvas: dict[str | int, float] = {}
 
-    with evaluating(sampler.model), ranks.at_own_pace("the sampling of prompts") as look:
+    together = turns(sampler.model, ranks)
+    with evaluating(sampler.model), ranks.at_own_pace("the sampling of prompts") as look, together:
 
         def on_canvas(canvas: CommittedCanvas) -> None:
             first_canvas.setdefault(canvas.id, time.perf_counter() - started)

@@ -116,7 +116,10 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         checkpoint.draw_weights(model, seed=recipe.seed, dtype=dtype, device=ranks.device)
     show.line(f"model     {recipe.model.path or f'preset {recipe.model.preset}'}, {model.dtype}".replace("torch.", ""))
     show.parts(count_parts(model))
-    move_own(objective, ranks.device)
+    if mesh.offload:
+        move_own(objective, ranks.device)
+    else:
+        objective.to(ranks.device)  # what it has beside the model
     module = replicate(objective, mesh)
 
     optimiser = optimisers.build(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.errors import RunError
+from blockdiff.pieces import local_of
 from blockdiff.training.optimiser import trainable
 
 
@@ -16,7 +17,7 @@ class Ema:
     """An fp32 average of what trains in `module`: average <- d average + (1 - d) weight, after every step.
 
     d = min(`decay`, (1 + step) / (10 + step)), so that the random start does not linger (the warm-up of
-    TensorFlow's ExponentialMovingAverage). Every rank keeps the same average: weights are equal on all.
+    TensorFlow's ExponentialMovingAverage). Every rank keeps the average of what it holds of the weights.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -32,7 +33,7 @@ class Ema:
         """Take in the weights after optimiser step `step`, counted from 1."""
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
         for name, average in self._average.items():
-            average.lerp_(self._parameters[name].to(average.dtype), weight)
+            local_of(average).lerp_(local_of(self._parameters[name]).to(average.dtype), weight)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -62,7 +63,7 @@ class Ema:
     @torch.no_grad()
     def _write(self, weights: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
-            parameter.copy_(weights[name])
+            local_of(parameter).copy_(local_of(weights[name]))
 
 
 def _kind(tensor: Tensor | None) -> str:

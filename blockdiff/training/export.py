@@ -35,10 +35,13 @@ def open_logs(directory: Path, recipe: Recipe, built: Built, checkpoint: Path | 
 def write_model(trainer: Trainer) -> str:
     """Write model/ in the Hub's layout, with the best weights if a metric decides; returns which these are.
 
-    Of a model with adapters these alone are written, as adapter/ in PEFT's format.
+    Of a model with adapters these alone are written, as adapter/ in PEFT's format. Of a model that is split over ranks
+    all of them call this, and rank 0 writes.
     """
     built, directory = trainer.built, trainer.directory
     found, which = trainer.best_saved(), "the last weights"
+    if built.mesh.is_split:
+        found = trainer.ranks.agree(found)
     if found is not None:
         step, value = found
         state.restore_weights(state.steps_saved(directory)[step], built.objective, built.average)
@@ -55,15 +58,15 @@ def write_model(trainer: Trainer) -> str:
         else:
             name = MODEL
             checkpoint.save(built.model, directory / name, generation=base.generation, **beside)
-    remove_leftovers(directory, name)  # of an export that was killed
+    if trainer.ranks.is_main:
+        remove_leftovers(directory, name)  # of an export that was killed
     return f"{directory / name}: {which}"
 
 
-def write_results(trainer: Trainer) -> None:
-    """Write the model, the curves and the report, and say in one line what the run was."""
+def write_results(trainer: Trainer, which: str) -> None:
+    """Write the curves and the report, and say in one line what the run was; which: what `write_model` wrote."""
     directory, recipe, data = trainer.directory, trainer.recipe, trainer.built.data
     trainer.prune()  # a kill in the last save may have left what it was about to remove
-    which = write_model(trainer)
     draw_curves(directory / FILE_NAME, directory / "curves.png", title=directory.name)
     report = run_report(
         trainer.records,

@@ -16,6 +16,7 @@ from blockdiff.errors import RunError
 from blockdiff.metrics import Record
 from blockdiff.objective import evaluating
 from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.turns import turns
 from blockdiff.training.step import autocast
 
 if TYPE_CHECKING:
@@ -50,12 +51,13 @@ def heldout(
     levels = torch.zeros(noise_levels, len(GROUPS), 1 + len(MEASURES), dtype=torch.float64, device=ranks.device)
     # Counts and sums: at the canvases' coins, as training weights them, and of next tokens.
     by_coin, weighted, ar = (torch.zeros(n, dtype=torch.float64, device=ranks.device) for n in (3, 2, 3))
-    with evaluating(objective), ranks.at_own_pace("the held-out evaluation") as look:
+    # The ranks that take part in another one's batch compute in the same precision.
+    together, narrow = turns(objective, ranks), autocast(ranks.device, precision)
+    with evaluating(objective), ranks.at_own_pace("the held-out evaluation") as look, narrow, together:
         for batch in batches:
             look()
             batch = batch.to(ranks.device)
-            with autocast(ranks.device, precision):
-                evaluation = objective.evaluate(batch)
+            evaluation = objective.evaluate(batch)
             if batch.is_scored_BCL.any():
                 levels += _by_level(evaluation, batch, noise_levels)
                 loss_BCL, is_correct_BCL = _at_coin(evaluation, batch)

@@ -329,9 +329,11 @@ class Trainer:
     def finish(self) -> None:
         """Export the model, draw the curves, write the report, and say in one line what the run was."""
         self.doing = "the end of the run"
+        # A model that is split is written by all ranks together.
+        which = export.write_model(self) if self.built.mesh.is_split else None
         with self.ranks.main_first("exporting the model"):
             if self.ranks.is_main:
-                export.write_results(self)
+                export.write_results(self, which or export.write_model(self))
         self.notify("on_end")
 
     # -- the start -------------------------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""Work that each rank does at its own pace with a model of which it holds pieces: held-out evaluation, sampling.
+
+To run such a model is work of all ranks together, and here they have unequal numbers of batches, prompts and denoising
+steps. So before every call they agree what is called next. Who has nothing to call then calls it with one token, drops
+the result, and is asked again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from blockdiff.errors import RunError
+from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.signals import Interrupted
+from blockdiff.pieces import is_spread
+
+# What a rank says: which call it is about to make, or how its work ended.
+_MODEL, _VOCABULARY, _DONE, _FAILED, _INTERRUPTED = range(5)
+
+
+@contextmanager
+def turns(module: nn.Module, ranks: Ranks) -> Iterator[None]:
+    """Inside, ranks call a model that is spread over them as often as each wants; of any other this does nothing.
+
+    module: the model, or an objective of it.
+
+    All ranks enter and leave together: who is done stays until all are. Nobody changes what another one computes.
+    Where one leaves with an error, the others raise RunError at their next call, and where one leaves with Interrupted
+    they raise that. An error in the middle of a call is not told: the others find the rank lost or hung.
+    """
+    if ranks.world == 1 or not any(map(is_spread, module.parameters())):
+        yield
+        return
+    model: Any = module if isinstance(module, BlockDiffusionModel) else module.model
+    turn = _Turns(model, ranks)
+    watched: list[nn.Module] = [model, model.vocabulary]
+    handles = [part.register_forward_pre_hook(turn.begin, prepend=True) for part in watched]
+    handles += [part.register_forward_hook(turn.end, always_call=True) for part in watched]
+    try:
+        yield
+        turn.answer_until_all_are_done()
+    except BaseException as error:
+        turn.tell(error)
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Turns:
+    """One rank's part in the turns."""
+
+    def __init__(self, model: BlockDiffusionModel, ranks: Ranks) -> None:
+        self.model, self.ranks = model, ranks
+        self.depth = 0  # how many watched calls are going on, one within the other
+        self.is_over = False  # somebody left with an error, and everybody knows
+
+    def begin(self, module: nn.Module, _: Any) -> None:
+        """Before a call of the model or its vocabulary: take part in the others' calls until it is the turn of this."""
+        self.depth += 1
+        if self.depth > 1:
+            return
+        mine = _MODEL if module is self.model else _VOCABULARY
+        while (called := self._agreed(mine)) != mine:
+            self._take_part(called)
+
+    def end(self, *_: Any) -> None:
+        """After a call, or an error in it."""
+        self.depth -= 1
+
+    def answer_until_all_are_done(self) -> None:
+        """Take part in the calls of those who have more to do."""
+        self.depth += 1
+        while (called := self._agreed(_DONE)) != _DONE:
+            self._take_part(called)
+        self.depth -= 1
+
+    def tell(self, error: BaseException) -> None:
+        """Let the others know that this rank leaves, if they still wait for what it is going to say."""
+        if self.depth == 0 and not self.is_over:
+            with suppress(RunError, Interrupted, RuntimeError):  # the first error counts
+                self._agreed(_INTERRUPTED if isinstance(error, Interrupted) else _FAILED)
+
+    def _agreed(self, mine: int) -> int:
+        """What all ranks call next: the model if anybody wants that, else the vocabulary, or nothing any more."""
+        said = torch.zeros(5, dtype=torch.int64)
+        said[mine] = 1
+        self.is_over = True  # whatever interrupts this, nobody waits for this rank any more
+        dist.all_reduce(said, group=_group(dist.group.WORLD, self.ranks.timeout))
+        if said[_FAILED]:
+            raise RunError("another rank failed; its message says why")
+        if said[_INTERRUPTED]:
+            raise Interrupted
+        self.is_over = False
+        return next(kind for kind in (_MODEL, _VOCABULARY, _DONE) if said[kind])
+
+    @torch.no_grad()
+    def _take_part(self, called: int) -> None:
+        """Call the model or its vocabulary with one token, and drop the result."""
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
+        if called == _VOCABULARY:
+            self.model.vocabulary.embed(token)
+            return
+        spans = {name: kind.encode_spans(token) for name, kind in self.model.kinds.items()}
+        self.model(token, token, spans)
+
+
+@functools.cache
+def _group(world: Any, timeout: float) -> Any:
+    """A gloo group of all ranks, through which no device has to be waited for."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
