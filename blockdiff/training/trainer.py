@@ -6,6 +6,7 @@ What a run is made of comes from `build`, the gradient of an optimiser step from
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from blockdiff.diffusion.weight import Weight
 from blockdiff.errors import RESUME, DataError
 from blockdiff.metrics import FILE_NAME, METRICS, SAMPLES, MetricsLog, Record, of_kind
 from blockdiff.objective import Objective
+from blockdiff.parallel.accelerate_config import refuse_settings
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.sampling import Sampler
@@ -341,7 +343,10 @@ class Trainer:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Surrounds the run: the ranks join, everything is built and restored, signals wait for the end of a step."""
-        ranks = from_accelerate(timeout=self.recipe.train.timeout)
+        r = self.recipe
+        agreed = {"train.autocast": r.train.autocast, "model.compile": r.model.compile, "optim.clip": r.optim.clip}
+        refuse_settings(os.environ, agreed)
+        ranks = from_accelerate(timeout=r.train.timeout)
         try:
             with ranks.guarded(lambda: self.doing), caught(speaks=ranks.is_main, is_alone=ranks.world == 1) as signals:
                 self.ranks = replace(ranks, is_stopping=signals.is_stopping)
