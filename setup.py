@@ -13,7 +13,7 @@ setup(
         "blockdiff.data": ["templates/*"],
         "blockdiff.kernels": ["*.json", "cpu.h", "*/cpu.c"],
         "blockdiff.plots": ["*.css", "*.html", "*.js"],
-        "blockdiff.recipes": ["**/*.yaml", "**/*.json", "**/*.md"],
+        "blockdiff.recipes": ["**/*.yaml", "**/*.json", "**/*.md", "**/*.sh"],
     },
     include_package_data=False,
 )

@@ -40,7 +40,7 @@ def test_the_wheel_holds_every_module_preset_template_and_the_licence(installed)
     package = {file.suffix for file in (ROOT / "blockdiff").rglob("*") if file.is_file()} - {".pyc"}
     assert files(ROOT / "blockdiff", *package) <= files(inside, *package)
     assert files(ROOT / "cli", ".py") == files(inside / "cli", ".py")
-    assert files(ROOT / "recipes", ".json", ".yaml") == files(inside / "recipes", ".json", ".yaml")
+    assert files(ROOT / "recipes", ".json", ".yaml", ".sh") == files(inside / "recipes", ".json", ".yaml", ".sh")
     assert (inside / "py.typed").exists()
     assert list(installed.glob("blockdiff-*.dist-info/licenses/LICENSE"))
     assert sorted(p.name for p in installed.iterdir() if p.suffix != ".dist-info") == ["blockdiff"]
