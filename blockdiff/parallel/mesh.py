@@ -43,6 +43,12 @@ class Mesh:
         """Whether a rank holds pieces of the weights only, so that running the model is work that ranks do together."""
         return self.shard == "full" or self.experts > 1
 
+    def __str__(self) -> str:
+        of_all = "a piece of every tensor on each" if self.shard == "full" else "all weights but the experts' on each"
+        parts = [f"{self.ranks.world} processes", of_all]
+        parts += [f"experts split over {self.experts}"] * (self.experts > 1)
+        return ", ".join(parts + ["kept on the host"] * self.offload)
+
     @classmethod
     def of(
         cls, ranks: Ranks, shard: Literal["none", "full"] = "none", experts: int = 1, offload: bool = False

@@ -110,11 +110,13 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         precision = precision if mesh.shard == "none" else None
     if recipe.model.path is not None:
         checkpoint.load_weights(model, recipe.model.path, dtype=recipe.model.dtype, device=ranks.device)
-        draw_adapters(model, recipe.seed, ranks.device, model.dtype)
+        draw_adapters(model, recipe.seed, ranks.device, model.vocabulary.table.dtype)
     else:
         dtype = "float32" if recipe.model.dtype == "auto" else recipe.model.dtype
         checkpoint.draw_weights(model, seed=recipe.seed, dtype=dtype, device=ranks.device)
-    show.line(f"model     {recipe.model.path or f'preset {recipe.model.preset}'}, {model.dtype}".replace("torch.", ""))
+    show.line(f"model     {recipe.model.path or f'preset {recipe.model.preset}'}, {_kept(model)}")
+    if mesh.is_split:
+        show.line(f"mesh      {mesh}")
     show.parts(count_parts(model))
     if mesh.offload:
         move_own(objective, ranks.device)
@@ -151,6 +153,12 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     choices = Choices.of(objective, objective_record(recipe, objective))
     made = (base, data, model, objective, mesh, module, precision, optimiser, learning_rate, average, choices)
     return Built(*made, facts, data.steps, step)
+
+
+def _kept(model: BlockDiffusionModel) -> str:
+    """The dtype of a model's weights as they are kept, and that in which they are gathered if it is another one."""
+    kept, gathered = (str(dtype).removeprefix("torch.") for dtype in (model.vocabulary.table.dtype, model.dtype))
+    return kept if kept == gathered else f"{kept}, gathered in {gathered}"
 
 
 def without_weights(

@@ -99,11 +99,27 @@ def build(
     elif name == "adamw":
         devices = {parameter.device.type for group in groups for parameter in group["params"]}
         fused = devices <= {"cpu", "cuda"}
-        optimiser = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused or None)
+        is_split = any(is_spread(parameter) for group in groups for parameter in group["params"])
+        kind = _AdamWOfPieces if is_split else torch.optim.AdamW
+        optimiser = kind(groups, lr=lr, betas=betas, eps=eps, fused=fused or None)
     else:
         raise RunError(f"optim.name: there is no optimiser {name!r}; choose adamw or adamw_8bit")
     set_lr(optimiser, lr)
     return optimiser
+
+
+class _AdamWOfPieces(torch.optim.AdamW):
+    """AdamW of which each rank steps what it holds: elementwise, so that pieces of tensors are as good as whole ones.
+
+    torch's kernels take no DTensors beside other tensors; here they get the local ones of all. The state consists of
+    DTensors where the parameters do.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
+        is_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:  # parameters, gradients, moments, and counters of steps
+            tensors[:] = [local_of(tensor) for tensor in tensors]
+        return is_complex
 
 
 def adamw_8bit(
