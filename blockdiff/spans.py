@@ -24,6 +24,7 @@ class Spans:
         self.bounds_BT4 = bounds_BT4
         self.sees_all, self.is_padded = sees_all, is_padded and not sees_all
         self._dense: dict[tuple[int, int], Tensor] = {}
+        self._hulls: dict[int, list[list[int]]] = {}
 
     @functools.cached_property
     def padding_BT(self) -> Tensor | None:
@@ -55,6 +56,29 @@ class Spans:
         shift = torch.stack([first_B, first_B, torch.zeros_like(first_B), torch.zeros_like(first_B)], -1)
         bounds = (self._distinct() - shift[:, None]).clamp(min=0).to(torch.int32)
         return Spans(bounds.expand_as(self.bounds_BT4), self.sees_all, self.is_padded)
+
+    def part(self, queries: slice, prefix: int, own: int) -> Spans:
+        """The spans of some queries, over keys of which the first `prefix` and the first `own` are left out."""
+        bounds = self._distinct()
+        bounds = bounds if bounds.shape[1] == 1 else bounds[:, queries]
+        bounds = bounds - torch.tensor([prefix, prefix, own, own], dtype=bounds.dtype, device=bounds.device)
+        return Spans(bounds.expand(-1, len(range(*queries.indices(self.bounds_BT4.shape[1]))), -1))
+
+    def hulls(self, queries: int) -> list[list[int]]:
+        """Of every so many neighbouring queries of all rows: the ends of what of prefix and own keys they see."""
+        if queries not in self._hulls:
+            B, T, _ = self.bounds_BT4.shape
+            lo_BT2, hi_BT2 = self.bounds_BT4[..., 0::2], self.bounds_BT4[..., 1::2]
+            is_empty_BT2 = hi_BT2 <= lo_BT2
+            rest = -T % queries
+            ends = []
+            for values, nothing, best in ((lo_BT2, 1 << 30, torch.amin), (hi_BT2, 0, torch.amax)):
+                filled = values.masked_fill(is_empty_BT2, nothing)
+                filled = torch.nn.functional.pad(filled, (0, 0, 0, rest), value=nothing)
+                ends.append(best(filled.view(B, -1, queries, 2), dim=(0, 2)))
+            lo, hi = ends
+            self._hulls[queries] = torch.stack([lo.minimum(hi), hi], -1).flatten(1).tolist()
+        return self._hulls[queries]
 
     def _distinct(self) -> Tensor:
         """The bounds [B, T, 4]; [B, 1, 4] where all queries of a row share them, as an expanded tensor says."""

@@ -20,6 +20,7 @@ from blockdiff.kernels.expert_mlp import native as expert_native
 from blockdiff.kernels.expert_mlp import reference as expert_reference
 from blockdiff.kernels.norm_rope import reference as norm_reference
 from blockdiff.kernels.span_attention import native as attention_native
+from blockdiff.kernels.span_attention import pieces as attention_pieces
 from blockdiff.kernels.span_attention import reference as attention_reference
 from blockdiff.layers.experts import Router
 from blockdiff.layers.rope import angles, default_frequencies, proportional_frequencies
@@ -242,13 +243,17 @@ def attention_case(T: int, P: int, group: int, dtype: torch.dtype, d: int = 8) -
     return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
-PATHS = ["materialised", "sdpa", "lse"]
+PATHS = ["materialised", "sdpa", "pieces", "lse"]
 
 
 def attend(
     kernels: Kernels, path: str, monkeypatch: Any, inputs: list[Tensor | None], spans: Spans, scale: float
 ) -> Any:
     monkeypatch.setattr(attention_native, "SMALL_SCORES", 1 << 40 if path == "materialised" else -1)
+    for name in ("LONG_KEYS", "LONG_MASK"):
+        monkeypatch.setattr(attention_native, name, -1 if path == "pieces" else 1 << 40)
+    for name, small in (("MASK", 100), ("LEAST_QUERIES", 3), ("PROBED_QUERIES", 2)):
+        monkeypatch.setattr(attention_pieces, name, small)
     return kernels.span_attention(*inputs, spans, scale, return_lse=path == "lse")  # type: ignore[arg-type]
 
 
@@ -339,7 +344,7 @@ def test_span_attention_takes_strided_inputs(kernels, monkeypatch):
     strided = [torch.stack([x, x], -1)[..., 0] for x in inputs]
     strided[0] = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)
     assert not any(x.is_contiguous() for x in strided)
-    for path in ("materialised", "sdpa"):
+    for path in ("materialised", "sdpa", "pieces"):
         assert relative(attend(kernels, path, monkeypatch, list(strided), spans, 1.0), truth) < 1e-12
 
 

@@ -1,4 +1,4 @@
-"""span_attention in plain torch: a batched product for small calls, SDPA with the dense mask for large ones."""
+"""span_attention in plain torch: a batched product for small calls, SDPA for large ones, the largest in pieces."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
+from blockdiff.kernels.span_attention.pieces import in_pieces
 from blockdiff.spans import Spans
 
 SMALL_SCORES = 1 << 22  # elements of [B, h, T, keys] up to which materialised scores beat SDPA on a CPU
 SMALL_RESERVED = 1 << 19  # the same where keys lie ready, which SDPA gains more from
+LONG_KEYS, LONG_MASK = 1 << 10, 1 << 21  # keys, and elements of the mask [B, T, keys], above which calls are cut up
 NEVER = -1e30  # the score of a key that is not seen
 
 
@@ -44,10 +46,15 @@ def span_attention(
         prefix_v = prefix_v.dense()
     assert not isinstance(prefix_v, ReservedTensor)
     B, T, h, _ = q_BThd.shape
-    prefix_tokens = 0
+    prefix_tokens = 0 if prefix_k is None else prefix_k.shape[1]
+    keys = prefix_tokens + own_k.shape[1]
+    if not return_lse and keys > LONG_KEYS and B * T * keys > LONG_MASK:
+        if prefix_k is None or prefix_v is None:
+            prefix_k, prefix_v = own_k[:, :0], own_v[:, :0]
+        q_BThd, *sources = in_autocast(q_BThd, prefix_k, prefix_v, own_k, own_v)
+        return in_pieces(q_BThd, sources, spans, scale, _by_sdpa)
     k, v = own_k, own_v
     if prefix_k is not None and prefix_v is not None and prefix_k.shape[1]:
-        prefix_tokens = prefix_k.shape[1]
         k, v = torch.cat([prefix_k, own_k], 1), torch.cat([prefix_v, own_v], 1)
     q_BThd, k, v = in_autocast(q_BThd, k, v)  # fp32 cos and sin leave fp32 q and k beside bf16 v
     is_seen = None if spans.sees_all else spans.dense(prefix_tokens, own_k.shape[1])
@@ -58,13 +65,18 @@ def span_attention(
         if torch.is_grad_enabled():
             return _Materialised.apply(q_BThd, k, v, is_seen, scale)
         return _attend(q_BThd, k, v, is_seen, scale)[0]
+    return _by_sdpa(q_BThd, k, v, is_seen, scale)
+
+
+def _by_sdpa(q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float) -> Tensor:
+    """Attention over keys and values [B, tokens, K, d]; is_seen: the whole mask, None where everything is seen."""
     out = F.scaled_dot_product_attention(
         q_BThd.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=None if is_seen is None else is_seen[:, None],
         scale=scale,
-        enable_gqa=h != k.shape[2],
+        enable_gqa=q_BThd.shape[2] != k.shape[2],
     ).transpose(1, 2)
     if is_seen is None:
         return out

@@ -1,0 +1,103 @@
+"""Attention of calls with many scores, piece by piece of the queries: memory grows with the tokens, not their square.
+
+A piece takes only the keys that its queries see, and its scores and mask live while it is computed. The backward
+computes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockdiff.spans import Spans
+
+MASK = 1 << 20  # elements of [B, queries, keys] in a piece
+LEAST_QUERIES = 64
+PROBED_QUERIES = 128  # how many neighbouring queries tell how many keys a piece will have
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]  # of q, k, v, is_seen and scale
+
+
+class _Piece(NamedTuple):
+    """Some queries, and the prefix and own keys that they see."""
+
+    queries: slice
+    prefix: slice
+    own: slice
+
+
+def in_pieces(q_BThd: Tensor, sources: Sequence[Tensor], spans: Spans, scale: float, attend: Attend) -> Tensor:
+    """The output [B, T, h, d] of `attend`; sources: keys and values [B, tokens, K, d] of the prefix, and own ones."""
+    if torch.is_grad_enabled():
+        return _InPieces.apply(q_BThd, *sources, spans, scale, attend)
+    return _forward(q_BThd, sources, spans, scale, attend)
+
+
+def _forward(q: Tensor, sources: Sequence[Tensor], spans: Spans, scale: float, attend: Attend) -> Tensor:
+    out = q.new_empty(*q.shape[:3], sources[3].shape[3])
+    for piece in _pieces(q, sources, spans):
+        out[:, piece.queries] = _one(piece, [q[:, piece.queries], *_parts(piece, sources)], spans, scale, attend)
+    return out
+
+
+class _InPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor, spans: Spans, scale: float, attend: Attend
+    ) -> Tensor:
+        ctx.save_for_backward(q, pk, pv, ok, ov)
+        ctx.rest = spans, scale, attend
+        return _forward(q, (pk, pv, ok, ov), spans, scale, attend)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        q, *sources = ctx.saved_tensors
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grad_q = torch.empty_like(q)
+        grads = [torch.zeros_like(x, dtype=wide) for x in sources]
+        for piece in _pieces(q, sources, ctx.rest[0]):
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in (q[:, piece.queries], *_parts(piece, sources))]
+                out = _one(piece, leaves, *ctx.rest)
+            made = torch.autograd.grad(out, leaves, grad_out[:, piece.queries], allow_unused=True)
+            grad_q[:, piece.queries] = made[0]
+            for total, part in zip(_parts(piece, grads), made[1:], strict=True):
+                if part is not None:
+                    total.add_(part)
+        return grad_q, *(total.to(q.dtype) for total in grads), None, None, None
+
+
+def _one(piece: _Piece, parts: Sequence[Tensor], spans: Spans, scale: float, attend: Attend) -> Tensor:
+    """The output of one piece, of its queries and the keys and values that they see."""
+    q, pk, pv, ok, ov = parts
+    is_seen = None
+    if not spans.sees_all:
+        seen = spans.part(piece.queries, piece.prefix.start, piece.own.start)
+        is_seen = seen.dense(pk.shape[1], ok.shape[1])
+    k, v = (torch.cat([prefix, own], 1) if prefix.shape[1] else own for prefix, own in ((pk, ok), (pv, ov)))
+    return attend(q, k, v, is_seen, scale)
+
+
+def _parts(piece: _Piece, sources: Sequence[Tensor]) -> list[Tensor]:
+    """What a piece has of the prefix's keys and values and of the own ones."""
+    return [x[:, part] for x, part in zip(sources, (piece.prefix, piece.prefix, piece.own, piece.own), strict=True)]
+
+
+def _pieces(q: Tensor, sources: Sequence[Tensor], spans: Spans) -> Iterator[_Piece]:
+    """Pieces of the queries, whose masks have at most MASK elements where those of LEAST_QUERIES have not more."""
+    (B, T), tokens = q.shape[:2], (sources[0].shape[1], sources[2].shape[1])
+
+    def of(queries: int) -> Iterator[_Piece]:
+        for n, ends in enumerate(spans.hulls(queries)):
+            if spans.sees_all:
+                ends = [0, tokens[0], 0, tokens[1]]
+            hull = zip(ends[0::2], ends[1::2], tokens, strict=True)
+            prefix, own = (slice(min(a, most), min(b, most)) for a, b, most in hull)
+            yield _Piece(slice(n * queries, min(T, (n + 1) * queries)), prefix, own)
+
+    keys = max(p.prefix.stop - p.prefix.start + p.own.stop - p.own.start for p in of(PROBED_QUERIES))
+    # no more than the keys that a query sees, or narrow windows would become wide
+    yield from of(max(LEAST_QUERIES, min(T, MASK // max(1, B * keys), keys)))
