@@ -11,16 +11,17 @@ from typing import Any
 from rich.text import Text
 from torch import Tensor, zeros_like
 
-from blockdiff import checkpoint
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint.tokenizer import sequence_decoder
 from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example
 from blockdiff.terminal import printable
-from blockdiff.training.build import checked_data, choose_trained, corruption_of, memory_of, read_base
+from blockdiff.training.build import checked_data, corruption_of, read_base, without_weights
+from blockdiff.training.plan import dtypes_of
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.refuse import refuse, without_effect
+from blockdiff.training.spread import Spread
 
 LEGEND = "prompt dim; canvases coloured; corrupted tokens reversed; fill underlined"
 GLOSSARY = (
@@ -50,10 +51,9 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
     refuse(recipe)
     base = read_base(recipe)
     corruption = corruption_of(recipe, base)
-    model = checkpoint.empty(base.config)
-    choose_trained(model, recipe, base.tokenizer)
-    needs, _ = memory_of(model, recipe)
-    show_shape(model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show, needs)
+    objective = without_weights(recipe, base)
+    needs = Spread(recipe, objective.model, ranks=1).parts(objective, *dtypes_of(recipe, base))
+    show_shape(objective.model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show, needs)
     data = checked_data(recipe, base)
     for line in ("", *data.lines(), *(f"note      {each}" for each in without_effect(recipe, data.steps)), ""):
         show.line(line)

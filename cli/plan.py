@@ -20,45 +20,54 @@ def plan(
     tokens: Annotated[int | None, typer.Option(min=2, help="Of the longest row, or of a sampled prefix.")] = None,
     device: Annotated[str, typer.Option(help="cuda (Triton's kernels) or cpu (native ones).")] = "cuda",
     tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s of a device, to estimate seconds.")] = 400.0,
+    bandwidth: Annotated[float, typer.Option(min=0.001, help="TB/s that a device reads and writes, likewise.")] = 3.0,
+    network: Annotated[float, typer.Option(min=0.001, help="GB/s that it receives from others, likewise.")] = 100.0,
 ) -> None:
     """Say how much memory each part takes at the peak, and what to change where it does not fit (exit code 1).
 
     Nothing is loaded or allocated: the step is run on tensors without memory. A recipe is planned for training, a model
-    for sampling.
+    for sampling. The data of a recipe need not be there.
     """
     if device not in ("cuda", "cpu"):
         raise typer.BadParameter(f"{device!r} is neither cuda nor cpu", param_hint="--device")
     limit = None if gpu_memory is None else int(gpu_memory * GIB)
     if Path(target).suffix in (".yaml", ".yml"):
-        fits = _training(target, set_ or [], gpus, limit, tokens, device, tflops)
+        rates = tflops * 1e12, bandwidth * 1e12, network * 1e9
+        fits = _training(target, set_ or [], gpus, limit, tokens, device, rates)
     else:
         fits = _sampling(target, limit, tokens or 1000, device)
     raise typer.Exit(0 if fits else 1)
 
 
 def _training(
-    target: str, overrides: list[str], gpus: int, limit: int | None, tokens: int | None, device: str, tflops: float
+    target: str,
+    overrides: list[str],
+    gpus: int,
+    limit: int | None,
+    tokens: int | None,
+    device: str,
+    rates: tuple[float, float, float],
 ) -> bool:
     from blockdiff.training import plan as plans
     from blockdiff.training.build import read_base
+    from blockdiff.training.fits import what_fits
     from blockdiff.training.recipe import read_recipe
     from blockdiff.training.refuse import refuse
+    from blockdiff.training.work import Rates
 
-    recipe = read_recipe(target, overrides)
+    recipe = read_recipe(target, overrides, needs_data=False)
     refuse(recipe, gpus)
-    base = read_base(recipe)
-    made = plans.plan_training(recipe, ranks=gpus, device=device, tokens=tokens, base=base)
+    base, reached = read_base(recipe), Rates(*rates)
+    made = plans.plan_training(recipe, ranks=gpus, device=device, tokens=tokens, base=base, rates=reached)
     for line in plans.lines(made, limit):
         print(line)
-    seconds = made.flops / tflops / 1e12
-    print(f"about {seconds:.3g} s a step at {tflops:g} TFLOP/s (an estimate from the products alone)")
+    print(plans.time_line(made, reached))
     if limit is None or made.total <= limit:
         return True
-    largest = max(made.parts, key=lambda name: made.parts[name])
-    print(f"the largest part: {largest}")
-    found = plans.what_fits(recipe, limit, base, ranks=gpus, device=device, tokens=tokens)
+    print(f"what breaks: {plans.breaking(made, limit)}")
+    found = what_fits(recipe, limit, base, ranks=gpus, device=device, tokens=tokens)
     if found is None:
-        print("no change of the recipe that is known here makes it fit; take GPUs with more memory or shorter rows")
+        print("no change of the recipe that is known here makes it fit; take more GPUs, or GPUs with more memory")
         return False
     changes, smaller = found
     words = " ".join(f"--set '{change}'" for change in changes)
@@ -69,7 +78,7 @@ def _training(
 def _sampling(target: str, limit: int | None, tokens: int, device: str) -> bool:
     from blockdiff import checkpoint
     from blockdiff.memory import size
-    from blockdiff.training.plan import plan_sampling
+    from blockdiff.training.plan_sampling import plan_sampling
 
     made = plan_sampling(checkpoint.read_config(target), device=device)
     print(f"weights in bf16            {size(made.weights):>12}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from blockdiff import checkpoint, evals, memory
+from blockdiff import checkpoint, evals
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption
@@ -34,7 +34,6 @@ from blockdiff.training.ema import Ema
 from blockdiff.training.facts import facts_of, objective_record
 from blockdiff.training.freeze import count_parts, freeze
 from blockdiff.training.objects import MaskToken, UniformTokens
-from blockdiff.training.optimiser import trainable
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.sections import LoraSection
@@ -93,11 +92,15 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     objective = without_weights(recipe, base)
     model = objective.model
     mesh = mesh_of(recipe, ranks)
-    require_memory(model, recipe, ranks.device)
+    # these plan what this function builds
+    from blockdiff.training.room import require_kept, require_step
+
+    require_kept(objective, recipe, base, ranks)
 
     data = checked_data(recipe, base, ranks)
     for line in data.lines():
         show.line(line)
+    require_step(objective, recipe, base, ranks, data, show)
 
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
@@ -261,28 +264,6 @@ def move_own(objective: nn.Module, device: torch.device) -> None:
             part.to(device)
     for tensor in [*objective.parameters(recurse=False), *objective.buffers(recurse=False)]:
         tensor.data = tensor.data.to(device)
-
-
-def require_memory(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
-    """Refuse a model without memory whose training cannot fit on a device; activations are not counted."""
-    needs, smaller = memory_of(model, recipe)
-    memory.require(needs, device, {choice: sum(parts.values()) for choice, parts in smaller.items()})
-
-
-def memory_of(model: nn.Module, recipe: Recipe) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """Bytes that training takes by what they hold, without activations; and the same by what makes them fewer."""
-    o, dtype = recipe.optim, recipe.model.dtype
-    numbers = sum(tensor.numel() for tensor in model.state_dict().values())
-    trained = sum(parameter.numel() for parameter in trainable(model).values())
-    needs = partial(
-        memory.of_training, numbers, trained, is_averaged=o.ema is not None, is_adapted=recipe.lora.trains
-    )
-    smaller = {
-        "optim.name: adamw_8bit": needs(dtype, "adamw_8bit"),
-        "model.dtype: bfloat16": needs("bfloat16", o.name),
-        "both": needs("bfloat16", "adamw_8bit"),
-    }
-    return needs(dtype, o.name), smaller
 
 
 def warmup_steps(recipe: Recipe, steps: int) -> int:

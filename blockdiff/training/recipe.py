@@ -27,14 +27,18 @@ AnyRecipe = str | Path | Mapping[str, Any] | Recipe
 
 
 def read_recipe(
-    source: AnyRecipe, overrides: Sequence[str] = (), given: Mapping[str, Mapping[str, Any]] | None = None
+    source: AnyRecipe,
+    overrides: Sequence[str] = (),
+    given: Mapping[str, Mapping[str, Any]] | None = None,
+    needs_data: bool = True,
 ) -> Recipe:
     """Read a recipe on top of those it `extends`, with `key.path=value` overrides (values are YAML) on top.
 
     source: a path, the same as a mapping, or a recipe that was read. given: values from Python by section and key,
-    which come on top of everything. In a mapping, rows may stand for a source of rows
-    (a `datasets.Dataset` or a list of mappings) and an object for a choice. Relative paths of data, weights and
-    tokenizer are looked up from the current directory first, then from the directory of the recipe that names them.
+    which come on top of everything. needs_data: whether the files with rows must be there. In a mapping, rows may
+    stand for a source of rows (a `datasets.Dataset` or a list of mappings) and an object for a choice. Relative paths
+    of data, weights and tokenizer are looked up from the current directory first, then from the directory of the
+    recipe that names them.
     Raises RecipeError: one line with file, key path and cure.
     """
     if not isinstance(source, str | Path | Mapping | Recipe):
@@ -52,6 +56,7 @@ def read_recipe(
                     below.pop(each, None)
         _merge(merged, tree, (), (origin, directory), origins)
     for key, must_exist in FILE_KEYS.items():
+        must_exist = must_exist and needs_data
         section = merged.get(key[0])
         if isinstance(section, dict) and key[1] in section:
             origin, directory = origins[key]

@@ -1,0 +1,94 @@
+"""Which changes of a recipe make its training fit into a memory: each is planned, and only what helps is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from blockdiff.data.collate import AllCanvases
+from blockdiff.models.family import family_of
+from blockdiff.training.build import Base
+from blockdiff.training.plan import TrainingPlan, plan_training
+from blockdiff.training.recipe import Recipe, read_recipe
+
+KEPT = ("weights", "masters", "adapters", "gradients", "optimiser", "average")  # parts that do not depend on rows
+WORTH = 0.99  # of the bytes before: a change that leaves more is not named
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key, its value, whether it makes what is kept or what a step needs smaller, and when it changes anything."""
+
+    key: str
+    value: str
+    keeps_less: bool
+    applies: Callable[[Recipe, int], bool]
+
+
+# In the order in which they are tried: what costs little first.
+CHANGES = (
+    Change("train.activation_checkpointing", "true", False, lambda r, _: not r.train.activation_checkpointing),
+    Change("train.micro_batch_size", "1", False, lambda r, ranks: _rows(r, ranks) > 1),
+    Change("parallel.shard", "full", True, lambda r, ranks: ranks > 1 and r.parallel.shard == "none"),
+    Change("model.dtype", "bfloat16", True, lambda r, _: r.model.dtype == "float32" and r.lora.trains),
+    Change("train.autocast", "bfloat16", False, lambda r, _: r.parallel.shard == "full" and not _is_narrow(r)),
+    Change("optim.name", "adamw_8bit", True, lambda r, _: r.optim.name == "adamw" and r.parallel.shard == "none"),
+    Change("parallel.offload", "true", True, lambda r, _: r.parallel.shard == "full" and not r.parallel.offload),
+    Change("lora", "{rank: 16}", True, lambda r, _: not r.lora.trains and r.model.path is not None),
+    Change("data.canvases", "1", False, lambda r, _: isinstance(r.data.canvases, AllCanvases)),
+)
+
+
+def what_fits(
+    recipe: Recipe, limit: int, base: Base, *, ranks: int, device: str, tokens: int | None
+) -> tuple[list[str], TrainingPlan] | None:
+    """Changes of the recipe that make the training fit, and the plan with them; None where none do.
+
+    They are tried one on top of the other; those that leave as much as there was are dropped again.
+    """
+    changes: list[str] = []
+    plan = plan_training(recipe, ranks=ranks, device=device, tokens=tokens, base=base)
+    for key, value, length in _candidates(recipe, plan, limit, ranks, base):
+        change = f"{key}={value}"
+        tried = read_recipe(recipe, [change], needs_data=False)
+        smaller = plan_training(tried, ranks=ranks, device=device, tokens=length or tokens, base=base)
+        if smaller.total <= plan.total * WORTH:
+            recipe, plan, tokens = tried, smaller, length or tokens
+            changes.append(change)
+            if plan.total <= limit:
+                return changes, plan
+    return None
+
+
+def _candidates(
+    recipe: Recipe, plan: TrainingPlan, limit: int, ranks: int, base: Base
+) -> Iterator[tuple[str, str, int | None]]:
+    """What to try, as key, value and the longest row that follows from it (None: as before)."""
+    kept = sum(plan.parts.get(name, 0) for name in KEPT)
+    first = [each for each in CHANGES if each.keeps_less == (kept > limit)]
+    made = recipe
+    for change in (*first, *(each for each in CHANGES if each not in first)):
+        if change.applies(made, ranks):
+            made = read_recipe(made, [f"{change.key}={change.value}"], needs_data=False)
+            yield change.key, change.value, None
+    if made.parallel.shard == "full" and (experts := _expert_ranks(base, ranks)) > made.parallel.experts:
+        yield "parallel.experts", str(experts), None
+    key = "data.max_length" if recipe.data.pack is None else "data.pack"  # rows are as long as what is packed
+    for parts in (2, 4):
+        if plan.tokens // parts > base.canvas_length:
+            yield key, str(plan.tokens // parts), plan.tokens // parts
+
+
+def _rows(recipe: Recipe, ranks: int) -> int:
+    share = -(-recipe.train.batch_size // ranks)
+    return min(share, recipe.train.micro_batch_size or share)
+
+
+def _is_narrow(recipe: Recipe) -> bool:
+    return recipe.train.autocast is not None or recipe.model.dtype == "bfloat16"
+
+
+def _expert_ranks(base: Base, ranks: int) -> int:
+    """The most ranks of a node of eight that can split the experts of a layer."""
+    experts = family_of(base.config).outline(base.config).experts
+    return max((n for n in (1, 2, 4, 8) if ranks % n == 0 and experts and experts % n == 0), default=1)

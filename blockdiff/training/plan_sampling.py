@@ -1,0 +1,53 @@
+"""How much memory sampling with a model needs, from its config alone: a step is run on tensors without memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from blockdiff import checkpoint
+from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.training.live_bytes import planned_for
+from blockdiff.training.plan import kernels_for
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """What sampling holds, in bytes: `weights`, the `cache` of 1,000 tokens of a row, and a denoising `step`.
+
+    step: of the first row and of each further one, beside a prefix of 1,000 tokens.
+    """
+
+    weights: int
+    cache: int
+    step: tuple[int, int]
+
+    def rows(self, limit: int, tokens: int) -> int:
+        """How many rows of a prefix of so many tokens fit together."""
+        first, further = self.step
+        left = limit - self.weights - first
+        each = further + self.cache * tokens // 1000
+        return max(0, left // each + 1 if left >= self.cache * tokens // 1000 else 0)
+
+
+def plan_sampling(config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> SamplingPlan:
+    """The memory of sampling with a model of this config."""
+    model = checkpoint.empty(config, kernels_for(device)).to(dtype).eval()
+    cached = family_of(config).outline(config).cached_per_token
+    weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    one, two = (_step(model, device, rows) for rows in (1, 2))
+    return SamplingPlan(weights, 1000 * cached * dtype.itemsize, (one, two - one))
+
+
+def _step(model: BlockDiffusionModel, device: str, rows: int) -> int:
+    """The peak of one denoising step with a signal and the statistics of all its tokens."""
+    with torch.no_grad(), planned_for(device, [*model.parameters(), *model.buffers()]) as counted:
+        canvas = torch.zeros(rows, model.canvas_length, dtype=torch.int64)
+        prefix = model.encode(torch.zeros(rows, 1000, dtype=torch.int64))
+        counted.start_again()
+        soft = torch.empty(rows, model.canvas_length, model.vocabulary.table.shape[1], dtype=model.dtype, device="meta")
+        hidden = model.denoise(canvas, prefix, soft)
+        model.vocabulary.stats(hidden, 1.0, torch.zeros(rows, model.canvas_length))
+    return counted.peak

@@ -1,0 +1,103 @@
+"""What a rank holds of a model whose weights are spread over the ranks as a recipe says, and how it runs its experts.
+
+Only for plans: tensors have no memory here, and nothing is exchanged. `blockdiff.parallel` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blockdiff.errors import RecipeError
+from blockdiff.layers.experts import Experts
+from blockdiff.models.adapters import is_adapter
+from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.work import Work
+
+
+class Spread:
+    """A rank's part of a model without memory."""
+
+    def __init__(self, recipe: Recipe, model: BlockDiffusionModel, ranks: int) -> None:
+        self.recipe, self.model, self.ranks = recipe, model, ranks
+        self.is_sharded = recipe.parallel.shard == "full"
+        self.splits = recipe.parallel.experts
+        if ranks % self.splits:
+            raise RecipeError(f"parallel.experts: {self.splits} does not divide the {ranks} processes")
+
+    def split_experts(self, work: Work) -> None:
+        """Leave the model the experts that the rank has, in place; what they exchange is added to `work`."""
+        for module in self.model.modules():
+            if isinstance(module, Experts) and self.splits > 1:
+                self._split(module, work)
+
+    def units(self) -> list[tuple[nn.Module, int]]:
+        """The modules whose weights are gathered together, inner ones first, and how many ranks share them."""
+        units = family_of(self.model.config).units(self.model)
+        return [(unit, self.ranks // self.splits if isinstance(unit, Experts) else self.ranks) for unit in units]
+
+    def parts(self, objective: nn.Module, stored: torch.dtype, computed: torch.dtype) -> dict[str, int]:
+        """Bytes that a rank keeps all the time, by what they hold; `objective` still has all experts.
+
+        stored: the dtype of its weights; computed: the one they run in. Adapters have fp32 at least.
+        """
+        parts: dict[str, int] = {"weights": sum(x.numel() * stored.itemsize for x in objective.buffers())}
+        optim, wide = self.recipe.optim, torch.promote_types(stored, torch.float32)
+        for name, parameter, count in self._pieces(objective):
+            is_ours = is_adapter(name)
+            dtype = wide if is_ours else stored
+            masters = parameter.requires_grad and dtype != computed and not is_ours
+            kept = {"adapters" if is_ours else "masters" if masters else "weights": count * dtype.itemsize}
+            if parameter.requires_grad:
+                moments = 2 * (1 if optim.name == "adamw_8bit" else dtype.itemsize)
+                kept |= {"gradients": count * dtype.itemsize, "optimiser": count * moments}
+                kept |= {"average": count * 4} if optim.ema is not None else {}
+            for part, more in kept.items():
+                parts[part] = parts.get(part, 0) + more
+        order = ("weights", "masters", "adapters", "gradients", "optimiser", "average")
+        return {part: parts[part] for part in order if parts.get(part)}
+
+    def _pieces(self, objective: nn.Module) -> Iterator[tuple[str, nn.Parameter, int]]:
+        """Every parameter by its name in the model, and how many of its numbers a rank has."""
+        ranks = {id(x): 1 for x in objective.parameters()}
+        if self.is_sharded:
+            for unit, count in reversed(self.units()):
+                ranks |= {id(x): count for x in unit.parameters()}
+        experts = {id(x) for module in self.model.modules() if isinstance(module, Experts) for x in module.parameters()}
+        for name, x in objective.named_parameters():
+            rows = x.shape[0] if x.dim() else 1
+            if self.splits > 1 and id(x) in experts:  # whole experts, of which a dimension after theirs is sharded
+                count = -(-x.numel() // self.splits // ranks[id(x)])
+            else:
+                count = -(-rows // ranks[id(x)]) * (x.numel() // max(1, rows))
+            yield name.removeprefix("model."), x, count
+
+    def _split(self, experts: Experts, work: Work) -> None:
+        """Leave a rank its share of the experts, which run the tokens that other ranks send."""
+        whole = experts.gate_up_proj.shape[0]
+        if whole % self.splits:
+            raise RecipeError(f"parallel.experts: {self.splits} does not divide the {whole} experts of a layer")
+        for name, x in list(experts.named_parameters(recurse=False)):
+            piece = torch.empty(whole // self.splits, *x.shape[1:], dtype=x.dtype, device=x.device)
+            setattr(experts, name, nn.Parameter(piece, x.requires_grad))
+        experts.forward = partial(self._exchanged, experts.forward, whole // self.splits, work)  # type: ignore[method-assign]
+
+    def _exchanged(
+        self, forward: Callable[..., Tensor], experts: int, work: Work, x_ND: Tensor, index_Nk: Tensor,
+        weight_Nk: Tensor, padding_N: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """What experts return of tokens that were sent and come back; as many come as go, evenly spread."""
+        (N, k), D = index_Nk.shape, x_ND.shape[1]
+        token = torch.arange(N * k) // k
+        received = x_ND.index_select(0, token).clone()  # a copy to send, and what came
+        here = (torch.arange(N * k) % experts)[:, None]
+        ones = torch.ones(N * k, 1, dtype=weight_Nk.dtype, device=weight_Nk.device)
+        back: Any = forward(received, here, ones, None).clone()
+        directions = 4 if torch.is_grad_enabled() else 2
+        work.exchanged += directions * received.nbytes * (self.splits - 1) / self.splits
+        return (back.view(N, k, D) * weight_Nk[..., None].to(back.dtype)).sum(1)
