@@ -5,9 +5,9 @@ Only for plans: tensors have no memory here, and nothing is exchanged. `blockdif
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,19 +85,23 @@ class Spread:
         for name, x in list(experts.named_parameters(recurse=False)):
             piece = torch.empty(whole // self.splits, *x.shape[1:], dtype=x.dtype, device=x.device)
             setattr(experts, name, nn.Parameter(piece, x.requires_grad))
-        experts.forward = partial(self._exchanged, experts.forward, whole // self.splits, work)  # type: ignore[method-assign]
+        experts.exchange = partial(self._exchanged, work)
 
     def _exchanged(
-        self, forward: Callable[..., Tensor], experts: int, work: Work, x_ND: Tensor, index_Nk: Tensor,
-        weight_Nk: Tensor, padding_N: Tensor | None = None,
+        self, work: Work, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, experts: int,
+        compute: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:  # fmt: skip
-        """What experts return of tokens that were sent and come back; as many come as go, evenly spread."""
+        """The experts' results of tokens that travel as in `parallel/exchange.py`: as many come as go."""
         (N, k), D = index_Nk.shape, x_ND.shape[1]
-        token = torch.arange(N * k) // k
-        received = x_ND.index_select(0, token).clone()  # a copy to send, and what came
-        here = (torch.arange(N * k) % experts)[:, None]
-        ones = torch.ones(N * k, 1, dtype=weight_Nk.dtype, device=weight_Nk.device)
-        back: Any = forward(received, here, ones, None).clone()
+        distinct = self.splits * (1 - (1 - 1 / self.splits) ** k)  # ranks that a token's experts lie on
+        M = min(N * self.splits, math.ceil(N * distinct))
+        token = torch.arange(M) % N
+        x_MD = x_ND.index_select(0, token).clone()  # what goes, and what comes
+        weight_Mk = weight_Nk.index_select(0, token).clone()
+        slot = torch.arange(M * k)
+        index_Mk = torch.where(slot < N * k, slot % experts, experts).view(M, k)
+        y_MD = compute(x_MD, index_Mk, weight_Mk).clone()
         directions = 4 if torch.is_grad_enabled() else 2
-        work.exchanged += directions * received.nbytes * (self.splits - 1) / self.splits
-        return (back.view(N, k, D) * weight_Nk[..., None].to(back.dtype)).sum(1)
+        work.exchanged += directions * y_MD.nbytes * (self.splits - 1) / self.splits
+        total = x_ND.new_zeros(N, D, dtype=torch.promote_types(y_MD.dtype, torch.float32))
+        return total.index_add(0, token, y_MD.to(total.dtype)).to(y_MD.dtype)

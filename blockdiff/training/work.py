@@ -99,10 +99,11 @@ def _experts(args: Sequence[Any], is_backward: bool) -> float:
     """Products of the experts: three matrices of a row, twice in a backward, and again where they train."""
     index = next(x for x in args if isinstance(x, Tensor) and x.dim() == 2 and not x.is_floating_point())
     weights = [x for x in args if isinstance(x, Tensor) and x.dim() == 3]
+    slots = index.numel() if index.is_meta else int((index < weights[0].shape[0]).sum())  # the others have no expert
     per_row = sum(2.0 * math.prod(x.shape[1:]) for x in weights)  # adapters among them
     trained = [x for each in args if isinstance(each, list | tuple) for x in each][1:3] if is_backward else []
     times = 1.0 + is_backward + (1.0 if any(trained) else 0.0)
-    return times * index.numel() * per_row
+    return times * slots * per_row
 
 
 def _pairs(bounds: Tensor, q: Tensor) -> float:
