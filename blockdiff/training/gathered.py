@@ -27,6 +27,8 @@ class _Unit:
         self.size = sum(x.nbytes for x in own)
         self.trained = [x for x in own if x.requires_grad]
         self.missing = len(self.trained)  # gradients that have not come yet
+        self.whole = sum(x.numel() * 4 for x in self.trained)  # bytes of their gradients, before and after
+        self.piece = self.whole // ranks
         self.is_gathered = self.is_ahead = self.is_backward = False
 
 
@@ -34,10 +36,11 @@ class Gathering:
     """Hooks on the units of a model that count what is gathered.
 
     units: modules, inner ones before those that hold them, each with the number of ranks that share its weights.
+    has_gradients: whether a micro-batch before has left its gradients.
     """
 
-    def __init__(self, units: Sequence[tuple[nn.Module, int]], counted: LiveBytes) -> None:
-        self.counted = counted
+    def __init__(self, units: Sequence[tuple[nn.Module, int]], counted: LiveBytes, has_gradients: bool) -> None:
+        self.counted, self.has_gradients = counted, has_gradients
         self.last = 0  # bytes of the newest gathering, before they are copied to the weights
         self.reduced = 0  # bytes of gradients that are being added up over the ranks
         self.trail: list[_Unit] = []  # units whose forward has ended
@@ -48,6 +51,8 @@ class Gathering:
             seen |= set(own)
             unit = _Unit(module, own, ranks)
             self.units.append(unit)
+            if has_gradients:
+                self.counted.hold(unit.piece, "gradients")
             self._watch(unit)
 
     def finish(self) -> None:
@@ -128,11 +133,14 @@ class Gathering:
             return
         unit.missing = len(unit.trained)
         self.counted.hold(-self.reduced, PART)
-        self.reduced = sum(x.numel() * 4 for x in unit.trained)
+        self.reduced = unit.whole
         self.counted.hold(self.reduced, PART)
+        self.counted.hold(unit.piece, "gradients")
         self.counted.work.exchanged += self.reduced * (unit.ranks - 1) / unit.ranks
         for parameter in unit.trained:
-            parameter.grad = None  # its piece is counted beforehand
+            parameter.grad = None
+        if self.has_gradients:  # the piece is added to the one that is there
+            self.counted.hold(-unit.piece, "gradients")
 
 
 class _After:

@@ -104,16 +104,16 @@ def plan_training(
     trained = [parameter for parameter in weights if parameter.requires_grad]
     with planned_for(device, weights, model.vocab_size) as counted:
         counted.work = work
-        gathering = Gathering(spread.units(), counted) if recipe.parallel.shard == "full" else None
-        if gathering is None and (share > rows or ranks > 1):
-            for parameter in trained:  # of the micro-batch before, or the buckets that ranks exchange
+        gathering = Gathering(spread.units(), counted, share > rows) if recipe.parallel.shard == "full" else None
+        if gathering is None:  # gradients of the micro-batch before, or the buckets that ranks exchange
+            for parameter in trained if share > rows else spread.replicated(trained):
                 parameter.grad = torch.empty_like(parameter)
         model.register_forward_hook(lambda *call: counted.call(_keys(call[-1]), "cache"))
         losses = objective(batch)
         (losses.canvas_sum + losses.ar_sum).backward()
         if gathering is not None:
             gathering.finish()
-    gradients = 0 if gathering is not None else sum(x.nbytes for x in trained)
+    gradients = static.get("gradients", 0)
     others = {name: counted.parts[name] for name in ("vocabulary chunk", "gathered layer", "cache")}
     peak = max(0, counted.peak - gradients)
     left = peak - sum(others.values())

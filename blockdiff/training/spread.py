@@ -6,7 +6,7 @@ Only for plans: tensors have no memory here, and nothing is exchanged. `blockdif
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -40,6 +40,12 @@ class Spread:
         """The modules whose weights are gathered together, inner ones first, and how many ranks share them."""
         units = family_of(self.model.config).units(self.model)
         return [(unit, self.ranks // self.splits if isinstance(unit, Experts) else self.ranks) for unit in units]
+
+    def replicated(self, trained: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of the parameters that train whose gradients ranks exchange; none with one rank."""
+        split = {id(x) for module in self.model.modules() if isinstance(module, Experts) for x in module.parameters()}
+        apart = split if self.splits > 1 else set()
+        return [x for x in trained if self.ranks > 1 and id(x) not in apart]
 
     def parts(self, objective: nn.Module, stored: torch.dtype, computed: torch.dtype) -> dict[str, int]:
         """Bytes that a rank keeps all the time, by what they hold; `objective` still has all experts.

@@ -1,0 +1,54 @@
+"""What `test_plan_mesh.py` runs: steps over a mesh whose tensors are traced, on every rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.timing import peak_memory
+from blockdiff import checkpoint
+from blockdiff.models.adapters import draw_adapters
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.shard import replicate, split
+from blockdiff.training import plan as plans
+from blockdiff.training.activations import checkpoint_activations
+from blockdiff.training.build import computed_in, mesh_of, read_base, without_weights
+from blockdiff.training.recipe import Recipe, read_recipe
+
+CPU = torch.device("cpu")
+
+
+def held(recipe: Recipe, ranks: Ranks, tokens: int) -> int:
+    """The peak of live bytes of a rank's step above what it held before, gradients among them."""
+    base, mesh = read_base(recipe), mesh_of(recipe, ranks)
+    objective = without_weights(recipe, base, "torch")
+    model = objective.model.train()
+    if recipe.train.activation_checkpointing:
+        checkpoint_activations(model)
+    if mesh.is_split:
+        split(model, mesh, torch.float32, computed_in(recipe))
+    checkpoint.draw_weights(model, 0, "float32", CPU)
+    draw_adapters(model, 0, CPU, torch.float32)
+    module: nn.Module = replicate(objective.train(), mesh)
+    batch = plans.worst_batch(recipe, model, tokens, recipe.train.batch_size // ranks.world)
+
+    def work() -> None:
+        losses = module(batch)
+        (losses.canvas_sum + losses.ar_sum).backward()
+
+    def release() -> None:
+        objective.zero_grad(set_to_none=True)
+
+    # the profiler can lose events of the first trace after others: the larger of two is the whole one
+    return max(peak_memory(work, CPU, release) for _ in range(2))
+
+
+def traced(ranks: Ranks, directory: Path, tree: dict[str, Any], cases: list[list[str]], tokens: int) -> None:
+    """Write the peak of every case, a list of overrides of the recipe `tree`, as rank 0 has it."""
+    found = [held(read_recipe(tree, case), ranks, tokens) for case in cases]
+    if ranks.is_main:
+        (directory / "held.json").write_text(json.dumps(found))

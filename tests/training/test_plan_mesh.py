@@ -1,0 +1,81 @@
+"""What a plan says of ranks that share weights against what a traced rank holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from blockdiff import checkpoint
+from blockdiff.checkpoint.tokenizer import load_tokenizer
+from blockdiff.data.sudoku import alphabet
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.training import plan as plans
+from blockdiff.training.build import read_base
+from blockdiff.training.fits import what_fits
+from blockdiff.training.recipe import read_recipe
+from tests.forked import run_ranks
+from tests.little_model import LITTLE, save_preset
+from tests.plan_ranks import traced
+
+SHARDED, TOKENS = "parallel={shard: full}", 40
+LORA = "lora={rank: 4, parts: {attention: 4, mlp: 4, experts: 4}}"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mesh-plan")
+    character_tokenizer(alphabet(4)).save_pretrained(folder / "tokenizer")
+    text = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}  # weights that count
+    save_preset(folder / "little.json", {**LITTLE, "text_config": {**LITTLE["text_config"], **text}})
+    model = checkpoint.init(str(folder / "little.json"), seed=3)
+    checkpoint.save(model, folder / "base", tokenizer=load_tokenizer(folder / "tokenizer"))
+    return {
+        "model": {"path": str(folder / "base")},
+        "lora": "none",
+        "data": {"train": [{"prompt": "1", "response": "2"}], "max_length": TOKENS, "canvases": "all"},
+        "train": {"steps": 4, "batch_size": 2},
+    }
+
+
+def test_a_rank_of_a_mesh_holds_what_is_planned(tree: dict[str, Any], tmp_path):
+    cases = [
+        [SHARDED],
+        [SHARDED, "train.activation_checkpointing=true"],
+        [SHARDED, "train.autocast=bfloat16"],
+        [SHARDED, LORA],
+        ["parallel={experts: 2}"],
+        ["parallel={shard: full, experts: 2}"],
+        [],  # all weights on both
+    ]
+    run_ranks(2, traced, tmp_path, tree, cases, TOKENS)
+    found = json.loads((tmp_path / "held.json").read_text())
+    for case, bytes_ in zip(cases, found, strict=True):
+        plan = plans.plan_training(read_recipe(tree, case), ranks=2, device="cpu")
+        kept = sum(n for name, n in plan.parts.items() if name in ("weights", "masters", "adapters", "optimiser"))
+        assert plan.total - kept == pytest.approx(bytes_, rel=0.1), (case, (plan.total - kept) / bytes_)
+        assert ("gathered layer" in plan.parts) == any("full" in each for each in case)
+
+
+def test_what_does_not_fit_on_a_rank_is_sharded_where_that_helps(tree: dict[str, Any]):
+    recipe = read_recipe(tree)
+    whole = plans.plan_training(recipe, ranks=2, device="cpu")
+    sharded = plans.plan_training(read_recipe(tree, [SHARDED]), ranks=2, device="cpu")
+    assert sharded.exchanged > whole.exchanged > 0
+    limit = (whole.total + sharded.total) // 2
+    assert plans.breaking(whole, limit) in ("activations", "optimiser", "vocabulary chunk", "cache")
+    base = read_base(recipe)
+    found = what_fits(recipe, limit, base, ranks=2, device="cpu", tokens=None)
+    assert found is not None and found[1].total <= limit
+    kept = sum(n for name, n in whole.parts.items() if name in ("weights", "gradients", "optimiser"))
+    found = what_fits(recipe, kept * 3 // 4, base, ranks=2, device="cpu", tokens=None)
+    assert found is not None and found[0][0] == "parallel.shard=full" and found[1].total <= kept * 3 // 4
+
+
+def test_what_is_offloaded_lies_on_the_host(tree: dict[str, Any]):
+    sharded = plans.plan_training(read_recipe(tree, [SHARDED]), ranks=2, device="cpu")
+    offloaded = plans.plan_training(read_recipe(tree, ["parallel={shard: full, offload: true}"]), ranks=2, device="cpu")
+    kept = ("weights", "gradients", "optimiser")
+    assert offloaded.host == {name: sharded.parts[name] for name in kept}
+    assert not set(kept) & set(offloaded.parts) and offloaded.total == sharded.total - sum(offloaded.host.values())
