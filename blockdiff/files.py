@@ -62,36 +62,54 @@ def whole_directory(target: Path) -> Iterator[Path]:
     What stood at `target` is removed, or still stands there after an error. A kill can leave hidden directories
     beside it, which `remove_leftovers` removes. Raises OSError with a filename.
     """
-    fresh, old = _hidden(target), _hidden(target)
-    fresh.mkdir(parents=True)
+    fresh = hidden_directory(target)
     try:
         yield fresh
-        for path in (*fresh.rglob("*"), fresh):
+        for path in fresh.rglob("*"):
             sync(path)
-        is_replaced = target.exists()
-        if is_replaced:
-            target.rename(old)
-        try:
-            fresh.rename(target)
-        except OSError:
-            if is_replaced:
-                old.rename(target)
-            raise
-        sync(target.parent)
-        if is_replaced:
-            shutil.rmtree(old)
+        publish(fresh, target)
     except OSError as error:
         raise error if error.filename else OSError(error.errno, error.strerror or str(error), str(target)) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
+def hidden_directory(target: Path) -> Path:
+    """A new directory beside `target`, to write into before `publish`; `remove_leftovers` removes one that is left."""
+    fresh = _hidden(target)
+    fresh.mkdir(parents=True)
+    return fresh
+
+
+def publish(fresh: Path, target: Path) -> None:
+    """Rename a directory whose files are on the disk to `target`; what stood there is removed.
+
+    After an OSError that still stands there.
+    """
+    sync(fresh)
+    old, is_replaced = _hidden(target), target.exists()
+    if is_replaced:
+        target.rename(old)
+    try:
+        fresh.rename(target)
+    except OSError:
+        if is_replaced:
+            old.rename(target)
+        raise
+    sync(target.parent)
+    if is_replaced:
+        shutil.rmtree(old)
+
+
 def digest(path: Path, size: int | None = None) -> str:
-    """A hash of a file, or of its first `size` bytes."""
-    with path.open("rb") as file:
-        if size is None:
-            return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
-        return hashlib.blake2b(file.read(size)).hexdigest()[:32]
+    """A hash of a file, or of its first `size` bytes. Raises OSError with a filename."""
+    try:
+        with path.open("rb") as file:
+            if size is None:
+                return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+            return hashlib.blake2b(file.read(size)).hexdigest()[:32]
+    except OSError as error:  # a disk that gives no more bytes names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def seal(values: Any) -> str:

@@ -54,6 +54,24 @@ def run(target: Callable[..., None], *arguments: Any, log: Path) -> None:
 
 def run_ranks(world: int, target: Callable[..., None], directory: Path, *arguments: Any) -> None:
     """Run `target(ranks, directory, *arguments)` in `world` processes; raises AssertionError when one of them fails."""
+    with _ranks(world, target, directory, *arguments) as (processes, logs):
+        _finish(processes, logs)
+
+
+def wait_for_ranks(
+    world: int, target: Callable[..., None], directory: Path, *arguments: Any, seconds: float = 300
+) -> list[int | None]:
+    """The same for ranks of which some are killed: wait for all, and return how each ended; None: not at all."""
+    with _ranks(world, target, directory, *arguments) as (processes, _):
+        for process in processes:
+            process.join(seconds)
+        return [process.exitcode for process in processes]
+
+
+@contextlib.contextmanager
+def _ranks(
+    world: int, target: Callable[..., None], directory: Path, *arguments: Any
+) -> Iterator[tuple[list[ForkServerProcess], list[Path]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -65,7 +83,7 @@ def run_ranks(world: int, target: Callable[..., None], directory: Path, *argumen
             )
             for rank, log in enumerate(logs)
         ]
-        _finish(processes, logs)
+        yield processes, logs
 
 
 def rank_variables(rank: int, world: int, port: int) -> dict[str, str]:

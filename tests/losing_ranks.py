@@ -59,10 +59,9 @@ def toy_run(
     def save(step: int) -> None:
         if in_save:
             disturb(step)
-        with ranks.main_first(f"saving step {step}"):
-            if ranks.is_main:
-                state.save(run, step, objective, optimiser, {}, ranks.world)
-                state.prune(run, 2)
+        state.save(run, step, objective, optimiser, {}, ranks)
+        if ranks.is_main:
+            state.prune(run, 2)
 
     with caught(speaks=False) as signals:
         train(

@@ -145,10 +145,9 @@ def resumed(ranks: Ranks, run: Path) -> list[str]:
     options = Options(2, save_every=1)
 
     def save(step: int) -> None:
-        with ranks.main_first():
-            if ranks.is_main:
-                state.save(run, step, objective, optimiser, {}, ranks.world)
-                state.prune(run, 1)
+        state.save(run, step, objective, optimiser, {}, ranks)
+        if ranks.is_main:
+            state.prune(run, 1)
 
     log = MetricsLog(run / "metrics.jsonl").append
     batches = toy_batches(slots(ranks, BATCH), BATCH)

@@ -124,12 +124,15 @@ class ToyTrainer(Trainer):
             self.records.append(record)
             self.watch["log"](record)
 
-    def ensure_saved(self) -> None:
+    def ensure_saved(self, is_waiting: bool = False) -> None:
         if self.watch.get("save"):
-            super().ensure_saved()
+            super().ensure_saved(is_waiting)
 
     def save(self, step: int) -> None:
         self.call("save")
+
+    def prune(self) -> None:
+        pass
 
     def finish(self) -> None:
         pass

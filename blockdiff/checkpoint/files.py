@@ -148,7 +148,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     Raises CheckpointError for files that are missing, cut short or not safetensors.
     """
     if (directory / WEIGHTS).exists():
-        return _header(directory / WEIGHTS)
+        return tensors_in(directory / WEIGHTS)
     if not (directory / INDEX).exists():
         other = next((f.name for f in sorted(directory.glob("*.bin"))), None)
         hint = f"; {other} is not read, convert it to safetensors" if other else ""
@@ -160,7 +160,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     for file in sorted(set(placed.values())):
         if Path(file).name != file:
             raise CheckpointError(f"{directory / INDEX}: {file!r} is not a file name")
-        headers[file] = _header(directory / file)
+        headers[file] = tensors_in(directory / file)
     for name, file in placed.items():
         if name not in headers[file]:
             raise CheckpointError(f"{directory / file}: tensor {name} is missing; {INDEX} places it there")
@@ -180,7 +180,7 @@ def read_blocks(
 ) -> Iterator[tuple[str, Block | None, Tensor]]:
     """The wanted blocks of tensors as stored, on the CPU, file by file and one at a time.
 
-    A block is copied, and nothing is read beside it; None stands for the whole tensor, which is a view of its file.
+    Nothing is read beside a block. None stands for the whole tensor, which is a view of its file.
     Raises CheckpointError for one that cannot be read.
     """
     wanted_of: dict[Path, list[tuple[str, Block | None]]] = {}
@@ -232,7 +232,8 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def tensors_in(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file by name; reads its header only. Raises CheckpointError."""
     require_regular(file)
     try:
         with safe_open(file, framework="pt", device="cpu") as handle:

@@ -38,7 +38,7 @@ class Callback:
         """A record was written to metrics.jsonl; on the main process only."""
 
     def on_save(self, trainer: Trainer) -> None:
-        """A checkpoint of `trainer.step` is complete; on every rank."""
+        """A checkpoint is complete; on every rank. It is that of `trainer.step`, with save_async of one before."""
 
     def on_end(self, trainer: Trainer) -> None:
         """The model is exported; on every rank."""

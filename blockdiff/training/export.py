@@ -44,7 +44,8 @@ def write_model(trainer: Trainer) -> str:
         found = trainer.ranks.agree(found)
     if found is not None:
         step, value = found
-        state.restore_weights(state.steps_saved(directory)[step], built.objective, built.average)
+        saved, ranks = state.steps_saved(directory)[step], trainer.ranks if built.mesh.is_split else None
+        state.restore_weights(saved, built.objective, built.average, ranks)
         which = f"the weights of step {step}, best {trainer.recipe.evaluation.best} {value:.4g}"
     if built.average is not None:
         which += " (averaged)"

@@ -27,7 +27,7 @@ FREE = {
     "evaluation.prompts",  # likewise
     "evaluation.prompts_every",
     *(f"train.{key}" for key in ("steps", "epochs", "log_every", "eval_every", "save_every", "keep", "keep_every")),
-    *(f"train.{key}" for key in ("trackers", "timeout")),
+    *(f"train.{key}" for key in ("save_async", "trackers", "timeout")),
     "train.activation_checkpointing",  # the same numbers to the bit, in less memory
 }
 

@@ -212,6 +212,7 @@ class TrainSection(Section):
     save_every: Count = 0  # 0 = at the end only
     keep: Positive = 2  # how many of the newest checkpoints/step-N stay
     keep_every: Count = 0  # checkpoints at multiples of this stay too
+    save_async: bool = False  # write them while training goes on, from a copy in the memory of the host
     trackers: list[str] = []
     timeout: Positive = 600  # seconds a rank waits for the others
 

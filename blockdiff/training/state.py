@@ -9,30 +9,28 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from blockdiff.checkpoint.files import first_line
-from blockdiff.errors import RESUME, RunError
-from blockdiff.files import digest, remove_directory, remove_leftovers, seal, sync, unwritten, whole_directory
-from blockdiff.metrics import FILE_NAME, SAMPLES
+from blockdiff.errors import RESUME, CheckpointError, RunError
+from blockdiff.files import digest, remove_directory, remove_leftovers, seal
+from blockdiff.metrics import FILE_NAME
 from blockdiff.parallel.ranks import Ranks
+from blockdiff.pieces import is_spread
 from blockdiff.training.ema import Ema
-from blockdiff.training.tensors import load_weights, pack, unpack, weights_of
+from blockdiff.training.saved import AVERAGE, MODEL, OPTIMISER, Saved
+from blockdiff.training.saving import FOLDER, FORMAT, SHARDED, TRAINER, Facts, Saver, steps_saved
+from blockdiff.training.tensors import fill, unpack, weights_of
 
-FOLDER = "checkpoints"
-MODEL, OPTIMISER, TRAINER = "model.safetensors", "optimiser.safetensors", "trainer.json"
-AVERAGE = "ema.safetensors"
-FORMAT = 2  # of trainer.json; without it: 1, whose facts have the recipe keys of before
+ALONE = Ranks(torch.device("cpu"))
 # Facts that may differ when a run goes on; they say in which parts sums are made.
 ROUNDING = ("train.micro_batch_size",)
 # Facts that are compared by a hash, which says nothing to a reader.
@@ -44,17 +42,7 @@ HASHED = {
     "data.heldout": "other held-out rows (data.heldout)",
     "evaluation.prompts": "other prompts (evaluation.prompts)",
 }
-LOGS = (FILE_NAME, SAMPLES)  # whose content up to a checkpoint is compared
 SIGNS_OF_A_RUN = (FOLDER, FILE_NAME, "recipe.yaml")
-_COMPLETE = re.compile(r"step-(\d+)")
-
-Facts = Mapping[str, Any]
-
-
-def steps_saved(run: Path) -> dict[int, Path]:
-    """The complete checkpoints of a run directory by step, oldest first. A directory so named is complete."""
-    found = [(_COMPLETE.fullmatch(path.name), path) for path in (run / FOLDER).glob("step-*")]
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 @contextmanager
@@ -115,43 +103,17 @@ def save(
     objective: nn.Module,
     optimiser: torch.optim.Optimizer,
     facts: Facts,
-    world: int = 1,
+    ranks: Ranks | None = None,
     *,
     average: Ema | None = None,
 ) -> Path:
-    """Write `checkpoints/step-N`; one process does while the others wait.
+    """Write `checkpoints/step-N` and return it when it is complete: see `Saver.start`.
 
-    objective: what trains; the tensors of its `model` have the names they have there. `facts` (JSON values, such as
-    seed and recipe) are compared by `restore`. A kill at any moment leaves the earlier checkpoints as they were and at
-    most a hidden directory that `entered` removes.
+    A kill at any moment leaves the earlier checkpoints as they were and at most a hidden directory that `entered`
+    removes.
     """
-    final = run / FOLDER / f"step-{step}"
-    tensors, values = pack(objective, optimiser)
-    files = {
-        MODEL: {name: tensor.detach().contiguous() for name, tensor in weights_of(objective).items()},
-        OPTIMISER: tensors,
-    }
-    if average is not None:
-        files[AVERAGE] = {name: tensor.contiguous() for name, tensor in average.state().items()}
-    try:
-        with whole_directory(final) as beside:
-            for name, content in files.items():
-                save_file(content, beside / name)
-            trainer = {"format": FORMAT, "step": step, "world": world, "facts": dict(facts), "optimiser": values}
-            digests = {path.name: digest(path) for path in sorted(beside.iterdir())}
-            logs: dict[str, Any] = {}
-            for path in (run / name for name in LOGS if (run / name).exists()):
-                sync(path)  # a checkpoint never outlives the records of its steps
-                logs[path.name] = {"bytes": path.stat().st_size, "digest": digest(path)}
-            trainer |= {"digests": digests, "logs": logs}
-            trainer["seal"] = seal(trainer)
-            (beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        needed = sum(tensor.nbytes for content in files.values() for tensor in content.values())
-        last = max(steps_saved(run), default=None)
-        kept = "nothing is saved yet" if last is None else f"step {last} is saved"
-        raise RunError(f"{unwritten(final, error, needed)}; {kept}: make room and {RESUME}") from error
-    return final
+    Saver(run, ranks or ALONE).start(step, objective, optimiser, facts, average)
+    return run / FOLDER / f"step-{step}"
 
 
 def prune(run: Path, keep: int, *, keep_every: int = 0, protect: Collection[int] = ()) -> None:
@@ -173,18 +135,21 @@ def restore(
 ) -> int:
     """Load a checkpoint into what trains, its optimiser and its average, bit for bit, and return its step.
 
-    Raises RunError naming every fact, or the first tensor, in which the run to resume differs from this one, and for
-    files that are not as they were written. Another number of processes or another `train.micro_batch_size` is one
-    warning: the draws stay the same, sums are rounded differently. So is a log that was changed since.
+    All ranks call it, each verifies some of the files and reads its own pieces. Raises RunError naming every fact, or
+    the first tensor, in which the run to resume differs from this one, and for files that are not as they were
+    written. Another number of processes, another mesh or another `train.micro_batch_size` is one warning: the draws
+    stay the same, sums are rounded differently. So is a log that was changed since.
     """
+    ranks = ranks or ALONE
+    kinds = (MODEL, OPTIMISER, *((AVERAGE,) if average is not None else ()))
     with _readable(checkpoint):
         trainer = _trainer_of(checkpoint)
         # Before any tensors: with other options there may be other files.
         was, now = trainer["facts"], json.loads(json.dumps(dict(facts)))
         _refuse_other_facts(checkpoint, was, now)
-        tensors = _tensors_of(checkpoint, trainer, MODEL, OPTIMISER, *((AVERAGE,) if average is not None else ()))
-        world, values, is_main = trainer["world"], trainer["optimiser"], ranks is None or ranks.is_main
-        for name, log in trainer["logs"].items() if is_main else ():
+        saved = _verified(checkpoint, trainer, kinds, ranks)
+        world, values = trainer["world"], trainer["optimiser"]
+        for name, log in trainer["logs"].items() if ranks.is_main else ():
             written = checkpoint.parents[1] / name
             if not written.is_file() or digest(written, log["bytes"]) != log["digest"]:
                 rest = "; which step was the best is read off what is left" if name == FILE_NAME else ""
@@ -196,28 +161,34 @@ def restore(
         for key in ROUNDING
         if was.get(key) != now.get(key)
     ]
-    if ranks is not None and ranks.world != world:
+    if ranks.world != world:
         changed.append(f"saved by {world} process{'es' * (world > 1)}, resumed by {ranks.world}")
-    if changed and is_main:
+    is_sharded = any(map(is_spread, weights_of(objective).values()))
+    if saved.is_sharded != is_sharded:
+        changed.append(f"saved {_words(saved.is_sharded)}, resumed {_words(is_sharded)}")
+    if changed and ranks.is_main:
         warnings.warn(
             f"{checkpoint}: {'; '.join(changed)}: the same batches and draws, but sums are rounded differently",
             stacklevel=2,
         )
-    load_weights(checkpoint / MODEL, objective, tensors[MODEL])
-    unpack(checkpoint / OPTIMISER, objective, optimiser, tensors[OPTIMISER], values)
-    if average is not None:
-        average.load(tensors[AVERAGE])
+    with _readable(checkpoint):
+        fill(checkpoint, MODEL, weights_of(objective), saved)
+        unpack(checkpoint, objective, optimiser, saved, values)
+        if average is not None:
+            fill(checkpoint, AVERAGE, average.state(), saved)
     return int(trainer["step"])
 
 
-def restore_weights(checkpoint: Path, objective: nn.Module, average: Ema | None = None) -> None:
-    """Load only the weights of a checkpoint, and their average: the best ones, to export."""
+def restore_weights(
+    checkpoint: Path, objective: nn.Module, average: Ema | None = None, ranks: Ranks | None = None
+) -> None:
+    """Load only the weights of a checkpoint, and their average: the best ones, to export. All ranks call it."""
     with _readable(checkpoint):
-        names = (MODEL, *((AVERAGE,) if average is not None else ()))
-        tensors = _tensors_of(checkpoint, _trainer_of(checkpoint), *names)
-    load_weights(checkpoint / MODEL, objective, tensors[MODEL])
-    if average is not None:
-        average.load(tensors[AVERAGE])
+        kinds = (MODEL, *((AVERAGE,) if average is not None else ()))
+        saved = _verified(checkpoint, _trainer_of(checkpoint), kinds, ranks or ALONE)
+        fill(checkpoint, MODEL, weights_of(objective), saved)
+        if average is not None:
+            fill(checkpoint, AVERAGE, average.state(), saved)
 
 
 def _trainer_of(checkpoint: Path) -> dict[str, Any]:
@@ -225,7 +196,9 @@ def _trainer_of(checkpoint: Path) -> dict[str, Any]:
     trainer: dict[str, Any] = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
     if not isinstance(trainer, dict) or "facts" not in trainer:
         raise ValueError(f"{TRAINER} has changed since it was written")
-    if trainer.get("format") != FORMAT:
+    if trainer.get("format", 1) > SHARDED:
+        raise RunError(f"{checkpoint}: was written by a later blockdiff; go on with that version")
+    if trainer.get("format") not in (FORMAT, SHARDED):
         raise RunError(
             f"{checkpoint}: the run was started by an earlier blockdiff, whose recipes have other keys; go on with "
             "that version, or start another run from its weights with model.path"
@@ -237,12 +210,14 @@ def _trainer_of(checkpoint: Path) -> dict[str, Any]:
     return trainer
 
 
-def _tensors_of(checkpoint: Path, trainer: Mapping[str, Any], *names: str) -> dict[str, dict[str, Tensor]]:
-    """The tensors of files of a checkpoint, whose digests are compared; ValueError where one differs."""
-    for name in names:
-        if digest(checkpoint / name) != trainer["digests"][name]:
-            raise ValueError(f"{name} has changed since it was written")
-    return {name: load_file(checkpoint / name) for name in names}
+def _verified(checkpoint: Path, trainer: Mapping[str, Any], kinds: Iterable[str], ranks: Ranks) -> Saved:
+    """The tensors of a checkpoint, whose digests are compared; ValueError on all ranks where one differs."""
+    saved = Saved(checkpoint, trainer["digests"])
+    with ranks.guarded(f"reading {checkpoint.name}"), ranks.at_own_pace(f"reading {checkpoint.name}"):
+        problem = saved.verify(kinds, ranks)
+    if (said := next((each for each in ranks.gather(problem) if each is not None), None)) is not None:
+        raise ValueError(said)
+    return saved
 
 
 @contextmanager
@@ -250,11 +225,15 @@ def _readable(checkpoint: Path) -> Iterator[None]:
     """Makes one RunError of what is wrong with the files of a checkpoint."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, CheckpointError) as error:
         reason = f"{error} is missing in {TRAINER}" if isinstance(error, KeyError) else first_line(error)
         if isinstance(error, OSError) and error.filename:
             reason = f"{Path(error.filename).name}: {error.strerror}"
         raise RunError(f"{checkpoint}: cannot be read ({reason}); remove it to go on from an earlier one") from None
+
+
+def _words(is_sharded: bool) -> str:
+    return "sharded" if is_sharded else "unsharded"
 
 
 def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name: of what trains, and of its optimiser's state."""
+"""The tensors of a checkpoint by name: of what trains, of its optimiser's state, and of the average."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from blockdiff.errors import RunError
 from blockdiff.models.adapters import is_adapter
+from blockdiff.pieces import is_spread, like, piece_of
+from blockdiff.training.saved import OPTIMISER, Saved
 
 SHARED = ("qmap1", "qmap2")  # tables that bitsandbytes keeps once for all parameters
 # Of parameter groups: the rate is set before every step, the others say how this machine computes.
@@ -42,25 +44,37 @@ def weights_of(objective: nn.Module) -> dict[str, Tensor]:
     return {_short(name): tensor for name, tensor in state.items()}
 
 
-def load_weights(path: Path, objective: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Fill the tensors of an objective; RunError naming the first that is missing or of another shape or dtype."""
-    state = weights_of(objective)
-    _refuse_difference(path, _shapes(state), _shapes(weights))
+def fill(checkpoint: Path, kind: str, tensors: Mapping[str, Tensor], saved: Saved) -> None:
+    """Give tensors the values that a checkpoint has for them, each rank its own pieces.
+
+    Raises RunError naming the first that is missing or of another shape or dtype, before any is changed.
+    """
+    ours = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()}
+    theirs = {name: f"{found.dtype} {list(found.shape)}" for name, found in saved.tensors(kind).items()}
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            there, here = theirs.get(name, "missing"), ours.get(name, "missing")
+            raise RunError(f"{checkpoint / kind}.safetensors: {name} is {there} there and {here} in the model")
     with torch.no_grad():
-        for name, tensor in state.items():
-            tensor.copy_(weights[name])
+        for name, tensor in tensors.items():
+            piece = piece_of(tensor)
+            piece.local.copy_(saved.read(kind, name, piece.block))
 
 
 def pack(objective: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Optimiser state by `parameter name/key`: the tensors, and the plain values of parameters and groups."""
+    """Optimiser state by `parameter name/key`: the tensors, and the plain values of parameters and groups.
+
+    Raises RunError for state that could not be given back: what is no tensor or plain value, and what is spread over
+    the ranks in another way than its parameter.
+    """
     tensors: dict[str, Tensor] = {}
     values: dict[str, Plain] = {}
     for name, parameter in objective.named_parameters():
         for key, value in optimiser.state.get(parameter, {}).items():
             full_name = f"{_short(name)}/{key}"
             if isinstance(value, Tensor):
-                value = value.detach().contiguous()
-                tensors[full_name] = value.clone() if key in SHARED else value
+                _require_like(full_name, parameter, tuple(value.shape))
+                tensors[full_name] = value.detach().clone() if key in SHARED else value.detach()
             elif isinstance(value, Plain):
                 values[full_name] = value
             else:
@@ -74,38 +88,44 @@ def pack(objective: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[dict[s
 
 
 def unpack(
-    path: Path,
-    objective: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    tensors: dict[str, Tensor],
-    values: dict[str, Any],
+    checkpoint: Path, objective: nn.Module, optimiser: torch.optim.Optimizer, saved: Saved, values: dict[str, Any]
 ) -> None:
-    """Give an optimiser what `pack` made; RunError naming a parameter that is not trained now."""
+    """Give an optimiser what `pack` made, each rank its own pieces; RunError for a parameter that does not train now.
+
+    State in the shape of its parameter is spread as that is now; other state is the same on all ranks.
+    """
     named = {_short(name): parameter for name, parameter in objective.named_parameters()}
     place = {
         parameter: index
         for index, parameter in enumerate(p for group in optimiser.param_groups for p in group["params"])
     }
     state: dict[int, dict[str, Any]] = {}
-    for full_name, value in {**tensors, **values["state"]}.items():
+    for full_name in (*saved.tensors(OPTIMISER), *values["state"]):
         name, _, key = full_name.rpartition("/")
         parameter = named.get(name)
         if parameter is None or parameter not in place:
-            raise RunError(f"{path}: {name} was trained in the run to resume and is not trained now")
+            raise RunError(
+                f"{checkpoint / OPTIMISER}.safetensors: {name} was trained in the run to resume and is not trained now"
+            )
+        value: Any = values["state"].get(full_name)
+        if (found := saved.tensors(OPTIMISER).get(full_name)) is not None:
+            _require_like(full_name, parameter, found.shape)
+            has_its_shape = found.shape == tuple(parameter.shape)
+            block = piece_of(parameter).block if has_its_shape else None
+            value = saved.read(OPTIMISER, full_name, block)
+            # One at a time goes where it stays, so that the host does not hold the state of all parameters.
+            value = like(parameter, value.to(parameter.device)) if has_its_shape else value
         state.setdefault(place[parameter], {})[key] = value
     groups = optimiser.state_dict()["param_groups"]
-    for group, saved in zip(groups, values["groups"], strict=False):
-        group |= saved
+    for group, kept in zip(groups, values["groups"], strict=False):
+        group |= kept
     # load_state_dict puts every tensor where this optimiser wants it (the step counter of a fused one, say).
     optimiser.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _shapes(state: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in state.items()}
-
-
-def _refuse_difference(path: Path, ours: dict[str, str], theirs: dict[str, str]) -> None:
-    for name in sorted({*ours, *theirs}):
-        if ours.get(name) != theirs.get(name):
-            saved, wanted = theirs.get(name, "missing"), ours.get(name, "missing")
-            raise RunError(f"{path}: {name} is {saved} there and {wanted} in the model")
+def _require_like(full_name: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
+    if is_spread(parameter) and shape and shape != tuple(parameter.shape):
+        raise RunError(
+            f"optimiser: its state {full_name} has the shape {list(shape)}, so it cannot be spread over ranks as its "
+            "parameter is; leave parallel.shard and parallel.experts out, or choose optim.name: adamw"
+        )

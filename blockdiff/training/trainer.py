@@ -41,6 +41,7 @@ from blockdiff.training.recipe import AnyRecipe
 from blockdiff.training.refuse import refuse, without_effect
 from blockdiff.training.run import Run, settled
 from blockdiff.training.samples import sample_prompts
+from blockdiff.training.saving import Saver
 from blockdiff.training.step import Counts, Gradient, SkippedSteps, backpropagate
 from blockdiff.training.trackers import Trackers
 
@@ -64,6 +65,7 @@ class Trainer:
     records: list[Record]  # all of metrics.jsonl, on the main process
     show: Progress  # what is printed
     trackers: Trackers
+    saver: Saver
 
     def __init__(
         self,
@@ -190,6 +192,7 @@ class Trainer:
         made: the kinds of records that this step has already. A checkpoint comes before the evaluation, which may fail.
         """
         with self.clock.stopped():
+            self.completed(self.saver.poll())
             if self.is_due(self.recipe.train.save_every):
                 self.ensure_saved()
             measured = self.measurements()
@@ -290,25 +293,33 @@ class Trainer:
         for callback in self.callbacks:
             getattr(callback, event)(self, *values)
 
-    def ensure_saved(self) -> None:
-        """Save this step if it has not been saved."""
+    def ensure_saved(self, is_waiting: bool = False) -> None:
+        """Save this step if it has not been saved, or is about to be; `is_waiting`: until it is."""
         if self.step > self.saved:
+            self.completed(self.saver.wait())
             self.save(self.step)
             self.saved = self.step
-            self.notify("on_save")
+            if not self.saver.step:
+                self.completed(self.step)
+        if is_waiting:
+            self.completed(self.saver.wait())
 
     def save(self, step: int) -> None:
-        """Write a checkpoint and remove old ones."""
+        """Write a checkpoint, or begin to with `train.save_async`."""
         b = self.built
-        with self.ranks.main_first(f"saving step {step}"):
-            if self.ranks.is_main:
-                state.save(self.directory, step, b.objective, b.optimiser, b.facts, self.ranks.world, average=b.average)
-                self.prune()
+        self.saver.start(step, b.objective, b.optimiser, b.facts, b.average)
+
+    def completed(self, step: int) -> None:
+        """The checkpoint of a step (0 = none) is complete: remove old ones, and tell the callbacks."""
+        if step:
+            self.prune()
+            self.notify("on_save")
 
     def prune(self) -> None:
-        """Remove checkpoints but the newest, those at multiples of `keep_every`, and the best."""
-        t, found = self.recipe.train, self.best_saved()
-        state.prune(self.directory, t.keep, keep_every=t.keep_every, protect=() if found is None else (found[0],))
+        """Remove checkpoints but the newest, those at multiples of `keep_every`, and the best, on the main process."""
+        if self.ranks.is_main:
+            t, found = self.recipe.train, self.best_saved()
+            state.prune(self.directory, t.keep, keep_every=t.keep_every, protect=() if found is None else (found[0],))
 
     def best_saved(self) -> tuple[int, float] | None:
         """The saved step with the best value of the metric that decides, and that value."""
@@ -318,19 +329,20 @@ class Trainer:
 
     def stop(self) -> NoReturn:
         """Save and leave because a signal asked for it, all ranks together."""
-        self.ensure_saved()
+        self.ensure_saved(is_waiting=True)
         raise Stopped(self.step, max(self.ranks.gather(self.ranks.is_stopping())))
 
     def refuse_data(self, refusal: str | None) -> NoReturn:
         """Save and leave because of data, all ranks together; the first rank that has a refusal says what is wrong."""
         reason = next(line for line in self.ranks.gather(refusal) if line is not None)
-        self.ensure_saved()
+        self.ensure_saved(is_waiting=True)
         saved = f"; the run is saved at step {self.step}, {RESUME}" if self.saved == self.step > 0 else ""
         raise DataError(reason + saved)
 
     def finish(self) -> None:
         """Export the model, draw the curves, write the report, and say in one line what the run was."""
         self.doing = "the end of the run"
+        self.completed(self.saver.wait())
         # A model that is split is written by all ranks together.
         which = export.write_model(self) if self.built.mesh.is_split else None
         with self.ranks.main_first("exporting the model"):
@@ -354,7 +366,7 @@ class Trainer:
                 refuse(self.recipe, ranks.world)
                 with state.entered(self.directory, self.resume, self.ranks) as checkpoint:
                     self.start(checkpoint)
-                    with closing(self.trackers), self.show.running(self.step):
+                    with closing(self.saver), closing(self.trackers), self.show.running(self.step):
                         self.notify("on_start")
                         yield
         except BaseException:
@@ -381,6 +393,7 @@ class Trainer:
         self.built, self.records = built, records
         self.step = self.saved = built.step
         self.steps = self.show.steps = built.steps
+        self.saver = Saver(self.directory, self.ranks, self.recipe.train.save_async)
         self.weights = list(trainable(built.objective).values())
         skipped = [record["step"] for record in of_kind(records, "skipped")]
         self.skipped = SkippedSteps(self.recipe.train.non_finite, self.ranks.agree(skipped))

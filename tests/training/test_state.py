@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from blockdiff.errors import RunError
 from blockdiff.metrics import MetricsLog, read, reproducible
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.training import state
+from blockdiff.training import saving, state
 from blockdiff.training.ema import Ema
 from blockdiff.training.optimiser import build
 from blockdiff.training.schedule import CosineDecay, learning_rate
@@ -29,6 +30,16 @@ from tests.toy_trainer import Options, train
 
 ALONE = Ranks(torch.device("cpu"))
 FACTS = {"seed": 3, "optim.lr": 0.1}
+
+
+class OneOfFour(Ranks):
+    """A rank that thinks the others see what it sees."""
+
+    def gather(self, value):
+        return [value] * 4
+
+    def at_own_pace(self, doing):
+        return nullcontext()
 
 
 def saved(run, step, objective, optimiser, keep=2, **kept):
@@ -186,7 +197,7 @@ def test_every_fact_that_differs_is_named_with_both_values(tmp_path):
 def test_another_number_of_processes_is_one_warning(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
     checkpoint = tmp_path / "checkpoints" / "step-2"
-    four = Ranks(torch.device("cpu"), rank=0, world=4)
+    four = OneOfFour(torch.device("cpu"), rank=0, world=4)
     with pytest.warns(UserWarning, match="saved by 1 process, resumed by 4") as told:
         assert state.restore(checkpoint, objective, optimiser, FACTS, ranks=four) == 2
     assert len(told) == 1
@@ -246,7 +257,7 @@ def save_and_die(run: Path, moment: int) -> None:
 
         return call
 
-    moments = [(state, "save_file"), (os, "fsync"), (shutil, "rmtree"), (Path, "rename"), (Path, "write_text")]
+    moments = [(saving, "write_stream"), (os, "fsync"), (shutil, "rmtree"), (Path, "rename"), (Path, "write_text")]
     for place, name in moments:
         setattr(place, name, dying(getattr(place, name)))
     saved(run, 6, objective, optimiser)
@@ -325,7 +336,7 @@ def test_a_log_that_was_removed_or_edited_is_one_warning(tmp_path, damage):
         state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # one rank says it for all
-        other = replace(ALONE, rank=1)
+        other = OneOfFour(torch.device("cpu"), rank=1, world=4)
         state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, ranks=other)
 
 
@@ -353,7 +364,7 @@ def test_a_full_disk_is_one_line_that_says_what_is_needed_and_what_is_saved(tmp_
 
     objective, optimiser = run_to(tmp_path, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(state, "save_file", full)
+        patch.setattr(saving, "write_stream", full)
         words = r"step-4: cannot be written \(.*No space left .*; it needs [\d,]+ bytes, .* are free\); step 2 is saved"
         with pytest.raises(RunError, match=words):
             state.save(tmp_path, 4, objective, optimiser, FACTS)

@@ -1,0 +1,173 @@
+"""The tensors of a checkpoint of a run, whichever ranks wrote them: their digests, and any block of any of them.
+
+Where nothing was sharded, a file has whole tensors: `model.safetensors`. Otherwise each rank wrote the pieces that it
+owns, `model-RANK.safetensors`, and `pieces.json` says what lies where.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from blockdiff.checkpoint.files import read_block, tensors_in
+from blockdiff.checkpoint.stream import DTYPE_OF, WORDS
+from blockdiff.files import digest
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.pieces import Block, Piece
+
+MODEL, OPTIMISER, AVERAGE = KINDS = ("model", "optimiser", "ema")
+PIECES = "pieces.json"
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a checkpoint: what it is, and in which files its pieces lie."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[str, Block], ...]
+
+
+class Saved:
+    """The tensors of a checkpoint, to be read in pieces.
+
+    digests: of all its files but trainer.json. Raises OSError, ValueError, KeyError, TypeError, SafetensorError or
+    CheckpointError for files that are not as they were written.
+    """
+
+    def __init__(self, checkpoint: Path, digests: Mapping[str, str]) -> None:
+        self.checkpoint, self.digests = checkpoint, digests
+        self._index: dict[str, dict[str, SavedTensor]] | None = None
+        self._kinds: dict[str, dict[str, SavedTensor]] = {}
+        self._open: dict[str, Any] = {}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several ranks wrote pieces."""
+        return PIECES in self.digests
+
+    def files(self, kinds: Iterable[str]) -> list[str]:
+        """The names of the files with tensors of these kinds; KeyError where there are none of one."""
+        found = {kind: [name for name in self.digests if _is_of(name, kind)] for kind in kinds}
+        for kind, names in found.items():
+            if not names:
+                raise KeyError(f"{kind}.safetensors")
+        return sorted(name for names in found.values() for name in names) + [PIECES] * self.is_sharded
+
+    def verify(self, kinds: Iterable[str], ranks: Ranks) -> str | None:
+        """Compare the digests of this rank's share of the files of some kinds; says which one is not as it was.
+
+        The largest files go first, each to the rank with the fewest bytes so far.
+        """
+        try:
+            names = self.files(kinds)
+            for name in _dealt({name: self._path(name).stat().st_size for name in names}, ranks.world)[ranks.rank]:
+                if digest(self._path(name)) != self.digests[name]:
+                    return f"{name} has changed since it was written"
+        except OSError as error:
+            return f"{Path(error.filename or self.checkpoint).name}: {error.strerror}"
+        except KeyError as error:
+            return f"{error.args[0]} is missing"
+        return None
+
+    def tensors(self, kind: str) -> dict[str, SavedTensor]:
+        """The tensors of a kind by name."""
+        if kind not in self._kinds:
+            self._kinds[kind] = self._pieces()[kind] if self.is_sharded else self._whole(f"{kind}.safetensors")
+        return self._kinds[kind]
+
+    def read(self, kind: str, name: str, block: Block | None = None) -> Tensor:
+        """A block of a tensor (None: all of it) in memory of its own, put together of the pieces that were saved."""
+        found = self.tensors(kind)[name]
+        wanted = block or Block.whole(found.shape)
+        read = torch.empty(wanted.sizes, dtype=found.dtype)
+        left = wanted.numel
+        for file, piece in found.pieces:
+            if (common := wanted.within(piece)) is not None:
+                content = read_block(self._handle(file), name, common.seen_from(piece.offsets))
+                read[common.seen_from(wanted.offsets).slices] = content
+                left -= common.numel
+        if left:
+            raise ValueError(f"{name} is not whole")
+        return read
+
+    def _whole(self, file: str) -> dict[str, SavedTensor]:
+        return {
+            name: SavedTensor(DTYPE_OF[stored.dtype], stored.shape, ((file, Block.whole(stored.shape)),))
+            for name, stored in tensors_in(self._path(file)).items()
+        }
+
+    def _pieces(self) -> dict[str, dict[str, SavedTensor]]:
+        if self._index is None:
+            said = json.loads(self._path(PIECES).read_text(encoding="utf-8"))
+            self._index = {
+                kind: {
+                    name: SavedTensor(
+                        DTYPE_OF[entry["dtype"]],
+                        tuple(entry["shape"]),
+                        tuple((file, Block(tuple(offsets), tuple(sizes))) for file, offsets, sizes in entry["pieces"]),
+                    )
+                    for name, entry in tensors.items()
+                }
+                for kind, tensors in said.items()
+            }
+        return self._index
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            self._open[file] = safe_open(self._path(file), framework="pt", device="cpu")
+        return self._open[file]
+
+    def _path(self, file: str) -> Path:
+        return self.checkpoint / file
+
+
+def described(file: str, pieces: Mapping[str, Piece]) -> dict[str, Any]:
+    """What pieces.json says of the pieces that one file holds."""
+    return {
+        name: {
+            "dtype": WORDS[piece.local.dtype],
+            "shape": list(piece.shape),
+            "pieces": [[file, list(piece.block.offsets), list(piece.block.sizes)]],
+        }
+        for name, piece in pieces.items()
+    }
+
+
+def joined(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The content of pieces.json from what each rank says of its own; ValueError for a tensor that is not whole."""
+    index: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for kind, tensors in part.items():
+            for name, entry in tensors.items():
+                known = index.setdefault(kind, {}).setdefault(name, {**entry, "pieces": []})
+                known["pieces"] += entry["pieces"]
+    for tensors in index.values():
+        for name, entry in tensors.items():
+            held = sum(Block((), tuple(sizes)).numel for _, _, sizes in entry["pieces"])
+            if held != Block((), tuple(entry["shape"])).numel:
+                raise ValueError(f"the ranks do not have all of {name}")
+    return index
+
+
+def _is_of(file: str, kind: str) -> bool:
+    name, _, suffix = file.partition(".")
+    return suffix == "safetensors" and (name == kind or name.rpartition("-")[0] == kind)
+
+
+def _dealt(sizes: Mapping[str, int], world: int) -> list[list[str]]:
+    """Files for each rank, so that all have about as many bytes."""
+    shares: list[list[str]] = [[] for _ in range(world)]
+    bytes_of = [0] * world
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        least = bytes_of.index(min(bytes_of))
+        shares[least].append(name)
+        bytes_of[least] += sizes[name]
+    return shares
