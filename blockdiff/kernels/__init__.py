@@ -25,7 +25,10 @@ FOLDERS = {
 }
 NATIVE_ONLY = ("logits", "class_stats", "gated", "route")
 # Those that also have C functions, in their folder's cpu.py and cpu.c.
-IN_C = ("span_attention", "expert_mlp", "gated", "route", "rms_norms", "add_rms_norm", "norm_rope")
+IN_C = (
+    *("span_attention", "expert_mlp", "gated", "route", "rms_norms", "add_rms_norm", "norm_rope"),
+    *("linear_cross_entropy", "soft_embedding", "token_stats"),
+)
 OPS = {op: folder for folder, ops in FOLDERS.items() for op in ops}
 
 

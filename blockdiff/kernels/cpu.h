@@ -21,8 +21,9 @@ static inline int64_t row_at(int64_t row, int64_t group, int64_t stride, int64_t
 /* The first row of a block; block BLOCKS begins where the rows end. */
 static inline int64_t first_row(int64_t block, int64_t rows) { return rows * block / BLOCKS; }
 
-/* e^x to about one unit in the last place, between the smallest and the largest normal number (Cephes' expf). */
+/* e^x to about one unit in the last place (Cephes' expf): 0 below the normal numbers, and never infinite. */
 static inline float exp_of(float x) {
+    int is_nothing = x < -87.3f;
     x = x < -87.3f ? -87.3f : x;
     x = x > 88.3f ? 88.3f : x;
     float n = __builtin_rintf(x * 1.44269504f);
@@ -37,7 +38,7 @@ static inline float exp_of(float x) {
     int32_t bits = ((int32_t)n + 127) << 23;
     float power;
     memcpy(&power, &bits, sizeof power);
-    return p * power;
+    return is_nothing ? 0.0f : p * power;
 }
 
 /* Add the BLOCKS partial sums [BLOCKS, width] up into `out`, in their order. */

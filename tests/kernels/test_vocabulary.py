@@ -9,8 +9,14 @@ import torch
 
 from benchmarks import kernel_vocabulary
 from benchmarks.settings import Settings
-from blockdiff.kernels import NATIVE
+from blockdiff.kernels import CPU, NATIVE
 from blockdiff.kernels.vocabulary import native, reference
+
+
+@pytest.fixture(params=["native", "cpu"])
+def ops(request):
+    """Every op runs natively and, where it has one, by its C function."""
+    return NATIVE if request.param == "native" else CPU
 
 
 def case(N: int, V: int, D: int, dtype: torch.dtype = torch.float32, scale: float = 1.0):
@@ -34,7 +40,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("trains_table", [True, False])
 @pytest.mark.parametrize("N,V,D,scale", [(1, 3, 8, 1.0), (63, 101, 48, 0.3), (257, 1000, 31, 2.0)])
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 1000])
-def test_cross_entropy_and_its_gradients(softcap, trains_table, N, V, D, scale, rows_per_chunk, monkeypatch):
+def test_cross_entropy_and_its_gradients(ops, softcap, trains_table, N, V, D, scale, rows_per_chunk, monkeypatch):
     chunks_of_rows(monkeypatch, rows_per_chunk, V)
     hidden, table, target = case(N, V, D, scale=scale)
     weight = torch.rand(N)
@@ -43,7 +49,7 @@ def test_cross_entropy_and_its_gradients(softcap, trains_table, N, V, D, scale, 
     (truth * weight).sum().backward()
     hidden.requires_grad_()
     table.requires_grad_(trains_table)
-    loss = native.linear_cross_entropy(hidden, table, target, softcap)
+    loss = ops.linear_cross_entropy(hidden, table, target, softcap)
     (loss * weight).sum().backward()
     assert relative(loss, truth) < 1e-5
     assert relative(hidden.grad, truth_h.grad) < 1e-5
@@ -55,7 +61,9 @@ def test_cross_entropy_and_its_gradients(softcap, trains_table, N, V, D, scale, 
 @pytest.mark.parametrize("trains_table", [True, False])
 @pytest.mark.parametrize("rows_per_chunk", [7, 1000])
 @pytest.mark.parametrize("scale", [0.3, 2.0])
-def test_the_bonus_on_the_observed_token_and_its_gradients(softcap, trains_table, rows_per_chunk, scale, monkeypatch):
+def test_the_bonus_on_the_observed_token_and_its_gradients(
+    ops, softcap, trains_table, rows_per_chunk, scale, monkeypatch
+):
     N, V, D = 63, 101, 48
     chunks_of_rows(monkeypatch, rows_per_chunk, V)
     hidden, table, target = case(N, V, D, scale=scale)
@@ -67,7 +75,7 @@ def test_the_bonus_on_the_observed_token_and_its_gradients(softcap, trains_table
     (truth * weight).sum().backward()
     hidden.requires_grad_()
     table.requires_grad_(trains_table)
-    loss = native.linear_cross_entropy(hidden, table, target, softcap, observed, bonus)
+    loss = ops.linear_cross_entropy(hidden, table, target, softcap, observed, bonus)
     (loss * weight).sum().backward()
     assert relative(loss, truth) < 1e-5
     assert relative(hidden.grad, truth_h.grad) < 1e-5
@@ -77,27 +85,27 @@ def test_the_bonus_on_the_observed_token_and_its_gradients(softcap, trains_table
 
 
 @pytest.mark.parametrize("softcap", [30.0, 50.0])
-def test_the_bonus_of_logits_at_the_cap_stays_finite_and_exact(softcap):
+def test_the_bonus_of_logits_at_the_cap_stays_finite_and_exact(ops, softcap):
     hidden, table, target = case(64, 50, 16, scale=1e4)
     observed, bonus = (target + torch.arange(64) % 3) % 50, torch.linspace(0.0, 30.0, 64)
     truth = reference.linear_cross_entropy(hidden.double(), table.double(), target, softcap, observed, bonus)
     hidden.requires_grad_()
     table.requires_grad_()
-    loss = native.linear_cross_entropy(hidden, table, target, softcap, observed, bonus)
+    loss = ops.linear_cross_entropy(hidden, table, target, softcap, observed, bonus)
     loss.sum().backward()
     assert (loss - truth).abs().max() < 1e-4
     assert hidden.grad.isfinite().all() and table.grad.isfinite().all()
 
 
-def test_a_bonus_of_zero_changes_no_bit():
+def test_a_bonus_of_zero_changes_no_bit(ops):
     hidden, table, target = case(63, 101, 48)
-    without = native.linear_cross_entropy(hidden, table, target, 30.0)
+    without = ops.linear_cross_entropy(hidden, table, target, 30.0)
     observed = torch.randint(0, 101, (63,))
-    assert torch.equal(native.linear_cross_entropy(hidden, table, target, 30.0, observed, torch.zeros(63)), without)
+    assert torch.equal(ops.linear_cross_entropy(hidden, table, target, 30.0, observed, torch.zeros(63)), without)
 
 
 @pytest.mark.parametrize("with_bonus", [True, False])
-def test_ignored_rows_have_no_loss_and_no_gradient_whatever_they_hold(with_bonus):
+def test_ignored_rows_have_no_loss_and_no_gradient_whatever_they_hold(ops, with_bonus):
     N, V, D = 63, 101, 48
     hidden, table, target = case(N, V, D)
     is_ignored = torch.arange(N) % 3 == 1
@@ -108,7 +116,7 @@ def test_ignored_rows_have_no_loss_and_no_gradient_whatever_they_hold(with_bonus
     hidden[is_ignored], target[is_ignored] = torch.nan, -100
     hidden.requires_grad_()
     table.requires_grad_()
-    loss = native.linear_cross_entropy(hidden, table, target, 30.0, observed, bonus, is_ignored)
+    loss = ops.linear_cross_entropy(hidden, table, target, 30.0, observed, bonus, is_ignored)
     loss.sum().backward()
     assert (loss[is_ignored] == 0).all() and (hidden.grad[is_ignored] == 0).all()
     assert relative(loss, truth) < 1e-5
@@ -118,56 +126,56 @@ def test_ignored_rows_have_no_loss_and_no_gradient_whatever_they_hold(with_bonus
 
 @pytest.mark.parametrize("softcap", [30.0, 50.0, None])
 @pytest.mark.parametrize("with_bonus", [True, False])
-def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(softcap, with_bonus, monkeypatch):
+def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(ops, softcap, with_bonus, monkeypatch):
     N, V, D = 63, 101, 48
     chunks_of_rows(monkeypatch, 7, V)
     hidden, table, target = case(N, V, D)
     observed, bonus = (target * 5 % V, torch.linspace(0.0, 30.0, N)) if with_bonus else (None, None)
-    loss, argmax = native.token_scores(hidden.requires_grad_(), table, target, softcap, observed, bonus)
+    loss, argmax = ops.token_scores(hidden.requires_grad_(), table, target, softcap, observed, bonus)
     assert not loss.requires_grad
-    assert relative(loss, native.linear_cross_entropy(hidden, table, target, softcap, observed, bonus)) < 1e-6
+    assert relative(loss, ops.linear_cross_entropy(hidden, table, target, softcap, observed, bonus)) < 1e-6
     z = reference.logits(hidden, table, softcap).detach()
     if observed is not None:
         z[torch.arange(N), observed] += bonus
     assert torch.equal(argmax, z.argmax(-1))
 
 
-def test_cross_entropy_at_the_cap_stays_finite():
+def test_cross_entropy_at_the_cap_stays_finite(ops):
     hidden, table, target = case(4, 50, 16, scale=1e4)
     hidden.requires_grad_()
-    loss = native.linear_cross_entropy(hidden, table, target, 30.0)
+    loss = ops.linear_cross_entropy(hidden, table, target, 30.0)
     loss.sum().backward()
     assert loss.isfinite().all() and hidden.grad.isfinite().all()
     assert loss.max() <= 60.0 + 4.0
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.8, 2.0])
-def test_stats_and_soft_embedding_match_the_reference(temperature, monkeypatch):
+def test_stats_and_soft_embedding_match_the_reference(ops, temperature, monkeypatch):
     chunks_of_rows(monkeypatch, 5, 203)
     hidden, table, _ = case(37, 203, 24)
     uniform = torch.rand(37)
-    stats = native.token_stats(hidden, table, 30.0, temperature, uniform)
+    stats = ops.token_stats(hidden, table, 30.0, temperature, uniform)
     soft = reference.soft_embedding(hidden.double(), table.double(), 30.0, temperature)
     assert relative(stats.soft_embedding, soft) < 1e-5
-    assert relative(native.soft_embedding(hidden, table, 30.0, temperature), soft) < 1e-5
+    assert relative(ops.soft_embedding(hidden, table, 30.0, temperature), soft) < 1e-5
     log_p = reference.log_probabilities(hidden.double(), table.double(), 30.0, torch.full((37,), temperature))
     assert torch.allclose(stats.entropy.double(), torch.special.entr(log_p.exp()).sum(-1), atol=1e-5)
     assert torch.equal(stats.argmax, reference.logits(hidden, table, 30.0).argmax(-1))
 
 
 @pytest.mark.parametrize("autocasts", [True, False])
-def test_the_soft_embedding_without_gradients_has_the_same_bits(autocasts):
+def test_the_soft_embedding_without_gradients_has_the_same_bits(ops, autocasts):
     hidden, table, _ = case(63, 101, 48)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
-        with_gradients = native.soft_embedding(hidden, table.requires_grad_(), 30.0, 0.8)
+        with_gradients = ops.soft_embedding(hidden, table.requires_grad_(), 30.0, 0.8)
         with torch.no_grad():
-            without = native.soft_embedding(hidden, table, 30.0, 0.8)
+            without = ops.soft_embedding(hidden, table, 30.0, 0.8)
     assert with_gradients.requires_grad and not without.requires_grad
     assert without.dtype == with_gradients.dtype and torch.equal(without, with_gradients)
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 7, 1000])
-def test_the_soft_embedding_trains_its_table_with_the_logits_given(rows_per_chunk, monkeypatch):
+def test_the_soft_embedding_trains_its_table_with_the_logits_given(ops, rows_per_chunk, monkeypatch):
     N, V, D = 37, 203, 24
     chunks_of_rows(monkeypatch, rows_per_chunk, V)
     hidden, table, _ = case(N, V, D)
@@ -177,33 +185,33 @@ def test_the_soft_embedding_trains_its_table_with_the_logits_given(rows_per_chun
     ((p @ truth) * direction).sum().backward()
     hidden.requires_grad_()
     table.requires_grad_()
-    soft = native.soft_embedding(hidden, table, 30.0, 0.8)
+    soft = ops.soft_embedding(hidden, table, 30.0, 0.8)
     (soft * direction).sum().backward()
     assert relative(table.grad, truth.grad) < 1e-5
     assert hidden.grad is None
 
 
-def test_ties_in_argmax_go_to_the_lower_id():
+def test_ties_in_argmax_go_to_the_lower_id(ops):
     table = torch.ones(9, 4)
-    stats = native.token_stats(torch.ones(3, 4), table, 30.0, 1.0, torch.rand(3))
+    stats = ops.token_stats(torch.ones(3, 4), table, 30.0, 1.0, torch.rand(3))
     assert stats.argmax.tolist() == [0, 0, 0]
 
 
-def test_samples_follow_the_distribution():
+def test_samples_follow_the_distribution(ops):
     hidden, table, _ = case(1, 6, 8, scale=0.5)
     n = 20_000
     uniform = torch.rand(n, generator=torch.Generator().manual_seed(0))
-    stats = native.token_stats(hidden.expand(n, -1), table, 30.0, 0.7, uniform)
+    stats = ops.token_stats(hidden.expand(n, -1), table, 30.0, 0.7, uniform)
     p = (reference.logits(hidden, table, 30.0) / 0.7).softmax(-1)[0]
     counts = torch.bincount(stats.sample, minlength=6)
     chi_square = ((counts - n * p) ** 2 / (n * p)).sum()
     assert chi_square < 20.5  # 5 degrees of freedom, p = 0.001
 
 
-def test_a_sample_never_has_probability_zero():
+def test_a_sample_never_has_probability_zero(ops):
     table = torch.tensor([[-1.0], [1.0], [-1.0]]) * 30
     edges = torch.tensor([0.0, 1.0 - 2.0**-24])
-    stats = native.token_stats(torch.full((2, 1), 100.0), table, 30.0, 0.1, edges)
+    stats = ops.token_stats(torch.full((2, 1), 100.0), table, 30.0, 0.1, edges)
     assert stats.sample.tolist() == [1, 1]
 
 
@@ -219,12 +227,12 @@ def masked_case(N: int, V: int):
 
 @pytest.mark.parametrize("V", [31, 32, 203])
 @pytest.mark.parametrize("rows_per_chunk", [5, 1000])
-def test_stats_of_the_allowed_tokens(V, rows_per_chunk, monkeypatch):
+def test_stats_of_the_allowed_tokens(ops, V, rows_per_chunk, monkeypatch):
     N = 37
     chunks_of_rows(monkeypatch, rows_per_chunk, V)
     hidden, table, given, temperature, uniform, is_allowed = masked_case(N, V)
     allowed = native.pack_allowed(is_allowed)
-    stats = native.token_stats(hidden, table, 30.0, temperature, uniform, given, allowed)
+    stats = ops.token_stats(hidden, table, 30.0, temperature, uniform, given, allowed)
     log_p = reference.log_probabilities(hidden.double(), table.double(), 30.0, temperature, is_allowed)
     p = log_p.exp()
     assert torch.allclose(stats.entropy.double(), torch.special.entr(p).sum(-1), atol=1e-5)
@@ -240,23 +248,23 @@ def test_stats_of_the_allowed_tokens(V, rows_per_chunk, monkeypatch):
     assert (low - 1e-6 <= uniform).all() and (uniform <= high + 1e-6).all()
 
 
-def test_everything_allowed_changes_no_bit():
+def test_everything_allowed_changes_no_bit(ops):
     hidden, table, given, temperature, uniform, is_allowed = masked_case(37, 203)
     allowed = native.pack_allowed(torch.ones_like(is_allowed))
-    plain = native.token_stats(hidden, table, 30.0, temperature, uniform, given)
-    masked = native.token_stats(hidden, table, 30.0, temperature, uniform, given, allowed)
+    plain = ops.token_stats(hidden, table, 30.0, temperature, uniform, given)
+    masked = ops.token_stats(hidden, table, 30.0, temperature, uniform, given, allowed)
     assert all(torch.equal(a, b) for a, b in zip(plain, masked, strict=True))
 
 
-def test_without_a_given_token_the_log_probability_is_that_of_the_sample():
+def test_without_a_given_token_the_log_probability_is_that_of_the_sample(ops):
     hidden, table, _, temperature, uniform, _ = masked_case(37, 203)
-    stats = native.token_stats(hidden, table, 30.0, temperature, uniform)
-    given = native.token_stats(hidden, table, 30.0, temperature, uniform, stats.sample)
+    stats = ops.token_stats(hidden, table, 30.0, temperature, uniform)
+    given = ops.token_stats(hidden, table, 30.0, temperature, uniform, stats.sample)
     assert torch.equal(stats.log_probability, given.log_probability)
 
 
 @pytest.mark.parametrize("op", ["linear_cross_entropy", "soft_embedding", "token_stats", "token_scores"])
-def test_no_tokens_give_empty_results(op):
+def test_no_tokens_give_empty_results(ops, op):
     hidden, table, target = case(0, 11, 8)
     rest = dict(
         linear_cross_entropy=(target, 30.0),
@@ -264,7 +272,7 @@ def test_no_tokens_give_empty_results(op):
         token_stats=(30.0, 1.0, torch.rand(0)),
         token_scores=(target, 30.0),
     )[op]
-    out = getattr(native, op)(hidden.requires_grad_(), table.requires_grad_(), *rest)
+    out = getattr(ops, op)(hidden.requires_grad_(), table.requires_grad_(), *rest)
     assert all(x.shape[0] == 0 for x in (out if isinstance(out, tuple) else (out,)))
     if op in ("linear_cross_entropy", "soft_embedding"):
         out.sum().backward()
@@ -294,7 +302,7 @@ class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-def test_a_loss_stays_within_256_mib_whatever_the_tokens():
+def test_a_loss_stays_within_256_mib_whatever_the_tokens(ops):
     """At V = 262,144 with a frozen table: chunks, not [tokens, V]."""
     V, D = 262_144, 8
     table = torch.randn(V, D)
@@ -303,7 +311,7 @@ def test_a_loss_stays_within_256_mib_whatever_the_tokens():
         hidden = torch.randn(N, D, requires_grad=True)
         target = torch.randint(0, V, (N,))
         with _Peak() as tracked:
-            native.linear_cross_entropy(hidden, table, target, 30.0).sum().backward()
+            ops.linear_cross_entropy(hidden, table, target, 30.0).sum().backward()
         peaks.append(tracked.peak - 2 * N * D * 4)
     assert 64 << 20 <= peaks[0], "the tracker missed the chunk itself"
     assert peaks[1] <= 256 << 20
@@ -317,7 +325,7 @@ def benchmark(kernels):
     return {line.case: line for line in kernel_vocabulary.measure(inputs, shape, kernels, Settings(cpu, 2))}
 
 
-def test_the_benchmark_compares_every_op_with_its_peers():
+def test_the_benchmark_compares_every_op_with_its_peers(ops):
     lines = benchmark(NATIVE)
     ops = ("cross-entropy, frozen table", "cross-entropy, trained table", "soft embedding", "statistics")
     assert list(lines) == [*ops[:3], "soft embedding, floor", "statistics", "statistics, floor"]

@@ -56,7 +56,7 @@ static inline void add_weight_grad(float *sum, const float *grad, const float *x
     for (int64_t i = 0; i < width; i++) sum[i] += grad[i] * x[i] * rstd;
 }
 
-/* grad of x, in lines of `to_stride`, and of the weights; `partial` is [3, BLOCKS, width]. A weight's may be unwanted. */
+/* grad of x, in lines of `to_stride`, and of the weights where wanted; `partial` is [3, BLOCKS, width]. */
 void norms_backward(const float *x, int64_t rows, int64_t group, int64_t stride, int64_t width, const float *rstd,
                     const float *grad_0, const float *weight_0, float *of_weight_0, const float *grad_1,
                     const float *weight_1, float *of_weight_1, const float *grad_2, const float *weight_2,

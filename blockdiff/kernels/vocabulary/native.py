@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
         softcap: float | None,
         observed_N: Tensor | None,
         bonus_N: Tensor | None,
+        of_chunk: Callable[..., tuple[Tensor, Tensor, Tensor]],
     ) -> Tensor:
         hidden, table = in_autocast(hidden_ND, table_VD)
         N, V = hidden.shape[0], table.shape[0]
@@ -73,19 +74,21 @@ class _CrossEntropy(torch.autograd.Function):
         total_N = torch.empty_like(loss_N)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in _chunks(hidden, V):
-                loss_N[rows], total_N[rows], grad = _cross_entropy_chunk(
+                into = None if kept is None else kept[rows]
+                loss_N[rows], total_N[rows], grad = of_chunk(
                     hidden[rows],
                     table,
                     target_N[rows],
                     softcap,
                     _rows_of(observed_N, bonus_N, rows),
                     grad_hidden is not None or kept is not None,
+                    into,
                 )
                 if grad_hidden is not None:
                     torch.mm(grad.to(table.dtype), table, out=grad_hidden[rows]).div_(total_N[rows, None])
-                if kept is not None:
-                    kept[rows] = grad
-        ctx.softcap, ctx.dtypes = softcap, (hidden_ND.dtype, table_VD.dtype)
+                if into is not None and grad is not into:
+                    into.copy_(grad)
+        ctx.of_chunk, ctx.softcap, ctx.dtypes = of_chunk, softcap, (hidden_ND.dtype, table_VD.dtype)
         if grad_hidden is not None:
             ctx.save_for_backward(grad_hidden)
         elif wants_table:
@@ -97,7 +100,7 @@ class _CrossEntropy(torch.autograd.Function):
         wants_hidden, wants_table = ctx.needs_input_grad[:2]
         if not wants_table:
             (grad_hidden,) = ctx.saved_tensors
-            return (grad_hidden * grad_loss_N[:, None]).to(ctx.dtypes[0]), *[None] * 5
+            return (grad_hidden * grad_loss_N[:, None]).to(ctx.dtypes[0]), *[None] * 6
         hidden, table, target_N, total_N, kept, observed_N, bonus_N = ctx.saved_tensors
         factor_N1 = (grad_loss_N / total_N)[:, None]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -107,7 +110,7 @@ class _CrossEntropy(torch.autograd.Function):
         for rows in _chunks(hidden, table.shape[0]) if kept is None else whole:
             if kept is None:
                 favoured = _rows_of(observed_N, bonus_N, rows)
-                *_, grad = _cross_entropy_chunk(hidden[rows], table, target_N[rows], ctx.softcap, favoured, True)
+                *_, grad = ctx.of_chunk(hidden[rows], table, target_N[rows], ctx.softcap, favoured, True)
                 grad = grad.to(table.dtype)
             else:
                 grad = kept
@@ -118,7 +121,7 @@ class _CrossEntropy(torch.autograd.Function):
             else:
                 grad_table.add_(grad.t() @ weighted[rows])
         grad_hidden = None if grad_hidden is None else grad_hidden.to(ctx.dtypes[0])
-        return grad_hidden, grad_table.to(ctx.dtypes[1]), *[None] * 4
+        return grad_hidden, grad_table.to(ctx.dtypes[1]), *[None] * 5
 
 
 
@@ -134,6 +137,7 @@ def _cross_entropy_chunk(
     softcap: float | None,
     favoured: tuple[Tensor, Tensor] | None,
     with_gradient: bool,
+    _: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, normaliser and (with gradient) G = total * dloss/dz of a chunk, fp32, in two buffers of logits.
 
@@ -184,11 +188,29 @@ def linear_cross_entropy(
     bonus_N (fp32, 0 to 40) is added to the soft-capped logit of token observed_N (int64) before the softmax; both or
     neither. Rows where is_ignored_N have loss 0 and no gradient, whatever they and their targets hold.
     """
+    given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, is_ignored_N
+    return cross_entropy_by(_cross_entropy_chunk, *given)
+
+
+def cross_entropy_by(
+    of_chunk: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    target_N: Tensor,
+    softcap: float | None,
+    observed_N: Tensor | None,
+    bonus_N: Tensor | None,
+    is_ignored_N: Tensor | None,
+) -> Tensor:
+    """`linear_cross_entropy` by a function that computes as `_cross_entropy_chunk` does.
+
+    Its last argument is where it may put G; it returns that very tensor if it does.
+    """
     if is_ignored_N is None:
-        return _CrossEntropy.apply(hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N)
+        return _CrossEntropy.apply(hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, of_chunk)
     kept = (~is_ignored_N).nonzero().squeeze(-1)
     observed, bonus = (None if x is None else x[kept] for x in (observed_N, bonus_N))
-    loss = _CrossEntropy.apply(hidden_ND[kept], table_VD, target_N[kept], softcap, observed, bonus)
+    loss = _CrossEntropy.apply(hidden_ND[kept], table_VD, target_N[kept], softcap, observed, bonus, of_chunk)
     return loss.new_zeros(hidden_ND.shape[0]).index_copy(0, kept, loss)
 
 
@@ -229,6 +251,7 @@ class _SoftEmbedding(torch.autograd.Function):
         softcap: float | None,
         temperature: float,
         embedding_VD: Tensor | None,
+        probabilities: Callable[..., Tensor],
     ) -> Tensor:
         N, V = hidden_ND.shape[0], table_VD.shape[0]
         embedding = table_VD if embedding_VD is None else embedding_VD
@@ -237,12 +260,12 @@ class _SoftEmbedding(torch.autograd.Function):
         kept = table_VD.new_empty(N, V) if keeps else None
         out = torch.empty_like(hidden_ND, dtype=table_VD.dtype)
         for rows in _chunks(hidden_ND, V):
-            p = _probabilities(hidden_ND[rows], table_VD, softcap, temperature)
+            p = probabilities(hidden_ND[rows], table_VD, softcap, temperature)
             torch.mm(p, embedding, out=out[rows])
             if kept is not None:
                 kept[rows] = p
         ctx.save_for_backward(*((kept,) if kept is not None else (hidden_ND, table_VD)))
-        ctx.arguments = softcap, temperature
+        ctx.arguments, ctx.probabilities = (softcap, temperature), probabilities
         ctx.is_tied = embedding_VD is None
         return out
 
@@ -255,10 +278,10 @@ class _SoftEmbedding(torch.autograd.Function):
             softcap, temperature = ctx.arguments
             grad_table = torch.zeros_like(table_VD, dtype=torch.promote_types(table_VD.dtype, torch.float32))
             for rows in _chunks(hidden_ND, table_VD.shape[0]):
-                p = _probabilities(hidden_ND[rows].to(table_VD.dtype), table_VD, softcap, temperature)
+                p = ctx.probabilities(hidden_ND[rows].to(table_VD.dtype), table_VD, softcap, temperature)
                 grad_table += p.t() @ grad_ND[rows]
             grad_table = grad_table.to(table_VD.dtype)
-        return (None, grad_table, *[None] * 3) if ctx.is_tied else (*[None] * 4, grad_table)
+        return (None, grad_table, *[None] * 4) if ctx.is_tied else (*[None] * 4, grad_table, None)
 
 
 def _probabilities(hidden: Tensor, table: Tensor, softcap: float | None, temperature: float) -> Tensor:
@@ -278,12 +301,24 @@ def soft_embedding(
 
     embedding_VD: E where it is not the table that makes the logits z.
     """
+    return soft_embedding_by(_probabilities, hidden_ND, table_VD, softcap, temperature, embedding_VD)
+
+
+def soft_embedding_by(
+    probabilities: Callable[..., Tensor],
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    softcap: float | None,
+    temperature: float,
+    embedding_VD: Tensor | None,
+) -> Tensor:
+    """`soft_embedding` by a function that computes as `_probabilities` does."""
     is_plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(hidden_ND.device.type))
     if is_plain and hidden_ND.shape[0] <= _chunk_rows(hidden_ND, table_VD.shape[0]):
         # where tokens are few, the calls around these two lines cost as much as they do
         embedding = table_VD if embedding_VD is None else embedding_VD
-        return torch.mm(_probabilities(hidden_ND, table_VD, softcap, temperature), embedding)
-    return _SoftEmbedding.apply(hidden_ND, table_VD, softcap, temperature, embedding_VD)
+        return torch.mm(probabilities(hidden_ND, table_VD, softcap, temperature), embedding)
+    return _SoftEmbedding.apply(hidden_ND, table_VD, softcap, temperature, embedding_VD, probabilities)
 
 
 def pack_allowed(is_allowed_NV: Tensor) -> Tensor:

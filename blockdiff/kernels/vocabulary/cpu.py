@@ -1,0 +1,105 @@
+"""The vocabulary ops whose walks over logits are the C functions of cpu.c, for fp32 on a CPU; else natively."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockdiff.kernels.c_library import call, serves
+from blockdiff.kernels.vocabulary import native
+from blockdiff.kernels.vocabulary.native import Stats
+from blockdiff.kernels.vocabulary.shaping import Shaping
+
+
+def _serves(*tensors: Tensor | None) -> bool:
+    return not torch.is_autocast_enabled("cpu") and serves(*tensors)
+
+
+def _cross_entropy_chunk(
+    hidden: Tensor,
+    table: Tensor,
+    target: Tensor,
+    softcap: float | None,
+    favoured: tuple[Tensor, Tensor] | None,
+    with_gradient: bool,
+    into: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `native._cross_entropy_chunk`: the logits become their gradient in place, where there is room in `into`."""
+    z = torch.mm(hidden, table.t()) if into is None else torch.mm(hidden, table.t(), out=into)
+    loss, total = z.new_empty(2, z.shape[0]).unbind(0)
+    observed, bonus = (None, None) if favoured is None else (x.contiguous() for x in favoured)
+    extra = (float(softcap or 0), observed, bonus, int(with_gradient))
+    call("cross_entropy", z, *z.shape, target.contiguous(), *extra, loss, total)
+    return loss, total, z if into is None else into
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    target_N: Tensor,
+    softcap: float | None,
+    observed_N: Tensor | None = None,
+    bonus_N: Tensor | None = None,
+    is_ignored_N: Tensor | None = None,
+) -> Tensor:
+    """See `native.linear_cross_entropy`."""
+    of_chunk = _cross_entropy_chunk if _serves(hidden_ND, table_VD, bonus_N) else native._cross_entropy_chunk
+    given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, is_ignored_N
+    return native.cross_entropy_by(of_chunk, *given)
+
+
+def _probabilities(hidden: Tensor, table: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    z = torch.mm(hidden, table.t())
+    call("capped_softmax", z, *z.shape, float(softcap or 0), 1 / temperature)
+    return z
+
+
+def soft_embedding(
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    softcap: float | None,
+    temperature: float,
+    embedding_VD: Tensor | None = None,
+) -> Tensor:
+    """See `native.soft_embedding`."""
+    probabilities = _probabilities if _serves(hidden_ND, table_VD) else native._probabilities
+    return native.soft_embedding_by(probabilities, hidden_ND, table_VD, softcap, temperature, embedding_VD)
+
+
+def token_stats(
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    softcap: float | None,
+    temperature_N: Tensor | float,
+    uniform_N: Tensor,
+    given_N: Tensor | None = None,
+    allowed_NW: Tensor | None = None,
+    shaping: Shaping | None = None,
+    embedding_VD: Tensor | None = None,
+) -> Stats:
+    """See `native.token_stats`."""
+    embedding = table_VD if embedding_VD is None else embedding_VD
+    if shaping is not None or not _serves(hidden_ND, table_VD, uniform_N, embedding):
+        extra = given_N, allowed_NW, shaping, embedding_VD
+        return native.token_stats(hidden_ND, table_VD, softcap, temperature_N, uniform_N, *extra)
+    if not isinstance(temperature_N, Tensor):
+        temperature_N = torch.tensor([temperature_N])
+    factor, N = temperature_N.to(torch.float32).reciprocal().contiguous(), hidden_ND.shape[0]
+    entropy, log_probability = hidden_ND.new_empty(2, N).unbind(0)
+    argmax, sample = torch.empty(2, N, dtype=torch.int64).unbind(0)
+    line = 0
+    if allowed_NW is not None:
+        allowed_NW = allowed_NW if allowed_NW.stride(-1) == 1 else allowed_NW.contiguous()
+        line = allowed_NW.stride(0)
+    soft, uniform_N, step = hidden_ND.new_empty(N, embedding.shape[1]), uniform_N.contiguous(), int(len(factor) > 1)
+    with torch.no_grad():
+        for rows in native._chunks(hidden_ND, table_VD.shape[0]):
+            z = torch.mm(hidden_ND[rows], table_VD.t())
+            own = factor[rows] if step else factor
+            allowed = allowed_NW if line == 0 or allowed_NW is None else allowed_NW[rows]
+            given = None if given_N is None else given_N[rows].contiguous()
+            asked = (own, step, uniform_N[rows], given, allowed, line)
+            outs = (entropy[rows], argmax[rows], sample[rows], log_probability[rows])
+            call("token_stats", z, *z.shape, float(softcap or 0), *asked, *outs)
+            torch.mm(z, embedding, out=soft[rows])
+    return Stats(entropy, argmax, sample, soft, log_probability)
