@@ -13,11 +13,6 @@
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
-/* Rows that stand `group` by `group` side by side in lines of `stride` elements, as heads do in a projection. */
-static inline int64_t row_at(int64_t row, int64_t group, int64_t stride, int64_t width) {
-    return row / group * stride + row % group * width;
-}
-
 /* The first row of a block; block BLOCKS begins where the rows end. */
 static inline int64_t first_row(int64_t block, int64_t rows) { return rows * block / BLOCKS; }
 

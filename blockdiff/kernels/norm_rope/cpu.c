@@ -30,12 +30,11 @@ static inline void norm_into(float *out, const float *x, float rstd, const float
 }
 
 /* Up to three norms of x; an output without memory is none, a weight without memory is 1. */
-void norms(const float *x, int64_t rows, int64_t group, int64_t stride, int64_t width, float eps, float *rstd,
-           const float *weight_0, float *out_0, const float *weight_1, float *out_1, const float *weight_2,
-           float *out_2) {
+void norms(const float *x, int64_t rows, int64_t width, float eps, float *rstd, const float *weight_0, float *out_0,
+           const float *weight_1, float *out_1, const float *weight_2, float *out_2) {
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
     for (int64_t r = 0; r < rows; r++) {
-        const float *of_row = x + row_at(r, group, stride, width);
+        const float *of_row = x + r * width;
         float scale = rstd_of(of_row, width, eps);
         if (rstd) rstd[r] = scale;
         norm_into(out_0 + r * width, of_row, scale, weight_0, width);
@@ -56,11 +55,10 @@ static inline void add_weight_grad(float *sum, const float *grad, const float *x
     for (int64_t i = 0; i < width; i++) sum[i] += grad[i] * x[i] * rstd;
 }
 
-/* grad of x, in lines of `to_stride`, and of the weights where wanted; `partial` is [3, BLOCKS, width]. */
-void norms_backward(const float *x, int64_t rows, int64_t group, int64_t stride, int64_t width, const float *rstd,
-                    const float *grad_0, const float *weight_0, float *of_weight_0, const float *grad_1,
+/* grad of x, and of the weights where wanted; `partial` is [3, BLOCKS, width]. */
+void norms_backward(const float *x, int64_t rows, int64_t width, const float *rstd, const float *grad_0, const float *weight_0, float *of_weight_0, const float *grad_1,
                     const float *weight_1, float *of_weight_1, const float *grad_2, const float *weight_2,
-                    float *of_weight_2, float *partial, int64_t to_stride, float *grad_x) {
+                    float *of_weight_2, float *partial, float *grad_x) {
     const float *grads[3] = {grad_0, grad_1, grad_2}, *weights[3] = {weight_0, weight_1, weight_2};
     float *of_weights[3] = {of_weight_0, of_weight_1, of_weight_2};
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
@@ -68,8 +66,8 @@ void norms_backward(const float *x, int64_t rows, int64_t group, int64_t stride,
         for (int j = 0; j < 3; j++)
             if (of_weights[j]) memset(partial + (j * BLOCKS + b) * width, 0, width * sizeof *partial);
         for (int64_t r = first_row(b, rows); r < first_row(b + 1, rows); r++) {
-            const float *of_row = x + row_at(r, group, stride, width);
-            float *out = grad_x + row_at(r, group, to_stride, width);
+            const float *of_row = x + r * width;
+            float *out = grad_x + r * width;
             int first = 1;
             for (int j = 0; j < 3; j++) {
                 if (!grads[j]) continue;
@@ -121,16 +119,33 @@ void add_norm_backward(const float *grad, const float *y, int64_t rows, int64_t 
     add_up(partial, width, grad_weight);
 }
 
-/* The norm of every head, then the rotation of its halves; cos and sin are [rows / group, width]. */
-void norm_rope(const float *x, int64_t rows, int64_t group, int64_t stride, int64_t width, float eps,
-               const float *weight, const float *cos, const float *sin, float *rstd, float *out) {
-    int64_t half = width / 2;
+/* Where a head stands in a tensor [B, T, heads, width] of any layout whose last axis is dense. */
+typedef struct {
+    int64_t batch, token, head;
+} Strides;
+
+static inline int64_t head_at(int64_t row, int64_t tokens, int64_t heads, Strides by) {
+    int64_t token = row / heads;
+    return token / tokens * by.batch + token % tokens * by.token + row % heads * by.head;
+}
+
+/* The norm of every head, then the rotation of its halves. cos and sin [B * T, width], or no memory: no rotation; a
+   weight without memory is 1. */
+void norm_rope(const float *x, int64_t x_batch, int64_t x_token, int64_t x_head, int64_t batch, int64_t tokens,
+               int64_t heads, int64_t width, float eps, const float *weight, const float *cos, const float *sin,
+               float *rstd, float *out, int64_t out_batch, int64_t out_token, int64_t out_head) {
+    int64_t rows = batch * tokens * heads, half = width / 2;
+    Strides by = {x_batch, x_token, x_head}, to = {out_batch, out_token, out_head};
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
     for (int64_t r = 0; r < rows; r++) {
-        const float *low = x + row_at(r, group, stride, width), *high = low + half;
-        const float *c = cos + r / group * width, *s = sin + r / group * width;
-        float scale = rstd_of(low, width, eps), *of_row = out + r * width;
+        const float *low = x + head_at(r, tokens, heads, by), *high = low + half;
+        float scale = rstd_of(low, width, eps), *of_row = out + head_at(r, tokens, heads, to);
         if (rstd) rstd[r] = scale;
+        if (!cos) {
+            norm_into(of_row, low, scale, weight, width);
+            continue;
+        }
+        const float *c = cos + r / heads * width, *s = sin + r / heads * width;
 #pragma omp simd
         for (int64_t i = 0; i < half; i++) {
             float a = low[i] * scale * weight[i], b = high[i] * scale * weight[half + i];
@@ -140,28 +155,36 @@ void norm_rope(const float *x, int64_t rows, int64_t group, int64_t stride, int6
     }
 }
 
-void norm_rope_backward(const float *grad, const float *x, int64_t rows, int64_t group, int64_t stride, int64_t width,
-                        const float *rstd, const float *weight, const float *cos, const float *sin, float *partial,
-                        int64_t to_stride, float *grad_x, float *grad_weight) {
-    int64_t half = width / 2;
+/* grad of x, dense, and of the weight where there is one. */
+void norm_rope_backward(const float *grad, int64_t g_batch, int64_t g_token, int64_t g_head, const float *x,
+                        int64_t x_batch, int64_t x_token, int64_t x_head, int64_t batch, int64_t tokens, int64_t heads,
+                        int64_t width, const float *rstd, const float *weight, const float *cos, const float *sin,
+                        float *partial, float *grad_x, float *grad_weight) {
+    int64_t rows = batch * tokens * heads, half = width / 2;
+    Strides by = {x_batch, x_token, x_head}, from = {g_batch, g_token, g_head};
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
     for (int64_t b = 0; b < BLOCKS; b++) {
         float *sum = partial + b * width;
         memset(sum, 0, width * sizeof *sum);
         for (int64_t r = first_row(b, rows); r < first_row(b + 1, rows); r++) {
-            const float *g = grad + r * width, *c = cos + r / group * width, *s = sin + r / group * width;
-            const float *of_row = x + row_at(r, group, stride, width);
-            float *out = grad_x + row_at(r, group, to_stride, width);
+            const float *of_row = x + head_at(r, tokens, heads, by), *g = grad + head_at(r, tokens, heads, from);
+            float *out = grad_x + r * width;
+            if (cos) {
+                const float *c = cos + r / heads * width, *s = sin + r / heads * width;
 #pragma omp simd
-            for (int64_t i = 0; i < half; i++) {
-                float low = g[i] * c[i] + g[half + i] * s[half + i], high = g[half + i] * c[half + i] + g[i] * s[i];
-                sum[i] += low * of_row[i] * rstd[r];
-                sum[half + i] += high * of_row[half + i] * rstd[r];
-                out[i] = low * weight[i];
-                out[half + i] = high * weight[half + i];
+                for (int64_t i = 0; i < half; i++) {
+                    float low = g[i] * c[i] + g[half + i] * s[half + i], high = g[half + i] * c[half + i] + g[i] * s[i];
+                    sum[i] += low * of_row[i] * rstd[r];
+                    sum[half + i] += high * of_row[half + i] * rstd[r];
+                    out[i] = low * weight[i];
+                    out[half + i] = high * weight[half + i];
+                }
+            } else {
+                if (grad_weight) add_weight_grad(sum, g, of_row, rstd[r], width);
+                add_weighted(out, g, weight, width, 1);
             }
             through_norm(out, of_row, rstd[r], width);
         }
     }
-    add_up(partial, width, grad_weight);
+    if (grad_weight) add_up(partial, width, grad_weight);
 }

@@ -1,4 +1,8 @@
-"""Norms and QK-norm + RoPE by the C functions of cpu.c for fp32 on a CPU; everything else runs natively."""
+"""Norms and QK-norm + RoPE by the C functions of cpu.c for fp32 on a CPU; everything else runs natively.
+
+What is normed head by head is read where it stands and written as attention takes it, [B, h, T, d] in memory, so that
+neither direction copies it to turn tokens and heads around.
+"""
 
 from __future__ import annotations
 
@@ -14,57 +18,39 @@ from blockdiff.kernels.norm_rope import native
 MOST = 3  # norms of one tensor that a call can make
 
 
-def _lines(x: Tensor) -> tuple[Tensor, int, int, int, int]:
-    """A tensor as C reads it: itself or a copy, rows, rows of a line, elements from line to line, width.
-
-    Heads that are a part of each token's projection, [B, T, h, d], are read where they stand.
-    """
+def _rows(x: Tensor) -> tuple[int, int]:
+    """How many rows of how many numbers a tensor has."""
     width = x.shape[-1]
-    rows = x.numel() // width if width else 0
-    if x.is_contiguous():
-        return x, rows, max(rows, 1), 0, width
-    if x.dim() == 4 and x.stride(3) == 1 and x.stride(2) == width and x.stride(0) == x.shape[1] * x.stride(1):
-        return x, rows, x.shape[2], x.stride(1), width
-    return x.contiguous(), rows, max(rows, 1), 0, width
-
-
-def _new(x: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape or x.shape, dtype=x.dtype, device=x.device)
+    return x.numel() // max(width, 1), width
 
 
 class _Norms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, *weights: Tensor | None) -> tuple[Tensor, ...]:
-        x, rows, *_ = _lines(x)
-        rstd = _new(x, rows)
-        outs = _norms(x, weights, eps, rstd)
+        rstd = x.new_empty(_rows(x)[0])
         ctx.save_for_backward(x, rstd, *weights)
-        return outs
+        return _norms(x, weights, eps, rstd)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, *weights = ctx.saved_tensors
-        x, rows, group, stride, width = _lines(x)
+        rows, width = _rows(x)
         of_weights = [
-            _new(x, width) if w is not None and needed else None
+            torch.empty_like(w) if w is not None and needed else None
             for w, needed in zip(weights, ctx.needs_input_grad[2:], strict=True)
         ]
-        each = [y for g, w, of in zip(grads, weights, of_weights, strict=True) for y in (_dense(g), w, of)]
+        dense = [grad.contiguous() for grad in grads]
+        each = [y for of_one in zip(dense, weights, of_weights, strict=True) for y in of_one]
         each += [None] * (3 * MOST - len(each))
-        partial, grad_x = _new(x, MOST, BLOCKS, width), _new(x)
-        call("norms_backward", x, rows, group, stride, width, rstd, *each, partial, group * width, grad_x)
+        partial, grad_x = x.new_empty(MOST, BLOCKS, width), torch.empty_like(x)
+        call("norms_backward", x, rows, width, rstd, *each, partial, grad_x)
         return grad_x, None, *of_weights
 
 
-def _dense(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.contiguous()
-
-
 def _norms(x: Tensor, weights: Sequence[Tensor | None], eps: float, rstd: Tensor | None) -> tuple[Tensor, ...]:
-    x, rows, group, stride, width = _lines(x)
-    outs = tuple(_new(x) for _ in weights)
+    outs = tuple(torch.empty_like(x) for _ in weights)
     each = [y for pair in zip(weights, outs, strict=True) for y in pair] + [None, None] * (MOST - len(outs))
-    call("norms", x, rows, group, stride, width, eps, rstd, *each)
+    call("norms", x, *_rows(x), eps, rstd, *each)
     return outs
 
 
@@ -72,6 +58,9 @@ def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[
     """See `native.rms_norms`."""
     if len(weights) > MOST or not serves(x, *weights):
         return native.rms_norms(x, weights, eps)
+    if x.dim() == 4 and len(weights) == 1:
+        return (_heads(x, weights[0], None, None, eps),)
+    x = x.contiguous()
     if torch.is_grad_enabled():
         return _Norms.apply(x, eps, *weights)
     return _norms(x, weights, eps, None)
@@ -80,40 +69,40 @@ def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None) -> Tensor:
-        y = y.contiguous()
-        rstd = _new(y, y.numel() // y.shape[-1])
+        rstd = y.new_empty(_rows(y)[0])
         ctx.save_for_backward(y, rstd, weight, scalar)
         return _add_norm(x, y, weight, eps, scalar, rstd)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, rstd, weight, scalar = ctx.saved_tensors
-        grad, rows, width = grad.contiguous(), rstd.numel(), y.shape[-1]
-        grad_x = grad if scalar is None else _new(grad)
-        grad_y, grad_weight = _new(y), _new(weight)
-        step = 0 if scalar is None or scalar.numel() == 1 else 1
-        into = (_new(y, BLOCKS, width), None if scalar is None else grad_x, grad_y, grad_weight)
-        call("add_norm_backward", grad, y, rows, width, rstd, weight, scalar, step, *into)
-        return grad_x, grad_y, grad_weight, None, None
+        grad, (rows, width) = grad.contiguous(), _rows(y)
+        grad_x = None if scalar is None else torch.empty_like(grad)
+        grad_y, grad_weight = torch.empty_like(y), torch.empty_like(weight)
+        into = (y.new_empty(BLOCKS, width), grad_x, grad_y, grad_weight)
+        call("add_norm_backward", grad, y, rows, width, rstd, weight, scalar, _step(scalar), *into)
+        return grad if grad_x is None else grad_x, grad_y, grad_weight, None, None
+
+
+def _step(scalar: Tensor | None) -> int:
+    """From one row's scalar to the next one's: 0 where one serves all."""
+    return 0 if scalar is None or scalar.numel() == 1 else 1
 
 
 def _add_norm(
     x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None, rstd: Tensor | None
 ) -> Tensor:
-    x, y = x.contiguous(), y.contiguous()
-    out, width = _new(y), y.shape[-1]
-    step = 0 if scalar is None or scalar.numel() == 1 else 1
-    call("add_norm", x, y, y.numel() // width, width, eps, weight, scalar, step, rstd, out)
+    out = torch.empty_like(y)
+    call("add_norm", x, y, *_rows(y), eps, weight, scalar, _step(scalar), rstd, out)
     return out
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
     """See `native.add_rms_norm`."""
-    is_by_row = scalar is None or scalar.numel() in (1, y.numel() // max(y.shape[-1], 1))
+    is_by_row = scalar is None or scalar.numel() in (1, _rows(y)[0])
     if not is_by_row or x.shape != y.shape or not serves(x, y, weight, scalar):
         return native.add_rms_norm(x, y, weight, eps, scalar)
-    if scalar is not None:
-        scalar = scalar.contiguous()
+    x, y, scalar = x.contiguous(), y.contiguous(), None if scalar is None else scalar.contiguous()
     if torch.is_grad_enabled():
         return _AddNorm.apply(x, y, weight, eps, scalar)
     return _add_norm(x, y, weight, eps, scalar, None)
@@ -121,28 +110,39 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tenso
 
 class _NormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-        x, rows, *_ = _lines(x)
-        rstd = _new(x, rows)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float
+    ) -> Tensor:
+        rstd = x.new_empty(_rows(x)[0])
         ctx.save_for_backward(x, rstd, weight, cos, sin)
         return _norm_rope(x, weight, cos, sin, eps, rstd)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, weight, cos, sin = ctx.saved_tensors
-        x, rows, _, stride, width = _lines(x)
-        grad_x, grad_weight, heads = _new(x), _new(weight), x.shape[2]
-        line = (rows, heads, stride or heads * width, width)
-        into = (_new(x, BLOCKS, width), heads * width, grad_x, grad_weight)
-        call("norm_rope_backward", grad.contiguous(), x, *line, rstd, weight, cos, sin, *into)
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        grad_x = torch.empty(x.shape, dtype=x.dtype)
+        grad_weight = None if weight is None else torch.empty_like(weight)
+        into = (x.new_empty(BLOCKS, x.shape[-1]), grad_x, grad_weight)
+        strides = (grad.stride()[:3], x.stride()[:3])
+        call("norm_rope_backward", grad, *strides[0], x, *strides[1], *x.shape, rstd, weight, cos, sin, *into)
         return grad_x, grad_weight, None, None, None
 
 
-def _norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, rstd: Tensor | None) -> Tensor:
-    x, rows, _, stride, width = _lines(x)
-    out, heads = _new(x), x.shape[2]
-    call("norm_rope", x, rows, heads, stride or heads * width, width, eps, weight, cos, sin, rstd, out)
+def _norm_rope(
+    x: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, rstd: Tensor | None
+) -> Tensor:
+    B, T, h, d = x.shape
+    out = x.new_empty(B, h, T, d).transpose(1, 2)
+    call("norm_rope", x, *x.stride()[:3], *x.shape, eps, weight, cos, sin, rstd, out, *out.stride()[:3])
     return out
+
+
+def _heads(x_BThd: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float) -> Tensor:
+    x_BThd = x_BThd if x_BThd.stride(-1) == 1 else x_BThd.contiguous()
+    if torch.is_grad_enabled():
+        return _NormRope.apply(x_BThd, weight, cos, sin, eps)
+    return _norm_rope(x_BThd, weight, cos, sin, eps, None)
 
 
 def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, eps: float) -> Tensor:
@@ -151,6 +151,4 @@ def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, 
         return native.norm_rope(x_BThd, weight, cos_BTd, sin_BTd, eps)
     B, T, _, d = x_BThd.shape
     cos, sin = (x.expand(B, T, d).contiguous() for x in (cos_BTd, sin_BTd))
-    if torch.is_grad_enabled():
-        return _NormRope.apply(x_BThd, weight, cos, sin, eps)
-    return _norm_rope(x_BThd, weight, cos, sin, eps, None)
+    return _heads(x_BThd, weight, cos, sin, eps)

@@ -43,9 +43,9 @@ def span_attention(
     prefix_tokens, (B, T, h, _) = 0 if prefix_k is None else prefix_k.shape[1], q_BThd.shape
     if B * h * T * (prefix_tokens + own_k.shape[1]) > native.SMALL_SCORES:
         return native.span_attention(q_BThd, prefix_k, prefix_v, own_k, own_v, spans, scale)
-    k, v = own_k, own_v
-    if prefix_tokens:
-        k, v = torch.cat([prefix_k, own_k], 1), torch.cat([prefix_v, own_v], 1)  # type: ignore[list-item]
+    k, v = own_k.transpose(1, 2), own_v.transpose(1, 2)
+    if prefix_k is not None and prefix_v is not None and prefix_tokens:
+        k, v = torch.cat([prefix_k.transpose(1, 2), k], 2), torch.cat([prefix_v.transpose(1, 2), v], 2)
     if torch.is_grad_enabled():
         return _Attention.apply(q_BThd, k, v, spans, prefix_tokens, scale)
     return _attend(q_BThd, k, v, spans, prefix_tokens, scale)[0]
@@ -66,7 +66,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BThd: Tensor) -> tuple[Tensor | None, ...]:
         q_rows, k_rows, v_rows, weights = ctx.saved_tensors
-        B, T, _, d = ctx.shape
+        B, T, h, d = ctx.shape
         K, keys = k_rows.shape[0] // B, k_rows.shape[1]
         grad_rows = native._rows_of_queries(grad_BThd, K)
         grad_v = torch.bmm(weights.transpose(1, 2), grad_rows)
@@ -74,17 +74,20 @@ class _Attention(torch.autograd.Function):
         call("softmax_backward", grad_scores, weights, weights.numel() // keys, keys, ctx.scale)
         grad_q = torch.bmm(grad_scores, k_rows)
         grad_k = torch.bmm(grad_scores.transpose(1, 2), q_rows)
-        grad_k, grad_v = (g.view(B, K, keys, d).transpose(1, 2) for g in (grad_k, grad_v))
-        return native._heads_of_rows(grad_q, B, T), grad_k, grad_v, None, None, None
+        grad_k, grad_v = (g.view(B, K, keys, d) for g in (grad_k, grad_v))
+        return grad_q.view(B, h, T, d).transpose(1, 2), grad_k, grad_v, None, None, None
 
 
 def _attend(
     q_BThd: Tensor, k: Tensor, v: Tensor, spans: Spans, prefix_tokens: int, scale: float
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output, and what its backward needs. Queries that see nothing have zero weights and so zero gradients."""
-    (B, T, _, d), (keys, K) = q_BThd.shape, k.shape[1:3]
+    """The output for keys and values [B, K, keys, d], and what its backward needs.
+
+    Queries that see nothing have zero weights and so zero gradients.
+    """
+    (B, T), K = q_BThd.shape[:2], k.shape[1]
     q_rows = native._rows_of_queries(q_BThd, K)
-    k_rows, v_rows = (x.transpose(1, 2).reshape(B * K, keys, d) for x in (k, v))
+    k_rows, v_rows = (x.flatten(0, 1).contiguous() for x in (k, v))
     weights = _weights(q_rows, k_rows, spans, prefix_tokens, q_BThd.shape, scale)
     return native._heads_of_rows(torch.bmm(weights, v_rows), B, T), (q_rows, k_rows, v_rows, weights)
 
