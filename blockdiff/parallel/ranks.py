@@ -39,7 +39,7 @@ class Ranks:
 
     timeout: seconds after which a rank that does not answer counts as hung. beats: a gloo group of its own, over which
     the ranks wait for work that may take longer. is_stopping: the number of the signal that asked this rank to stop,
-    0 while none has.
+    0 while none has. local_rank: which of the ranks on its node this one is.
     """
 
     device: torch.device
@@ -48,6 +48,7 @@ class Ranks:
     timeout: float = 600.0
     beats: Any = None
     is_stopping: Callable[[], int] = lambda: 0
+    local_rank: int = 0
 
     @property
     def is_main(self) -> bool:
@@ -89,9 +90,30 @@ class Ranks:
             with self.guarded(doing), self.at_own_pace(doing):
                 yield
         else:
+            self._wait_for(doing, turns=1)
+            yield
+
+    @contextmanager
+    def node_first(self, doing: str) -> Iterator[None]:
+        """Rank 0 runs the body, then the first rank of every other node, then the others: filling a cache.
+
+        So nodes may share the disk that it lies on, or have one each. Otherwise as `main_first`.
+        """
+        turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
+        if turn == 2:
+            self._wait_for(doing, turns=2)
+            yield
+            return
+        self._wait_for(doing, turns=turn)
+        with self.guarded(doing), self.at_own_pace(doing):
+            yield
+        self._wait_for(doing, turns=1 - turn)
+
+    def _wait_for(self, doing: str, turns: int) -> None:
+        """Wait while others do something at their own pace, so many times."""
+        for _ in range(turns):
             with self.guarded(doing), self.at_own_pace(doing):
                 pass
-            yield
 
     @contextmanager
     def at_own_pace(self, doing: str) -> Iterator[Callable[[], None]]:
@@ -217,7 +239,7 @@ def from_accelerate(timeout: float = 600.0) -> Ranks:
     device = torch.device("cpu") if state.device.type == "cpu" else state.device
     world = state.num_processes
     beats = dist.new_group(backend="gloo", timeout=limit) if world > 1 else None
-    ranks = Ranks(device, state.process_index, world, timeout, beats)
+    ranks = Ranks(device, state.process_index, world, timeout, beats, local_rank=state.local_process_index)
     if world > 1:
         atexit.register(ranks.close)
     return ranks

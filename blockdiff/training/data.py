@@ -157,14 +157,14 @@ def collator(recipe: Recipe, base: Base) -> Collator:
 def read_data(recipe: Recipe, base: Base, ranks: Ranks | None = None) -> Data:
     """Read and encode the rows of a recipe, or find them in the cache.
 
-    With several ranks the main process fills the cache first. Raises DataError with file and line for what cannot
+    With several ranks one of each node fills the cache first. Raises DataError with file and line for what cannot
     be used.
     """
     encode = encoder(recipe, base)
     cache, d = cache_directory(recipe.data.cache), recipe.data
 
-    def main_first() -> AbstractContextManager[object]:
-        return nullcontext() if ranks is None else ranks.main_first("reading the data")
+    def one_first() -> AbstractContextManager[object]:
+        return nullcontext() if ranks is None else ranks.node_first("reading the data")
 
     specs = sources(d.train, recipe, d.split)
     train: Dataset | StreamedExamples
@@ -173,12 +173,12 @@ def read_data(recipe: Recipe, base: Base, ranks: Ranks | None = None) -> Data:
         train = StreamedExamples(specs, encode, d.streaming.shuffle_buffer, recipe.seed)
         order = SequentialPlan(recipe.train.batch_size)
     else:
-        train = load_dataset(specs, encode, cache=cache, first=main_first())
+        train = load_dataset(specs, encode, cache=cache, first=one_first())
         order = Plan(train.sizes, recipe.train.batch_size, recipe.seed, train.weights)
     heldout = None
     if d.heldout is not None:
         specs = sources(d.heldout, recipe, d.heldout_split)
-        heldout = load_dataset(specs, encode, cache=cache, first=main_first())
+        heldout = load_dataset(specs, encode, cache=cache, first=one_first())
     if train.has_conversations:
         # The model learns this format: the tokenizer saved beside it writes it.
         base.tokenizer.chat_template = encode.template

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks, from_accelerate
-from tests.forked import run, run_ranks
+from tests.forked import ROOT, run, run_ranks
 from tests.ranks import differences, everything
 
 
@@ -27,12 +27,12 @@ def one(tmp_path_factory):
 
 
 def launch(directory: Path) -> None:
-    """`accelerate launch`, whose two ranks are processes of their own."""
+    """`accelerate launch` with the config of recipes/launch/, whose two ranks are processes of their own."""
     from accelerate.commands.launch import main
 
     os.environ["ACCELERATE_USE_CPU"] = "1"
-    sys.argv = ["accelerate launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
-    sys.argv += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    config = ROOT / "recipes" / "launch" / "one_node.yaml"
+    sys.argv = ["accelerate launch", "--config_file", str(config), "--num_processes", "2"]
     sys.argv += ["--module", "tests.ranks", str(directory)]
     main()
 
