@@ -17,7 +17,7 @@ set -euo pipefail
 recipe=$1 output=$2
 shift 2
 config=${CONFIG:-recipes/launch/several_nodes.yaml}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 gpus=${SLURM_GPUS_ON_NODE:-8}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / gpus))}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=540 # seconds that launchers wait for the last checkpoint; their own default is 30
