@@ -11,7 +11,9 @@ from blockdiff.cli import options
 
 
 def export(
-    source: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory, a checkpoint or a hub id.")],
+    source: Annotated[
+        str, typer.Argument(metavar="RUN|MODEL", help="A run, its checkpoints/step-N, a checkpoint or a hub id.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write; must not be there yet.")],
     adapter: options.Adapter = None,
     peft: Annotated[bool, typer.Option("--peft", help="Write the adapter alone, in PEFT's format.")] = False,
@@ -21,8 +23,13 @@ def export(
     """Merge adapters into their weights and write a checkpoint in Hub layout, which needs nothing else to run."""
     if base is not None and not peft:
         raise typer.BadParameter("only an adapter names its model; give --peft too", param_hint="--base")
-    from blockdiff import checkpoint
+    if (Path(source) / "trainer.json").is_file() and adapter is None:
+        from blockdiff.training.consolidate import consolidate
 
-    written = checkpoint.export(source, output, adapter, peft=peft, base=base, dtype=dtype)
+        written = consolidate(Path(source), output, peft=peft, base=base, dtype=dtype)
+    else:
+        from blockdiff import checkpoint
+
+        written = checkpoint.export(source, output, adapter, peft=peft, base=base, dtype=dtype)
     what = "the adapter, in PEFT's format" if peft else "a checkpoint"
     print(f"{written}: {what}, {sum(file.stat().st_size for file in written.iterdir()):,} bytes")

@@ -37,6 +37,7 @@ def save(
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    weights: Mapping[str, Source] | None = None,
 ) -> Path:
     """Write `model` to `directory`, which appears complete or not at all; returns the directory.
 
@@ -44,7 +45,8 @@ def save(
     generation: the settings, or the content of generation_config.json; None carries the old ones or writes the
     defaults. choices: what sampling has to know beyond that (`sampling.Choices`). dtype: cast the text tensors (None:
     as they are); image tensors are written as they were read. overwrite: replace a checkpoint that stands there.
-    What a tweaked model class adds is written to `blockdiff.safetensors`. Tensors are written one after the other. Of a
+    weights: what is written in place of the model's own tensors, by the same names, read one by one. What a tweaked
+    model class adds is written to `blockdiff.safetensors`. Tensors are written one after the other. Of a
     sharded model all ranks call this together: each tensor is gathered, and rank 0 writes. Raises CheckpointError.
     """
     if not isinstance(model, BlockDiffusionModel):
@@ -58,7 +60,10 @@ def save(
     cast = None if dtype is None else resolve_dtype(dtype)
     carried = model.carried or Carried(tensors=family_of(model.config).image_tensors(model.config, 0, torch.float32))
     gathering = Gathering(model.state_dict().values())
-    files, index = _files_of(model, carried, cast, shard_bytes, gathering)
+    state = model.state_dict()
+    own = {name: gathering.source(state[name], cast) for name in state} if weights is None else dict(weights)
+    files, index = _files_of(model, own, carried, shard_bytes)
+    gathering.order = [file[name] for file in files.values() for name in in_order(file)]
 
     def write() -> None:
         _require_free(target, overwrite)
@@ -120,7 +125,7 @@ def _write(
 
 
 def _files_of(
-    model: BlockDiffusionModel, carried: Carried, cast: torch.dtype | None, shard_bytes: int, gathering: Gathering
+    model: BlockDiffusionModel, own: dict[str, Source], carried: Carried, shard_bytes: int
 ) -> tuple[dict[str, dict[str, Source]], dict[str, Any] | None]:
     """The tensors of every file, and the index where there are several with the weights.
 
@@ -128,9 +133,9 @@ def _files_of(
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    state, names = model.state_dict(), family_of(model.config).names
-    added = {name: gathering.source(state.pop(name), cast) for name in added_to(model)}
-    sources = {str(names.to_hub(name)): gathering.source(tensor, cast) for name, tensor in state.items()}
+    names = family_of(model.config).names
+    added = {name: own.pop(name) for name in added_to(model)}
+    sources = {str(names.to_hub(name)): source for name, source in own.items()}
     sources |= {name: Source.of(tensor) for name, tensor in carried.tensors.items()}
     sources |= {name: Source.stored(name, place) for name, place in carried.stored.items()}
     split: Any = split_state_dict_into_shards_factory(
@@ -142,7 +147,6 @@ def _files_of(
     files = {file: {name: sources[name] for name in held} for file, held in split.filename_to_tensors.items()}
     if added or not is_own_class(model):
         files[ADDED] = added
-    gathering.order = [file[name] for file in files.values() for name in in_order(file)]
     return files, {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
 
 

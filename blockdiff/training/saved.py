@@ -53,6 +53,10 @@ class Saved:
         """Whether several ranks wrote pieces."""
         return PIECES in self.digests
 
+    def has(self, kind: str) -> bool:
+        """Whether there are tensors of a kind."""
+        return any(_is_of(name, kind) for name in self.digests)
+
     def files(self, kinds: Iterable[str]) -> list[str]:
         """The names of the files with tensors of these kinds; KeyError where there are none of one."""
         found = {kind: [name for name in self.digests if _is_of(name, kind)] for kind in kinds}

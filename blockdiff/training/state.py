@@ -191,6 +191,14 @@ def restore_weights(
             fill(checkpoint, AVERAGE, average.state(), saved)
 
 
+def opened(checkpoint: Path) -> Saved:
+    """The weights of a checkpoint and, if there is one, their average, verified and to be read tensor by tensor."""
+    with _readable(checkpoint):
+        trainer = _trainer_of(checkpoint)
+        saved = Saved(checkpoint, trainer["digests"])
+        return _verified(checkpoint, trainer, [kind for kind in (MODEL, AVERAGE) if saved.has(kind)], ALONE)
+
+
 def _trainer_of(checkpoint: Path) -> dict[str, Any]:
     """What trainer.json says; ValueError where it is not as it was written, RunError for one of an earlier format."""
     trainer: dict[str, Any] = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
