@@ -51,7 +51,8 @@ docs: $(INSTALLED) ## the API reference from the docstrings, in build/docs
 	$(PY) docs/reference.py build/docs
 	@echo "reference: build/docs/index.html"
 
-gpu: ## GPU tests and all benchmarks, from the checkout: needs torch, triton, transformers, safetensors, pytest
+gpu: ## GPU tests and all benchmarks, from the checkout: needs torch, triton, transformers, safetensors, pytest; CHECKPOINT=MODEL checks one, too
+	$(if $(CHECKPOINT),PYTHONPATH=. $(PYTHON) -m benchmarks.released $(CHECKPOINT))
 	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu tests; tested=$$?; PYTHONPATH=. $(PYTHON) -m benchmarks $(BENCHMARK_ARGS) && exit $$tested
 
 benchmarks: $(INSTALLED) ## the benchmarks on this machine (BENCHMARK_ARGS="--only denoise" for some of them)

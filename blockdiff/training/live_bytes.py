@@ -57,6 +57,7 @@ class LiveBytes(TorchDispatchMode):
             return self._made_again(shapes)
         tensors = _tensors(args) + _tensors(tuple(named.values()))
         name, is_meta = function._schema.name.partition("::")[2], any(x.is_meta for x in tensors)
+        given = args
         if is_meta and not all(x.is_meta for x in tensors):
             if name in MASKED:
                 args = args[0], _places(args[1]), *args[2:]
@@ -64,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
         if name == "_local_scalar_dense" and is_meta:
             return 1.0
         if function.namespace == "blockdiff" and is_meta:
-            with self, self.work.of_one(name, args):  # not only what an op gives back, but what it needs meanwhile
+            with self, self.work.of_one(name, given):  # not only what an op gives back, but what it needs meanwhile
                 return RUNS[name](*args, **named)
         out = _grouped(*args, **named) if name == "_grouped_mm" and args[0].is_meta else function(*args, **named)
         if name == "topk" and out[0].is_meta:
