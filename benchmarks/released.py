@@ -74,7 +74,7 @@ def of_tensors(directory: Path, config: Any) -> list[Check]:
 
     family = family_of(config)
     with torch.device("meta"):
-        theirs = getattr(transformers, family.architecture)(config)
+        theirs = getattr(transformers, family.architecture)(transformers.AutoConfig.from_pretrained(directory))
     needed = {name: tuple(x.shape) for name, x in theirs.state_dict().items()}
     stored = {name: tuple(place.shape) for name, place in stored_tensors(directory).items()}
     ties = [name for name in needed if (end := family.names.tied_to(name)) is not None and end in stored]
