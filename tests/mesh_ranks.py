@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+import blockdiff
 from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, joined, lay_out
-from blockdiff.checkpoint import draw_weights, empty
+from blockdiff.checkpoint import draw_weights, empty, init, save
 from blockdiff.checkpoint.added import fill
+from blockdiff.checkpoint.tokenizer import load_tokenizer
+from blockdiff.data.sudoku import alphabet, make_splits
+from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.layers.lora import LowRank
@@ -20,12 +25,14 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
+from blockdiff.training import export
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.optimiser import trainable
 from blockdiff.training.step import Counts, backpropagate
+from tests.little_model import LITTLE, save_preset
 from tests.oracle import TWO_LAYERS, tiny_config
 
-L, ROWS, STEPS = 8, 6, 5
+L, ROWS = 8, 6
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -79,16 +86,15 @@ def batches(ranks: Ranks, step: int, is_packed: bool) -> list[Batch]:
     return [lay_out([one], L, pad_id=0) for one in rows[ranks.rank :: ranks.world] or [PADDING_ROW]]
 
 
-def five_steps(
-    mesh: Mesh, dtype: torch.dtype, is_adapted: bool, is_packed: bool, one_sweep: bool
-) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Losses and norms of five plain SGD steps, the gradients of the first two and the last weights."""
+def trained(mesh: Mesh, scenario: str, one_sweep: bool) -> dict[str, Tensor]:
+    """Losses and norms of some plain SGD steps, the gradients of the first two and the last weights."""
+    dtype, is_adapted, is_packed, steps = SCENARIOS[scenario]
     objective = made(mesh, dtype, is_adapted, one_sweep)
     module, weights = replicate(objective, mesh), trainable(objective)
     optimiser = torch.optim.SGD(list(weights.values()), lr=1e-2)
-    found: list[Any] = []
+    found: list[list[float]] = []
     tensors: dict[str, Tensor] = {}
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         optimiser.zero_grad(set_to_none=True)
         window = batches(mesh.ranks, step, is_packed)
         counts = Counts.over_ranks(window, False, False, mesh.ranks)
@@ -99,34 +105,58 @@ def five_steps(
             if step <= 2:
                 tensors[f"gradient {step} {name}"] = whole(parameter.grad)
         optimiser.step()
-    return found, tensors | {f"weight {name}": whole(parameter) for name, parameter in weights.items()}
+    tensors["losses"] = torch.tensor(found, dtype=torch.float64)
+    return tensors | {f"weight {name}": whole(parameter) for name, parameter in weights.items()}
 
 
 SCENARIOS = {
-    "all weights, fp64": (torch.float64, False, False),
-    "adapters, packed, fp32": (torch.float32, True, True),
+    "all weights, fp64": (torch.float64, False, False, 2),
+    "adapters, packed, fp32": (torch.float32, True, True, 5),
 }
 MESHES: dict[str, dict[str, Any]] = {
     "DDP": {},
     "FSDP2": {"shard": "full"},
-    "FSDP2, offloaded": {"shard": "full", "offload": True},
     "experts": {"experts": 2},
     "FSDP2 x experts": {"shard": "full", "experts": 2},
 }
 
 
-def trained(mesh: Mesh, scenario: str, one_sweep: bool) -> dict[str, Tensor]:
-    """Everything that five steps give, in one dictionary."""
-    found, tensors = five_steps(mesh, *SCENARIOS[scenario], one_sweep)
-    return {"losses": torch.tensor(found, dtype=torch.float64), **tensors}
-
-
-def all_meshes(ranks: Ranks, directory: Path, meshes: list[str], scenarios: list[str]) -> None:
-    """Train every scenario over every mesh; rank 0 writes what it found, the others compare norms with its."""
+def all_meshes(ranks: Ranks, directory: Path, meshes: list[str], runs: dict[str, list[str]]) -> None:
+    """Train every scenario over every mesh, of which rank 0 writes what it found, and whole runs from recipes."""
     for name in meshes:
         mesh = Mesh.of(ranks, **MESHES[name])
-        for scenario in scenarios:
+        for scenario in SCENARIOS:
             found = trained(mesh, scenario, mesh.is_split)
-            assert len(set(ranks.gather(found["losses"].tolist().__repr__()))) == 1
+            assert ranks.gather(found["losses"].tolist()) == [found["losses"].tolist()] * ranks.world
             if ranks.is_main:
                 save_file({key: x.contiguous() for key, x in found.items()}, directory / f"{name}: {scenario}")
+    train_runs(directory, runs)
+
+
+def write_recipes(directory: Path) -> None:
+    """Two recipes of four steps with all that a run may do: a little model from scratch, and adapters of one."""
+    character_tokenizer(alphabet(4)).save_pretrained(directory / "tokenizer")
+    save_preset(directory / "little.json", LITTLE)
+    tokenizer = load_tokenizer(directory / "tokenizer")
+    save(init(str(directory / "little.json"), seed=3), directory / "base", tokenizer=tokenizer)
+    for name, rows in make_splits(4, {"train": 24, "test": 5}, seed=0).items():
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe: dict[str, Any] = {
+        "seed": 1,
+        "model": {"preset": str(directory / "little.json"), "tokenizer": str(directory / "tokenizer")},
+        "data": {"train": "train.jsonl", "heldout": "test.jsonl", "cache": "off"},
+        "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 1, "ema": 0.9},
+        "train": {"steps": 4, "batch_size": 6, "micro_batch_size": 2, "log_every": 1, "eval_every": 2, "save_every": 2},
+        "evaluation": {"prompts": "test.jsonl", "task": "sudoku", "best": "heldout_canvas_loss"},
+        "generation": {"max_steps": 4},
+    }
+    (directory / "all.yaml").write_text(json.dumps(recipe))
+    lora = {"parts": {"attention": 4, "experts": 2}, "tokens": ["1"]}
+    (directory / "adapters.yaml").write_text(json.dumps({**recipe, "model": {"path": "base"}, "lora": lora}))
+
+
+def train_runs(directory: Path, runs: dict[str, list[str]]) -> None:
+    """Train the recipes that names of runs begin with, each with what it changes."""
+    export.draw_curves = lambda *_, **__: None  # type: ignore[assignment]
+    for name, changes in runs.items():
+        blockdiff.train(directory / f"{name.split(',')[0]}.yaml", changes, directory / name)

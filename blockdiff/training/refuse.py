@@ -25,6 +25,11 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
             "optim.name: adamw_8bit keeps its state in blocks of whole tensors, which parallel.shard and "
             "parallel.experts split; use adamw"
         )
+    if recipe.model.compile and recipe.parallel.shard == "full":
+        raise RecipeError(
+            "model.compile: gathering weights within a layer (parallel.shard: full) breaks it up for the compiler; "
+            "leave one of the two out"
+        )
     _refuse_unasked(recipe)
     metric, patience = recipe.evaluation.best, recipe.evaluation.patience
     if metric is None:

@@ -2,45 +2,103 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from blockdiff.errors import RecipeError, RunError
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
+from blockdiff.training.recipe import read_recipe
+from blockdiff.training.refuse import refuse
 from tests.forked import run_ranks
-from tests.mesh_ranks import MESHES, SCENARIOS, all_meshes, trained
+from tests.mesh_ranks import MESHES, SCENARIOS, all_meshes, train_runs, trained, write_recipes
 
-ALONE = Mesh(Ranks(torch.device("cpu")))
-# What every tensor of two ranks may differ by from one process's, as a share of its norm.
+CPU = torch.device("cpu")
+# What every tensor of several ranks may differ by from one process's, as a share of its norm.
 LIMITS = {torch.float64: {"losses": 1e-10, "gradient": 1e-10, "weight": 1e-10}}
 LIMITS[torch.float32] = {"losses": 1e-5, "gradient": 1e-5, "weight": 1e-6}
-OVER = [*((2, mesh) for mesh in MESHES), (4, "FSDP2 x experts")]
+RUNS = {
+    "all, sharded": ["parallel.shard=full"],
+    "all, sharded, experts split": ["parallel.shard=full", "parallel.experts=2"],
+    "adapters, experts split": ["parallel.experts=2"],
+    "adapters, offloaded": ["parallel.shard=full", "parallel.offload=true"],
+}
+TIMES = ("seconds", "tokens_per_second", "scored_tokens_per_second", "memory_gib", "sample_seconds")
 
 
 @pytest.fixture(scope="module")
 def one():
     """What one process finds, encoding in a sweep of its own (False) or together with pass two (True)."""
-    return {(name, one_sweep): trained(ALONE, name, one_sweep) for name in SCENARIOS for one_sweep in (False, True)}
+    alone = Mesh(Ranks(CPU))
+    return {(name, one_sweep): trained(alone, name, one_sweep) for name in SCENARIOS for one_sweep in (False, True)}
 
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory):
-    """The directories of what two ranks found over every mesh, and four over two dimensions."""
+    """The directories of what two ranks found over every mesh of theirs, and four over two dimensions."""
     two, four = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("four")
-    run_ranks(2, all_meshes, two, list(MESHES), list(SCENARIOS))
-    run_ranks(4, all_meshes, four, ["FSDP2 x experts"], list(SCENARIOS))
+    write_recipes(two)
+    run_ranks(2, all_meshes, two, [name for name in MESHES if name != "FSDP2 x experts"], RUNS)
+    run_ranks(4, all_meshes, four, ["FSDP2 x experts"], {})
     return {2: two, 4: four}
 
 
-@pytest.mark.parametrize(
-    ("world", "mesh", "scenario"),
-    [(world, mesh, scenario) for world, mesh in OVER for scenario in SCENARIOS],
-)
-def test_any_mesh_has_the_losses_gradients_and_weights_of_one_process(one, several, world, mesh, scenario):
-    expected, got = one[scenario, mesh != "DDP"], load_file(several[world] / f"{mesh}: {scenario}")
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_any_mesh_has_the_losses_gradients_and_weights_of_one_process(one, several, mesh, scenario):
+    directory = several[4 if mesh == "FSDP2 x experts" else 2]
+    expected, got = one[scenario, mesh != "DDP"], load_file(directory / f"{mesh}: {scenario}")
     assert got.keys() == expected.keys()
     limits = LIMITS[SCENARIOS[scenario][0]]
     for name, wanted in expected.items():
         error = float((got[name].double() - wanted.double()).norm() / wanted.double().norm())
         assert error < limits[name.split()[0]], f"{name}: {error:.1e}"
+
+
+@pytest.fixture(scope="module")
+def alone(several):
+    """The directory in which one process has trained both recipes, too."""
+    train_runs(several[2], {"all": [], "adapters": []})
+    return several[2]
+
+
+def flat(records: list[dict]) -> list[dict]:
+    """Records without times, whose lists of noise levels are spread out."""
+    for record in records:
+        for place, level in enumerate(record.pop("heldout_levels", [])):
+            record |= {f"{place} {name}": value for name, value in level.items()}
+    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_over_any_mesh_measures_samples_averages_and_exports_as_one_process_does(alone, run):
+    kind = run.split(",")[0]
+    records = [
+        [json.loads(line) for line in (alone / name / "metrics.jsonl").read_text().splitlines()] for name in (kind, run)
+    ]
+    for expected, got in zip(*map(flat, records), strict=True):
+        assert got.pop("kind") == expected.pop("kind")
+        assert got == pytest.approx(expected, rel=1e-4)
+    texts = [(alone / name / "samples.jsonl").read_text() for name in (kind, run)]
+    assert texts[0] == texts[1]
+    file = "model/model.safetensors" if kind == "all" else "adapter/adapter_model.safetensors"
+    expected, got = (load_file(alone / name / file) for name in (kind, run))
+    assert got.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert float((got[name] - wanted).norm()) <= 1e-4 * float(wanted.norm()), name
+
+
+@pytest.mark.quick
+def test_what_does_not_divide_or_does_not_split_is_refused_in_one_line(tmp_path):
+    with pytest.raises(RunError, match=r"parallel.experts: 3 does not divide the 4 processes; choose one of 1, 2, 4$"):
+        Mesh.of(Ranks(CPU, world=4), experts=3)
+    write_recipes(tmp_path)
+    with pytest.raises(RecipeError, match=r"parallel\.offload needs parallel.shard: full"):
+        read_recipe(tmp_path / "all.yaml", ["parallel.offload=true"])
+    with pytest.raises(RecipeError, match=r"optim\.name: adamw_8bit keeps its state in blocks"):
+        refuse(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "optim.name=adamw_8bit"]))
+    with pytest.raises(RecipeError, match=r"model\.compile: gathering weights within a layer"):
+        refuse(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "model.compile=true"]))
