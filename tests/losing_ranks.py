@@ -1,4 +1,4 @@
-"""What `test_lost_ranks.py` starts: two ranks of a toy run, of which one dies, hangs, is told to stop, or takes long.
+"""What `test_lost_ranks.py` starts: ranks of a toy run, of which one dies, hangs, is told to stop, or takes long.
 
 They are forked after the imports, so that a scenario takes a second.
 """
@@ -28,7 +28,8 @@ from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.training import state
 from blockdiff.training.optimiser import build
-from tests.forked import HUNG
+from tests import losing_meshes as meshes
+from tests.forked import HUNG, rank_variables
 from tests.toy_objective import ToyObjective, slots, toy_batches
 from tests.toy_trainer import Options, train
 
@@ -38,9 +39,7 @@ ENDLESS = round(HUNG / BEAT)  # pieces of work that nobody waits for
 AT_A_TIME = 8
 
 
-def toy_run(
-    ranks: Ranks, run: Path, disturb: Callable[[int], None] = lambda step: None, in_save: bool = False
-) -> None:
+def toy_run(ranks: Ranks, run: Path, disturb: Callable[[int], None] = lambda step: None, in_save: bool = False) -> None:
     """Nine steps, saved after every third; `disturb(step)` comes between a step's batches or within a save."""
     objective = ToyObjective()
     optimiser = build(objective, lr=0.1)
@@ -219,15 +218,16 @@ SCENARIOS = {
         *(killed, main_killed, killed_while_saving, main_killed_while_saving, killed_in_backward),
         *(told_to_stop, failed_work, failed_measuring, killed_measuring, killed_while_waiting),
         *(told_to_stop_measuring, bad_row, bad_row_on_one_rank),
+        *(meshes.killed_of_two_shards, meshes.killed_of_two_places, meshes.killed_of_two_by_two),
+        *(meshes.hung_of_two_by_two, meshes.slow_of_two_by_two, meshes.poisoned_of_two_by_two),
     )
 }
-TIMED = (long_measuring, long_work, hung, hung_measuring)
+TIMED = (long_measuring, long_work, hung, hung_measuring, meshes.hung_of_two_by_two)
 
 
-def as_rank(rank: int, port: int, scenario: Callable[[Ranks, Path], None], run: Path) -> None:
+def as_rank(rank: int, world: int, port: int, scenario: Callable[[Ranks, Path], None], run: Path) -> None:
     """Be one rank of a scenario and end the process as the command line would."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1"}
+    os.environ |= rank_variables(rank, world, port)
     words, code = "finished", 0
     try:
         room.BEAT = BEAT
@@ -243,16 +243,16 @@ def as_rank(rank: int, port: int, scenario: Callable[[Ranks, Path], None], run: 
 
 
 def outcome(name: str, directory: Path) -> dict[str, Any]:
-    """Run a scenario: exit codes (negative: the signal), last words of both ranks, seconds, checkpoints."""
+    """Run a scenario: exit codes (negative: the signal), last words of all ranks, seconds, checkpoints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     run, began, codes = directory / name, time.perf_counter(), {}
-    children = {}
-    for rank in (0, 1):
+    children, world = {}, 4 if name.endswith("two_by_two") else 2
+    for rank in range(world):
         child = os.fork()
         if not child:
-            as_rank(rank, port, SCENARIOS[name], run)
+            as_rank(rank, world, port, SCENARIOS[name], run)
         children[child] = rank
     while children:
         child, status = os.waitpid(-1, os.WUNTRACED)
@@ -262,12 +262,12 @@ def outcome(name: str, directory: Path) -> dict[str, Any]:
         codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
         if len(children) == 1 and name.startswith("hung"):
             os.kill(stopped, signal.SIGKILL)
-    words = [path.read_text() if (path := directory / f"{name}-{rank}.txt").exists() else "" for rank in (0, 1)]
+    words = [path.read_text() if (path := directory / f"{name}-{rank}.txt").exists() else "" for rank in range(world)]
     pieces = len(list(directory.glob(f"{name}-piece-*")))
     seconds = round(time.perf_counter() - began, 1)
     return {
         "name": name,
-        "codes": [codes[0], codes[1]],
+        "codes": [codes[rank] for rank in range(world)],
         "words": words,
         "seconds": seconds,
         "pieces": pieces,
@@ -280,6 +280,7 @@ def everything(directory: Path) -> None:
 
     They mostly wait, so several run at a time, each watched by a process of its own.
     """
+    meshes.make_inputs(directory)
     running = 0
     for name in SCENARIOS:
         if running == AT_A_TIME:

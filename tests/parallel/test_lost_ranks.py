@@ -1,4 +1,4 @@
-"""Two ranks of which one dies, hangs, is told to stop or takes long: the other one ends in time with one clear line."""
+"""Ranks of which one dies, hangs, is told to stop or takes long: the others end in time with one clear line."""
 
 from __future__ import annotations
 
@@ -116,6 +116,37 @@ def test_a_bad_row_in_the_middle_of_a_run_saves_the_steps_before_it_whichever_ra
     assert outcome["saved"] == [3, 4]
     said = f"rows.jsonl:{line}: not valid JSON; the run is saved at step 4, {RESUME}"
     assert outcome["words"] == [said] * 2
+
+
+@pytest.mark.parametrize("name", ["killed_of_two_shards", "killed_of_two_places", "killed_of_two_by_two"])
+def test_a_killed_rank_of_a_mesh_ends_all_others_with_a_line_each(found, name):
+    outcome = found[name]
+    others = range(len(outcome["codes"]) - 1)
+    assert outcome["codes"] == [*[1 for _ in others], KILLED]
+    said = "rank {}: another rank was lost during step 5; " + RESUME
+    assert outcome["words"] == [*[said.format(rank) for rank in others], ""]
+    assert outcome["saved"] == [3]
+
+
+def test_a_hung_rank_of_a_mesh_ends_all_others_after_the_timeout(found):
+    outcome = found["hung_of_two_by_two"]
+    assert outcome["codes"] == [1, 1, 1, KILLED] and outcome["saved"] == [3]
+    # the first to give up ends those that still wait for it
+    hung, lost = (f"another rank {what} during step 5; {RESUME}" for what in (f"hung for {TIMEOUT:g} s", "was lost"))
+    assert {line.partition(": ")[2] for line in outcome["words"][:3]} <= {hung, lost}
+    assert any(hung in line for line in outcome["words"])
+
+
+def test_a_slow_rank_of_a_mesh_is_waited_for(found):
+    assert found["slow_of_two_by_two"]["codes"] == [0] * 4
+    assert found["slow_of_two_by_two"]["saved"] == [3, 6]
+
+
+def test_nan_on_one_rank_of_a_mesh_stops_all_with_the_same_line_and_nothing_is_lost(found):
+    outcome = found["poisoned_of_two_by_two"]
+    assert outcome["codes"] == [1] * 4 and outcome["saved"] == [3]
+    assert len(set(outcome["words"])) == 1
+    assert "step 5: the canvas loss is not finite" in outcome["words"][0]
 
 
 @pytest.mark.quick

@@ -1,0 +1,235 @@
+"""`python -m benchmarks.rank_kills`: kill -9 a random rank at a random moment, on every mesh: what becomes of it all?
+
+A chain is one run directory that several ranks train into, with `blockdiff train --resume` on each. Up to five times
+one of them is killed: after a random time, or before a random file operation of its own. The parent then does what a
+launcher does, and sends SIGTERM to the others. They have to end by themselves, each with one line that says that a rank
+was lost (or without one where training had not begun); nobody may have to be killed. Then the run goes on from its last
+checkpoint, and at its end metrics, samples and weights equal, to the bit, those of a run that nobody killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import importlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from benchmarks.kills import IN_A_CHAIN, LONGEST, Kill, die_at, differences, make_inputs, stage_of, train_words
+from benchmarks.machine import describe
+from blockdiff.training import export
+
+LOST = re.compile(
+    r"^blockdiff: error: rank \d: another rank (was lost|hung for \d+ s) during .*; go on with --resume \(from Python "
+    r"resume=True\)$|^blockdiff: error: another rank failed.*$|^blockdiff: error: not all of the \d processes joined.*$"
+)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ranks there are, and what their recipe says of them."""
+
+    name: str
+    world: int
+    overrides: tuple[str, ...] = ()
+
+
+MESHES = (
+    Mesh("2 DDP", 2),
+    Mesh("2 FSDP2", 2, ("parallel.shard=full",)),
+    Mesh("2 EP", 2, ("parallel.experts=2",)),
+    Mesh("4 DDP", 4),
+    Mesh("4 FSDP2", 4, ("parallel.shard=full",)),
+    Mesh("2x2 DDP x EP", 4, ("parallel.experts=2",)),
+    Mesh("2x2 FSDP2 x EP", 4, ("parallel.shard=full", "parallel.experts=2")),
+)
+
+
+@dataclass
+class Outcome:
+    """What became of one attempt: how each rank ended, what it said, and how long the others took after a kill."""
+
+    codes: list[int]
+    said: list[str]
+    seconds: float = 0.0
+    operations: list[dict[str, int]] = field(default_factory=list)
+
+
+@dataclass
+class Kills:
+    """The figures of one mesh."""
+
+    mesh: str
+    kills: int = 0
+    runs: int = 0
+    slowest: float = 0.0  # seconds from a kill until the last rank had ended
+    moments: Counter[str] = field(default_factory=Counter)
+    endings: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)  # ranks that ended otherwise, and runs that differ
+
+
+def main(words: list[str] | None = None) -> int:
+    """Returns 1 when a rank did not end as it should or a run differs from the one that nobody killed, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rank_kills", description=__doc__)
+    parser.add_argument("--count", type=int, default=105, help="kills, over all meshes (default 105)")
+    parser.add_argument("--seed", type=int, default=0, help="of ranks and moments")
+    parser.add_argument("--meshes", type=int, default=len(MESHES), help="only the first so many meshes")
+    parser.add_argument("--output", type=Path, help="a JSON file for the figures")
+    options = parser.parse_args(words)
+    torch.set_num_threads(1)
+    began, meshes = time.perf_counter(), MESHES[: options.meshes]
+    found = []
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        make_inputs(folder)
+        for number, mesh in enumerate(meshes):
+            count = options.count // len(meshes) + (number < options.count % len(meshes))
+            found.append(kill_ranks(folder, mesh, count, random.Random(options.seed * 100 + number)))
+    print("\n".join(table(found)))
+    if options.output:
+        figures = {"machine": describe(torch.device("cpu")), "seconds": round(time.perf_counter() - began, 1)}
+        options.output.write_text(json.dumps(figures | {"meshes": [asdict(each) for each in found]}, indent=1) + "\n")
+    return 1 if any(each.wrong for each in found) else 0
+
+
+def table(found: list[Kills]) -> list[str]:
+    """A line per mesh, and one for whatever went wrong."""
+    heads = ("mesh", "kills", "ends of the other ranks", "slowest end (s)", "runs", "equal to the bit")
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for each in found:
+        ends = ", ".join(f"{count} {ending}" for ending, count in each.endings.most_common())
+        spoilt = sum("differs" in line for line in each.wrong)
+        cells = (each.mesh, each.kills, ends, f"{each.slowest:.1f}", each.runs, each.runs - spoilt)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines + [f"WRONG {line}" for each in found for line in each.wrong]
+
+
+def kill_ranks(folder: Path, mesh: Mesh, count: int, draw: random.Random) -> Kills:
+    """Run and kill chains on one mesh until there were `count` kills; says on stderr how each ended."""
+    found, whole = Kills(mesh.name), folder / f"whole {mesh.name}"
+    attempt(folder, folder / f"first {mesh.name}", mesh)  # what it imports, the children have from here on
+    for name in (folder / "modules").read_text().split():
+        with suppress(ImportError):
+            importlib.import_module(name)
+    began = time.perf_counter()
+    usual = attempt(folder, whole, mesh)
+    seconds = time.perf_counter() - began
+    if any(usual.codes):
+        raise RuntimeError(f"{mesh.name}: {usual.codes}: {usual.said}")
+    while found.kills < count:
+        found.runs += 1
+        run = folder / f"{mesh.name} {found.runs}"
+        for _ in range(min(IN_A_CHAIN, count - found.kills)):
+            victim = draw.randrange(mesh.world)
+            kind = ("time", "file", "save")[found.kills % 3]
+            most = usual.operations[victim].get(kind, 0)
+            at = draw.randint(1, most) if most else draw.uniform(0, 0.8 * seconds)
+            kill = Kill(kind if most else "time", at)
+            ended = attempt(folder, run, mesh, victim, kill)
+            if ended.codes[victim] != -signal.SIGKILL:
+                break  # it got to its end before
+            found.kills += 1
+            found.slowest = max(found.slowest, ended.seconds)
+            found.moments[stage_of(run)] += 1
+            for rank in range(mesh.world):
+                if rank != victim:
+                    judge(found, ended, rank, f"{mesh.name}: rank {rank} after {kill} of rank {victim}")
+        ended = attempt(folder, run, mesh)
+        if any(ended.codes):
+            found.wrong.append(f"{run.name}: did not go on: {ended.codes}: {ended.said}")
+        elif names := differences(whole, run):
+            found.wrong.append(f"{run.name}: differs in {names}")
+        print(f"{mesh.name}: {found.kills}/{count} {dict(found.endings)} {found.wrong}", file=sys.stderr, flush=True)
+    return found
+
+
+def judge(found: Kills, ended: Outcome, rank: int, what: str) -> None:
+    """Count how a rank ended whose peer was killed."""
+    code, lines = ended.codes[rank], [line for line in ended.said[rank].splitlines() if "blockdiff: error" in line]
+    if code == 1 and len(lines) == 1 and LOST.match(lines[0]) and "Traceback" not in ended.said[rank]:
+        found.endings["with a line"] += 1
+    elif code == -signal.SIGTERM and not lines:
+        found.endings["before training began"] += 1
+    elif code == 0 and not lines:
+        found.endings["after its work"] += 1
+    else:
+        found.endings["otherwise"] += 1
+        found.wrong.append(f"{what}: code {code}: {ended.said[rank][-600:]!r}")
+
+
+def attempt(folder: Path, run: Path, mesh: Mesh, victim: int = -1, kill: Kill | None = None) -> Outcome:
+    """`blockdiff train --resume` on all ranks of a mesh, until they end or one is killed and the others end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [*train_words(folder, run), *(word for each in mesh.overrides for word in ("--set", each))]
+    children = {}
+    for rank in range(mesh.world):
+        children[be_rank(folder, words, mesh, rank, port, kill if rank == victim else None)] = rank
+    codes, lost = [0] * mesh.world, 0.0
+    for _ in range(mesh.world):
+        child, status = os.wait()
+        codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
+        if os.waitstatus_to_exitcode(status) and not lost:
+            lost = time.perf_counter()
+            time.sleep(0.1)  # torchrun looks so often
+            for other in children:
+                os.kill(other, signal.SIGTERM)
+    seconds = time.perf_counter() - lost if lost else 0.0
+    said = [(folder / f"said-{rank}").read_text(errors="replace") for rank in range(mesh.world)]
+    files = [folder / f"operations-{rank}" for rank in range(mesh.world)]
+    counted = [json.loads(file.read_text()) for file in files if file.exists()]
+    return Outcome(codes, said, seconds, counted)
+
+
+def be_rank(folder: Path, words: list[str], mesh: Mesh, rank: int, port: int, kill: Kill | None) -> int:
+    """The process id of a rank, forked after the imports."""
+    from blockdiff.cli import main as cli
+
+    counted = folder / f"operations-{rank}"
+    counted.unlink(missing_ok=True)
+    (folder / f"said-{rank}").write_text("")
+    if child := os.fork():
+        return child
+    atexit._clear()  # what the parent would do at its end is not this process's to do
+    code = 1
+    export.draw_curves = lambda *_, **__: None  # would take longer than the run, and nothing comes of it
+    try:
+        handle = os.open(folder / f"said-{rank}", os.O_WRONLY | os.O_TRUNC)
+        os.dup2(handle, 1), os.dup2(handle, 2)
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": mesh.world, "LOCAL_WORLD_SIZE": mesh.world}
+        os.environ |= {name: str(number) for name, number in (numbers | {"MASTER_PORT": port}).items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+        if kill and kill.kind == "time":
+            threading.Timer(kill.at, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        signal.alarm(LONGEST)
+        operations = die_at(folder, kill)
+        sys.argv[1:] = words
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        atexit._run_exitfuncs()
+        counted.write_text(json.dumps(operations))
+        (folder / "modules").write_text("\n".join(sorted(sys.modules)))
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
