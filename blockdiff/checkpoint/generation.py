@@ -29,7 +29,7 @@ class Generation:
     """How canvases are denoised and when a response ends.
 
     `max_steps` bounds the denoising steps of a canvas, `max_new_tokens` the response (rounded up to whole
-    canvases); any of `eos_ids` ends a response; `pad_id` fills prompts of unequal length. Where one of the two is not
+    canvases); `temperature` (0: greedy), `top_k` and `top_p` are of next-token sampling; any of `eos_ids` ends a response; `pad_id` fills prompts of unequal length. Where one of the two is not
     said (empty, None), `special_tokens` decides.
     """
 
@@ -40,6 +40,9 @@ class Generation:
     stability: int = 1
     confidence: float = 0.005
     max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
 
@@ -51,6 +54,9 @@ class Generation:
             "t_min must be at least 0 and less than t_max": 0 <= self.t_min < self.t_max,
             "stability must be at least 0": self.stability >= 0,
             "confidence must be more than 0": self.confidence > 0,
+            "temperature must be at least 0": self.temperature >= 0,
+            "top_k must be at least 1, or null": self.top_k is None or self.top_k >= 1,
+            "top_p must be more than 0 and at most 1": 0 < self.top_p <= 1,
         }
         for rule, is_met in rules.items():
             if not is_met:
@@ -80,12 +86,18 @@ class Generation:
         if rule != "EntropyBoundSamplerConfig":
             raise ValueError(f"sampler {rule!r} is not supported, only EntropyBoundSamplerConfig")
         values = {ours: config.get(theirs) for ours, theirs in _THEIRS.items()}
+        if config.get("do_sample"):  # transformers' defaults; else next-token sampling is greedy
+            top_k = config.get("top_k", 50)
+            values |= {"temperature": config.get("temperature", 1.0), "top_p": config.get("top_p", 1.0)}
+            values |= {"top_k": top_k or None}
         values |= {"entropy_bound": acceptance.get("entropy_bound"), "eos_ids": _ids(config.get("eos_token_id"))}
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def to_dict(self) -> dict[str, Any]:
         """The settings in transformers' names, as generation_config.json holds them."""
+        sampled = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k or 0}
         return {
+            **(sampled if self.temperature else {}),
             **{theirs: getattr(self, ours) for ours, theirs in _THEIRS.items()},
             "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": self.entropy_bound},
             "eos_token_id": list(self.eos_ids),
@@ -118,8 +130,9 @@ def special_tokens(config: Any, generation: Generation | None = None, tokenizer:
 def default_generation(config: Any) -> Generation:
     """The settings of a model that brings none: transformers' defaults, one canvas of tokens."""
     special = special_tokens(config)
-    canvas_length = family_of(config).outline(config).canvas_length
-    return Generation(max_new_tokens=canvas_length, eos_ids=special.eos_ids, pad_id=special.pad_id)
+    outline = family_of(config).outline(config)
+    tokens = outline.canvas_length if outline.denoises else Generation.max_new_tokens
+    return Generation(max_new_tokens=tokens, eos_ids=special.eos_ids, pad_id=special.pad_id)
 
 
 def _ids(said: int | Sequence[int] | None) -> tuple[int, ...]:

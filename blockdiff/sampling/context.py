@@ -16,7 +16,7 @@ from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.control import control_of
 from blockdiff.sampling.reasoning import separated
 from blockdiff.sampling.request import Pending, Request, Result, tokenised
-from blockdiff.sampling.strategies import as_strategy, is_guided
+from blockdiff.sampling.strategies import NextToken, as_strategy, is_guided
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.tool_calls import called
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from blockdiff.models.family import BlockDiffusionModel
 
+STOP_SPARE = 8  # special tokens that may stand within a text that ends a response
 NOT_FINITE = "the model's logits are not finite; are its weights? a wider --dtype may help"
 
 
@@ -35,7 +36,8 @@ class Context:
     the weights the model was loaded from, else transformers' defaults. Where they name no eos, the model's config does,
     else the tokenizer; with none, every response runs to its full length. Without `choices` the model is taken for what
     the blockdiff.json beside its weights says, else for a plain denoiser of uniform noise. Without `strategy` canvases
-    are denoised by the released model's rules, with the numbers of the settings; text may name one (docs/sampling.md).
+    are denoised by the released model's rules, with the numbers of the settings, and a causal model is sampled token by
+    token; text may name one (docs/sampling.md). canvas_length: of the canvases that are sampled, 1 for next tokens.
     """
 
     def __init__(
@@ -50,7 +52,12 @@ class Context:
         self._has_warned = False  # of tokens without a text
         origin = _origin(model)
         generation = generation or (Generation.from_pretrained(origin) if origin else Generation())
-        self.strategy = as_strategy(strategy, generation)
+        denoises = getattr(model, "denoises", True)
+        self.strategy = as_strategy(strategy, generation, denoises)
+        self.is_next_token = isinstance(self.strategy, NextToken)
+        if not denoises and not self.is_next_token:
+            raise RequestError(f"the strategy {self.strategy!r:.80} denoises canvases, and a causal model has none")
+        self.canvas_length = 1 if self.is_next_token else model.canvas_length
         self.choices = choices or (Choices.from_pretrained(origin) if origin else Choices())
         mask_id = self.choices.mask_id
         if mask_id is not None and mask_id >= model.vocab_size:
@@ -68,8 +75,8 @@ class Context:
 
     def canvases(self, max_new_tokens: int) -> int:
         """How many canvases a response of so many tokens has; RequestError where no prompt fits before them."""
-        canvases = -(-max_new_tokens // self.model.canvas_length)
-        if self.positions is not None and canvases * self.model.canvas_length >= self.positions:
+        canvases = -(-max_new_tokens // self.canvas_length)
+        if self.positions is not None and canvases * self.canvas_length >= self.positions:
             raise RequestError(
                 f"max_new_tokens {max_new_tokens} leaves no room for a prompt in the model's {self.positions} "
                 "positions; ask for fewer"
@@ -82,7 +89,7 @@ class Context:
             return 0
         prompt = tokenised(request, 0, 0, self.tokenizer, self.model.vocab_size).prompt_tokens
         canvases = self.canvases(request.max_new_tokens or self.generation.max_new_tokens)
-        return len(prompt) + canvases * self.model.canvas_length - self.positions
+        return len(prompt) + canvases * self.canvas_length - self.positions
 
     def pending(self, request: Request, place: int, seed: int) -> Pending:
         """A request as it waits to be answered; RequestError says why it cannot be.
@@ -101,7 +108,19 @@ class Context:
                 "this model was trained without the next-token loss (objective.ar_loss: none): its scores say nothing",
                 stacklevel=1,
             )
-        length = self.model.canvas_length
+        if isinstance(asked.strategy or self.strategy, NextToken) != self.is_next_token:
+            raise RequestError(
+                "some strategies denoise canvases and next_token does not, so not both can answer the requests of one "
+                "sampler; use two"
+            )
+        if self.is_next_token:
+            asked.max_steps = 1
+            if request.draft is not None:
+                raise RequestError("a draft is where denoising starts, and next_token denoises nothing; leave it out")
+        if request.stop and self.tokenizer is None:
+            raise RequestError("stop has texts, which need a tokenizer, and there is none")
+        asked.stop = tuple(request.stop)
+        length = self.canvas_length
         asked.demanded = request.demanded
         asked.control = control_of(
             request,
@@ -144,6 +163,8 @@ class Context:
             reasoning, answer = separated(answered.tokens, self.tokenizer)
             calls, answer = called(answer, self.tokenizer)
         text = self.text(answer)
+        if answered.finish_reason == "stop":
+            text = text[: min((place for place in map(text.find, answered.stop) if place >= 0), default=None)]
         return Result(
             answered.request_id,
             text,
@@ -155,6 +176,27 @@ class Context:
             logprobs=answered.logprobs,
             draw=answered.draw,
         )
+
+    def stop(self, asked: Pending, fresh: int) -> int:
+        """End a response at the first of its stop texts; returns how many of its last `fresh` tokens that leaves out.
+
+        A response ends with the token that completes the text. Only special tokens have no bytes, so a text of n bytes
+        that the fresh tokens complete begins in the n tokens before them, or in a few more.
+        """
+        if not asked.stop:
+            return 0
+        width = fresh + max(len(text.encode()) for text in asked.stop) + STOP_SPARE
+        tail = self.text(asked.tokens[-width:])
+        if not any(text in tail for text in asked.stop):
+            return 0
+        whole = len(asked.tokens)
+        for count in range(whole - fresh + 1, whole + 1):
+            said = self.text(asked.tokens[:count])
+            if any(text in said for text in asked.stop):
+                del asked.tokens[count:]
+                asked.finish_reason = "stop"
+                return whole - count
+        return 0
 
     def text(self, tokens: Sequence[int]) -> str:
         """A response without its special tokens; "" where there is no tokenizer."""

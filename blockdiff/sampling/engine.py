@@ -78,14 +78,18 @@ class Engine:
         self.seed, self.canvases, self.exact = seed, canvases, exact
         self.pages = pages or Pages(model, page_tokens, capacity)
         self.capacity = self.pages.free_tokens()
-        row_tokens = canvases * model.canvas_length
-        tokens_per_step = tokens_per_step or 2 * max_rows * row_tokens
+        if canvases > 1 and self.context.is_next_token:
+            raise ValueError("canvases: next tokens are drawn one after the other, so there is one at a time; give 1")
+        row_tokens = canvases * self.context.canvas_length
+        least = chunk_tokens if self.context.is_next_token else 0
+        tokens_per_step = tokens_per_step or max(2 * max_rows * row_tokens, least)
         if tokens_per_step < row_tokens:
             raise ValueError(f"tokens_per_step {tokens_per_step} is less than the {row_tokens} of one row's canvases")
         max_rows = min(max_rows, tokens_per_step // row_tokens)
         self._scheduler = Scheduler(
-            self.pages, max_rows, max_waiting, chunk_tokens, tokens_per_step, model.canvas_length, canvases, exact
-        )
+            self.pages, max_rows, max_waiting, chunk_tokens, tokens_per_step, self.context.canvas_length, canvases, exact,
+            is_next_token=self.context.is_next_token,
+        )  # fmt: skip
         if buckets is None and model.device.type != "cpu":
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
         self._live = Live(self.context, self.pages, canvases, 1 if exact else max_rows, buckets)
@@ -114,7 +118,7 @@ class Engine:
 
     def enter(self, asked: Pending, best_of: int = 1, watch: bool = False) -> Row:
         """Take a request that has its tokens already; as `submit`, but that ids may come several times."""
-        length = self.context.model.canvas_length
+        length = self.context.canvas_length
         strategy = asked.strategy or self.context.strategy
         guided = is_guided(strategy, asked.max_steps)
         needed = len(asked.prompt_tokens) + (1 + guided) * asked.canvases * length
@@ -193,6 +197,8 @@ class Engine:
             for (row, count), start, hidden_TD in zip(call, starts, hidden_BTD, strict=True):
                 if row.asked.is_scored:
                     self._score(row, start, hidden_TD[:count])
+                elif self.context.is_next_token and count:
+                    row.before_D = hidden_TD[count - 1]
         for row in [row for row in self._scheduler.seated if row.asked.error or row.asked.finish_reason]:
             if row.asked.error or not row.missing:
                 self._leave(row)
@@ -283,6 +289,7 @@ class Engine:
         """Add a finished canvas to the response, and to what is known where that is still needed."""
         asked, tokens = row.asked, slot.final or []
         kept = asked.commit(tokens, slot.steps, self.context.generation.eos_ids)
+        kept -= self.context.stop(asked, kept)
         if asked.error is not None:
             self._leave(row)
             return

@@ -147,7 +147,7 @@ class Live:
 
     def _beginning(self, slots: Sequence[Slot]) -> State:
         model = self.context.model
-        B, L, device = len(slots), model.canvas_length, model.device
+        B, L, device = len(slots), self.context.canvas_length, model.device
         asked = [
             (
                 *(signed(slot.row.asked.seed), slot.number or 0, slot.entered, slot.row.asked.max_steps),
@@ -222,7 +222,7 @@ class Live:
         first_B = torch.tensor([steps[place] for place in due], device=model.device)
         of_those = state.seed_B[places], state.number_B[places], first_B
         state.uniform_BTL[places], state.noise_BTL[places] = draw_ahead(
-            *of_those, model.canvas_length, model.vocab_size
+            *of_those, self.context.canvas_length, model.vocab_size
         )
 
     def _drawn(self, state: State, steps: Sequence[int], step_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -279,13 +279,16 @@ class Live:
             kept_BL=state.kept_BL[of],
             is_pinned_BL=None if self._pinned_BL is None else self._pinned_BL[of] >= 0,
             noise_probability=1 / model.vocab_size if self.context.choices.mask_id is None else 0.0,
-            draw=lambda: second_draws(seed_B, number_B, step_B, model.canvas_length),
+            draw=lambda: second_draws(seed_B, number_B, step_B, self.context.canvas_length),
         )
         decision = _decided(canvases, call.groups)
         return stats, unchanged_B, decision, decision.standing(canvases)
 
     def _denoised(self, call: Call, tokens_BL: Tensor, soft_BLD: Tensor | None) -> Tensor:
-        """Hidden states [B, L, D] of the canvases of a call."""
+        """Hidden states [B, L, D] of the canvases of a call; of next tokens those of the tokens before them."""
+        if self.context.is_next_token:
+            before = [row.before_D for row in self.rows[call.rows] if row.before_D is not None]
+            return torch.stack(before)[:, None]
         rows: list[PagedRow] = [row.paged for row in self.rows[call.rows] if row.paged is not None]
         count, width, L = len(rows), self.width, tokens_BL.shape[1]
         tokens_BT = tokens_BL.reshape(count, width * L)
@@ -322,7 +325,8 @@ class Live:
         is_finite_B = stats.entropy.isfinite().all(-1)
         is_stopped_B = torch.zeros_like(is_finite_B) if decision.stop_B is None else decision.stop_B
         flags_B2 = torch.stack((is_stopped_B, is_finite_B), 1)
-        told_BN = torch.cat((flags_B2, stats.argmax), 1).cpu()  # the one wait for the device
+        final_BL = stats.argmax if decision.final_BL is None else decision.final_BL
+        told_BN = torch.cat((flags_B2, final_BL), 1).cpu()  # the one wait for the device
         finished = []
         for place, (stops, is_finite) in enumerate(told_BN[:, :2].tolist()):
             slot = self.slots[place]
@@ -358,6 +362,7 @@ def _decided(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | None]
         return strategy.decide(canvases)
     keep_BL = torch.zeros_like(canvases.kept_BL)
     stay_BL, stop_B = torch.zeros_like(keep_BL), torch.zeros_like(keep_BL[:, 0])
+    final_BL: Tensor | None = None
     for strategy, places in groups:
         assert places is not None
         decision = strategy.decide(_some(canvases, places))
@@ -366,7 +371,10 @@ def _decided(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | None]
             stay_BL[places] = decision.stay_BL
         if decision.stop_B is not None:
             stop_B[places] = decision.stop_B
-    return Decision(keep_BL, stop_B, stay_BL)
+        if decision.final_BL is not None:
+            final_BL = canvases.stats.argmax.clone() if final_BL is None else final_BL
+            final_BL[places] = decision.final_BL
+    return Decision(keep_BL, stop_B, stay_BL, final_BL)
 
 
 def _some(canvases: Canvases, places: Tensor) -> Canvases:
@@ -401,9 +409,11 @@ def _joined(
     keep = [decision.keep_BL for decision in decisions]
     stop_B = whole([decision.stop_B for decision in decisions], [each[:, 0] for each in keep])
     stay_BL = whole([decision.stay_BL for decision in decisions], keep)
+    argmax = [each.argmax for each in stats]
+    finals = [a if decision.final_BL is None else decision.final_BL for decision, a in zip(decisions, argmax, strict=True)]
     return (
         Stats(*(torch.cat(columns) for columns in zip(*stats, strict=True))),
         torch.cat(unchanged),
-        Decision(torch.cat(keep), stop_B, stay_BL),
+        Decision(torch.cat(keep), stop_B, stay_BL, torch.cat(finals)),
         torch.cat(standing),
     )

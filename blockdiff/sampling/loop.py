@@ -176,7 +176,7 @@ def _denoise(
         if not stopped:
             continue
         places = [live[row] for row in stopped]
-        final_BL[places] = stats.argmax[stopped]
+        final_BL[places] = (stats.argmax if decision.final_BL is None else decision.final_BL)[stopped]
         for place in places:
             steps[place] = step + 1 - first_step
         if not staying:

@@ -32,6 +32,8 @@ class Request:
     `thinking` asks the chat template for reasoning; `scores` asks for the log-probability of every token of the answer;
     of `best_of` answers, each with draws of its own, the one with the highest mean log-probability is given.
 
+    Any of the texts `stop` ends the response, whose text stands before it.
+
     The others override the settings of the call. max_new_tokens: rounded up to whole canvases; max_steps: most
     denoising steps of a canvas; strategy: how its canvases are denoised. What may stand in the response: template, with
     holes; regex; json_schema; banned, texts or token ids; repetition_penalty, 1 for none. draft: a text to start from,
@@ -48,6 +50,7 @@ class Request:
     thinking: bool = False
     scores: bool = False
     best_of: int = 1
+    stop: Sequence[str] = ()
     max_new_tokens: int | None = None
     max_steps: int | None = None
     strategy: Strategy | str | None = None
@@ -102,6 +105,11 @@ class Request:
             value = getattr(self, name)
             if value is not None and not (_is_integer(value) and value >= 1):
                 raise RequestError(f"{name} must be an integer of at least 1, got {value!r:.80}")
+        if isinstance(self.stop, str) or not isinstance(self.stop, Sequence):
+            raise RequestError(f"stop must be a list of texts, got {self.stop!r:.80}")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop must be a list of texts, got {text!r:.80} in it")
         self._check_controls()
 
     def _check_controls(self) -> None:
@@ -140,7 +148,7 @@ class Result:
 
     `tokens` ends with the first eos if there is one; `text` leaves special tokens out, and the `reasoning` before the
     answer, which stands apart; `steps` are the denoising steps of each canvas; `finish_reason` is "eos", "length",
-    "cancelled" or, with the reason in `error`, "error". `logprobs`, where asked for, are those of `tokens` by
+    "stop", "cancelled" or, with the reason in `error`, "error". `logprobs`, where asked for, are those of `tokens` by
     next-token prediction, in nats; with `best_of`, `draw` says which of the answers this is, from 0. `tool_calls` are
     the calls in the response as messages have them, which its text leaves out.
     """
@@ -197,6 +205,7 @@ class Pending:
     control: Control | None = None
     demanded: str = ""
     is_scored: bool = False
+    stop: tuple[str, ...] = ()
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     finish_reason: str | None = None

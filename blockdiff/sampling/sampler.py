@@ -158,7 +158,7 @@ class Sampler:
         exact: bool,
     ) -> Iterator[tuple[int, Result]]:
         """The results of requests, each given with its best_of, as they come, after the places of these."""
-        length = self.model.canvas_length
+        length = self.context.canvas_length
         longest = max(len(pending.prompt_tokens) + pending.canvases * length for pending, _ in asked)
         count = sum(best_of for _, best_of in asked)
         engine = Engine(

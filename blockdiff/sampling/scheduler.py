@@ -104,7 +104,7 @@ class Scheduler:
     At most `max_rows` rows are live. Meanwhile up to as many are encoded ahead, in groups, so that a row that ends is
     followed at once. chunk_tokens: a prompt is encoded in pieces that end at multiples of it; tokens_per_step: how many
     tokens a step encodes and denoises: prompts wait where canvases and commits leave no room, but one piece goes on in
-    every step. exact: rows share nothing, for what others encoded may be rounded another way.
+    every step. is_next_token: a canvas is the token that the last encoded one predicts. exact: rows share nothing, for what others encoded may be rounded another way.
     """
 
     pages: Pages
@@ -115,6 +115,7 @@ class Scheduler:
     canvas_length: int
     canvases: int
     exact: bool = False
+    is_next_token: bool = False
     waiting: deque[Row] = field(default_factory=deque)
     seated: list[Row] = field(default_factory=list)
     live: list[Row] = field(default_factory=list)
@@ -198,6 +199,8 @@ class Scheduler:
         """Share what others have encoded of a row's tokens; of a scored row those that must still be scored are not."""
         prompt, scored = len(row.asked.prompt_tokens), len(row.asked.logprobs or ())
         end = prompt + scored - 1 if row.asked.is_scored else len(row.known)
+        if self.is_next_token:  # the encode of the last token predicts the next
+            end = min(end, len(row.known) - 1)
         if row.is_guided:  # the encode of the prompt's last token is where its other prefix begins
             end = min(end, prompt - 1)
         if not self.exact:
@@ -230,7 +233,9 @@ class Scheduler:
         at, prompt = row.length, len(row.asked.prompt_tokens)
         if at < prompt:
             return min((at // self.chunk_tokens + 1) * self.chunk_tokens, prompt) - at
-        end = prompt + ((at - prompt) // self.canvas_length + 1) * self.canvas_length
+        # next tokens that are encoded again, after a preemption, need not be one by one
+        size = self.chunk_tokens if self.is_next_token and not self.exact else self.canvas_length
+        end = prompt + ((at - prompt) // size + 1) * size
         return min(end, len(row.known)) - at
 
     def _has_room(self, row: Row, count: int) -> bool:

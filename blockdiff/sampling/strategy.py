@@ -79,12 +79,14 @@ class Decision:
 
     keep_BL: the sample stands in the canvas of the next step. stay_BL: the token that this step saw stands there
     again (where both are True, the sample is kept). Every other position gets fresh noise. stop_B: the canvas is
-    finished, and its argmax is committed; None = no canvas is, before its last step.
+    finished; None = no canvas is, before its last step. final_BL: what a canvas that is finished becomes; None = its
+    argmax.
     """
 
     keep_BL: Tensor
     stop_B: Tensor | None = None
     stay_BL: Tensor | None = None
+    final_BL: Tensor | None = None
 
     def standing(self, canvases: Canvases) -> Tensor:
         """What stands in the next step's canvas wherever `kept_BL` is True, int64 [B, L]; elsewhere no matter what."""

@@ -3,6 +3,7 @@
 from blockdiff.sampling.strategies.acceptance import Confident, EntropyBound, Quota, Sticky
 from blockdiff.sampling.strategies.ancestral import Ancestral
 from blockdiff.sampling.strategies.composed import Composed, is_guided, released
+from blockdiff.sampling.strategies.next_token import NextToken
 from blockdiff.sampling.strategies.stopping import AllKept, Never, StableAndConfident
 from blockdiff.sampling.strategies.temperature import ConstantTemperature, CosineTemperature, LinearTemperature
 from blockdiff.sampling.strategies.text import as_strategy, parse_strategy, strategies_table
@@ -17,6 +18,7 @@ __all__ = [
     "EntropyBound",
     "LinearTemperature",
     "Never",
+    "NextToken",
     "Quota",
     "StableAndConfident",
     "Sticky",

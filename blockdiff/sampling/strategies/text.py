@@ -13,6 +13,7 @@ from blockdiff.errors import RequestError
 from blockdiff.sampling.strategies.acceptance import Acceptance, Confident, EntropyBound, Quota, Sticky
 from blockdiff.sampling.strategies.ancestral import Ancestral
 from blockdiff.sampling.strategies.composed import Composed, released
+from blockdiff.sampling.strategies.next_token import NextToken
 from blockdiff.sampling.strategies.stopping import AllKept, Never, StableAndConfident, Stopping
 from blockdiff.sampling.strategies.temperature import (
     ConstantTemperature,
@@ -84,6 +85,7 @@ class Named:
 
     keys: Mapping[str, Key]
     meaning: str
+    denoises: bool = True  # else it has no key of COMMON
 
 
 NAMES: Mapping[str, Named] = {
@@ -105,6 +107,14 @@ NAMES: Mapping[str, Named] = {
         },
         "draw each next noise level from its posterior",
     ),
+    "next_token": Named(
+        {
+            "temperature": Key("SETTINGS", _number, "0 takes the likeliest token"),
+            **{key: COMMON[key] for key in ("top_k", "top_p", "min_p")},
+        },
+        "denoise nothing: one token after the other, by next-token prediction",
+        denoises=False,
+    ),
 }
 
 
@@ -117,9 +127,10 @@ def parse_strategy(text: str, generation: Generation | None = None) -> Strategy:
     name, _, rest = text.strip().partition(":")
     if name not in NAMES:
         raise RequestError(f"strategy {name!r} is not known; {_nearest(name, NAMES)}")
-    keys = {**NAMES[name].keys, **COMMON}
+    keys = {**NAMES[name].keys, **(COMMON if NAMES[name].denoises else {})}
     settings = {
         "bound": generation.entropy_bound,
+        "temperature": generation.temperature,
         **{key: getattr(generation, key) for key in ("t_min", "t_max", "stability", "confidence")},
     }
     values = {key: settings[key] if its.default == "SETTINGS" else its.default for key, its in keys.items()}
@@ -143,13 +154,13 @@ def parse_strategy(text: str, generation: Generation | None = None) -> Strategy:
         raise RequestError(f"strategy {name}: {error}") from None
 
 
-def as_strategy(given: Strategy | str | None, generation: Generation) -> Strategy:
-    """A strategy given as such or as text; without one the released model's, with the numbers of the settings.
+def as_strategy(given: Strategy | str | None, generation: Generation, denoises: bool = True) -> Strategy:
+    """A strategy given as such or as text; without one that of the kind of model, with the numbers of the settings.
 
-    Raises RequestError for what is none.
+    denoises: whether the model has canvases; then it is the released model's, else next-token sampling. Raises RequestError for what is none.
     """
     if given is None:
-        return released(generation)
+        return released(generation) if denoises else NextToken.of(generation)
     if isinstance(given, str):
         return parse_strategy(given, generation)
     if isinstance(given, type) or not all(callable(getattr(given, verb, None)) for verb in ("shape", "decide")):
@@ -162,7 +173,7 @@ def strategies_table() -> str:
     lines = []
     for name, named in NAMES.items():
         lines += [f"{name}: {named.meaning}", *_lines(named.keys)]
-    return "\n".join([*lines, "with any of them:", *_lines(COMMON)])
+    return "\n".join([*lines, "with any of them but next_token:", *_lines(COMMON)])
 
 
 def _lines(keys: Mapping[str, Key]) -> list[str]:
@@ -180,6 +191,8 @@ def _nearest(word: str, known: Mapping[str, object]) -> str:
 
 
 def _made(name: str, values: dict[str, Value]) -> Strategy:
+    if name == "next_token":
+        return NextToken(**values)
     temperature, stopping, values = _temperature(values), _stopping(values), dict(values)
     rules = {key: values[key] for key in ("top_k", "top_p", "min_p", "guidance")}
     both = {"temperature": temperature, "stopping": stopping, **rules}
