@@ -82,7 +82,7 @@ METRICS: dict[str, Metric] = {
     "skipped": Metric("skipped", "optimiser steps skipped", "lower", "d", "optimiser steps skipped"),
 }
 MACHINE_UNITS = ("s", "GiB", "tokens/s", "scored tokens/s")  # their numbers depend on clocks and machines
-ABSENT_AT_0 = ("ar_loss", "skipped")  # an AR loss of 0 has no weight in the recipe
+ABSENT_AT_0 = ("canvas_loss", "ar_loss", "skipped")  # of 0: a causal model has no canvases, or no weight in the recipe
 
 
 def measured(record: Mapping[str, Any], key: str) -> float | None:

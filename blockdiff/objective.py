@@ -88,6 +88,7 @@ class Objective(nn.Module):
     that losses are divided by stay the same. stop_gradient: whether the canvas loss leaves the encoder alone.
     one_sweep: encode in the same call as pass two, and once more in that of pass one, instead of in a call of its own:
     a step then runs every layer twice and not three times, and where weights are sharded gathers it that often less.
+    A causal model has the AR loss alone; its batches have no canvases.
     Raises RecipeError for leave_one_out with other than uniform noise, for which its bonus gives no posterior.
     """
 
@@ -120,6 +121,9 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch) -> Losses:
         """The sums of both losses over a batch."""
+        if not self.model.denoises:
+            ar_sum = _loss(self.model.vocabulary, _pairs(self._encode_alone(batch)[0], batch))
+            return Losses(ar_sum.new_zeros(()), ar_sum)
         batch = _complete(batch)
         vocabulary = self.model.vocabulary
         if self.one_sweep:
@@ -141,13 +145,17 @@ class Objective(nn.Module):
 
     def _encode(self, batch: Batch) -> _Encoded:
         """Run the clean rows, and put noise into the canvases."""
-        model = self.model
-        spans = {name: kind.encode_spans(batch.doc_start_BS) for name, kind in model.kinds.items()}
-        hidden_BSD, kv = model(batch.tokens_BS, batch.positions_BS, spans)
+        hidden_BSD, kv = self._encode_alone(batch)
         noisy, is_corrupted_BCL = self._corrupted(batch)
         columns = _columns_seen(batch)
         past = [tuple((x.detach() if self.stop_gradient else x)[:, :columns] for x in layer) for layer in kv]
         return _Encoded(hidden_BSD, past, noisy, is_corrupted_BCL)
+
+    def _encode_alone(self, batch: Batch) -> tuple[Tensor, list[KV]]:
+        """Run the clean rows: hidden states [B, S, D] and every layer's kv."""
+        spans = {name: kind.encode_spans(batch.doc_start_BS) for name, kind in self.model.kinds.items()}
+        hidden_BSD, kv = self.model(batch.tokens_BS, batch.positions_BS, spans)
+        return hidden_BSD, kv
 
     def _signal(self, noisy: Batch, past: list[KV] | None) -> Tensor:
         """The self-conditioning signal [B, C * L, D]: soft embeddings from pass one of the coin canvases, 0 elsewhere.
@@ -241,12 +249,18 @@ class Objective(nn.Module):
         Three passes, as in training: encode, denoise every canvas without a signal, denoise every canvas with it.
         """
         with evaluating(self):
-            return self._evaluate(_complete(batch))
+            return self._evaluate(_complete(batch) if self.model.denoises else batch)
 
     def _evaluate(self, batch: Batch) -> Evaluation:
+        vocabulary, next_BS = self.model.vocabulary, batch.tokens_BS.roll(-1, dims=1)
+        if not self.model.denoises:
+            hidden_BSD, _ = self._encode_alone(batch)
+            nothing = torch.zeros_like(batch.is_scored_BCL)
+            ar = _scores(vocabulary.scores, hidden_BSD, next_BS, batch.is_ar_scored_BS)
+            return Evaluation(*[nothing] * 5, *ar, nothing)
         hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
-        vocabulary, shape = self.model.vocabulary, noisy.canvas_BCL.shape
-        ar = _scores(vocabulary.scores, hidden_BSD, batch.tokens_BS.roll(-1, dims=1), batch.is_ar_scored_BS)
+        shape = noisy.canvas_BCL.shape
+        ar = _scores(vocabulary.scores, hidden_BSD, next_BS, batch.is_ar_scored_BS)
         first_BTD = self._denoise(noisy, past, None)
         second_BTD = self._denoise(noisy, past, vocabulary.soft_embedding(first_BTD))
         bonus_BC = self._bonus(batch)

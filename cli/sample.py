@@ -56,6 +56,7 @@ def sample(
     noise: options.Noise = None,
     banned: options.Banned = None,
     repetition_penalty: options.RepetitionPenalty = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the response (may be repeated).")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Show canvases as they are finished.")] = False,
     batch_size: options.BatchSize = 32,
     exact: Annotated[
@@ -68,7 +69,7 @@ def sample(
 ) -> None:
     """Answer one prompt, one chat message, or a file of prompts.
 
-    Output lines are id, text, tokens, finish_reason ("eos", "length" or "error"), steps (denoising steps
+    Output lines are id, text, tokens, finish_reason ("eos", "length", "stop" or "error"), steps (denoising steps
     per canvas) and what was asked for: reasoning, logprobs and score, draw. A bad line of a prompts file
     gets an error record and the others continue.
     """
@@ -92,6 +93,7 @@ def sample(
         entries = [Request(1, messages=[{"role": "user", "content": str(chat)}])]
     # What holds the response; a line of a prompts file goes before the command's options.
     held: dict[str, Any] = dict(template=template, regex=regex, draft=draft, noise=noise, banned=tuple(banned or ()))
+    held |= dict(stop=tuple(stop or ()))
     held |= dict(json_schema=options.read_text(json_schema), repetition_penalty=repetition_penalty)
     unheld = Request(1, prompt="")
     held = {name: value for name, value in held.items() if value != getattr(unheld, name)}

@@ -29,8 +29,9 @@ class Generation:
     """How canvases are denoised and when a response ends.
 
     `max_steps` bounds the denoising steps of a canvas, `max_new_tokens` the response (rounded up to whole
-    canvases); `temperature` (0: greedy), `top_k` and `top_p` are of next-token sampling; any of `eos_ids` ends a response; `pad_id` fills prompts of unequal length. Where one of the two is not
-    said (empty, None), `special_tokens` decides.
+    canvases); `temperature` (0: greedy), `top_k` and `top_p` are of next-token sampling; any of `eos_ids` ends a
+    response; `pad_id` fills prompts of unequal length. Where one of the two is not said (empty, None),
+    `special_tokens` decides.
     """
 
     max_steps: int = 48

@@ -61,6 +61,15 @@ class AllCanvases(_Range):
 
 
 @dataclass(frozen=True)
+class NoCanvases(_Range):
+    """No canvas: of a causal model, which learns next tokens alone."""
+
+    def kept(self, count: int) -> range:
+        """Nothing."""
+        return range(0)
+
+
+@dataclass(frozen=True)
 class FirstCanvases(_Range):
     """The first `count` canvases, or all where an example has fewer."""
 

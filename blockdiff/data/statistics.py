@@ -94,9 +94,9 @@ class Statistics:
 
     def __str__(self) -> str:
         context = f" ({self.unscored_turns:,} assistant turns as context only)" if self.unscored_turns else ""
+        canvases = f"{self.canvases:,} canvases of {self.canvas_length}, {self.fill_share:.1%} fill, "
         return (
             f"{self.rows:,} rows ({self.dropped:,} dropped, {self.truncated:,} truncated: "
             f"{self.cut_tokens:,} tokens cut), {self.responses:,} responses{context}, "
-            f"{self.canvases:,} canvases of {self.canvas_length}, {self.fill_share:.1%} fill, "
-            f"{self.scored_tokens:,} scored tokens, longest row {self.longest:,}"
+            f"{canvases * (self.canvas_length > 1)}{self.scored_tokens:,} scored tokens, longest row {self.longest:,}"
         )

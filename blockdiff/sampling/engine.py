@@ -87,9 +87,16 @@ class Engine:
             raise ValueError(f"tokens_per_step {tokens_per_step} is less than the {row_tokens} of one row's canvases")
         max_rows = min(max_rows, tokens_per_step // row_tokens)
         self._scheduler = Scheduler(
-            self.pages, max_rows, max_waiting, chunk_tokens, tokens_per_step, self.context.canvas_length, canvases, exact,
-            is_next_token=self.context.is_next_token,
-        )  # fmt: skip
+            self.pages,
+            max_rows,
+            max_waiting,
+            chunk_tokens,
+            tokens_per_step,
+            self.context.canvas_length,
+            canvases,
+            exact,
+            self.context.is_next_token,
+        )
         if buckets is None and model.device.type != "cpu":
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
         self._live = Live(self.context, self.pages, canvases, 1 if exact else max_rows, buckets)

@@ -409,11 +409,11 @@ def _joined(
     keep = [decision.keep_BL for decision in decisions]
     stop_B = whole([decision.stop_B for decision in decisions], [each[:, 0] for each in keep])
     stay_BL = whole([decision.stay_BL for decision in decisions], keep)
-    argmax = [each.argmax for each in stats]
-    finals = [a if decision.final_BL is None else decision.final_BL for decision, a in zip(decisions, argmax, strict=True)]
+    argmax = [column.argmax for column, *_ in parts]
+    final_BL = torch.cat([a if d.final_BL is None else d.final_BL for d, a in zip(decisions, argmax, strict=True)])
     return (
         Stats(*(torch.cat(columns) for columns in zip(*stats, strict=True))),
         torch.cat(unchanged),
-        Decision(torch.cat(keep), stop_B, stay_BL, torch.cat(finals)),
+        Decision(torch.cat(keep), stop_B, stay_BL, final_BL),
         torch.cat(standing),
     )

@@ -90,7 +90,7 @@ class Sampler:
         places = places_of(path_or_hub_id, adapter)
         generation = Generation.from_pretrained(holding([GENERATION], places))
         tokenizer = load_tokenizer(holding(VOCABULARY_FILES, places))
-        strategy = as_strategy(strategy, generation)
+        strategy = None if strategy is None else as_strategy(strategy, generation)
         model = load(path_or_hub_id, dtype=dtype, device=device, kernels=kernels, adapter=adapter)
         return cls(model, tokenizer, generation, strategy=strategy)
 

@@ -104,7 +104,8 @@ class Scheduler:
     At most `max_rows` rows are live. Meanwhile up to as many are encoded ahead, in groups, so that a row that ends is
     followed at once. chunk_tokens: a prompt is encoded in pieces that end at multiples of it; tokens_per_step: how many
     tokens a step encodes and denoises: prompts wait where canvases and commits leave no room, but one piece goes on in
-    every step. is_next_token: a canvas is the token that the last encoded one predicts. exact: rows share nothing, for what others encoded may be rounded another way.
+    every step. exact: rows share nothing, for what others encoded may be rounded another way. is_next_token: a canvas
+    is the one token that the last encoded one predicts.
     """
 
     pages: Pages

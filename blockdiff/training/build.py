@@ -36,6 +36,7 @@ from blockdiff.training.freeze import count_parts, freeze
 from blockdiff.training.objects import MaskToken, UniformTokens
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.refuse import refuse_of_causal
 from blockdiff.training.sections import LoraSection
 from blockdiff.training.tensors import require_own_names
 
@@ -54,6 +55,11 @@ class Base:
     def canvas_length(self) -> int:
         """L of the model."""
         return family_of(self.config).outline(self.config).canvas_length
+
+    @property
+    def denoises(self) -> bool:
+        """Whether the model has canvases, or is causal alone."""
+        return family_of(self.config).outline(self.config).denoises
 
     @property
     def vocab_size(self) -> int:
@@ -215,6 +221,8 @@ def read_base(recipe: Recipe) -> Base:
     except ValueError as error:
         raise RecipeError(f"generation: {error}") from None
     base = Base(config, tokenizer, generation, special.eos_ids[0], special.pad_id)
+    if not base.denoises:
+        refuse_of_causal(recipe)
     if len(tokenizer) > base.vocab_size:
         raise RecipeError(
             f"model.tokenizer: {len(tokenizer)} tokens, but the model has {base.vocab_size}; "

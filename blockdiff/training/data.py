@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from blockdiff.canvas import Batch
 from blockdiff.data.chat import Encoder, Example
-from blockdiff.data.collate import Collator, heldout_batches, micro_batches
+from blockdiff.data.collate import Collator, NoCanvases, heldout_batches, micro_batches
 from blockdiff.data.dataset import TOTAL, Dataset, load_dataset
 from blockdiff.data.plan import AnyPlan, Plan, SequentialPlan
 from blockdiff.data.rows import Row
@@ -95,7 +95,7 @@ class Data:
             )
             if line.strip()
         ]
-        lines += [f"          {FILL}"] if lines else []
+        lines += [f"          {FILL}"] if lines and self.collator.canvas_length > 1 else []
         return lines if isinstance(self.train, Dataset) else ["data      read while training goes on", *lines]
 
     def report(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def collator(recipe: Recipe, base: Base) -> Collator:
         eos_id=base.eos_id,
         seed=recipe.seed,
         time=o.time,
-        canvases=recipe.data.canvases,
+        canvases=recipe.data.canvases if base.denoises else NoCanvases(),
         coin_probability=o.coin,
         scores_ar=o.ar_loss is not None,
         normalisation=o.normalisation,

@@ -194,6 +194,8 @@ def kernels_for(device: str) -> str | Kernels:
 def worst_batch(recipe: Recipe, model: BlockDiffusionModel, tokens: int, rows: int) -> Batch:
     """Rows of so many tokens: a prompt of one canvas, then canvases, of which the recipe's choice is there."""
     L = model.canvas_length
+    if not model.denoises:
+        return lay_out([CleanRow([0] * tokens, [])] * rows, L, pad_id=0)
     count = max(1, (tokens - 1) // L)
     chosen: Sequence[int] = recipe.data.canvases.choose([count], 0, [0], [0])[0]
     start = max(1, tokens - count * L)

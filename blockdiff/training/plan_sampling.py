@@ -47,6 +47,10 @@ def _step(model: BlockDiffusionModel, device: str, rows: int) -> int:
         canvas = torch.zeros(rows, model.canvas_length, dtype=torch.int64)
         prefix = model.encode(torch.zeros(rows, 1000, dtype=torch.int64))
         counted.start_again()
+        if not model.denoises:  # the step that gives the next token
+            hidden = model.encode(canvas, prefix=prefix).hidden
+            model.vocabulary.stats(hidden, 1.0, torch.zeros(rows, 1))
+            return counted.peak
         soft = torch.empty(rows, model.canvas_length, model.vocabulary.table.shape[1], dtype=model.dtype, device="meta")
         hidden = model.denoise(canvas, prefix, soft)
         model.vocabulary.stats(hidden, 1.0, torch.zeros(rows, model.canvas_length))

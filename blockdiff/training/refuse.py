@@ -67,6 +67,27 @@ def _refuse_unasked(recipe: Recipe) -> None:
         raise RecipeError(f"lora.alpha: {min(unknown)} is no part with a rank (there are: {', '.join(lora.ranks)})")
 
 
+def refuse_of_causal(recipe: Recipe) -> None:
+    """Raise RecipeError for what a recipe says of canvases where the model is causal and has none."""
+    if recipe.objective.ar_loss is None:
+        raise RecipeError("objective.ar_loss: none: next tokens are all that a causal model learns; leave it out")
+    of_canvases = {
+        "objective": (
+            *("schedule", "time", "corruption", "weight"),
+            *("positions", "prediction", "stop_gradient", "coin"),
+        ),
+        "data": ("canvases",),
+    }
+    for name, keys in of_canvases.items():
+        section = getattr(recipe, name)
+        for key in keys:
+            if getattr(section, key) != type(section).model_fields[key].default:
+                raise RecipeError(
+                    f"{name}.{key}: is of canvases, and the model is causal; leave it out, or give the model canvases "
+                    "(`blockdiff init --from`)"
+                )
+
+
 def refuse_schedule(schedule: Schedule) -> None:
     """Raise RecipeError for a noise schedule that keeps other shares of tokens than one can."""
     t = torch.linspace(0, 1, 129, dtype=torch.float64)

@@ -274,6 +274,9 @@ class GenerationSection(Section):
     t_max: Amount | None = None
     stability: Count | None = None
     confidence: AboveZero | None = None
+    temperature: Amount | None = None  # of next-token sampling, 0 = greedy; so are the next two
+    top_k: Positive | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
 
 
 def _from_python(value: Any) -> Any:

@@ -408,7 +408,7 @@ class Trainer:
         epochs = self.steps_per_epoch()
         length = "" if epochs is None else f", {self.steps / epochs:.1f} epochs"
         saved = f"saved every {t.save_every}" if t.save_every else "saved at the end only"
-        scored = f"{canvases} canvas{'es' * (canvases != 1)}"
+        scored = f"{canvases} canvas{'es' * (canvases != 1)}" if self.built.base.denoises else "next tokens"
         return f"{self.steps} optimiser steps of {t.batch_size} examples, {scored} of each{length}, {saved}"
 
     def steps_per_epoch(self) -> float | None:

@@ -1,8 +1,8 @@
 """Next-token sampling: a response grows by one token a step, drawn from what the clean tokens before it predict.
 
 Nothing is denoised. A "canvas" is one token then, its hidden state is that of the token before it, and it is finished
-after one step; so requests, constraints, scores and pages are those of denoising. Every model encodes causally, so every
-model can be sampled this way, as well as its next-token loss is low; a causal model can be sampled in no other.
+after one step; so requests, constraints, scores and pages are those of denoising. Every model encodes causally, so
+every model can be sampled this way, as well as its next-token loss is low; a causal model can be sampled in no other.
 """
 
 from __future__ import annotations

@@ -157,7 +157,8 @@ def parse_strategy(text: str, generation: Generation | None = None) -> Strategy:
 def as_strategy(given: Strategy | str | None, generation: Generation, denoises: bool = True) -> Strategy:
     """A strategy given as such or as text; without one that of the kind of model, with the numbers of the settings.
 
-    denoises: whether the model has canvases; then it is the released model's, else next-token sampling. Raises RequestError for what is none.
+    denoises: whether the model has canvases; then it is the released model's, else next-token sampling. Raises
+    RequestError for what is none.
     """
     if given is None:
         return released(generation) if denoises else NextToken.of(generation)
