@@ -257,7 +257,7 @@ class Objective(nn.Module):
             hidden_BSD, _ = self._encode_alone(batch)
             nothing = torch.zeros_like(batch.is_scored_BCL)
             ar = _scores(vocabulary.scores, hidden_BSD, next_BS, batch.is_ar_scored_BS)
-            return Evaluation(*[nothing] * 5, *ar, nothing)
+            return Evaluation(nothing, nothing, nothing, nothing, nothing, *ar, nothing)
         hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
         shape = noisy.canvas_BCL.shape
         ar = _scores(vocabulary.scores, hidden_BSD, next_BS, batch.is_ar_scored_BS)
