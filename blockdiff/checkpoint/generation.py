@@ -41,11 +41,11 @@ class Generation:
     stability: int = 1
     confidence: float = 0.005
     max_new_tokens: int = 256
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
-    eos_ids: tuple[int, ...] = ()
-    pad_id: int | None = None
 
     def __post_init__(self) -> None:
         rules = {
