@@ -17,11 +17,12 @@ class Spans:
     """Prefix and own span of every query: int32 `bounds_BT4` = (prefix_lo, prefix_hi, own_lo, own_hi), half open.
 
     A span with hi <= lo is empty. `sees_all` promises that every query sees every prefix and own key it is given,
-    so that a mask need not be applied at all; `is_padded=False` promises that no query is padding.
+    so that a mask need not be applied at all; `is_padded=False` promises that no query is padding. `is_causal` says
+    that the tokens are clean: each sees itself and what stands before it.
     """
 
-    def __init__(self, bounds_BT4: Tensor, sees_all: bool = False, is_padded: bool = True):
-        self.bounds_BT4 = bounds_BT4
+    def __init__(self, bounds_BT4: Tensor, sees_all: bool = False, is_padded: bool = True, is_causal: bool = False):
+        self.bounds_BT4, self.is_causal = bounds_BT4, is_causal
         self.sees_all, self.is_padded = sees_all, is_padded and not sees_all
         self._dense: dict[tuple[int, int], Tensor] = {}
         self._hulls: dict[int, list[list[int]]] = {}
@@ -49,13 +50,13 @@ class Spans:
 
     def select(self, rows: Tensor) -> Spans:
         """The spans of some rows only."""
-        return Spans(self.bounds_BT4[rows], self.sees_all, self.is_padded)
+        return Spans(self.bounds_BT4[rows], self.sees_all, self.is_padded, self.is_causal)
 
     def shifted(self, first_B: Tensor) -> Spans:
         """The spans where prefix column 0 stands for row column `first_B`: what lies before it is gone."""
         shift = torch.stack([first_B, first_B, torch.zeros_like(first_B), torch.zeros_like(first_B)], -1)
         bounds = (self._distinct() - shift[:, None]).clamp(min=0).to(torch.int32)
-        return Spans(bounds.expand_as(self.bounds_BT4), self.sees_all, self.is_padded)
+        return Spans(bounds.expand_as(self.bounds_BT4), self.sees_all, self.is_padded, self.is_causal)
 
     def part(self, queries: slice, prefix: int, own: int) -> Spans:
         """The spans of some queries, over keys of which the first `prefix` and the first `own` are left out."""
@@ -128,7 +129,7 @@ def encode_spans(doc_start_BT: Tensor, window: int | None = None, past_B: Tensor
     oldest = past + i + 1 - window if window is not None else torch.zeros_like(past)
     first = torch.maximum(doc_start_BT, oldest)
     own_lo = (first - past).clamp(min=0)
-    return Spans(_stack(first.clamp(min=0), past, own_lo, i + 1, doc_start_BT >= 0))
+    return Spans(_stack(first.clamp(min=0), past, own_lo, i + 1, doc_start_BT >= 0), is_causal=True)
 
 
 def denoise_spans(

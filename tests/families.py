@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, MiniMaxM3VLConfig, Qwen3Config
 
 import blockdiff
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.family import BlockDiffusionModel, family_of
 from tests.oracle import tiny_config
 
 SMALL: dict[str, Any] = dict(
@@ -40,9 +40,50 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "diffusion_gemma": lambda: tiny_config(canvas_length=8, vocab_size=96),
     "llama": lambda: LlamaConfig(**SMALL, rope_parameters=LLAMA3),
     "llama tied, denoising": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True, canvas_length=8),
+    "minimax_m3": lambda: m3_config(),
+    "minimax_m3 dense, denoising": lambda: m3_config(topk=99, canvas_length=8),
+    "minimax_m3 denoising": lambda: m3_config(canvas_length=8),
     "qwen3": lambda: Qwen3Config(**SMALL, tie_word_embeddings=True),
     "qwen3 sliding, denoising": lambda: Qwen3Config(**SMALL, **SLIDING, canvas_length=8),
 }
+
+
+def m3_config(topk: int = 2, canvas_length: int | None = None, **text: Any) -> MiniMaxM3VLConfig:
+    """A tiny MiniMax M3: one dense layer, two sparse ones with experts."""
+    sparse = dict(
+        sparse_num_index_heads=2,
+        sparse_index_dim=16,
+        sparse_block_size=4,
+        sparse_topk_blocks=topk,
+        sparse_local_block=1,
+        sparse_attention_freq=[0, 1, 1],
+    )
+    values: dict[str, Any] = dict(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=24,
+        dense_intermediate_size=48,
+        shared_intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        moe_layer_freq=[0, 1, 1],
+        sparse_attention_config=sparse,
+    )
+    vision = dict(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
+    )
+    whole: dict[str, Any] = dict(projector_hidden_size=16, image_token_index=92, video_token_index=93)
+    whole |= {} if canvas_length is None else {"canvas_length": canvas_length}
+    return family_of("minimax_m3_vl").read({"text_config": values | text, "vision_config": vision, **whole})
 
 
 def small_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> BlockDiffusionModel:

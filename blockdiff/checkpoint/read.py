@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from blockdiff import memory
 from blockdiff.checkpoint.adapters import base_of, has_adapter, load_adapter
 from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shapes_of
+from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_blocks, stored_tensors
 from blockdiff.errors import CheckpointError
@@ -79,8 +81,9 @@ def load_weights(
     sets it. Raises CheckpointError.
     """
     directory = find(path_or_hub_id)
-    stored = stored_tensors(directory)
     names, added = family_of(model.config).names, added_to(model)
+    in_files = stored_tensors(directory)
+    stored = assembled(in_files, names)
     shapes = {name: shape for name, shape in shapes_of(model).items() if name not in added}
     source = _match(shapes, stored, directory, names)
 
@@ -95,7 +98,10 @@ def load_weights(
         block = piece_of(state[ours]).block if is_spread(state[ours]) else None
         filled.setdefault((hub, block), []).append(ours)
     sums = {}
-    for hub, block, tensor in read_blocks(stored, filled):
+    made = {hub: place for hub, place in stored.items() if isinstance(place, Assembled)}
+    whole = [wanted for wanted in filled if wanted[0] not in made]
+    parted = [wanted for wanted in filled if wanted[0] in made]
+    for hub, block, tensor in chain(read_blocks(stored, whole), read_assembled(in_files, made, parted)):
         for ours in filled[hub, block]:
             # A copy even where nothing changes: the tensor read is a view of the file.
             filling = torch.empty(tensor.shape, dtype=target, device=place).copy_(tensor)
@@ -103,7 +109,7 @@ def load_weights(
         sums[filled[hub, block][0]] = filling.sum(dtype=torch.float32 if target == torch.float16 else None)
     _warn_of_not_finite(model, directory, sums, source)
 
-    model.carried = carried_by(directory, names, stored)
+    model.carried = carried_by(directory, names, in_files)
     return model.eval()
 
 

@@ -14,6 +14,7 @@ import transformers
 from safetensors import SafetensorError
 
 from blockdiff.checkpoint.added import added_to, check_whole, is_own_class, metadata_of
+from blockdiff.checkpoint.assembled import pieces_of
 from blockdiff.checkpoint.files import ADDED, CONFIG, GENERATION, INDEX, TOKENIZER_FILES, Carried
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation, default_generation
@@ -135,7 +136,11 @@ def _files_of(
 
     names = family_of(model.config).names
     added = {name: own.pop(name) for name in added_to(model)}
-    sources = {str(names.to_hub(name)): source for name, source in own.items()}
+    sources = {
+        hub: piece
+        for name, source in own.items()
+        for hub, piece in pieces_of(str(names.to_hub(name)), source, names).items()
+    }
     sources |= {name: Source.of(tensor) for name, tensor in carried.tensors.items()}
     sources |= {name: Source.stored(name, place) for name, place in carried.stored.items()}
     split: Any = split_state_dict_into_shards_factory(

@@ -20,10 +20,11 @@ from blockdiff.kernels.launch import Unserved
 FOLDERS = {
     "span_attention": ("span_attention",),
     "expert_mlp": ("expert_mlp", "gated", "route"),
+    "block_sparse": ("select_blocks", "block_sparse_attention"),
     "norm_rope": ("rms_norms", "add_rms_norm", "norm_rope"),
     "vocabulary": ("logits", "linear_cross_entropy", "soft_embedding", "token_stats", "token_scores", "class_stats"),
 }
-NATIVE_ONLY = ("logits", "class_stats", "gated", "route")
+NATIVE_ONLY = ("logits", "class_stats", "gated", "route", "select_blocks", "block_sparse_attention")
 # Those that also have C functions, in their folder's cpu.py and cpu.c.
 IN_C = (
     *("span_attention", "expert_mlp", "gated", "route", "rms_norms", "add_rms_norm", "norm_rope"),
@@ -38,6 +39,8 @@ class Kernels:
 
     span_attention: Callable[..., Any]
     expert_mlp: Callable[..., torch.Tensor]
+    select_blocks: Callable[..., torch.Tensor]
+    block_sparse_attention: Callable[..., torch.Tensor]
     gated: Callable[..., torch.Tensor]
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rms_norms: Callable[..., tuple[torch.Tensor, ...]]

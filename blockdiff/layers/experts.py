@@ -34,6 +34,25 @@ class Router(nn.Module):
         return self.kernels.route(scores, self.per_expert_scale, self.top_k)
 
 
+class SigmoidRouter(nn.Module):
+    """Top-k routing by sigmoids: chosen by score plus a bias, weighed by the scores alone, renormalised and scaled."""
+
+    bias: Tensor
+
+    def __init__(self, hidden: int, experts: int, top_k: int, scale: float):
+        super().__init__()
+        self.proj = nn.Linear(hidden, experts, bias=False)
+        self.register_buffer("bias", torch.zeros(experts))
+        self.top_k, self.factor = top_k, scale
+
+    def forward(self, normed_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert index int64 [N, k] and weight fp32 [N, k]; no gradient goes through the choice."""
+        scores = self.proj(normed_ND).float().sigmoid()
+        index = (scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
+        weight = scores.gather(-1, index)
+        return index, weight / weight.sum(-1, keepdim=True) * self.factor
+
+
 class Experts(nn.Module):
     """The weights of all experts in the Hub's layout: gate_up [E, 2F, D] with gate rows first, down [E, D, F].
 

@@ -73,7 +73,8 @@ class Family:
     model_type: what its config.json calls it; architecture: the class of transformers that loads its checkpoints.
     parts: the name of a part -> patterns (`*`, `?`) of our parameters' names; a parameter belongs to the first part
     that matches. Sizes, freezing and adapters go by parts. adapted_parts: those whose linear layers and experts can
-    have adapters. sharding_units: names of modules (`{}` is the layer number)
+    have adapters; selecting_parts: those that choose what is computed with and that no loss reaches, so that they stand
+    still. sharding_units: names of modules (`{}` is the layer number)
     whose weights are gathered together when they are sharded, inner ones first.
 
     The functions take the family's own config. `read(values)` makes it from the content of a config.json and checks it;
@@ -97,6 +98,7 @@ class Family:
     with_tokens: Callable[[Any, int, Mapping[str, int | None]], Any]
     image_tensors: Callable[[Any, int, torch.dtype], dict[str, Tensor]] = lambda config, seed, dtype: {}
     with_canvases: Callable[[Any, int], Any] | None = None
+    selecting_parts: tuple[str, ...] = ()
 
     def part_of(self, name: str) -> str:
         """The part that one of our parameters or buffers belongs to, by its name; "other" for what none has."""

@@ -18,13 +18,15 @@ class Names:
     are kept and written back but not run; ties: how the Hub name of a copy begins, and that of what it is a copy of.
     Some writers save both ends of a tie; a tensor of the table that a file lacks is read from the other end. twice: how
     the Hub names of modules begin that transformers has as two modules over one weight, and that of the second one;
-    PEFT gives each an adapter of its own.
+    PEFT gives each an adapter of its own. pieces: how a Hub name of the table ends that files do not have, and how
+    those end of which it is made: for each expert, whose number `[]` is, matrices one under the other.
     """
 
     table: tuple[tuple[str, str], ...]
     carried: tuple[str, ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
     twice: tuple[tuple[str, str], ...] = ()
+    pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @cached_property
     def _hub(self) -> dict[str, str]:
@@ -52,6 +54,20 @@ class Names:
         tied = self.tied_to(hub)
         candidates = _translated(hub, self._ours), None if tied is None else _translated(tied, self._ours)
         return next((name for name in candidates if name is not None and name in there), None)
+
+    def piece(self, hub: str) -> tuple[str, int, int] | None:
+        """What a tensor of a file is a piece of: that Hub name, and the numbers of the expert and of the matrix."""
+        for whole, patterns in self.pieces:
+            for matrix, pattern in enumerate(patterns):
+                found = re.fullmatch(r"(.*)" + re.escape(pattern).replace(r"\[\]", r"(\d+)"), hub)
+                if found is not None:
+                    return found[1] + whole, int(found[2]), matrix
+        return None
+
+    def pieces_of(self, hub: str) -> list[str]:
+        """The names in a file of the pieces of a tensor, with `[]` for the expert; none where it is whole there."""
+        found = next((row for row in self.pieces if hub.endswith(row[0])), None)
+        return [] if found is None else [hub.removesuffix(found[0]) + pattern for pattern in found[1]]
 
     def hub_to_ours(self, names: Iterable[str]) -> dict[str, str]:
         """Hub name -> our name, for those of our `names` that the table has."""

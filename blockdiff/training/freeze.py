@@ -26,10 +26,13 @@ class PartCounts(NamedTuple):
 def freeze(model: BlockDiffusionModel, patterns: Sequence[str], trains_routers: bool = True) -> dict[str, int]:
     """Take the parameters whose names match (`*`, `?`, `[ab]`) out of training; returns parameters by pattern.
 
-    Without `trains_routers` those of the routers too. Raises RunError for a pattern that matches nothing, naming close
-    ones, and when nothing would be left to train.
+    Without `trains_routers` those of the routers too, and in any case those that no loss reaches. Raises RunError for
+    a pattern that matches nothing, naming close ones, and when nothing would be left to train.
     """
     named = dict(model.named_parameters())
+    for part in family_of(model.config).selecting_parts:
+        for parameter in model.parameters_of(part):
+            parameter.requires_grad_(False)
     if not trains_routers:
         for parameter in model.parameters_of("router"):
             parameter.requires_grad_(False)

@@ -172,7 +172,9 @@ def test_a_gradient_reaches_every_parameter(model):
     named = dict(model.named_parameters())
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     unused = [name for name, grad in zip(named, grads, strict=True) if grad is None or not bool(grad.abs().sum() > 0)]
-    assert not unused
+    of_part = {name: family_of(model.config).part_of(name) for name in named}
+    assert {of_part[name] for name in unused} == {*family_of(model.config).selecting_parts} & {*of_part.values()}
+    assert all(of_part[name] in family_of(model.config).selecting_parts for name in unused)
 
 
 # -- denoising -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,8 +57,37 @@ ACTIVATIONS = {
 }
 
 
+def oai(alpha: float, limit: float) -> str:
+    """The name of SwiGLU-OAI with these numbers, limit 0 = no clamp; that of gpt-oss is "swiglu_oai" alone."""
+    return "swiglu_oai" if (alpha, limit) == (OAI_ALPHA, OAI_LIMIT) else f"swiglu_oai:{alpha}:{limit}"
+
+
+@functools.cache
+def _oai(alpha: float, limit: float) -> Activation:
+    bound = limit or float("inf")
+
+    def gate_backward(grad: Tensor, gate: Tensor) -> Tensor:
+        clamped = gate.clamp(max=bound)
+        share = torch.sigmoid(alpha * clamped)
+        return torch.where(gate <= bound, grad * share * (1 + alpha * clamped * (1 - share)), 0.0)
+
+    def gated(gate: Tensor) -> Tensor:
+        gate = gate.clamp(max=bound)
+        return gate * torch.sigmoid(alpha * gate)
+
+    return Activation(
+        gate=gated,
+        gate_backward=gate_backward,
+        up=lambda up: up.clamp(-bound, bound) + 1,
+        up_backward=lambda grad, up: torch.where(up.abs() <= bound, grad, 0.0),
+    )
+
+
 def activation_of(name: str) -> Activation:
-    """The activation of that name; BlockdiffError where there is none."""
+    """The activation of that name, or of one that `oai` gives; BlockdiffError where there is none."""
+    family, *numbers = name.split(":")
+    if family == "swiglu_oai" and len(numbers) == 2:
+        return _oai(*map(float, numbers))
     if name not in ACTIVATIONS:
         raise BlockdiffError(f"expert_mlp: activation {name!r} is not known; there are: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.expert_mlp import triton_kernels as kernels
-from blockdiff.kernels.expert_mlp.activations import activation_of
-from blockdiff.kernels.launch import check_dtypes, empty, launch, needed, op, wanted
+from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS, activation_of
+from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, op, wanted
 from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, tile_of
 
 PART, LONGEST_CHUNK = 64, 1024  # slots that a sorting program looks at together, and in all
@@ -243,6 +243,8 @@ def expert_mlp(
 ) -> Tensor:
     """As in native.py: fp32, bf16 or fp16, routing weights in any of them. Raises Unserved for other dtypes."""
     activation_of(activation)
+    if activation not in ACTIVATIONS:
+        raise Unserved(f"{activation} has no Triton kernel, only the numbers of gpt-oss have")
     x, gate_up, down, *low_rank = in_autocast(x_ND, gate_up_EFD, down_EDF, *low_rank)
     check_dtypes("expert_mlp", x, gate_up, down, *low_rank)
     inputs = (x, gate_up, down, expert_weight_Nk, *low_rank)

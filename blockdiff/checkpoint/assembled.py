@@ -1,0 +1,129 @@
+"""Tensors that a file has in another form than a model: the matrices of single experts, and values in MXFP8.
+
+A model's tensor is then made of several stored ones, each read and dequantised alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockdiff.checkpoint.files import DTYPES, Stored, read_tensors
+from blockdiff.checkpoint.stream import Source
+from blockdiff.errors import CheckpointError
+from blockdiff.models.names import Names
+from blockdiff.pieces import Block
+
+SCALE = "_scale_inv"  # follows the name of a tensor in MXFP8
+SCALED = 32  # numbers along the input dimension that share a scale
+SCALE_DTYPES = ("U8", "F8_E8M0")
+
+
+@dataclass(frozen=True)
+class Assembled(Stored):
+    """A tensor that is made of stored ones: the name of each, and which box of the whole it is."""
+
+    parts: tuple[tuple[str, Block], ...] = ()
+
+
+def assembled(stored: Mapping[str, Stored], names: Names) -> dict[str, Stored]:
+    """What a checkpoint has, by the Hub names of the family's table: what stands for its pieces in their place.
+
+    Raises CheckpointError for experts of which some are missing or differ in shape.
+    """
+    found: dict[str, Stored] = {}
+    pieces: dict[str, dict[tuple[int, int], str]] = {}
+    for hub, place in stored.items():
+        if hub.endswith(SCALE) and hub.removesuffix(SCALE) in stored:
+            continue
+        piece = names.piece(hub)
+        if piece is not None:
+            pieces.setdefault(piece[0], {})[piece[1:]] = hub
+        elif hub + SCALE in stored:
+            whole = ((hub, Block.whole(place.shape)),)
+            found[hub] = Assembled(place.file, place.shape, "BF16", place.nbytes * 2, whole)
+        else:
+            found[hub] = place
+    for hub, of_place in pieces.items():
+        found[hub] = _stacked(hub, of_place, stored)
+    return found
+
+
+def _stacked(hub: str, of_place: Mapping[tuple[int, int], str], stored: Mapping[str, Stored]) -> Stored:
+    """The matrices of all experts: an expert's one under the other, the experts side by side."""
+    experts, matrices = (max(place[n] for place in of_place) + 1 for n in (0, 1))
+    first = stored[of_place[min(of_place)]]
+    rows, columns = first.shape
+    parts = []
+    for expert in range(experts):
+        for matrix in range(matrices):
+            name = of_place.get((expert, matrix))
+            if name is None or stored[name].shape != first.shape:
+                which = f"matrix {matrix} of expert {expert}"
+                raise CheckpointError(f"{first.file}: {hub}: {which} is missing or of another shape")
+            parts.append((name, Block((expert, matrix * rows, 0), (1, rows, columns))))
+    dtype = "BF16" if of_place[min(of_place)] + SCALE in stored else first.dtype
+    shape = (experts, matrices * rows, columns)
+    return Assembled(first.file, shape, dtype, sum(stored[name].nbytes for name, _ in parts), tuple(parts))
+
+
+def read_assembled(
+    stored: Mapping[str, Stored], places: Mapping[str, Assembled], wanted: Iterable[tuple[str, Block | None]]
+) -> Iterator[tuple[str, Block | None, Tensor]]:
+    """The wanted blocks (None: all) of tensors that are made of stored ones; the host holds one and a piece of it."""
+    for hub, block in wanted:
+        place = places[hub]
+        box = block or Block.whole(place.shape)
+        whole = torch.empty(box.sizes, dtype=DTYPES[place.dtype])
+        for name, part in place.parts:
+            common = part.within(box)
+            if common is None:
+                continue
+            values = _values(stored, name).view(part.sizes)
+            whole[common.seen_from(box.offsets).slices] = values[common.seen_from(part.offsets).slices]
+        yield hub, block, whole
+
+
+def _values(stored: Mapping[str, Stored], name: str) -> Tensor:
+    """A stored tensor, dequantised where it has scales: e4m3 values, and a power of two for each 32 along the input."""
+    scale_name = name + SCALE
+    if scale_name not in stored:
+        return next(read_tensors(stored, [name]))[1]
+    place, scale_place = stored[name], stored[scale_name]
+    expected = (*place.shape[:-1], -(-place.shape[-1] // SCALED))
+    if place.dtype != "F8_E4M3" or scale_place.dtype not in SCALE_DTYPES or scale_place.shape != expected:
+        raise CheckpointError(
+            f"{place.file}: {name} is {place.dtype} with scales {scale_place.dtype} {list(scale_place.shape)}; of "
+            f"quantised weights only MXFP8 is read, e4m3 with e8m0 scales {list(expected)}"
+        )
+    values, scale = (next(read_tensors(stored, [each]))[1] for each in (name, scale_name))
+    return dequantised(values, scale.view(torch.uint8))
+
+
+def dequantised(values: Tensor, scale: Tensor) -> Tensor:
+    """MXFP8 as bf16 (which holds every such number exactly): e4m3 values [out, in], exponents uint8 [out, in / 32]."""
+    factor = torch.ldexp(torch.ones(scale.shape), scale.int() - 127)
+    factor = factor.repeat_interleave(SCALED, -1)[..., : values.shape[-1]]
+    return (values.float() * factor).to(torch.bfloat16)
+
+
+def pieces_of(hub: str, source: Source, names: Names) -> dict[str, Source]:
+    """A tensor as a file has it: itself, or the matrices of single experts."""
+    found = names.pieces_of(hub)
+    if not found:
+        return {hub: source}
+    experts, rows, columns = source.shape
+    rows //= len(found)
+
+    def of(expert: int, matrix: int) -> Source:
+        of_rows = slice(matrix * rows, (matrix + 1) * rows)
+        return Source((rows, columns), source.dtype, lambda: source.read()[expert, of_rows])
+
+    return {
+        pattern.replace("[]", str(expert)): of(expert, matrix)
+        for expert in range(experts)
+        for matrix, pattern in enumerate(found)
+    }

@@ -1,0 +1,67 @@
+"""MiniMax M3: a causal mixture of experts with block-sparse attention, and the names that NeMo AutoModel has for it."""
+
+from blockdiff.models.family import Capabilities, Family
+from blockdiff.models.minimax_m3 import config
+from blockdiff.models.minimax_m3.bias import (
+    _padding_mask_to_additive_bias,
+    build_block_sparse_attn_bias,
+    swiglu_oai,
+)
+from blockdiff.models.minimax_m3.model import (
+    Block,
+    MiniMaxM3,
+    MiniMaxM3Attention,
+    MiniMaxM3Indexer,
+    MiniMaxM3MLP,
+    MiniMaxM3RMSNorm,
+)
+from blockdiff.models.minimax_m3.names import NAMES
+
+FAMILY = Family(
+    model_type="minimax_m3_vl",
+    architecture="MiniMaxM3SparseForConditionalGeneration",
+    model_class=MiniMaxM3,
+    names=NAMES,
+    parts={
+        "layer_scalars": ("layers.*_scalar",),
+        "router": ("layers.*.router.*",),
+        "experts": ("layers.*.experts.*",),
+        "self_conditioning": ("self_conditioning.*",),
+        "indexer": ("layers.*.indexer.*",),
+        "norms": ("*norm.weight",),
+        "attention": ("layers.*.attention.*",),
+        "mlp": ("layers.*.mlp.*", "layers.*.shared.*"),
+        "head": ("vocabulary.head",),
+        "embedding": ("vocabulary.*",),
+    },
+    # experts have no adapters: on the Hub each is matrices of its own
+    adapted_parts=("attention", "mlp"),
+    sharding_units=("layers.{}.experts", "layers.{}", "vocabulary"),
+    capabilities=Capabilities(
+        kernels=("torch", "triton"),
+        predictions=("posterior", "leave_one_out"),
+        corruptions=("uniform", "mask"),
+        meshes=("replicate",),
+        adapters=("lora",),
+    ),
+    read=config.read,
+    check=config.check,
+    outline=config.outline,
+    with_tokens=config.with_tokens,
+    image_tensors=config.image_tensors,
+    with_canvases=config.with_canvases,
+    selecting_parts=("indexer",),
+)
+
+__all__ = [
+    "FAMILY",
+    "Block",
+    "MiniMaxM3",
+    "MiniMaxM3Attention",
+    "MiniMaxM3Indexer",
+    "MiniMaxM3MLP",
+    "MiniMaxM3RMSNorm",
+    "_padding_mask_to_additive_bias",
+    "build_block_sparse_attn_bias",
+    "swiglu_oai",
+]

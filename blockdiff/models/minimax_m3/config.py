@@ -1,0 +1,198 @@
+"""What a config of MiniMax M3 may say: read, checked field by field, and put in words that all families share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdiff.errors import CheckpointError
+from blockdiff.kernels.expert_mlp.activations import oai
+from blockdiff.models.family import Outline
+
+KINDS = {"full_attention": "full", "minimax_m3_sparse": "sparse"}  # layer types, and our names of the kinds
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "max_position_embeddings", "dense_intermediate_size", "shared_intermediate_size"),
+    *("num_local_experts", "num_experts_per_tok", "index_n_heads", "index_head_dim", "index_block_size"),
+    *("index_topk_blocks",),
+)
+LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16}
+# What has to be as the released model has it; transformers does not declare all of them, but keeps what a file has.
+ONE_VALUE: dict[str, tuple[Any, ...]] = {
+    "attention_dropout": (0.0, None),
+    "router_jitter_noise": (0.0, None),
+    "use_gemma_norm": (True,),
+    "use_qk_norm": (True,),
+    "qk_norm_type": ("per_head",),
+    "attention_output_gate": (False, None),
+    "scoring_func": ("sigmoid",),
+    "use_routing_bias": (True,),
+    "n_shared_experts": (1,),
+}
+
+
+def read(values: Mapping[str, Any]) -> Any:
+    """A config from the content of a config.json: of weights that are stored in MXFP8 it says nothing any more.
+
+    Raises CheckpointError for values that are not supported, and what transformers raises for those that cannot be.
+    """
+    from transformers import MiniMaxM3VLConfig
+
+    own: dict[str, Any] = json.loads(json.dumps(values))
+    text = own.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError("no text_config")
+    for name in SIZES:
+        size, most = text.get(name), LARGEST.get(name, 2**31)
+        if isinstance(size, int) and not 1 <= size <= most:
+            raise CheckpointError(f"text_config.{name} is {size}; it must be at least 1 and at most {most}")
+    own.pop("quantization_config", None)
+    sparse = text.get("sparse_attention_config") or {}
+    values_of = sparse.get("sparse_disable_index_value", 1)
+    carry = [not off for off in values_of] if isinstance(values_of, list) else [not values_of]
+    if any(carry):
+        raise CheckpointError("text_config.sparse_attention_config: layers whose index path carries values are refused")
+    # transformers knows neither, and would drop them
+    text.setdefault("index_init_blocks", sparse.get("sparse_init_block", 0))
+    text.setdefault("index_score_type", sparse.get("sparse_score_type", "max"))
+    rope = text.get("rope_parameters") or {}
+    if "partial_rotary_factor" not in rope and "partial_rotary_factor" not in text and "rotary_dim" in text:
+        text["partial_rotary_factor"] = text["rotary_dim"] / text.get("head_dim", 128)
+    config = MiniMaxM3VLConfig(**own)
+    check(config)
+    return config
+
+
+def check(config: Any) -> None:
+    """Raises CheckpointError, naming the field, for a config that our model does not compute as transformers does."""
+    wrong = next(_wrong(config), None)
+    if wrong is not None:
+        raise CheckpointError(wrong)
+
+
+def _wrong(config: Any) -> Iterator[str]:
+    text = config.text_config
+    for name, allowed in ONE_VALUE.items():
+        value = getattr(text, name, allowed[0])
+        if value not in allowed:
+            yield f"text_config.{name} is {value!r}; only {allowed[0]!r} is supported"
+    for name in SIZES:
+        if not isinstance(getattr(text, name), int) or getattr(text, name) < 1:
+            yield f"text_config.{name} is {getattr(text, name)!r}; it must be at least 1"
+    for heads in ("num_key_value_heads", "index_n_heads"):
+        if text.num_attention_heads % getattr(text, heads):
+            yield f"text_config.{heads} {getattr(text, heads)} does not divide num_attention_heads"
+    larger, smaller = sorted((text.index_n_heads, text.num_key_value_heads), reverse=True)
+    if larger % smaller:
+        yield f"text_config.index_n_heads {text.index_n_heads} and num_key_value_heads must divide one another"
+    if text.num_experts_per_tok > text.num_local_experts:
+        yield f"text_config.num_experts_per_tok is {text.num_experts_per_tok}, of {text.num_local_experts} experts"
+    for name, known in (("layer_types", KINDS), ("mlp_layer_types", ("dense", "sparse"))):
+        kinds = getattr(text, name)
+        if len(kinds) != text.num_hidden_layers:
+            yield f"text_config.{name} names {len(kinds)} layers, but there are {text.num_hidden_layers}"
+        for kind in kinds:
+            if kind not in known:
+                yield f"text_config.{name} {kind!r} is not supported; there are: {', '.join(known)}"
+    for name in ("index_init_blocks", "index_local_blocks"):
+        if not isinstance(getattr(text, name, 0), int) or getattr(text, name, 0) < 0:
+            yield f"text_config.{name} is {getattr(text, name)!r}; it must be at least 0"
+    if getattr(text, "index_score_type", "max") not in ("max", "lse"):
+        yield f"text_config.index_score_type is {text.index_score_type!r}; there are: max, lse"
+    for name in ("swiglu_alpha", "swiglu_limit"):
+        if not isinstance(getattr(text, name), int | float) or getattr(text, name) < 0:
+            yield f"text_config.{name} is {getattr(text, name)!r}; it must be at least 0"
+    rope = text.rope_parameters or {}
+    if not rope.get("rope_theta") or rope.get("rope_type", "default") != "default":
+        yield f"text_config.rope_parameters is {rope!r}; rope_type default with a rope_theta is supported"
+    turned = int(text.head_dim * rope.get("partial_rotary_factor", 1.0))
+    if turned < 2 or turned % 2 or turned > text.index_head_dim:
+        yield f"text_config.rope_parameters: {turned} dimensions turn; it must be even, and index heads as wide"
+    canvas_length = getattr(config, "canvas_length", None)
+    if canvas_length is not None and (not isinstance(canvas_length, int) or canvas_length < 0):
+        yield f"canvas_length is {canvas_length!r}; it must be a number of tokens, or null for a causal model"
+
+
+def denoises(config: Any) -> bool:
+    """Whether models of this config have canvases, or are causal alone."""
+    return bool(getattr(config, "canvas_length", None))
+
+
+def activation(text: Any) -> str:
+    """SwiGLU-OAI with the config's numbers, by its name in `kernels.expert_mlp.activations`."""
+    return oai(text.swiglu_alpha, text.swiglu_limit)
+
+
+def outline(config: Any) -> Outline:
+    """The config in words that all families share."""
+    text = config.text_config
+    layers, sparse = text.num_hidden_layers, list(text.layer_types).count("minimax_m3_sparse")
+    canvas = f"canvas {config.canvas_length}" if denoises(config) else "causal"
+    return Outline(
+        vocab_size=text.vocab_size,
+        canvas_length=getattr(config, "canvas_length", None) or 1,
+        bos=text.bos_token_id,
+        eos=text.eos_token_id,
+        pad=text.pad_token_id,
+        initializer_range=text.initializer_range,
+        experts=text.num_local_experts,
+        experts_per_token=text.num_experts_per_tok,
+        cached_per_token=2 * layers * text.num_key_value_heads * text.head_dim + sparse * text.index_head_dim,
+        positions=text.max_position_embeddings,
+        lines=(
+            f"{layers} layers ({sparse} sparse: {text.index_topk_blocks} blocks of {text.index_block_size} keys), "
+            f"hidden {text.hidden_size}, vocabulary {text.vocab_size:,}, {canvas}",
+            f"{text.num_local_experts} experts of {text.intermediate_size}, {text.num_experts_per_tok} per token, "
+            f"beside a shared one of {text.shared_intermediate_size}; {text.num_attention_heads} query heads",
+        ),
+        denoises=denoises(config),
+    )
+
+
+def with_tokens(config: Any, vocab_size: int, special: Mapping[str, int | None]) -> Any:
+    """The config with another vocabulary; special: bos_token_id, eos_token_id and pad_token_id."""
+    values = config.to_dict()
+    values["text_config"] |= {"vocab_size": vocab_size, **special}
+    return read(values)
+
+
+def with_canvases(config: Any, canvas_length: int) -> Any:
+    """The config of the same model as a denoiser of canvases of so many tokens."""
+    return read(config.to_dict() | {"canvas_length": canvas_length})
+
+
+# How the names of image tensors begin in transformers' modules, and on the Hub.
+IMAGE = (
+    ("vision_tower.embeddings.proj.", "vision_tower.vision_model.embeddings.patch_embedding."),
+    ("vision_tower.layers.", "vision_tower.vision_model.encoder.layers."),
+    ("vision_tower.pre_layrnorm.", "vision_tower.vision_model.pre_layrnorm."),
+    ("multi_modal_projector.linear_", "multi_modal_projector.linear_"),
+    ("multi_modal_projector.merge_linear_", "patch_merge_mlp.linear_"),
+)
+
+
+def image_tensors(config: Any, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Random image tensors by Hub name, as transformers initialises them; none without an image side."""
+    if config.vision_config is None:
+        return {}
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
+        MiniMaxM3VLMultiModalProjector,
+        MiniMaxM3VLVisionModel,
+    )
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        parts = {
+            "vision_tower.": MiniMaxM3VLVisionModel(config.vision_config),
+            "multi_modal_projector.": MiniMaxM3VLMultiModalProjector(config),
+        }
+    tensors = {start + name: x for start, part in parts.items() for name, x in part.state_dict().items()}
+    named = {}
+    for name, x in tensors.items():
+        start, hub = next(row for row in IMAGE if name.startswith(row[0]))
+        named[hub + name.removeprefix(start)] = x.detach().to(dtype)
+    return named

@@ -1,0 +1,226 @@
+"""MiniMax M3: a causal mixture of experts whose long layers attend to few blocks of keys.
+
+What is special about it:
+- All norms are zero-centred: `x / rms(x) * (1 + w)`, in fp32. Every query and key is normed before RoPE, which turns
+  the first half of a head's dimensions; the others pass. Attention scale d^-1/2.
+- SwiGLU-OAI everywhere: gate clamped from above, up both ways, `gate * sigmoid(alpha * gate) * (up + 1)`.
+- The first layers have a dense MLP. The others have routed experts beside a shared one, which every token passes; the
+  router takes sigmoids, chooses by score plus a bias, and weighs by the scores alone, renormalised and scaled.
+- Sparse layers have an indexer: a few small query heads and one shared key score blocks of keys, and a query attends to
+  the best of them. It selects and nothing else: it has no values and gets no gradient. Its keys are cached beside
+  the others.
+- Causal. With a `canvas_length` in the config it denoises, too: a canvas chooses among the blocks of its prefix, and
+  its own keys are always seen and stand outside the budget. Self-conditioning and decoder scalars are as in Llama.
+
+Config: transformers' `MiniMaxM3VLConfig`. Image tensors are carried and not run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blockdiff.kernels import Kernels, resolve
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
+from blockdiff.layers.attention import KV, Attention, Past, normed_and_turned
+from blockdiff.layers.experts import Experts, SigmoidRouter
+from blockdiff.layers.mlp import MLP
+from blockdiff.layers.norm import ZeroCentredRMSNorm
+from blockdiff.layers.rope import default_frequencies
+from blockdiff.layers.self_conditioning import SelfConditioning
+from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope
+from blockdiff.models.minimax_m3.config import KINDS, activation, check, denoises
+from blockdiff.spans import Spans, Sweep
+
+
+class MiniMaxM3RMSNorm(ZeroCentredRMSNorm):
+    """The norm of this family, by the name that NeMo AutoModel has for it."""
+
+
+class MiniMaxM3MLP(MLP):
+    """`down(swiglu_oai(gate x, up x))` of a dense layer or a shared expert."""
+
+    def __init__(self, text: Any, intermediate: int, kernels: Kernels):
+        super().__init__(text.hidden_size, intermediate, kernels, activation(text))
+
+
+class MiniMaxM3Indexer(nn.Module):
+    """What a sparse layer selects blocks by: queries of a few heads and one key for all of them."""
+
+    def __init__(self, text: Any, kernels: Kernels):
+        super().__init__()
+        self.heads, self.head_dim = text.index_n_heads, text.index_head_dim
+        self.q_proj = nn.Linear(text.hidden_size, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(text.hidden_size, self.head_dim, bias=False)
+        self.q_norm = MiniMaxM3RMSNorm(self.head_dim, text.rms_norm_eps, kernels)
+        self.k_norm = MiniMaxM3RMSNorm(self.head_dim, text.rms_norm_eps, kernels)
+
+    @torch.no_grad()
+    def forward(self, x_BTD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Index queries [B, T, H, d] and keys [B, T, 1, d] of tokens, normed and turned, without gradient."""
+        B, T, _ = x_BTD.shape
+        q = self.q_proj(x_BTD).view(B, T, self.heads, self.head_dim)
+        k = self.k_proj(x_BTD).view(B, T, 1, self.head_dim)
+        return normed_and_turned(q, self.q_norm, rope), normed_and_turned(k, self.k_norm, rope)
+
+
+class MiniMaxM3Attention(Attention):
+    """Attention of one layer; of a sparse one over the blocks that its indexer selects."""
+
+    def __init__(self, text: Any, is_sparse: bool, kernels: Kernels):
+        super().__init__(
+            text.hidden_size,
+            text.num_attention_heads,
+            text.num_key_value_heads,
+            text.head_dim,
+            has_value=True,
+            eps=text.rms_norm_eps,
+            kernels=kernels,
+            qk_norm=MiniMaxM3RMSNorm,
+            norms_values=False,
+            scale=text.head_dim**-0.5,
+        )
+        self.indexer = MiniMaxM3Indexer(text, kernels) if is_sparse else None
+        self.block = text.index_block_size
+        self.budget: dict[str, Any] = dict(
+            block=text.index_block_size,
+            topk=text.index_topk_blocks,
+            init=getattr(text, "index_init_blocks", 0),
+            local=text.index_local_blocks,
+            score=getattr(text, "index_score_type", "max"),
+        )
+
+    def forward(
+        self, x_BTD: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None
+    ) -> tuple[Tensor, KV]:
+        if self.indexer is None:
+            return super().forward(x_BTD, rope, spans, past)
+        q, k, v = self.heads_of(x_BTD, rope)
+        idx_q, idx_k = self.indexer(x_BTD, rope)
+        if isinstance(spans, Sweep):
+            clean, noisy = (slice(0, spans.clean_tokens), slice(spans.clean_tokens, None))
+            prefix = [x[:, clean][:, : spans.columns] for x in (k, v, idx_k)]
+            prefix = [x.detach() for x in prefix] if spans.stop_gradient else prefix
+            all_of = q, k, v, idx_q, idx_k
+            of_clean = self._attend(*(x[:, clean] for x in all_of), spans.clean, None)
+            of_noisy = self._attend(*(x[:, noisy] for x in all_of), spans.noisy, tuple(prefix))
+            out = torch.cat([of_clean, of_noisy], 1)
+        else:
+            out = self._attend(q, k, v, idx_q, idx_k, spans, past)
+        return self.o_proj(out.flatten(2)), (k, v, idx_k)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, spans: Spans, past: Past | None
+    ) -> Tensor:
+        """What queries gather [B, T, h, d].
+
+        Clean ones select among the blocks of all keys before them; noisy ones among those of the prefix, and see all
+        own keys of their span besides.
+        """
+        prefix_lo, prefix_hi, own_lo, own_hi = spans.bounds_BT4.long().unbind(-1)
+        before = None if past is None else tuple(dense(x) for x in past)
+        if spans.is_causal:
+            past_B = prefix_hi.amax(1)
+            k, v, idx_k = (joined(a, b, past_B) for a, b in zip(before or (None,) * 3, (k, v, idx_k), strict=True))
+            first_BT = torch.where(own_lo > 0, past_B[:, None] + own_lo, prefix_lo)
+            visible_BT = torch.where(own_hi > own_lo, past_B[:, None] + own_hi - first_BT, 0)
+            ids = self.kernels.select_blocks(idx_q, idx_k.squeeze(2), visible_BT, first_BT, **self.budget)
+            return self.kernels.block_sparse_attention(q, k, v, ids, visible_BT, first_BT, self.block, self.scale)
+        assert before is not None or not bool((prefix_hi > prefix_lo).any())
+        prefix_k, prefix_v, prefix_idx = before or (k[:, :0], v[:, :0], idx_k[:, :0])
+        visible_BT = (prefix_hi - prefix_lo).clamp(min=0)
+        ids = self.kernels.select_blocks(idx_q, prefix_idx.squeeze(2), visible_BT, prefix_lo, **self.budget)
+        own = k, v, torch.stack([own_lo, own_hi], -1)
+        sizes = visible_BT, prefix_lo, self.block, self.scale
+        return self.kernels.block_sparse_attention(q, prefix_k, prefix_v, ids, *sizes, *own)
+
+
+class Block(nn.Module):
+    """One layer, pure: `layer(x, rope, spans, past, scalar) -> (x, kv)`; caches are the caller's business."""
+
+    def __init__(self, text: Any, index: int, denoises: bool, kernels: Kernels):
+        super().__init__()
+        hidden, eps = text.hidden_size, text.rms_norm_eps
+        self.input_norm = MiniMaxM3RMSNorm(hidden, eps, kernels)
+        self.attention = MiniMaxM3Attention(text, KINDS[text.layer_types[index]] == "sparse", kernels)
+        self.post_attention_norm = MiniMaxM3RMSNorm(hidden, eps, kernels)
+        self.mlp = self.shared = self.router = self.experts = None
+        if text.mlp_layer_types[index] == "dense":
+            self.mlp = MiniMaxM3MLP(text, text.dense_intermediate_size, kernels)
+        else:
+            experts, top_k = text.num_local_experts, text.num_experts_per_tok
+            self.shared = MiniMaxM3MLP(text, text.shared_intermediate_size, kernels)
+            self.router = SigmoidRouter(hidden, experts, top_k, text.routed_scaling_factor)
+            self.experts = Experts(experts, hidden, text.intermediate_size, kernels, activation(text))
+        self.encoder_scalar = None  # clean tokens are the causal model's
+        self.decoder_scalar = nn.Parameter(torch.ones(1)) if denoises else None
+
+    def forward(
+        self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, scalar: Tensor | None
+    ) -> tuple[Tensor, KV]:
+        """Of the residual x [B, T, D]: the next one, and what later tokens see of these: keys, values, index keys."""
+        attended, kv = self.attention(self.input_norm(x), rope, spans, past)
+        x = x + attended
+        x = x + self._feed_forward(self.post_attention_norm(x), spans)
+        return x if scalar is None else x * scalar, kv
+
+    def _feed_forward(self, normed: Tensor, spans: Spans | Sweep) -> Tensor:
+        if self.mlp is not None:
+            dense: Tensor = self.mlp(normed)
+            return dense
+        assert self.shared is not None and self.router is not None and self.experts is not None
+        index_Nk, weight_Nk = self.router(normed.flatten(0, 1))
+        padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
+        routed = self.experts(normed.flatten(0, 1), index_Nk, weight_Nk, padding_N).view_as(normed)
+        return routed + self.shared(normed)
+
+
+class MiniMaxM3(BlockDiffusionModel):
+    """The stack of layers, causal, and with `config.canvas_length` a denoiser, too."""
+
+    layer_class: type[Block] = Block
+
+    def __init__(self, config: Any, kernels: str | Kernels = "auto"):
+        super().__init__()
+        check(config)
+        text = config.text_config
+        self.config, self.kernels = config, resolve(kernels)
+        self.denoises, self.canvas_length = denoises(config), getattr(config, "canvas_length", None) or 1
+        hidden, self.vocab_size = text.hidden_size, text.vocab_size
+        is_tied = bool(config.tie_word_embeddings)
+        self.vocabulary = Vocabulary(self.vocab_size, hidden, None, self.kernels, scale=1.0, is_tied=is_tied)
+        self.self_conditioning = None
+        if self.denoises:
+            sizes = hidden, text.dense_intermediate_size, text.rms_norm_eps, self.kernels
+            self.self_conditioning = SelfConditioning(*sizes, activation(text), is_normed=False)
+        layers = text.num_hidden_layers
+        self.layers = nn.ModuleList(self.layer_class(text, n, self.denoises, self.kernels) for n in range(layers))
+        self.norm = MiniMaxM3RMSNorm(hidden, text.rms_norm_eps, self.kernels)
+        self.layer_kinds = tuple(KINDS[each] for each in text.layer_types)
+        rope = text.rope_parameters
+        turned = int(text.head_dim * rope.get("partial_rotary_factor", 1.0))
+        frequencies = default_frequencies(turned, rope["rope_theta"])
+        self.kinds = {name: LayerKind(name, None, frequencies) for name in dict.fromkeys(self.layer_kinds)}
+
+
+def dense(x: PrefixTensor) -> Tensor:
+    """A tensor of a prefix [B, columns, K, d], whatever it lies in."""
+    if isinstance(x, ReservedTensor):
+        return x.both_BKSd[:, :, : x.columns].transpose(1, 2)
+    return x.dense() if isinstance(x, PagedTensor) else x
+
+
+def joined(before: Tensor | None, own: Tensor, past_B: Tensor) -> Tensor:
+    """Each row's `past_b` tokens before a call and the call's own ones right behind them: [B, columns, ...]."""
+    if before is None or not before.shape[1]:
+        return own
+    if bool((past_B == before.shape[1]).all()):
+        return torch.cat([before, own], 1)
+    both, columns, T = torch.cat([before, own], 1), before.shape[1], own.shape[1]
+    place = torch.arange(columns + T, device=own.device).expand(len(past_B), -1)
+    past_B1 = past_B[:, None]
+    source = torch.where(place < past_B1, place, (place - past_B1 + columns).clamp(max=columns + T - 1))
+    return both[torch.arange(len(past_B), device=own.device)[:, None], source]

@@ -1,0 +1,49 @@
+"""What each tensor of MiniMax M3 is called on the Hub (MiniMaxAI/MiniMax-M3)."""
+
+from __future__ import annotations
+
+from blockdiff.models.names import Names
+
+# `{}` is the layer number. A layer has a dense MLP or experts: its `mlp` is that, or the shared expert.
+TABLE: tuple[tuple[str, str], ...] = (
+    # ours                                      Hub
+    ("vocabulary.table", "language_model.model.embed_tokens.weight"),
+    ("vocabulary.head", "language_model.lm_head.weight"),
+    ("norm.weight", "language_model.model.norm.weight"),
+    ("layers.{}.input_norm.weight", "language_model.model.layers.{}.input_layernorm.weight"),
+    ("layers.{}.post_attention_norm.weight", "language_model.model.layers.{}.post_attention_layernorm.weight"),
+    ("layers.{}.attention.q_proj.weight", "language_model.model.layers.{}.self_attn.q_proj.weight"),
+    ("layers.{}.attention.k_proj.weight", "language_model.model.layers.{}.self_attn.k_proj.weight"),
+    ("layers.{}.attention.v_proj.weight", "language_model.model.layers.{}.self_attn.v_proj.weight"),
+    ("layers.{}.attention.o_proj.weight", "language_model.model.layers.{}.self_attn.o_proj.weight"),
+    ("layers.{}.attention.q_norm.weight", "language_model.model.layers.{}.self_attn.q_norm.weight"),
+    ("layers.{}.attention.k_norm.weight", "language_model.model.layers.{}.self_attn.k_norm.weight"),
+    ("layers.{}.attention.indexer.q_proj.weight", "language_model.model.layers.{}.self_attn.index_q_proj.weight"),
+    ("layers.{}.attention.indexer.k_proj.weight", "language_model.model.layers.{}.self_attn.index_k_proj.weight"),
+    ("layers.{}.attention.indexer.q_norm.weight", "language_model.model.layers.{}.self_attn.index_q_norm.weight"),
+    ("layers.{}.attention.indexer.k_norm.weight", "language_model.model.layers.{}.self_attn.index_k_norm.weight"),
+    ("layers.{}.mlp.gate_proj.weight", "language_model.model.layers.{}.mlp.gate_proj.weight"),
+    ("layers.{}.mlp.up_proj.weight", "language_model.model.layers.{}.mlp.up_proj.weight"),
+    ("layers.{}.mlp.down_proj.weight", "language_model.model.layers.{}.mlp.down_proj.weight"),
+    ("layers.{}.shared.gate_proj.weight",
+     "language_model.model.layers.{}.block_sparse_moe.shared_experts.gate_proj.weight"),
+    ("layers.{}.shared.up_proj.weight",
+     "language_model.model.layers.{}.block_sparse_moe.shared_experts.up_proj.weight"),
+    ("layers.{}.shared.down_proj.weight",
+     "language_model.model.layers.{}.block_sparse_moe.shared_experts.down_proj.weight"),
+    ("layers.{}.router.proj.weight", "language_model.model.layers.{}.block_sparse_moe.gate.weight"),
+    ("layers.{}.router.bias", "language_model.model.layers.{}.block_sparse_moe.e_score_correction_bias"),
+    ("layers.{}.experts.gate_up_proj", "language_model.model.layers.{}.block_sparse_moe.experts.gate_up_proj"),
+    ("layers.{}.experts.down_proj", "language_model.model.layers.{}.block_sparse_moe.experts.down_proj"),
+)  # fmt: skip
+
+NAMES = Names(
+    TABLE,
+    carried=("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "language_model.model.mtp.", "mtp."),
+    ties=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
+    # a file has the matrices of each expert alone; `[]` is its number
+    pieces=(
+        ("experts.gate_up_proj", ("experts.[].w1.weight", "experts.[].w3.weight")),
+        ("experts.down_proj", ("experts.[].w2.weight",)),
+    ),
+)
