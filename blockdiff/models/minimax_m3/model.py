@@ -101,12 +101,12 @@ class MiniMaxM3Attention(Attention):
         q, k, v = self.heads_of(x_BTD, rope)
         idx_q, idx_k = self.indexer(x_BTD, rope)
         if isinstance(spans, Sweep):
-            clean, noisy = (slice(0, spans.clean_tokens), slice(spans.clean_tokens, None))
-            prefix = [x[:, clean][:, : spans.columns] for x in (k, v, idx_k)]
+            n = spans.clean_tokens
+            prefix = [x[:, : min(n, spans.columns)] for x in (k, v, idx_k)]
             prefix = [x.detach() for x in prefix] if spans.stop_gradient else prefix
-            all_of = q, k, v, idx_q, idx_k
-            of_clean = self._attend(*(x[:, clean] for x in all_of), spans.clean, None)
-            of_noisy = self._attend(*(x[:, noisy] for x in all_of), spans.noisy, tuple(prefix))
+            of_clean = self._attend(q[:, :n], k[:, :n], v[:, :n], idx_q[:, :n], idx_k[:, :n], spans.clean, None)
+            own = q[:, n:], k[:, n:], v[:, n:], idx_q[:, n:], idx_k[:, n:]
+            of_noisy = self._attend(*own, spans.noisy, tuple(prefix))
             out = torch.cat([of_clean, of_noisy], 1)
         else:
             out = self._attend(q, k, v, idx_q, idx_k, spans, past)
