@@ -2,8 +2,9 @@
 
     python -m benchmarks.long_rows --tokens 2048,8192,32768 --run 8192
 
-The peak is that of the plan, which runs the step on tensors without memory. Steps of rows of up to `--run` tokens are
-run as well: their traced peak and seconds stand beside it. The exit code is 1 if memory per token grows with the row.
+The peak is that of the plan, which runs the step on tensors without memory. With recomputation and three passes, steps
+of rows of up to `--run` tokens are run as well: their traced peak and seconds stand beside it. The exit code is 1 if
+memory per token grows with the row.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="a JSON file for the lines")
     options = parser.parse_args(arguments)
     lengths = sorted(int(word) for word in options.tokens.split(","))
-    print(machine.describe(CPU))
+    described = machine.describe(CPU)
+    versions = ", ".join(f"{package} {version}" for package, version in described["versions"].items())
+    print(f"{described['device']}, {described['threads']} threads; {versions}; commit {described['commit']}\n")
     print(f"| {' | '.join(HEAD)} |\n| {' | '.join('-' * len(word) for word in HEAD)} |")
     lines: list[Line] = []
     is_linear = True
@@ -135,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             here = []
             for tokens in lengths:
                 peak = planned(kernels, recomputation, one_sweep, tokens)
-                is_run = tokens <= options.run and recomputation and kernels == "torch"
+                is_run = tokens <= options.run and recomputation and not one_sweep and kernels == "torch"
                 found = run(recomputation, one_sweep, tokens) if is_run else (None, None)
                 here.append(Line(kernels, recomputation, one_sweep, tokens, peak, *found))
                 print(here[-1], flush=True)
@@ -143,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             is_linear &= all(after <= GROWTH * before for before, after in pairwise(each))
             lines += here
     if options.output:
-        record = {"machine": machine.describe(CPU), "lines": [asdict(line) for line in lines]}
+        record = {"machine": described, "lines": [asdict(line) for line in lines]}
         options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0 if is_linear else 1
 
