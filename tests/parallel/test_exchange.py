@@ -54,7 +54,7 @@ def test_experts_that_the_ranks_do_not_divide_are_refused():
 
 
 @pytest.mark.quick
-def test_one_rank_alone_exchanges_with_itself():
+def test_one_rank_alone_exchanges_with_itself_also_when_compiled():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         x, index = torch.randn(5, 8), torch.tensor([[0, 3], [1, 2], [4, 4], [3, 1], [2, 4]])
@@ -65,5 +65,8 @@ def test_one_rank_alone_exchanges_with_itself():
         expected = module(x, index, weight)
         expert_parallel(module, init_device_mesh("cpu", (1,)))
         assert torch.equal(module(x, index, weight), expected)
+        module.compile(backend="eager")
+        for tokens in (5, 3):  # other numbers of tokens than those it was compiled for
+            assert torch.equal(module(x[:tokens], index[:tokens], weight[:tokens]), expected[:tokens])
     finally:
         dist.destroy_process_group()
