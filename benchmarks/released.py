@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import machine
-from benchmarks.models import NO_VISION
+from benchmarks.models import Size
 from benchmarks.timing import peak_memory
 from blockdiff import checkpoint
 from blockdiff.checkpoint.files import find, stored_tensors
@@ -49,19 +48,10 @@ class Check:
 
 def drawn(directory: Path, preset: str, layers: int, vocabulary: int, experts: int | None, dtype: torch.dtype) -> Path:
     """A checkpoint of a preset's shape with fewer layers, the last a full one, and random weights."""
-    values = checkpoint.preset_config(preset).to_dict()
-    text = values["text_config"]
-    heads = text.pop("per_layer_config", None)
-    kinds = ["sliding_attention"] * (layers - 1) + ["full_attention"]
-    full = heads[str(text["layer_types"].index("full_attention"))] if heads else {}
-    text |= {"num_hidden_layers": layers, "layer_types": kinds, "eos_token_id": 1}
-    if full:
-        text |= {"global_head_dim": full["head_dim"], "num_global_key_value_heads": full["num_key_value_heads"]}
+    text: dict[str, Any] = {"num_hidden_layers": layers, "eos_token_id": 1}
+    text["layer_types"] = ["sliding_attention"] * (layers - 1) + ["full_attention"]
     text |= {"num_experts": experts} if experts else {}
-    values["vision_config"] = dict(NO_VISION)
-    file = directory / "shape.json"
-    file.write_text(json.dumps(values))
-    config = checkpoint.preset_config(file)
+    config: Any = Size("drawn", preset, rows=1, prompt=PROMPT, steps=(1, 2), text=text).config()
     special = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
     config = family_of(config).with_tokens(config, vocabulary, special)
     model = checkpoint.init(config, dtype=dtype, device="cpu")

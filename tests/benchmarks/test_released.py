@@ -33,3 +33,9 @@ def test_a_checkpoint_that_lacks_a_tensor_and_has_another_fails(
     assert "model.decoder.layers.0.input_layernorm.weight" in said.out + said.err
     assert released.main([str(tmp_path / "nothing")]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_logits_that_are_apart_fail() -> None:
+    theirs = torch.randn(1, 4, 50, generator=torch.Generator().manual_seed(0))
+    near, far = (released.of_logits(theirs * factor, theirs, torch.float32)[0] for factor in (1.0001, 1.01))
+    assert near.is_met and not far.is_met
