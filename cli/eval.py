@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdiff.cli import options
+from blockdiff.cli import options, together
 from blockdiff.errors import BlockdiffError, RequestError
 from blockdiff.evals import TASKS
 from blockdiff.evals import task as find_task
@@ -58,6 +58,7 @@ def evaluate(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     kernels: options.Kernels = "auto",
+    tensor_parallel: options.TensorParallel = 1,
 ) -> None:
     """Answer a task's rows: accuracy and denoising steps per canvas together.
 
@@ -65,8 +66,9 @@ def evaluate(
     """
     own: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "strategy": strategy}
     if task.startswith(HARNESS):
-        if compare is not None or columns or best_of > 1:
-            raise typer.BadParameter(f"{task} goes without --compare, --columns and --best-of", param_hint="--task")
+        if compare is not None or columns or best_of > 1 or tensor_parallel > 1:
+            others = "--compare, --columns, --best-of and --tensor-parallel"
+            raise typer.BadParameter(f"{task} goes without {others}", param_hint="--task")
         options.require_free(output, model, overwrite=overwrite)
         options.make_parent(output)
         asked = {"seed": seed, "steps": steps, "batch_size": batch_size, "max_gen_toks": max_new_tokens}
@@ -79,10 +81,14 @@ def evaluate(
         raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}", param_hint="--task")
     if data is None:
         raise typer.BadParameter("name the rows to answer", param_hint="--data")
+    mesh = together.join(tensor_parallel, device)
+    if mesh is not None and not mesh.ranks.is_main:
+        output = None
     from blockdiff.data.sources import Source, rows_of
     from blockdiff.evals import compare as pairs
     from blockdiff.evals import summary
     from blockdiff.evals.questions import questions_of
+    from blockdiff.evals.run import ALONE
     from blockdiff.evals.run import evaluate as answer
     from blockdiff.evals.settings import settings_of
     from blockdiff.sampling import Sampler
@@ -100,11 +106,12 @@ def evaluate(
 
     def report_of(path: str) -> dict[str, Any]:
         """The report of one model, whose weights are gone afterwards."""
-        sampler = Sampler.from_pretrained(path, **own, adapter=adapter if path == model else None)
+        sampler = Sampler.from_pretrained(path, **own, adapter=adapter if path == model else None, mesh=mesh)
         numbers = answer(
             sampler,
             rows,
             found,
+            ranks=ALONE if mesh is None else mesh.ranks,
             batch_size=batch_size,
             seed=seed,
             max_steps=steps,

@@ -50,6 +50,9 @@ Strategy = Annotated[
     ),
 ]
 Kernels = Annotated[str, typer.Option(help="auto, triton or torch.")]
+TensorParallel = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Run the model over so many processes, which are started.")
+]
 
 Template = Annotated[str | None, typer.Option(help="The response's form: <?N> is a hole of N tokens, <?? is <?.")]
 Regex = Annotated[str | None, typer.Option(help="What the whole response must match.")]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockdiff.cli import options
+from blockdiff.cli import options, together
 from blockdiff.cli.answers import Answers, Progress, fingerprint
 from blockdiff.errors import RequestError
 from blockdiff.metrics import at_limit
@@ -66,6 +66,7 @@ def sample(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     kernels: options.Kernels = "auto",
+    tensor_parallel: options.TensorParallel = 1,
 ) -> None:
     """Answer one prompt, one chat message, or a file of prompts.
 
@@ -80,6 +81,8 @@ def sample(
     if trace is not None and trace == output:
         raise typer.BadParameter(f"{trace} is the file of --output, too", param_hint="--trace")
 
+    mesh = together.join(tensor_parallel, device)
+    speaks = mesh is None or mesh.ranks.is_main
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Recorder, Request, Sampler, read_prompts
     from blockdiff.terminal import quiet
@@ -111,6 +114,8 @@ def sample(
         else entry
         for entry in entries
     ]
+    if not speaks:
+        output = trace = None
     options.require_free(trace, model, prompts, overwrite=overwrite)
     options.require_free(output, model, prompts, overwrite=True)  # what it has is gone on with
     for written in (output, trace):
@@ -119,15 +124,16 @@ def sample(
     settings = dict(seed=seed, max_new_tokens=max_new_tokens, max_steps=steps, strategy=strategy, exact=exact)
     place = Path(model).resolve() if Path(model).exists() else model
     identity = {**settings, "model": str(place), "dtype": dtype} | ({"adapter": adapter} if adapter else {})
-    ranks = _ranks(device, output, trace, stream)
+    ranks = _ranks(device, output, trace, stream) if mesh is None else mesh.ranks
     asked = [fingerprint(entry, identity) for entry in entries]
-    answers = Answers(output, asked, ranks.rank, ranks.world == 1)
+    answers = Answers(output, asked, ranks.rank, ranks.row_world == 1)
     with ranks.main_first("reading the output file"):
         answers.keep(overwrite and ranks.is_main)
     before = len(answers.written)
-    mine = answers.missing[ranks.rank :: ranks.world]
+    missing = answers.missing if mesh is None else ranks.agree(answers.missing)
+    mine = missing[ranks.row_rank :: ranks.row_world]
     chosen = str(ranks.device) if ranks.world > 1 else device
-    how: dict[str, Any] = dict(dtype=dtype, kernels=kernels, strategy=strategy, adapter=adapter)
+    how: dict[str, Any] = dict(dtype=dtype, kernels=kernels, strategy=strategy, adapter=adapter, mesh=mesh)
     sampler = Sampler.from_pretrained(model, device=chosen, **how)
 
     recorder = view = None
@@ -181,7 +187,9 @@ def sample(
         view.close()
     if trace is not None and recorder is not None:
         write_trace(trace, recorder.traces, sampler)
-    if ranks.world > 1:
+    if not speaks:
+        return
+    if ranks.row_world > 1:
         counts = sum(ranks.gather(counts), Counter())
         first_error = next((error for error in ranks.gather(first_error) if error), None)
         if ranks.is_main:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def batches(ranks: Ranks, step: int, is_packed: bool) -> list[Batch]:
     rows = [row(sample) for sample in range(ROWS if step % 2 else 3)]
     if is_packed:
         rows = [joined(rows[first : first + 2]) for first in range(0, len(rows), 2)]
-    return [lay_out([one], L, pad_id=0) for one in rows[ranks.rank :: ranks.world] or [PADDING_ROW]]
+    return [lay_out([one], L, pad_id=0) for one in rows[ranks.row_rank :: ranks.row_world] or [PADDING_ROW]]
 
 
 def trained(mesh: Mesh, scenario: str, one_sweep: bool) -> dict[str, Tensor]:
@@ -117,14 +118,16 @@ MESHES: dict[str, dict[str, Any]] = {
     "DDP": {},
     "FSDP2": {"shard": "full"},
     "experts": {"experts": 2},
+    "tensor": {"tensor": 2},
     "FSDP2 x experts": {"shard": "full", "experts": 2},
+    "FSDP2 x tensor": {"shard": "full", "tensor": 2},
 }
 
 
 def all_meshes(ranks: Ranks, directory: Path, meshes: list[str], runs: dict[str, list[str]]) -> None:
     """Train every scenario over every mesh, of which rank 0 writes what it found, and whole runs from recipes."""
     for name in meshes:
-        mesh = Mesh.of(ranks, **MESHES[name])
+        mesh = Mesh.of(replace(ranks, alike=MESHES[name].get("tensor", 1)), **MESHES[name])
         for scenario in SCENARIOS:
             found = trained(mesh, scenario, mesh.is_split)
             assert ranks.gather(found["losses"].tolist()) == [found["losses"].tolist()] * ranks.world

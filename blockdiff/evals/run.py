@@ -57,7 +57,7 @@ def evaluate(
     questions = questions_of(rows, task, encoder)
     max_new_tokens = max_new_tokens or longest_response(sampler, questions, task, thinking)
     started = time.perf_counter()
-    mine = questions[ranks.rank :: ranks.world]
+    mine = questions[ranks.row_rank :: ranks.row_world]
     first_canvas: dict[str | int, float] = {}
 
     together = turns(sampler.model, ranks)
@@ -77,8 +77,8 @@ def evaluate(
         )
         answers = [_record(question, result, task) for question, result in zip(mine, results, strict=True)]
     # Of several draws of a row, the first one has the row's name.
-    dealt = ranks.gather((answers, [first_canvas[q.place] for q in mine if q.place in first_canvas]))
-    records = [dealt[place % ranks.world][0][place // ranks.world] for place in range(len(questions))]
+    dealt = ranks.gather_rows((answers, [first_canvas[q.place] for q in mine if q.place in first_canvas]))
+    records = [dealt[place % ranks.row_world][0][place // ranks.row_world] for place in range(len(questions))]
     waits = [wait for _, of_rank in dealt for wait in of_rank]
     return {
         "task": task.name,

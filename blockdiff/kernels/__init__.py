@@ -22,7 +22,10 @@ FOLDERS = {
     "expert_mlp": ("expert_mlp", "gated", "route"),
     "block_sparse": ("select_blocks", "block_sparse_attention"),
     "norm_rope": ("rms_norms", "add_rms_norm", "norm_rope"),
-    "vocabulary": ("logits", "linear_cross_entropy", "soft_embedding", "token_stats", "token_scores", "class_stats"),
+    "vocabulary": (
+        *("logits", "linear_cross_entropy", "soft_embedding"),
+        *("token_stats", "token_scores", "log_sums", "class_stats"),
+    ),
 }
 NATIVE_ONLY = ("logits", "class_stats", "gated", "route", "select_blocks", "block_sparse_attention")
 # Those that also have C functions, in their folder's cpu.py and cpu.c.
@@ -51,6 +54,7 @@ class Kernels:
     soft_embedding: Callable[..., torch.Tensor]
     token_stats: Callable[..., Any]
     token_scores: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    log_sums: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     class_stats: Callable[..., Any]
 
 

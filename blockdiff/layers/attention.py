@@ -66,7 +66,7 @@ class Attention(nn.Module):
 
 def normed_and_turned(x_BThd: Tensor, norm: RMSNorm | None, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Heads after their norm and RoPE, in one op where that is there."""
-    if type(norm) is RMSNorm:
+    if norm is not None and norm.is_plain:
         return norm.kernels.norm_rope(x_BThd, norm.weight, *rope, norm.eps)
     return turned(x_BThd if norm is None else norm(x_BThd), *rope)
 

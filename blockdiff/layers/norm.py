@@ -12,6 +12,7 @@ class RMSNorm(nn.Module):
     """RMSNorm over the last axis in fp32; the weight multiplies directly (no +1)."""
 
     neutral = 1.0  # the weight that changes nothing
+    is_plain = True  # whether the weight multiplies as it is, before the cast
 
     def __init__(self, dim: int, eps: float, kernels: Kernels):
         super().__init__()
@@ -29,6 +30,8 @@ class RMSNorm(nn.Module):
 class CastRMSNorm(RMSNorm):
     """RMSNorm as Llama has it: normed in fp32, cast to x's dtype, and then multiplied by the weight."""
 
+    is_plain = False
+
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:  # where casting changes nothing
             return super().forward(x)
@@ -39,6 +42,7 @@ class ZeroCentredRMSNorm(RMSNorm):
     """RMSNorm whose weight is added to 1: `x * rsqrt(mean(x^2) + eps) * (1 + w)`, all in fp32."""
 
     neutral = 0.0
+    is_plain = False
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norms(x, (1.0 + self.weight.float(),), self.eps)[0]

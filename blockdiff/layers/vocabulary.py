@@ -15,13 +15,14 @@ from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, 
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_V = TypeVar("_V", bound="Vocabulary")
 
 
-def _as_call(method: Callable[Concatenate[Vocabulary, _P], _T]) -> Callable[Concatenate[Vocabulary, _P], _T]:
+def as_call(method: Callable[Concatenate[_V, _P], _T]) -> Callable[Concatenate[_V, _P], _T]:
     """Run a method as a call of the module, around which FSDP2 gathers and shards the table."""
 
     @functools.wraps(method)
-    def call(self: Vocabulary, *args: _P.args, **named: _P.kwargs) -> Any:
+    def call(self: _V, *args: _P.args, **named: _P.kwargs) -> Any:
         return self(method, *args, **named)
 
     return call
@@ -91,18 +92,18 @@ class Vocabulary(nn.Module):
         """sqrt(D) rounded to fp32 and then to the table's dtype: 53.0, not 53.066, for D = 2816 in bf16."""
         return float(torch.tensor(self.root, dtype=torch.float32, device="cpu").to(dtype))
 
-    @_as_call
+    @as_call
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., D] of int64 tokens."""
         x = F.embedding(tokens, self.weights())
         return x if self.root == 1.0 else x * self._scale(self.table.dtype)
 
-    @_as_call
+    @as_call
     def logits(self, hidden: Tensor) -> Tensor:
         """Soft-capped logits, fp32 [..., V]: a convenience for few tokens."""
         return self.kernels.logits(hidden, self.output_weights(), self.softcap)
 
-    @_as_call
+    @as_call
     def cross_entropy(
         self,
         hidden_ND: Tensor,
@@ -120,7 +121,7 @@ class Vocabulary(nn.Module):
             hidden_ND, self.output_weights(), targets_N, self.softcap, observed_N, bonus_N, is_ignored_N
         )
 
-    @_as_call
+    @as_call
     def scores(
         self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None = None, bonus_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -129,7 +130,7 @@ class Vocabulary(nn.Module):
             hidden_ND, self.output_weights(), targets_N, self.softcap, observed_N, bonus_N
         )
 
-    @_as_call
+    @as_call
     def soft_embedding(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
         """`softmax(z / T) E sqrt(D)` [..., D] of the logits z of hidden states [..., D].
 
@@ -141,13 +142,13 @@ class Vocabulary(nn.Module):
         )
         return soft.view(hidden.shape).mul_(self._scale(self.table.dtype))
 
-    @_as_call
+    @as_call
     def soft_embedding_of(self, logits: Tensor) -> Tensor:
         """`softmax(z) E sqrt(D)` [..., D] of given logits [..., V]."""
         table = self.weights()
         return logits.softmax(-1, dtype=torch.float32).to(table.dtype) @ table * self._scale(table.dtype)
 
-    @_as_call
+    @as_call
     def stats(
         self,
         hidden_BLD: Tensor,
@@ -181,7 +182,7 @@ class Vocabulary(nn.Module):
         stats.soft_embedding.mul_(self._scale(self.table.dtype))
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in stats))
 
-    @_as_call
+    @as_call
     def class_stats(
         self,
         hidden_BLD: Tensor,

@@ -75,7 +75,8 @@ class Family:
     that matches. Sizes, freezing and adapters go by parts. adapted_parts: those whose linear layers and experts can
     have adapters; selecting_parts: those that choose what is computed with and that no loss reaches, so that they stand
     still. sharding_units: names of modules (`{}` is the layer number)
-    whose weights are gathered together when they are sharded, inner ones first.
+    whose weights are gathered together when they are sharded, inner ones first. tensor_parts: patterns of the names of
+    modules -> how tensor parallelism splits them: "attention", "mlp", "experts" or "vocabulary"; empty: it cannot.
 
     The functions take the family's own config. `read(values)` makes it from the content of a config.json and checks it;
     `check(config)` raises CheckpointError for what it says and the model does not do; `outline(config)` is what the
@@ -98,6 +99,7 @@ class Family:
     with_tokens: Callable[[Any, int, Mapping[str, int | None]], Any]
     image_tensors: Callable[[Any, int, torch.dtype], dict[str, Tensor]] = lambda config, seed, dtype: {}
     with_canvases: Callable[[Any, int], Any] | None = None
+    tensor_parts: Mapping[str, str] = field(default_factory=dict)
     selecting_parts: tuple[str, ...] = ()
 
     def part_of(self, name: str) -> str:

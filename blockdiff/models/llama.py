@@ -281,11 +281,17 @@ def _family(model_type: str, architecture: str) -> Family:
         },
         adapted_parts=("attention", "mlp"),
         sharding_units=("layers.{}", "vocabulary"),
+        tensor_parts={
+            "layers.*.attention": "attention",
+            "layers.*.mlp": "mlp",
+            "self_conditioning": "mlp",
+            "vocabulary": "vocabulary",
+        },
         capabilities=Capabilities(
             kernels=("torch", "triton"),
             predictions=("posterior", "leave_one_out"),
             corruptions=("uniform", "mask"),
-            meshes=("replicate",),
+            meshes=("replicate", "shard", "tensor"),
             adapters=("lora",),
         ),
         read=partial(read, model_type=model_type),

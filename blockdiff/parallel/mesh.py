@@ -1,7 +1,9 @@
 """How the ranks of a run are laid out: which of them hold pieces of the same weights, and which exchange tokens.
 
-Every rank has rows of its own, whatever the mesh. Where E ranks split the experts of every layer, rank r has the expert
-place r % E and the data place r // E: ranks that exchange tokens are neighbours, and on one node where E fits it.
+Every rank has rows of its own, but for the ranks of tensor parallelism, which run every layer together: of T of them
+rank r has the place r % T, and the data place r // T says what rows they have. Where E ranks split the experts of every
+layer, rank r has the expert place r % E and the data place r // E. So ranks that exchange something inside layers are
+neighbours, and on one node where they fit it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Mesh:
     shard: "none", every rank holds all weights beside the experts (DDP); "full", each holds a piece of every tensor
     (FSDP2). experts: how many ranks split the experts of a layer. offload: with "full", weights, gradients and the
     optimiser's state live on the host. everyone: all ranks in one dimension, where weights are sharded. data, places:
-    the two dimensions of the ranks where experts are split; `places` are ranks that share a layer's experts.
+    the two dimensions of the ranks where experts are split; `places` are ranks that share a layer's experts. tensor:
+    how many ranks run every layer together, `tensors` these ranks; `everyone` is then one rank of each such group.
     """
 
     ranks: Ranks
@@ -37,11 +40,13 @@ class Mesh:
     everyone: DeviceMesh | None = None
     data: DeviceMesh | None = None
     places: DeviceMesh | None = None
+    tensor: int = 1
+    tensors: DeviceMesh | None = None
 
     @property
     def is_split(self) -> bool:
         """Whether a rank holds pieces of the weights only, so that running the model is work that ranks do together."""
-        return self.shard == "full" or self.experts > 1
+        return self.shard == "full" or self.experts > 1 or self.tensor > 1
 
     def __str__(self) -> str:
         of_all = "a piece of every tensor on each" if self.shard == "full" else "all weights but the experts' on each"
@@ -51,22 +56,40 @@ class Mesh:
 
     @classmethod
     def of(
-        cls, ranks: Ranks, shard: Literal["none", "full"] = "none", experts: int = 1, offload: bool = False
+        cls,
+        ranks: Ranks,
+        shard: Literal["none", "full"] = "none",
+        experts: int = 1,
+        offload: bool = False,
+        tensor: int = 1,
     ) -> Mesh:
-        """Lay out the ranks; all of them call it. Raises RunError for what does not divide."""
-        if ranks.world % experts:
-            divisors = ", ".join(str(n) for n in range(1, ranks.world + 1) if ranks.world % n == 0)
-            raise RunError(
-                f"parallel.experts: {experts} does not divide the {ranks.world} processes; choose one of {divisors}"
-            )
-        if shard == "none" and experts == 1:
+        """Lay out the ranks; all of them call it. Raises RunError for what does not divide or go together."""
+        for name, count in {"experts": experts, "tensor": tensor}.items():
+            if ranks.world % count:
+                divisors = ", ".join(str(n) for n in range(1, ranks.world + 1) if ranks.world % n == 0)
+                raise RunError(
+                    f"parallel.{name}: {count} does not divide the {ranks.world} processes; choose one of {divisors}"
+                )
+        if shard == "none" and experts == 1 and tensor == 1:
             return cls(ranks)
+        if tensor > 1 and experts > 1:
+            raise RunError("parallel.experts: the ranks of parallel.tensor split the experts already; leave it at 1")
+        if shard == "none" and tensor not in (1, ranks.world):
+            raise RunError(
+                f"parallel.tensor: {ranks.world} processes are {ranks.world // tensor} groups of {tensor}, which share "
+                "the work with parallel.shard: full only"
+            )
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
         kind, world = ranks.device.type, ranks.world
         if not dist.is_initialized():  # a world of one, whose weights are sharded all the same
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        if tensor > 1:
+            layout = torch.arange(world).view(-1, tensor)
+            groups = [_group(lists.tolist(), ranks) for lists in (layout.T, layout)]
+            both = DeviceMesh.from_group(groups, kind, layout, mesh_dim_names=("data", "tensor"))
+            return cls(ranks, shard, experts, offload, both["data"], tensor=tensor, tensors=both["tensor"])
         everyone = init_device_mesh(kind, (world,), mesh_dim_names=("ranks",))
         if experts == 1:
             return cls(ranks, shard, experts, offload, everyone)

@@ -39,7 +39,8 @@ class Ranks:
 
     timeout: seconds after which a rank that does not answer counts as hung. beats: a gloo group of its own, over which
     the ranks wait for work that may take longer. is_stopping: the number of the signal that asked this rank to stop,
-    0 while none has. local_rank: which of the ranks on its node this one is.
+    0 while none has. local_rank: which of the ranks on its node this one is. alike: how many neighbouring ranks have
+    the same rows, because they run every layer together (tensor parallelism).
     """
 
     device: torch.device
@@ -49,11 +50,26 @@ class Ranks:
     beats: Any = None
     is_stopping: Callable[[], int] = lambda: 0
     local_rank: int = 0
+    alike: int = 1
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes files and talks to the terminal."""
         return self.rank == 0
+
+    @property
+    def row_rank(self) -> int:
+        """Which of the ranks, or of the groups that are alike, this one is: what says which rows it has."""
+        return self.rank // self.alike
+
+    @property
+    def row_world(self) -> int:
+        """How many ranks, or groups that are alike, share the rows."""
+        return self.world // self.alike
+
+    def sum_of_rows(self, values: Tensor) -> Tensor:
+        """The sum over all rows of a small tensor [*] that each rank has of its own rows."""
+        return self.sum(values) / self.alike
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of a small tensor [*] over all ranks, [*] on this rank's device."""
@@ -69,6 +85,10 @@ class Ranks:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.beats)
         return values
+
+    def gather_rows(self, value: Any) -> list[Any]:
+        """The `value` (plain Python data) of every rank with rows of its own, by row rank."""
+        return self.gather(value)[:: self.alike]
 
     def agree(self, value: Any) -> Any:
         """Rank 0's `value` (plain Python data), on all ranks."""

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +19,16 @@ import torch.distributed as dist
 from torch import Tensor, autograd, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from blockdiff import checkpoint
 from blockdiff.checkpoint.added import fill
+from blockdiff.checkpoint.files import find
 from blockdiff.errors import RunError
 from blockdiff.layers.experts import Experts
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.mesh import Mesh
+from blockdiff.parallel.tensor import tensor_parallel
 from blockdiff.pieces import is_spread, local_of
 
 
@@ -40,12 +44,24 @@ def split(model: BlockDiffusionModel, mesh: Mesh, dtype: torch.dtype, computes_i
         fill(model, name, torch.empty_like(tensor, dtype=wide if is_adapter(name) else dtype))
     if mesh.places is not None:
         expert_parallel(model, mesh.places)
+    if mesh.tensors is not None:
+        tensor_parallel(model, mesh.tensors)
     if mesh.shard == "full":
         _shard(model, mesh, None if computes_in == dtype else computes_in)
     buffers = [name for name, _ in model.named_buffers()]
     model.to_empty(device="cpu" if mesh.offload else mesh.ranks.device)
     for name in buffers:
         fill(model, name, model.get_buffer(name).to(mesh.ranks.device))
+
+
+def load_split(
+    path_or_hub_id: str | Path, mesh: Mesh, dtype: str = "bfloat16", kernels: str = "auto"
+) -> BlockDiffusionModel:
+    """A model from a checkpoint of which this rank reads and holds its pieces only: see `checkpoint.load`."""
+    directory = find(path_or_hub_id)
+    model = checkpoint.empty(checkpoint.read_config(directory), kernels)
+    split(model, mesh, checkpoint.dtype_of(dtype, str(directory)))
+    return checkpoint.load_weights(model, directory, dtype, mesh.ranks.device)
 
 
 def _shard(model: BlockDiffusionModel, mesh: Mesh, computes_in: torch.dtype | None) -> None:
@@ -104,7 +120,7 @@ def replicate(objective: nn.Module, mesh: Mesh) -> nn.Module:
 
     DDP gives all ranks the weights of rank 0, and leaves alone the experts that only some of them have.
     """
-    if mesh.ranks.world == 1 or mesh.shard == "full":
+    if mesh.ranks.world // mesh.tensor == 1 or mesh.shard == "full":
         return objective
     # Buffers are constants; the switch that leaves them alone was renamed in torch 2.13.
     known = signature(DistributedDataParallel).parameters
@@ -137,7 +153,8 @@ def exchange_others(module: nn.Module, parameters: Iterable[nn.Parameter], mesh:
     """Add up, after the last backward of a step, the gradients that neither DDP nor FSDP2 exchanges.
 
     These are the experts' under DDP, of which a rank has those of all tokens of its neighbours at their places already,
-    and under FSDP2 what an objective has beside its model. All `parameters` have a gradient.
+    and under FSDP2 what an objective has beside its model. All `parameters` have a gradient. Of tensor parallelism
+    nothing is left: what its ranks all hold has its whole gradient on each.
     """
     if not mesh.is_split:
         return
@@ -149,8 +166,9 @@ def exchange_others(module: nn.Module, parameters: Iterable[nn.Parameter], mesh:
             assert mesh.data is not None
             dist.all_reduce(local_of(gradient), group=mesh.data.get_group())
             local_of(gradient).div_(loss_factor(module, mesh))
-        elif not is_replicated and not is_spread(parameter) and mesh.ranks.world > 1:
-            dist.all_reduce(gradient)
+        elif not is_replicated and not is_spread(parameter) and mesh.ranks.world // mesh.tensor > 1:
+            assert mesh.everyone is not None
+            dist.all_reduce(gradient, group=mesh.everyone.get_group())
 
 
 def require_sums(losses: Any) -> None:

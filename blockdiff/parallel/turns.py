@@ -37,7 +37,7 @@ def turns(module: nn.Module, ranks: Ranks) -> Iterator[None]:
     Where one leaves with an error, the others raise RunError at their next call, and where one leaves with Interrupted
     they raise that. An error in the middle of a call is not told: the others find the rank lost or hung.
     """
-    if ranks.world == 1 or not any(map(is_spread, module.parameters())):
+    if ranks.row_world == 1 or not any(map(is_spread, module.parameters())):
         yield
         return
     model: Any = module if isinstance(module, BlockDiffusionModel) else module.model

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.parallel.mesh import Mesh
 
 
 class Sampler:
@@ -81,16 +82,24 @@ class Sampler:
         kernels: str = "auto",
         strategy: Strategy | str | None = None,
         adapter: str | Path | None = None,
+        mesh: Mesh | None = None,
     ) -> Sampler:
         """A sampler from a checkpoint directory or a Hub id, with its tokenizer and settings; the rest as in `load`.
 
         adapter: a directory in PEFT's format; a tokenizer and settings beside it go before the model's. What cannot be
-        used is refused before the weights are read.
+        used is refused before the weights are read. mesh: over which ranks the weights are split; each then makes the
+        same calls.
         """
         places = places_of(path_or_hub_id, adapter)
         generation = Generation.from_pretrained(holding([GENERATION], places))
         tokenizer = load_tokenizer(holding(VOCABULARY_FILES, places))
         strategy = None if strategy is None else as_strategy(strategy, generation)
+        if mesh is not None and mesh.is_split:
+            if len(places) > 1:
+                raise RequestError("an adapter is not split over processes; merge it with `blockdiff export` first")
+            from blockdiff.parallel.shard import load_split
+
+            return cls(load_split(path_or_hub_id, mesh, dtype, kernels), tokenizer, generation, strategy=strategy)
         model = load(path_or_hub_id, dtype=dtype, device=device, kernels=kernels, adapter=adapter)
         return cls(model, tokenizer, generation, strategy=strategy)
 

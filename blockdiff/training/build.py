@@ -257,7 +257,7 @@ def choose_trained(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -
 def mesh_of(recipe: Recipe, ranks: Ranks) -> Mesh:
     """How the ranks share the work, as the recipe says; RunError for what does not divide."""
     asked = recipe.parallel
-    return Mesh.of(ranks, asked.shard, asked.experts, asked.offload)
+    return Mesh.of(ranks, asked.shard, asked.experts, asked.offload, asked.tensor)
 
 
 def computed_in(recipe: Recipe) -> torch.dtype | None:

@@ -66,7 +66,7 @@ def heldout(
                 weighted[1] += (evaluation.factor_BCL.double() * loss_BCL).sum()
             ar += _sums(batch.is_ar_scored_BS, evaluation.ar_loss_BS, evaluation.ar_is_correct_BS)
     sums = [levels, by_coin, weighted, ar]
-    flat = ranks.sum(torch.cat([each.flatten() for each in sums])).cpu()
+    flat = ranks.sum_of_rows(torch.cat([each.flatten() for each in sums])).cpu()
     levels, by_coin, weighted, ar = (
         total.view_as(each) for total, each in zip(flat.split([each.numel() for each in sums]), sums, strict=True)
     )

@@ -194,7 +194,7 @@ def _holders(tensor: Tensor) -> int:
         return 1
     spread: Any = tensor
     sizes = zip(spread.device_mesh.shape, spread.placements, strict=True)
-    return math.prod(size for size, placement in sizes if placement.is_shard())
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())  # _StridedShard is no Shard
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:

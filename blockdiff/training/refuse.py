@@ -18,7 +18,7 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
     refuse_schedule(recipe.objective.schedule)
     if recipe.train.epochs is not None and recipe.data.streaming is not None:
         raise RecipeError("train.epochs: the rows of a stream are not counted beforehand; give train.steps instead")
-    if recipe.train.batch_size < world:
+    if recipe.train.batch_size < world // recipe.parallel.tensor:
         raise RecipeError(f"train.batch_size: {recipe.train.batch_size} is less than {world} processes; raise it")
     if recipe.optim.name == "adamw_8bit" and recipe.parallel.name != "replicate":
         raise RecipeError(

@@ -232,10 +232,11 @@ def _strategy(text: str) -> str:
 
 
 class ParallelSection(Section):
-    """How weights are spread over the processes (docs/cluster.md); every process has rows of its own all the same."""
+    """How weights are spread over the processes (docs/cluster.md), which have rows of their own but with `tensor`."""
 
     shard: Literal["none", "full"] = "none"  # none: all weights on each; full: a piece of every tensor (FSDP2)
     experts: Positive = 1  # processes that split the experts of each layer
+    tensor: Positive = 1  # processes that run every layer together, on the same rows
     offload: bool = False  # with full: weights, gradients and optimiser state on the host
 
     @model_validator(mode="after")
@@ -247,6 +248,8 @@ class ParallelSection(Section):
     @property
     def name(self) -> str:
         """What a family has to support."""
+        if self.tensor > 1:
+            return "tensor"
         return "experts" if self.experts > 1 else "shard" if self.shard == "full" else "replicate"
 
 

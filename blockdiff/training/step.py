@@ -47,7 +47,7 @@ class Counts:
             float(is_stopping),
             float(is_failing),
         ]
-        counts = ranks.sum(torch.tensor(mine, dtype=torch.float64))
+        counts = ranks.sum_of_rows(torch.tensor(mine, dtype=torch.float64))
         canvas, ar, _, _, stopping, failing = counts.tolist()
         return cls(canvas, ar, counts[2:4], stopping > 0, failing > 0)
 
@@ -93,7 +93,7 @@ def backpropagate(
         sums[index] = torch.stack([losses.canvas_sum.detach(), losses.ar_sum.detach()])
     fill_gradients(weights)
     exchange_others(module, weights, mesh)
-    canvas_sum, ar_sum = ranks.sum(sums.sum(0)).tolist()
+    canvas_sum, ar_sum = ranks.sum_of_rows(sums.sum(0)).tolist()
     canvas_loss, ar_loss = canvas_sum / canvas_count, ar_sum / ar_count
     values = {"loss": canvas_loss + ar_weight * ar_loss, "canvas_loss": canvas_loss, "ar_loss": ar_loss}
     return Gradient(sums, values, gradient_norm(weights, ranks))

@@ -122,7 +122,7 @@ class Trainer:
     def fetch(self, step: int) -> Sequence[Batch]:
         """This rank's micro-batches of an optimiser step, on the CPU; with several ranks never none."""
         rows = self.recipe.train.micro_batch_size
-        return self.built.data.batches(step, self.ranks.rank, self.ranks.world, rows)
+        return self.built.data.batches(step, self.ranks.row_rank, self.ranks.row_world, rows)
 
     def next_batches(self) -> tuple[Sequence[Batch], Counts]:
         """The micro-batches of the next optimiser step, and what all ranks count in theirs.
@@ -236,7 +236,7 @@ class Trainer:
 
     def evaluate(self, step: int) -> Record:
         """The held-out losses and accuracies."""
-        batches = self.built.data.heldout_batches(self.ranks.rank, self.ranks.world)
+        batches = self.built.data.heldout_batches(self.ranks.row_rank, self.ranks.row_world)
         levels = self.recipe.evaluation.noise_levels
         with self.averaged():
             return heldout(self.built.objective, batches, self.ranks, self.built.precision, levels)
@@ -361,7 +361,7 @@ class Trainer:
         ranks = from_accelerate(timeout=r.train.timeout)
         try:
             with ranks.guarded(lambda: self.doing), caught(speaks=ranks.is_main, is_alone=ranks.world == 1) as signals:
-                self.ranks = replace(ranks, is_stopping=signals.is_stopping)
+                self.ranks = replace(ranks, is_stopping=signals.is_stopping, alike=self.recipe.parallel.tensor)
                 self.show = Progress(self.recipe.train.steps or 0, is_shown=ranks.is_main)
                 refuse(self.recipe, ranks.world)
                 with state.entered(self.directory, self.resume, self.ranks) as checkpoint:

@@ -156,3 +156,21 @@ def test_processes_share_the_prompts_and_write_one_file(model, tmp_path):
     tokens = [[json.loads(line)["tokens"] for line in found] for found in (shared.read_text().splitlines(), lines)]
     assert tokens[0] == tokens[1]
     assert not list(tmp_path.glob(".*part*"))
+
+
+def test_processes_run_one_model_together_and_answer_as_one_does(model, tmp_path):
+    whole, together = tmp_path / "whole.jsonl", tmp_path / "together.jsonl"
+    works(words(model, whole))
+    done = subprocess.run(
+        [sys.executable, "-m", "blockdiff", *words(model, together, "--device", "cpu", "--tensor-parallel", "2")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("9 answered, 0 failed") == 1, done.stderr
+    tokens = [
+        [json.loads(line)["tokens"] for line in found.read_text().splitlines()] for found in (together, whole)
+    ]
+    assert tokens[0] == tokens[1]

@@ -14,7 +14,7 @@ from blockdiff.training.recipe import read_recipe
 from tests.documents import ROOT, Python, blocks, code_of, table_rows
 
 DOCUMENT = ROOT / "docs" / "coming-from.md"
-KEY = re.compile(r"(seed|output|(model|lora|data|objective|optim|train|evaluation|generation)\.\w+)=")
+KEY = re.compile(r"(seed|output|(model|lora|parallel|data|objective|optim|train|evaluation|generation)\.\w+)=")
 
 
 def test_every_line_runs_or_says_why_there_is_none(quickstart: Path) -> None:

@@ -118,6 +118,36 @@ def test_cross_entropy_in_tiles_of_full_size(N, V, D):
 
 
 @pytest.mark.parametrize("softcap", [30.0, None])
+@pytest.mark.parametrize("trains_table", [True, False])
+def test_without_targets_the_loss_is_the_log_sum(softcap, trains_table, small_tiles, monkeypatch):
+    N, V, D = 63, 101, 48
+    hidden, table, target = case(N, V, D)
+    arguments = None, softcap, *bonus_case(target, V)
+    truth = loss_and_gradients(reference.linear_cross_entropy, hidden.double(), table.double(), *arguments)
+    chunks_of_rows(monkeypatch, 7, V)
+    got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, *arguments, trains_table=trains_table)
+    assert all(relative(x, y) < FP32 for x, y in zip(got, truth, strict=False))
+
+
+@pytest.mark.parametrize("softcap", [30.0, None])
+def test_log_sums_are_those_of_the_tokens_allowed_and_minus_infinity_without_one(softcap, small_tiles, monkeypatch):
+    N, V, D = 33, 101, 16
+    hidden, table, _ = case(N, V, D)
+    chunks_of_rows(monkeypatch, 7, V)
+    is_allowed = torch.rand(N, V, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.2
+    is_allowed[3] = False
+    temperature = torch.linspace(0.3, 2.0, N, device=DEVICE)
+    z = reference.logits(hidden.double(), table.double(), softcap) / temperature[:, None]
+    for mask in (None, is_allowed):
+        expected = z if mask is None else z.masked_fill(~mask, -torch.inf)
+        packed = None if mask is None else pack_allowed(mask)
+        for op in (triton.log_sums, native.log_sums):
+            log_sum, peak = op(hidden, table, softcap, temperature, packed)
+            assert torch.allclose(log_sum.double(), expected.logsumexp(-1), atol=1e-4, rtol=1e-5)
+            assert torch.allclose(peak.double(), expected.amax(-1), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [30.0, None])
 @pytest.mark.parametrize("chunk", ["whole", "parts"])
 def test_the_bonus_on_the_observed_token_and_its_gradients(softcap, chunk, small_tiles, monkeypatch):
     N, V, D = 63, 101, 48

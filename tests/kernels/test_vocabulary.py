@@ -60,6 +60,25 @@ def test_cross_entropy_and_its_gradients(ops, softcap, trains_table, N, V, D, sc
 @pytest.mark.parametrize("softcap", [30.0, 50.0, None])
 @pytest.mark.parametrize("trains_table", [True, False])
 @pytest.mark.parametrize("rows_per_chunk", [7, 1000])
+def test_without_targets_the_loss_is_the_log_sum(softcap, trains_table, rows_per_chunk, monkeypatch):
+    N, V, D = 63, 101, 48
+    chunks_of_rows(monkeypatch, rows_per_chunk, V)
+    hidden, table, target = case(N, V, D)
+    rest = softcap, target, torch.linspace(0.0, 12.0, N), torch.arange(N) % 4 == 0
+    truth_h, truth_t = hidden.double().requires_grad_(), table.double().requires_grad_()
+    truth = reference.linear_cross_entropy(truth_h, truth_t, None, *rest)
+    truth.sum().backward()
+    hidden.requires_grad_()
+    table.requires_grad_(trains_table)
+    loss = native.linear_cross_entropy(hidden, table, None, *rest)
+    loss.sum().backward()
+    assert relative(loss, truth) < 1e-5 and relative(hidden.grad, truth_h.grad) < 1e-5
+    assert not trains_table or relative(table.grad, truth_t.grad) < 1e-5
+
+
+@pytest.mark.parametrize("softcap", [30.0, 50.0, None])
+@pytest.mark.parametrize("trains_table", [True, False])
+@pytest.mark.parametrize("rows_per_chunk", [7, 1000])
 @pytest.mark.parametrize("scale", [0.3, 2.0])
 def test_the_bonus_on_the_observed_token_and_its_gradients(
     ops, softcap, trains_table, rows_per_chunk, scale, monkeypatch

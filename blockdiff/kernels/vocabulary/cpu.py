@@ -36,14 +36,15 @@ def _cross_entropy_chunk(
 def linear_cross_entropy(
     hidden_ND: Tensor,
     table_VD: Tensor,
-    target_N: Tensor,
+    target_N: Tensor | None,
     softcap: float | None,
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
     is_ignored_N: Tensor | None = None,
 ) -> Tensor:
     """See `native.linear_cross_entropy`."""
-    of_chunk = _cross_entropy_chunk if _serves(hidden_ND, table_VD, bonus_N) else native._cross_entropy_chunk
+    is_served = target_N is not None and _serves(hidden_ND, table_VD, bonus_N)
+    of_chunk = _cross_entropy_chunk if is_served else native._cross_entropy_chunk
     given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, is_ignored_N
     return native.cross_entropy_by(of_chunk, *given)
 

@@ -59,7 +59,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden_ND: Tensor,
         table_VD: Tensor,
-        target_N: Tensor,
+        target_N: Tensor | None,
         softcap: float | None,
         observed_N: Tensor | None,
         bonus_N: Tensor | None,
@@ -78,7 +78,7 @@ class _CrossEntropy(torch.autograd.Function):
                 loss_N[rows], total_N[rows], grad = of_chunk(
                     hidden[rows],
                     table,
-                    target_N[rows],
+                    None if target_N is None else target_N[rows],
                     softcap,
                     _rows_of(observed_N, bonus_N, rows),
                     grad_hidden is not None or kept is not None,
@@ -110,7 +110,8 @@ class _CrossEntropy(torch.autograd.Function):
         for rows in _chunks(hidden, table.shape[0]) if kept is None else whole:
             if kept is None:
                 favoured = _rows_of(observed_N, bonus_N, rows)
-                *_, grad = ctx.of_chunk(hidden[rows], table, target_N[rows], ctx.softcap, favoured, True)
+                target = None if target_N is None else target_N[rows]
+                *_, grad = ctx.of_chunk(hidden[rows], table, target, ctx.softcap, favoured, True)
                 grad = grad.to(table.dtype)
             else:
                 grad = kept
@@ -133,7 +134,7 @@ def _rows_of(observed_N: Tensor | None, bonus_N: Tensor | None, rows: slice) -> 
 def _cross_entropy_chunk(
     hidden: Tensor,
     table: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     softcap: float | None,
     favoured: tuple[Tensor, Tensor] | None,
     with_gradient: bool,
@@ -141,23 +142,25 @@ def _cross_entropy_chunk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, normaliser and (with gradient) G = total * dloss/dz of a chunk, fp32, in two buffers of logits.
 
+    Without a target the loss is the log-sum-exp.
+
     Capped logits lie in [-cap, cap], so for caps up to 40 exp needs no maximum taken off (e^40 * V < 1e24). A bonus b
     multiplies the exponential of the observed token by e^b: two numbers per row change, and no sweep is added.
     """
-    z, target = F.linear(hidden, table).float(), target[:, None]
+    z, target = F.linear(hidden, table).float(), None if target is None else target[:, None]
     t = None if softcap is None else z.div_(softcap).tanh_()
     observed, bonus = (None, None) if favoured is None else (x[:, None] for x in favoured)
     if t is None or softcap is None or softcap > 40:
         z = z if t is None or softcap is None else t * softcap
         if observed is not None and bonus is not None:
             z.scatter_(1, observed, z.gather(1, observed) + bonus)
-        of_target = z.gather(1, target)
+        of_target = 0.0 if target is None else z.gather(1, target)
         peak = z.amax(-1, keepdim=True)
         e = z.sub_(peak).exp_()
         total = e.sum(-1, keepdim=True)
         loss = total.log() + peak - of_target
     else:
-        of_target = t.gather(1, target) * softcap
+        of_target = 0.0 if target is None else t.gather(1, target) * softcap
         e = (t * softcap).exp_()
         total = e.sum(-1, keepdim=True)
         if observed is not None and bonus is not None:
@@ -165,10 +168,12 @@ def _cross_entropy_chunk(
             more = of_observed * bonus.expm1()
             e.scatter_(1, observed, of_observed + more)
             total += more
-            of_target += bonus * (observed == target)
+            if target is not None:
+                of_target += bonus * (observed == target)
         loss = total.log() - of_target
     if with_gradient:
-        e.scatter_(1, target, e.gather(1, target).sub_(total))
+        if target is not None:
+            e.scatter_(1, target, e.gather(1, target).sub_(total))
         if t is not None:
             e.mul_(torch.addcmul(torch.ones((), device=t.device), t, t, value=-1.0, out=t))  # tanh' = 1 - tanh^2
     return loss.squeeze(-1), total.squeeze(-1), e
@@ -177,13 +182,13 @@ def _cross_entropy_chunk(
 def linear_cross_entropy(
     hidden_ND: Tensor,
     table_VD: Tensor,
-    target_N: Tensor,
+    target_N: Tensor | None,
     softcap: float | None,
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
     is_ignored_N: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy of every token, fp32 [N], holding one chunk of logits whatever N.
+    """Cross-entropy of every token, fp32 [N], holding one chunk of logits whatever N; without targets log-sum-exp.
 
     bonus_N (fp32, 0 to 40) is added to the soft-capped logit of token observed_N (int64) before the softmax; both or
     neither. Rows where is_ignored_N have loss 0 and no gradient, whatever they and their targets hold.
@@ -196,7 +201,7 @@ def cross_entropy_by(
     of_chunk: Callable[..., tuple[Tensor, Tensor, Tensor]],
     hidden_ND: Tensor,
     table_VD: Tensor,
-    target_N: Tensor,
+    target_N: Tensor | None,
     softcap: float | None,
     observed_N: Tensor | None,
     bonus_N: Tensor | None,
@@ -210,7 +215,8 @@ def cross_entropy_by(
         return _CrossEntropy.apply(hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, of_chunk)
     kept = (~is_ignored_N).nonzero().squeeze(-1)
     observed, bonus = (None if x is None else x[kept] for x in (observed_N, bonus_N))
-    loss = _CrossEntropy.apply(hidden_ND[kept], table_VD, target_N[kept], softcap, observed, bonus, of_chunk)
+    target = None if target_N is None else target_N[kept]
+    loss = _CrossEntropy.apply(hidden_ND[kept], table_VD, target, softcap, observed, bonus, of_chunk)
     return loss.new_zeros(hidden_ND.shape[0]).index_copy(0, kept, loss)
 
 
@@ -389,6 +395,29 @@ def token_stats(
                 soft = torch.mm(p.to(table_VD.dtype), embedding)
             parts.append(Stats(entropy, argmax, sample.squeeze(-1), soft, log_probability))
     return parts[0] if len(parts) == 1 else Stats(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+@torch.no_grad()
+def log_sums(
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    softcap: float | None,
+    temperature_N: Tensor | float = 1.0,
+    allowed_NW: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and maximum of z / T over the tokens allowed, fp32 [N] each, -inf where none is.
+
+    What ranks that hold parts of a table merge; the other arguments are those of `token_stats`.
+    """
+    parts = []
+    for rows in _chunks(hidden_ND, table_VD.shape[0]):
+        z = logits(hidden_ND[rows], table_VD, softcap)
+        if allowed_NW is not None:
+            z.masked_fill_(_is_forbidden(allowed_NW[rows], z.shape[-1]), -torch.inf)
+        z.div_(temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N)
+        parts.append((z.logsumexp(-1), z.amax(-1)))
+    log_sum_N, peak_N = (torch.cat(column) for column in zip(*parts, strict=True))
+    return log_sum_N, peak_N
 
 
 def class_stats(

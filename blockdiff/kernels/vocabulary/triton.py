@@ -9,6 +9,7 @@ from: another shape may round otherwise in half precision, and exp makes percent
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -170,6 +171,21 @@ def _token_stats(
         torch.mm(x, table, out=soft[rows])
 
 
+@op("log_sums")
+def _log_sums(
+    hidden: Tensor, table: Tensor, softcap: float | None, temperature: Tensor, allowed: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Log-sum-exp and maximum, fp32 [N]."""
+    log_sum, peak = _vector(hidden), _vector(hidden)
+    yield log_sum, peak
+    how = Logits(softcap, temperature, allowed=allowed, words=0 if allowed is None else allowed.stride(0))
+    chunks, total = chunks_of(hidden, table), _vector(hidden)
+    for rows in chunks.of_rows(hidden):
+        sweep(hidden[rows], table, how.of(rows), chunks, Rows(peak[rows], total[rows]))
+    log_sum.copy_(total.log2().add_(peak).mul_(math.log(2)))
+    peak.mul_(math.log(2)).masked_fill_(total == 0, -math.inf)
+
+
 # -- gradients -------------------------------------------------------------------------------------------------
 
 
@@ -225,14 +241,16 @@ def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 def linear_cross_entropy(
     hidden_ND: Tensor,
     table_VD: Tensor,
-    target_N: Tensor,
+    target_N: Tensor | None,
     softcap: float | None,
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
     is_ignored_N: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy of every token, fp32 [N], holding one chunk of products whatever N."""
+    """Cross-entropy of every token, fp32 [N], holding one chunk of products whatever N; without targets log-sum-exp."""
     hidden, table = in_autocast(hidden_ND, table_VD)
+    if target_N is None:
+        target_N = torch.full((len(hidden),), -1, dtype=torch.int64, device=hidden.device)
     needs = (torch.is_grad_enabled() and t.requires_grad for t in (hidden, table))
     vectors = _contiguous(observed_N, bonus_N, is_ignored_N)
     return _cross_entropy(hidden, table, target_N.contiguous(), softcap, *vectors, False, *needs)[0]
@@ -300,3 +318,19 @@ def token_stats(
     shaped = *shaping[:3], *_contiguous(shaping.observed_N, bonus_N)
     stats = Stats(*_token_stats(hidden, table, softcap, *vectors, allowed_NW, *shaped))
     return stats._replace(soft_embedding=stats.soft_embedding.to(table_VD.dtype))
+
+
+@torch.no_grad()
+def log_sums(
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    softcap: float | None,
+    temperature_N: Tensor | float = 1.0,
+    allowed_NW: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and maximum of z / T over the tokens allowed, fp32 [N] each, -inf where none is."""
+    if not isinstance(temperature_N, Tensor):
+        temperature_N = torch.full((len(hidden_ND),), temperature_N, dtype=torch.float32, device=hidden_ND.device)
+    if allowed_NW is not None:
+        allowed_NW = allowed_NW.contiguous()
+    return _log_sums(hidden_ND, table_VD, softcap, temperature_N.float().contiguous(), allowed_NW)

@@ -164,6 +164,8 @@ def sweep(
 ) -> Tensor:  # fmt: skip
     """Fill `out` by one pass over the raw products of some rows; gives the last chunk of them."""
     tiles = new_tiles(table, chunks.tile.grid(1, len(table))[1], out)
+    if target is not None and tiles.of_target is not None:
+        tiles.of_target.masked_fill_(target < 0, 0.0)  # no target at all
     for tokens, x in chunks.products(hidden, table):
         fill(tiles, x, how, chunks.tile, target, tokens.start, tokens.start // chunks.tile.columns)
     merge(tiles, out, uniform, is_ignored)

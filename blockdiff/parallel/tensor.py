@@ -1,0 +1,244 @@
+"""Tensor parallelism: the ranks of a group run every layer together, each with its part of the heads and matrices.
+
+What a part of a family's model becomes stands in its `tensor_parts`; layers know nothing of it. Attention is split by
+heads, with kv heads that are fewer than ranks held by several; a dense MLP by its inner width; experts are split as
+whole ones; the table by tokens (`tensor_vocabulary.py`). Norms, routers and scalars are the same on all ranks, as is
+the residual between the parts. Each part costs one all-reduce forward and one backward.
+
+A parameter that is split becomes a DTensor, Shard; its local part is what the layer sees. All ranks need equal rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from blockdiff.errors import RunError
+from blockdiff.layers.attention import Attention
+from blockdiff.layers.experts import Experts, here
+from blockdiff.layers.mlp import MLP
+from blockdiff.layers.self_conditioning import SelfConditioning
+from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.parallel.reduce import copied, summed
+from blockdiff.parallel.tensor_vocabulary import share_vocabulary
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Seen = Callable[[Tensor], Tensor]  # a rank's own tensor -> what the layer computes with
+
+
+def tensor_parallel(model: BlockDiffusionModel, mesh: DeviceMesh) -> None:
+    """Split a model, with weights or without memory, over the ranks of a mesh of one dimension, in place.
+
+    Raises RunError for what does not divide and for a family that has no table of parts.
+    """
+    family = family_of(model.config)
+    if not family.tensor_parts:
+        raise RunError(f"parallel.tensor: models of {family.model_type} cannot be split; leave it at 1")
+    for name, module in list(model.named_modules()):
+        kind = next((kind for part, kind in family.tensor_parts.items() if fnmatchcase(name, part)), None)
+        if kind is not None:
+            try:
+                _SPLITS[kind](module, mesh)
+            except _Indivisible as reason:
+                raise RunError(f"parallel.tensor: {mesh.size()} does not divide the {reason} of {name}") from None
+
+
+class _Indivisible(Exception):
+    """How many of what there are."""
+
+
+def hold(module: nn.Module, leaf: str, mesh: DeviceMesh, dim: int) -> None:
+    """Leave this rank its part of a parameter, cut along `dim` as torch.chunk does."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    whole = module.get_parameter(leaf)
+    part = whole.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
+    split = DTensor.from_local(
+        part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    module.register_parameter(leaf, nn.Parameter(split, requires_grad=whole.requires_grad))
+
+
+def show(module: nn.Module, seen: dict[str, Seen]) -> None:
+    """Let code that runs inside a part see a module's parameters as these functions of what the rank holds.
+
+    From outside, for names, checkpoints and optimisers, they are the parameters that they are.
+    """
+    module.__class__ = _showing(type(module))
+    module.__dict__["_seen"] = module.__dict__.get("_seen", {}) | seen
+
+
+def runs(part: nn.Module) -> None:
+    """Make a module a part: what it calls sees what `show` says."""
+
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
+        _RUNNING.parts += 1
+
+    def leave(_: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        _RUNNING.parts -= 1
+
+    part.register_forward_pre_hook(enter)
+    part.register_forward_hook(leave, always_call=True)
+
+
+class _Running(threading.local):
+    parts = 0
+
+
+def _showing(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _SHOWING:
+
+        class Showing(kind):  # type: ignore[misc, valid-type]
+            def __getattr__(self, name: str) -> Any:
+                value = super().__getattr__(name)
+                seen = self.__dict__["_seen"].get(name) if _RUNNING.parts else None
+                return value if seen is None or value is None else seen(value)
+
+        Showing.__name__ = Showing.__qualname__ = kind.__name__
+        _SHOWING[kind] = Showing
+    return _SHOWING[kind]
+
+
+_RUNNING = _Running()
+_SHOWING: dict[Any, type[nn.Module]] = {}
+
+
+# -- parts -----------------------------------------------------------------------------------------------------
+
+
+def _split_out(linear: nn.Linear, mesh: DeviceMesh) -> None:
+    """Column-parallel: each rank makes some outputs of a linear layer, adapted or not."""
+    linear.out_features //= mesh.size()
+    hold(linear, "weight", mesh, 0)
+    seen: dict[str, Seen] = {"weight": here}
+    if hasattr(linear, "lora_B"):
+        hold(linear, "lora_B", mesh, 0)
+        seen |= {"lora_B": here, "lora_A": functools.partial(copied, group=mesh.get_group())}
+    show(linear, seen)
+
+
+def _split_in(linear: nn.Linear, mesh: DeviceMesh) -> None:
+    """Row-parallel: each rank has some inputs of a linear layer, and makes its term of a sum."""
+    linear.in_features //= mesh.size()
+    hold(linear, "weight", mesh, 1)
+    seen: dict[str, Seen] = {"weight": here}
+    if hasattr(linear, "lora_A"):
+        hold(linear, "lora_A", mesh, 1)
+        seen |= {"lora_A": here, "lora_B": functools.partial(copied, group=mesh.get_group())}
+    show(linear, seen)
+
+
+def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Each rank runs some heads with the kv heads that they read."""
+    assert isinstance(module, Attention)
+    size, place, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    if module.heads % size:
+        raise _Indivisible(f"{module.heads} heads")
+    runs(module)
+    _split_out(module.q_proj, mesh)
+    kv_projections = [each for each in (module.k_proj, module.v_proj) if each is not None]
+    if module.kv_heads % size == 0:
+        for each in kv_projections:
+            _split_out(each, mesh)
+        module.kv_heads //= size
+    elif size % module.kv_heads == 0:
+        head, width = place * module.kv_heads // size, module.head_dim
+
+        def of_head(weight: Tensor) -> Tensor:
+            return copied(weight, group)[head * width : (head + 1) * width]
+
+        for each in kv_projections:
+            seen: dict[str, Seen] = {"weight": of_head}
+            if hasattr(each, "lora_B"):
+                seen |= {"lora_B": of_head, "lora_A": functools.partial(copied, group=group)}
+            show(each, seen)
+            each.out_features = width
+        module.kv_heads = 1
+    else:
+        raise _Indivisible(f"{module.kv_heads} kv heads")
+    module.heads //= size
+    for norm in (module.q_norm, module.k_norm):  # one weight for the heads of all ranks
+        if norm is not None:
+            show(norm, {"weight": functools.partial(copied, group=group)})
+    _split_in(module.o_proj, mesh)
+    module.register_forward_pre_hook(lambda _, args: (copied(args[0], group), *args[1:]))
+    module.register_forward_hook(lambda _, args, out: (summed(out[0], group), *out[1:]))
+
+
+def split_mlp(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Each rank has part of the inner width; gate and up are matrices of their own, so each is cut by itself."""
+    assert isinstance(module, MLP)
+    width, group = module.down_proj.weight.shape[1], mesh.get_group()
+    if width % mesh.size():
+        raise _Indivisible(f"inner width {width}")
+    runs(module)
+    for each in (module.gate_proj, module.up_proj):
+        _split_out(each, mesh)
+    _split_in(module.down_proj, mesh)
+    if isinstance(module, SelfConditioning):  # adds what the MLP gives to what all ranks have
+        module.pre_norm.register_forward_hook(lambda _, args, x: copied(x, group))
+    else:
+        module.register_forward_pre_hook(lambda _, args: (copied(args[0], group), *args[1:]))
+    module.down_proj.register_forward_hook(lambda _, args, out: summed(out, group))
+
+
+def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Each rank has some whole experts, and runs them on all tokens: nothing is exchanged but the sum."""
+    assert isinstance(module, Experts)
+    experts = module.gate_up_proj.shape[0]
+    if experts % mesh.size():
+        raise _Indivisible(f"{experts} experts")
+    for leaf, _ in list(module.named_parameters(recurse=False)):
+        hold(module, leaf, mesh, 0)
+    module.exchange = AllHere(mesh.get_group())
+
+
+@dataclass(frozen=True, eq=False)
+class AllHere:
+    """What `Experts.exchange` takes where all ranks have all tokens: each runs its experts, and the results add up."""
+
+    group: dist.ProcessGroup
+
+    def __call__(
+        self,
+        x_ND: Tensor,
+        index_Nk: Tensor,
+        weight_Nk: Tensor,
+        experts: int,
+        compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """See `exchange.Exchange`."""
+        held = experts // self.group.size()
+        index_Nk = index_Nk - self.group.rank() * held
+        index_Nk = torch.where((index_Nk >= 0) & (index_Nk < held), index_Nk, held)
+        return summed(compute(copied(x_ND, self.group), index_Nk, copied(weight_Nk, self.group)), self.group)
+
+
+def split_vocabulary(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Each rank has the rows of some tokens."""
+    assert isinstance(module, Vocabulary)
+    tokens, size = module.table.shape[0], mesh.size()
+    if -(-tokens // size) * (size - 1) >= tokens:
+        raise _Indivisible(f"{tokens} tokens")  # the last rank would have none
+    for leaf in ("table",) if module.head is None else ("table", "head"):
+        hold(module, leaf, mesh, 0)
+    share_vocabulary(module, mesh.get_group())
+
+
+_SPLITS: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
+    "attention": split_attention,
+    "mlp": split_mlp,
+    "experts": split_experts,
+    "vocabulary": split_vocabulary,
+}

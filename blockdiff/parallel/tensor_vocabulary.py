@@ -1,0 +1,279 @@
+"""The vocabulary over the ranks of tensor parallelism: each has the rows of some tokens, and no logits are gathered.
+
+Every rank computes with its rows as if they were all, by the same ops. What they merge are a few numbers of every
+position: with log-sums of the parts, a softmax over all tokens is each part's softmax times its share. A sample is
+still picked by one uniform number: it names the rank by the shares, and what is left of it the token there, so any
+number of ranks draws the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, autograd
+
+from blockdiff.errors import RequestError
+from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
+from blockdiff.layers.experts import here
+from blockdiff.layers.vocabulary import Vocabulary, as_call
+from blockdiff.parallel.reduce import copied, summed
+
+
+def share_vocabulary(vocabulary: Vocabulary, group: dist.ProcessGroup) -> None:
+    """Make a vocabulary, whose table is split along the tokens, one that the ranks of a group share, in place."""
+    vocabulary.__class__ = SharedVocabulary
+    assert isinstance(vocabulary, SharedVocabulary)
+    vocabulary.group = group
+    each = -(-vocabulary.table.shape[0] // group.size())
+    vocabulary.first = group.rank() * each
+
+
+class SharedVocabulary(Vocabulary):
+    """See `Vocabulary`; all ranks of `group` make the same calls with equal arguments and get equal results."""
+
+    group: dist.ProcessGroup
+    first: int  # the token of this rank's first row
+
+    def weights(self) -> Tensor:
+        """The rows of this rank, with those of them that an adapter trains."""
+        table = here(self.table)
+        if self.token_rows is None:
+            return table
+        rows = copied(self.token_rows, self.group).to(table.dtype)
+        places = [token - self.first for token in self.token_ids]
+        ours = [n for n, place in enumerate(places) if 0 <= place < len(table)]
+        if not ours:
+            return table + 0 * rows.sum()  # every rank takes part in the sum of gradients
+        index = torch.tensor([places[n] for n in ours], device=table.device)
+        return table.index_copy(0, index, rows[torch.tensor(ours, device=table.device)])
+
+    def output_weights(self) -> Tensor:
+        """The rows of this rank that make the logits."""
+        return self.weights() if self.head is None else here(self.head)
+
+    @as_call
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., D] of int64 tokens."""
+        table = self.weights()
+        place, is_here = self._here(tokens, table)
+        x = summed(F.embedding(place, table) * is_here[..., None], self.group)
+        return x if self.root == 1.0 else x * self._scale(table.dtype)
+
+    @as_call
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Soft-capped logits, fp32 [..., V], gathered: a convenience for few tokens, without gradients."""
+        own = self.kernels.logits(hidden, self.output_weights(), self.softcap).detach()
+        each = -(-self.table.shape[0] // self.group.size())
+        padded = F.pad(own, (0, each - own.shape[-1]))
+        return torch.cat(list(_gathered(padded, self.group)), -1)[..., : self.table.shape[0]]
+
+    @as_call
+    def cross_entropy(
+        self,
+        hidden_ND: Tensor,
+        targets_N: Tensor,
+        observed_N: Tensor | None = None,
+        bonus_N: Tensor | None = None,
+        is_ignored_N: Tensor | None = None,
+    ) -> Tensor:
+        """Cross-entropy of every token in nats, fp32 [N]; 0, without gradients, where ignored."""
+        if is_ignored_N is not None:
+            kept = (~is_ignored_N).nonzero().squeeze(-1)
+            of_kept = (None if x is None else x[kept] for x in (observed_N, bonus_N))
+            loss = self._loss(hidden_ND[kept], targets_N[kept], *of_kept)
+            return loss.new_zeros(len(hidden_ND)).index_copy(0, kept, loss)
+        return self._loss(hidden_ND, targets_N, observed_N, bonus_N)
+
+    def _loss(
+        self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None, bonus_N: Tensor | None
+    ) -> Tensor:
+        """Log-sum-exp over all tokens less the target's logit."""
+        table, hidden_ND = self.output_weights(), copied(hidden_ND, self.group)
+        favoured = self._favoured(observed_N, bonus_N, table)
+        log_sum_N = self.kernels.linear_cross_entropy(hidden_ND, table, None, self.softcap, *favoured)
+        place_N, is_here_N = self._here(targets_N, table)
+        z_N = (hidden_ND * table[place_N]).sum(-1).to(log_sum_N.dtype)
+        if self.softcap is not None:
+            z_N = self.softcap * torch.tanh(z_N / self.softcap)
+        of_target_N = summed(z_N * is_here_N, self.group)
+        if observed_N is not None and bonus_N is not None:
+            of_target_N = of_target_N + bonus_N * (observed_N == targets_N)
+        return merged_log_sum(log_sum_N, self.group) - of_target_N
+
+    @as_call
+    @torch.no_grad()
+    def scores(
+        self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None = None, bonus_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What `cross_entropy` gives, fp32 [N], and the argmax of the same logits, int64 [N]; no gradients."""
+        table = self.output_weights()
+        place_N, is_here_N = self._here(targets_N, table)
+        favoured = self._favoured(observed_N, bonus_N, table)
+        log_sum_N = self.kernels.linear_cross_entropy(hidden_ND, table, None, self.softcap, *favoured)
+        loss_N, argmax_N = self.kernels.token_scores(hidden_ND, table, place_N, self.softcap, *favoured)
+        least_N, _ = self.kernels.token_scores(hidden_ND, table, argmax_N, self.softcap, *favoured)
+        columns = (log_sum_N, log_sum_N - least_N, (log_sum_N - loss_N) * is_here_N, argmax_N + self.first)
+        log_sum_RN, peak_RN, target_RN, argmax_RN = _gathered_columns(columns, self.group)
+        best_N = peak_RN.argmax(0)
+        loss_N = (log_sum_RN.logsumexp(0) - target_RN.sum(0)).to(loss_N.dtype)
+        return loss_N, argmax_RN.gather(0, best_N[None])[0].long()
+
+    @as_call
+    def soft_embedding(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+        """`softmax(z / T) E sqrt(D)` [..., D]; a gradient flows to E, none through z."""
+        rows, flat = self.output_weights(), hidden.reshape(-1, hidden.shape[-1]).detach()
+        log_sum_N, _ = self.kernels.log_sums(flat, rows.detach(), self.softcap, temperature)
+        share_N = (log_sum_N - _gathered(log_sum_N, self.group).logsumexp(0)).exp()
+        part = self.kernels.soft_embedding(flat, rows, self.softcap, temperature, **self._embedding())
+        soft = summed(part * share_N[:, None], self.group).to(rows.dtype).view(hidden.shape)
+        return soft * self._scale(rows.dtype)
+
+    @as_call
+    def soft_embedding_of(self, logits: Tensor) -> Tensor:
+        """`softmax(z) E sqrt(D)` [..., D] of given logits [..., V]."""
+        table = self.weights()
+        p = logits.softmax(-1, dtype=torch.float32).to(table.dtype)[..., self.first : self.first + len(table)]
+        return summed(p @ table, self.group) * self._scale(table.dtype)
+
+    @as_call
+    @torch.no_grad()
+    def stats(
+        self,
+        hidden_BLD: Tensor,
+        temperature: Tensor | float,
+        uniform_BL: Tensor,
+        given_BL: Tensor | None = None,
+        allowed_BLW: Tensor | None = None,
+        shaping: Shaping | None = None,
+    ) -> Stats:
+        """See `Vocabulary.stats`; RequestError for what would need all logits in one place (shaping)."""
+        if shaping is not None:
+            raise RequestError("top_k, top_p, min_p, guidance and corrections are not there with tensor parallelism")
+        B, L, D = hidden_BLD.shape
+        table, hidden_ND, uniform_N = self.output_weights(), hidden_BLD.reshape(-1, D), uniform_BL.reshape(-1)
+        if isinstance(temperature, Tensor):
+            temperature = temperature[:, None].expand(B, L).reshape(-1)
+        allowed_NW = None if allowed_BLW is None else words_from(allowed_BLW.flatten(0, 1), self.first, len(table))
+        log_sum_N, peak_N = self.kernels.log_sums(hidden_ND, table, self.softcap, temperature, allowed_NW)
+        log_sum_RN, peak_RN = _gathered_columns((log_sum_N, peak_N), self.group)
+        log_share_RN = log_sum_RN - log_sum_RN.logsumexp(0)
+        chosen_N, own_N = _rank_of(uniform_N, log_share_RN.exp(), self.group.rank())
+
+        given_N = None if given_BL is None else given_BL.reshape(-1)
+        place_N, is_here_N = (None, None) if given_N is None else self._here(given_N, table)
+        if allowed_NW is not None:  # where none of a rank's tokens is allowed, its statistics have no weight
+            allowed_NW = torch.where((allowed_NW != 0).any(-1, keepdim=True), allowed_NW, -1)
+        stats = self.kernels.token_stats(
+            hidden_ND,
+            table,
+            self.softcap,
+            temperature,
+            own_N.to(uniform_N.dtype),
+            place_N,
+            allowed_NW,
+            **self._embedding(),
+        )
+        log_share_N = log_share_RN[self.group.rank()]
+        share_N = log_share_N.exp()
+        weighed = (share_N * (stats.entropy - log_share_N)).masked_fill(share_N == 0, 0.0)
+        is_sampled_N = chosen_N == self.group.rank() if is_here_N is None else is_here_N
+        columns = (
+            weighed,
+            stats.argmax + self.first,
+            stats.sample + self.first,
+            torch.where(is_sampled_N, stats.log_probability + log_share_N, 0.0),
+        )
+        weighed_RN, argmax_RN, sample_RN, log_probability_RN = _gathered_columns(columns, self.group)
+        argmax_N = argmax_RN.gather(0, peak_RN.argmax(0)[None])[0].long()
+        sample_N = sample_RN.gather(0, chosen_N[None])[0].long()
+        soft_ND = summed(stats.soft_embedding * share_N[:, None], self.group).to(table.dtype) * self._scale(table.dtype)
+        entropy_N, log_probability_N = (x.sum(0).to(stats.entropy.dtype) for x in (weighed_RN, log_probability_RN))
+        all_ = Stats(entropy_N, argmax_N, sample_N, soft_ND, log_probability_N)
+        return Stats(*(column.view(B, L, *column.shape[1:]) for column in all_))
+
+    @as_call
+    def class_stats(
+        self,
+        hidden_BLD: Tensor,
+        temperature: Tensor | float,
+        uniform_BL: Tensor,
+        classes: Classes,
+        penalty: Penalty | None = None,
+        excluded: int | None = None,
+    ) -> ClassStats:
+        """Refused with RequestError: classes of tokens lie across the ranks."""
+        raise RequestError("constraints and penalties are not there with tensor parallelism; leave them out")
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _here(self, tokens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of tokens in this rank's table, 0 where they are not there, and whether they are."""
+        place = tokens - self.first
+        is_here = (place >= 0) & (place < len(table))
+        return torch.where(is_here, place, 0), is_here
+
+    def _favoured(
+        self, observed_N: Tensor | None, bonus_N: Tensor | None, table: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Observed tokens and their bonus as this rank's rows have them: a bonus of 0 for those of others."""
+        if observed_N is None or bonus_N is None:
+            return None, None
+        place_N, is_here_N = self._here(observed_N, table)
+        return place_N, bonus_N * is_here_N
+
+
+class _MergedLogSum(autograd.Function):
+    @staticmethod
+    def forward(ctx: object, log_sum_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total_N = _gathered(log_sum_N, group).logsumexp(0)
+        ctx.save_for_backward((log_sum_N - total_N).exp())  # type: ignore[attr-defined]
+        return total_N
+
+    @staticmethod
+    def backward(ctx: object, grad_N: Tensor) -> tuple[Tensor, None]:
+        (share_N,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return grad_N * share_N, None
+
+
+def merged_log_sum(log_sum_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The log-sum-exp [N] over the ranks' parts, equal on all; each rank's gradient is that of its own part."""
+    merged: Tensor = _MergedLogSum.apply(log_sum_N, group)
+    return merged
+
+
+def words_from(allowed_NW: Tensor, first: int, count: int) -> Tensor:
+    """The packed mask of `count` tokens from `first` on, of a packed mask of all tokens."""
+    word, bit = divmod(first, 32)
+    words = -(-count // 32)
+    wide = F.pad(allowed_NW.long() & 0xFFFFFFFF, (0, max(0, word + words + 1 - allowed_NW.shape[1])))
+    low, high = wide[:, word : word + words], wide[:, word + 1 : word + words + 1]
+    cut = ((low >> bit) | (high << (32 - bit))) & 0xFFFFFFFF
+    if count % 32:
+        cut[:, -1] &= (1 << count % 32) - 1
+    return torch.where(cut >> 31 > 0, cut - (1 << 32), cut).int()
+
+
+def _rank_of(uniform_N: Tensor, share_RN: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The rank that a uniform number falls to, shares laid side by side, and what is left of it for this rank."""
+    share_RN, uniform_N = share_RN.double(), uniform_N.double()
+    end_RN = share_RN.cumsum(0)
+    threshold_N = uniform_N * end_RN[-1]
+    last_N = (share_RN > 0).long().cumsum(0).argmax(0)
+    chosen_N = torch.minimum((end_RN <= threshold_N).sum(0), last_N)
+    rest_N = (threshold_N - (end_RN[rank] - share_RN[rank])) / share_RN[rank].clamp(min=1e-300)
+    return chosen_N, rest_N.clamp(0.0, 1.0 - 2**-24)
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's x, [ranks, ...], without gradients."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, x.detach().contiguous(), group=group)
+    return torch.stack(parts)
+
+
+def _gathered_columns(columns: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's columns [N], [ranks, N] each in fp64, in which token ids are exact; in one exchange."""
+    return list(_gathered(torch.stack([column.double() for column in columns]), group).unbind(1))

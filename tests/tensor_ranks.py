@@ -1,0 +1,194 @@
+"""What `test_tensor.py` runs in several processes: one model over them, beside one process that has all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear
+from blockdiff.kernels import NATIVE
+from blockdiff.kernels.vocabulary import pack_allowed, reference
+from blockdiff.layers.experts import here
+from blockdiff.layers.lora import LowRank
+from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
+from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.objective import Objective
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.tensor import split_vocabulary, tensor_parallel
+from blockdiff.sampling import Generation, Request, Sampler
+from tests.expert_ranks import assert_same, error
+from tests.families import CONFIGS, small_model
+from tests.objective.test_objective import L, V, batch_of, rows
+from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
+
+Found = dict[str, Tensor]
+
+
+def in_double(model: BlockDiffusionModel) -> BlockDiffusionModel:
+    """The model with vocabulary ops that compute in fp64."""
+    model.vocabulary.kernels = replace(
+        model.kernels,
+        linear_cross_entropy=reference.linear_cross_entropy,
+        soft_embedding=soft_embedding,
+        log_sums=reference.log_sums,
+    )
+    return model
+
+
+def soft_embedding(
+    hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float, embedding_VD: Tensor | None = None
+) -> Tensor:
+    """softmax(z / T) E in the dtype of the table, with a gradient to E and none through z."""
+    with torch.no_grad():
+        p = (reference.logits(hidden_ND, table_VD, softcap) / temperature).softmax(-1)
+    return p @ (table_VD if embedding_VD is None else embedding_VD)
+
+
+def adapted() -> BlockDiffusionModel:
+    """DiffusionGemma with adapters wherever they may be, and rows of the table that train."""
+    model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))
+    parts = ("attention", "mlp", "experts", "self_conditioning")
+    adapt(model, targets(model, {part: LowRank(3, 6) for part in parts}), [5, V - 1])
+    draw_adapters(model, 0, torch.device("cpu"), model.dtype)
+    draw = torch.Generator().manual_seed(7)
+    for module in adapters_of(model).values():
+        for name, parameter in module.named_parameters(recurse=False):
+            if name.endswith("lora_B"):
+                parameter.data.normal_(0.0, 0.1, generator=draw)
+    return model.double()
+
+
+def gradients(model: nn.Module) -> Found:
+    """The whole gradients of what trains."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            grad = parameter.grad
+            assert grad is not None, name
+            found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found
+
+
+def trained(model: BlockDiffusionModel) -> Found:
+    """Losses and gradients of the objective."""
+    losses = Objective(model, Linear(), UniformCorruption(V), 5)(batch_of(rows()))
+    sum(losses).backward()
+    return {"losses": torch.stack([loss.detach() for loss in losses]), **gradients(model)}
+
+
+def run_through(model: BlockDiffusionModel) -> Found:
+    """Hidden states, losses and gradients of every pass that a model of any family has."""
+    tokens = torch.arange(3, 45).view(2, 21)
+    spans = {name: kind.encode_spans(torch.zeros_like(tokens)) for name, kind in model.kinds.items()}
+    hidden, _ = model(tokens, torch.arange(21).expand(2, 21), spans)
+    found, canvas = {"hidden": hidden}, tokens[:, :8] + 40
+    if model.denoises:
+        past = model.encode(tokens).layers()
+        start = torch.full((2, 1), 21)
+        spans = {name: kind.denoise_spans(start, 0 * start, 0 * start + 8, 8) for name, kind in model.kinds.items()}
+        soft = model.vocabulary.soft_embedding(hidden[:, :8].detach())
+        found["soft"] = soft
+        found["noisy"], _ = model(canvas, torch.arange(21, 29).expand(2, 8), spans, past, True, soft)
+    losses = [model.vocabulary.cross_entropy(x[:, :8].flatten(0, 1), canvas.flatten()) for x in found.values()]
+    torch.cat(losses).sum().backward()
+    return {name: x.detach() for name, x in found.items()} | {"loss": torch.cat(losses).detach()} | gradients(model)
+
+
+def whole_models(ranks: Ranks, directory: Path) -> None:
+    """Of every family that is split, and with adapters: what one process computes, and about that share of its weights held."""
+    Tensor.float = Tensor.double  # type: ignore[method-assign]  # norms are fp32 in a model of any dtype
+    mesh = init_device_mesh("cpu", (ranks.world,))
+    split = [name for name, config in CONFIGS.items() if family_of(config()).tensor_parts]
+    cases = {name: (partial(small_model, name), run_through) for name in split}
+    assert len(split) >= 5
+    for name, (make, compute) in {**cases, "adapted": (adapted, trained)}.items():
+        expected, model = compute(in_double(make())), in_double(make())
+        tensor_parallel(model, mesh)
+        held = sum(here(parameter).numel() for parameter in model.parameters())
+        of_all = held / sum(parameter.numel() for parameter in model.parameters())
+        assert of_all < 1 / ranks.world + 0.25, name  # norms, routers and kv heads fewer than ranks are held by all
+        got = compute(model)
+        # a scalar before a norm has a gradient that is all rounding
+        seen = [key for key, x in expected.items() if x.numel() > 1 or float(x.abs()) > 1e-2]
+        assert len(seen) > len(expected) - 3
+        assert_same({key: got[key] for key in seen}, {key: expected[key] for key in seen}, 1e-10)
+
+
+def vocabularies(ranks: Ranks, directory: Path) -> None:
+    """Every op of a vocabulary whose tokens do not divide evenly, and every gradient."""
+    tokens, N = 103, 24
+    mesh = init_device_mesh("cpu", (ranks.world,))
+    draw = torch.Generator().manual_seed(3)
+    table, hidden = torch.randn(tokens, 8, generator=draw), torch.randn(4, N // 4, 8, generator=draw)
+    target = torch.randint(0, tokens, (N,), generator=draw)
+    observed, bonus = torch.where(torch.arange(N) % 2 == 0, target, 7), torch.linspace(0.0, 12.0, N)
+    uniform = torch.rand(4, N // 4, generator=draw)
+    is_allowed = torch.rand(4, N // 4, tokens, generator=draw) < 0.05
+    is_allowed[..., 17] = is_allowed[0, :, 60:] = True
+    is_allowed[1, :, 30:] = False  # some ranks have no allowed token there
+    allowed = pack_allowed(is_allowed.flatten(0, 1)).view(4, N // 4, -1)
+    temperature = torch.tensor([0.5, 1.0, 0.8, 2.0])
+
+    def vocabulary(is_shared: bool, softcap: float | None) -> Vocabulary:
+        made = Vocabulary(tokens, 8, softcap, NATIVE)
+        made.table.data.copy_(table)
+        if is_shared:
+            split_vocabulary(made, mesh)
+        return made
+
+    for softcap in (30.0, None):
+        one, other = vocabulary(True, softcap), vocabulary(False, softcap)
+        found = []
+        for each in (one, other):
+            x = hidden.flatten(0, 1).clone().requires_grad_()
+            ignored = torch.arange(N) % 5 == 0
+            losses = [
+                each.cross_entropy(x, target),
+                each.cross_entropy(x, target, observed, bonus),
+                each.cross_entropy(x, target, is_ignored_N=ignored),
+            ]
+            soft = each.soft_embedding(x.detach())
+            terms = [*losses, soft * hidden.flatten(0, 1), each.embed(target)]
+            torch.stack([term.sum() for term in terms]).sum().backward()
+            assert x.grad is not None and each.table.grad is not None
+            whole = each.table.grad.full_tensor() if isinstance(each.table.grad, DTensor) else each.table.grad
+            values = {f"loss {n}": loss for n, loss in enumerate(losses)}
+            values |= {"soft": soft, "hidden": x.grad, "table": whole, "logits": each.logits(hidden)}
+            values |= {"soft of": each.soft_embedding_of(values["logits"]), "embed": each.embed(target)}
+            scores, argmax = each.scores(x.detach(), target, observed, bonus)
+            found.append((values | {"scores": scores}, argmax))
+            for masks in (None, allowed):
+                for given in (None, target.view(4, -1)):
+                    stats = each.stats(hidden, temperature, uniform, given, masks)
+                    found[-1] += (stats,)
+        (values, argmax, *stats), (expected, expected_argmax, *expected_stats) = found
+        assert_same(*({name: x.detach() for name, x in each.items()} for each in (values, expected)), 2e-6)
+        assert torch.equal(argmax, expected_argmax)
+        for a, b in zip(stats, expected_stats, strict=True):
+            assert torch.equal(a.argmax, b.argmax) and torch.equal(a.sample, b.sample)
+            assert error(a.entropy, b.entropy) < 5e-6 and error(a.soft_embedding, b.soft_embedding) < 5e-6
+            assert error(a.log_probability.exp(), b.log_probability.exp()) < 5e-6  # of what is not allowed 0
+
+
+def sampled(ranks: Ranks, directory: Path) -> None:
+    """Evaluation and sampling give the tokens of one process, kv heads fewer than ranks among them."""
+    mesh = init_device_mesh("cpu", (ranks.world,))
+    found = []
+    for is_split in (True, False):
+        model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))
+        if is_split:
+            tensor_parallel(model, mesh)
+        sampler = Sampler(model, None, Generation(max_steps=4, max_new_tokens=2 * L, eos_ids=(V - 1,)))
+        requests = [Request(n, tokens=list(range(5, 9 + 3 * n)), scores=n == 0) for n in range(3)]
+        found.append(sampler.generate(requests, seed=4))
+    for one, other in zip(*found, strict=True):
+        assert (one.tokens, one.steps) == (other.tokens, other.steps)
+    assert abs(found[0][0].score - found[1][0].score) < 1e-5
