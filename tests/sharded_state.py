@@ -84,6 +84,18 @@ def refused(ranks: Ranks, directory: Path, how: How) -> None:
     (directory / f"said-{ranks.rank}.txt").write_text(message)
 
 
+def blind(ranks: Ranks, directory: Path) -> None:
+    """Rank 1 is on a machine that does not see the run directory of rank 0."""
+    toy = Toy("full").train(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == 1:
+            patch.setattr(Path, "is_dir", lambda path: False)
+        with pytest.raises(RunError, match=r"rank 1 does not see what rank 0 writes there.*a disk that all machines"):
+            toy.save(directory / "run", ranks)
+    ranks.barrier()
+    assert not list((directory / "run" / "checkpoints").iterdir())
+
+
 def full_disk(ranks: Ranks, directory: Path, how: How, in_background: bool) -> None:
     """The disk of rank 1 is full in the second save: each rank gets one line, and the first save stays."""
     run, toy = directory / "run", Toy(how).train(1)

@@ -133,6 +133,10 @@ def test_a_full_disk_of_one_rank_is_one_line_and_the_last_checkpoint_stays(tmp_p
         assert Toy("none").restore(tmp_path / "run", state.ALONE).step == 1
 
 
+def test_a_rank_that_does_not_see_the_run_directory_is_named_before_anything_is_written(tmp_path):
+    forked.run_ranks(2, sharded_state.blind, tmp_path)
+
+
 @pytest.mark.parametrize(("world", "how"), [(2, "none"), (2, "full")])
 def test_a_save_in_the_background_has_the_step_it_was_begun_at(tmp_path, world, how):
     forked.run_ranks(world, sharded_state.save_while_training, tmp_path, how)
