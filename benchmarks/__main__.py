@@ -81,7 +81,7 @@ def main(words: list[str] | None = None) -> int:
             output.with_suffix(".md").write_text(report(), encoding="utf-8")
 
     def report() -> str:
-        return f"{_heading(record, settings.repeats)}\n\n{table(results)}\n"
+        return f"{machine.heading(record, settings.repeats)}\n\n{table(results)}\n"
 
     for suite in options.only or SUITES:
         SUITES[suite]([known[name] for name in chosen], settings, done)
@@ -89,15 +89,6 @@ def main(words: list[str] | None = None) -> int:
     if output is not None:
         print(f"written: {output} and {output.with_suffix('.md').name}", file=sys.stderr)
     return 0 if all(result.agreement.is_met for result in results) else 1
-
-
-def _heading(record: dict, repeats: int) -> str:
-    versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
-    commit = f"{str(record['commit'])[:12]}{' + changes' if record['dirty'] else ''}"
-    return (
-        f"{record['device']}, {record['cores']} cores, {record['threads']} threads; {versions}; "
-        f"commit {commit}; medians (quartiles) of {repeats} repeats in turns"
-    )
 
 
 if __name__ == "__main__":

@@ -53,6 +53,16 @@ def name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
 
 
+def heading(record: dict[str, Any], repeats: int) -> str:
+    """The first line of a table: on what it was measured."""
+    versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
+    commit = f"{str(record['commit'])[:12]}{' + changes' if record['dirty'] else ''}"
+    return (
+        f"{record['device']}, {record['cores']} cores, {record['threads']} threads; {versions}; "
+        f"commit {commit}; medians (quartiles) of {repeats} repeats in turns"
+    )
+
+
 def slug(device: torch.device) -> str:
     """The device's name as part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", name(device).lower().replace("(r)", "").replace("(tm)", "")).strip("-")

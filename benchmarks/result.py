@@ -8,9 +8,6 @@ from typing import Any
 
 from benchmarks.timing import Times, quartiles
 
-TIMES = ("ours ms", "transformers ms", "speed-up", "peak MiB")
-COLUMNS = ("what", "size", "case", *TIMES, "transformers' variant", "errors")
-
 
 def half_precision_bound(peer_error: float) -> float:
     """How far from fp32 our bf16 may be: twice what the peer's is (single experts flip), and never half the value."""
@@ -81,10 +78,11 @@ class Result:
         }
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[Result], peer: str = "transformers") -> str:
     """The results as a Markdown table; a line that disagrees shows its errors instead of times."""
-    rows = [list(COLUMNS), *(_cells(result) for result in results)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    columns = ["what", "size", "case", "ours ms", f"{peer} ms", "speed-up", "peak MiB", f"{peer}' variant", "errors"]
+    rows = [columns, *(_cells(result) for result in results)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     rows.insert(1, ["-" * width for width in widths])
     padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)

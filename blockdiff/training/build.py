@@ -102,6 +102,8 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     from blockdiff.training.room import require_kept, require_step
 
     require_kept(objective, recipe, base, ranks)
+    if ranks.device.type == "cpu" and recipe.given.objective is None:
+        objective.one_sweep = True  # fewer, larger calls
 
     data = checked_data(recipe, base, ranks)
     for line in data.lines():
