@@ -40,6 +40,7 @@ def span_attention(
         prefix_k = prefix_k.dense()
     if isinstance(prefix_v, PagedTensor):
         prefix_v = prefix_v.dense()
+    assert not isinstance(prefix_v, ReservedTensor)
     prefix_tokens, (B, T, h, _) = 0 if prefix_k is None else prefix_k.shape[1], q_BThd.shape
     if B * h * T * (prefix_tokens + own_k.shape[1]) > native.SMALL_SCORES:
         return native.span_attention(q_BThd, prefix_k, prefix_v, own_k, own_v, spans, scale)
