@@ -103,7 +103,7 @@ def run_through(model: BlockDiffusionModel) -> Found:
 
 
 def whole_models(ranks: Ranks, directory: Path) -> None:
-    """Of every family that is split, and with adapters: what one process computes, and about that share of its weights held."""
+    """Of every family that is split, and with adapters: what one process computes, about that share of weights held."""
     Tensor.float = Tensor.double  # type: ignore[method-assign]  # norms are fp32 in a model of any dtype
     mesh = init_device_mesh("cpu", (ranks.world,))
     split = [name for name, config in CONFIGS.items() if family_of(config()).tensor_parts]
