@@ -6,12 +6,14 @@ What was done to its files meanwhile is refused, noticed or healed. `python -m b
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
-from benchmarks import kills
+from benchmarks import kills, rank_kills
 from benchmarks.damage import SILENT, Damage, outcome
+from blockdiff.errors import RESUME
 from tests.forked import run
 
 KILLS = 6
@@ -44,3 +46,22 @@ def test_only_what_names_the_file_or_changes_nothing_counts_as_noticed():
         (-14, "", []),  # it hung
     ):
         assert outcome(case, code, said, differing) == SILENT
+
+
+@pytest.mark.quick
+def test_a_rank_whose_peer_was_killed_has_to_end_with_one_line():
+    line = f"blockdiff: error: rank 1: another rank was lost during step 3; {RESUME}"
+    for code, said, ending in (
+        (1, line, "with a line"),
+        (-signal.SIGTERM, "", "before training began"),
+        (0, "run: 12 steps", "after its work"),
+        (1, "", "otherwise"),
+        (1, f"{line}\n{line}", "otherwise"),
+        (1, f"Traceback (most recent call last):\n{line}", "otherwise"),
+        (1, "blockdiff: error: RuntimeError: [gloo] timed out", "otherwise"),
+        (-signal.SIGALRM, "", "otherwise"),  # it hung
+    ):
+        found = rank_kills.Kills("2 DDP")
+        rank_kills.judge(found, rank_kills.Outcome([-signal.SIGKILL, code], ["", said]), 1, "rank 1")
+        assert found.endings == {ending: 1}
+        assert bool(found.wrong) == (ending == "otherwise")
