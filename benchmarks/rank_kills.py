@@ -202,7 +202,8 @@ def attempt(folder: Path, run: Path, mesh: Mesh, victim: int = -1, kill: Kill | 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # While the groups are made nobody notices that a rank is gone, and the others wait for the timeout.
-    words = [*train_words(folder, run), "--set", "train.timeout=60", *(word for each in mesh.overrides for word in ("--set", each))]
+    overrides = ("train.timeout=60", *mesh.overrides)
+    words = [*train_words(folder, run), *(word for each in overrides for word in ("--set", each))]
     children = {}
     for rank in range(mesh.world):
         children[be_rank(folder, words, mesh, rank, port, kill if rank == victim else None)] = rank
