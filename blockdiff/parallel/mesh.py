@@ -8,6 +8,7 @@ neighbours, and on one node where they fit it.
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -85,6 +86,7 @@ class Mesh:
         if not dist.is_initialized():  # a world of one, whose weights are sharded all the same
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            atexit.register(_leave)
         if tensor > 1:
             layout = torch.arange(world).view(-1, tensor)
             groups = [_group(lists.tolist(), ranks) for lists in (layout.T, layout)]
@@ -97,6 +99,11 @@ class Mesh:
         groups = [_group(lists.tolist(), ranks) for lists in (layout.T, layout)]
         both = DeviceMesh.from_group(groups, kind, layout, mesh_dim_names=("data", "experts"))
         return cls(ranks, shard, experts, offload, everyone, both["data"], both["experts"])
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _group(lists: list[list[int]], ranks: Ranks) -> Any:

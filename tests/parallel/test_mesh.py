@@ -23,11 +23,9 @@ LIMITS[torch.float32] = {"losses": 1e-5, "gradient": 1e-5, "weight": 1e-6}
 MERGED = 1e-5  # logits are fp32 whatever the model's dtype, and their parts are merged; test_tensor.py has all in fp64
 FOUR = ["FSDP2 x experts", "FSDP2 x tensor"]  # meshes of four ranks
 RUNS = {
-    "all, sharded": ["parallel.shard=full"],
-    "all, sharded, experts split": ["parallel.shard=full", "parallel.experts=2"],
-    "adapters, experts split": ["parallel.experts=2"],
+    "all, sharded, offloaded": ["parallel.shard=full", "parallel.offload=true"],
+    "adapters, sharded, experts split": ["parallel.shard=full", "parallel.experts=2"],
     "adapters, together": ["parallel.tensor=2"],
-    "adapters, offloaded": ["parallel.shard=full", "parallel.offload=true"],
 }
 TIMES = ("seconds", "tokens_per_second", "scored_tokens_per_second", "memory_gib", "sample_seconds")
 
