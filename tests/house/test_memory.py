@@ -58,7 +58,7 @@ def test_weights_that_do_not_fit_are_refused_before_one_is_read_or_drawn(tmp_pat
     numbers = sum(tensor.numel() for tensor in model.state_dict().values())
     monkeypatch.setattr(memory, "available_bytes", lambda device: 3 * numbers)
     read = []
-    monkeypatch.setattr(checkpoint.read, "read_tensors", lambda *_: read.append(1) or [])
+    monkeypatch.setattr(checkpoint.read, "read_blocks", lambda *_: read.append(1) or [])
     with pytest.raises(BlockdiffError, match=r'cpu: needs .*\(weights .*would fit: dtype="bfloat16"'):
         checkpoint.load(directory, dtype="float32", device="cpu")
     with pytest.raises(BlockdiffError, match=r"cpu: needs .*\(weights "):
