@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main(words: list[str] | None = None) -> int:
-    """Returns 1 when anything disagrees with the peer, else 0."""
+    """Returns 1 when anything disagrees with the peer or a suite fails, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", action="append", choices=SUITES, help="a suite (may be repeated); default: all")
     parser.add_argument("--sizes", help="comma-separated names; default: all that suit the device")
@@ -83,12 +84,20 @@ def main(words: list[str] | None = None) -> int:
     def report() -> str:
         return f"{machine.heading(record, settings.repeats)}\n\n{table(results)}\n"
 
+    failed = []
     for suite in options.only or SUITES:
-        SUITES[suite]([known[name] for name in chosen], settings, done)
+        try:
+            SUITES[suite]([known[name] for name in chosen], settings, done)
+        except Exception as error:  # the other suites are worth having all the same
+            failed.append(suite)
+            print(f"{suite}: FAILED: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
+            traceback.print_exc()
     print(report())
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
     if output is not None:
         print(f"written: {output} and {output.with_suffix('.md').name}", file=sys.stderr)
-    return 0 if all(result.agreement.is_met for result in results) else 1
+    return 0 if all(result.agreement.is_met for result in results) and not failed else 1
 
 
 if __name__ == "__main__":

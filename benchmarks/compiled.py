@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from blockdiff.kernels import tiles
 from blockdiff.kernels.expert_mlp.triton import expert_mlp
+from blockdiff.kernels.fused import triton as fused_ops
 from blockdiff.kernels.norm_rope.triton import add_rms_norm, norm_rope, rms_norms
 from blockdiff.kernels.span_attention.triton import span_attention
 from blockdiff.kernels.vocabulary import Shaping, pack_allowed, triton_launch
@@ -83,6 +84,25 @@ def experts(
     expert_mlp(x.requires_grad_(), gate_up, down, index, weight, low_rank=low_rank).sum().backward()
 
 
+@torch.no_grad()
+def fused(dtype: torch.dtype) -> None:
+    """Several ops in one launch, as a denoising step of the released model has them: both layer kinds."""
+    N, D, F, E, k, eps = 256, 2816, 2112, 128, 8, 1e-6
+    x, w, scalar = (torch.zeros(*shape, dtype=dtype) for shape in ((1, N, D), (D,), (1,)))
+    for d, kv_heads in ((256, 8), (512, 2)):
+        q, keys = torch.zeros(1, N, 16, d, dtype=dtype), torch.zeros(1, N, kv_heads, d, dtype=dtype)
+        cos = torch.zeros(1, N, d, dtype=dtype)
+        fused_ops.attention_heads(q, keys, keys, w[:d], w[:d], cos, cos, eps)
+    fused_ops.residual_norms(x, x, w, (w, w, None), eps)
+    of_experts = torch.empty(E, D, dtype=dtype), torch.zeros(E, dtype=dtype)
+    index, weight = fused_ops.routed_tokens(x[0], w, D**-0.5, *of_experts, k)
+    weights = torch.empty(E, 2 * 704, D, dtype=dtype), torch.empty(E, D, 704, dtype=dtype)
+    slots = fused_ops.expert_slots(x[0], *weights, index, weight)
+    gate = torch.empty(F, D, dtype=dtype)
+    fused_ops.gated_product(x[0], gate, gate, "gelu_tanh")
+    fused_ops.layer_end(x, x, slots, (w, w, w), eps, scalar)
+
+
 def vocabulary(dtype: torch.dtype) -> None:
     """Every vocabulary op at the released model's 262,144 tokens, with all options and with none."""
     N, V, D = 16, 262_144, 16
@@ -115,6 +135,7 @@ OPS: dict[str, Callable[[], None]] = {
     "expert_mlp, 4096 tokens": lambda: experts(4096, torch.bfloat16),
     "expert_mlp, low rank": lambda: experts(4096, torch.bfloat16, rank=16),
     "expert_mlp, all ones": lambda: experts(1, torch.bfloat16, E=1, k=1, D=16, F=16),
+    "fused": lambda: fused(torch.bfloat16),
     "vocabulary": lambda: vocabulary(torch.bfloat16),
 }
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DiffusionGemmaTextConfig
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaTextExperts
 
+from benchmarks.installed import installed
 from benchmarks.kernel_span_attention import Ceilings
 from benchmarks.models import Size
 from benchmarks.result import Agreement, Result, half_precision_bound
@@ -244,6 +245,9 @@ def _peers(shape: Shape, kind: str, inputs: Inputs) -> Iterator[tuple[str, Work]
     capacity = int(inputs.index_Nk.flatten().bincount().max())
     if shape.E * capacity <= 4 * shape.N * shape.k:  # else nearly all of it is padding
         yield "padded bmm", _work(_padded(capacity), inputs, kind)
+    deep_gemm = installed("deep_gemm", "DeepGEMM") if inputs.x_ND.is_cuda and kind == FORWARD else None
+    if deep_gemm is not None:
+        yield "DeepGEMM, bf16", _work(_deep_gemm(deep_gemm), inputs, kind)
     if inputs.x_ND.is_cuda and not shape.skewed:  # minutes of autotuning, which sees shapes and not the routing
         torch._dynamo.reset()
         module = _module("grouped_mm", shape)
@@ -254,6 +258,32 @@ def _peers(shape: Shape, kind: str, inputs: Inputs) -> Iterator[tuple[str, Work]
 
         compiled = torch.compile(mix, mode="max-autotune-no-cudagraphs", dynamic=False)
         yield "grouped_mm, autotuned by Inductor", _work(compiled, inputs, kind)
+
+
+def _deep_gemm(module: Any) -> Mix:
+    """DeepGEMM's grouped bf16 products, on rows sorted by expert and padded to its alignment; forward only."""
+
+    def mix(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        (N, k), E = index.shape, len(down)
+        aligned = module.get_mk_alignment_for_contiguous_layout()
+        chosen, order = index.flatten().sort(stable=True)
+        counts = torch.bincount(chosen, minlength=E)
+        padded = (counts + aligned - 1) // aligned * aligned
+        begin, first = padded.cumsum(0) - padded, counts.cumsum(0) - counts
+        place = begin[chosen] + torch.arange(N * k, device=x.device) - first[chosen]
+        rows = (N * k // aligned + min(E, N * k)) * aligned
+        owner = torch.full((rows,), -1, dtype=torch.int32, device=x.device)
+        owner[place] = chosen.int()
+        x_MD = x.new_zeros(rows, x.shape[1]).index_copy_(0, place, x[order // k])
+        h, y = x.new_empty(rows, gate_up.shape[1]), x.new_empty(rows, down.shape[1])
+        module.m_grouped_bf16_gemm_nt_contiguous(x_MD, gate_up, h, owner)
+        gate, up = h.chunk(2, -1)
+        a = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        module.m_grouped_bf16_gemm_nt_contiguous(a, down, y, owner)
+        of_slot = torch.empty_like(order).scatter_(0, order, place)
+        return (y[of_slot].view(N, k, -1) * weight[..., None]).sum(1).to(x.dtype)
+
+    return mix
 
 
 def _transformers(implementation: str, shape: Shape) -> Mix:

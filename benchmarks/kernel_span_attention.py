@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.installed import installed
 from benchmarks.models import Size
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
@@ -293,6 +294,10 @@ def peers(shape: Shape, spans: Spans, tensors: list[Tensor]) -> Peers:
             backends["flash"] = SDPBackend.FLASH_ATTENTION
         else:
             backends["efficient"] = SDPBackend.EFFICIENT_ATTENTION
+        flash_3 = installed("flash_attn_interface", "FlashAttention-3")
+        if flash_3 is not None and spans.sees_all:  # it knows no mask of two spans
+            in_order = [x.detach().transpose(1, 2).contiguous().requires_grad_(shape.trains) for x in whole]
+            found["FlashAttention-3, no mask"] = partial(_flash_3, flash_3), in_order
         for name, backend in backends.items():
             found[f"SDPA {name}, {'no' if mask is None else 'dense'} mask"] = partial(_sdpa, mask, backend), repeated
         try:
@@ -332,6 +337,12 @@ def _sdpa(is_seen: Tensor | None, backend: SDPBackend | None, q: Tensor, k: Tens
         return F.scaled_dot_product_attention(q, k, v, is_seen, scale=1.0, enable_gqa=q.shape[1] > k.shape[1])
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, is_seen, scale=1.0)
+
+
+def _flash_3(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention-3 of tensors with tokens before heads; earlier versions also return the log-sum-exp."""
+    out = module.flash_attn_func(q, k, v, softmax_scale=1.0, causal=False)
+    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
 def _flex(shape: Shape, spans: Spans) -> Attend:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.installed import installed
 from benchmarks.models import Size
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
@@ -94,11 +95,14 @@ def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
 
 def measure(inputs: Inputs, shape: Shape, kernels: Kernels, settings: Settings) -> Iterator[Result]:
     """Loss and gradients with a frozen and a trained table, soft embedding, and what a denoising step needs."""
-    liger = _liger() if settings.device.type == "cuda" else None
+    is_cuda = settings.device.type == "cuda"
+    liger, cut = (_liger(), _cut_cross_entropy()) if is_cuda else (None, None)
     for trains_table in (False, True):
         peers = {"transformers": _in_parts(partial(_unfused_loss, trains_table=trains_table))}
         if liger is not None:
             peers["Liger"] = partial(liger, trains_table=trains_table)
+        if cut is not None:
+            peers["cut-cross-entropy"] = partial(cut, trains_table=trains_table)
         ours = partial(_our_loss, kernels=kernels, trains_table=trains_table)
         case = f"cross-entropy, {'trained' if trains_table else 'frozen'} table"
         yield from _compared(case, inputs, shape, ours, peers, settings)
@@ -242,16 +246,30 @@ def _in_parts(peer: Candidate) -> Candidate:
 
 def _liger() -> Callable[..., dict[str, Tensor]] | None:
     """Liger's fused linear cross-entropy, where it is installed."""
-    try:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-    except Exception as error:  # it may also be installed and not import here
-        print(f"{SUITE}: Liger not available: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
+    liger = installed("liger_kernel.transformers", "Liger")
+    if liger is None:
         return None
-    fused = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=SOFTCAP)
+    fused = liger.LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=SOFTCAP)
 
     def loss_and_gradients(inputs: Inputs, trains_table: bool) -> dict[str, Tensor]:
         hidden, table = _leaves(inputs, trains_table)
         loss = fused(table, hidden, inputs.target_N)
+        loss.backward()
+        return {"loss": loss.detach(), **_gradients(hidden, table)}
+
+    return loss_and_gradients
+
+
+def _cut_cross_entropy() -> Callable[..., dict[str, Tensor]] | None:
+    """Apple's cut cross-entropy (arXiv 2411.09009), where it is installed, without the filter that skips gradients."""
+    cut = installed("cut_cross_entropy", "cut-cross-entropy")
+    if cut is None:
+        return None
+
+    def loss_and_gradients(inputs: Inputs, trains_table: bool) -> dict[str, Tensor]:
+        hidden, table = _leaves(inputs, trains_table)
+        options = dict(softcap=SOFTCAP, reduction="sum", filter_eps=None)
+        loss = cut.linear_cross_entropy(hidden, table, inputs.target_N, **options)
         loss.backward()
         return {"loss": loss.detach(), **_gradients(hidden, table)}
 

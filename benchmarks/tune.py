@@ -142,8 +142,10 @@ def by_timing(problem: Problem, key: Key, choices: list[Tile]) -> Tile:
 @contextmanager
 def trying(key: Key, tile: Tile) -> Iterator[None]:
     """Within it the table has this tile, and no other, for a kernel."""
+    tiles.chosen.cache_clear()
     with patch.dict(tiles.table(), {key: [(float("inf"), tile)]}):
         yield
+    tiles.chosen.cache_clear()
 
 
 def _seconds(wanted: Wanted, call: Callable[[], None]) -> float:

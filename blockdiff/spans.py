@@ -35,6 +35,11 @@ class Spans:
         padding_BT = self.bounds_BT4[..., 3] <= self.bounds_BT4[..., 2]  # every other query sees itself
         return None if padding_BT.is_cpu and not padding_BT.any() else padding_BT
 
+    @functools.cached_property
+    def written_BT4(self) -> Tensor:
+        """The bounds, written out for every query where all of a row share them."""
+        return self.bounds_BT4.contiguous()
+
     def dense(self, prefix_tokens: int, own_tokens: int) -> Tensor:
         """The mask as booleans [B, T, prefix_tokens + own_tokens]: for tests, pictures and the SDPA path."""
         key = (prefix_tokens, own_tokens)

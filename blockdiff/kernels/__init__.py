@@ -6,13 +6,16 @@ import functools
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
+from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.launch import Unserved
 
 # The ops of every folder. Its native.py says what they compute and holds a function of each name; so does its
@@ -56,6 +59,73 @@ class Kernels:
     token_scores: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     log_sums: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     class_stats: Callable[..., Any]
+    fused: Any = None  # the module `fused.triton`, whose functions do the work of a method below in one launch
+
+    # Compositions of the ops above, in one launch where that is there and no gradient is needed.
+
+    def attention_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads [B, T, heads, d]: queries and keys as `norm_rope` gives them, values normed without weight."""
+        if self._is_fused(q):
+            heads: tuple[Tensor, Tensor, Tensor]
+            heads = self.fused.attention_heads(q, k, v, q_weight, k_weight, cos, sin, eps)
+            return heads
+        (v,) = self.rms_norms(v, (None,), eps)
+        return self.norm_rope(q, q_weight, cos, sin, eps), self.norm_rope(k, k_weight, cos, sin, eps), v
+
+    def residual_norms(
+        self, x: Tensor, y: Tensor, weight: Tensor, weights: Sequence[Tensor | None], eps: float
+    ) -> tuple[Tensor, ...]:
+        """`x + rms_norm(y)`, and what `rms_norms` gives of that under up to three weights."""
+        if self._is_fused(x):
+            sums: tuple[Tensor, ...] = self.fused.residual_norms(x, y, weight, weights, eps)
+            return sums
+        x = self.add_rms_norm(x, y, weight, eps)
+        return x, *self.rms_norms(x, weights, eps)
+
+    def routed_tokens(
+        self, x_ND: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
+    ) -> tuple[Tensor, Tensor]:
+        """What `route` gives of the scores `(x * scale * root) weight^T`."""
+        if self._is_fused(x_ND):
+            routes: tuple[Tensor, Tensor] = self.fused.routed_tokens(x_ND, scale_D, root, weight_ED, expert_scale_E, k)
+            return routes
+        if x_ND.dtype == torch.bfloat16:  # the released model rounds after each factor
+            scores = F.linear(x_ND * scale_D * root, weight_ED)
+        else:
+            scores = F.linear(x_ND, weight_ED * (scale_D * root))
+        return self.route(scores, expert_scale_E, k)
+
+    def layer_end(
+        self, x: Tensor, dense: Tensor, routed: Slots | Tensor, weights: tuple[Tensor, Tensor, Tensor], eps: float,
+        scalar: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """`(x + norm(norm(dense) + norm(routed))) * scalar`; weights: of dense, of routed, of their sum."""
+        if self._is_fused(x):
+            end: Tensor = self.fused.layer_end(x, dense, routed, weights, eps, scalar)
+            return end
+        assert isinstance(routed, Tensor)
+        (of_dense,) = self.rms_norms(dense, (weights[0],), eps)
+        both = self.add_rms_norm(of_dense, routed.view_as(x), weights[1], eps)
+        return self.add_rms_norm(x, both, weights[2], eps, scalar)
+
+    def expert_slots(self, x_ND: Tensor, *of_experts: Any) -> Slots | Tensor:
+        """What `expert_mlp` gives, for `layer_end`: where that is fused, before it is summed."""
+        slots: Slots | Tensor = (
+            self.fused.expert_slots if self._is_fused(x_ND) else self.expert_mlp
+        )(x_ND, *of_experts)
+        return slots
+
+    def gated_linear(self, x: Tensor, gate_FD: Tensor, up_FD: Tensor, activation: str) -> Tensor:
+        """`gated` of the products of x with two weights."""
+        if self._is_fused(x) and x.numel() <= self.fused.FEW_ROWS * x.shape[-1]:
+            product: Tensor = self.fused.gated_product(x.flatten(0, -2), gate_FD, up_FD, activation)
+            return product.view(*x.shape[:-1], -1)
+        return self.gated(F.linear(x, gate_FD), F.linear(x, up_FD), activation)
+
+    def _is_fused(self, x: Tensor) -> bool:
+        return self.fused is not None and self.fused.serves(x)
 
 
 def _op(name: str, implementation: str) -> Callable[..., Any]:
@@ -88,7 +158,8 @@ def resolve(kernels: str | Kernels = "auto") -> Kernels:
         warnings.warn(f'kernels="auto": native ops only: {obstacle}', stacklevel=2)
         return CPU
     choose = triton_op if kernels == "triton" else _on_gpu
-    return Kernels(**{name: choose(name) for name in OPS})
+    fused = importlib.import_module("blockdiff.kernels.fused.triton")
+    return Kernels(**{name: choose(name) for name in OPS}, fused=fused)
 
 
 def triton_op(name: str) -> Callable[..., Any]:

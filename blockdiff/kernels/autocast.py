@@ -6,9 +6,15 @@ import torch
 from torch import Tensor
 
 
+def is_on(x: Tensor) -> bool:
+    """Whether autocast is on for a tensor's device; torch's meta device has none."""
+    device = "cuda" if x.is_cuda else x.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype that autocast, where it is on for their device, computes products in."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not is_on(tensors[0]):
         return tensors
-    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(x.to(dtype) for x in tensors)

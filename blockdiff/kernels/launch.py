@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,8 +33,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     device = _device_of(arguments)
     if 0 in grid or (device is not None and device.type == "meta"):
         return
-    with torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext():
+    if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
         kernel[grid](*arguments, **constants)
+    else:
+        with torch.cuda.device(device):
+            kernel[grid](*arguments, **constants)
 
 
 def _device_of(arguments: tuple[Any, ...]) -> torch.device | None:
@@ -70,14 +72,30 @@ def op(name: str) -> Callable[[Callable[..., Iterator[Any]]], Any]:
         schema = torch.library.infer_schema(run, mutates_args=())
         registered = torch.library.custom_op(f"blockdiff::{name}", run, mutates_args=(), schema=schema)
         registered.register_fake(lambda *inputs: next(make(*inputs)))
-        return registered
+        return Op(registered, run)
 
     return register
 
 
+class Op:
+    """An op that torch knows, called past torch where nothing asks for it: on the host that costs a third."""
+
+    def __init__(self, registered: Any, run: Callable[..., Any]):
+        self.registered, self.run = registered, run
+        self.register_autograd = registered.register_autograd
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.registered(*inputs) if asks_torch() else self.run(*inputs)
+
+
+def asks_torch() -> bool:
+    """Whether torch has to see each op: it compiles, records gradients, or a mode (fake tensors, say) looks on."""
+    return torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of that shape, by default of `like`'s, on its device and in its dtype or another; dense, not filled."""
-    return torch.empty(shape or like.shape, dtype=dtype or like.dtype, device=like.device)
+    return like.new_empty(shape or like.shape, dtype=dtype)
 
 
 def wanted(tensors: Iterable[Tensor], needs: Sequence[bool]) -> list[Tensor]:

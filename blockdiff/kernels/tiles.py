@@ -36,19 +36,24 @@ class Tile:
 
     def fitted(self, **sizes: int) -> Tile:
         """The tile with each of the given sizes (rows, columns or inner) no larger than needed for so many."""
-        return replace(
-            self, **{name: min(getattr(self, name), max(LEAST, power_of_2(size))) for name, size in sizes.items()}
-        )
+        return _fitted(self, **sizes)
 
     def grid(self, rows: int, columns: int = 1) -> tuple[int, int]:
         """How many programs cover a result of that size."""
         return -(-rows // self.rows), -(-columns // self.columns)
 
-    @property
+    @functools.cached_property
     def options(self) -> dict[str, int]:
         """The constants and options of a kernel with this tile."""
         inner = dict(INNER=self.inner) if self.inner else {}
         return dict(ROWS=self.rows, COLUMNS=self.columns, num_warps=self.warps, num_stages=self.stages) | inner
+
+
+@functools.lru_cache(4096)
+def _fitted(tile: Tile, **sizes: int) -> Tile:
+    return replace(
+        tile, **{name: min(getattr(tile, name), max(LEAST, power_of_2(size))) for name, size in sizes.items()}
+    )
 
 
 def power_of_2(size: int) -> int:
@@ -56,6 +61,7 @@ def power_of_2(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
+@functools.lru_cache(4096)
 def elementwise(columns: int, elements: int = 2048) -> Tile:
     """A tile of whole rows of so many columns, of about `elements` elements but one row at least."""
     columns = power_of_2(columns)
@@ -82,12 +88,17 @@ def tile_of(kernel: str, x: Tensor, size: float) -> Tile:
 
     Raises Unserved where the table has no line for it.
     """
-    on, bits = architecture(x.device), 8 * x.element_size()
-    for limit, tile in table().get((kernel, on, x.element_size()), ()):
+    return chosen(kernel, architecture(x.device), x.element_size(), size)
+
+
+@functools.lru_cache(4096)
+def chosen(kernel: str, on: int, element_size: int, size: float) -> Tile:
+    """The tile of a kernel on an architecture, for elements of so many bytes; what changes the table forgets these."""
+    for limit, tile in table().get((kernel, on, element_size), ()):
         if size <= limit:
             return tile
     raise Unserved(
-        f"{kernel} in Triton has no tile for size {size:g} in {bits}-bit numbers on compute capability "
+        f"{kernel} in Triton has no tile for size {size:g} in {8 * element_size}-bit numbers on compute capability "
         f"{on // 10}.{on % 10} (tiles.json)"
     )
 

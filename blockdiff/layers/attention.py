@@ -59,6 +59,9 @@ class Attention(nn.Module):
         q = self.q_proj(x_BTD).view(B, T, self.heads, self.head_dim)
         raw_k = self.k_proj(x_BTD).view(B, T, self.kv_heads, self.head_dim)
         v = raw_k if self.v_proj is None else self.v_proj(x_BTD).view(B, T, self.kv_heads, self.head_dim)
+        if self.norms_values and type(self.q_norm) is RMSNorm and type(self.k_norm) is RMSNorm:
+            weights = self.q_norm.weight, self.k_norm.weight
+            return self.kernels.attention_heads(q, raw_k, v, *weights, *rope, self.eps)
         if self.norms_values:
             (v,) = self.kernels.rms_norms(v, (None,), self.eps)
         return normed_and_turned(q, self.q_norm, rope), normed_and_turned(raw_k, self.k_norm, rope), v

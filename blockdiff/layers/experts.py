@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdiff.kernels import NATIVE, Kernels
+from blockdiff.kernels.expert_mlp import Slots
 
 # Of tokens, indices, weights, the number of experts and what computes those that lie here: the tokens' weighted sums.
 Exchange = Callable[[Tensor, Tensor, Tensor, int, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
@@ -27,11 +27,8 @@ class Router(nn.Module):
 
     def forward(self, normed_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Expert index int64 [N, k] and weight [N, k] of tokens normed without weight, per-expert scale applied."""
-        if normed_ND.dtype == torch.bfloat16:  # the released model rounds after each factor
-            scores = self.proj(normed_ND * self.scale * self.root)
-        else:
-            scores = F.linear(normed_ND, self.proj.weight * (self.scale * self.root))
-        return self.kernels.route(scores, self.per_expert_scale, self.top_k)
+        of_scores = self.scale, self.root, self.proj.weight
+        return self.kernels.routed_tokens(normed_ND, *of_scores, self.per_expert_scale, self.top_k)
 
 
 class SigmoidRouter(nn.Module):
@@ -86,6 +83,16 @@ class Experts(nn.Module):
         gate_up, down = here(self.gate_up_proj), here(self.down_proj)
         low_rank = self.low_rank_matrices()
         return self.kernels.expert_mlp(x_ND, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
+
+    def slots(
+        self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None
+    ) -> Slots | Tensor:
+        """The same, or what is to be summed, for `Kernels.layer_end`."""
+        if padding_N is not None or self.exchange is not None:
+            return self(x_ND, index_Nk, weight_Nk, padding_N)
+        gate_up, down = here(self.gate_up_proj), here(self.down_proj)
+        low_rank = self.low_rank_matrices()
+        return self.kernels.expert_slots(x_ND, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
 
     def low_rank_matrices(self) -> Sequence[Tensor]:
         """What adapters add to the weights, as the expert op takes it: nothing here."""

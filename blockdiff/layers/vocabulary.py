@@ -28,6 +28,11 @@ def as_call(method: Callable[Concatenate[_V, _P], _T]) -> Callable[Concatenate[_
     return call
 
 
+@functools.cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu").to(dtype))
+
+
 class Vocabulary(nn.Module):
     """Table [V, D] of embeddings and (soft-capped) logits; holds one chunk of logits at a time.
 
@@ -90,7 +95,7 @@ class Vocabulary(nn.Module):
 
     def _scale(self, dtype: torch.dtype) -> float:
         """sqrt(D) rounded to fp32 and then to the table's dtype: 53.0, not 53.066, for D = 2816 in bf16."""
-        return float(torch.tensor(self.root, dtype=torch.float32, device="cpu").to(dtype))
+        return _rounded(self.root, dtype)
 
     @as_call
     def embed(self, tokens: Tensor) -> Tensor:

@@ -32,6 +32,11 @@ def table_of(rows: Sequence[PagedRow], pool: Pool, device: torch.device, width: 
     return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32, device=device)
 
 
+def bucket(rows: Sequence[PagedRow], pool: Pool) -> int:
+    """How wide the block tables of rows are made: the next power of two of the widest."""
+    return 1 << (max(1, *(len(row.tables[pool.kind.name]) for row in rows)) - 1).bit_length()
+
+
 def first_columns(rows: Sequence[PagedRow], pool: Pool) -> list[int]:
     """The row column that each row's table begins with."""
     return [row.first[pool.kind.name] * pool.page_tokens for row in rows]
@@ -104,8 +109,7 @@ class TabledSteps(Steps):
     def _make(self, rows: Sequence[PagedRow], canvases: int, canvas_length: int) -> None:
         device, tables, first_B = self.model.device, {}, {}
         for name, pool in self.pools.items():
-            widest = max(1, *(len(row.tables[name]) for row in rows))
-            tables[name] = table_of(rows, pool, device, 1 << (widest - 1).bit_length())
+            tables[name] = table_of(rows, pool, device, bucket(rows, pool))
             first_B[name] = torch.tensor(first_columns(rows, pool), device=device)
         self.past = paged_past(rows, self.pools, tables, is_static=True)
         self._place(rows, canvases, canvas_length, first_B)

@@ -18,7 +18,7 @@ from blockdiff.kernels import CPU, NATIVE
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.page_pool import SPILL, Pool, Published
 from blockdiff.models.page_rows import PagedRow, PagedRows
-from blockdiff.models.page_steps import GatheredSteps, Steps, TabledSteps, first_columns, paged_past, table_of
+from blockdiff.models.page_steps import GatheredSteps, Steps, TabledSteps, bucket, first_columns, paged_past, table_of
 
 PAGE_TOKENS = 128
 MOST_STEPS = 32  # sets of rows that are denoised in turns without being gathered again
@@ -51,6 +51,11 @@ class Pages(PagedRows):
         self.model = model
         self._steps: list[Steps] = []  # the one used last comes last
 
+    @property
+    def reads_tables(self) -> bool:
+        """Whether attention reads pages where they stand; shapes are then those of buckets, whatever rows hold."""
+        return self.model.kernels.span_attention not in (NATIVE.span_attention, CPU.span_attention)
+
     # -- passes ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -73,8 +78,11 @@ class Pages(PagedRows):
         spans = {name: kind.encode_spans(doc_start_BT, past_B1[:, 0]) for name, kind in model.kinds.items()}
         past = None
         if any(numbers[0]):
-            tables = {name: table_of(rows, pool, device) for name, pool in self.pools.items()}
-            past = paged_past(rows, self.pools, tables)
+            tables = {
+                name: table_of(rows, pool, device, bucket(rows, pool) if self.reads_tables else 0)
+                for name, pool in self.pools.items()
+            }
+            past = paged_past(rows, self.pools, tables, is_static=self.reads_tables)
             spans = {
                 name: each.shifted(torch.tensor(first_columns(rows, self.pools[name]), device=device))
                 for name, each in spans.items()
@@ -116,8 +124,7 @@ class Pages(PagedRows):
             gone = next((steps for steps in self._steps if self._rows.isdisjoint(steps.rows)), None)
             chosen = gone or (self._steps[0] if len(self._steps) == MOST_STEPS else None)
         if chosen is None:
-            is_native = self.model.kernels.span_attention in (NATIVE.span_attention, CPU.span_attention)
-            chosen = (GatheredSteps if is_native else TabledSteps)(self.model, self.pools)
+            chosen = (TabledSteps if self.reads_tables else GatheredSteps)(self.model, self.pools)
         else:
             self._steps.remove(chosen)
         self._steps.append(chosen)

@@ -12,16 +12,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.expert_mlp import triton_kernels as kernels
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS, activation_of
 from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, op, wanted
 from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, tile_of
 
 PART, LONGEST_CHUNK = 64, 1024  # slots that a sorting program looks at together, and in all
+FEW_SLOTS = 8192  # of so many every program counts all, which is then one launch and not two
 
 # -- launchers -------------------------------------------------------------------------------------------------
 
@@ -61,12 +62,14 @@ def plan_lengths(slots: int, experts: int, rows: int) -> list[int]:
 
 
 def _sort(index: Tensor, experts: int, rows: int, plan: Plan) -> None:
-    """Fill the plan: each program counts its part of the slots, then places them."""
+    """Fill the plan: each program places its part of the slots, after all are counted."""
     slots, width = index.numel(), max(LEAST, power_of_2(experts))
     chunk = min(LONGEST_CHUNK, max(PART, power_of_2(slots) // 128))
-    programs = triton.cdiv(slots, chunk)
-    counts, sizes = empty(plan.order, programs, width), dict(CHUNK=chunk, PART=PART, EXPERTS=width)
-    launch(kernels.expert_mlp_count_slots, (programs,), index, counts, slots, experts, **sizes)
+    programs = -(-slots // chunk)
+    counts, sizes = None, dict(CHUNK=chunk, PART=PART, EXPERTS=width)
+    if slots > FEW_SLOTS:
+        counts = empty(plan.order, programs, width)
+        launch(kernels.expert_mlp_count_slots, (programs,), index, counts, slots, experts, **sizes)
     numbers = slots, experts, len(plan.tile_row), programs
     launch(kernels.expert_mlp_sort_slots, (programs,), index, counts, plan, *numbers, ROWS=rows, **sizes)
 
@@ -117,29 +120,59 @@ def _expert_mlp(
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Output [N, D]; gate and up by row [N * k, 2F], without elements unless kept; the memory of the plan."""
-    slots, k, (E, D, F) = index.shape[0] * index.shape[1], index.shape[1], down.shape
-    tiles = tiles_for(x, slots, E)
-    lengths = plan_lengths(slots, E, tiles.down.rows)
+    slots, (E, D, F) = index.shape[0] * index.shape[1], down.shape
     out, h = empty(x), empty(x, slots if keeps_h else 0, 2 * F)
-    memory = empty(x, sum(lengths), dtype=torch.int32)
+    tiles = tiles_for(x, slots, E)
+    memory = _plan_memory(x, slots, E, tiles.down)
     yield out, h, memory
-    x, gate_up, down, index, weight = (t.contiguous() for t in (x, gate_up, down, index, weight))
-    plan = Plan(*memory.split(lengths))
-    _sort(index, E, tiles.down.rows, plan)
-    a, y = empty(x, slots, F), empty(x, slots, D)
+    index, y = index.contiguous(), empty(x, slots, D)
+    low_rank, kept = (gate_up_A, gate_up_B, down_A, down_B), h if keeps_h else None
+    _fill_slots(x, gate_up, down, index, weight, activation, low_rank, tiles.gate_up, tiles.down, memory, kept, y)
+    _sum_slots(y, index, E, out)
+
+
+@op("expert_slots")
+def _expert_slots(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str,
+    gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
+) -> Iterator[Tensor]:  # fmt: skip
+    """What every slot gives, [N, k, D], with its weight and before it is summed; without gradient."""
+    y = empty(x, *index.shape, down.shape[1])
+    yield y
+    slots, E = index.shape[0] * index.shape[1], down.shape[0]
+    of_gate_up, of_down = (tile_of(f"expert_mlp_{name}", x, slots / max(1, E)) for name in ("gate_up", "down"))
+    low_rank, memory = (gate_up_A, gate_up_B, down_A, down_B), _plan_memory(x, slots, E, of_down)
+    arguments = x, gate_up, down, index.contiguous(), weight, activation, low_rank
+    _fill_slots(*arguments, of_gate_up, of_down, memory, None, y)
+
+
+def _plan_memory(x: Tensor, slots: int, experts: int, tile: Tile) -> Tensor:
+    return empty(x, sum(plan_lengths(slots, experts, tile.rows)), dtype=torch.int32)
+
+
+def _fill_slots(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str,
+    low_rank: Sequence[Tensor | None], of_gate_up: Tile, of_down: Tile, memory: Tensor, h: Tensor | None, y: Tensor,
+) -> None:  # fmt: skip
+    """Sort, and write to y what each slot gives, to h gate and up of each row if wanted, to `memory` the plan."""
+    slots, k, (E, D, F) = index.shape[0] * index.shape[1], index.shape[1], down.shape
+    gate_up_A, gate_up_B, down_A, down_B = low_rank
+    x, gate_up, down, weight = (t.contiguous() for t in (x, gate_up, down, weight))
+    plan = Plan(*memory.split(plan_lengths(slots, E, of_down.rows)))
+    _sort(index, E, of_down.rows, plan)
+    a = empty(x, slots, F)
     R, narrow = 0, None
     if gate_up_A is not None:
-        R, narrow = gate_up_A.shape[1], _narrow(x, gate_up_A, plan, k, tiles.down, is_transposed=True, by_token=True)
-    tile = tiles.gate_up.fitted(columns=F, inner=D)
+        R, narrow = gate_up_A.shape[1], _narrow(x, gate_up_A, plan, k, of_down, is_transposed=True, by_token=True)
+    tile = of_gate_up.fitted(columns=F, inner=D)
     tensors, constants = (x, gate_up, narrow, gate_up_B), dict(E=E, D=D, F=F, R=R, TOP_K=k, ACTIVATION=activation)
-    _launch_rows(kernels.expert_mlp_gate_up, plan, F, tile, *tensors, h if keeps_h else None, a, **constants)
+    _launch_rows(kernels.expert_mlp_gate_up, plan, F, tile, *tensors, h, a, **constants)
     R, narrow = 0, None
     if down_A is not None:
-        R, narrow = down_A.shape[1], _narrow(a, down_A, plan, k, tiles.down, is_transposed=True)
-    tile = tiles.down.fitted(columns=D, inner=F)
+        R, narrow = down_A.shape[1], _narrow(a, down_A, plan, k, of_down, is_transposed=True)
+    tile = of_down.fitted(columns=D, inner=F)
     constants = dict(E=E, K=F, N=D, WEIGHT_K=1, WEIGHT_N=F, R=R, MATRIX_R=1, MATRIX_N=R)
     _launch_rows(kernels.expert_mlp_product, plan, D, tile, a, down, narrow, down_B, weight, y, **constants)
-    _sum_slots(y, index, E, out)
 
 
 Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -251,3 +284,21 @@ def expert_mlp(
     keeps_h = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     matrices: list[Tensor | None] = [t.contiguous() for t in low_rank] or [None, None, None, None]
     return _expert_mlp(x, gate_up, down, expert_index_Nk, expert_weight_Nk, activation, keeps_h, *matrices)[0]
+
+
+def expert_slots(
+    x_ND: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    expert_index_Nk: Tensor,
+    expert_weight_Nk: Tensor,
+    activation: str = "gelu_tanh",
+    low_rank: Sequence[Tensor] = (),
+) -> Slots:
+    """What `expert_mlp` sums for each token, not summed and without gradient."""
+    activation_of(activation)
+    check_dtypes("expert_mlp", x_ND, gate_up_EFD, down_EDF, *low_rank)
+    matrices: list[Tensor | None] = [t.contiguous() for t in low_rank] or [None, None, None, None]
+    of_experts = x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk
+    values = _expert_slots(*of_experts, activation, *matrices)
+    return Slots(values, expert_index_Nk.contiguous(), len(down_EDF))

@@ -23,6 +23,7 @@ OAI_ALPHA = tl.constexpr(activations.OAI_ALPHA)
 OAI_LIMIT = tl.constexpr(activations.OAI_LIMIT)
 GELU_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 GELU_CUBE = tl.constexpr(0.044715)
+SCAN = tl.constexpr(1024)  # slots that are counted together
 
 
 @triton.jit
@@ -73,17 +74,25 @@ def expert_mlp_sort_slots(
     index, counts, plan, S, E, tiles, programs,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Fill the plan."""
+    """Fill the plan; counts: those of every program, None where each counts all slots itself."""
     program = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     count = tl.zeros([EXPERTS], tl.int32)
     before = tl.zeros([EXPERTS], tl.int32)
-    for first in range(0, programs, 32):
-        other = first + tl.arange(0, 32)
-        is_there = (other < programs)[:, None]
-        some = tl.load(counts + other[:, None] * EXPERTS + expert[None, :], mask=is_there, other=0)
-        count += tl.sum(some, 0)
-        before += tl.sum(tl.where((other < program)[:, None], some, 0), 0)
+    if counts is None:
+        for first in range(0, S, SCAN):
+            slot = first + tl.arange(0, SCAN)
+            chosen = _chosen(index, slot, S, E)
+            some = tl.maximum(chosen, 0)
+            count += tl.histogram(some, EXPERTS, mask=chosen >= 0)
+            before += tl.histogram(some, EXPERTS, mask=(chosen >= 0) & (slot < program * CHUNK))
+    else:
+        for first in range(0, programs, 32):
+            other = first + tl.arange(0, 32)
+            is_there = (other < programs)[:, None]
+            some = tl.load(counts + other[:, None] * EXPERTS + expert[None, :], mask=is_there, other=0)
+            count += tl.sum(some, 0)
+            before += tl.sum(tl.where((other < program)[:, None], some, 0), 0)
     start = tl.cumsum(count, 0) - count
     if program == 0:
         tl.store(plan.starts + expert, start, mask=expert < E)

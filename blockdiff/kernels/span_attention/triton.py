@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
-from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.autocast import in_autocast, is_on
 from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, op, wanted
 from blockdiff.kernels.span_attention import triton_kernels as kernels
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
@@ -23,7 +22,7 @@ from blockdiff.spans import Spans
 LARGEST_HEAD = 512
 SHARED_LAUNCH = 256  # heads up to this have the gradients of keys and values made by one launch
 MOST_SPLITS = 32
-TILES_PER_SPLIT = 8  # fewer key tiles than that cost less than combining their result
+TILES_PER_SPLIT = 5  # fewer key tiles than that cost less than combining their result
 
 # -- launchers -------------------------------------------------------------------------------------------------
 
@@ -118,11 +117,11 @@ def _forward(
     own = sources[2]
     (B, T, h, d), K, keys = q.shape, own.shape[2], (columns, own.shape[1])
     out, lse = empty(q), empty(q, B, T, h, dtype=torch.float32)
-    tile = tiles_for(q).forward.fitted(rows=T * h // K)
+    tile = tile_of("span_attention_forward", q, d).fitted(rows=T * h // K)
     yield out, lse
     row_tiles, _ = tile.grid(T * h // K)
     if not splits:
-        key_tiles = sum(triton.cdiv(count, tile.columns) for count in keys)
+        key_tiles = sum(-(-count // tile.columns) for count in keys)
         splits = splits_of(row_tiles * B * K, key_tiles, _multiprocessors(q.device))
     parts, part_lse = out, lse
     if splits > 1:
@@ -170,7 +169,7 @@ def _backward_keys(
 ) -> None:  # fmt: skip
     """Fill the gradients that are wanted of the source whose span stands at `first`, in one launch or in two."""
     (B, T), (keys, K), columns = q.shape[:2], k.shape[1:3], tiles[0].columns
-    key_tiles = triton.cdiv(keys, columns)
+    key_tiles = -(-keys // columns)
     interval = empty(bounds, B, key_tiles, 4)
     launches = [grads] if len(tiles) == 1 else [(grads[0], None), (None, grads[1])]
     if grads != (None, None):
@@ -204,7 +203,7 @@ _span_attention.register_autograd(_gradients, setup_context=_save)
 def _is_read_as_it_is(*tensors: Tensor) -> bool:
     """Whether tensors with heads need neither padding nor casting, which would copy whole pools."""
     d, q = tensors[0].shape[-1], tensors[0]
-    is_cast = torch.is_autocast_enabled(q.device.type) or any(x.dtype != q.dtype for x in tensors)
+    is_cast = is_on(q) or any(x.dtype != q.dtype for x in tensors)
     return d == max(LEAST, power_of_2(d)) <= LARGEST_HEAD and not is_cast
 
 
@@ -233,7 +232,7 @@ def span_attention(
         if _is_read_as_it_is(*paged):
             check_dtypes("span_attention", *paged)
             table, columns = prefix_k.pages.table_BM, prefix_k.pages.columns
-            out, lse = _span_attention_paged(*paged, spans.bounds_BT4, table, columns, scale, 0)
+            out, lse = _span_attention_paged(*paged, spans.written_BT4, table, columns, scale, 0)
             return (out, lse) if return_lse else out
         prefix_k, prefix_v = prefix_k.dense(), prefix_v.dense()
     assert not isinstance(prefix_k, PagedTensor) and not isinstance(prefix_v, PagedTensor)
@@ -246,6 +245,8 @@ def span_attention(
     padding = max(LEAST, power_of_2(d)) - d
     if padding:
         tensors = tuple(F.pad(x, (0, padding)) for x in tensors)
-    out, lse = _span_attention(*tensors, spans.bounds_BT4, scale, 0)
+    if torch.is_grad_enabled():
+        tiles_for(tensors[0])
+    out, lse = _span_attention(*tensors, spans.written_BT4, scale, 0)
     out = out[..., :d] if padding else out
     return (out, lse) if return_lse else out

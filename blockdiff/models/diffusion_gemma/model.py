@@ -78,15 +78,15 @@ class Layer(nn.Module):
         scalar: the layer scalar, [1] for all tokens or [B, T, 1].
         """
         attended, kv = self.attention(self.input_norm(x), rope, spans, past)
-        x = self.post_attention_norm.added_to(x, attended)  # x + norm(attended)
-        # three norms of the same residual: for the MLP, the experts, and (without weight) the router
+        # x + norm(attended), and its three norms: for the MLP, the experts, and (without weight) the router
         weights = (self.pre_mlp_norm.weight, self.pre_experts_norm.weight, None)
-        for_mlp, for_experts, for_router = self.kernels.rms_norms(x, weights, self.eps)
+        norm = self.post_attention_norm
+        x, for_mlp, for_experts, for_router = self.kernels.residual_norms(x, attended, norm.weight, weights, self.eps)
         index_Nk, weight_Nk = self.router(for_router.flatten(0, 1))
         padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
-        routed = self.experts(for_experts.flatten(0, 1), index_Nk, weight_Nk, padding_N).view_as(x)
-        y = self.post_experts_norm.added_to(self.post_mlp_norm(self.mlp(for_mlp)), routed)
-        return self.post_ff_norm.added_to(x, y, scalar), kv
+        routed = self.experts.slots(for_experts.flatten(0, 1), index_Nk, weight_Nk, padding_N)
+        norms = self.post_mlp_norm.weight, self.post_experts_norm.weight, self.post_ff_norm.weight
+        return self.kernels.layer_end(x, self.mlp(for_mlp), routed, norms, self.eps, scalar), kv
 
 
 class DiffusionGemma(BlockDiffusionModel):

@@ -1,0 +1,21 @@
+"""Packages to compare with that a machine may not have."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import Any
+
+
+@functools.cache
+def installed(package: str, name: str) -> Any:
+    """A peer's module; None, with one line that says why, where it is not installed or does not import here."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        missing = error.name in (package, package.partition(".")[0])
+        print(f"{name}: {'not installed' if missing else f'needs {error.name}'}", file=sys.stderr)
+    except Exception as error:  # whatever a package says that was built for another machine
+        print(f"{name}: does not import here: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
+    return None

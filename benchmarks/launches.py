@@ -1,0 +1,149 @@
+"""What a layer of a denoising step costs the host on the Triton path: `python -m benchmarks.launches`, on any machine.
+
+Counted for each kind of layer at batch 1 over pages: launches of Triton kernels, and torch's own operations. Timed with
+the launches and torch's products left out (their results are made, but nothing is computed), on small tensors of the
+CPU; the time of a layer is what layers more make a step longer by. What Triton takes for a launch, and torch for a
+product, comes on top on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # so that the Triton path is there without a GPU; nothing is launched
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from blockdiff.kernels import launch as launching
+from blockdiff.kernels.span_attention import triton as attention
+from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.pages import Pages
+
+FREE = ("view", "reshape", "transpose", "t.", "unsqueeze", "expand", "slice", "select", "split", "detach", "empty",
+        "new_empty", "alias", "as_strided", "unbind", "flatten", "permute", "_unsafe_view", "unflatten",
+        "lift")  # fmt: skip
+KINDS = {"sliding": "sliding_attention", "full": "full_attention"}
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's own operations that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("aten.") and not name.removeprefix("aten.").startswith(FREE):
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def launches_left_out() -> Iterator[Counter[str]]:
+    """Within it nothing is launched: the names of the kernels are counted. Every attention is in two splits."""
+    launched: Counter[str] = Counter()
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        launched[kernel.__name__] += 1
+
+    folders = ("norm_rope", "expert_mlp", "span_attention", "fused")
+    patches = [patch(f"blockdiff.kernels.{folder}.triton.launch", launch) for folder in folders]
+    with patch.object(attention, "splits_of", lambda *sizes: 2):
+        for each in patches:
+            each.start()
+        try:
+            yield launched
+        finally:
+            for each in patches:
+                each.stop()
+
+
+class DenoisingStep:
+    """One step of one canvas, of a model with so many layers of one kind before its last one."""
+
+    def __init__(self, kind: str, layers: int):
+        config = small_config([KINDS[kind]] * layers + [KINDS["full"]])
+        self.model = DiffusionGemma(config, kernels="triton").eval()
+        self.pages = Pages(self.model)
+        self.row = self.pages.open()
+        self.pages.encode([self.row], torch.arange(3, 24)[None], [21])
+        L, D = self.model.canvas_length, self.model.vocabulary.table.shape[1]
+        self.canvas, self.soft = torch.zeros(1, L, dtype=torch.int64), torch.zeros(1, L, D)
+
+    def __call__(self) -> None:
+        self.pages.denoise([self.row], self.canvas, self.soft)
+
+
+@torch.no_grad()
+def counted(kind: str) -> tuple[Counter[str], Counter[str]]:
+    """Launches, and torch's operations, that one layer more makes in a step."""
+    counts = []
+    with launches_left_out() as launched, patch.object(launching, "asks_torch", lambda: False):
+        for layers in (1, 2):
+            step = DenoisingStep(kind, layers)
+            step()
+            launched.clear()
+            with Operations() as operations:
+                step()
+            counts.append((Counter(launched), operations.found))
+    (fewer, fewer_operations), (more, more_operations) = counts
+    return more - fewer, more_operations - fewer_operations
+
+
+@torch.no_grad()
+def host_seconds(kind: str, few: int = 4, many: int = 16, repeats: int = 30) -> float:
+    """What one layer more makes a step longer by on the host, with nothing launched: medians, in turns."""
+    with launches_left_out(), patch.object(torch.nn.functional, "linear", _product_left_out):
+        steps = [DenoisingStep(kind, layers) for layers in (few, many)]
+        seconds: list[list[float]] = [[], []]
+        for repeat in range(repeats + 5):
+            for step, found in zip(steps, seconds, strict=True):
+                start = time.process_time()
+                step()
+                if repeat >= 5:
+                    found.append(time.process_time() - start)
+    return (statistics.median(seconds[1]) - statistics.median(seconds[0])) / (many - few)
+
+
+def _product_left_out(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def small_config(layer_types: list[str]) -> Any:
+    """Layers of sizes at which arithmetic takes no time."""
+    from transformers.models.diffusion_gemma.configuration_diffusion_gemma import DiffusionGemmaConfig
+
+    text = dict(
+        vocab_size=384, hidden_size=64, intermediate_size=128, num_hidden_layers=len(layer_types),
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, global_head_dim=32,
+        num_global_key_value_heads=1, sliding_window=16, layer_types=layer_types, num_experts=8, top_k_experts=2,
+        moe_intermediate_size=32,
+        use_bidirectional_attention="vision",
+    )  # fmt: skip
+    return DiffusionGemmaConfig(text_config=text, vision_config=None, canvas_length=8)
+
+
+def main() -> None:
+    """Prints a Markdown table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.launches", description=__doc__)
+    parser.add_argument("--counts", action="store_true", help="count only")
+    options = parser.parse_args()
+    print("| layer | Triton launches | torch operations | host microseconds |\n|---|---|---|---|")
+    for kind in KINDS:
+        launches, operations = counted(kind)
+        time_of = "" if options.counts else f"{1e6 * host_seconds(kind):.0f}"
+        print(f"| {kind} | {sum(launches.values())} | {sum(operations.values())} | {time_of} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Several ops in one launch against the compositions they stand for, and what a layer of a denoising step launches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.launches import counted
+from blockdiff.kernels import NATIVE, Kernels, launch, resolve
+from blockdiff.kernels.expert_mlp import Slots
+from blockdiff.layers.rope import angles, default_frequencies
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS, FP32 = 1e-6, 1e-5  # relative
+
+
+@pytest.fixture(scope="module")
+def fused() -> Kernels:
+    return resolve("triton")
+
+
+@pytest.fixture(autouse=True)
+def _no_gradient() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def assert_close(got: Any, truth: Any) -> None:
+    for a, b in zip(got, truth, strict=True):
+        assert a.shape == b.shape
+        error = (a.double() - b.double()).norm() / b.double().norm()
+        assert error < FP32, float(error)
+
+
+@pytest.mark.parametrize(("h", "K", "d"), [(4, 2, 16), (3, 1, 6), (8, 2, 32)])
+@pytest.mark.parametrize("layout", ["own", "sliced", "shared"])
+def test_heads_are_normed_and_turned_in_one(fused, h, K, d, layout):
+    """Also as slices of one product, and where values are the raw keys."""
+    B, T = 2, 5
+    if layout == "sliced":
+        parts = draw(B, T, (h + 2 * K) * d).split([h * d, K * d, K * d], -1)
+        q, k, v = (x.view(B, T, -1, d) for x in parts)
+    else:
+        q, k, v = (draw(B, T, heads, d, seed=n) for n, heads in enumerate((h, K, K)))
+        v = k if layout == "shared" else v
+    rope = angles(torch.arange(T).expand(B, T) + 3, default_frequencies(d, 1e4), torch.float32)
+    weights = draw(d, seed=5), draw(d, seed=6)
+    got, truth = (
+        kernels.attention_heads(q, k, v, *weights, *(x.to(DEVICE) for x in rope), EPS) for kernels in (fused, NATIVE)
+    )
+    assert_close(got, truth)
+
+
+@pytest.mark.parametrize("D", [16, 44])
+def test_a_residual_and_its_norms_are_one_op(fused, D):
+    x, y, weight, w0, w1 = draw(2, 7, D), draw(2, 7, D, seed=1), *(draw(D, seed=n) for n in (2, 3, 4))
+    for weights in ((w0,), (w0, w1, None)):
+        assert_close(*(kernels.residual_norms(x, y, weight, weights, EPS) for kernels in (fused, NATIVE)))
+
+
+@pytest.mark.parametrize("D", [16, 44])
+@pytest.mark.parametrize("scalar", [None, 1, 7])
+def test_the_end_of_a_layer_is_one_op(fused, D, scalar):
+    x, dense, weights = draw(1, 7, D), draw(1, 7, D, seed=1), tuple(draw(D, seed=n) for n in (2, 3, 4))
+    scalars = None if scalar is None else draw(*((1,) if scalar == 1 else (1, 7, 1)), seed=9)
+    routed = draw(7, D, seed=5)
+    truth = NATIVE.layer_end(x, dense, routed, weights, EPS, scalars)
+    assert_close([fused.layer_end(x, dense, routed, weights, EPS, scalars)], [truth])
+    values, index = draw(7, 3, D, seed=6), torch.arange(21, device=DEVICE).view(7, 3) % 5
+    values[index == 4] = torch.nan  # slots of no expert may hold anything
+    summed = values.nan_to_num(0.0).sum(1)
+    truth = NATIVE.layer_end(x, dense, summed, weights, EPS, scalars)
+    assert_close([fused.layer_end(x, dense, Slots(values, index, 4), weights, EPS, scalars)], [truth])
+
+
+@pytest.mark.parametrize(("N", "E", "k", "D"), [(5, 8, 2, 16), (19, 6, 3, 200), (33, 16, 8, 136)])
+def test_tokens_are_routed_in_one(fused, N, E, k, D):
+    x, scale, weight, expert_scale = draw(N, D), draw(D, seed=1), draw(E, D, seed=2), draw(E, seed=3).abs() + 0.5
+    (index, of_expert), (truth, of_truth) = (
+        kernels.routed_tokens(x, scale, D**-0.5, weight, expert_scale, k) for kernels in (fused, NATIVE)
+    )
+    assert torch.equal(index, truth) and index.dtype == torch.int64
+    assert_close([of_expert], [of_truth])
+
+
+def test_equal_scores_choose_every_expert_once_and_not_finite_ones_an_expert_that_is_there(fused):
+    x = torch.zeros(3, 16, device=DEVICE)
+    x[2] = torch.nan
+    index, weight = fused.routed_tokens(x, draw(16), 0.25, draw(6, 16), torch.ones(6, device=DEVICE), 4)
+    assert index[:2].tolist() == [[0, 1, 2, 3]] * 2 and (index < 6).all() and (index >= 0).all()
+    assert torch.equal(weight[:2], torch.full((2, 4), 0.25, device=DEVICE))
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu", "swiglu_oai"])
+@pytest.mark.parametrize(("N", "D", "F"), [(5, 16, 12), (70, 48, 80), (17, 20, 65)])
+def test_a_gated_product_is_one_op(fused, activation, N, D, F):
+    x, gate, up = draw(1, N, D), draw(F, D, seed=1), draw(F, D, seed=2)
+    assert_close(*([kernels.gated_linear(x, gate, up, activation)] for kernels in (fused, NATIVE)))
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_slots_are_sorted_the_same_in_one_launch_and_in_two(fused, few, monkeypatch):
+    from blockdiff.kernels.expert_mlp import triton as experts
+
+    monkeypatch.setattr(experts, "FEW_SLOTS", 8192 if few else 0)
+    N, E, k, D, F = 50, 7, 3, 16, 12
+    index = torch.rand(N, E + 1, generator=torch.Generator().manual_seed(1)).topk(k).indices.to(DEVICE)  # E: none
+    tensors = draw(N, D), draw(E, 2 * F, D, seed=1), draw(E, D, F, seed=2), index, draw(N, k, seed=3)
+    assert_close([fused.expert_mlp(*tensors)], [NATIVE.expert_mlp(*tensors)])
+    slots = fused.expert_slots(*tensors)
+    values = slots.values_NkD.masked_fill((index == E)[..., None], 0.0)
+    assert_close([values.sum(1)], [NATIVE.expert_mlp(*tensors)])
+
+
+def test_nothing_is_fused_where_a_gradient_is_needed(fused, monkeypatch):
+    monkeypatch.setattr(launch, "launch", None)
+    x, weight = draw(2, 3, 16), draw(16).requires_grad_()
+    with torch.enable_grad():
+        out, *_ = fused.residual_norms(x, x, weight, (weight,), EPS)
+        out.sum().backward()
+    assert weight.grad is not None
+
+
+# -- what a layer launches -----------------------------------------------------------------------------------------
+
+def test_a_layer_of_a_denoising_step_is_eleven_launches_and_six_operations():
+    """At batch 1 over pages, with splits; torch's own operations are its products."""
+    expected = Counter(
+        ["rms_norms_forward", "attention_heads", "span_attention_forward", "span_attention_combine", "residual_norms",
+         "routed_tokens", "expert_mlp_sort_slots", "expert_mlp_gate_up", "expert_mlp_product", "gated_product",
+         "layer_end"]
+    )  # fmt: skip
+    for kind in ("sliding", "full"):
+        launched, operations = counted(kind)
+        assert launched == expected and sum(launched.values()) == 11
+        assert sum(operations.values()) <= 6, operations

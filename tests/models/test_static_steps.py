@@ -1,0 +1,145 @@
+"""What a CUDA graph needs of a denoising step and of a commit: the host reads nothing, no shape follows from data.
+
+On torch's meta device tensors have no values: whatever reads one, or makes a tensor as large as a value says, raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from blockdiff.checkpoint.generation import Generation
+from blockdiff.kernels import launch as launching
+from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.page_rows import PagedRow
+from blockdiff.models.pages import Pages
+from blockdiff.sampling.strategies import as_strategy
+from blockdiff.sampling.strategy import Canvases
+from tests.oracle import tiny_config
+
+L, D, V, PAGE = 16, 64, 384, 8
+FOLDERS = ("norm_rope", "expert_mlp", "span_attention", "fused", "vocabulary")
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """Refuses operations on tensors of the host: in a graph their values would never change."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        assert not any(x.device.type == "cpu" for x in tensors), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def _past_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ops do what they do, and not only say what shapes they give."""
+    monkeypatch.setattr(launching, "asks_torch", lambda: False)
+    with torch.no_grad():
+        yield
+
+
+def model_on(device: str) -> DiffusionGemma:
+    with torch.device(device):
+        return DiffusionGemma(tiny_config(canvas_length=L), kernels="triton").eval()
+
+
+def rows_of(pages: Pages, lengths: list[int]) -> list[PagedRow]:
+    """Rows of so many tokens."""
+    rows = [pages.open() for _ in lengths]
+    tokens = torch.randint(3, 380, (len(lengths), max(lengths)))
+    pages.encode(rows, tokens, lengths)
+    return rows
+
+
+def denoising_step(model: DiffusionGemma, pages: Pages, rows: list[PagedRow], given: dict[str, Tensor]) -> Tensor:
+    """The model's step, the statistics, and the default strategy's decision: what stands next, and what stops."""
+    hidden = pages.denoise(rows, given["canvas"], given["soft"])
+    stats = model.vocabulary.stats(hidden, given["temperature"], given["uniform"])
+    unchanged = (given["unchanged"] + 1) * (stats.argmax == given["previous"]).all(-1)
+    strategy = as_strategy(None, Generation())
+    canvases = Canvases(
+        ids=[0, 1], step_B=given["step"], steps_B=given["step"], temperature_B=given["temperature"],
+        tokens_BL=given["canvas"], stats=stats, previous_BL=given["previous"], unchanged_B=unchanged,
+        kept_BL=given["kept"], is_pinned_BL=None, noise_probability=1 / V, draw=lambda: given["uniform"],
+    )  # fmt: skip
+    decision = strategy.decide(canvases)
+    assert decision.stop_B is not None
+    return torch.cat([decision.standing(canvases), decision.stop_B[:, None]], 1)
+
+
+def step_inputs(B: int, device: str) -> dict[str, Tensor]:
+    with torch.device(device):
+        integers = torch.zeros(B, L, dtype=torch.int64)
+        return dict(
+            canvas=integers, previous=integers - 1, soft=torch.zeros(B, L, D), uniform=torch.rand(B, L),
+            temperature=torch.ones(B), unchanged=torch.zeros(B, dtype=torch.int64),
+            step=torch.zeros(B, dtype=torch.int64), kept=torch.zeros(B, L, dtype=torch.bool),
+        )  # fmt: skip
+
+
+def test_a_denoising_step_reads_nothing_and_brings_nothing_from_the_host():
+    model = model_on("meta")
+    pages = Pages(model, page_tokens=PAGE, capacity=4096)
+    rows, given = rows_of(pages, [21, 30]), step_inputs(2, "meta")
+    denoising_step(model, pages, rows, given)  # positions, spans and tables are made once for all steps of a canvas
+    with NothingFromTheHost():
+        assert denoising_step(model, pages, rows, given).shape == (2, L + 1)
+
+
+def test_what_is_refused_is_noticed():
+    with NothingFromTheHost(), pytest.raises(AssertionError):
+        torch.zeros(2, device="meta") + torch.tensor(1.0)
+    for reads in (Tensor.item, Tensor.tolist, bool, torch.nonzero):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            reads(torch.zeros(1, device="meta"))
+
+
+def test_a_commit_reads_nothing_from_the_device():
+    """Where pages stand and how long rows are is known to the host, which writes it; nothing comes back."""
+    pages = Pages(model_on("meta"), page_tokens=PAGE, capacity=4096)
+    rows = rows_of(pages, [21, 30])
+    pages.encode(rows, torch.zeros(2, L, dtype=torch.int64), [L, L])
+    assert [row.length for row in rows] == [37, 46]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is launched: kernel, grid, shapes of tensors and all numbers; nothing runs."""
+    found: list[Any] = []
+
+    def told(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(told, value))
+        return (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        found.append((kernel.__name__, grid, told(arguments), constants))
+
+    for folder in FOLDERS:
+        module = "triton_launch" if folder == "vocabulary" else "triton"
+        monkeypatch.setattr(f"blockdiff.kernels.{folder}.{module}.launch", launch)
+    return found
+
+
+def test_steps_and_commits_launch_the_same_whatever_rows_hold(launches):
+    """For as long as block tables stay in their bucket: rows of 40 to 60 tokens have 5 to 8 pages."""
+    model, found = model_on("cpu"), []
+    for lengths in ([41, 52], [58, 45]):
+        pages = Pages(model, page_tokens=PAGE, capacity=4096)
+        for pool in pages.pools.values():
+            pool.grows = False  # as on a GPU
+        rows = rows_of(pages, lengths)
+        for work in ("step", "commit"):
+            launches.clear()
+            if work == "step":
+                denoising_step(model, pages, rows, step_inputs(2, "cpu"))
+            else:
+                pages.encode(rows, torch.zeros(2, 4, dtype=torch.int64), [4, 4])
+            found.append(list(launches))
+    assert len(found[0]) > 20 and len(found[1]) > 20
+    assert found[0] == found[2] and found[1] == found[3]
