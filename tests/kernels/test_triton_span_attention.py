@@ -228,6 +228,8 @@ def test_few_programs_are_split_until_they_fill_the_device():
     assert splits_of(programs=44, key_tiles=1000, multiprocessors=132) == 3
     assert splits_of(programs=1, key_tiles=1000, multiprocessors=132) == 32
     assert splits_of(programs=1, key_tiles=9, multiprocessors=132) == 1
+    # one canvas of the released model over a full window: 4 row tiles of 8 heads, 16 + 4 key tiles
+    assert splits_of(programs=32, key_tiles=20, multiprocessors=132) == 4
 
 
 def test_halves_of_the_keys_merge_by_their_log_sum_exp_in_both_directions():
