@@ -258,7 +258,7 @@ class Live:
         of, model = call.slots, self.context.model
         tokens_BL, seed_B, number_B, step_B = tokens_BL[of], state.seed_B[of], state.number_B[of], step_B[of]
         # without one soft is 0, which changes nothing: only where launches are few is it worth leaving out
-        has_signal = self.pages.reads_tables or any(slot.has_begun for slot in self.slots[of])
+        has_signal = model.device.type != "cpu" or any(slot.has_begun for slot in self.slots[of])
         hidden_BLD = self._denoised(call, tokens_BL, state.soft_BLD[of] if has_signal else None)
         first = shapes[of.start].temperature
         temperature = first if all(s.temperature == first for s in shapes[of]) else temperature_B[of]
