@@ -68,10 +68,22 @@ class Experts(nn.Module):
         self.kernels, self.activation = kernels, activation
 
     def forward(
-        self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None
-    ) -> Tensor:
-        """The weighted sum of each token's experts; padding tokens go to none and give 0."""
+        self,
+        x_ND: Tensor,
+        index_Nk: Tensor,
+        weight_Nk: Tensor,
+        padding_N: Tensor | None = None,
+        may_be_slots: bool = False,
+    ) -> Slots | Tensor:
+        """The weighted sum of each token's experts; padding tokens go to none and give 0.
+
+        may_be_slots: whether the caller takes what is to be summed, too, for `Kernels.layer_end`.
+        """
         experts = self.gate_up_proj.shape[0]
+        if may_be_slots and padding_N is None and self.exchange is None:
+            weights = here(self.gate_up_proj), here(self.down_proj)
+            of_tokens = index_Nk, weight_Nk, self.activation, self.low_rank_matrices()
+            return self.kernels.expert_slots(x_ND, *weights, *of_tokens)
         if padding_N is not None:
             index_Nk = index_Nk.masked_fill(padding_N[:, None], experts)
         if self.exchange is not None:
@@ -83,16 +95,6 @@ class Experts(nn.Module):
         gate_up, down = here(self.gate_up_proj), here(self.down_proj)
         low_rank = self.low_rank_matrices()
         return self.kernels.expert_mlp(x_ND, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
-
-    def slots(
-        self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None
-    ) -> Slots | Tensor:
-        """The same, or what is to be summed, for `Kernels.layer_end`."""
-        if padding_N is not None or self.exchange is not None:
-            return self(x_ND, index_Nk, weight_Nk, padding_N)
-        gate_up, down = here(self.gate_up_proj), here(self.down_proj)
-        low_rank = self.low_rank_matrices()
-        return self.kernels.expert_slots(x_ND, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
 
     def low_rank_matrices(self) -> Sequence[Tensor]:
         """What adapters add to the weights, as the expert op takes it: nothing here."""

@@ -47,7 +47,7 @@ def test_the_tokenizer_gets_the_template_of_training_if_rows_were_conversations(
         {"model": {"preset": "tiny"}, "data": section, "train": {"steps": 1, "batch_size": 1}}
     )
     for _ in range(1 + cached):
-        base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8)
+        base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8, denoises=True)
         base.tokenizer.chat_template = None
         read_data(recipe, base)
         assert base.tokenizer.chat_template == (packaged_template() if expected else None)

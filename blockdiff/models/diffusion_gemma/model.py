@@ -84,7 +84,7 @@ class Layer(nn.Module):
         x, for_mlp, for_experts, for_router = self.kernels.residual_norms(x, attended, norm.weight, weights, self.eps)
         index_Nk, weight_Nk = self.router(for_router.flatten(0, 1))
         padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
-        routed = self.experts.slots(for_experts.flatten(0, 1), index_Nk, weight_Nk, padding_N)
+        routed = self.experts(for_experts.flatten(0, 1), index_Nk, weight_Nk, padding_N, True)
         norms = self.post_mlp_norm.weight, self.post_experts_norm.weight, self.post_ff_norm.weight
         return self.kernels.layer_end(x, self.mlp(for_mlp), routed, norms, self.eps, scalar), kv
 
