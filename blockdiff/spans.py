@@ -25,6 +25,7 @@ class Spans:
         self.bounds_BT4, self.is_causal = bounds_BT4, is_causal
         self.sees_all, self.is_padded = sees_all, is_padded and not sees_all
         self._dense: dict[tuple[int, int], Tensor] = {}
+        self._written_BT4: Tensor | None = None
         self._hulls: dict[int, list[list[int]]] = {}
 
     @functools.cached_property
@@ -35,10 +36,14 @@ class Spans:
         padding_BT = self.bounds_BT4[..., 3] <= self.bounds_BT4[..., 2]  # every other query sees itself
         return None if padding_BT.is_cpu and not padding_BT.any() else padding_BT
 
-    @functools.cached_property
+    @property
     def written_BT4(self) -> Tensor:
         """The bounds, written out for every query where all of a row share them."""
-        return self.bounds_BT4.contiguous()
+        if self.bounds_BT4.is_contiguous():
+            return self.bounds_BT4
+        if self._written_BT4 is None:
+            self._written_BT4 = self.bounds_BT4.contiguous()
+        return self._written_BT4
 
     def dense(self, prefix_tokens: int, own_tokens: int) -> Tensor:
         """The mask as booleans [B, T, prefix_tokens + own_tokens]: for tests, pictures and the SDPA path."""

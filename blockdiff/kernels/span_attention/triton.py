@@ -245,8 +245,8 @@ def span_attention(
     padding = max(LEAST, power_of_2(d)) - d
     if padding:
         tensors = tuple(F.pad(x, (0, padding)) for x in tensors)
-    if torch.is_grad_enabled():
-        tiles_for(tensors[0])
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        tiles_for(tensors[0])  # raises here what the backward would meet
     out, lse = _span_attention(*tensors, spans.written_BT4, scale, 0)
     out = out[..., :d] if padding else out
     return (out, lse) if return_lse else out
