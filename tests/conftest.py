@@ -13,8 +13,8 @@ if not torch.cuda.is_available():
     # Triton's interpreter, which the kernels' tests need; it is chosen when triton is first imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# torch remembers, when a device is first made the default, which functions make tensors. Some tests replace one of these
-# for a while, and a default device would never be that of the function itself again.
+# torch remembers, when a device is first made the default, which functions make tensors. Some tests replace one of
+# these for a while, and a default device would never be that of the function itself again.
 with torch.device("meta"):
     torch.empty(0)
 
