@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -160,6 +161,7 @@ def write_recipes(directory: Path) -> None:
 
 def train_runs(directory: Path, runs: dict[str, list[str]]) -> None:
     """Train the recipes that names of runs begin with, each with what it changes."""
-    export.draw_curves = lambda *_, **__: None  # type: ignore[assignment]
-    for name, changes in runs.items():
-        blockdiff.train(directory / f"{name.split(',')[0]}.yaml", changes, directory / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "draw_curves", lambda *_, **__: None)
+        for name, changes in runs.items():
+            blockdiff.train(directory / f"{name.split(',')[0]}.yaml", changes, directory / name)
