@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,16 @@ def like(tensor: Tensor, local: Tensor) -> Tensor:
         local, spread.device_mesh, spread.placements, run_check=False, shape=spread.shape, stride=spread.stride()
     )
     return made
+
+
+def keep_part(module: nn.Module, leaf: str, mesh: Any, dim: int) -> None:
+    """Leave this process its part of a parameter, cut along `dim` over a mesh of one dimension as torch.chunk does."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    whole = module.get_parameter(leaf)
+    part = whole.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
+    split = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+    module.register_parameter(leaf, nn.Parameter(split, requires_grad=whole.requires_grad))
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,12 @@ def _built(command: list[str], sources: list[Path], target: Path) -> ctypes.CDLL
     return ctypes.CDLL(str(target))
 
 
-def _directories() -> list[Path]:
-    """Where the library may be kept: in the user's cache, else in a directory of this process alone."""
+def _directories() -> Iterator[Path]:
+    """Where the library may lie: in the user's cache, else in a directory that is removed once it is loaded."""
     users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return [Path(users).expanduser() / "blockdiff", Path(tempfile.mkdtemp(prefix="blockdiff-"))]
+    yield Path(users).expanduser() / "blockdiff"
+    with tempfile.TemporaryDirectory(prefix="blockdiff-") as own:
+        yield Path(own)
 
 
 def _machine() -> str:

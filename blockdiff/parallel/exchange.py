@@ -18,6 +18,7 @@ from torch import Tensor, autograd, nn
 from blockdiff.errors import RunError
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.layers.experts import Experts
+from blockdiff.pieces import keep_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,9 +32,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     where that of any other parameter is one rank's: who averages gradients has to divide both by the same number.
     Raises RunError where the ranks do not divide the experts.
     """
-    from torch.distributed.tensor import DTensor, Shard
-
-    world, rank = mesh.size(), mesh.get_local_rank()
+    world = mesh.size()
     for name, module in model.named_modules():
         if not isinstance(module, Experts):
             continue
@@ -43,11 +42,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
                     f"parallel.experts: {world} does not divide the {whole.shape[0]} experts of {name}; choose another "
                     "number"
                 )
-            part = whole.detach().chunk(world)[rank].clone()
-            split = DTensor.from_local(
-                part, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-            )
-            setattr(module, leaf, nn.Parameter(split, requires_grad=whole.requires_grad))
+            keep_part(module, leaf, mesh, 0)
         # torch.compile takes no numbers of tokens that differ from call to call
         module.exchange = torch.compiler.disable(Exchange(mesh.get_group()).__call__)
 

@@ -30,6 +30,7 @@ from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.parallel.reduce import copied, summed
 from blockdiff.parallel.tensor_vocabulary import share_vocabulary
+from blockdiff.pieces import keep_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,18 +57,6 @@ def tensor_parallel(model: BlockDiffusionModel, mesh: DeviceMesh) -> None:
 
 class _Indivisible(Exception):
     """How many of what there are."""
-
-
-def hold(module: nn.Module, leaf: str, mesh: DeviceMesh, dim: int) -> None:
-    """Leave this rank its part of a parameter, cut along `dim` as torch.chunk does."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    whole = module.get_parameter(leaf)
-    part = whole.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
-    split = DTensor.from_local(
-        part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    module.register_parameter(leaf, nn.Parameter(split, requires_grad=whole.requires_grad))
 
 
 def show(module: nn.Module, seen: dict[str, Seen]) -> None:
@@ -120,10 +109,10 @@ _SHOWING: dict[Any, type[nn.Module]] = {}
 def _split_out(linear: nn.Linear, mesh: DeviceMesh) -> None:
     """Column-parallel: each rank makes some outputs of a linear layer, adapted or not."""
     linear.out_features //= mesh.size()
-    hold(linear, "weight", mesh, 0)
+    keep_part(linear, "weight", mesh, 0)
     seen: dict[str, Seen] = {"weight": here}
     if hasattr(linear, "lora_B"):
-        hold(linear, "lora_B", mesh, 0)
+        keep_part(linear, "lora_B", mesh, 0)
         seen |= {"lora_B": here, "lora_A": functools.partial(copied, group=mesh.get_group())}
     show(linear, seen)
 
@@ -131,10 +120,10 @@ def _split_out(linear: nn.Linear, mesh: DeviceMesh) -> None:
 def _split_in(linear: nn.Linear, mesh: DeviceMesh) -> None:
     """Row-parallel: each rank has some inputs of a linear layer, and makes its term of a sum."""
     linear.in_features //= mesh.size()
-    hold(linear, "weight", mesh, 1)
+    keep_part(linear, "weight", mesh, 1)
     seen: dict[str, Seen] = {"weight": here}
     if hasattr(linear, "lora_A"):
-        hold(linear, "lora_A", mesh, 1)
+        keep_part(linear, "lora_A", mesh, 1)
         seen |= {"lora_A": here, "lora_B": functools.partial(copied, group=mesh.get_group())}
     show(linear, seen)
 
@@ -200,7 +189,7 @@ def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     if experts % mesh.size():
         raise _Indivisible(f"{experts} experts")
     for leaf, _ in list(module.named_parameters(recurse=False)):
-        hold(module, leaf, mesh, 0)
+        keep_part(module, leaf, mesh, 0)
     module.exchange = AllHere(mesh.get_group())
 
 
@@ -232,7 +221,7 @@ def split_vocabulary(module: nn.Module, mesh: DeviceMesh) -> None:
     if -(-tokens // size) * (size - 1) >= tokens:
         raise _Indivisible(f"{tokens} tokens")  # the last rank would have none
     for leaf in ("table",) if module.head is None else ("table", "head"):
-        hold(module, leaf, mesh, 0)
+        keep_part(module, leaf, mesh, 0)
     share_vocabulary(module, mesh.get_group())
 
 

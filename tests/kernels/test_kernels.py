@@ -678,3 +678,16 @@ def test_the_library_is_built_again_for_other_sources_and_kept_for_the_same(monk
     assert build() is not None and built.stat().st_mtime_ns == made
     monkeypatch.setattr(c_library, "_machine", lambda: "a third one")
     assert build() is not None and len(list((tmp_path / "blockdiff").iterdir())) == 2
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_process_leaves_no_directory_of_its_own_behind(has_cache, tmp_path, monkeypatch):
+    if c_library.library() is None:
+        return
+    own = tmp_path / "own"
+    own.mkdir()
+    (tmp_path / "file").write_text("no directory can be made in here")
+    monkeypatch.setattr(c_library.tempfile, "tempdir", str(own))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("cache" if has_cache else "file")))
+    assert c_library.library.__wrapped__() is not None
+    assert not list(own.iterdir()) and (tmp_path / "cache").exists() == has_cache
