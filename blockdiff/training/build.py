@@ -193,7 +193,7 @@ def without_weights(
         positions=recipe.objective.positions,
         stop_gradient=recipe.objective.stop_gradient,
     )
-    if recipe.parallel.name != "replicate":
+    if recipe.parallel.names != ("replicate",):
         objective.one_sweep = True  # each layer is gathered three times in a step, not five times
     require_own_names(objective)
     choose_trained(model, recipe, base.tokenizer)
@@ -301,8 +301,10 @@ def corruption_of(recipe: Recipe, base: Base) -> Corruption:
         reserved = (base.eos_id, base.pad_id, base.tokenizer.bos_token_id)
         corruption = corruption.for_tokenizer(base.tokenizer, base.vocab_size, reserved)
     noise = "mask" if isinstance(corruption, MaskCorruption) else "uniform"
-    asked = {"predictions": recipe.objective.prediction, "corruptions": noise, "meshes": recipe.parallel.name}
-    family_of(base.config).require(**asked)
+    family = family_of(base.config)
+    family.require(predictions=recipe.objective.prediction, corruptions=noise)
+    for mesh in recipe.parallel.names:
+        family.require(meshes=mesh)
     return corruption
 
 

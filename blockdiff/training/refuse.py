@@ -20,7 +20,7 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
         raise RecipeError("train.epochs: the rows of a stream are not counted beforehand; give train.steps instead")
     if recipe.train.batch_size < world // recipe.parallel.tensor:
         raise RecipeError(f"train.batch_size: {recipe.train.batch_size} is less than {world} processes; raise it")
-    if recipe.optim.name == "adamw_8bit" and recipe.parallel.name != "replicate":
+    if recipe.optim.name == "adamw_8bit" and recipe.parallel.names != ("replicate",):
         raise RecipeError(
             "optim.name: adamw_8bit keeps its state in blocks of whole tensors, which parallel.shard and "
             "parallel.experts split; use adamw"

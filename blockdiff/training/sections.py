@@ -246,11 +246,10 @@ class ParallelSection(Section):
         return self
 
     @property
-    def name(self) -> str:
-        """What a family has to support."""
-        if self.tensor > 1:
-            return "tensor"
-        return "experts" if self.experts > 1 else "shard" if self.shard == "full" else "replicate"
+    def names(self) -> tuple[str, ...]:
+        """What a family has to support, each of it."""
+        asked = {"shard": self.shard == "full", "experts": self.experts > 1, "tensor": self.tensor > 1}
+        return tuple(name for name, is_asked in asked.items() if is_asked) or ("replicate",)
 
 
 class EvaluationSection(Section):

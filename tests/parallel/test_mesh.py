@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from blockdiff.errors import RecipeError, RunError
+from blockdiff.errors import CheckpointError, RecipeError, RunError
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
+from blockdiff.training.build import corruption_of, read_base
 from blockdiff.training.recipe import read_recipe
 from blockdiff.training.refuse import refuse
+from tests.families import CONFIGS
 from tests.forked import run_ranks
 from tests.mesh_ranks import MESHES, SCENARIOS, all_meshes, train_runs, trained, write_recipes
 
@@ -105,3 +108,15 @@ def test_what_does_not_divide_or_does_not_split_is_refused_in_one_line(tmp_path)
         refuse(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "optim.name=adamw_8bit"]))
     with pytest.raises(RecipeError, match=r"model\.compile: gathering weights within a layer"):
         refuse(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "model.compile=true"]))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("changes", [["parallel.shard=full"], ["parallel.shard=full", "parallel.tensor=2"]])
+def test_a_family_whose_weights_are_not_sharded_is_refused_also_beside_what_it_can(tmp_path, changes):
+    write_recipes(tmp_path)
+    recipe = read_recipe(tmp_path / "all.yaml", changes)
+    base = read_base(recipe)
+    llama = replace(base, config=CONFIGS["llama tied, denoising"]())
+    with pytest.raises(CheckpointError, match=r"llama does not support shard \(meshes: replicate, tensor\)"):
+        corruption_of(recipe, llama)
+    corruption_of(read_recipe(tmp_path / "all.yaml", ["parallel.tensor=2"]), llama)
