@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.expert_mlp import Slots
+from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.launch import Unserved
 
 # The ops of every folder. Its native.py says what they compute and holds a function of each name; so does its
@@ -23,6 +24,7 @@ from blockdiff.kernels.launch import Unserved
 FOLDERS = {
     "span_attention": ("span_attention",),
     "expert_mlp": ("expert_mlp", "gated", "route"),
+    "fp8": ("fp8_linear",),
     "block_sparse": ("select_blocks", "block_sparse_attention"),
     "norm_rope": ("rms_norms", "add_rms_norm", "norm_rope"),
     "vocabulary": (
@@ -30,7 +32,7 @@ FOLDERS = {
         *("token_stats", "token_scores", "log_sums", "class_stats"),
     ),
 }
-NATIVE_ONLY = ("logits", "class_stats", "gated", "route", "select_blocks", "block_sparse_attention")
+NATIVE_ONLY = ("fp8_linear", "logits", "class_stats", "gated", "route", "select_blocks", "block_sparse_attention")
 # Those that also have C functions, in their folder's cpu.py and cpu.c.
 IN_C = (
     *("span_attention", "expert_mlp", "gated", "route", "rms_norms", "add_rms_norm", "norm_rope"),
@@ -45,6 +47,7 @@ class Kernels:
 
     span_attention: Callable[..., Any]
     expert_mlp: Callable[..., torch.Tensor]
+    fp8_linear: Callable[..., torch.Tensor]
     select_blocks: Callable[..., torch.Tensor]
     block_sparse_attention: Callable[..., torch.Tensor]
     gated: Callable[..., torch.Tensor]
@@ -117,12 +120,17 @@ class Kernels:
         )(x_ND, *of_experts)
         return slots
 
-    def gated_linear(self, x: Tensor, gate_FD: Tensor, up_FD: Tensor, activation: str) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor | Fp8) -> Tensor:
+        """`x weight^T`."""
+        product: Tensor = self.fp8_linear(x, weight) if isinstance(weight, Fp8) else F.linear(x, weight)
+        return product
+
+    def gated_linear(self, x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
         """`gated` of the products of x with two weights."""
         if self._is_fused(x) and x.numel() <= self.fused.FEW_ROWS * x.shape[-1]:
             product: Tensor = self.fused.gated_product(x.flatten(0, -2), gate_FD, up_FD, activation)
             return product.view(*x.shape[:-1], -1)
-        return self.gated(F.linear(x, gate_FD), F.linear(x, up_FD), activation)
+        return self.gated(self.linear(x, gate_FD), self.linear(x, up_FD), activation)
 
     def _is_fused(self, x: Tensor) -> bool:
         return self.fused is not None and self.fused.serves(x)

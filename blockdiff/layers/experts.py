@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import NATIVE, Kernels
 from blockdiff.kernels.expert_mlp import Slots
+from blockdiff.kernels.fp8 import Fp8
 
 # Of tokens, indices, weights, the number of experts and what computes those that lie here: the tokens' weighted sums.
 Exchange = Callable[[Tensor, Tensor, Tensor, int, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
@@ -81,9 +82,8 @@ class Experts(nn.Module):
         """
         experts = self.gate_up_proj.shape[0]
         if may_be_slots and padding_N is None and self.exchange is None:
-            weights = here(self.gate_up_proj), here(self.down_proj)
             of_tokens = index_Nk, weight_Nk, self.activation, self.low_rank_matrices()
-            return self.kernels.expert_slots(x_ND, *weights, *of_tokens)
+            return self.kernels.expert_slots(x_ND, *self.matrices(), *of_tokens)
         if padding_N is not None:
             index_Nk = index_Nk.masked_fill(padding_N[:, None], experts)
         if self.exchange is not None:
@@ -92,9 +92,12 @@ class Experts(nn.Module):
 
     def computed(self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor) -> Tensor:
         """The weighted sum over those of each token's experts that lie here; indices count from the first of them."""
-        gate_up, down = here(self.gate_up_proj), here(self.down_proj)
-        low_rank = self.low_rank_matrices()
-        return self.kernels.expert_mlp(x_ND, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
+        of_tokens = index_Nk, weight_Nk, self.activation, self.low_rank_matrices()
+        return self.kernels.expert_mlp(x_ND, *self.matrices(), *of_tokens)
+
+    def matrices(self) -> tuple[Tensor | Fp8, Tensor | Fp8]:
+        """gate_up and down of the experts that lie here, as the expert op takes them."""
+        return here(self.gate_up_proj), here(self.down_proj)
 
     def low_rank_matrices(self) -> Sequence[Tensor]:
         """What adapters add to the weights, as the expert op takes it: nothing here."""

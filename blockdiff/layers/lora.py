@@ -55,12 +55,15 @@ class AdaptedLinear(nn.Linear):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, None
         self.low_rank = low_rank
-        device = base.weight.device
-        self.lora_A = nn.Parameter(torch.empty(low_rank.rank, self.in_features, device=device))
-        self.lora_B = nn.Parameter(torch.empty(self.out_features, low_rank.rank, device=device))
+        self.make_low_rank(base.weight.device)
+
+    def make_low_rank(self, device: torch.device) -> None:
+        """Make A and B, which hold no values yet."""
+        self.lora_A = nn.Parameter(torch.empty(self.low_rank.rank, self.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, self.low_rank.rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight)
+        out = self.base_product(x)
         if self.training and self.low_rank.dropout:
             x = F.dropout(x, self.low_rank.dropout)
         narrowed = F.linear(x, self.lora_A.to(x.dtype))
@@ -70,6 +73,10 @@ class AdaptedLinear(nn.Linear):
             alpha=self.low_rank.scale,
         )  # fmt: skip
         return added.view(out.shape)
+
+    def base_product(self, x: Tensor) -> Tensor:
+        """`W x`."""
+        return F.linear(x, self.weight)
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
@@ -93,7 +100,11 @@ class AdaptedExperts(Experts):
         self.gate_up_proj, self.down_proj = base.gate_up_proj, base.down_proj
         self.kernels, self.activation = base.kernels, base.activation
         self.low_rank = low_rank
-        (E, D, F_), two_F, r = base.down_proj.shape, base.gate_up_proj.shape[1], low_rank.rank
+        self.make_low_rank(base.down_proj.device)
+
+    def make_low_rank(self, device: torch.device) -> None:
+        """Make A and B of gate_up and of down, which hold no values yet."""
+        (E, D, F_), two_F, r = self.down_proj.shape, self.gate_up_proj.shape[1], self.low_rank.rank
         shapes = {
             "gate_up_lora_A": (E, r, D),
             "gate_up_lora_B": (E, two_F, r),
@@ -101,11 +112,12 @@ class AdaptedExperts(Experts):
             "down_lora_B": (E, D, r),
         }
         for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.empty(shape, device=base.down_proj.device)))
+            setattr(self, name, nn.Parameter(torch.empty(shape, device=device)))
 
     def low_rank_matrices(self) -> Sequence[Tensor]:
         """A and B of gate_up, A and B of down, scaled, in the dtype of the weights; of the experts that lie here."""
         scale, dtype = self.low_rank.scale, self.gate_up_proj.dtype
+        dtype = dtype if dtype.is_floating_point else self.down_lora_B.dtype  # over fp8 the op casts them
         return (
             here(self.gate_up_lora_A).to(dtype),
             (here(self.gate_up_lora_B) * scale).to(dtype),

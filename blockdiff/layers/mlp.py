@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.expert_mlp.activations import activation_of
+from blockdiff.layers.fp8 import weight_of
 
 
 class MLP(nn.Module):
@@ -20,7 +21,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(self.gate_proj) is nn.Linear and type(self.up_proj) is nn.Linear:
-            weights = self.gate_proj.weight, self.up_proj.weight
-            return self.down_proj(self.kernels.gated_linear(x, *weights, self.activation))
+        gate, up = weight_of(self.gate_proj), weight_of(self.up_proj)
+        if gate is not None and up is not None:
+            return self.down_proj(self.kernels.gated_linear(x, gate, up, self.activation))
         return self.down_proj(self.kernels.gated(self.gate_proj(x), self.up_proj(x), self.activation))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
+from blockdiff.layers.fp8 import AdaptedFp8Experts, AdaptedFp8Linear, Fp8Experts, Fp8Linear
 from blockdiff.layers.lora import AdaptedExperts, AdaptedLinear, LowRank, draw_low_rank, is_low_rank
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.pieces import fill_piece, gathered, is_spread
@@ -47,7 +48,11 @@ def adapt(model: BlockDiffusionModel, modules: Mapping[str, LowRank], tokens: Se
         adapted: nn.Module
         if isinstance(module, AdaptedLinear | AdaptedExperts):
             raise CheckpointError(f"{name} has an adapter already; merge it first")
-        if isinstance(module, Experts):
+        if isinstance(module, Fp8Experts):
+            adapted = AdaptedFp8Experts(module, low_rank)
+        elif isinstance(module, Fp8Linear):
+            adapted = AdaptedFp8Linear(module, low_rank)
+        elif isinstance(module, Experts):
             adapted = AdaptedExperts(module, low_rank)
         elif isinstance(module, nn.Linear):
             adapted = AdaptedLinear(module, low_rank)
@@ -116,11 +121,15 @@ def _fill(module: nn.Module, name: str, values: Tensor) -> None:
 def merge(model: BlockDiffusionModel) -> None:
     """Add every adapter to its weights, in place: afterwards the model is one of its family without adapters.
 
-    Sums are made in fp32 at least and rounded once to the weights' dtype. Weights are merged one after the other.
+    Sums are made in fp32 at least and rounded once to the weights' dtype, those over fp8 to that of the model: what an
+    adapter learnt would be lost in fp8. Weights are merged one after the other.
     """
     for name, module in adapters_of(model).items():
-        merged = module.merged().train(module.training)
-        model.set_submodule(name, merged)
+        if isinstance(module, AdaptedFp8Linear | AdaptedFp8Experts):
+            merged: nn.Module = module.merged(model.dtype)
+        else:
+            merged = module.merged()
+        model.set_submodule(name, merged.train(module.training))
     model.vocabulary.merge_rows()
     model.requires_grad_(True)
 

@@ -74,7 +74,8 @@ class Family:
     parts: the name of a part -> patterns (`*`, `?`) of our parameters' names; a parameter belongs to the first part
     that matches. Sizes, freezing and adapters go by parts. adapted_parts: those whose linear layers and experts can
     have adapters; selecting_parts: those that choose what is computed with and that no loss reaches, so that they stand
-    still. sharding_units: names of modules (`{}` is the layer number)
+    still; fp8_parts: those whose linear layers and experts can have their weights in fp8 (none: it has no fp8).
+    sharding_units: names of modules (`{}` is the layer number)
     whose weights are gathered together when they are sharded, inner ones first. tensor_parts: patterns of the names of
     modules -> how tensor parallelism splits them: "attention", "mlp", "experts" or "vocabulary"; empty: it cannot.
 
@@ -101,6 +102,7 @@ class Family:
     with_canvases: Callable[[Any, int], Any] | None = None
     tensor_parts: Mapping[str, str] = field(default_factory=dict)
     selecting_parts: tuple[str, ...] = ()
+    fp8_parts: tuple[str, ...] = ()
 
     def part_of(self, name: str) -> str:
         """The part that one of our parameters or buffers belongs to, by its name; "other" for what none has."""

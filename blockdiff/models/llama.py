@@ -280,6 +280,7 @@ def _family(model_type: str, architecture: str) -> Family:
             "embedding": ("vocabulary.*",),
         },
         adapted_parts=("attention", "mlp"),
+        fp8_parts=("attention", "mlp"),
         sharding_units=("layers.{}", "vocabulary"),
         tensor_parts={
             "layers.*.attention": "attention",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from blockdiff.kernels.c_library import BLOCKS, call, serves
 from blockdiff.kernels.expert_mlp import native
+from blockdiff.kernels.fp8 import Fp8
 
 KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that cpu.c has
 
@@ -115,14 +116,17 @@ def _dense(
 
 def expert_mlp(
     x_ND: Tensor,
-    gate_up_EFD: Tensor,
-    down_EDF: Tensor,
+    gate_up_EFD: Tensor | Fp8,
+    down_EDF: Tensor | Fp8,
     expert_index_Nk: Tensor,
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
     """See `native.expert_mlp`."""
+    if isinstance(gate_up_EFD, Fp8) or isinstance(down_EDF, Fp8):
+        of_tokens = expert_index_Nk, expert_weight_Nk, activation, low_rank
+        return native.expert_mlp(x_ND, gate_up_EFD, down_EDF, *of_tokens)
     inputs = (x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)
     is_served = activation in KINDS and not low_rank and x_ND.shape[0] > 0
     if not is_served or torch.is_autocast_enabled("cpu") or not serves(x_ND, gate_up_EFD, down_EDF, expert_weight_Nk):

@@ -21,6 +21,7 @@ FAMILY = Family(
         "embedding": ("vocabulary.*",),
     },
     adapted_parts=("attention", "mlp", "experts", "self_conditioning"),
+    fp8_parts=("attention", "mlp", "experts"),
     tensor_parts={
         "layers.*.attention": "attention",
         "layers.*.mlp": "mlp",

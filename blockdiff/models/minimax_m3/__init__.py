@@ -34,6 +34,7 @@ FAMILY = Family(
         "head": ("vocabulary.head",),
         "embedding": ("vocabulary.*",),
     },
+    fp8_parts=("attention", "mlp", "experts"),
     # experts have no adapters: on the Hub each is matrices of its own
     adapted_parts=("attention", "mlp"),
     sharding_units=("layers.{}.experts", "layers.{}", "vocabulary"),

@@ -1,0 +1,102 @@
+"""fp8 weights: what codes stand for, the way there, and native products against the reference with gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdiff.kernels import CPU
+from blockdiff.kernels.expert_mlp import reference as experts
+from blockdiff.kernels.fp8 import Fp8, native, reference
+
+pytestmark = pytest.mark.quick
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+def in_fp8(*shape: int, seed: int = 0) -> Fp8:
+    return native.quantised(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_code_is_decoded_to_the_number_it_stands_for(dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    truth = torch.tensor([reference.value(code) for code in range(256)], dtype=torch.float64)
+    made = native.decoded(Fp8(codes[:, None], torch.ones(256, 1)), dtype)[:, 0].double()
+    assert torch.equal(made.isnan(), truth.isnan()) and truth.isnan().sum() == 2
+    assert torch.equal(made.nan_to_num(), truth.nan_to_num())
+
+
+def test_a_code_is_the_nearest_one_to_its_number():
+    g = torch.Generator().manual_seed(3)
+    weight = torch.randn(40, 70, generator=g) * torch.logspace(-6, 6, 40)[:, None]
+    made = native.quantised(weight)
+    finite = torch.tensor(sorted(v for v in map(reference.value, range(256)) if v == v), dtype=torch.float64)
+    wanted = (weight.double() / made.scale.double())[..., None]
+    nearest = (wanted - finite).abs().amin(-1)
+    off = (reference.decoded(made, torch.float64) / made.scale.double() - wanted[..., 0]).abs()
+    assert float((off - nearest).abs().max()) < 1e-4  # the quotient is rounded to fp32 first
+    # half a step of three bits of mantissa, and half of the least number of all
+    bound = weight.double().abs() * 2.0**-4 + made.scale.double() * 2.0**-10
+    assert bool(((reference.decoded(made, torch.float64) - weight.double()).abs() <= bound * (1 + 1e-6)).all())
+
+
+def test_channels_without_finite_numbers_and_of_zeros():
+    weight = torch.tensor([[0.0, 0.0], [1.0, float("nan")], [float("inf"), 1.0], [3.0, -1.0]])
+    made = native.decoded(native.quantised(weight), torch.float32)
+    assert torch.equal(made[0], weight[0]) and relative(made[3], weight[3]) < 2**-4
+    assert not native.quantised(weight).scale[1:3].isfinite().any()
+    assert not (made[1:3] @ torch.ones(2)).isfinite().any()
+
+
+def test_what_is_quantised_once_is_the_same_when_it_is_quantised_again():
+    made = in_fp8(5, 33, 20)
+    again = native.quantised(native.decoded(made, torch.float64))
+    assert torch.equal(made.codes, again.codes) and torch.equal(made.scale, again.scale)
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("shape", [(1, 1, 7), (3, 17, 33), (0, 4, 33)])
+def test_a_product_with_its_gradient(shape, dtype, bound):
+    weight = in_fp8(19, shape[-1])
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    outs = []
+    for op, own in ((CPU.fp8_linear, x), (reference.fp8_linear, x.double())):
+        own = own.detach().requires_grad_()
+        out = op(own, weight)
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)).sum().backward()
+        outs.append((out, own.grad))
+    (out, grad), (true_out, true_grad) = outs
+    assert out.dtype == grad.dtype == dtype
+    assert relative(out, true_out) < bound and relative(grad, true_grad) < bound
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("N,E,k,empty", [(1, 3, 2, False), (37, 5, 2, True), (0, 3, 1, False), (9, 4, 2, False)])
+def test_experts_with_all_gradients_that_there_are(N, E, k, empty, rank):
+    D, F = 21, 10
+    g = torch.Generator().manual_seed(N + E)
+    x, weight = torch.randn(N, D, generator=g), torch.rand(N, k, generator=g)
+    gate_up, down = in_fp8(E, 2 * F, D, seed=1), in_fp8(E, D, F, seed=2)
+    index = torch.rand(N, E, generator=g).argsort(-1)[:, :k]
+    index = torch.where(index == 1, E, index) if empty else index  # expert 1 gets no token, and some have no expert
+    shapes = ((E, rank, D), (E, 2 * F, rank), (E, rank, F), (E, D, rank)) if rank else ()
+    low_rank = [torch.randn(shape, generator=g) / 4 for shape in shapes]
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        own = [t.detach().to(dtype).requires_grad_() for t in (x, weight, *low_rank)]
+        matrices = own[2:]
+        if dtype == torch.float32:
+            out = CPU.expert_mlp(own[0], gate_up, down, index, own[1], "silu", matrices)
+        else:
+            dense = (reference.decoded(w, dtype) for w in (gate_up, down))
+            out = experts.expert_mlp(own[0], *dense, index, own[1], "silu", matrices)
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype)).sum().backward()
+        found.append([out, *(t.grad for t in own)])
+    for ours, true in zip(*found, strict=True):
+        assert relative(ours, true) < 1e-5
