@@ -32,7 +32,7 @@ from blockdiff.kernels.expert_mlp.triton import expert_mlp
 from blockdiff.kernels.fused import triton as fused_ops
 from blockdiff.kernels.norm_rope.triton import add_rms_norm, norm_rope, rms_norms
 from blockdiff.kernels.span_attention.triton import span_attention
-from blockdiff.kernels.vocabulary import Shaping, pack_allowed, triton_launch
+from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, pack_allowed, triton_launch
 from blockdiff.kernels.vocabulary import triton as vocabulary_ops
 from blockdiff.spans import denoise_spans
 
@@ -123,6 +123,9 @@ def vocabulary(dtype: torch.dtype) -> None:
     vocabulary_ops.token_stats(hidden, table, 30.0, 0.8, vector, shaping=filters)
     filters = Shaping(top_p=0.9, observed_N=tokens, bonus_N=vector)
     vocabulary_ops.token_stats(hidden, table, 30.0, 0.8, vector, None, allowed, filters)
+    classes, is_seen = Classes.of(torch.arange(V) // 4096, 64), torch.zeros(N, V, dtype=torch.bool)
+    for penalty, excluded in ((None, None), (Penalty(is_seen, vector, tokens), 4)):
+        vocabulary_ops.class_stats(hidden, table, 30.0, 0.8, vector, classes, penalty, excluded)
 
 
 # What is compiled under a name; each op adds its own.

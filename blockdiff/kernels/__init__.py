@@ -20,7 +20,7 @@ from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.launch import Unserved
 
 # The ops of every folder. Its native.py says what they compute and holds a function of each name; so does its
-# triton.py (imported when it is asked for), but for `logits`, whose native form is a single product, and `class_stats`.
+# triton.py (imported when it is asked for), but for `logits`, whose native form is a single product.
 FOLDERS = {
     "span_attention": ("span_attention",),
     "expert_mlp": ("expert_mlp", "gated", "route"),
@@ -32,7 +32,7 @@ FOLDERS = {
         *("token_stats", "token_scores", "log_sums", "class_stats"),
     ),
 }
-NATIVE_ONLY = ("fp8_linear", "logits", "class_stats", "gated", "route", "select_blocks", "block_sparse_attention")
+NATIVE_ONLY = ("fp8_linear", "logits", "gated", "route", "select_blocks", "block_sparse_attention")
 # Those that also have C functions, in their folder's cpu.py and cpu.c.
 IN_C = (
     *("span_attention", "expert_mlp", "gated", "route", "rms_norms", "add_rms_norm", "norm_rope"),

@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 1e-5  # relative
 OPS = ("linear_cross_entropy", "soft_embedding", "token_stats", "token_scores")
-KERNELS = tuple(f"vocabulary_{name}" for name in ("tiles", "rows", "tokens", "filters", "probabilities", "gradients"))
+NAMES = "tiles", "rows", "tokens", "filters", "classes", "probabilities", "gradients"
+KERNELS = tuple(f"vocabulary_{name}" for name in NAMES)
 EDGE = 1e-6  # how far rounding may move an edge of the CDF
 
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks import kernel_vocabulary
 from benchmarks.settings import Settings
 from blockdiff.kernels import CPU, NATIVE
-from blockdiff.kernels.vocabulary import native, reference
+from blockdiff.kernels.vocabulary import logits, native, reference
 
 
 @pytest.fixture(params=["native", "cpu"])
@@ -29,7 +29,7 @@ def case(N: int, V: int, D: int, dtype: torch.dtype = torch.float32, scale: floa
 def chunks_of_rows(monkeypatch: pytest.MonkeyPatch, rows: int, V: int) -> None:
     """Chunks of so many rows of fp32 logits."""
     for name in ("CHUNK_BYTES", "CPU_BYTES"):
-        monkeypatch.setattr(native, name, rows * 4 * V)
+        monkeypatch.setattr(logits, name, rows * 4 * V)
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.timing import peak_memory
 from blockdiff.kernels.launch import Unserved
-from blockdiff.kernels.vocabulary import Shaping, native, pack_allowed, reference, shaping, triton
+from blockdiff.kernels.vocabulary import Shaping, logits, native, pack_allowed, reference, shaping, triton
 from blockdiff.kernels.vocabulary import triton_launch as launch
 from blockdiff.kernels.vocabulary.native import Stats
 from blockdiff.kernels.vocabulary.shaping import is_left
@@ -114,7 +114,7 @@ def shapings(case: tuple[Tensor, ...]) -> dict[str, Shaping]:
 @pytest.mark.parametrize("rows_per_chunk", [5, 1000])
 def test_statistics_of_a_shaped_distribution(name, allows, rows_per_chunk, monkeypatch):
     N, V = 23, 203
-    monkeypatch.setattr(native, "CHUNK_BYTES", 4 * V * rows_per_chunk)
+    monkeypatch.setattr(logits, "CHUNK_BYTES", 4 * V * rows_per_chunk)
     case = stats_case(N, V)
     hidden, _, table, temperature, uniform, seen, is_allowed = case
     how = shapings(case)[name]
@@ -134,7 +134,7 @@ def test_filters_that_leave_everything_change_no_bit():
 
 def test_what_a_shaped_distribution_takes_does_not_grow_with_the_positions(monkeypatch):
     V, D = 20_000, 8
-    monkeypatch.setattr(native, "CHUNK_BYTES", 4 * V * 16)
+    monkeypatch.setattr(logits, "CHUNK_BYTES", 4 * V * 16)
     table, peaks = torch.randn(V, D), []
     for N in (48, 160):
         hidden = torch.randn(N, D) * 0.01  # flat: a nucleus is most of the tokens

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves
-from blockdiff.kernels.vocabulary import native
+from blockdiff.kernels.vocabulary import cross_entropy, native
+from blockdiff.kernels.vocabulary.logits import chunks
 from blockdiff.kernels.vocabulary.native import Stats
 from blockdiff.kernels.vocabulary.shaping import Shaping
 
@@ -24,7 +25,7 @@ def _cross_entropy_chunk(
     with_gradient: bool,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `native._cross_entropy_chunk`: the logits become their gradient in place, where there is room in `into`."""
+    """As in cross_entropy.py: the logits become their gradient in place, where there is room in `into`."""
     z = torch.mm(hidden, table.t()) if into is None else torch.mm(hidden, table.t(), out=into)
     loss, total = z.new_empty(2, z.shape[0]).unbind(0)
     observed, bonus = (None, None) if favoured is None else (x.contiguous() for x in favoured)
@@ -44,9 +45,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """See `native.linear_cross_entropy`."""
     is_served = target_N is not None and _serves(hidden_ND, table_VD, bonus_N)
-    of_chunk = _cross_entropy_chunk if is_served else native._cross_entropy_chunk
+    of_chunk = _cross_entropy_chunk if is_served else cross_entropy.cross_entropy_chunk
     given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, is_ignored_N
-    return native.cross_entropy_by(of_chunk, *given)
+    return cross_entropy.cross_entropy_by(of_chunk, *given)
 
 
 def _probabilities(hidden: Tensor, table: Tensor, softcap: float | None, temperature: float) -> Tensor:
@@ -94,7 +95,7 @@ def token_stats(
         line = allowed_NW.stride(0)
     soft, uniform_N, step = hidden_ND.new_empty(N, embedding.shape[1]), uniform_N.contiguous(), int(len(factor) > 1)
     with torch.no_grad():
-        for rows in native._chunks(hidden_ND, table_VD.shape[0]):
+        for rows in chunks(hidden_ND, table_VD.shape[0]):
             z = torch.mm(hidden_ND[rows], table_VD.t())
             own = factor[rows] if step else factor
             allowed = allowed_NW if line == 0 or allowed_NW is None else allowed_NW[rows]

@@ -20,6 +20,7 @@ from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.launch import Unserved, empty, op
 from blockdiff.kernels.vocabulary.native import Stats
 from blockdiff.kernels.vocabulary.shaping import Shaping
+from blockdiff.kernels.vocabulary.triton_classes import UNTIED, class_stats
 from blockdiff.kernels.vocabulary.triton_launch import (
     Logits,
     Rows,
@@ -32,6 +33,8 @@ from blockdiff.kernels.vocabulary.triton_launch import (
     to_gradients,
     to_probabilities,
 )
+
+__all__ = ["class_stats", "linear_cross_entropy", "log_sums", "soft_embedding", "token_scores", "token_stats"]
 
 
 def _vector(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -229,9 +232,6 @@ _soft_embedding.register_autograd(_soft_embedding_gradients, setup_context=_save
 
 
 # -- the public functions: signatures and meaning as in native.py ------------------------------------------------
-
-
-UNTIED = "embeddings that are not the rows that make the logits have no Triton kernel"
 
 
 def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -220,6 +220,77 @@ def vocabulary_filters(
 
 
 @triton.jit
+def _penalised(x, how, penalty, row, is_row, column, width):
+    """z at the columns [ROWS, tokens], less likely where they were seen; -1 is no column."""
+    z, _ = _logits(x, how, row, is_row, column, width, 0)
+    if penalty is not None:
+        of_row = tl.load(penalty.row + row, mask=is_row, other=0)
+        factor = tl.load(penalty.factor + of_row, mask=is_row, other=1.0)[:, None]
+        at = penalty.seen + of_row[:, None] * width + column
+        is_seen = tl.load(at, mask=is_row[:, None] & (column >= 0), other=0) != 0
+        z = tl.where(is_seen, tl.where(z < 0, z * factor, z / factor), z)
+    return z
+
+
+@triton.jit
+def vocabulary_classes(
+    x, how, penalty, token, end, uniform, out, N, width, classes, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The columns of `ClassStats` of one class of tokens, at the places before `end` of `token`, for some rows.
+
+    Three walks over its tokens: peak and best token; sum and moment; the sample. Sums of tiles are added in fp64.
+    """
+    row, is_row = _rows(N, ROWS)
+    of_class = tl.program_id(1)
+    start = tl.load(end + of_class - 1, mask=of_class > 0, other=0)
+    stop = tl.load(end + of_class)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    best = tl.zeros([ROWS], tl.int64) + start
+    for lo in range(start, stop, COLUMNS):
+        place = lo + tl.arange(0, COLUMNS)[None, :]
+        z = _penalised(x, how, penalty, row, is_row, tl.load(token + place, mask=place < stop, other=-1), width)
+        top = tl.max(z, 1)
+        first = tl.min(tl.where(z == top[:, None], place, stop), 1)
+        best = tl.where(top > peak, first, best)
+        peak = tl.maximum(peak, top)
+    total = tl.zeros([ROWS], tl.float64)
+    moment = tl.zeros([ROWS], tl.float64)
+    for lo in range(start, stop, COLUMNS):
+        place = lo + tl.arange(0, COLUMNS)[None, :]
+        z = _penalised(x, how, penalty, row, is_row, tl.load(token + place, mask=place < stop, other=-1), width)
+        below = z - _finite(peak)[:, None]
+        e = tl.exp2(below)
+        total += tl.sum(e, 1).to(tl.float64)
+        moment += tl.sum(e * tl.where(e == 0.0, 0.0, below), 1).to(tl.float64)
+    threshold = tl.load(uniform + row, mask=is_row, other=0.0).to(tl.float64) * total
+    passed = tl.zeros([ROWS], tl.float64)
+    chosen = tl.zeros([ROWS], tl.int64) + stop
+    last = tl.zeros([ROWS], tl.int64) + start  # the last token with a probability, should rounding leave none beyond
+    for lo in range(start, stop, COLUMNS):
+        place = lo + tl.arange(0, COLUMNS)[None, :]
+        z = _penalised(x, how, penalty, row, is_row, tl.load(token + place, mask=place < stop, other=-1), width)
+        e = tl.exp2(z - _finite(peak)[:, None])
+        is_beyond = (tl.cumsum(e, 1) > (threshold - passed).to(tl.float32)[:, None]) & (e > 0.0)
+        chosen = tl.minimum(chosen, tl.min(tl.where(is_beyond, place, stop), 1))
+        last = tl.maximum(last, tl.max(tl.where(e > 0.0, place, start), 1))
+        passed += tl.sum(e, 1).to(tl.float64)
+    chosen = tl.where(chosen == stop, last, chosen)
+    drawn = tl.load(token + chosen)
+    its = _penalised(x, how, penalty, row, is_row, drawn[:, None], width)
+    total = tl.where(total == 0.0, 1.0, total)  # where every token is impossible the peak says so
+    log_total = tl.log2(total.to(tl.float32))
+    at = row * classes + of_class
+    tl.store(out.log_sum + at, ((log_total + peak) * LN2).to(tl.float64), mask=is_row)
+    tl.store(out.maximum + at, (peak * LN2).to(tl.float64), mask=is_row)
+    tl.store(out.argmax + at, tl.load(token + best), mask=is_row)
+    tl.store(out.sample + at, drawn, mask=is_row)
+    entropy = tl.maximum((log_total - (moment / total).to(tl.float32)) * LN2, 0.0)
+    tl.store(out.entropy + at, entropy.to(tl.float64), mask=is_row)
+    log_probability = (tl.max(its, 1) - _finite(peak) - log_total) * LN2
+    tl.store(out.log_probability + at, log_probability.to(tl.float64), mask=is_row)
+
+
+@triton.jit
 def vocabulary_probabilities(x, how, merged, N, width, first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """softmax(z), in place of the raw products."""
     row, is_row = _rows(N, ROWS)

@@ -1,0 +1,100 @@
+"""Statistics of classes of tokens in Triton: the op for torch, and the public function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.launch import Unserved, empty, launch, op
+from blockdiff.kernels.tiles import Tile
+from blockdiff.kernels.vocabulary import triton_kernels as kernels
+from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty
+from blockdiff.kernels.vocabulary.triton_launch import Logits, Rows, chunks_of, sweep, to_probabilities
+
+UNTIED = "embeddings that are not the rows that make the logits have no Triton kernel"
+TILE = Tile(2, 512, warps=4)  # rows, and tokens of a class that a program takes at a time
+
+
+class Columns(NamedTuple):
+    """What `ClassStats` has for each class of some rows, [n, C]."""
+
+    log_sum: Tensor
+    maximum: Tensor
+    argmax: Tensor
+    sample: Tensor
+    entropy: Tensor
+    log_probability: Tensor
+
+
+class OfRows(NamedTuple):
+    """A `Penalty` as the kernel takes it, for some of the rows."""
+
+    seen: Tensor
+    factor: Tensor
+    row: Tensor
+
+
+@op("class_stats")
+def _class_stats(
+    hidden: Tensor, table: Tensor, softcap: float | None, temperature: Tensor, uniform: Tensor, token: Tensor,
+    end: Tensor, seen: Tensor | None, factor: Tensor | None, row: Tensor | None, excluded: int | None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """The columns of `ClassStats`."""
+    N, C = len(hidden), len(end)
+    dtypes = torch.float64, torch.float64, torch.int64, torch.int64, torch.float64, torch.float64
+    out, soft = Columns(*(empty(hidden, N, C, dtype=dtype) for dtype in dtypes)), empty(hidden)
+    yield *out, soft  # type: ignore[misc]
+    how, chunks = Logits(softcap, temperature), chunks_of(hidden, table)
+    if excluded is not None:
+        how = how._replace(allowed=_all_but(excluded, table).expand(N, -1))
+    for rows in chunks.of_rows(hidden):
+        of_rows, merged = how.of(rows), Rows(*hidden.new_empty(2, len(hidden[rows]), dtype=torch.float32))
+        x = sweep(hidden[rows], table, of_rows, chunks, merged)
+        penalty = None
+        if seen is not None and factor is not None and row is not None:
+            penalty = OfRows(seen, factor, row[rows])
+        columns = Columns(*(column[rows] for column in out))
+        arguments = x, of_rows, penalty, token, end, uniform[rows], columns, *x.shape, C
+        launch(kernels.vocabulary_classes, (TILE.grid(len(x))[0], C), *arguments, **TILE.options)
+        to_probabilities(x, of_rows, merged, chunks.tile)
+        torch.mm(x, table, out=soft[rows])
+
+
+def _all_but(token: int, table: Tensor) -> Tensor:
+    """A mask of one row, as `pack_allowed` gives it, that leaves one token out."""
+    words = torch.full((-(-len(table) // 32),), -1, dtype=torch.int32, device=table.device)
+    bits = ~(1 << token % 32)
+    words[token // 32] = bits if token % 32 < 31 else 2**31 - 1
+    return words
+
+
+def class_stats(
+    hidden_ND: Tensor,
+    table_VD: Tensor,
+    softcap: float | None,
+    temperature_N: Tensor | float,
+    uniform_N: Tensor,
+    classes: Classes,
+    penalty: Penalty | None = None,
+    excluded: int | None = None,
+    embedding_VD: Tensor | None = None,
+) -> ClassStats:
+    """As in native.py, with logarithms in fp32; samples are the same but where rounding moves an edge of the CDF."""
+    if embedding_VD is not None:
+        raise Unserved(UNTIED)
+    hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))
+    if isinstance(temperature_N, Tensor):
+        temperature_N = temperature_N.float().expand(len(hidden)).contiguous()
+    else:  # written by the device: copying a number there would make the host wait
+        temperature_N = torch.full((len(hidden),), temperature_N, dtype=torch.float32, device=hidden.device)
+    token, _, end = (column.contiguous() for column in classes)
+    seen = factor = row = None
+    if penalty is not None:
+        seen, factor, row = (t.contiguous() for t in (penalty.seen_RV, penalty.factor_R.float(), penalty.row_N))
+    of_rows = temperature_N, uniform_N.float().contiguous()
+    stats = ClassStats(*_class_stats(hidden, table, softcap, *of_rows, token, end, seen, factor, row, excluded))
+    return stats._replace(soft_embedding=stats.soft_embedding.to(table_VD.dtype))
