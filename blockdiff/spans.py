@@ -1,15 +1,17 @@
 """Spans: the attention mask as four integers per query, and the builders that every pass uses.
 
 A query sees one contiguous run of prefix keys (cached tokens) and one contiguous run of own keys (this call's
-tokens). Nothing here knows about heads, layers or caches.
+tokens). Nothing here knows about heads or caches.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -18,8 +20,11 @@ class Spans:
 
     A span with hi <= lo is empty. `sees_all` promises that every query sees every prefix and own key it is given,
     so that a mask need not be applied at all; `is_padded=False` promises that no query is padding. `is_causal` says
-    that the tokens are clean: each sees itself and what stands before it.
+    that the tokens are clean: each sees itself and what stands before it. `kept`: what layers have selected of the
+    prefix, where that stands for all steps of a canvas (None: they select in every call).
     """
+
+    kept: KeptSelection | None = None
 
     def __init__(self, bounds_BT4: Tensor, sees_all: bool = False, is_padded: bool = True, is_causal: bool = False):
         self.bounds_BT4, self.is_causal = bounds_BT4, is_causal
@@ -94,6 +99,48 @@ class Spans:
     def _distinct(self) -> Tensor:
         """The bounds [B, T, 4]; [B, 1, 4] where all queries of a row share them, as an expanded tensor says."""
         return self.bounds_BT4 if self.bounds_BT4.stride(1) else self.bounds_BT4[:, :1]
+
+
+@dataclass(eq=False)
+class KeptSelection:
+    """What layers have selected of the prefixes of some rows, for all denoising steps of the canvases behind them.
+
+    ids: by layer, int64 [B, T, heads, k], -1 where nothing is selected; open_B: the rows that have selected nothing yet
+    (None: none has where a layer is missing in `ids`, else all have).
+    """
+
+    ids: dict[Hashable, Tensor] = field(default_factory=dict)
+    open_B: Tensor | None = None
+
+    def of(self, layer: Hashable, select: Callable[[], Tensor]) -> Tensor:
+        """What stands for a layer; what `select` finds, where that is nothing yet."""
+        if layer not in self.ids:
+            self.ids[layer] = select()
+        elif self.open_B is not None:
+            both = self.ids[layer], select()
+            width = max(ids.shape[-1] for ids in both)
+            old, new = (F.pad(ids, (0, width - ids.shape[-1]), value=-1) for ids in both)
+            self.ids[layer] = torch.where(self.open_B[:, None, None, None], new, old)
+        return self.ids[layer]
+
+    def select(self, rows: Tensor) -> KeptSelection:
+        """That of some rows; there is an answer for all of them."""
+        return KeptSelection({layer: ids[rows] for layer, ids in self.ids.items()})
+
+    @classmethod
+    def together(cls, rows: Sequence[Mapping[Hashable, Tensor]]) -> KeptSelection:
+        """Of what rows have selected, each [T, heads, k] by layer; a row without anything selects in the next call."""
+        first = next((row for row in rows if row), None)
+        if first is None:
+            return cls()
+        ids = {}
+        for layer, like in first.items():
+            width = max(row[layer].shape[-1] for row in rows if row)
+            nothing = like.new_full((*like.shape[:2], width), -1)
+            of_rows = (row[layer] if row else nothing for row in rows)
+            ids[layer] = torch.stack([F.pad(each, (0, width - each.shape[-1]), value=-1) for each in of_rows])
+        is_open = [not row for row in rows]
+        return cls(ids, torch.tensor(is_open, device=nothing.device) if any(is_open) else None)
 
 
 @dataclass(frozen=True, eq=False)

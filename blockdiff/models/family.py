@@ -150,12 +150,15 @@ def family_of(config: Any) -> Family:
 class LayerKind:
     """What layers of one kind have in common: which tokens they see, and how they turn them.
 
-    window: how many keys a clean query sees, itself included (None: all); frequencies: of RoPE, fp32 [d/2].
+    window: how many keys a clean query sees, itself included (None: all); frequencies: of RoPE, fp32 [d/2];
+    keeps_selection: of layers that select among the keys of the prefix, whether what they select in the first step of a
+    canvas stands for its other steps.
     """
 
     name: str
     window: int | None
     frequencies: Tensor
+    keeps_selection: bool = False
     _on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def encode_spans(self, doc_start_BT: Tensor, past_B: Tensor | None = None) -> Spans:

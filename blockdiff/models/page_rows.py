@@ -12,6 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from blockdiff.errors import BlockdiffError
 from blockdiff.models.page_pool import SPILL, ZEROS, Link, Pool, Published
@@ -22,7 +23,8 @@ class PagedRow:
     """A row's cached tokens: how many, and the pages that hold them by kind of layer.
 
     first: how many pages before those in the table were given back; links: where its full pages are published;
-    tail: its tokens after them; stamp: changes whenever the row does; cuts: how often it was truncated.
+    tail: its tokens after them; stamp: changes whenever the row does; cuts: how often it was truncated; kept: what
+    layers have selected of it (`KeptSelection`) for so many queries behind it, and the stamp that it had then.
     """
 
     root: Link
@@ -33,6 +35,7 @@ class PagedRow:
     tail: list[int] = field(default_factory=list)
     stamp: int = 0
     cuts: int = 0
+    kept: tuple[tuple[int, int], dict[Any, Any]] = field(default_factory=lambda: ((0, 0), {}))
 
 
 @dataclass(frozen=True)

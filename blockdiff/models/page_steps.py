@@ -17,6 +17,7 @@ from torch import Tensor
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor, ReservedTensor
 from blockdiff.layers.attention import Past
 from blockdiff.models.page_pool import ZEROS, Pool
+from blockdiff.spans import KeptSelection
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
@@ -73,6 +74,7 @@ class Steps:
         self.past: list[Past] | None = None
         self._made_for: tuple[list[int], int, int] | None = None
         self.rows: list[PagedRow] = []
+        self._placed: list[PagedRow] = []  # in the order of their places
 
     def shares(self, rows: Sequence[PagedRow]) -> int:
         """How many of these rows it was last made for."""
@@ -98,6 +100,25 @@ class Steps:
             name: kind.running_spans(start_B, canvases, canvas_length).shifted(first_B[name])
             for name, kind in self.model.kinds.items()
         }
+        self._placed = list(rows)
+        for name, kind in self.model.kinds.items():
+            if kind.keeps_selection:
+                known = [row.kept[1] if row.kept[0] == self._mark(row) else {} for row in rows]
+                self.spans[name].kept = KeptSelection.together(known)
+
+    def _mark(self, row: PagedRow) -> tuple[int, int]:
+        """What has to be the same for a selection to stand: the row and how many queries there are."""
+        return row.stamp, self.positions_BT.shape[1]
+
+    def keep(self) -> None:
+        """After a call: note with the rows what layers have selected of them for all steps of their canvases."""
+        for spans in self.spans.values():
+            if spans.kept is None:
+                continue
+            for place, row in enumerate(self._placed):
+                if row.kept[0] != self._mark(row):
+                    row.kept = self._mark(row), {layer: ids[place] for layer, ids in spans.kept.ids.items()}
+            spans.kept.open_B = None
 
 
 class TabledSteps(Steps):

@@ -114,6 +114,7 @@ class Pages(PagedRows):
             canvas_BT = canvas_BT[steps.order]
             soft_BTD = None if soft_BTD is None else soft_BTD[steps.order]
         hidden, _ = self.model(canvas_BT, steps.positions_BT, steps.spans, steps.past, True, soft_BTD, steps.rope)
+        steps.keep()
         return hidden if steps.back is None else hidden[steps.back]
 
     def _steps_of(self, rows: Sequence[PagedRow]) -> Steps:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.spans import Spans
+from blockdiff.spans import KeptSelection, Spans
 
 if TYPE_CHECKING:
     from blockdiff.models.family import LayerKind, Rope
@@ -40,6 +40,7 @@ class Prefix:
         self.columns, self.common_length, self.first_B = columns, common_length, first_B
         self._kv: list[KV] | None = kv  # None once consumed
         self._canvases: dict[int, tuple[Tensor, dict[str, Spans], dict[str, Rope]]] = {}  # by canvas length
+        self._kept: dict[tuple[str, int], KeptSelection] = {}  # by kind and canvas length
 
     @classmethod
     def of(cls, hidden: Tensor, kv: list[KV], kinds: Sequence[LayerKind], lengths_B: Tensor | None) -> Prefix:
@@ -70,7 +71,7 @@ class Prefix:
     ) -> tuple[Tensor, dict[str, Spans], dict[str, Rope]]:
         """Positions [B, L], spans and RoPE of one canvas per row right after its tokens; made once for all its steps.
 
-        rope: what gives a model's RoPE of positions.
+        rope: what gives a model's RoPE of positions. What layers keep of a selection they keep with this prefix.
         """
         if length not in self._canvases:
             start_B1 = self.lengths_B[:, None]
@@ -80,6 +81,8 @@ class Prefix:
                 own = self.held(kind, kind.denoise_spans(start_B1, *everything, length))
                 # a sliding layer holds just the keys that a canvas sees
                 spans[kind.name] = Spans(own.bounds_BT4, sees_all=self.common_length is not None)
+                if kind.keeps_selection:
+                    spans[kind.name].kept = self._kept.setdefault((kind.name, length), KeptSelection())
             positions_BL = start_B1 + torch.arange(length, device=start_B1.device)
             self._canvases[length] = positions_BL, spans, rope(positions_BL)
         return self._canvases[length]
@@ -89,7 +92,9 @@ class Prefix:
         kv = [tuple(x[rows] for x in layer) for layer in self._held_kv()]
         first_B = {name: first[rows] for name, first in self.first_B.items()}
         hidden, lengths_B = self.hidden[rows], self.lengths_B[rows]
-        return Prefix(hidden, kv, self.kinds, lengths_B, self.columns, self.common_length, first_B)
+        some = Prefix(hidden, kv, self.kinds, lengths_B, self.columns, self.common_length, first_B)
+        some._kept = {key: kept.select(rows) for key, kept in self._kept.items()}
+        return some
 
     def extended(self, hidden: Tensor, kv: list[KV], added_B: Tensor | None) -> Prefix:
         """This prefix with a call's kv appended at each row's own length; consumes it (its buffers are reused)."""

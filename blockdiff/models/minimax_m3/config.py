@@ -21,6 +21,12 @@ SIZES = (
     *("index_topk_blocks",),
 )
 LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16}
+# How canvases select, the default first: each query for itself or all with the mean of the canvas's index queries, and
+# whether the selection of a canvas's first step stands for its other steps.
+SELECTIONS: dict[str, tuple[Any, ...]] = {
+    "canvas_selection": ("query", "canvas"),
+    "canvas_selection_kept": (False, True),
+}
 # What has to be as the released model has it; transformers does not declare all of them, but keeps what a file has.
 ONE_VALUE: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0, None),
@@ -115,11 +121,26 @@ def _wrong(config: Any) -> Iterator[str]:
     canvas_length = getattr(config, "canvas_length", None)
     if canvas_length is not None and (not isinstance(canvas_length, int) or canvas_length < 0):
         yield f"canvas_length is {canvas_length!r}; it must be a number of tokens, or null for a causal model"
+    for name, values in SELECTIONS.items():
+        if getattr(config, name, values[0]) not in values:
+            yield f"{name} is {getattr(config, name)!r}; there are: {', '.join(map(str, values))}"
+        if not canvas_length and getattr(config, name, values[0]) != values[0]:
+            yield f"{name} is of canvases, which a causal model has none of; leave it out or give a canvas_length"
 
 
 def denoises(config: Any) -> bool:
     """Whether models of this config have canvases, or are causal alone."""
     return bool(getattr(config, "canvas_length", None))
+
+
+def selects_per_canvas(config: Any) -> bool:
+    """Whether the queries of a canvas have one selection among the blocks of their prefix, or each its own."""
+    return bool(getattr(config, "canvas_selection", "query") == "canvas")
+
+
+def keeps_selection(config: Any) -> bool:
+    """Whether what the first denoising step of a canvas selects stands for its other steps."""
+    return bool(getattr(config, "canvas_selection_kept", False))
 
 
 def activation(text: Any) -> str:
@@ -132,6 +153,8 @@ def outline(config: Any) -> Outline:
     text = config.text_config
     layers, sparse = text.num_hidden_layers, list(text.layer_types).count("minimax_m3_sparse")
     canvas = f"canvas {config.canvas_length}" if denoises(config) else "causal"
+    if denoises(config) and selects_per_canvas(config):
+        canvas += " with one selection"
     return Outline(
         vocab_size=text.vocab_size,
         canvas_length=getattr(config, "canvas_length", None) or 1,

@@ -11,6 +11,8 @@ What is special about it:
   the others.
 - Causal. With a `canvas_length` in the config it denoises, too: a canvas chooses among the blocks of its prefix, and
   its own keys are always seen and stand outside the budget. Self-conditioning and decoder scalars are as in Llama.
+  With `canvas_selection: "canvas"` its queries have one choice, made with the mean of their index queries; with
+  `canvas_selection_kept` the choice of its first denoising step stands for the others.
 
 Config: transformers' `MiniMaxM3VLConfig`. Image tensors are carried and not run.
 """
@@ -32,7 +34,14 @@ from blockdiff.layers.rope import default_frequencies
 from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope
-from blockdiff.models.minimax_m3.config import KINDS, activation, check, denoises
+from blockdiff.models.minimax_m3.config import (
+    KINDS,
+    activation,
+    check,
+    denoises,
+    keeps_selection,
+    selects_per_canvas,
+)
 from blockdiff.spans import Spans, Sweep
 
 
@@ -68,9 +77,12 @@ class MiniMaxM3Indexer(nn.Module):
 
 
 class MiniMaxM3Attention(Attention):
-    """Attention of one layer; of a sparse one over the blocks that its indexer selects."""
+    """Attention of one layer; of a sparse one over the blocks that its indexer selects.
 
-    def __init__(self, text: Any, is_sparse: bool, kernels: Kernels):
+    canvas_length: of canvases whose queries have one selection (None: each query has its own).
+    """
+
+    def __init__(self, text: Any, is_sparse: bool, kernels: Kernels, canvas_length: int | None = None):
         super().__init__(
             text.hidden_size,
             text.num_attention_heads,
@@ -84,7 +96,7 @@ class MiniMaxM3Attention(Attention):
             scale=text.head_dim**-0.5,
         )
         self.indexer = MiniMaxM3Indexer(text, kernels) if is_sparse else None
-        self.block = text.index_block_size
+        self.block, self.canvas_length = text.index_block_size, canvas_length
         self.budget: dict[str, Any] = dict(
             block=text.index_block_size,
             topk=text.index_topk_blocks,
@@ -132,7 +144,15 @@ class MiniMaxM3Attention(Attention):
         assert before is not None or not bool((prefix_hi > prefix_lo).any())
         prefix_k, prefix_v, prefix_idx = before or (k[:, :0], v[:, :0], idx_k[:, :0])
         visible_BT = (prefix_hi - prefix_lo).clamp(min=0)
-        ids = self.kernels.select_blocks(idx_q, prefix_idx.squeeze(2), visible_BT, prefix_lo, **self.budget)
+
+        def select() -> Tensor:
+            queries, L = (idx_q, visible_BT, prefix_lo), min(self.canvas_length or 1, idx_q.shape[1])
+            if L > 1:
+                queries = mean_query(idx_q, own_hi > own_lo, L), visible_BT[:, ::L], prefix_lo[:, ::L]
+            ids = self.kernels.select_blocks(queries[0], prefix_idx.squeeze(2), *queries[1:], **self.budget)
+            return ids if L == 1 else ids.repeat_interleave(L, 1)
+
+        ids = select() if spans.kept is None else spans.kept.of(self, select)
         own = k, v, torch.stack([own_lo, own_hi], -1)
         sizes = visible_BT, prefix_lo, self.block, self.scale
         return self.kernels.block_sparse_attention(q, prefix_k, prefix_v, ids, *sizes, *own)
@@ -141,11 +161,14 @@ class MiniMaxM3Attention(Attention):
 class Block(nn.Module):
     """One layer, pure: `layer(x, rope, spans, past, scalar) -> (x, kv)`; caches are the caller's business."""
 
-    def __init__(self, text: Any, index: int, denoises: bool, kernels: Kernels):
+    def __init__(
+        self, text: Any, index: int, denoises: bool, kernels: Kernels, canvas_length: int | None = None
+    ):
         super().__init__()
         hidden, eps = text.hidden_size, text.rms_norm_eps
         self.input_norm = MiniMaxM3RMSNorm(hidden, eps, kernels)
-        self.attention = MiniMaxM3Attention(text, KINDS[text.layer_types[index]] == "sparse", kernels)
+        is_sparse = KINDS[text.layer_types[index]] == "sparse"
+        self.attention = MiniMaxM3Attention(text, is_sparse, kernels, canvas_length)
         self.post_attention_norm = MiniMaxM3RMSNorm(hidden, eps, kernels)
         self.mlp = self.shared = self.router = self.experts = None
         if text.mlp_layer_types[index] == "dense":
@@ -196,14 +219,24 @@ class MiniMaxM3(BlockDiffusionModel):
         if self.denoises:
             sizes = hidden, text.dense_intermediate_size, text.rms_norm_eps, self.kernels
             self.self_conditioning = SelfConditioning(*sizes, activation(text), is_normed=False)
-        layers = text.num_hidden_layers
-        self.layers = nn.ModuleList(self.layer_class(text, n, self.denoises, self.kernels) for n in range(layers))
+        more = self.denoises, self.kernels, self.canvas_length if selects_per_canvas(config) else None
+        self.layers = nn.ModuleList(self.layer_class(text, n, *more) for n in range(text.num_hidden_layers))
         self.norm = MiniMaxM3RMSNorm(hidden, text.rms_norm_eps, self.kernels)
         self.layer_kinds = tuple(KINDS[each] for each in text.layer_types)
         rope = text.rope_parameters
         turned = int(text.head_dim * rope.get("partial_rotary_factor", 1.0))
         frequencies = default_frequencies(turned, rope["rope_theta"])
-        self.kinds = {name: LayerKind(name, None, frequencies) for name in dict.fromkeys(self.layer_kinds)}
+        self.kinds = {
+            name: LayerKind(name, None, frequencies, keeps_selection(config) and name == "sparse")
+            for name in dict.fromkeys(self.layer_kinds)
+        }
+
+
+def mean_query(idx_q_BTHd: Tensor, is_there_BT: Tensor, canvas_length: int) -> Tensor:
+    """The mean index query of each canvas [B, T / canvas_length, H, d]; padding counts for nothing."""
+    B, _, H, d = idx_q_BTHd.shape
+    weight = is_there_BT.view(B, -1, canvas_length, 1, 1).to(idx_q_BTHd.dtype)
+    return (idx_q_BTHd.view(B, -1, canvas_length, H, d) * weight).sum(2) / weight.sum(2).clamp(min=1)
 
 
 def dense(x: PrefixTensor) -> Tensor:
