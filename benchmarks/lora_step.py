@@ -61,7 +61,8 @@ def measure(models: Pair, size: Size, name: str, parts: tuple[str, ...], setting
             tensor.add_((torch.randn(tensor.shape, generator=generator) * 0.02).to(tensor))
     theirs = _adapted_peer(models)
     model.train()
-    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=0)
+    corruption = UniformCorruption(model.vocab_size)
+    objective = Objective(model, Linear(), corruption, seed=0, one_sweep=device.type == "cpu")  # as training has it
 
     def draw(seed: int) -> tuple[Batch, Batch]:
         whole = rows_of(size, model.vocab_size, model.canvas_length, 1, seed).to(device)

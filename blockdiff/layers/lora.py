@@ -63,16 +63,14 @@ class AdaptedLinear(nn.Linear):
         self.lora_B = nn.Parameter(torch.empty(self.out_features, self.low_rank.rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.base_product(x)
+        flat = x.reshape(-1, self.in_features)
+        out = self.base_product(flat)
         if self.training and self.low_rank.dropout:
-            x = F.dropout(x, self.low_rank.dropout)
-        narrowed = F.linear(x, self.lora_A.to(x.dtype))
-        flat = out.view(-1, self.out_features)
-        added = torch.addmm(
-            flat, narrowed.view(flat.shape[0], -1).to(flat.dtype), self.lora_B.t().to(flat.dtype),
-            alpha=self.low_rank.scale,
-        )  # fmt: skip
-        return added.view(out.shape)
+            flat = F.dropout(flat, self.low_rank.dropout)
+        narrowed = F.linear(flat, self.lora_A.to(flat.dtype))
+        scaled_B = (self.lora_B * self.low_rank.scale).to(out.dtype)
+        out.addmm_(narrowed.to(out.dtype), scaled_B.t())  # where the product stands: no second one is made
+        return out.view(*x.shape[:-1], self.out_features)
 
     def base_product(self, x: Tensor) -> Tensor:
         """`W x`."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels.expert_mlp import native, reference
+from blockdiff.kernels.c_library import serves
+from blockdiff.kernels.expert_mlp import cpu, native, reference
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 from tests.oracle import oracle, ours
@@ -165,10 +166,11 @@ def low_rank_case(E: int, D: int, F: int, rank: int, dtype: torch.dtype) -> list
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("dtype,tolerance", DTYPES)
 @pytest.mark.parametrize("rank", [1, 4])
-def test_low_rank_matrices_are_added_to_the_weights_of_every_expert(rank, dtype, tolerance, is_frozen):
+@pytest.mark.parametrize("module", [native, cpu])
+def test_low_rank_matrices_are_added_to_the_weights_of_every_expert(module, rank, dtype, tolerance, is_frozen):
     tensors, index = case(41, 5, 2)  # some experts get no token
     results = []
-    for op, kind in ((native.expert_mlp, dtype), (reference.expert_mlp, torch.float64)):
+    for op, kind in ((module.expert_mlp, dtype), (reference.expert_mlp, torch.float64)):
         x, gate_up, down, weight = (t.to(kind) for t in tensors)
         inputs = [x.requires_grad_(), gate_up, down, weight.requires_grad_()]
         if not is_frozen:
@@ -182,12 +184,39 @@ def test_low_rank_matrices_are_added_to_the_weights_of_every_expert(rank, dtype,
         assert relative(mine, truth) < tolerance * (1 if rank == 1 else 3)
 
 
-def test_low_rank_matrices_count_in_the_dense_products_of_few_tokens_too():
+@pytest.mark.parametrize("module", [native, cpu])
+@pytest.mark.parametrize("dtype,tolerance", DTYPES)
+def test_low_rank_matrices_count_in_the_dense_products_of_few_tokens_too(module, dtype, tolerance):
     tensors, index = case(3, 5, 2)
-    x, gate_up, down, weight = tensors
-    low_rank = low_rank_case(5, 12, 8, 4, torch.float64)
+    x, gate_up, down, weight = (t.to(dtype) for t in tensors)
+    low_rank = low_rank_case(5, 12, 8, 4, dtype)
     with torch.no_grad():
-        mine = native.expert_mlp(x, gate_up, down, index, weight, low_rank=low_rank)
-        truth = reference.expert_mlp(x, gate_up, down, index, weight, low_rank=low_rank)
-    assert relative(mine, truth) < 1e-12
+        mine = module.expert_mlp(x, gate_up, down, index, weight, low_rank=low_rank)
+        truth = reference.expert_mlp(*tensors[:3], index, tensors[3], low_rank=[t.double() for t in low_rank])
+    assert relative(mine, truth) < tolerance
     assert relative(mine, reference.expert_mlp(x, gate_up, down, index, weight)) > 0.1
+
+
+def test_frozen_tokens_get_no_gradient_and_the_matrices_over_them_do():
+    (x, gate_up, down, weight), index = case(41, 5, 2)
+    grads = []
+    for op in (cpu.expert_mlp, reference.expert_mlp):
+        low_rank = low_rank_case(5, 12, 8, 4, torch.float32)
+        op(x.float(), gate_up.float(), down.float(), index, weight.float(), low_rank=low_rank).square().sum().backward()
+        grads.append([matrix.grad for matrix in low_rank])
+    for mine, truth in zip(*grads, strict=True):
+        assert relative(mine, truth) < 1e-5
+
+
+@pytest.mark.parametrize("activation", cpu.KINDS)
+def test_the_c_backward_makes_again_to_the_bit_what_the_forward_gave(activation):
+    g = torch.Generator().manual_seed(0)
+    h, again = torch.randn(37, 42, generator=g) * 3, torch.randn(37, 21, generator=g)
+    weight = torch.rand(37, generator=g)
+    if not serves(h):
+        return  # without a compiler there is no C backward
+    (gate, up), grad_h = h.chunk(2, -1), torch.empty_like(h)
+    of_gate, of_up = grad_h.chunk(2, -1)
+    kind, of_weight = cpu.KINDS[activation], torch.empty(37)
+    cpu.call("gated_backward", again, gate, up, 37, 21, 42, weight, kind, of_gate, of_up, 42, of_weight, again)
+    assert torch.equal(again, cpu._gated_halves(h, weight, kind))

@@ -38,7 +38,7 @@ void gated(const float *gate, const float *up, int64_t rows, int64_t width, int6
 }
 
 static inline float gate_row_backward(const float *grad, const float *gate, const float *up, float factor,
-                                      float *of_gate, float *of_up, int64_t width, int kind) {
+                                      float *of_gate, float *of_up, float *product, int64_t width, int kind) {
     float dot = 0;
 #pragma omp simd reduction(+ : dot)
     for (int64_t i = 0; i < width; i++) {
@@ -46,24 +46,27 @@ static inline float gate_row_backward(const float *grad, const float *gate, cons
         dot += g * activated * up[i];
         of_up[i] = g * factor * activated;
         of_gate[i] = g * factor * up[i] * slope_of(gate[i], share, kind);
+        if (product) product[i] = activated * up[i] * factor;
     }
     return dot;
 }
 
-/* The gradients of gate, up (in lines of `to_stride`) and, where wanted, of the rows' weights. */
+/* The gradients of gate, up (in lines of `to_stride`) and, where wanted, of the rows' weights; and where it is wanted
+   what `gated` gave, which may take the place of `grad`. */
 void gated_backward(const float *grad, const float *gate, const float *up, int64_t rows, int64_t width, int64_t stride,
                     const float *weight, int64_t kind, float *of_gate, float *of_up, int64_t to_stride,
-                    float *of_weight) {
+                    float *of_weight, float *product) {
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
     for (int64_t r = 0; r < rows; r++) {
         float factor = weight ? weight[r] : 1.0f, dot;
         const float *of_row = grad + r * width;
+        float *again = product ? product + r * width : NULL;
         if (kind == GELU_TANH)
             dot = gate_row_backward(of_row, gate + r * stride, up + r * stride, factor, of_gate + r * to_stride,
-                                    of_up + r * to_stride, width, GELU_TANH);
+                                    of_up + r * to_stride, again, width, GELU_TANH);
         else
             dot = gate_row_backward(of_row, gate + r * stride, up + r * stride, factor, of_gate + r * to_stride,
-                                    of_up + r * to_stride, width, SILU);
+                                    of_up + r * to_stride, again, width, SILU);
         if (of_weight) of_weight[r] = dot;
     }
 }

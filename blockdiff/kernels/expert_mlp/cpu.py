@@ -45,6 +45,20 @@ class _Groups(native._Groups):
         call("combine_slots", y_M, self.place_Nk, N, self.k, self.rows, D, out)
         return out
 
+    def add_low_rank(
+        self, out_M: Tensor | None, x_M: Tensor, first_E: Tensor | None, second_E: Tensor | None
+    ) -> Tensor | None:
+        """See `native._Groups.add_low_rank`: added where it stands; without `out_M` only A x is made."""
+        if first_E is None or second_E is None:
+            return None
+        between_M, first = self.product(x_M, first_E.transpose(1, 2)), 0
+        if out_M is not None:
+            for e, end in enumerate(self.ends):
+                if first < end:
+                    out_M[first:end].addmm_(between_M[first:end], second_E[e].t())
+                first = end
+        return between_M
+
     def outer(self, left_M: Tensor, right_M: Tensor, like: Tensor) -> Tensor:
         """Per expert left^T right: the gradient of its matrix."""
         grad, first = torch.empty_like(like), 0
@@ -58,40 +72,74 @@ class _Groups(native._Groups):
 
 
 class _ExpertMLP(torch.autograd.Function):
+    """What the gated halves give is not kept: the walk that makes their gradients makes it again."""
+
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, index_Nk: Tensor, weight_Nk: Tensor, kind: int
+        ctx: Any,
+        x_ND: Tensor,
+        gate_up_EFD: Tensor,
+        down_EDF: Tensor,
+        index_Nk: Tensor,
+        weight_Nk: Tensor,
+        kind: int,
+        gate_up_A: Tensor | None,
+        gate_up_B: Tensor | None,
+        down_A: Tensor | None,
+        down_B: Tensor | None,
     ) -> Tensor:
         groups = _Groups(index_Nk, gate_up_EFD.shape[0])
-        h = groups.product(groups.gather(x_ND), gate_up_EFD.transpose(1, 2))
+        x_MD = groups.gather(x_ND)
+        h = groups.product(x_MD, gate_up_EFD.transpose(1, 2))
+        between_h = groups.add_low_rank(h, x_MD, gate_up_A, gate_up_B)
+        del x_MD
         weight_M = weight_Nk.reshape(-1).index_select(0, groups.slot)
         a = _gated_halves(h, weight_M, kind)
+        y = groups.product(a, down_EDF.transpose(1, 2))
+        between_y = groups.add_low_rank(y, a, down_A, down_B)
         ctx.groups, ctx.kind = groups, kind
-        ctx.save_for_backward(x_ND, h, a, weight_M, gate_up_EFD, down_EDF)
-        return groups.sum_of_slots(groups.product(a, down_EDF.transpose(1, 2)))
+        low_rank = (gate_up_A, gate_up_B, down_A, down_B, between_h, between_y)
+        ctx.save_for_backward(x_ND, h, weight_M, gate_up_EFD, down_EDF, *low_rank)
+        return groups.sum_of_slots(y)
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, h, a, weight_M, gate_up_EFD, down_EDF = ctx.saved_tensors
+        x_ND, h, weight_M, gate_up_EFD, down_EDF, *low_rank = ctx.saved_tensors
+        gate_up_A, gate_up_B, down_A, down_B, between_h, between_y = low_rank
         groups: _Groups = ctx.groups
+        grads: list[Tensor | None] = [None] * 10
         grad_y = groups.gather(grad_ND.contiguous())
         grad_a = groups.product(grad_y, down_EDF)
-        grad_h, rows, width = torch.empty_like(h), h.shape[0], a.shape[1]
-        of_weight_M = torch.empty_like(weight_M)
+        grad_between_y = groups.add_low_rank(grad_a, grad_y, _transposed(down_B), _transposed(down_A))
+        grad_h, rows, width = torch.empty_like(h), h.shape[0], grad_a.shape[1]
+        of_weight_M, a = torch.empty_like(weight_M), grad_a  # one row after the other takes the place of its gradient
         (gate, up), (of_gate, of_up) = h.chunk(2, -1), grad_h.chunk(2, -1)
         line = (rows, width, 2 * width, weight_M, ctx.kind)
-        call("gated_backward", grad_a, gate, up, *line, of_gate, of_up, 2 * width, of_weight_M)
-        grad_x = grad_gate_up = grad_down = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = groups.sum_of_slots(groups.product(grad_h, gate_up_EFD))
-        if ctx.needs_input_grad[1]:
-            grad_gate_up = groups.outer(grad_h, groups.gather(x_ND), gate_up_EFD)
+        call("gated_backward", grad_a, gate, up, *line, of_gate, of_up, 2 * width, of_weight_M, a)
         if ctx.needs_input_grad[2]:
-            grad_down = groups.outer(grad_y, a, down_EDF)
+            grads[2] = groups.outer(grad_y, a, down_EDF)
+        if grad_between_y is not None:
+            grads[8:10] = groups.outer(grad_between_y, a, down_A), groups.outer(grad_y, between_y, down_B)
+        del grad_y, grad_a, a, grad_between_y
+        grad_rows = groups.product(grad_h, gate_up_EFD) if ctx.needs_input_grad[0] else None
+        grad_between_h = groups.add_low_rank(grad_rows, grad_h, _transposed(gate_up_B), _transposed(gate_up_A))
+        if grad_rows is not None:
+            grads[0] = groups.sum_of_slots(grad_rows)
+            del grad_rows
+        if ctx.needs_input_grad[1] or grad_between_h is not None:
+            x_MD = groups.gather(x_ND)
+            if ctx.needs_input_grad[1]:
+                grads[1] = groups.outer(grad_h, x_MD, gate_up_EFD)
+            if grad_between_h is not None:
+                grads[6:8] = groups.outer(grad_between_h, x_MD, gate_up_A), groups.outer(grad_h, between_h, gate_up_B)
         if ctx.needs_input_grad[4]:
             flat = weight_M.new_zeros(groups.slots).index_copy_(0, groups.slot, of_weight_M)
-            grad_weight = flat.view_as(groups.place_Nk)
-        return grad_x, grad_gate_up, grad_down, None, grad_weight, None
+            grads[4] = flat.view_as(groups.place_Nk)
+        return tuple(grads)
+
+
+def _transposed(matrices_E: Tensor | None) -> Tensor | None:
+    return None if matrices_E is None else matrices_E.transpose(1, 2)
 
 
 def _gated_halves(h: Tensor, weight_M: Tensor | None, kind: int) -> Tensor:
@@ -104,14 +152,25 @@ def _gated_halves(h: Tensor, weight_M: Tensor | None, kind: int) -> Tensor:
 
 
 def _dense(
-    x_ND: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, index_Nk: Tensor, weight_Nk: Tensor, kind: int
+    x_ND: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    index_Nk: Tensor,
+    weight_Nk: Tensor,
+    kind: int,
+    low_rank: Sequence[Tensor],
 ) -> Tensor:
     """Every expert on every token, weighted by the (mostly zero) routing matrix."""
     E, N = gate_up_EFD.shape[0], x_ND.shape[0]
     routing_EN = weight_Nk.new_zeros(E + 1, N).scatter_(0, index_Nk.t(), weight_Nk.t())
     h = torch.matmul(x_ND, gate_up_EFD.transpose(1, 2))
-    a = _gated_halves(h.view(E * N, -1), routing_EN, kind)
-    return torch.bmm(a.view(E, N, -1), down_EDF.transpose(1, 2)).sum(0)
+    if low_rank:
+        h.baddbmm_(torch.matmul(x_ND, low_rank[0].transpose(1, 2)), low_rank[1].transpose(1, 2))
+    a = _gated_halves(h.view(E * N, -1), routing_EN, kind).view(E, N, -1)
+    y = torch.bmm(a, down_EDF.transpose(1, 2))
+    if low_rank:
+        y.baddbmm_(torch.bmm(a, low_rank[2].transpose(1, 2)), low_rank[3].transpose(1, 2))
+    return y.sum(0)
 
 
 def expert_mlp(
@@ -128,13 +187,13 @@ def expert_mlp(
         of_tokens = expert_index_Nk, expert_weight_Nk, activation, low_rank
         return native.expert_mlp(x_ND, gate_up_EFD, down_EDF, *of_tokens)
     inputs = (x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)
-    is_served = activation in KINDS and not low_rank and x_ND.shape[0] > 0
-    if not is_served or torch.is_autocast_enabled("cpu") or not serves(x_ND, gate_up_EFD, down_EDF, expert_weight_Nk):
+    is_served = activation in KINDS and x_ND.shape[0] > 0 and not torch.is_autocast_enabled("cpu")
+    if not is_served or not serves(x_ND, gate_up_EFD, down_EDF, expert_weight_Nk, *low_rank):
         return native.expert_mlp(*inputs, activation, low_rank)
     x_ND = x_ND.contiguous()
     if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= native.DENSE_FLOPS:
-        return _dense(x_ND, *inputs[1:], KINDS[activation])
-    return _ExpertMLP.apply(x_ND, *inputs[1:], KINDS[activation])
+        return _dense(x_ND, *inputs[1:], KINDS[activation], low_rank)
+    return _ExpertMLP.apply(x_ND, *inputs[1:], KINDS[activation], *(low_rank or (None,) * 4))
 
 
 class _Gated(torch.autograd.Function):
@@ -149,7 +208,7 @@ class _Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         width, of_gate, of_up = gate.shape[-1], torch.empty_like(gate), torch.empty_like(up)
         line = (gate.numel() // max(width, 1), width, width, None, ctx.kind)
-        call("gated_backward", grad.contiguous(), gate, up, *line, of_gate, of_up, width, None)
+        call("gated_backward", grad.contiguous(), gate, up, *line, of_gate, of_up, width, None, None)
         return of_gate, of_up, None
 
 
