@@ -47,7 +47,7 @@ def _class_stats(
     N, C = len(hidden), len(end)
     dtypes = torch.float64, torch.float64, torch.int64, torch.int64, torch.float64, torch.float64
     out, soft = Columns(*(empty(hidden, N, C, dtype=dtype) for dtype in dtypes)), empty(hidden)
-    yield *out, soft  # type: ignore[misc]
+    yield *out, soft
     how, chunks = Logits(softcap, temperature), chunks_of(hidden, table)
     if excluded is not None:
         how = how._replace(allowed=_all_but(excluded, table).expand(N, -1))
