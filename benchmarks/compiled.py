@@ -28,9 +28,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from blockdiff.kernels import tiles
+from blockdiff.kernels.block_sparse.triton import block_sparse_attention, select_blocks
 from blockdiff.kernels.expert_mlp.triton import expert_mlp
 from blockdiff.kernels.fused import triton as fused_ops
 from blockdiff.kernels.norm_rope.triton import add_rms_norm, norm_rope, rms_norms
+from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.kernels.span_attention.triton import span_attention
 from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, pack_allowed, triton_launch
 from blockdiff.kernels.vocabulary import triton as vocabulary_ops
@@ -56,6 +58,25 @@ def attention(head_dim: int, kv_heads: int, dtype: torch.dtype) -> None:
             torch.ops.blockdiff.span_attention_paged(
                 q, pool, pool, keys, keys, spans.bounds_BT4, table, 256, 1.0, splits
             )
+
+
+def block_sparse(dtype: torch.dtype, heads: int = 64, kv_heads: int = 4, d: int = 128) -> None:
+    """Selection and attention of MiniMax M3's sparse layers: packed rows, forward and backward, and canvases over pages
+    in one part and in two."""
+    T, block, topk = 256, 128, 16
+    shapes = (1, T, heads, d), (1, 4096, kv_heads, d), (1, T, 4, d), (32, 128, kv_heads, d)
+    q, keys, idx_q, pool = (torch.zeros(*shape, dtype=dtype) for shape in shapes)
+    visible, own = torch.full((1, T), 4096), torch.zeros(1, T, 2, dtype=torch.int32)
+    for score in ("max", "lse"):
+        select_blocks(idx_q, keys[:, :, 0], visible, visible, block=block, topk=topk, score=score)
+    ids, inputs = torch.zeros(1, T, kv_heads, topk, dtype=torch.int64), [x.requires_grad_() for x in (q, keys)]
+    block_sparse_attention(inputs[0], keys, keys, ids, visible, visible, block, 1.0).sum().backward()
+    with torch.no_grad():
+        pages = BlockTable(torch.zeros(1, 32, dtype=torch.int32), torch.full((1,), 4096), 4096, 128)
+        select_blocks(idx_q, PagedTensor(pool[:, :, :1], pages), visible, block=block, topk=topk)
+        whole = q, pool, pool, ids, visible.int(), None, keys[:, :T], keys[:, :T], own, pages.table_BM, 4096, block, 1.0
+        for splits in (1, 2):
+            torch.ops.blockdiff.block_sparse_attention_paged(*whole, splits)
 
 
 def norms(dtype: torch.dtype) -> None:
@@ -132,6 +153,7 @@ def vocabulary(dtype: torch.dtype) -> None:
 OPS: dict[str, Callable[[], None]] = {
     "span_attention, d = 256": lambda: attention(256, 8, torch.bfloat16),
     "span_attention, d = 512": lambda: attention(512, 2, torch.bfloat16),
+    "block_sparse": lambda: block_sparse(torch.bfloat16),
     "norms": lambda: norms(torch.bfloat16),
     "expert_mlp, 256 tokens": lambda: experts(256, torch.bfloat16),
     "expert_mlp, 2048 tokens": lambda: experts(2048, torch.bfloat16),

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdiff.kernels.span_attention.paged import PagedTensor
+
 SCORE_BYTES = 64 << 20  # index scores that live at once
 DENSE_NUMBERS = 1 << 24  # elements of [B, h, T, S] up to which a dense mask serves
 CHUNK = 1024  # queries whose partial results live at once
@@ -25,7 +27,7 @@ UNUSED = -1
 @torch.no_grad()
 def select_blocks(
     idx_q_BTHd: Tensor,
-    idx_k_BSd: Tensor,
+    idx_k_BSd: Tensor | PagedTensor,
     visible_BT: Tensor,
     first_BT: Tensor | None = None,
     *,
@@ -40,9 +42,11 @@ def select_blocks(
     visible_BT: how many keys a query sees, 0 for padding; first_BT: the first of them (None: key 0). A key's score is
     idx_q . idx_k / sqrt(d) in fp32, a block's the maximum ("max") or log-sum-exp ("lse") of its visible keys'. Of at
     most `topk` blocks the first `init` ones come first, then the last `local` ones, then those of the highest scores;
-    of equal ones the lower comes first. Source: transformers' MiniMaxM3VLIndexer, with vLLM's order of forced blocks.
+    of equal ones the lower comes first. Keys may stand in pages, as those of one head. Source: transformers'
+    MiniMaxM3VLIndexer, with vLLM's order of forced blocks.
     """
     B, T, H, _ = idx_q_BTHd.shape
+    idx_k_BSd = as_heads(idx_k_BSd).squeeze(2)
     S = idx_k_BSd.shape[1]
     k = max(1, min(topk, -(-S // block)))
     ids = torch.full((B, T, H, k), UNUSED, dtype=torch.int64, device=idx_q_BTHd.device)
@@ -52,6 +56,12 @@ def select_blocks(
         found = _select(q, keys, visible, block, topk, init, local, score)
         ids[rows, queries, :, : found.shape[-1]] = found
     return ids
+
+
+def as_heads(keys: Tensor | PagedTensor) -> Tensor:
+    """Keys or values [B, S, K, d], whatever they stand in; keys without heads have one."""
+    dense = keys.dense() if isinstance(keys, PagedTensor) else keys
+    return dense if dense.dim() == 4 else dense.unsqueeze(2)
 
 
 def _documents(first_BT: Tensor | None, visible_BT: Tensor) -> Iterator[tuple[slice, slice, int]]:
@@ -107,8 +117,8 @@ def _highest(score_BTHN: Tensor, visible_BT: Tensor, block: int, topk: int, init
 
 def block_sparse_attention(
     q_BThd: Tensor,
-    k_BSKd: Tensor,
-    v_BSKd: Tensor,
+    k_BSKd: Tensor | PagedTensor,
+    v_BSKd: Tensor | PagedTensor,
     ids_BTHk: Tensor,
     visible_BT: Tensor,
     first_BT: Tensor | None,
@@ -122,9 +132,10 @@ def block_sparse_attention(
 
     ids_BTHk, visible_BT, first_BT: as `select_blocks` has them; each index head chooses for h / H query heads. own_k,
     own_v: [B, O, K, d], of which a query sees [own_lo, own_hi) (all three or none). A query that sees nothing gets 0.
-    Gradients flow to queries, keys and values.
+    Gradients flow to queries, keys and values, except to those that stand in pages.
     """
     B, T, h, _ = q_BThd.shape
+    k_BSKd, v_BSKd = as_heads(k_BSKd), as_heads(v_BSKd)
     is_small = B * h * T * k_BSKd.shape[1] <= DENSE_NUMBERS
     if is_small or own_k is not None:
         return _masked(q_BThd, k_BSKd, v_BSKd, ids_BTHk, visible_BT, first_BT, block, scale, own_k, own_v, own_BT2)

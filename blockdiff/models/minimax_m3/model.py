@@ -133,28 +133,33 @@ class MiniMaxM3Attention(Attention):
         own keys of their span besides.
         """
         prefix_lo, prefix_hi, own_lo, own_hi = spans.bounds_BT4.long().unbind(-1)
-        before = None if past is None else tuple(dense(x) for x in past)
+        first_BT: Tensor | None = None
         if spans.is_causal:
+            before = None if past is None else tuple(dense(x) for x in past)
             past_B = prefix_hi.amax(1)
             k, v, idx_k = (joined(a, b, past_B) for a, b in zip(before or (None,) * 3, (k, v, idx_k), strict=True))
             first_BT = torch.where(own_lo > 0, past_B[:, None] + own_lo, prefix_lo)
             visible_BT = torch.where(own_hi > own_lo, past_B[:, None] + own_hi - first_BT, 0)
             ids = self.kernels.select_blocks(idx_q, idx_k.squeeze(2), visible_BT, first_BT, **self.budget)
             return self.kernels.block_sparse_attention(q, k, v, ids, visible_BT, first_BT, self.block, self.scale)
-        assert before is not None or not bool((prefix_hi > prefix_lo).any())
-        prefix_k, prefix_v, prefix_idx = before or (k[:, :0], v[:, :0], idx_k[:, :0])
+        assert past is not None or not bool((prefix_hi > prefix_lo).any())
+        prefix_k, prefix_v, prefix_idx = past or (k[:, :0], v[:, :0], idx_k[:, :0])
+        if not isinstance(prefix_k, PagedTensor):  # pages begin with a row's first token
+            prefix_k, prefix_v, prefix_idx = dense(prefix_k), dense(prefix_v), dense(prefix_idx)
+            first_BT = prefix_lo
         visible_BT = (prefix_hi - prefix_lo).clamp(min=0)
 
         def select() -> Tensor:
-            queries, L = (idx_q, visible_BT, prefix_lo), min(self.canvas_length or 1, idx_q.shape[1])
+            queries, L = (idx_q, visible_BT, first_BT), min(self.canvas_length or 1, idx_q.shape[1])
             if L > 1:
-                queries = mean_query(idx_q, own_hi > own_lo, L), visible_BT[:, ::L], prefix_lo[:, ::L]
-            ids = self.kernels.select_blocks(queries[0], prefix_idx.squeeze(2), *queries[1:], **self.budget)
+                first = None if first_BT is None else first_BT[:, ::L]
+                queries = mean_query(idx_q, own_hi > own_lo, L), visible_BT[:, ::L], first
+            ids = self.kernels.select_blocks(queries[0], prefix_idx, *queries[1:], **self.budget)
             return ids if L == 1 else ids.repeat_interleave(L, 1)
 
         ids = select() if spans.kept is None else spans.kept.of(self, select)
         own = k, v, torch.stack([own_lo, own_hi], -1)
-        sizes = visible_BT, prefix_lo, self.block, self.scale
+        sizes = visible_BT, first_BT, self.block, self.scale
         return self.kernels.block_sparse_attention(q, prefix_k, prefix_v, ids, *sizes, *own)
 
 

@@ -1,0 +1,321 @@
+"""Block selection and block-sparse attention in Triton: launchers as ops for torch, gradient, and public functions.
+
+Attention's memory is linear in tokens: the output, one log-sum-exp per query and head, in the backward one more number
+and the choices in the order of their blocks. Selection stores one number per query, index head and block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.block_sparse import triton_kernels as kernels
+from blockdiff.kernels.block_sparse.native import as_heads
+from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, op, wanted
+from blockdiff.kernels.span_attention.paged import PagedTensor
+from blockdiff.kernels.span_attention.triton import (
+    _backward_keys,
+    _dense_heads,
+    _is_read_as_it_is,
+    _multiprocessors,
+    _strides,
+    splits_of,
+    tiles_for,
+)
+from blockdiff.kernels.span_attention.triton_kernels import span_attention_backward_delta, span_attention_combine
+from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, runs_products_aside, tile_of
+
+LARGEST_HEAD = 256
+MOST_CHOSEN_FROM = 1024  # blocks that compete at a time
+FAR = torch.iinfo(torch.int32).max  # the first key of a choice that is none
+
+# -- launchers -------------------------------------------------------------------------------------------------
+
+
+def _precision(x: Tensor) -> str:
+    """How products are made: fp32 as three tf32 products where there are registers for it."""
+    return "tf32" if x.dtype != torch.float32 else "tf32x3" if x.shape[-1] <= 128 else "ieee"
+
+
+def _int32(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(torch.int32).contiguous()
+
+
+def _tile(kernel: str, x: Tensor, block: int, rows: int) -> Tile:
+    """The table's tile for heads like x's, within a block."""
+    return tile_of(f"block_sparse_{kernel}", x, x.shape[-1]).fitted(rows=rows, columns=block)
+
+
+@op("block_sparse_scores")
+def _scores(
+    q: Tensor, k: Tensor, visible: Tensor, first: Tensor | None, table: Tensor | None, columns: int, block: int,
+    scale: float, uses_sum: bool, splits: int,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Scores of blocks, fp32 [B, T, H, N]; undefined where a query sees no key of a block.
+
+    k: [B, S, 1, d], or with a table int32 [B, pages] the pool [pages, P, 1, d]; columns: how many keys a row has.
+    """
+    (B, T, H, d), N = q.shape, -(-columns // block)
+    out = empty(q, B, T, H, N, dtype=torch.float32)
+    yield out
+    tile = _tile("scores", q, block, T * H)
+    row_tiles, _ = tile.grid(T * H)
+    if not splits:
+        splits = splits_of(row_tiles * B, N * -(-block // tile.columns), _multiprocessors(q.device))
+    q, (k,), page = _dense_heads(q), *_sources(B, table, k)
+    tensors = q, q.stride()[:3], k, k.stride()[:3], visible, first, table, out
+    arguments = *tensors, T, columns, N, 0 if table is None else table.shape[1], scale
+    constants = dict(H=H, D=d, BLOCK=block, PAGE=page, SPLITS=splits, USES_SUM=uses_sum, PRECISION=_precision(q))
+    launch(kernels.block_sparse_scores, (row_tiles, B, splits), *arguments, **constants, **tile.options)
+
+
+def _sources(B: int, table: Tensor | None, *tensors: Tensor) -> tuple[list[Tensor], int]:
+    """Keys or values [B, keys, K, d], those of all pages for every row where there is a table; and a page's tokens."""
+    if table is None:
+        return [_dense_heads(x) for x in tensors], 0
+    return [_dense_heads(x).flatten(0, 1).expand(B, -1, -1, -1) for x in tensors], tensors[0].shape[1]
+
+
+@op("block_sparse_choose")
+def _choose(scores: Tensor, visible: Tensor, block: int, topk: int, init: int, local: int) -> Iterator[Tensor]:
+    """The blocks of the highest claims, int64 [B, T, H, k]."""
+    B, T, H, N = scores.shape
+    ids = empty(scores, B, T, H, topk, dtype=torch.int64)
+    yield ids
+    tile = elementwise(min(N, MOST_CHOSEN_FROM))
+    arguments = scores, visible, ids, B * T * H, N, local, init
+    constants = dict(BLOCK=block, H=H, TOPK=topk, CHOICES=power_of_2(topk), **tile.options)
+    launch(kernels.block_sparse_choose, tile.grid(B * T * H)[:1], *arguments, **constants)
+
+
+@op("block_sparse_attention")
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, own_k: Tensor, own_v: Tensor,
+    own: Tensor | None, block: int, scale: float, splits: int,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Output, and log-sum-exp in fp32; splits: parts of what a query sees, 0 to choose."""
+    yield from _forward(q, (k, v, own_k, own_v), ids, (visible, first, own), block, scale, splits, k.shape[1])
+
+
+@op("block_sparse_attention_paged")
+def _attention_paged(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, own_k: Tensor, own_v: Tensor,
+    own: Tensor | None, table: Tensor, columns: int, block: int, scale: float, splits: int,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """The same over pages, without gradient; k, v: pools [N, P, K, d]; table: int32 [B, pages]; columns: the most that
+    a row may have."""
+    yield from _forward(q, (k, v, own_k, own_v), ids, (visible, first, own), block, scale, splits, columns, table)
+
+
+def _groups(q: Tensor, k: Tensor, ids: Tensor, block: int) -> dict[str, Any]:
+    """The constants of the attention kernels: heads that share a key head and an index head are a group."""
+    (h, d), K, (H, topk) = q.shape[2:], k.shape[2], ids.shape[2:]
+    parts = max(H, K)
+    return dict(K=K, H=H, PARTS=parts, GROUP=h // parts, D=d, BLOCK=block, TOPK=topk, PRECISION=_precision(q))
+
+
+def _forward(
+    q: Tensor, sources: tuple[Tensor, ...], ids: Tensor, sees: tuple[Tensor | None, ...], block: int, scale: float,
+    splits: int, columns: int, table: Tensor | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """Output and log-sum-exp, before they are made and after; sees: how many keys, from which on, which own ones."""
+    (B, T, h, d), own_k = q.shape, sources[2]
+    out, lse = empty(q), empty(q, B, T, h, dtype=torch.float32)
+    yield out, lse
+    constants = _groups(q, own_k, ids, block)
+    tile = _tile("forward", q, block, constants["GROUP"])
+    programs = constants["PARTS"] * tile.grid(constants["GROUP"])[0]
+    if not splits:
+        tiles = constants["TOPK"] * -(-block // tile.columns) + -(-own_k.shape[1] // tile.columns)
+        splits = splits_of(programs * B * T, tiles, _multiprocessors(q.device))
+    parts, part_lse = out, lse
+    if splits > 1:
+        parts, part_lse = (empty(x, splits, *x.shape, dtype=torch.float32) for x in (out, lse))
+    q, (k, v), page = _dense_heads(q), *_sources(B, table, *sources[:2])
+    own_k, own_v = (_dense_heads(x) for x in sources[2:])
+    of_keys = (k, own_k), _strides(k, own_k), (v, own_v), _strides(v, own_v)
+    tensors = q, q.stride()[:3], *of_keys, ids.contiguous(), *sees, table, parts, part_lse
+    arguments = *tensors, B, T, (columns, own_k.shape[1]), 0 if table is None else table.shape[1], scale
+    constants |= dict(CHOICES=power_of_2(constants["TOPK"]), PAGE=page, SPLITS=splits, **tile.options)
+    launch(kernels.block_sparse_forward, (T, B * programs, splits), *arguments, **constants)
+    if splits > 1:
+        tensors, tile = (parts, part_lse, out, lse), elementwise(d)
+        launch(span_attention_combine, tile.grid(B * T * h), *tensors, B * T * h, SPLITS=splits, **tile.options)
+
+
+@op("block_sparse_attention_backward")
+def _attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, own_k: Tensor, own_v: Tensor,
+    own: Tensor | None, block: int, scale: float, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor,
+    needs: Sequence[bool],
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Gradients of queries, keys, values, own keys and own values; needs: which of them to make."""
+    inputs = q, k, v, own_k, own_v
+    grads = wanted(inputs, needs)
+    yield tuple(grads)  # type: ignore[misc]
+    (B, T, h, d), ids, constants = q.shape, ids.contiguous(), _groups(q, k, ids, block)
+    grad_out, delta, tile = grad_out.contiguous(), empty(lse), elementwise(d)
+    rows = out, grad_out, lse, grad_lse.contiguous(), delta, B * T * h
+    launch(span_attention_backward_delta, tile.grid(B * T * h), *rows, **tile.options)
+    q, k, v, own_k, own_v = (_dense_heads(x) for x in inputs)
+    if needs[0]:
+        tile = _tile("backward_queries", q, block, constants["GROUP"])
+        grid = T, B * constants["PARTS"] * tile.grid(constants["GROUP"])[0]
+        of_keys = (k, own_k), _strides(k, own_k), (v, own_v), _strides(v, own_v)
+        tensors = q, q.stride()[:3], *of_keys, ids, visible, first, own, lse, delta, grad_out, grads[0]
+        arguments = *tensors, T, (k.shape[1], own_k.shape[1]), scale
+        options = dict(CHOICES=power_of_2(constants["TOPK"]), **tile.options)
+        launch(kernels.block_sparse_backward_queries, grid, *arguments, **constants, **options)
+    if needs[1] or needs[2]:
+        of_k, of_v = (x if need else empty(y) for x, y, need in zip(grads[1:3], (k, v), needs[1:3], strict=True))
+        _blocks_backward(q, k, v, ids, visible, first, constants, (lse, delta, grad_out), (of_k, of_v), scale)
+    if own is not None and (needs[3] or needs[4]):
+        of_own = needed(grads, needs)[3], needed(grads, needs)[4]
+        bounds, tiles = F.pad(own, (2, 0)), tiles_for(q).keys
+        _backward_keys(q, own_k, own_v, bounds, 2, (lse, delta, grad_out), of_own, scale, tiles)
+
+
+def _blocks_backward(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, constants: dict[str, Any],
+    numbers: tuple[Tensor, Tensor, Tensor], grads: tuple[Tensor, Tensor], scale: float,
+) -> None:  # fmt: skip
+    """Fill the gradients of the blocks' keys and values."""
+    (B, T), (S, K), block = q.shape[:2], k.shape[1:3], constants["BLOCK"]
+    tile = _tile("backward_keys", q, block, T * constants["GROUP"])
+    key_tiles = -(-S // tile.columns)
+    of_choices = _by_key(ids, first, block, key_tiles, tile.columns)
+    tensors = q, q.stride()[:3], k, k.stride()[:3], v, v.stride()[:3], *of_choices, visible, first, *numbers, *grads
+    options = dict(AWAITS=tile.stages > 1 and runs_products_aside(q), **tile.options)
+    launch(kernels.block_sparse_backward_keys, (key_tiles, B * K), *tensors, T, S, scale, **constants, **options)
+
+
+def _by_key(
+    ids: Tensor, first: Tensor | None, block: int, tiles: int, columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The choices in the order of their blocks' first keys: these, where each stood, and a tile's part of them.
+
+    starts, entries: int32 [B, H, T * k]; intervals: int32 [B, H, tiles, 2]. Nothing is read on the host.
+    """
+    starts = ids * block if first is None else ids * block + first[..., None, None]
+    starts = torch.where(ids < 0, FAR, starts).to(torch.int32).transpose(1, 2).flatten(2)
+    starts, entries = starts.sort(dim=-1, stable=True)
+    key = torch.arange(tiles, dtype=torch.int32, device=ids.device) * columns
+    edges = torch.stack([key - block + 1, key + columns], -1).flatten().expand(*starts.shape[:2], -1).contiguous()
+    intervals = torch.searchsorted(starts, edges, out_int32=True)
+    return starts, entries.to(torch.int32), intervals
+
+
+# -- gradient --------------------------------------------------------------------------------------------------
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.block, ctx.scale, _ = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[n] for n in (0, 1, 2, 6, 7)]
+    results = out, lse, grad_out, grad_lse, needs
+    grads = needed(_attention_backward(*tensors, ctx.block, ctx.scale, *results), needs)
+    return *grads[:3], None, None, None, *grads[3:], None, None, None, None
+
+
+_attention.register_autograd(_gradients, setup_context=_save)
+
+
+# -- the public functions: signature and meaning as in native.py -----------------------------------------------
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Heads whose size is a power of two that tensor cores take."""
+    d = x.shape[-1]
+    if d > LARGEST_HEAD:
+        raise Unserved(f"block-sparse attention in Triton takes heads of up to {LARGEST_HEAD}, not {d}")
+    padding = max(LEAST, power_of_2(d)) - d
+    return F.pad(x, (0, padding)) if padding else x
+
+
+def _reads_pages(q: Tensor, *sources: Tensor | PagedTensor) -> bool:
+    """Whether all of them are pages that are read where they stand: neither padded nor cast, which would copy them."""
+    if q.shape[-1] > LARGEST_HEAD:
+        return False
+    return all(isinstance(x, PagedTensor) and _is_read_as_it_is(q, x.pool_NPKd) for x in sources)
+
+
+@torch.no_grad()
+def select_blocks(
+    idx_q_BTHd: Tensor,
+    idx_k_BSd: Tensor | PagedTensor,
+    visible_BT: Tensor,
+    first_BT: Tensor | None = None,
+    *,
+    block: int = 128,
+    topk: int = 16,
+    init: int = 0,
+    local: int = 1,
+    score: str = "max",
+) -> Tensor:
+    """As in native.py: fp32, bf16 or fp16 and heads of up to 256; Unserved for others. No score of a key is stored."""
+    d, table = idx_q_BTHd.shape[-1], None
+    if isinstance(idx_k_BSd, PagedTensor) and _reads_pages(idx_q_BTHd, idx_k_BSd):
+        keys, table, columns = idx_k_BSd.pool_NPKd, idx_k_BSd.pages.table_BM.contiguous(), idx_k_BSd.pages.columns
+    else:
+        keys = as_heads(idx_k_BSd)
+        columns = keys.shape[1]
+    q, keys = in_autocast(idx_q_BTHd, keys)
+    check_dtypes("select_blocks", q, keys)
+    q, keys = _padded(q), _padded(keys)
+    k = max(1, min(topk, -(-columns // block)))
+    visible, first = _int32(visible_BT), _int32(first_BT)
+    assert visible is not None
+    if not columns:
+        return torch.full((*q.shape[:3], k), -1, dtype=torch.int64, device=q.device)
+    scores = _scores(q, keys, visible, first, table, columns, block, d**-0.5, score == "lse", 0)
+    return _choose(scores, visible, block, k, init, local)
+
+
+def block_sparse_attention(
+    q_BThd: Tensor,
+    k_BSKd: Tensor | PagedTensor,
+    v_BSKd: Tensor | PagedTensor,
+    ids_BTHk: Tensor,
+    visible_BT: Tensor,
+    first_BT: Tensor | None,
+    block: int,
+    scale: float,
+    own_k: Tensor | None = None,
+    own_v: Tensor | None = None,
+    own_BT2: Tensor | None = None,
+) -> Tensor:
+    """As in native.py: fp32, bf16 or fp16 and heads of up to 256; Unserved for others. Pages are read where they stand.
+
+    Head sizes that are no power of two are padded. Keys that no query sees may hold anything.
+    """
+    d, table, columns = q_BThd.shape[-1], None, 0
+    if isinstance(k_BSKd, PagedTensor) and isinstance(v_BSKd, PagedTensor) and _reads_pages(q_BThd, k_BSKd, v_BSKd):
+        k, v, table, columns = k_BSKd.pool_NPKd, v_BSKd.pool_NPKd, k_BSKd.pages.table_BM, k_BSKd.pages.columns
+    else:
+        k, v = as_heads(k_BSKd), as_heads(v_BSKd)
+    if own_k is None or own_v is None:
+        own_k, own_v = (x[:1, :0].expand(len(q_BThd), -1, -1, -1) for x in (k, v))
+        own_BT2 = None
+    tensors = in_autocast(q_BThd, k, v, own_k, own_v)
+    check_dtypes("block_sparse_attention", *tensors)
+    q, k, v, own_k, own_v = (_padded(x) for x in tensors)
+    visible, first, own = _int32(visible_BT), _int32(first_BT), _int32(own_BT2)
+    assert visible is not None
+    sees = ids_BTHk, visible, first, own_k, own_v, own
+    if table is not None:
+        out, _ = _attention_paged(q, k, v, *sees, table.contiguous(), columns, block, scale, 0)
+    else:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for kernel in ("backward_queries", "backward_keys"):
+                _tile(kernel, q, block, 1)  # raises here what the backward would meet
+        out, _ = _attention(q, k, v, *sees, block, scale, 0)
+    return out[..., :d] if out.shape[-1] != d else out
