@@ -42,6 +42,7 @@ class Stream(IntEnum):
     DECIDE = 15
     CONSTRAINT = 16
     DRAFT = 17
+    RACE = 18
 
 
 def uniform(

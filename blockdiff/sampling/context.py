@@ -143,7 +143,7 @@ class Context:
                 shapes = [replace(shape, alpha=None) for shape in shapes]
             if asked.control.holds_distributions and not all(shape.is_plain for shape in shapes):
                 raise RequestError(
-                    "a strategy with top_k, top_p, min_p, guidance or corrections changes the distributions that a "
+                    "a strategy with top_k, top_p, min_p, guidance, corrections or a race changes the draws that a "
                     "template, a constraint, banned texts or a penalty hold; leave one of the two out"
                 )
         if self.positions is not None and len(asked.prompt_tokens) > self.positions - asked.canvases * length:

@@ -117,7 +117,7 @@ def _free(
         if len(alike) > 1:
             inputs, others = _some(rows, *inputs), None if other_BLD is None else other_BLD[rows]
         shaping = _shaping(shape, inputs[1], model.vocab_size, mask_id, prediction, others)
-        parts.append(_own(model, *inputs, mask_id, shaping, inputs[1] if shape.is_of_seen else None))
+        parts.append(_own(model, *inputs, mask_id, shaping, inputs[1] if shape.is_of_seen else None, shape.race))
     return _in_order(parts, [row for rows in alike.values() for row in rows])
 
 
@@ -148,14 +148,18 @@ def _own(
     mask_id: int | None,
     shaping: Shaping | None = None,
     given_BL: Tensor | None = None,
+    is_race: bool = False,
 ) -> Stats:
     """The statistics of rows in which every token can stand anywhere, and whose distributions are shaped alike."""
-    stats = model.vocabulary.stats
-    if mask_id is None:
-        return stats(hidden_BLD, temperature, uniform_BL, given_BL, shaping=shaping)
-    allowed_BLW = _all_but(mask_id, model.vocab_size, canvas_BL.device).expand(*canvas_BL.shape, -1)
-    found = stats(hidden_BLD, temperature, uniform_BL, given_BL, allowed_BLW, shaping)
-    return carried_over(found, canvas_BL, mask_id)
+    vocabulary, allowed_BLW, sample_BL = model.vocabulary, None, None
+    if mask_id is not None:
+        allowed_BLW = _all_but(mask_id, model.vocab_size, canvas_BL.device).expand(*canvas_BL.shape, -1)
+    if is_race:
+        sample_BL = vocabulary.race(hidden_BLD, temperature, uniform_BL, allowed_BLW, shaping)
+        given_BL = sample_BL if given_BL is None else given_BL
+    found = vocabulary.stats(hidden_BLD, temperature, uniform_BL, given_BL, allowed_BLW, shaping)
+    found = found if sample_BL is None else found._replace(sample=sample_BL)
+    return found if mask_id is None else carried_over(found, canvas_BL, mask_id)
 
 
 def _held(

@@ -23,7 +23,8 @@ class Shape:
     likeliest tokens are left, the fewest likeliest ones whose probabilities reach top_p, those at least min_p times as
     likely as the likeliest. guidance: w in z_u + (1 + w) (z_c - z_u), where z_u are the logits without the prompt and
     z_c the model's own; 0 = these. is_of_seen: `stats.log_probability` is of the tokens that the step saw, not of the
-    samples. The soft embedding that the next step is conditioned on is made of the model's own tempered logits.
+    samples. race: these are winners of a race of all tokens (`kernels.vocabulary.race`), which have the same
+    distribution. The soft embedding that the next step is conditioned on is made of the model's own tempered logits.
 
     alpha: the share of the canvas taken to be true, from which follows what a token that the step saw says of itself.
     With it a model that was trained to predict each token from the others alone (leave_one_out) gives the distribution
@@ -39,6 +40,7 @@ class Shape:
     alpha: float | None = None
     is_of_others: bool = False
     is_of_seen: bool = False
+    race: bool = False
 
     @property
     def is_plain(self) -> bool:

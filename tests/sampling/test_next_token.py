@@ -31,7 +31,7 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 def ask(model: BlockDiffusionModel, tokens: list[list[int]], strategy: Any = None, **request: Any) -> list[list[int]]:
     sampler = Sampler(model, generation=SETTINGS, strategy=strategy)
-    requests = [Request(n, tokens=each, **request) for n, each in enumerate(tokens)]
+    requests = [Request(**{"id": n, "tokens": each} | request) for n, each in enumerate(tokens)]
     results = sampler.generate(requests, seed=3)
     assert all(result.error is None for result in results)
     return [result.tokens for result in results]
@@ -96,20 +96,58 @@ def test_draws_follow_from_the_seed_of_the_request_whatever_runs_beside_it(causa
     assert ask(causal, tokens, "next_token:temperature=1.5") == together
 
 
-def test_draws_have_the_models_distribution(causal):
+@pytest.mark.parametrize("is_race", [False, True])
+def test_draws_have_the_models_distribution(causal, is_race):
     """Of 2,000 draws of one token the shares lie within 5 standard errors of their probabilities."""
     prompt, count = prompts(6)[0], 2000
     p = (causal.unembed(causal.encode(torch.tensor([prompt])).hidden[0, -1]) / 2.0).softmax(-1)
-    sampler = Sampler(causal, generation=replace(SETTINGS, max_new_tokens=1), strategy=NextToken(2.0))
+    sampler = Sampler(causal, generation=replace(SETTINGS, max_new_tokens=1), strategy=NextToken(2.0, race=is_race))
     drawn = sampler.generate([Request(n, tokens=prompt) for n in range(count)], batch_size=500)
     share = torch.bincount(torch.tensor([each.tokens[0] for each in drawn]), minlength=96) / count
     assert ((share - p).abs() <= 5 * (p * (1 - p) / count).sqrt() + 1e-9).all() and float(p.max()) < 0.9
 
 
-def test_filters_leave_the_likeliest_tokens(causal):
+def test_a_race_draws_other_tokens_whatever_runs_beside_it(causal):
+    tokens = prompts(9, 9, 30)
+    race = "next_token:temperature=1.5,race=true"
+    together = ask(causal, tokens, race)
+    assert together == [ask(causal, [each], NextToken(1.5, race=True), id=n)[0] for n, each in enumerate(tokens)]
+    assert together != ask(causal, tokens, "next_token:temperature=1.5")
+    assert ask(causal, tokens, "next_token:temperature=0,race=true") == ask(causal, tokens)
+
+
+def test_every_row_has_a_temperature_of_its_own(causal):
+    tokens = prompts(9, 9, 30, 14)
+    said = ["next_token:temperature=0", "next_token:temperature=0.7", "next_token:temperature=1.5",
+            "next_token:temperature=1.5,race=true,top_p=0.9"]  # fmt: skip
+    sampler = Sampler(causal, generation=SETTINGS)
+    asked = [Request(n, tokens=each, strategy=how) for n, (each, how) in enumerate(zip(tokens, said, strict=True))]
+    together = sampler.generate(asked, seed=3)
+    for request, found in zip(asked, together, strict=True):
+        assert found.error is None and found.tokens == sampler.generate([request], seed=3)[0].tokens
+    assert together[0].tokens == one_by_one(causal, tokens[0])
+
+
+def test_only_the_last_token_of_a_prompt_meets_the_head(causal, monkeypatch):
+    seen: list[int] = []
+    stats = type(causal.vocabulary).stats
+
+    def noted(vocabulary: Any, hidden_BLD: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        seen.append(hidden_BLD.shape[0] * hidden_BLD.shape[1])
+        return stats(vocabulary, hidden_BLD, *rest, **named)
+
+    monkeypatch.setattr(type(causal.vocabulary), "stats", noted)
+    monkeypatch.setattr(type(causal.vocabulary), "logits", None)
+    found = ask(causal, prompts(30, 17))
+    assert sum(seen) == sum(map(len, found)) and seen[0] == 2
+
+
+@pytest.mark.parametrize("is_race", [False, True])
+def test_filters_leave_the_likeliest_tokens(causal, is_race):
     tokens = prompts(9, 21)
     greedy = ask(causal, tokens)
     for keys in ("top_k=1", "top_p=0.000001", "min_p=1"):
+        keys += ",race=true" if is_race else ""
         assert ask(causal, tokens, f"next_token:temperature=1.5,{keys}") == greedy
     with pytest.raises(RequestError, match="top_p must be more than 0"):
         as_strategy("next_token:top_p=0", SETTINGS)
@@ -186,6 +224,9 @@ def test_constraints_hold_token_by_token(writer):
     sampler = Sampler(model, tokenizer, replace(SETTINGS, eos_ids=(tokenizer.eos_token_id,)), strategy=NextToken(1.0))
     (found,) = sampler.generate([Request("a", prompt="Hello", regex="[ab]{3,5}!")])
     assert found.error is None and found.text[-1] == "!" and 4 <= len(found.text) <= 6
+    sampler = Sampler(model, tokenizer, sampler.generation, strategy=NextToken(1.0, race=True))
+    (raced,) = sampler.generate([Request("a", prompt="Hello", regex="[ab]{3,5}!")])
+    assert raced.error is not None and "or a race changes the draws" in raced.error
 
 
 # -- what is refused -------------------------------------------------------------------------------------------

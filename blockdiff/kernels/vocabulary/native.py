@@ -116,7 +116,8 @@ def pack_allowed(is_allowed_NV: Tensor) -> Tensor:
     return torch.where(words >> 31 > 0, words - (1 << 32), words).int()
 
 
-def _is_forbidden(allowed_NW: Tensor, vocabulary: int) -> Tensor:
+def is_forbidden_by(allowed_NW: Tensor, vocabulary: int) -> Tensor:
+    """Which tokens a mask of `pack_allowed` leaves out, bool [N, vocabulary]."""
     places = torch.arange(32, dtype=torch.int32, device=allowed_NW.device)
     return ((allowed_NW[..., None] >> places) & 1 == 0).flatten(-2)[:, :vocabulary]
 
@@ -146,7 +147,7 @@ def token_stats(
             is_forbidden = soft = None
             if allowed_NW is not None:
                 own = slice(0, 1) if allowed_NW.stride(0) == 0 else rows  # one mask for all is unpacked once
-                is_forbidden = _is_forbidden(allowed_NW[own], z.shape[-1]).expand(z.shape)
+                is_forbidden = is_forbidden_by(allowed_NW[own], z.shape[-1]).expand(z.shape)
                 z.masked_fill_(is_forbidden, -torch.inf)
             temperature = temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N
             z.div_(temperature)
@@ -194,7 +195,7 @@ def log_sums(
     for rows in chunks(hidden_ND, table_VD.shape[0]):
         z = logits(hidden_ND[rows], table_VD, softcap)
         if allowed_NW is not None:
-            z.masked_fill_(_is_forbidden(allowed_NW[rows], z.shape[-1]), -torch.inf)
+            z.masked_fill_(is_forbidden_by(allowed_NW[rows], z.shape[-1]), -torch.inf)
         z.div_(temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N)
         parts.append((z.logsumexp(-1), z.amax(-1)))
     log_sum_N, peak_N = (torch.cat(column) for column in zip(*parts, strict=True))

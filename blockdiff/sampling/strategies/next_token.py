@@ -20,13 +20,16 @@ from blockdiff.sampling.strategy import Canvases, Decision, Shape
 class NextToken:
     """Greedy at temperature 0, else a draw from the tempered distribution that the filters of `Shape` leave.
 
-    The draw is that of every sampling here: one addressed number in [0, 1) into the cumulative distribution.
+    The draw is that of every sampling here: one addressed number in [0, 1) into the cumulative distribution. race: as
+    in MinivLLM that number is the seed of an Exponential(1) number E for each token, and the highest p / E wins, which
+    is the Gumbel trick: the same distribution, other tokens.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
+    race: bool = False
 
     def __post_init__(self) -> None:
         rules = {
@@ -48,7 +51,7 @@ class NextToken:
         """The tempered distribution with the filters; greedy decoding looks at the argmax alone."""
         if not self.temperature:
             return Shape(1.0)
-        return Shape(self.temperature, self.top_k, self.top_p, self.min_p)
+        return Shape(self.temperature, self.top_k, self.top_p, self.min_p, race=self.race)
 
     def decide(self, canvases: Canvases) -> Decision:
         """Every canvas is finished, with its sample."""

@@ -111,6 +111,7 @@ NAMES: Mapping[str, Named] = {
         {
             "temperature": Key("SETTINGS", _number, "0 takes the likeliest token"),
             **{key: COMMON[key] for key in ("top_k", "top_p", "min_p")},
+            "race": Key(False, _truth, "draw by a number for each token (the Gumbel trick) and not by one for all"),
         },
         "denoise nothing: one token after the other, by next-token prediction",
         denoises=False,

@@ -1,0 +1,37 @@
+"""What `test_next_token_ranks.py` runs in several processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from blockdiff.errors import RequestError
+from blockdiff.kernels.vocabulary import Shaping
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.tensor import tensor_parallel
+from blockdiff.sampling import Generation, Request, Sampler
+from blockdiff.sampling.strategies import NextToken
+from tests.families import small_model
+
+
+def sampled(ranks: Ranks, directory: Path) -> None:
+    """A group of all ranks, and groups of two, give the tokens of one process."""
+    settings = Generation(max_new_tokens=12, eos_ids=(2,), pad_id=0)
+    requests = [Request(n, tokens=list(range(5, 9 + 5 * n))) for n in range(3)]
+    meshes = init_device_mesh("cpu", (ranks.world,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+    models = [small_model("llama") for _ in range(3)]
+    for model, mesh in zip(models, meshes, strict=False):
+        tensor_parallel(model, mesh)
+    for strategy in (NextToken(), NextToken(1.5), NextToken(1.5, race=True)):
+        of_models = [
+            [each.tokens for each in Sampler(model, None, settings, strategy=strategy).generate(requests, seed=4)]
+            for model in models
+        ]
+        assert of_models[0] == of_models[1] == of_models[2]
+        assert not strategy.temperature or all(len(set(tokens)) > 1 for tokens in of_models[0])
+    with pytest.raises(RequestError, match="not there with tensor parallelism"):
+        hidden = torch.zeros(1, 1, 32, dtype=torch.float64)
+        models[0].vocabulary.race(hidden, 1.0, torch.zeros(1, 1), shaping=Shaping(top_p=0.5))
