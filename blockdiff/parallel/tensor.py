@@ -110,7 +110,9 @@ def _split_out(linear: nn.Linear, mesh: DeviceMesh) -> None:
     """Column-parallel: each rank makes some outputs of a linear layer, adapted or not."""
     linear.out_features //= mesh.size()
     keep_part(linear, "weight", mesh, 0)
-    seen: dict[str, Seen] = {"weight": here}
+    if linear.bias is not None:
+        keep_part(linear, "bias", mesh, 0)
+    seen: dict[str, Seen] = {"weight": here, "bias": here}
     if hasattr(linear, "lora_B"):
         keep_part(linear, "lora_B", mesh, 0)
         seen |= {"lora_B": here, "lora_A": functools.partial(copied, group=mesh.get_group())}
@@ -121,7 +123,8 @@ def _split_in(linear: nn.Linear, mesh: DeviceMesh) -> None:
     """Row-parallel: each rank has some inputs of a linear layer, and makes its term of a sum."""
     linear.in_features //= mesh.size()
     keep_part(linear, "weight", mesh, 1)
-    seen: dict[str, Seen] = {"weight": here}
+    is_first, group = mesh.get_local_rank() == 0, mesh.get_group()  # whose term of the sum has the bias
+    seen: dict[str, Seen] = {"weight": here, "bias": lambda bias: copied(bias, group) * is_first}
     if hasattr(linear, "lora_A"):
         keep_part(linear, "lora_A", mesh, 1)
         seen |= {"lora_A": here, "lora_B": functools.partial(copied, group=mesh.get_group())}
@@ -148,7 +151,7 @@ def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
             return copied(weight, group)[head * width : (head + 1) * width]
 
         for each in kv_projections:
-            seen: dict[str, Seen] = {"weight": of_head}
+            seen: dict[str, Seen] = {"weight": of_head, "bias": of_head}
             if hasattr(each, "lora_B"):
                 seen |= {"lora_B": of_head, "lora_A": functools.partial(copied, group=group)}
             show(each, seen)

@@ -161,6 +161,23 @@ def test_pages_hold_what_a_prefix_holds(model):
     pages.check()
 
 
+def test_several_query_tokens_at_once_over_pages_are_as_one_at_a_time(model):
+    """Decoding steps of any number of query tokens, in rows of other lengths, of which one ends with a page."""
+    prompts, more, lengths = tokens(3, 24), tokens(3, 6, seed=1), [24, 9, 14]
+    found = []
+    for steps in ((1, 1, 1, 1, 1, 1), (2, 3, 1), (6,)):
+        pages = Pages(model, page_tokens=8, capacity=240)
+        rows = [pages.open() for _ in lengths]
+        pages.encode(rows, prompts, lengths)
+        hidden = [pages.encode(rows, some, [some.shape[1]] * 3) for some in more.split(steps, 1)]
+        found.append(torch.cat([*hidden, pages.encode(rows, more[:, :1], [1] * 3)], 1))
+        pages.check()
+    close(found[1], found[0])
+    close(found[2], found[0])
+    alone = model.encode(torch.cat([prompts[1:2, :9], more[1:2]], 1)).hidden[:, 9:]
+    close(found[0][1:2, :6], alone)
+
+
 def test_a_gradient_reaches_every_parameter(model):
     encoded = model.encode(tokens(2, 30))
     loss = model.vocabulary.cross_entropy(encoded.hidden.flatten(0, 1), tokens(60, seed=4)).sum()
