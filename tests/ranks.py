@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,20 @@ def short(ranks: Ranks) -> tuple[list[dict], Tensors]:
 
 def real(ranks: Ranks, rows: int = BATCH, is_double: bool = False) -> tuple[list[dict], Tensors]:
     """The model and the objective themselves, several canvases per row, routers trained."""
+    return train_plainly(real_objective(is_double), real_batches(ranks, rows), ranks, 5e-4)
+
+
+def real_objective(is_double: bool = False) -> Objective:
+    """Of a tiny model."""
     model = init(tiny_config(canvas_length=8), seed=3, device="cpu", kernels="torch")
     if is_double:
         model.double()
     widen_routers(model)
-    objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
+    return Objective(model, Linear(), UniformCorruption(model.vocab_size), seed=11)
+
+
+def real_batches(ranks: Ranks, rows: int = BATCH) -> Callable[[int], list[Batch]]:
+    """Its batches by step: rows with one canvas or two."""
 
     def row(sample: int) -> CleanRow:
         tokens = [2, *((7 * sample + 3 * i) % 300 + 3 for i in range(19 + sample))]
@@ -104,7 +114,7 @@ def real(ranks: Ranks, rows: int = BATCH, is_double: bool = False) -> tuple[list
         parts = slots(ranks, rows, 2) or [range(0)]
         return [lay_out([row(slot) for slot in part] or [PADDING_ROW], 8, pad_id=0) for part in parts]
 
-    return train_plainly(objective, batches, ranks, 5e-4)
+    return batches
 
 
 def real_short(ranks: Ranks) -> tuple[list[dict], Tensors]:
@@ -164,6 +174,24 @@ def resumed(ranks: Ranks, run: Path) -> list[str]:
     return [*seen, f"same weights {same}"]
 
 
+def gone_on(ranks: Ranks, run: Path) -> list[bool]:
+    """Whether the weights after four steps are, to the bit, those of a run that goes on after the second step."""
+
+    def trained(start: int, steps: int) -> Tensors:
+        objective = real_objective()
+        optimiser = torch.optim.AdamW(objective.parameters(), lr=1e-2)
+        if start:
+            state.restore(run / state.FOLDER / f"step-{start}", objective, optimiser, {}, ranks=ranks)
+        save = partial(state.save, run, objective=objective, optimiser=optimiser, facts={}, ranks=ranks)
+        options = Options(steps, save_every=2)
+        watch = {"save": save, "log": lambda record: None}
+        train(objective, optimiser, lambda _: 1e-2, real_batches(ranks), options, ranks, **watch, start=start)
+        return {name: p.detach().clone() for name, p in objective.named_parameters()}
+
+    whole, rest = trained(0, 4), trained(2, 4)
+    return [torch.equal(whole[name], rest[name]) for name in whole]
+
+
 SCENARIOS = (toy, lopsided, short, real, real_short, real_double)
 
 
@@ -210,6 +238,7 @@ def everything(ranks: Ranks, directory: Path) -> None:
         )
     found["failing"] = failing(ranks)
     found["resumed"] = resumed(ranks, directory / "run")
+    found["gone_on"] = gone_on(ranks, directory / "other")
     found["world"], found["device"] = ranks.world, str(ranks.device)
     (directory / f"found-{ranks.rank}.json").write_text(json.dumps(found))
 

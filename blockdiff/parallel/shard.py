@@ -130,7 +130,20 @@ def replicate(objective: nn.Module, mesh: Mesh) -> nn.Module:
     if mesh.experts > 1:
         apart = [name for name, parameter in touched.named_parameters() if is_spread(parameter)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(touched, apart)
-    return DistributedDataParallel(touched, gradient_as_bucket_view=True, **leave)
+    replicated = DistributedDataParallel(touched, gradient_as_bucket_view=True, **leave)
+    _settle(replicated)
+    return replicated
+
+
+def _settle(replicated: DistributedDataParallel) -> None:
+    """Let DDP lay out the buckets in which it adds up gradients as they will stay: by a backward of nothing.
+
+    It lays them out anew in the order in which the first backward reaches the parameters, and three or more summands
+    are added in an order that depends on their place. So a run that goes on would otherwise begin with other sums than
+    the one before had at that step.
+    """
+    replicated(None).backward()
+    replicated.zero_grad(set_to_none=True)
 
 
 def exchanging(module: nn.Module, now: bool) -> AbstractContextManager[Any]:
@@ -210,6 +223,9 @@ class _TouchEveryParameter(nn.Module):
         return (parameter for parameter in parameters if parameter.requires_grad and not is_spread(parameter))
 
     def forward(self, batch: Any) -> Any:
+        """The losses of a batch; of None a 0, from which a backward reaches every parameter, too."""
+        if batch is None:
+            return _Touch.apply(torch.zeros((), device=next(self._trainable()).device), *self._trainable())
         losses = self.objective(batch)
         require_sums(losses)
         return losses._replace(canvas_sum=_Touch.apply(losses.canvas_sum, *self._trainable()))

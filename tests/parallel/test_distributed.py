@@ -99,6 +99,11 @@ def test_ranks_save_refuse_and_resume_together(two):
     assert len((two / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
+def test_a_run_that_goes_on_with_as_many_ranks_is_equal_to_the_bit(several):
+    for rank in range(found(several)["world"]):
+        assert found(several, rank)["gone_on"] and all(found(several, rank)["gone_on"])
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """A process as a launcher would start it, with a fresh accelerate state before and after."""
