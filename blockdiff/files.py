@@ -10,11 +10,16 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+PIECE = 1 << 22  # bytes of a large file that are hashed apart
+_READ = 1 << 20  # bytes that are read at a time
+_WORKERS = min(8, os.cpu_count() or 1)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PATTERN = re.compile(r"[*?\[]")
 # A name that ends like this is that of a file, even where it could be the id of a repository.
@@ -102,7 +107,7 @@ def publish(fresh: Path, target: Path) -> None:
 
 
 def digest(path: Path, size: int | None = None) -> str:
-    """A hash of a file, or of its first `size` bytes. Raises OSError with a filename."""
+    """A hash of a small file, or of its first `size` bytes. Raises OSError with a filename."""
     try:
         with path.open("rb") as file:
             if size is None:
@@ -110,6 +115,90 @@ def digest(path: Path, size: int | None = None) -> str:
             return hashlib.blake2b(file.read(size)).hexdigest()[:32]
     except OSError as error:  # a disk that gives no more bytes names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+class PiecewiseDigest:
+    """A hash of a large file whose pieces are hashed by several threads, while they are written or read.
+
+    It is the hash of the pieces' hashes, in their order, and says how long a piece is: `4194304:...`.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_WORKERS)
+        self._whole = hashlib.blake2b()
+        self._waiting: deque[Future[bytes]] = deque()
+        self._lent: list[Future[bytes]] = []  # of pieces that lie in the caller's memory
+        self._rest = bytearray()  # what does not fill a piece yet
+
+    def __enter__(self) -> PiecewiseDigest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def update(self, content: memoryview) -> None:
+        """Take the bytes that come next, which must stay as they are until `settle`."""
+        start = min(-len(self._rest) % PIECE, len(content))
+        self._rest += content[:start]
+        end = start + (len(content) - start) // PIECE * PIECE
+        if len(self._rest) == PIECE:
+            self.submit(_hash, self._rest)
+            self._rest = bytearray()
+        for at in range(start, end, PIECE):
+            self._lent.append(self.submit(_hash, content[at : at + PIECE]))
+        self._rest += content[end:]
+
+    def submit(self, work: Callable[..., bytes], *arguments: Any) -> Future[bytes]:
+        """Let a thread hash the next piece; waits where many are waiting already."""
+        if len(self._waiting) > 2 * _WORKERS:
+            self._whole.update(self._waiting.popleft().result())
+        self._waiting.append(self._pool.submit(work, *arguments))
+        return self._waiting[-1]
+
+    def settle(self) -> None:
+        """Wait until nothing is needed any more of what was given."""
+        wait(self._lent)
+        self._lent.clear()
+
+    def hexdigest(self) -> str:
+        """The digest of all that was taken."""
+        if self._rest:
+            self.submit(_hash, self._rest)
+        while self._waiting:
+            self._whole.update(self._waiting.popleft().result())
+        return f"{PIECE}:{self._whole.hexdigest()[:32]}"
+
+
+def piecewise_digest(path: Path) -> str:
+    """The `PiecewiseDigest` of a file. Raises OSError with a filename."""
+    try:
+        with path.open("rb", buffering=0) as file, PiecewiseDigest() as found:
+            size = os.fstat(file.fileno()).st_size
+            for start in range(0, size, PIECE):
+                found.submit(_hash_of_file, file.fileno(), start, min(PIECE, size - start))
+            return found.hexdigest()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def is_of_digest(path: Path, said: str) -> bool:
+    """Whether a file has a digest, that of its pieces or, as earlier versions made it, `digest`. Raises OSError."""
+    return said == (piecewise_digest(path) if ":" in said else digest(path))
+
+
+def _hash(content: bytes | bytearray | memoryview) -> bytes:
+    return hashlib.blake2b(content).digest()
+
+
+def _hash_of_file(handle: int, start: int, size: int) -> bytes:
+    hashed, buffer = hashlib.blake2b(), memoryview(bytearray(min(_READ, size)))
+    while size > 0:
+        count = os.preadv(handle, [buffer[:size]], start)
+        if not count:
+            break  # the file has become shorter
+        hashed.update(buffer[:count])
+        start, size = start + count, size - count
+    return hashed.digest()
 
 
 def seal(values: Any) -> str:

@@ -6,7 +6,6 @@ length of the header, a JSON header with dtype, shape and place of every tensor,
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.checkpoint.files import Stored, read_tensors
+from blockdiff.files import PIECE, PiecewiseDigest
 
 # safetensors' words, in the order in which a file has its tensors: the last of these first.
 WORDS: dict[torch.dtype, str] = {
@@ -41,7 +41,6 @@ WORDS: dict[torch.dtype, str] = {
 }
 DTYPE_OF = {word: dtype for dtype, word in WORDS.items()}
 _PLACE = {dtype: place for place, dtype in enumerate(WORDS)}
-_AT_ONCE = 1 << 24  # bytes that are hashed and written together
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,9 @@ def write_stream(file: Path, sources: Mapping[str, Source], metadata: Mapping[st
         header[name] = {**words, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    hashed = hashlib.blake2b()
-    with file.open("wb") as out:
+    with file.open("wb") as out, PiecewiseDigest() as hashed:
         for content in (len(text).to_bytes(8, "little"), text):
-            hashed.update(content)
+            hashed.update(memoryview(content))
             out.write(content)
         for name in order:
             tensor = sources[name].read()
@@ -100,9 +98,10 @@ def write_stream(file: Path, sources: Mapping[str, Source], metadata: Mapping[st
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not what was announced")
             numbers: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
             view = memoryview(numbers)
-            for start in range(0, len(view), _AT_ONCE):
-                hashed.update(view[start : start + _AT_ONCE])
-                out.write(view[start : start + _AT_ONCE])
+            for start in range(0, len(view), PIECE):
+                hashed.update(view[start : start + PIECE])
+                out.write(view[start : start + PIECE])
+            hashed.settle()
         out.flush()
         os.fsync(out.fileno())
-    return hashed.hexdigest()[:32]
+        return hashed.hexdigest()

@@ -16,9 +16,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from blockdiff.checkpoint.files import read_block, tensors_in
+from blockdiff.checkpoint.files import tensors_in
 from blockdiff.checkpoint.stream import DTYPE_OF, WORDS
-from blockdiff.files import digest
+from blockdiff.files import is_of_digest
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.pieces import Block, Piece
 
@@ -73,7 +73,7 @@ class Saved:
         try:
             names = self.files(kinds)
             for name in _dealt({name: self._path(name).stat().st_size for name in names}, ranks.world)[ranks.rank]:
-                if digest(self._path(name)) != self.digests[name]:
+                if not is_of_digest(self._path(name), self.digests[name]):
                     return f"{name} has changed since it was written"
         except OSError as error:
             return f"{Path(error.filename or self.checkpoint).name}: {error.strerror}"
@@ -90,17 +90,23 @@ class Saved:
     def read(self, kind: str, name: str, block: Block | None = None) -> Tensor:
         """A block of a tensor (None: all of it) in memory of its own, put together of the pieces that were saved."""
         found = self.tensors(kind)[name]
+        read = torch.empty((block or Block.whole(found.shape)).sizes, dtype=found.dtype)
+        self.copy(kind, name, block, read)
+        return read
+
+    def copy(self, kind: str, name: str, block: Block | None, target: Tensor) -> None:
+        """The same into a tensor of the block's shape."""
+        found = self.tensors(kind)[name]
         wanted = block or Block.whole(found.shape)
-        read = torch.empty(wanted.sizes, dtype=found.dtype)
         left = wanted.numel
         for file, piece in found.pieces:
             if (common := wanted.within(piece)) is not None:
-                content = read_block(self._handle(file), name, common.seen_from(piece.offsets))
-                read[common.seen_from(wanted.offsets).slices] = content
+                # Of a tensor in a file, which is mapped into memory, nothing is read but what is copied.
+                content = self._handle(file).get_tensor(name)[common.seen_from(piece.offsets).slices]
+                target[common.seen_from(wanted.offsets).slices].copy_(content)
                 left -= common.numel
         if left:
             raise ValueError(f"{name} is not whole")
-        return read
 
     def _whole(self, file: str) -> dict[str, SavedTensor]:
         return {

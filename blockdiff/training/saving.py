@@ -31,8 +31,9 @@ from blockdiff.training.saved import AVERAGE, MODEL, OPTIMISER, PIECES, describe
 from blockdiff.training.tensors import pack, weights_of
 
 FOLDER, TRAINER = "checkpoints", "trainer.json"
-# Of trainer.json: 3 has pieces of several ranks. Without a format it is 1, whose facts have the recipe keys of before.
-FORMAT, SHARDED = 2, 3
+# Of trainer.json. Without a format it is 1, whose facts have the recipe keys of before. 2, and 3 with pieces of several
+# ranks, have digests of whole files, and 4 those of `PiecewiseDigest`.
+FORMAT, READABLE = 4, (2, 3, 4)
 _COMPLETE = re.compile(r"step-(\d+)")
 LOGS = (FILE_NAME, SAMPLES)  # whose content up to a checkpoint is compared
 
@@ -82,7 +83,7 @@ class Saver:
         mine = {kind: _owned(named, ranks.rank) for kind, named in tensors.items()}
         self._needed = sum(piece.local.nbytes for named in mine.values() for piece in named.values())
         kept = {"step": step, "world": ranks.world, "facts": dict(facts), "optimiser": values}
-        self._trainer = {"format": SHARDED if self._is_sharded else FORMAT, **kept}
+        self._trainer = {"format": FORMAT, **kept}
         self.step = step
         with ranks.guarded(f"saving step {step}"), self._abandoned_if_it_fails():
             if self._is_sharded:

@@ -27,7 +27,7 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.pieces import is_spread
 from blockdiff.training.ema import Ema
 from blockdiff.training.saved import AVERAGE, MODEL, OPTIMISER, Saved
-from blockdiff.training.saving import FOLDER, FORMAT, SHARDED, TRAINER, Facts, Saver, steps_saved
+from blockdiff.training.saving import FOLDER, FORMAT, READABLE, TRAINER, Facts, Saver, steps_saved
 from blockdiff.training.tensors import fill, unpack, weights_of
 
 ALONE = Ranks(torch.device("cpu"))
@@ -204,9 +204,9 @@ def _trainer_of(checkpoint: Path) -> dict[str, Any]:
     trainer: dict[str, Any] = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
     if not isinstance(trainer, dict) or "facts" not in trainer:
         raise ValueError(f"{TRAINER} has changed since it was written")
-    if trainer.get("format", 1) > SHARDED:
+    if trainer.get("format", 1) > FORMAT:
         raise RunError(f"{checkpoint}: was written by a later blockdiff; go on with that version")
-    if trainer.get("format") not in (FORMAT, SHARDED):
+    if trainer.get("format") not in READABLE:
         raise RunError(
             f"{checkpoint}: the run was started by an earlier blockdiff, whose recipes have other keys; go on with "
             "that version, or start another run from its weights with model.path"

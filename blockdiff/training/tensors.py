@@ -58,7 +58,7 @@ def fill(checkpoint: Path, kind: str, tensors: Mapping[str, Tensor], saved: Save
     with torch.no_grad():
         for name, tensor in tensors.items():
             piece = piece_of(tensor)
-            piece.local.copy_(saved.read(kind, name, piece.block))
+            saved.copy(kind, name, piece.block, piece.local)
 
 
 def pack(objective: nn.Module, optimiser: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from blockdiff.checkpoint import draw_weights, empty, init, load, read_config, save
 from blockdiff.checkpoint.stream import WORDS, Source, write_stream
-from blockdiff.files import digest
+from blockdiff.files import piecewise_digest
 from tests import forked, sharded_files
 from tests.oracle import TWO_LAYERS, tiny_config
 
@@ -33,7 +33,7 @@ def test_a_streamed_file_has_the_bytes_that_safetensors_writes(tmp_path, metadat
     save_file(tensors, tmp_path / "theirs", metadata=metadata)
     said = write_stream(tmp_path / "ours", {name: Source.of(t) for name, t in tensors.items()}, metadata)
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    assert said == digest(tmp_path / "ours")
+    assert said == piecewise_digest(tmp_path / "ours")
 
 
 @pytest.mark.parametrize(("world", "how"), [(2, "full"), (2, "experts"), (4, "both")])

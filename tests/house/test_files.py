@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from blockdiff import files
 from blockdiff.data.formats import FORMATS
 from blockdiff.files import (
     is_hub_id,
@@ -171,3 +172,25 @@ def test_a_path_goes_before_a_pattern(tmp_path):
     assert [path.name for path in matching(tmp_path / "?.jsonl")] == ["a.jsonl", "b.jsonl"]
     assert matching(str(tmp_path)) == [tmp_path]
     assert matching(tmp_path / "none") == matching(tmp_path / "none*") == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 24, 61])
+def test_the_digest_of_a_files_pieces_is_that_of_what_was_written_however_it_came(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(files, "PIECE", 8)
+    monkeypatch.setattr(files, "_READ", 3)
+    content, file = bytes(range(1, size + 1)), tmp_path / "file"
+    file.write_bytes(content)
+    said = files.piecewise_digest(file)
+    for cuts in ((), (1,), (5, 9, 40), (8, 16), (3, 4, 30, 31)):
+        with files.PiecewiseDigest() as found:
+            for start, end in zip((0, *cuts), (*cuts, size), strict=True):
+                found.update(memoryview(content)[start:end])
+                found.settle()
+            assert found.hexdigest() == said
+    assert files.is_of_digest(file, said) and files.is_of_digest(file, files.digest(file))
+    changed = [content + b"\0", *([content[:-1], content[8:] + content[:8]] if size > 8 else [])]
+    for place in range(size):
+        changed.append(content[:place] + b"\xff" + content[place + 1 :])
+    for other in changed:
+        file.write_bytes(other)
+        assert not files.is_of_digest(file, said)

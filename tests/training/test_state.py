@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from blockdiff.errors import RunError
+from blockdiff.files import digest, seal
 from blockdiff.metrics import MetricsLog, read, reproducible
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training import saving, state
@@ -326,6 +327,23 @@ def test_what_was_changed_in_a_checkpoint_is_noticed_in_one_line(tmp_path, name,
     assert file.read_bytes() != before
     with pytest.raises(RunError, match=r"step-2: (cannot be read .* remove it|the run was started by an earlier)"):
         state.restore(file.parent, objective, optimiser, FACTS)
+
+
+def test_a_checkpoint_of_an_earlier_version_has_digests_of_whole_files_and_is_verified(tmp_path):
+    objective, optimiser = run_to(tmp_path, 2)
+    checkpoint = tmp_path / "checkpoints" / "step-2"
+    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    digests = {name: digest(checkpoint / name) for name in trainer["digests"]}
+    assert not {*digests.values()} & {*trainer["digests"].values()}
+    del trainer["seal"]
+    trainer |= {"format": 2, "digests": digests}
+    (checkpoint / "trainer.json").write_text(json.dumps(trainer | {"seal": seal(trainer)}))
+    assert state.restore(checkpoint, objective, optimiser, FACTS) == 2
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(content)
+    with pytest.raises(RunError, match=r"model\.safetensors has changed since it was written"):
+        state.restore(checkpoint, objective, optimiser, FACTS)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda log: log.write_text(log.read_text().replace("1", "2"))])
