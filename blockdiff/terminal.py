@@ -1,9 +1,16 @@
-"""The terminal that commands and training print on."""
+"""The terminal that commands and training print on, and how an error reaches the user."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
-from typing import IO, TYPE_CHECKING
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,3 +59,40 @@ def _escape(found: re.Match[str]) -> str:
 def shown(text: str, file: IO[str]) -> str:
     """The text as it may be printed on `file`: `printable` on a terminal, as it is in a file or a pipe."""
     return printable(text) if file.isatty() else text
+
+
+def say_error(message: str) -> None:
+    """Print why this process ends, as one line on stderr, or let its launcher do so."""
+    line = "blockdiff: error: " + " ".join(message.split())
+    if _told_by_launcher(line):
+        print(shown(line, sys.stderr), file=sys.stderr, flush=True)
+
+
+def end_with(message: str) -> NoReturn:
+    """Say an error and end the process at once with exit code 1, whatever its other threads do."""
+    try:
+        say_error(message)
+    finally:
+        os._exit(1)
+
+
+def _told_by_launcher(line: str) -> bool:
+    """Tell torchrun, if that started this process, why it ends; True where this process is to print it as well.
+
+    torchrun (and `accelerate launch`, which runs it) shows what stands in the file it names instead of a traceback;
+    the form is that of torch.distributed.elastic.multiprocessing.errors, whose `record` passes over exit codes. Of
+    processes that end for the same reason the first one prints it.
+    """
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not name:
+        return True
+    file = Path(name)
+    about = {"timestamp": str(int(time.time()))}
+    with suppress(OSError):  # a reason that cannot be handed over is printed
+        file.write_text(json.dumps({"message": {"message": line, "extraInfo": about}}), encoding="utf-8")
+        said = hashlib.blake2b(line.encode(), digest_size=8).hexdigest()
+        try:
+            (file.parents[1] / f"said-{said}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+    return True

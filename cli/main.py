@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import sys
-import time
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +24,7 @@ from blockdiff.cli.plot import plot
 from blockdiff.cli.sample import sample
 from blockdiff.cli.train import train
 from blockdiff.errors import BlockdiffError
-from blockdiff.terminal import shown
+from blockdiff.terminal import say_error, shown
 
 OURS = (Path(blockdiff.__file__).parent, Path(__file__).parent)
 
@@ -80,32 +75,8 @@ def report(error: Exception) -> int:
         message = f"{place}{error.strerror}"
     else:
         message = f"{type(error).__name__}: {error} (run again with --debug for the traceback)"
-    line = "blockdiff: error: " + " ".join(message.split())
-    if told_by_launcher(line):
-        print(shown(line, sys.stderr), file=sys.stderr)
+    say_error(message)
     return code
-
-
-def told_by_launcher(line: str) -> bool:
-    """Tell torchrun, if that started this process, why it ends; True where this process is to print it as well.
-
-    torchrun (and `accelerate launch`, which runs it) shows what stands in the file it names instead of a traceback;
-    the form is that of torch.distributed.elastic.multiprocessing.errors, whose `record` passes over exit codes. Of
-    processes that end for the same reason the first one prints it.
-    """
-    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not name:
-        return True
-    file = Path(name)
-    about = {"timestamp": str(int(time.time()))}
-    with suppress(OSError):  # a reason that cannot be handed over is printed
-        file.write_text(json.dumps({"message": {"message": line, "extraInfo": about}}), encoding="utf-8")
-        said = hashlib.blake2b(line.encode(), digest_size=8).hexdigest()
-        try:
-            (file.parents[1] / f"said-{said}").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-    return True
 
 
 app = typer.Typer(

@@ -24,8 +24,10 @@ from blockdiff.canvas import Batch
 from blockdiff.errors import DataError, RunError
 from blockdiff.metrics import MetricsLog
 from blockdiff.parallel import ranks as room
+from blockdiff.parallel import watch as watch_room
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
+from blockdiff.parallel.watch import watched
 from blockdiff.training import state
 from blockdiff.training.optimiser import build
 from tests import losing_meshes as meshes
@@ -211,6 +213,63 @@ def bad_row_on_one_rank(ranks: Ranks, run: Path) -> None:
     bad_row(ranks, run, broken=(1,))
 
 
+def lost_elsewhere(ranks: Ranks, run: Path, victim: int, number: int) -> None:
+    """A rank gets a signal while the others wait in what does not fail when it is lost."""
+    os.dup2(os.open(run.parent / f"{run.name}-{ranks.rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    watch_room.GRACE = BEAT
+    with watched(ranks, lambda: "step 5"):
+        if ranks.rank == victim:
+            os.kill(os.getpid(), number)
+        threading.Event().wait()
+
+
+def killed_elsewhere_of_two_by_two(ranks: Ranks, run: Path) -> None:
+    lost_elsewhere(ranks, run, 2, signal.SIGKILL)
+
+
+def main_killed_elsewhere_of_two_by_two(ranks: Ranks, run: Path) -> None:
+    lost_elsewhere(ranks, run, 0, signal.SIGKILL)
+
+
+def hung_elsewhere(ranks: Ranks, run: Path) -> None:
+    lost_elsewhere(ranks, run, 1, signal.SIGSTOP)
+
+
+def failed_elsewhere(ranks: Ranks, run: Path) -> None:
+    """Rank 1 leaves with an error of its own, and its process lives on."""
+    os.dup2(os.open(run.parent / f"{run.name}-{ranks.rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    watch_room.GRACE = BEAT
+    try:
+        with watched(ranks, lambda: "step 5"):
+            if ranks.rank == 1:
+                raise RunError("a bad row")
+            threading.Event().wait()
+    except RunError:
+        until = time.monotonic() + HUNG
+        while not (run.parent / f"{run.name}-0.txt").read_text() and time.monotonic() < until:
+            time.sleep(BEAT)
+        raise
+
+
+def busy_and_early_of_two_by_two(ranks: Ranks, run: Path) -> None:
+    """All are busy for longer than the timeout, then each leaves long before the next one does."""
+    watch_room.GRACE = BEAT
+    with watched(ranks, lambda: "step 5"):
+        time.sleep(TIMEOUT * (1.2 + 0.2 * ((ranks.rank + 1) % ranks.world)))
+
+
+def work_worth_its_end(ranks: Ranks, run: Path) -> None:
+    """Rank 1 is killed while it waits for rank 0, which goes on for much longer than the seconds of grace."""
+    watch_room.GRACE = BEAT
+    after(ranks, BEAT, signal.SIGKILL)
+    with watched(ranks, lambda: "step 5") as ranks, ranks.main_first("saving step 5"):
+        until = time.monotonic() + HUNG
+        while not ranks.watch.loss and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(8 * BEAT)
+        (run.parent / f"{run.name}-piece-0").touch()
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
@@ -218,11 +277,16 @@ SCENARIOS = {
         *(killed, main_killed, killed_while_saving, main_killed_while_saving, killed_in_backward),
         *(told_to_stop, failed_work, failed_measuring, killed_measuring, killed_while_waiting),
         *(told_to_stop_measuring, bad_row, bad_row_on_one_rank),
+        *(killed_elsewhere_of_two_by_two, main_killed_elsewhere_of_two_by_two, hung_elsewhere, failed_elsewhere),
+        *(busy_and_early_of_two_by_two, work_worth_its_end),
         *(meshes.killed_of_two_shards, meshes.killed_of_two_places, meshes.killed_of_two_by_two),
         *(meshes.hung_of_two_by_two, meshes.slow_of_two_by_two, meshes.poisoned_of_two_by_two),
     )
 }
-TIMED = (long_measuring, long_work, hung, hung_measuring, meshes.hung_of_two_by_two)
+TIMED = (
+    *(long_measuring, long_work, hung, hung_measuring, hung_elsewhere, meshes.hung_of_two_by_two),
+    busy_and_early_of_two_by_two,
+)
 
 
 def as_rank(rank: int, world: int, port: int, scenario: Callable[[Ranks, Path], None], run: Path) -> None:
@@ -231,6 +295,7 @@ def as_rank(rank: int, world: int, port: int, scenario: Callable[[Ranks, Path], 
     words, code = "finished", 0
     try:
         room.BEAT = BEAT
+        watch_room.GRACE = HUNG  # what it is not about must not depend on it
         ranks = from_accelerate(timeout=TIMEOUT if scenario in TIMED else HUNG)
         scenario(ranks, run)
         ranks.close()

@@ -123,8 +123,9 @@ class Saver:
         What several ranks were writing stays hidden; `entered` removes it.
         """
         if self._thread is not None and self.ranks.is_main and not (self._is_sharded and self.ranks.world > 1):
-            self._join_thread()
-            self._refused(self._join)
+            with self.ranks.undisturbed():
+                self._join_thread()
+                self._refused(self._join)
         self.step, self._thread = 0, None
 
     def _run(self, copies: dict[str, dict[str, Piece]]) -> None:

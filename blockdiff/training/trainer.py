@@ -28,6 +28,7 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.accelerate_config import refuse_settings
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
+from blockdiff.parallel.watch import watched
 from blockdiff.sampling import Sampler
 from blockdiff.training import best, export, state
 from blockdiff.training.build import Built, build
@@ -359,19 +360,25 @@ class Trainer:
         agreed = {"train.autocast": r.train.autocast, "model.compile": r.model.compile, "optim.clip": r.optim.clip}
         refuse_settings(os.environ, agreed)
         ranks = from_accelerate(timeout=r.train.timeout)
+        catching = caught(speaks=ranks.is_main, is_alone=ranks.world == 1)
         try:
-            with ranks.guarded(lambda: self.doing), caught(speaks=ranks.is_main, is_alone=ranks.world == 1) as signals:
-                self.ranks = replace(ranks, is_stopping=signals.is_stopping, alike=self.recipe.parallel.tensor)
+            with watched(ranks, self.what) as known, known.guarded(self.what), catching as signals:
+                self.ranks = replace(known, is_stopping=signals.is_stopping, alike=self.recipe.parallel.tensor)
                 self.show = Progress(self.recipe.train.steps or 0, is_shown=ranks.is_main)
                 refuse(self.recipe, ranks.world)
                 with state.entered(self.directory, self.resume, self.ranks) as checkpoint:
                     self.start(checkpoint)
-                    with closing(self.saver), closing(self.trackers), self.show.running(self.step):
+                    shown = self.show.running(self.step)
+                    with closing(self.saver), closing(self.trackers), shown, known.guarded(self.what):
                         self.notify("on_start")
                         yield
         except BaseException:
             ranks.close()  # the others notice at once
             raise
+
+    def what(self) -> str:
+        """What the ranks are at, for the message that says that one was lost."""
+        return self.doing
 
     def start(self, checkpoint: Path | None) -> None:
         """Build what trains as it was at a checkpoint, or from the start, and cut the logs to it."""

@@ -149,6 +149,41 @@ def test_nan_on_one_rank_of_a_mesh_stops_all_with_the_same_line_and_nothing_is_l
     assert "step 5: the canvas loss is not finite" in outcome["words"][0]
 
 
+@pytest.mark.parametrize(
+    ("name", "lost", "what"),
+    [
+        ("killed_elsewhere_of_two_by_two", 2, "was lost"),
+        ("main_killed_elsewhere_of_two_by_two", 0, "was lost"),
+        ("hung_elsewhere", 1, f"hung for {TIMEOUT:g} s"),
+    ],
+)
+def test_ranks_that_wait_where_nothing_fails_end_with_a_line_each_when_another_one_is_lost(found, name, lost, what):
+    outcome = found[name]
+    ranks = range(len(outcome["codes"]))
+    assert outcome["codes"] == [KILLED if rank == lost else 1 for rank in ranks]
+    said = "blockdiff: error: rank {}: another rank {} during step 5; {}\n"
+    assert outcome["words"] == ["" if rank == lost else said.format(rank, what, RESUME) for rank in ranks]
+
+
+def test_ranks_that_wait_where_nothing_fails_end_when_another_one_leaves_with_an_error(found):
+    outcome = found["failed_elsewhere"]
+    assert outcome["codes"] == [1, 1]
+    said = f"blockdiff: error: rank 0: another rank was lost during step 5; {RESUME}\n"
+    assert outcome["words"] == [said, "a bad row"]
+
+
+def test_ranks_that_are_busy_for_long_or_leave_early_are_not_lost(found):
+    outcome = found["busy_and_early_of_two_by_two"]
+    assert outcome["codes"] == [0] * 4 and outcome["words"] == ["finished"] * 4
+    assert outcome["seconds"] > TIMEOUT
+
+
+def test_work_of_the_main_process_is_done_although_another_rank_is_lost(found):
+    outcome = found["work_worth_its_end"]
+    assert outcome["codes"] == [1, KILLED] and outcome["pieces"] == 1
+    assert outcome["words"] == [f"rank 0: another rank was lost during saving step 5; {RESUME}", ""]
+
+
 @pytest.mark.quick
 def test_other_errors_are_not_taken_for_a_lost_rank():
     with (
