@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import blockdiff.checkpoint.files
-from blockdiff.checkpoint import draw_weights, empty, load_weights, read_config, save, save_adapter
+from blockdiff.checkpoint import draw_weights, empty, load_weights, read_adapter, read_config, save, save_adapter
+from blockdiff.checkpoint.adapter_names import WEIGHTS, Part
+from blockdiff.checkpoint.files import tensors_in
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, draw_adapters, targets
@@ -95,13 +99,39 @@ def adapters(ranks: Ranks, directory: Path, how: How) -> None:
     values = {name: tensor for name, tensor in plain.state_dict().items() if "lora" in name or "token_rows" in name}
     for name in values:  # B is 0 at first, which would hide a mistake
         values[name] = values[name] + torch.arange(values[name].numel()).view_as(values[name]) / 1000
-    blockdiff.checkpoint.adapters.fill_adapters(model, values, "here")
-    for name, tensor in model.state_dict().items():
-        if name in values:
-            piece = piece_of(tensor, ranks.rank)
-            assert torch.equal(local_of(tensor), values[name][piece.block.slices]), name
+    parts = {name: Part.of(value) for name, value in values.items()}
+
+    def require_own_values() -> None:
+        for name, tensor in model.state_dict().items():
+            if name in values:
+                piece = piece_of(tensor, ranks.rank)
+                assert torch.equal(local_of(tensor), values[name][piece.block.slices]), name
+
+    blockdiff.checkpoint.adapters.fill_adapters(model, parts, "here")
+    require_own_values()
     save_adapter(model, directory / "adapter", "base")
+    ranks.barrier()
+    read = blockdiff.checkpoint.files.read_block
+    numbers: dict[str, int] = {}
+
+    def counted(handle: Any, name: str, block: Any) -> Tensor:
+        tensor = read(handle, name, block)
+        numbers[name] = numbers.get(name, 0) + tensor.numel()
+        return tensor
+
+    for tensor in (tensor for name, tensor in model.state_dict().items() if name in values):
+        local_of(tensor).zero_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("blockdiff.checkpoint.files.read_block", counted)
+        found = read_adapter(directory / "adapter", model)
+        assert not numbers  # the header alone
+        blockdiff.checkpoint.adapters.fill_adapters(model, found.parts, "here")
+    require_own_values()
+    whole = {name: place.shape for name, place in tensors_in(directory / "adapter" / WEIGHTS).items()}
+    for name, count in numbers.items():  # no rank reads more than its half, but of the Bs of experts
+        is_B = "experts" in name and "lora_B" in name
+        assert count <= math.prod(whole[name]) // (1 if is_B else ranks.world) + max(whole[name]), name
     if ranks.is_main:
-        blockdiff.checkpoint.adapters.fill_adapters(plain, values, "here")
+        blockdiff.checkpoint.adapters.fill_adapters(plain, parts, "here")
         save_adapter(plain, directory / "plain", "base")
     ranks.barrier()

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-from blockdiff.checkpoint.adapters import base_of, has_adapter, save_adapter
+import torch
+from torch import Tensor
+
+from blockdiff.checkpoint.adapter_names import Part
+from blockdiff.checkpoint.adapters import base_of, check_parts, has_adapter, load_adapter, read_adapter, save_adapter
+from blockdiff.checkpoint.added import read_added
+from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import find
-from blockdiff.checkpoint.read import load
+from blockdiff.checkpoint.read import carried_by, empty, resolve_device, resolve_dtype, stored_weights
+from blockdiff.checkpoint.stream import Source
 from blockdiff.checkpoint.write import save
 from blockdiff.errors import CheckpointError
-from blockdiff.models.adapters import is_adapted, merge
+from blockdiff.layers.lora import AdaptedExperts, merged
+from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapters_of
+from blockdiff.models.family import BlockDiffusionModel, family_of
 
 
 def export(
@@ -25,17 +37,81 @@ def export(
     """Write a run's model, or a model with an adapter, to `directory`; returns it.
 
     The adapters are added to the weights in fp32 at least, which are then rounded once to their dtype, and the result
-    is a checkpoint like any other. source: a run directory, a checkpoint, an adapter that says what it adapts, or a Hub
-    id; adapter: of that checkpoint. peft: write the adapters alone, in PEFT's format, for the checkpoint `base` (None:
-    the one that the adapter names). dtype: of what is written ("auto": as it is stored). Raises CheckpointError.
+    is a checkpoint like any other. The host holds one tensor of it (of experts that a file has one by one, two).
+
+    source: a run directory, a checkpoint, an adapter that says what it adapts, or a Hub id; adapter: of that
+    checkpoint. peft: write the adapters alone, in PEFT's format, for the checkpoint `base` (None: the one that the
+    adapter names). dtype: of what is written ("auto": as it is stored). device: where the sums are made. Raises
+    CheckpointError.
     """
-    if adapter is not None and has_adapter(find(source)):
+    place = find(source)
+    if adapter is not None and has_adapter(place):
         raise CheckpointError(f"{source}: is an adapter itself; name the model that {adapter} adapts")
-    model = load(source, dtype=dtype, device=device, kernels="torch", adapter=adapter)
-    if not peft:
-        if is_adapted(model):
-            merge(model)
-        return save(model, directory)
-    if not is_adapted(model):
-        raise CheckpointError(f"{source}: has no adapters to write in PEFT's format; name some with --adapter")
-    return save_adapter(model, directory, base or (base_of(find(source)) if adapter is None else str(source)))
+    beside = find(adapter) if adapter is not None else place if has_adapter(place) else None
+    weights = find(base_of(place)) if adapter is None and beside is not None else place
+    model = empty(read_config(weights), "torch")
+    if peft:
+        if beside is None:
+            raise CheckpointError(f"{source}: has no adapters to write in PEFT's format; name some with --adapter")
+        load_adapter(model, beside)
+        return save_adapter(model, directory, base or (base_of(beside) if adapter is None else str(source)))
+    stored = stored_weights(model, weights)
+    kept = stored["vocabulary.table"].dtype if dtype == "auto" else resolve_dtype(dtype)
+    model.to(kept)
+    read_added(model, weights, kept, torch.device("cpu"))
+    names = family_of(model.config).names
+    model.carried = carried_by(weights, names)
+    stored |= {name: Source.of(tensor) for name, tensor in model.state_dict().items() if name not in stored}
+    sums: dict[str, Source] = {}
+    if beside is not None:
+        model.carried = model.carried.over(beside)
+        sums = _sums(empty(model.config, "torch"), stored, beside, kept, resolve_device(device))
+    sources = stored | sums
+
+    @functools.lru_cache(maxsize=2)
+    def latest(name: str) -> Tensor:
+        """What a file has in pieces, which are asked for one after the other, those of two tensors in turn."""
+        return sources[name].read().to(kept)
+
+    def source_of(name: str) -> Source:
+        is_in_pieces = bool(names.pieces_of(names.to_hub(name) or ""))
+        read = partial(latest, name) if is_in_pieces else lambda: sources[name].read().to(kept)
+        return Source(sources[name].shape, kept, read)
+
+    return save(model, directory, weights={name: source_of(name) for name in sources})
+
+
+def _sums(
+    model: BlockDiffusionModel, weights: Mapping[str, Source], place: Path, dtype: torch.dtype, device: torch.device
+) -> dict[str, Source]:
+    """The weights that the adapter in a directory changes, each read and summed when it is asked for.
+
+    model: an empty one, which gets the adapter. Raises CheckpointError for one that does not fit.
+    """
+    adapter = read_adapter(place, model)
+    adapt(model, adapter.modules, adapter.tokens)
+    check_parts(model, adapter.parts, str(place))
+    changed: dict[str, Source] = {}
+    for name, module in adapters_of(model).items():
+        which = {"gate_up_": "gate_up_proj", "down_": "down_proj"}
+        for prefix, leaf in which.items() if isinstance(module, AdaptedExperts) else [("", "weight")]:
+            A, B = (adapter.parts[f"{name}.{prefix}lora_{letter}"] for letter in "AB")
+            weight = weights[f"{name}.{leaf}"]
+            sum_of = partial(_sum, weight, A, B, module.low_rank.scale, dtype, device)
+            changed[f"{name}.{leaf}"] = Source(weight.shape, dtype, sum_of)
+    if adapter.tokens:
+        table = weights["vocabulary.table"]
+        with_rows = partial(_with_rows, table, adapter.parts[TOKEN_ROWS], adapter.tokens, dtype)
+        changed["vocabulary.table"] = Source(table.shape, dtype, with_rows)
+    return changed
+
+
+def _sum(weight: Source, A: Part, B: Part, scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A weight with its adapter, on the host."""
+    w, a, b = (x.to(device) for x in (weight.read(), A.read(None), B.read(None)))
+    return merged(w, a, b, scale, dtype).to("cpu")
+
+
+def _with_rows(table: Source, rows: Part, tokens: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The embedding table with the rows that an adapter brings."""
+    return table.read().to(dtype).index_copy(0, torch.tensor(tokens), rows.read(None).to(dtype))

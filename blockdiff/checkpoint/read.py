@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shape
 from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_blocks, stored_tensors
+from blockdiff.checkpoint.stream import Source
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
 from blockdiff.models.adapters import is_adapter
@@ -111,6 +113,28 @@ def load_weights(
 
     model.carried = carried_by(directory, names, in_files)
     return model.eval()
+
+
+def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Source]:
+    """The tensors of a model that a checkpoint has, by our names and in any form that `load_weights` takes.
+
+    Each is read when it is asked for. Raises CheckpointError.
+    """
+    names, added = family_of(model.config).names, added_to(model)
+    in_files = stored_tensors(directory)
+    stored = assembled(in_files, names)
+    shapes = {name: shape for name, shape in shapes_of(model).items() if name not in added}
+
+    def read(hub: str) -> Tensor:
+        place = stored[hub]
+        if isinstance(place, Assembled):
+            return next(read_assembled(in_files, {hub: place}, [(hub, None)]))[2]
+        return next(read_blocks(stored, [(hub, None)]))[2]
+
+    return {
+        ours: Source(stored[hub].shape, DTYPES[stored[hub].dtype], partial(read, hub))
+        for ours, hub in _match(shapes, stored, directory, names).items()
+    }
 
 
 def _warn_of_not_finite(

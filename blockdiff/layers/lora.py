@@ -144,10 +144,13 @@ def draw_low_rank(A: Tensor, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """weight + scale B A, in fp32 at least and rounded once to the weight's dtype; expert by expert where there are."""
+def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float, dtype: torch.dtype | None = None) -> Tensor:
+    """weight + scale B A, expert by expert where there are: in fp32 at least, and rounded once to a dtype.
+
+    dtype: None is the weight's.
+    """
     wide = torch.promote_types(weight.dtype, torch.float32)
-    out = torch.empty_like(weight)
+    out = torch.empty_like(weight, dtype=dtype)
     parts = zip(out, weight, A, B, strict=True) if weight.dim() == 3 else [(out, weight, A, B)]
     for place, w, a, b in parts:
         place.copy_(torch.addmm(w.to(wide), b.to(wide), a.to(wide), alpha=scale))

@@ -32,9 +32,8 @@ def consolidate(
     """Make a checkpoint of a run, `RUN/checkpoints/step-N`, one in Hub layout, tensor by tensor; returns `directory`.
 
     Whichever ranks wrote it, one process is enough, and the host holds one tensor. Averaged weights go before the
-    others. Adapters are added to the weights of `model.path` (which are then held whole), or with `peft` written alone,
-    for the checkpoint `base` (None: `model.path`). dtype: of what is written ("auto": as it is). Raises
-    CheckpointError, RecipeError or RunError.
+    others. Adapters are added to the weights of `model.path`, or with `peft` written alone, for the checkpoint `base`
+    (None: `model.path`). dtype: of what is written ("auto": as it is). Raises CheckpointError, RecipeError or RunError.
     """
     run = saved.absolute().parents[1]
     if not (run / RECIPE).is_file():

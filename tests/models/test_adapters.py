@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import blockdiff.checkpoint.merging
 from blockdiff import checkpoint
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import LowRank
-from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, is_adapted, merge, targets
+from blockdiff.models.adapters import (
+    adapt,
+    adapter_tensors,
+    adapters_of,
+    draw_adapters,
+    is_adapted,
+    merge,
+    targets,
+)
 from tests.oracle import oracle, ours
 
 PARTS = ("attention", "mlp", "experts", "self_conditioning")
@@ -230,8 +241,6 @@ def test_an_adapter_that_peft_made_is_read(tmp_path):
 
 
 def test_copies_that_differ_are_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     checkpoint.save_adapter(adapted({"attention": LowRank(4, 8)}), tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -263,8 +272,6 @@ def test_adapters_of_other_kinds_are_refused(tmp_path, change, message):
 
 
 def test_a_matrix_without_its_partner_or_without_a_rank_is_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     checkpoint.save_adapter(adapted({"experts": LowRank(2, 4)}), tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -274,6 +281,62 @@ def test_a_matrix_without_its_partner_or_without_a_rank_is_refused(tmp_path):
     save_file({name: x[:0] if "lora_A" in name else x[:, :0].clone() for name, x in tensors.items()}, file)
     with pytest.raises(CheckpointError, match="rank 0"):
         checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
+
+
+def test_a_refused_adapter_leaves_the_model_as_it_was(tmp_path):
+    checkpoint.save_adapter(adapted({"attention": LowRank(4, 8)}), tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = next(key for key in tensors if "encoder" in key)
+    save_file({**tensors, key: tensors[key] + 1}, file)
+    model = ours(oracle())
+    with pytest.raises(CheckpointError, match="differs"):
+        checkpoint.load_adapter(model, tmp_path / "a")
+    assert not adapters_of(model) and torch.equal(our_logits(model), our_logits(ours(oracle())))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_a_merge_reads_and_holds_one_tensor_after_the_other_and_gives_what_a_whole_model_gives(
+    tmp_path, monkeypatch, dtype
+):
+    checkpoint.save(ours(oracle()), tmp_path / "base", dtype=torch.float32)
+    source = adapted(MIXED, (5, 17, 250), torch.float32)
+    adapter = checkpoint.save_adapter(source, tmp_path / "adapter", base=str(tmp_path / "base"))
+    model = checkpoint.load(tmp_path / "base", "float32", "cpu", adapter=adapter)
+    merge(model)
+    checkpoint.save(model, tmp_path / "whole", dtype=None if dtype == "auto" else dtype)
+    alive: list[weakref.ref[Tensor]] = []
+    peak, sums = 0, blockdiff.checkpoint.merging.merged
+
+    def watched(*args: Any) -> Tensor:
+        nonlocal peak
+        made = sums(*args)
+        alive.append(weakref.ref(made))
+        peak = max(peak, sum(ref() is not None for ref in alive))
+        return made
+
+    monkeypatch.setattr(blockdiff.checkpoint.merging, "merged", watched)
+    monkeypatch.setattr(blockdiff.checkpoint.read, "load_weights", None)
+    checkpoint.export(adapter, tmp_path / "out", dtype=dtype)
+    assert len(alive) == sum(2 if "experts" in name else 1 for name in adapters_of(source)) and peak <= 2
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "whole" / "model.safetensors"
+    ).read_bytes()
+    checkpoint.export(adapter, tmp_path / "alone", peft=True)
+    assert (tmp_path / "alone" / "adapter_model.safetensors").read_bytes() == (
+        adapter / "adapter_model.safetensors"
+    ).read_bytes()
+
+
+def test_an_adapter_that_does_not_fit_its_base_is_not_merged(tmp_path):
+    checkpoint.save(ours(oracle()), tmp_path / "base")
+    checkpoint.save_adapter(adapted({"experts": LowRank(2, 4)}), tmp_path / "a", base=str(tmp_path / "base"))
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: x for name, x in tensors.items() if "base_layer.lora_B" not in name}, file)
+    with pytest.raises(CheckpointError, match=r"gate_up_lora_B is missing"):
+        checkpoint.export(tmp_path / "a", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_with_adapters_is_not_saved_as_a_checkpoint(tmp_path):

@@ -1,0 +1,157 @@
+"""`adapter_config.json` of PEFT: how the modules of a model are adapted, in its words."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from blockdiff.checkpoint.adapter_names import WEIGHTS, Part, hub_module
+from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
+from blockdiff.errors import CheckpointError
+from blockdiff.layers.lora import AdaptedExperts, LowRank
+from blockdiff.models.adapters import TOKEN_ROWS, adapters_of
+from blockdiff.models.family import BlockDiffusionModel, family_of
+
+# Settings of PEFT that change what an adapter computes, with the values under which they do not.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "layer_replication": (None,),
+    "use_qalora": (False, None),
+    "alora_invocation_tokens": (None,),
+    "use_bdlora": (None, False),
+    "kasa_config": (None,),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+}
+
+
+def config_of(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
+    """adapter_config.json: what is adapted as a pattern of names, ranks and alphas that differ as patterns, too."""
+    family, adapted = family_of(model.config), adapters_of(model)
+    names: dict[str, LowRank] = {}  # transformers' names of adapted modules and parameters
+    parameters: list[str] = []
+    linears: list[str] = []
+    for ours, module in adapted.items():
+        for hub in family.names.copies(hub_module(f"{ours}.x", model)):
+            if isinstance(module, AdaptedExperts):
+                for leaf in ("gate_up_proj", "down_proj"):
+                    parameters.append(f"{hub}.{leaf}")
+                    names[f"{hub}.{leaf}"] = module.low_rank
+            else:
+                linears.append(hub)
+                names[hub] = module.low_rank
+    ranks = Counter((each.rank, each.alpha) for each in names.values())
+    (rank, alpha), _ = ranks.most_common(1)[0] if ranks else ((8, 8.0), 0)
+    every = _adaptable(model)
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    for other in ranks:
+        if other != (rank, alpha):
+            pattern = _pattern([name for name, each in names.items() if (each.rank, each.alpha) == other], every)
+            rank_pattern[pattern], alpha_pattern[pattern] = other[0], _number(other[1])
+    first = next(iter(names.values()), None)
+    dropouts = [each.low_rank.dropout for each in adapted.values() if not isinstance(each, AdaptedExperts)]
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "bias": "none",
+        "r": rank,
+        "lora_alpha": _number(alpha),
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
+        "lora_dropout": 0.0 if parameters or not dropouts else dropouts[0],
+        "use_rslora": bool(first is not None and first.rslora),
+        "target_modules": _pattern(linears, every) if linears else [],
+        "target_parameters": _suffixes(parameters, every) or None,
+    }
+    if model.vocabulary.token_rows is not None:
+        config["trainable_token_indices"] = {"embed_tokens": list(model.vocabulary.token_ids)}
+    return config
+
+
+def _number(value: float) -> float | int:
+    """PEFT writes whole alphas without a point."""
+    return int(value) if float(value).is_integer() else value
+
+
+def _adaptable(model: BlockDiffusionModel) -> list[str]:
+    """transformers' names of everything that could be adapted."""
+    names = family_of(model.config).names
+    known = [hub for ours in model.state_dict() if (hub := names.to_hub(ours)) is not None]
+    return [copy.removesuffix(".weight") for hub in known for copy in names.copies(hub)]
+
+
+_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+def _pattern(chosen: Sequence[str], every: Sequence[str]) -> str:
+    """A regular expression that matches exactly the chosen names among all."""
+    tails: dict[str, list[str]] = defaultdict(list)
+    for name in chosen:
+        tails[_NUMBER.sub(".#.", name, count=1)].append(name)
+    pieces = []
+    for shape, here in tails.items():
+        there = [name for name in every if _NUMBER.sub(".#.", name, count=1) == shape]
+        layers = r"\d+" if len(here) == len(there) else "(" + "|".join(_NUMBER.search(n)[1] for n in here) + ")"  # type: ignore[index]
+        pieces.append(re.escape(shape).replace(r"\#", "#").replace("#", layers))
+    return "|".join(sorted(set(pieces)))
+
+
+def _suffixes(parameters: Sequence[str], every: Sequence[str]) -> list[str]:
+    """`experts.gate_up_proj` and such where all of them are adapted, else the whole names."""
+    short = sorted({".".join(name.split(".")[-2:]) for name in parameters}, reverse=True)
+    all_of_them = [name for name in every if any(name.endswith("." + tail) for tail in short)]
+    return short if len(all_of_them) == len(set(parameters)) else sorted(set(parameters))
+
+
+def require_plain(config: Mapping[str, Any], directory: Path) -> None:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{directory / CONFIG}: peft_type is {kind!r}; only LORA is read")
+    for key, allowed in PLAIN.items():
+        if key in config and config[key] not in allowed:
+            raise CheckpointError(f"{directory / CONFIG}: {key} is {config[key]!r}; blockdiff reads plain LoRA only")
+
+
+def low_rank_of(
+    config: Mapping[str, Any], ours: str, parts: Mapping[str, Part], model: BlockDiffusionModel, directory: Path
+) -> LowRank:
+    """How the module of one of our adapter parameters is adapted; the ranks of the file decide."""
+    leaf, hub = ours.rpartition(".")[2], hub_module(ours, model)
+    if leaf.startswith(("gate_up", "down")):
+        hub += f".{leaf.partition('_lora')[0]}_proj"
+    rank = int(parts[ours].shape[-2 if leaf.endswith("A") else -1])
+    if not rank:
+        raise CheckpointError(f"{directory / WEIGHTS}: the adapter of {hub} has rank 0, so it adapts nothing")
+    alphas = {_of_pattern(config.get("alpha_pattern") or {}, name, config.get("lora_alpha"))
+              for name in family_of(model.config).names.copies(hub)}  # fmt: skip
+    alpha = alphas.pop()
+    if alphas or not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        raise CheckpointError(f"{directory / CONFIG}: gives {hub} no alpha, or two; lora_alpha must be a number")
+    return LowRank(rank, float(alpha), bool(config.get("use_rslora")), float(config.get("lora_dropout") or 0.0))
+
+
+def _of_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """The value of the first pattern that matches the end of a name, as PEFT looks it up."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+
+
+def tokens_of(config: Mapping[str, Any], parts: Mapping[str, Part], directory: Path) -> tuple[int, ...]:
+    given = config.get("trainable_token_indices")
+    lists = list(given.values()) if isinstance(given, dict) else [given] if given else []
+    if (TOKEN_ROWS in parts) != bool(lists) or len({tuple(each) for each in lists}) > 1:
+        raise CheckpointError(f"{directory / CONFIG}: trainable_token_indices do not say which rows the file holds")
+    tokens = tuple(int(token) for token in lists[0]) if lists else ()
+    if tokens and parts[TOKEN_ROWS].shape[0] != len(tokens):
+        raise CheckpointError(f"{directory}: {len(tokens)} token ids and {parts[TOKEN_ROWS].shape[0]} rows")
+    return tokens

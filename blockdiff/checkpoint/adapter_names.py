@@ -1,0 +1,161 @@
+"""What PEFT calls the tensors of an adapter, and how it arranges them.
+
+PEFT adapts transformers' modules, of which some stand twice over one weight (encoder and decoder); their adapters are
+written as equal copies and read only where they are equal. Experts are its `target_parameters`: A of all experts
+stacked as [E r, in], B side by side as [out, r E] with the expert as the fast index.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blockdiff.checkpoint.files import Stored, read_blocks, tensors_in
+from blockdiff.errors import CheckpointError
+from blockdiff.models.adapters import TOKEN_ROWS
+from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.pieces import Block
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+ROWS = ".token_adapter.trainable_tokens_delta"
+
+
+def hub_module(ours: str, model: BlockDiffusionModel) -> str:
+    """transformers' name of the module that one of our adapter parameters belongs to."""
+    names, module = family_of(model.config).names, ours.rpartition(".")[0]
+    if module.rpartition(".")[2] == "experts":
+        return str(names.to_hub(f"{module}.gate_up_proj")).removesuffix(".gate_up_proj")
+    return str(names.to_hub(f"{module}.weight")).removesuffix(".weight")
+
+
+def peft_names(ours: str, model: BlockDiffusionModel) -> tuple[list[str], Callable[[Tensor], Tensor]]:
+    """What PEFT calls the copies of one of our adapter parameters, from transformers' model on, and its arrangement."""
+    names = family_of(model.config).names
+    if ours == TOKEN_ROWS:
+        table = str(names.to_hub("vocabulary.table")).removesuffix(".weight")
+        return [name + ROWS for name in names.copies(table)], lambda x: x
+    leaf, hub = ours.rpartition(".")[2], hub_module(ours, model)
+    which = "lora_A" if leaf.endswith("A") else "lora_B"
+    inner = ".base_layer" if leaf.startswith("gate_up") else ""
+    keys = [f"{name}{inner}.{which}.weight" for name in names.copies(hub)]
+    if not leaf.startswith(("gate_up", "down")):
+        return keys, lambda x: x
+    return keys, lambda x: x.flatten(0, 1) if which == "lora_A" else x.permute(1, 2, 0).flatten(1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of an adapter: its shape, and what reads a block of it, or all of it where that is None."""
+
+    shape: tuple[int, ...]
+    read: Callable[[Block | None], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Part:
+        """A tensor that is there."""
+        return cls(tuple(tensor.shape), lambda block: tensor if block is None else tensor[block.slices])
+
+    @classmethod
+    def zeros(cls, *shape: int) -> Part:
+        """A tensor of zeros."""
+        return cls(shape, lambda block: torch.zeros(shape if block is None else block.sizes))
+
+
+def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
+    """The tensors of an adapter by our names; only the header of its file is read.
+
+    A tensor that has copies is compared with them where it is read. Raises CheckpointError for a file that cannot be
+    read, tensors that fit no module of the model, and a module of which PEFT adapted one copy alone.
+    """
+    file, names = directory / WEIGHTS, family_of(model.config).names
+    if not file.exists():
+        raise CheckpointError(f"{directory}: no {WEIGHTS}, so the adapter is not whole")
+    stored = tensors_in(file)
+    keys: dict[str, list[str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, place in sorted(stored.items()):
+        ours, shape = (TOKEN_ROWS, place.shape) if ROWS in key else _ours(key, place.shape, model, file)
+        if shapes.setdefault(ours, shape) != shape:
+            raise _differs(file, key)
+        keys.setdefault(ours, []).append(key)
+    for ours, copies in keys.items():
+        if ours != TOKEN_ROWS and len(copies) < len(names.copies(hub_module(ours, model))):
+            raise CheckpointError(
+                f"{file}: {min(copies)} adapts one of two modules over the same weight; "
+                "blockdiff adapts both alike, so it cannot take this one"
+            )
+    return {ours: Part(shapes[ours], partial(_read, stored, copies, shapes[ours])) for ours, copies in keys.items()}
+
+
+def _differs(file: Path, key: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: {key} differs from that of the other module over the same weight; "
+        "blockdiff has one adapter for both, so it cannot take this one"
+    )
+
+
+def _read(
+    stored: Mapping[str, Stored], copies: Sequence[str], shape: tuple[int, ...], block: Block | None
+) -> Tensor:
+    """A block of one of our tensors, which has these copies in the file.
+
+    Of the As of all experts the rows of the experts asked for are read; of their Bs, where an expert's numbers lie
+    everywhere, the rows of the outputs asked for.
+    """
+    place, box = stored[copies[0]], block or Block.whole(shape)
+    in_file = block
+    if len(shape) == 3 and block is not None:
+        (first, row, column), (experts, _, columns) = box.offsets, box.sizes
+        if copies[0].endswith("lora_A.weight"):
+            in_file = Block((first * shape[1], column), (experts * shape[1], columns))
+        else:
+            in_file = Block((row, 0), (box.sizes[1], place.shape[1]))
+    found: Tensor | None = None
+    for key, _, tensor in read_blocks(stored, [(key, in_file) for key in copies]):
+        if found is not None and not torch.equal(found, tensor):
+            raise _differs(place.file, key)
+        found = tensor
+    assert found is not None
+    if len(shape) < 3:
+        return found
+    if copies[0].endswith("lora_A.weight"):
+        return found.unflatten(0, (-1, shape[1]))[:, box.slices[1]].contiguous()
+    return found.unflatten(1, (-1, shape[0])).permute(2, 0, 1)[box.slices[0], :, box.slices[2]].contiguous()
+
+
+def _ours(
+    key: str, shape: tuple[int, ...], model: BlockDiffusionModel, file: Path
+) -> tuple[str, tuple[int, ...]]:
+    """Our name and our shape of one tensor of the file."""
+    names = family_of(model.config).names
+    match = re.fullmatch(re.escape(PREFIX) + r"(.+?)((?:\.base_layer)*)\.(lora_[AB])\.weight", key)
+    problem = f"{file}: {key} is no adapter of a module of this model"
+    if match is None:
+        raise CheckpointError(problem)
+    module, _, which = match.groups()
+    ours = names.to_ours(f"{module}.weight")
+    if ours is not None:
+        return f"{ours.removesuffix('.weight')}.{which}", shape
+    ours = names.to_ours(f"{module}.gate_up_proj")
+    if ours is None:
+        raise CheckpointError(problem)
+    ours = ours.removesuffix(".gate_up_proj")
+    E, D, F = (int(size) for size in model.get_parameter(f"{ours}.down_proj").shape)
+    side = 1 if which == "lora_A" else 0
+    widths = {"gate_up": (D, 2 * F)[1 - side], "down": (F, D)[1 - side]}
+    # The two parameters of a module are nested in the order of its parameters: gate_up inside, down outside.
+    is_inner = ".base_layer" in match[2]
+    fitting = [name for name, width in widths.items() if shape[side] == width]
+    if not fitting or shape[1 - side] % E:
+        raise CheckpointError(f"{file}: {key} has the shape {list(shape)}, which fits no expert")
+    name = fitting[0] if len(fitting) == 1 else ("gate_up" if is_inner else "down")
+    if which == "lora_A":
+        return f"{ours}.{name}_{which}", (E, shape[0] // E, shape[1])
+    return f"{ours}.{name}_{which}", (E, shape[0], shape[1] // E)
