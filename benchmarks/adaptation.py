@@ -6,7 +6,8 @@ prompt: `#ab__/__cd/...?`. The table has the share of puzzles solved in both tas
 two trainings, and what transformers' `generate` solves with the merged checkpoint. A puzzle has one solution, so a
 text is right if it equals the reference.
 
-What lies in DIR is used again; remove DIR/base or DIR/adapted to train that again.
+What lies in DIR is used again; remove DIR/base or DIR/adapted to train that again. Settings were chosen with
+`--seed 2`, which deals the grids to training and test in another way; what is reported is seed 0.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def in_letters(row: dict[str, str]) -> dict[str, str]:
     return {"prompt": f"#{'/'.join(rows)}?", "response": row["response"].translate(LETTERS)}
 
 
-def trained_base(directory: Path, rows: dict[str, list[dict[str, str]]], steps: int) -> blockdiff.Run:
-    """The model that solves puzzles in digits."""
+def trained_base(directory: Path, rows: dict[str, list[dict[str, str]]]) -> blockdiff.Run:
+    """The model that solves puzzles in digits, by the quickstart's recipe."""
     tokenizer = directory / "tokenizer"
     character_tokenizer(alphabet(4) + NEW).save_pretrained(tokenizer)
-    overrides = [f"model.tokenizer={tokenizer}", f"train.steps={steps}", "train.eval_every=0"]
-    given = {"extends": str(RECIPE), "data": {"train": rows["train"], "heldout": rows["heldout"]}}
+    overrides = [f"model.tokenizer={tokenizer}", "train.eval_every=0"]
+    given = {"extends": str(RECIPE), "data": {"train": rows["train"], "heldout": rows["test"][:64]}}
     return blockdiff.train(given, overrides, directory / "base")
 
 
@@ -63,7 +64,13 @@ def adapted(directory: Path, base: blockdiff.Run, rows: dict[str, list[dict[str,
         },
         "data": {"train": [in_letters(row) for row in rows["train"]]},
         "objective": {"ar_loss": "none"},
-        "optim": {"lr": o.lr, "betas": [0.9, 0.99], "warmup_steps": 20, "schedule": {"cosine": {"final_ratio": 0.01}}},
+        "optim": {
+            "lr": o.lr,
+            "betas": [0.9, 0.99],
+            "warmup_steps": 20,
+            "schedule": {"cosine": {"final_ratio": 0.01}},
+            "ema": o.ema,
+        },
         "train": {"steps": o.steps, "batch_size": o.batch_size, "log_every": 25},
     }
     return blockdiff.train(recipe, (), directory / "adapted")
@@ -99,21 +106,22 @@ def seconds(run: blockdiff.Run) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.adaptation", description=str(__doc__).split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--base-steps", type=int, default=1400)
+    parser.add_argument("--seed", type=int, default=0, help="of the puzzles: which grids train and which test")
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--batch-size", type=int, default=20)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--lr", type=float, default=7e-3)
+    parser.add_argument("--ema", type=float, default=0.99, help="decay of the average of the adapters")
     parser.add_argument("--count", type=int, default=1000, help="test puzzles")
     parser.add_argument("--theirs", type=int, default=200, help="of them with transformers")
     o = parser.parse_args()
     quiet()
-    splits = make_splits(4, {"train": 60_000, "heldout": 200, "test": o.count}, seed=0)
+    splits = make_splits(4, {"train": 60_000, "test": o.count}, seed=o.seed)
     directory, test = o.output.absolute(), splits["test"]
     directory.mkdir(parents=True, exist_ok=True)
     base, run = blockdiff.Run(directory / "base"), blockdiff.Run(directory / "adapted")
     if not (base.directory / "model").exists():
-        base = trained_base(directory, splits, o.base_steps)
+        base = trained_base(directory, splits)
     if not (run.directory / "adapter").exists():
         run = adapted(directory, base, splits, o)
     merged = directory / "merged"
