@@ -14,6 +14,7 @@ from blockdiff import checkpoint
 from blockdiff.models.adapters import draw_adapters
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
+from blockdiff.pieces import is_spread
 from blockdiff.training import plan as plans
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.build import computed_in, mesh_of, read_base, without_weights
@@ -43,10 +44,12 @@ def held(recipe: Recipe, ranks: Ranks, tokens: int) -> int:
     def release() -> None:
         objective.zero_grad(set_to_none=True)
 
-    # DDP makes its buckets in the first trace and keeps them. What gloo's threads hold for FSDP2's exchanges goes when
-    # they are scheduled: the least of several traces has none of it.
+    # DDP has its gradients in buckets that it keeps, so they are in no trace. What gloo's threads hold for FSDP2's
+    # exchanges goes when they are scheduled: the least of several traces has none of it.
     traces = 6 if mesh.shard == "full" else 1
-    return min(peak_memory(work, CPU, release) for _ in range(traces))
+    is_replicated = mesh.shard == "none"
+    buckets = sum(p.nbytes for p in objective.parameters() if is_replicated and p.requires_grad and not is_spread(p))
+    return buckets + min(peak_memory(work, CPU, release) for _ in range(traces))
 
 
 def traced(ranks: Ranks, directory: Path, tree: dict[str, Any], cases: list[list[str]], tokens: int) -> None:

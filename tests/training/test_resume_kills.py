@@ -53,7 +53,7 @@ def test_a_rank_whose_peer_was_killed_has_to_end_with_one_line():
     line = f"blockdiff: error: rank 1: another rank was lost during step 3; {RESUME}"
     for code, said, ending in (
         (1, line, "with a line"),
-        (-signal.SIGTERM, "", "before training began"),
+        (-signal.SIGTERM, "", "by SIGTERM outside of training"),
         (0, "run: 12 steps", "after its work"),
         (1, "", "otherwise"),
         (1, f"{line}\n{line}", "otherwise"),
