@@ -39,12 +39,16 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
                 continue
             models = pair(size, settings.device, dtype, kernels=settings.kernels)
             for rows in BATCHES:
-                done(measure(models, size, rows, settings))
+                for result in measure(models, size, rows, settings):
+                    done(result)
 
 
 @torch.no_grad()
-def measure(models: Pair, size: Size, rows: int, settings: Settings) -> Result:
-    """One line: compare the logits of two steps, then time in turns, then trace the memory."""
+def measure(models: Pair, size: Size, rows: int, settings: Settings) -> list[Result]:
+    """One line: compare the logits of two steps, then time in turns, then trace the memory.
+
+    On CUDA a second one is of the same steps without CUDA graphs; in the first they are where they can be.
+    """
     models.ours.eval(), models.peer.eval()
     device = settings.device
     ours = models.ours
@@ -63,14 +67,14 @@ def measure(models: Pair, size: Size, rows: int, settings: Settings) -> Result:
     case = f"{'fp32' if ours.dtype == torch.float32 else 'bf16'}, batch {rows}"
     result = Result(SUITE, size.name, case, agreement(models, tokens_BS, canvas_BL))
     if not result.agreement.is_met:
-        return result
+        return [result]
 
     few, many = size.steps
     requests = [Request(b, tokens=row, seed=b) for b, row in enumerate(tokens_BS.tolist())]
     sampler = Sampler(ours, None, Generation(confidence=CONFIDENCE, max_new_tokens=ours.canvas_length))
 
-    def generate(steps: int) -> Callable[[], list[Answer]]:
-        return lambda: sampler.generate(requests, max_steps=steps, batch_size=rows)
+    def generate(steps: int, graphs: bool | None = None) -> Callable[[], list[Answer]]:
+        return lambda: sampler.generate(requests, max_steps=steps, batch_size=rows, graphs=graphs)
 
     def generate_peer(steps: int, experts: str, cache: str) -> Callable[[], object]:
         return peer.generation(models.peer, tokens_BS, steps, CONFIDENCE, experts, cache)
@@ -92,13 +96,19 @@ def measure(models: Pair, size: Size, rows: int, settings: Settings) -> Result:
         if (experts, cache) != ("eager", "static")  # its loop over experts cannot be compiled whole
     }
     probed = probe(variants)
-    stopwatches = {"ours": per_step(generate)} | {name: variants[name] for name in contenders(probed)}
+    ours_too = {"ours": per_step(generate)}
+    if device.type == "cuda":
+        ours_too["without graphs"] = per_step(lambda steps: generate(steps, False))
+    stopwatches = ours_too | {name: variants[name] for name in contenders(probed)}
     times = interleaved(stopwatches, settings.repeats, warmup=1)
-    our_times = times.pop("ours")
-    result = replace(result, ours=our_times, peers=times, probed=probed)
+    our_times = {name: times.pop(name) for name in ours_too}
+    result = replace(result, peers=times, probed=probed)
     experts, cache = str(result.fastest_peer).removesuffix(" cache").split(", ")
     memory = peak_memory(generate(few), device), peak_memory(generate_peer(few, experts, cache), device)
-    return replace(result, memory=memory)
+    return [
+        replace(result, ours=seconds, **({"memory": memory} if name == "ours" else {"case": f"{case}, {name}"}))
+        for name, seconds in our_times.items()
+    ]
 
 
 def agreement(models: Pair, tokens_BS: Tensor, canvas_BL: Tensor) -> Agreement:

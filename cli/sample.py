@@ -62,6 +62,9 @@ def sample(
     exact: Annotated[
         bool, typer.Option("--exact", help="The same tokens to the bit whatever runs together, on a CPU; slower.")
     ] = False,
+    no_graphs: Annotated[
+        bool, typer.Option("--no-graphs", help="On a GPU, launch every denoising step anew, without CUDA graphs.")
+    ] = False,
     adapter: options.Adapter = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -163,6 +166,7 @@ def sample(
                     on_canvas=on_canvas,
                     on_step=on_step,
                     exact=exact,
+                    graphs=False if no_graphs else None,
                 )
                 for place, result in found:
                     counts["answered" if result.error is None else "failed"] += 1

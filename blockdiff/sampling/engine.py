@@ -18,6 +18,7 @@ from blockdiff.models.pages import Pages
 from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.context import NOT_FINITE, Context
 from blockdiff.sampling.control import CanvasControl
+from blockdiff.sampling.graphs import Graphs, capture_of
 from blockdiff.sampling.live import Finished, Live
 from blockdiff.sampling.request import Pending, Request, Result, draws_of
 from blockdiff.sampling.scheduler import Row, Scheduler, Slot
@@ -46,7 +47,8 @@ class Engine:
     encodes and denoises at most, as far as prompts can wait (None: twice the canvases of `max_rows` rows); page_tokens,
     capacity: of `Pages`; chunk_tokens: the pieces in which prompts are encoded; canvases: how many of a response are
     denoised side by side; exact: a request's tokens are the same to the bit whatever else runs, on a CPU, because each
-    runs in calls of its own; buckets: row counts that calls are padded to (None: none on a CPU).
+    runs in calls of its own; buckets: row counts that calls are padded to (None: none on a CPU); graphs: whether steps
+    are captured in CUDA graphs and replayed where they can be (None: on a GPU, where attention reads pages).
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Engine:
         exact: bool = False,
         buckets: Sequence[int] | None = None,
         pages: Pages | None = None,
+        graphs: bool | None = None,
     ):
         counts = dict(max_rows=max_rows, max_waiting=max_waiting, page_tokens=page_tokens, chunk_tokens=chunk_tokens)
         for name, count in {**counts, "canvases": canvases}.items():
@@ -99,7 +102,12 @@ class Engine:
         )
         if buckets is None and model.device.type != "cpu":
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
-        self._live = Live(self.context, self.pages, canvases, 1 if exact else max_rows, buckets)
+        is_alone = exact or self.context.is_next_token
+        capture = None if graphs is False or is_alone else capture_of(model)
+        of_steps = None if capture is None or not self.pages.reads_tables else Graphs(capture)
+        if graphs and of_steps is None:
+            raise ValueError("graphs: no step of this model can be captured; that takes canvases, CUDA and Triton")
+        self._live = Live(self.context, self.pages, canvases, 1 if exact else max_rows, buckets, of_steps)
         self._rows: dict[str | int, Row] = {}  # the first draw of each submitted request
         self._unfinished = 0
         self._events: list[Event] = []

@@ -113,15 +113,16 @@ class Sampler:
         on_canvas: OnCanvas | None = None,
         on_step: OnStep | None = None,
         exact: bool = False,
+        graphs: bool | None = None,
     ) -> list[Result]:
         """Answer prompts: raw texts, message lists or `Request`s; one `Result` each, in the same order.
 
         `batch_size` rows run together. `max_new_tokens` is rounded up to whole canvases. `on_canvas` is called with
         every committed canvas and `on_step` with every denoising step (which costs a copy to the host each). `exact`
-        is that of `Engine`. A prompt that cannot be used gives a result with an `error`; the others are answered. A
-        `Result` among the prompts, as `read_prompts` has for a line that is none, is returned as it is.
+        and `graphs` are those of `Engine`. A prompt that cannot be used gives a result with an `error`; the others are
+        answered. A `Result` among the prompts, as `read_prompts` has for a line that is none, is returned as it is.
         """
-        settings = (seed, max_new_tokens, max_steps, batch_size, on_canvas, on_step, exact)
+        settings = (seed, max_new_tokens, max_steps, batch_size, on_canvas, on_step, exact, graphs)
         results = dict(self.stream(prompts, *settings))
         return [results[place] for place in range(len(prompts))]
 
@@ -135,6 +136,7 @@ class Sampler:
         on_canvas: OnCanvas | None = None,
         on_step: OnStep | None = None,
         exact: bool = False,
+        graphs: bool | None = None,
     ) -> Iterator[tuple[int, Result]]:
         """What `generate` gives, as it comes: the place of a prompt and its result."""
         if isinstance(prompts, str):
@@ -156,7 +158,7 @@ class Sampler:
             except RequestError as error:
                 yield place, Result.failed(request.id, error)
         if asked:
-            yield from self._answers(asked, batch_size, on_canvas, on_step, exact)
+            yield from self._answers(asked, batch_size, on_canvas, on_step, exact, graphs)
 
     def _answers(
         self,
@@ -165,6 +167,7 @@ class Sampler:
         on_canvas: OnCanvas | None,
         on_step: OnStep | None,
         exact: bool,
+        graphs: bool | None,
     ) -> Iterator[tuple[int, Result]]:
         """The results of requests, each given with its best_of, as they come, after the places of these."""
         length = self.context.canvas_length
@@ -176,6 +179,7 @@ class Sampler:
             max_rows=min(batch_size, count),
             max_waiting=count,
             exact=exact,
+            graphs=graphs,
             pages=self.pages or self._own_pages(longest, min(2 * batch_size, count)),
         )
         places: dict[int, int] = {}

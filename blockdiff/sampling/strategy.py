@@ -102,7 +102,12 @@ class Decision:
 
 
 class Strategy(Protocol):
-    """A frozen dataclass: canvases of equal strategies are decided together."""
+    """A frozen dataclass: canvases of equal strategies are decided together.
+
+    A class with `is_capturable = True` (or a property) says that its steps can be captured in a CUDA graph: `decide`
+    computes with the tensors of canvases alone, without reading one on the host, and never looks at `ids`. A class
+    that inherits it says nothing.
+    """
 
     def __hash__(self) -> int:
         """That of its fields."""

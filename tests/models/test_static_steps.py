@@ -5,7 +5,7 @@ On torch's meta device tensors have no values: whatever reads one, or makes a te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,11 +18,15 @@ from blockdiff.kernels import launch as launching
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
-from blockdiff.sampling.strategies import as_strategy
-from blockdiff.sampling.strategy import Canvases
+from blockdiff.sampling.context import Context
+from blockdiff.sampling.draws import STEPS_AHEAD
+from blockdiff.sampling.fixed_step import FixedStep
+from blockdiff.sampling.graphs import Graphs
+from blockdiff.sampling.live_state import State
 from tests.oracle import tiny_config
+from tests.recorder import Recorder
 
-L, D, V, PAGE = 16, 64, 384, 8
+L, D, PAGE = 16, 64, 8
 FOLDERS = ("norm_rope", "expert_mlp", "span_attention", "fused", "vocabulary")
 
 
@@ -56,39 +60,26 @@ def rows_of(pages: Pages, lengths: list[int]) -> list[PagedRow]:
     return rows
 
 
-def denoising_step(model: DiffusionGemma, pages: Pages, rows: list[PagedRow], given: dict[str, Tensor]) -> Tensor:
-    """The model's step, the statistics, and the default strategy's decision: what stands next, and what stops."""
-    hidden = pages.denoise(rows, given["canvas"], given["soft"])
-    stats = model.vocabulary.stats(hidden, given["temperature"], given["uniform"])
-    unchanged = (given["unchanged"] + 1) * (stats.argmax == given["previous"]).all(-1)
-    strategy = as_strategy(None, Generation())
-    canvases = Canvases(
-        ids=[0, 1], step_B=given["step"], steps_B=given["step"], temperature_B=given["temperature"],
-        tokens_BL=given["canvas"], stats=stats, previous_BL=given["previous"], unchanged_B=unchanged,
-        kept_BL=given["kept"], is_pinned_BL=None, noise_probability=1 / V, draw=lambda: given["uniform"],
-    )  # fmt: skip
-    decision = strategy.decide(canvases)
-    assert decision.stop_B is not None
-    return torch.cat([decision.standing(canvases), decision.stop_B[:, None]], 1)
-
-
-def step_inputs(B: int, device: str) -> dict[str, Tensor]:
-    with torch.device(device):
-        integers = torch.zeros(B, L, dtype=torch.int64)
-        return dict(
-            canvas=integers, previous=integers - 1, soft=torch.zeros(B, L, D), uniform=torch.rand(B, L),
-            temperature=torch.ones(B), unchanged=torch.zeros(B, dtype=torch.int64),
-            step=torch.zeros(B, dtype=torch.int64), kept=torch.zeros(B, L, dtype=torch.bool),
-        )  # fmt: skip
+def step_of(model: DiffusionGemma, pages: Pages, rows: list[PagedRow]) -> Callable[[], None]:
+    """The step of canvases after these rows, by the default strategy, as a graph would hold it."""
+    context, B = Context(model, None, Generation()), len(rows)
+    with torch.device(model.device):
+        numbers, tokens_BL = torch.zeros(B, dtype=torch.int64), torch.zeros(B, L, dtype=torch.int64)
+        draws_BTL, kept_BL = torch.zeros(B, STEPS_AHEAD, L), torch.zeros(B, L, dtype=torch.bool)
+        state = State(
+            *[numbers] * 5, draws_BTL, draws_BTL.long(), tokens_BL, kept_BL, tokens_BL - 1, torch.zeros(B, L, D)
+        )
+    step = FixedStep(context, pages, 1, B, Graphs(Recorder()))
+    step.load(rows, context.strategy, state, None, None)
+    return lambda: step._step(context.strategy)
 
 
 def test_a_denoising_step_reads_nothing_and_brings_nothing_from_the_host():
     model = model_on("meta")
     pages = Pages(model, page_tokens=PAGE, capacity=4096)
-    rows, given = rows_of(pages, [21, 30]), step_inputs(2, "meta")
-    denoising_step(model, pages, rows, given)  # positions, spans and tables are made once for all steps of a canvas
+    step = step_of(model, pages, rows_of(pages, [21, 30]))
     with NothingFromTheHost():
-        assert denoising_step(model, pages, rows, given).shape == (2, L + 1)
+        step()
 
 
 def test_what_is_refused_is_noticed():
@@ -137,7 +128,7 @@ def test_steps_and_commits_launch_the_same_whatever_rows_hold(launches):
         for work in ("step", "commit"):
             launches.clear()
             if work == "step":
-                denoising_step(model, pages, rows, step_inputs(2, "cpu"))
+                step_of(model, pages, rows)()
             else:
                 pages.encode(rows, torch.zeros(2, 4, dtype=torch.int64), [4, 4])
             found.append(list(launches))

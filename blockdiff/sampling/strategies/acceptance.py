@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,11 @@ class Acceptance(Protocol):
         """What becomes of every position; when a canvas stops is another rule's."""
 
 
+def declares_capturable(rule: object) -> bool:
+    """Whether the class of a strategy or a rule says itself that a CUDA graph can hold it (see `Strategy`)."""
+    return "is_capturable" in vars(type(rule)) and bool(rule.is_capturable)  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class EntropyBound:
     """Accept the k most certain tokens, k as large as H_1 + ... + H_k - max(H_1, ..., H_k) <= bound allows.
@@ -28,6 +33,7 @@ class EntropyBound:
     """
 
     bound: float = 0.1
+    is_capturable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.bound > 0:
@@ -49,6 +55,7 @@ class Confident:
     """
 
     threshold: float = 0.9
+    is_capturable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold < 1:
@@ -71,6 +78,7 @@ class Quota:
     """
 
     pace: Literal["linear", "cosine"] = "linear"
+    is_capturable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.pace not in ("linear", "cosine"):
@@ -100,6 +108,11 @@ class Sticky:
     """
 
     rule: Acceptance = field(default_factory=EntropyBound)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether the other rule is."""
+        return declares_capturable(self.rule)
 
     def accept(self, canvases: Canvases) -> Decision:
         """Ask the other rule with the kept positions as certain; they stay."""

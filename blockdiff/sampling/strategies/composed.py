@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.sampling.strategies.acceptance import Acceptance, EntropyBound
+from blockdiff.sampling.strategies.acceptance import Acceptance, EntropyBound, declares_capturable
 from blockdiff.sampling.strategies.stopping import StableAndConfident, Stopping
 from blockdiff.sampling.strategies.temperature import LinearTemperature, Temperature
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy
@@ -52,6 +52,11 @@ class Composed(Rules):
 
     acceptance: Acceptance = field(default_factory=EntropyBound)
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether both rules are."""
+        return declares_capturable(self.acceptance) and declares_capturable(self.stopping)
+
     def decide(self, canvases: Canvases) -> Decision:
         """What the acceptance keeps, and which canvases the stopping ends."""
         return replace(self.acceptance.accept(canvases), stop_B=self.stopping.stop(canvases))
@@ -61,6 +66,12 @@ class Composed(Rules):
 def is_guided(strategy: Strategy, steps: int) -> bool:
     """Whether any of so many steps wants guidance, and with it a prefix without the prompt."""
     return any(strategy.shape(step, steps).guidance for step in range(steps))
+
+
+@lru_cache(maxsize=64)
+def is_capturable(strategy: Strategy, steps: int) -> bool:
+    """Whether so many steps can be captured in CUDA graphs: the strategy says so, and shapes but by temperature."""
+    return declares_capturable(strategy) and all(strategy.shape(step, steps).is_plain for step in range(steps))
 
 
 def released(generation: Generation) -> Composed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ class StableAndConfident:
 
     stability: int = 1
     confidence: float = 0.005
+    is_capturable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.stability < 0 or not self.confidence > 0:
@@ -47,6 +48,8 @@ class StableAndConfident:
 class AllKept:
     """Stop when every position was kept at the step before: for what is kept for good, this is the end."""
 
+    is_capturable: ClassVar[bool] = True
+
     def stop(self, canvases: Canvases) -> Tensor | None:
         """is_stopped [B]."""
         return canvases.kept_BL.all(-1)
@@ -55,6 +58,8 @@ class AllKept:
 @dataclass(frozen=True)
 class Never:
     """Every canvas takes as many steps as it may."""
+
+    is_capturable: ClassVar[bool] = True
 
     def stop(self, canvases: Canvases) -> Tensor | None:
         """None."""

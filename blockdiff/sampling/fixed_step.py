@@ -1,0 +1,121 @@
+"""A denoising step that reads and writes buffers which stay where they are, so that it can be captured and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from blockdiff.models.page_buffers import FixedSteps
+from blockdiff.models.page_rows import PagedRow
+from blockdiff.models.pages import Pages
+from blockdiff.sampling.context import Context
+from blockdiff.sampling.draws import STEPS_AHEAD
+from blockdiff.sampling.graphs import Graphs, HostCopy
+from blockdiff.sampling.live_state import State, ends
+from blockdiff.sampling.predict import predict
+from blockdiff.sampling.strategy import Strategy
+
+
+class FixedStep:
+    """The step of canvases that one strategy decides and that nothing constrains: `load` them, then `run` their steps.
+
+    most: rows at most, `width` canvases of each. What changes from step to step is the number of the step, which the
+    host writes, and what a step leaves for the next; draws and temperatures stand there for several steps ahead.
+    """
+
+    def __init__(self, context: Context, pages: Pages, width: int, most: int, graphs: Graphs):
+        self.context, self.width, self.graphs = context, width, graphs
+        L, B, device = context.canvas_length, most * width, context.model.device
+        self.rows = FixedSteps(pages, most, width, L)
+        self._now = torch.zeros((), dtype=torch.int64, device=device)
+        self._every_B = torch.arange(B, device=device)
+        self._temperature_BT = torch.ones(B, STEPS_AHEAD, device=device)
+        self._start_BL = torch.full((B, L), -1, device=device)
+        self._pinned_BL = torch.zeros((B, L), dtype=torch.int64, device=device)
+        self._told_BN = torch.zeros((B, 2 + L), dtype=torch.int64, device=device)
+        self._on_host = HostCopy(self._told_BN)
+        self._state: State | None = None
+        self._key: object = None
+        self._may_stop: dict[Strategy, bool] = {}
+        self._loaded = 0, 0  # rows, and their canvases without those of padding
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are pages to read: none before the first encode."""
+        return all(pool.tensors for pool in self.rows.pages.pools.values())
+
+    def load(
+        self, rows: Sequence[PagedRow], strategy: Strategy, state: State, start_BL: Tensor | None,
+        pinned_BL: Tensor | None,
+    ) -> State:  # fmt: skip
+        """Take canvases over, and give their state back as it stands in the buffers.
+
+        rows: those of the canvases, and then any that pad the call; start_BL, pinned_BL: tokens that are given at the
+        first step and at every one, -1 elsewhere.
+        """
+        count = len(state.seed_B)
+        if self._state is None:
+            self._state = State(*(x.new_zeros(len(self._every_B), *x.shape[1:]) for x in state))
+        for buffer, x in zip(self._state, state, strict=True):
+            if buffer.data_ptr() != x.data_ptr():
+                buffer[:count] = x
+        for buffer_BL, given_BL in ((self._start_BL, start_BL), (self._pinned_BL, pinned_BL)):
+            buffer_BL[:count] = -1 if given_BL is None else given_BL
+        self._pinned_BL[count:] = 0  # canvases of padding
+        self._key, self._loaded = (len(rows), strategy, self.rows.load(rows)), (len(rows), count)
+        return self._state.part(slice(0, count))
+
+    def set_temperatures(self, places: Sequence[int], temperatures: Sequence[Sequence[float]]) -> None:
+        """Set those of canvases from the last multiple of STEPS_AHEAD on, of as many steps."""
+        device = self._now.device
+        self._temperature_BT[torch.tensor(places, device=device)] = torch.tensor(temperatures, device=device)
+
+    def run(self, strategy: Strategy, now: int) -> None:
+        """Denoise every canvas once, and send for what became of it; the host waits for nothing."""
+        self._now.fill_(now)
+        self.graphs.run(self._key, lambda: self._step(strategy))
+        self._on_host.send(self._loaded[1])
+
+    def may_stop(self, strategy: Strategy) -> bool:
+        """Whether a canvas can stop before its last step, after a step was run."""
+        return self._may_stop[strategy]
+
+    def told(self) -> Tensor:
+        """What became of every canvas in the last step, as `ends` says it; the host waits for the step."""
+        return self._on_host.read(self._loaded[1])
+
+    def _step(self, strategy: Strategy) -> None:
+        """The step itself: what it launches follows from the key of what is loaded, and all else stands in buffers."""
+        assert self._state is not None
+        B, L = self._loaded[0] * self.width, self.context.canvas_length
+        state, every_B = self._state.part(slice(0, B)), self._every_B[:B]
+        mask_id = self.context.choices.mask_id
+        step_B = self._now - state.entered_B
+        place_B = step_B % STEPS_AHEAD
+        uniform_BL, noise_BL = state.uniform_BTL[every_B, place_B], state.noise_BTL[every_B, place_B]
+        temperature_B = self._temperature_BT[every_B, place_B]
+        tokens_BL = state.seen(noise_BL, mask_id, self._start_BL[:B], self._pinned_BL[:B])
+        rows = self._loaded[0], self.width * L
+        hidden_BTD = self.rows.denoise(tokens_BL.view(rows), state.soft_BLD.view(*rows, -1))
+        hidden_BLD = hidden_BTD.reshape(B, L, -1)
+        stats = predict(self.context.model, hidden_BLD, tokens_BL, temperature_B, uniform_BL, mask_id)
+        told = (), step_B, temperature_B, tokens_BL, stats, self._pinned_BL[:B]
+        canvases = state.canvases(self.context, *told)
+        decision = strategy.decide(canvases)
+        left = replace(
+            state,
+            unchanged_B=canvases.unchanged_B,
+            standing_BL=decision.standing(canvases),
+            kept_BL=decision.kept_BL,
+            previous_BL=stats.argmax,
+            soft_BLD=stats.soft_embedding,
+        )
+        self._told_BN[:B] = ends(stats, decision)  # first: a decision may say what stands in the buffers
+        for buffer, x in zip(state, left, strict=True):
+            if buffer is not x:
+                buffer.copy_(x)
+        self._start_BL[:B].fill_(-1)
+        self._may_stop[strategy] = decision.stop_B is not None

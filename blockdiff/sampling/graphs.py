@@ -1,0 +1,125 @@
+"""CUDA graphs: work on a GPU is captured once, and then launched whole instead of operation by operation.
+
+Captured work runs again exactly as it was: on the same memory, with the same numbers of the host. So it reads and
+writes buffers that stay where they are, asks for no value on the host, and what changes stands in those buffers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.pieces import is_spread
+
+MOST_GRAPHS = 64  # that are kept at once; they share the memory of what they compute, and each takes some of its own
+
+Work = Callable[[], None]
+
+
+class Capture(Protocol):
+    """How work is captured on some device."""
+
+    def warm_up(self, work: Work) -> None:
+        """Run work the way it runs before it is captured."""
+
+    def capture(self, work: Work) -> Work:
+        """Record work without running it: what runs it."""
+
+
+class CudaCapture:
+    """Work on a CUDA device as CUDA graphs, whose memory is one pool: none runs while another does."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        with torch.cuda.device(device):
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def warm_up(self, work: Work) -> None:
+        """Run work on the stream that captures, so that what a first run sets up there is set up."""
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                work()
+            current.wait_stream(self._stream)
+
+    def capture(self, work: Work) -> Work:
+        """The replay of a graph; torch raises RuntimeError for work that cannot be captured."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may do what is forbidden while this one captures.
+        how = dict(pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, **how):  # type: ignore[arg-type]
+            work()
+        return graph.replay
+
+
+def capture_of(model: BlockDiffusionModel) -> Capture | None:
+    """How steps of a model can be captured; None off CUDA, and where a step does more than launch.
+
+    That is where ranks exchange something within it, and where layers keep what they select in the first one.
+    """
+    if model.device.type != "cuda" or any(kind.keeps_selection for kind in model.kinds.values()):
+        return None
+    return None if any(map(is_spread, model.parameters())) else CudaCapture(model.device)
+
+
+class Graphs:
+    """Work by a key that says all that differs from one graph to another: run once, then captured, then replayed.
+
+    Those used last are kept, `most` of them. What cannot be captured runs as it is, with one warning.
+    """
+
+    def __init__(self, capture: Capture, most: int = MOST_GRAPHS):
+        self._capture, self._most = capture, most
+        self._replays: OrderedDict[Hashable, Work | None] = OrderedDict()  # None: it ran once
+        self._is_refused = False
+
+    def run(self, key: Hashable, work: Work) -> None:
+        """Run work, or replay what was captured under this key."""
+        if self._is_refused or key not in self._replays:
+            self._capture.warm_up(work)
+            self._replays[key] = None
+        elif (replay := self._replays[key] or self._captured(work)) is None:
+            self._capture.warm_up(work)
+        else:
+            self._replays[key] = replay
+            replay()
+        self._replays.move_to_end(key)
+        while len(self._replays) > self._most:
+            self._replays.popitem(last=False)
+
+    def _captured(self, work: Work) -> Work | None:
+        try:
+            return self._capture.capture(work)
+        except RuntimeError as error:
+            self._is_refused = True
+            reason = str(error).strip().partition("\n")[0]
+            warnings.warn(f"denoising steps run without CUDA graphs: {reason}; graphs=False says so", stacklevel=2)
+            return None
+
+
+class HostCopy:
+    """What the host reads of a device's buffer: it is sent for, and the host waits for it when it reads."""
+
+    def __init__(self, buffer: Tensor):
+        self._buffer = buffer
+        self._host = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=buffer.is_cuda)
+        self._has_come = torch.cuda.Event() if buffer.is_cuda else None
+
+    def send(self, count: int) -> None:
+        """Send the first `count` rows once the device has done what it was asked for."""
+        self._host[:count].copy_(self._buffer[:count], non_blocking=True)
+        if self._has_come is not None:
+            self._has_come.record(torch.cuda.current_stream(self._buffer.device))
+
+    def read(self, count: int) -> Tensor:
+        """The first `count` rows that were sent, on the host."""
+        if self._has_come is not None:
+            self._has_come.synchronize()
+        return self._host[:count]

@@ -1,0 +1,127 @@
+"""What is known of live canvases between two steps, on the device, and what a step takes from it and leaves in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from blockdiff.kernels.vocabulary import Stats
+from blockdiff.sampling.context import Context
+from blockdiff.sampling.draws import STEPS_AHEAD, draw_ahead, second_draws, signed
+from blockdiff.sampling.scheduler import Slot
+from blockdiff.sampling.strategy import Canvases, Decision
+
+
+@dataclass
+class State:
+    """What is known of every canvas between two steps; the names are those of `Canvases`.
+
+    entered_B: the engine's step that was step 0; uniform_BTL and noise_BTL: the draws of the steps that begin with the
+    last multiple of STEPS_AHEAD; standing_BL: what stands in the next canvas where kept_BL is True.
+    """
+
+    seed_B: Tensor
+    number_B: Tensor
+    entered_B: Tensor
+    steps_B: Tensor
+    unchanged_B: Tensor
+    uniform_BTL: Tensor
+    noise_BTL: Tensor
+    standing_BL: Tensor
+    kept_BL: Tensor
+    previous_BL: Tensor
+    soft_BLD: Tensor
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot], context: Context) -> State:
+        """Canvases before their first steps."""
+        model, L = context.model, context.canvas_length
+        B, device = len(slots), model.device
+        asked = [
+            (
+                *(signed(slot.row.asked.seed), slot.number or 0, slot.entered, slot.row.asked.max_steps),
+                slot.first_step // STEPS_AHEAD * STEPS_AHEAD,
+            )
+            for slot in slots
+        ]
+        seed_B, number_B, entered_B, steps_B, first_B = torch.tensor(asked, device=device).unbind(1)
+        nothing_B, nothing_BL = torch.zeros_like(seed_B), torch.full((B, L), -1, device=device)
+        draws = draw_ahead(seed_B, number_B, first_B, L, model.vocab_size)
+        is_kept_BL = torch.zeros((B, L), dtype=torch.bool, device=device)
+        soft_BLD = torch.zeros((B, L, model.vocabulary.table.shape[1]), dtype=model.dtype, device=device)
+        given_B = seed_B, number_B, entered_B, steps_B
+        return cls(*given_B, nothing_B, *draws, nothing_BL, is_kept_BL, nothing_BL, soft_BLD)
+
+    def then(self, other: State) -> State:
+        """These canvases and then others."""
+        return State(*(torch.cat(both) for both in zip(self, other, strict=True)))
+
+    def select(self, places: Tensor) -> State:
+        """Some canvases."""
+        return State(*(each.index_select(0, places) for each in self))
+
+    def part(self, of: slice) -> State:
+        """Neighbouring canvases, in the same memory."""
+        return State(*(each[of] for each in self))
+
+    def draw_on(self, steps: Sequence[int], context: Context) -> list[int]:
+        """Draw for the canvases that have used up their draws, whose places are returned; steps: that each is at."""
+        due = [place for place, step in enumerate(steps) if step and step % STEPS_AHEAD == 0]
+        if due:
+            model = context.model
+            places = torch.tensor(due, device=model.device)
+            first_B = torch.tensor([steps[place] for place in due], device=model.device)
+            of_those = self.seed_B[places], self.number_B[places], first_B
+            draws = draw_ahead(*of_those, context.canvas_length, model.vocab_size)
+            self.uniform_BTL[places], self.noise_BTL[places] = draws
+        return due
+
+    def seen(self, noise_BL: Tensor, mask_id: int | None, start_BL: Tensor | None, pinned_BL: Tensor | None) -> Tensor:
+        """The tokens [B, L] that a step sees; start_BL, pinned_BL: those that are given, -1 elsewhere."""
+        if mask_id is not None:
+            noise_BL = torch.full_like(noise_BL, mask_id)
+        tokens_BL = self.standing_BL.where(self.kept_BL, noise_BL)
+        for given_BL in (start_BL, pinned_BL):
+            if given_BL is not None:
+                tokens_BL = given_BL.where(given_BL >= 0, tokens_BL)
+        return tokens_BL
+
+    def canvases(
+        self,
+        context: Context,
+        ids: Sequence[str | int],
+        step_B: Tensor,
+        temperature_B: Tensor,
+        tokens_BL: Tensor,
+        stats: Stats,
+        pinned_BL: Tensor | None,
+    ) -> Canvases:
+        """What a strategy decides by, after a step that saw these tokens."""
+        return Canvases(
+            ids=ids,
+            step_B=step_B,
+            steps_B=self.steps_B,
+            temperature_B=temperature_B,
+            tokens_BL=tokens_BL,
+            stats=stats,
+            previous_BL=self.previous_BL,
+            unchanged_B=(self.unchanged_B + 1) * (stats.argmax == self.previous_BL).all(-1),
+            kept_BL=self.kept_BL,
+            is_pinned_BL=None if pinned_BL is None else pinned_BL >= 0,
+            noise_probability=1 / context.model.vocab_size if context.choices.mask_id is None else 0.0,
+            draw=lambda: second_draws(self.seed_B, self.number_B, step_B, context.canvas_length),
+        )
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (getattr(self, field.name) for field in fields(self))
+
+
+def ends(stats: Stats, decision: Decision) -> Tensor:
+    """What the host is told of a step, int64 [B, 2 + L]: whether canvases stop, are finite, and their tokens."""
+    is_finite_B = stats.entropy.isfinite().all(-1)
+    is_stopped_B = torch.zeros_like(is_finite_B) if decision.stop_B is None else decision.stop_B
+    final_BL = stats.argmax if decision.final_BL is None else decision.final_BL
+    return torch.cat((torch.stack((is_stopped_B, is_finite_B), 1), final_BL), 1)

@@ -1,0 +1,283 @@
+"""Captured steps: whatever is replayed, requests get the answers that they get where every step is launched anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.soak import soak
+from blockdiff.checkpoint import init
+from blockdiff.checkpoint.generation import Generation
+from blockdiff.models.pages import Pages
+from blockdiff.sampling import engine as engines
+from blockdiff.sampling.choices import Choices
+from blockdiff.sampling.control import Control
+from blockdiff.sampling.engine import Engine
+from blockdiff.sampling.graphs import Graphs, HostCopy
+from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.strategies import Composed, EntropyBound, Never, Sticky, is_capturable
+from blockdiff.sampling.strategy import Canvases, Decision
+from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
+from tests.recorder import Recorder, Refused
+
+pytestmark = pytest.mark.quick
+
+L, V = 8, 384
+LIVELY = Generation(
+    max_steps=12, max_new_tokens=2 * L, stability=1, confidence=0.08, entropy_bound=1.0, eos_ids=tuple(range(1, 9))
+)
+BUCKETS = (1, 2, 4, 8)
+
+
+def small_model(seed: int = 3) -> Any:
+    """A random model in fp64, whose answers no rounding of another batch can change."""
+    theirs = oracle(tiny_config(L, **TWO_LAYERS), seed)
+    with torch.no_grad():  # as in test_parity: a weaker signal keeps random weights from being chaotic
+        theirs.model.decoder.self_conditioning.down_proj.weight *= 0.1
+        theirs.model.decoder.norm.weight *= 2
+    return ours(theirs)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return small_model()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Steps are recorded, and attention reads block tables, as on a GPU."""
+    recorder = Recorder()
+    monkeypatch.setattr(engines, "capture_of", lambda model: recorder)
+    monkeypatch.setattr(Pages, "reads_tables", True)
+    monkeypatch.setattr("blockdiff.kernels.span_attention.native.SMALL_SCORES", -1)  # which looks for empty rows
+    return recorder
+
+
+def requests_of(count: int, longest: int = 60, **settings: Any) -> list[Request]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [
+        Request(n, tokens=torch.randint(12, V, (length,), generator=generator).tolist(), seed=n, **settings)
+        for n, length in enumerate(lengths)
+    ]
+
+
+def answers(model: Any, requests: list[Request], graphs: bool, **options: Any) -> dict[str | int, Result]:
+    """What an engine answers to requests that come one after the other while others run."""
+    options = dict(generation=LIVELY, page_tokens=8, max_rows=5, buckets=BUCKETS) | options
+    engine = Engine(model, None, graphs=graphs, **options)
+    results = {}
+    for request in requests:
+        engine.submit(request)
+        engine.step()
+        results |= {event.id: event for event in engine.events() if isinstance(event, Result)}
+    while engine.step():
+        results |= {event.id: event for event in engine.events() if isinstance(event, Result)}
+    return results | {event.id: event for event in engine.events() if isinstance(event, Result)}
+
+
+def same_answers(model: Any, requests: list[Request], recorder: Recorder, **options: Any) -> dict[str | int, Result]:
+    """The answers, which must be the same from steps that are launched anew and from replayed ones."""
+    expected = answers(model, requests, False, **options)
+    assert recorder.runs == 0 and all(result.error is None for result in expected.values())
+    assert answers(model, requests, True, **options) == expected
+    assert recorder.captures and recorder.replays > recorder.captures
+    return expected
+
+
+def test_rows_that_come_and_go_get_the_same_answers_from_replayed_steps(model, recorder):
+    requests = [replace(each, max_steps=12 - each.seed % 3) for each in requests_of(7)]
+    found = same_answers(model, requests, recorder)
+    assert len({count for result in found.values() for count in result.steps}) > 3
+    assert recorder.captures > 3 and recorder.replays > 3 * recorder.captures  # of rows and of tables
+
+
+RULES = (
+    "quota:sticky=true,stopping=never",
+    "confident:threshold=0.01,temperature=cosine,stopping=all_kept",
+    "entropy_bound:stopping=stable,temperature=constant,t_max=0.7",
+)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_other_rules_are_replayed_as_well(model, recorder, rule):
+    same_answers(model, requests_of(2, max_steps=9), recorder, strategy=rule)
+
+
+def test_canvases_side_by_side_are_replayed_with_what_those_before_them_became(model, recorder):
+    same_answers(model, requests_of(3, max_new_tokens=4 * L), recorder, canvases=2)
+    assert recorder.replays > 10
+
+
+def test_masks_are_replayed(model, recorder):
+    same_answers(model, requests_of(2), recorder, choices=Choices(corruption="mask", mask_id=7))
+
+
+def test_drafts_are_seen_at_the_first_replayed_step_alone(model, recorder):
+    found = []
+    for graphs in (False, True):
+        engine = Engine(model, None, LIVELY, page_tokens=8, buckets=BUCKETS, graphs=graphs)
+        for request in requests_of(2, max_steps=10):
+            asked = engine.context.pending(request, 0, 0)
+            asked.control = Control(L, 2, 10, model.device, asked.prompt_tokens, V, (), draft=[30, 40] * L, noise=0.25)
+            engine.enter(asked)
+        while engine.step():
+            pass
+        found.append([event for event in engine.events() if isinstance(event, Result)])
+    assert found[0] == found[1] and all(max(result.steps) <= 2 for result in found[0])
+    assert recorder.replays
+
+
+def test_what_cannot_be_captured_runs_beside_what_can_and_every_answer_is_the_oracles(model, recorder):
+    """Guidance, filters, constraints, rows that are watched or cancelled, one after the other."""
+    found = soak(model, 40, buckets=BUCKETS, max_rows=1, capacity=15 * L)
+    assert found.wrong == [] and found.leaked == 0 and found.cancelled
+    assert recorder.replays > 10
+
+
+def test_rows_of_several_strategies_run_as_they_are_until_those_of_one_are_left(model, recorder):
+    rules = {0: "ddim", 1: "entropy_bound:top_k=20", 2: "entropy_bound:guidance=0.5"}
+    requests = [replace(each, strategy=rules.get(each.seed), max_steps=9) for each in requests_of(6)]
+    same_answers(model, requests, recorder, max_rows=2)
+
+
+def test_logits_that_are_not_finite_end_a_request_within_replayed_steps(recorder):
+    model = small_model()
+    engine = Engine(model, None, replace(LIVELY, confidence=1e-9), page_tokens=8, graphs=True)
+    for request in requests_of(2):
+        engine.submit(request)
+    while recorder.replays < 2:
+        engine.step()
+    with torch.no_grad():
+        model.vocabulary.table.fill_(torch.nan)  # what is replayed reads the weights as they are
+    while engine.step():
+        pass
+    errors = [event.error for event in engine.events() if isinstance(event, Result)]
+    assert ["not finite" in str(error) and "canvas 1, step 4" in str(error) for error in errors] == [True, True], errors
+
+
+def test_the_host_waits_for_no_step_at_which_nothing_can_end(model, recorder, monkeypatch):
+    reads = []
+    read = HostCopy.read
+    monkeypatch.setattr(HostCopy, "read", lambda copy, count: (reads.append(count), read(copy, count))[1])
+    [request] = requests_of(1, max_steps=6)
+    settings = replace(LIVELY, eos_ids=())
+    engine = Engine(model, None, settings, strategy=Composed(stopping=Never()), graphs=True)
+    engine.submit(request)
+    while engine.step():
+        pass
+    assert reads == [1, 1] and recorder.replays >= 9  # the last step of each canvas
+
+
+# -- what is captured ----------------------------------------------------------------------------------------------
+
+
+class Own(EntropyBound):
+    """A rule of somebody's own, which may do anything."""
+
+
+@dataclass(frozen=True)
+class Reading(EntropyBound):
+    """One that reads a value on the host, although it says that it can be captured."""
+
+    is_capturable = True
+
+    def accept(self, canvases: Canvases) -> Decision:
+        """As the other, unless the entropy is high."""
+        if float(canvases.stats.entropy.mean()) > 1e9:
+            raise AssertionError
+        return super().accept(canvases)
+
+
+def test_only_a_strategy_that_says_so_itself_is_captured():
+    assert is_capturable(Composed(), 8) and is_capturable(Composed(Sticky(EntropyBound())), 8)
+    for rule in (Own(), Sticky(Own())):
+        assert not is_capturable(Composed(rule), 8)
+    assert not is_capturable(Composed(top_k=3), 8) and not is_capturable(Composed(guidance=0.5), 8)
+
+
+def test_a_strategy_that_reads_on_the_host_is_noticed(model, recorder):
+    with pytest.raises(Refused, match="_local_scalar_dense"):
+        answers(model, requests_of(1), True, strategy=Composed(Reading()))
+
+
+def test_graphs_are_refused_where_there_are_none_and_left_out_where_nobody_asks(model):
+    with pytest.raises(ValueError, match=r"graphs: no step of this model can be captured"):
+        Engine(model, None, LIVELY, graphs=True)
+    assert Engine(model, None, LIVELY)._live._fixed is None
+
+
+class Broken(Recorder):
+    """Captures nothing."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """As CUDA does with a forbidden operation."""
+        self.captures += 1
+        raise RuntimeError("operation not permitted when stream is capturing\nat some place")
+
+
+def test_what_turns_out_not_to_be_capturable_runs_as_it_is_with_one_warning(model, recorder, monkeypatch):
+    requests, broken = requests_of(3), Broken()
+    expected = answers(model, requests, False)
+    monkeypatch.setattr(engines, "capture_of", lambda model: broken)
+    with pytest.warns(UserWarning, match="without CUDA graphs: operation not permitted when .* capturing;") as all_:
+        assert answers(model, requests, True) == expected
+    assert broken.captures == 1 and broken.runs > 10
+    assert sum("CUDA graphs" in str(each.message) for each in all_) == 1
+
+
+def test_graphs_that_were_not_used_for_longest_are_forgotten():
+    recorder, done = Recorder(), torch.zeros(3)
+    graphs = Graphs(recorder, most=2)
+    for key in (0, 0, 1, 1, 0, 2, 2, 1):  # 1 has made room for 2
+        graphs.run(key, lambda key=key: done[key].add_(1))
+    assert done.tolist() == [3, 3, 2]
+    assert (recorder.runs, recorder.captures, recorder.replays) == (4, 3, 4)
+
+
+# -- the recorder --------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_changes_nothing_and_a_replay_sees_buffers_and_no_numbers():
+    x, y, number, recorder = torch.ones(3), torch.zeros(3), 2, Recorder()
+    left: list[Tensor] = []
+
+    def work() -> None:
+        left.append(x * number)
+        y.add_(left[-1])
+
+    replay = recorder.capture(work)
+    assert y.tolist() == [0, 0, 0] and left[0].isnan().all()
+    number, _ = 3, x.fill_(5)
+    replay()
+    assert y.tolist() == [10, 10, 10] and left[0].isnan().all()
+    for forbidden in (lambda: x.sum().item(), lambda: x[x > 0], lambda: torch.tensor([1.0]), lambda: x.nonzero()):
+        with pytest.raises(Refused):
+            recorder.capture(forbidden)
+
+
+# -- the kernels of a GPU ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_on_a_gpu_give_the_tokens_of_steps_that_are_launched_anew(dtype):
+    model = init(tiny_config(L, **TWO_LAYERS), seed=3, device="cuda", kernels="triton", dtype=dtype)
+    engine = Engine(model, None, LIVELY, page_tokens=16, max_rows=5)
+    replays = []
+    run = engine._live._fixed.graphs._captured
+    engine._live._fixed.graphs._captured = lambda work: replays.append(run(work)) or replays[-1]
+    found = [Engine(model, None, LIVELY, page_tokens=16, max_rows=5, graphs=False), engine]
+    for each in found:
+        for request in requests_of(7):
+            each.submit(request)
+            each.step()
+        while each.step():
+            pass
+    eager, captured = ([event for event in each.events() if isinstance(event, Result)] for each in found)
+    assert eager == captured and len(replays) > 2 and all(replays)
