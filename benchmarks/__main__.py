@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    block_sparse,
     denoise_step,
     kernel_expert_mlp,
     kernel_span_attention,
@@ -32,6 +33,7 @@ SUITES = {
     "vocabulary": kernel_vocabulary.run,
     "attention": kernel_span_attention.run,
     "experts": kernel_expert_mlp.run,
+    "block_sparse": block_sparse.run,
 }
 RESULTS = Path(__file__).parent / "results"
 

@@ -36,7 +36,7 @@ NATIVE_ONLY = ("fp8_linear", "logits", "gated", "route")
 # Those that also have C functions, in their folder's cpu.py and cpu.c.
 IN_C = (
     *("span_attention", "expert_mlp", "gated", "route", "rms_norms", "add_rms_norm", "norm_rope"),
-    *("linear_cross_entropy", "soft_embedding", "token_stats"),
+    *("linear_cross_entropy", "soft_embedding", "token_stats", "select_blocks", "block_sparse_attention"),
 )
 OPS = {op: folder for folder, ops in FOLDERS.items() for op in ops}
 
