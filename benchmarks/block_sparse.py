@@ -64,7 +64,7 @@ def flex(kernels: Kernels, drawn: tuple[Tensor, ...], block: int, topk: int) -> 
     them a mask of what each query chose."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    attend: Any = torch.compile(flex_attention)
+    attend: Any = torch.compile(flex_attention, dynamic=False)
     (_, T, h, _), H = drawn[0].shape, drawn[3].shape[2]
     blocks = -(-T // block)
 

@@ -28,6 +28,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from blockdiff.kernels import tiles
+from blockdiff.kernels.block_sparse import triton as block_sparse_ops
 from blockdiff.kernels.block_sparse.triton import block_sparse_attention, select_blocks
 from blockdiff.kernels.expert_mlp.triton import expert_mlp
 from blockdiff.kernels.fused import triton as fused_ops
@@ -72,6 +73,8 @@ def block_sparse(dtype: torch.dtype, heads: int = 64, kv_heads: int = 4, d: int 
     ids, inputs = torch.zeros(1, T, kv_heads, topk, dtype=torch.int64), [x.requires_grad_() for x in (q, keys)]
     block_sparse_attention(inputs[0], keys, keys, ids, visible, visible, block, 1.0).sum().backward()
     with torch.no_grad():
+        with patch.multiple(block_sparse_ops, LEAST_QUERIES=1, SHARED_BY=0):
+            block_sparse_attention(q, keys, keys, ids, visible, visible, block, 1.0)
         pages = BlockTable(torch.zeros(1, 32, dtype=torch.int32), torch.full((1,), 4096), 4096, 128)
         select_blocks(idx_q, PagedTensor(pool[:, :, :1], pages), visible, block=block, topk=topk)
         whole = q, pool, pool, ids, visible.int(), None, keys[:, :T], keys[:, :T], own, pages.table_BM, 4096, block, 1.0

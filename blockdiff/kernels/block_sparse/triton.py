@@ -7,6 +7,7 @@ and the choices in the order of their blocks. Selection stores one number per qu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ from blockdiff.kernels.span_attention.triton_kernels import span_attention_backw
 from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, runs_products_aside, tile_of
 
 LARGEST_HEAD = 256
+LARGEST_BLOCK = 128  # of keys that a program holds whole
+MOST_PARTS = 32  # of a query, to be merged
+LEAST_QUERIES = 2048  # of a row from which on the forward goes from block to block
+SHARED_BY = 256  # queries of a block, in the mean, from which on it does
+PART_BYTES = 1 << 30  # of the parts that live at once
 MOST_CHOSEN_FROM = 1024  # blocks that compete at a time
 FAR = torch.iinfo(torch.int32).max  # the first key of a choice that is none
 
@@ -128,6 +134,9 @@ def _forward(
     out, lse = empty(q), empty(q, B, T, h, dtype=torch.float32)
     yield out, lse
     constants = _groups(q, own_k, ids, block)
+    if table is None and sees[2] is None and goes_by_block(q, columns, constants):
+        _forward_by_block(q, sources[0], sources[1], ids, sees, constants, scale, (out, lse))
+        return
     tile = _tile("forward", q, block, constants["GROUP"])
     programs = constants["PARTS"] * tile.grid(constants["GROUP"])[0]
     if not splits:
@@ -146,6 +155,43 @@ def _forward(
     if splits > 1:
         tensors, tile = (parts, part_lse, out, lse), elementwise(d)
         launch(span_attention_combine, tile.grid(B * T * h), *tensors, B * T * h, SPLITS=splits, **tile.options)
+
+
+def goes_by_block(q: Tensor, S: int, constants: dict[str, Any]) -> bool:
+    """Whether blocks have so many queries each that it is worth to load each block once and to merge parts."""
+    T, block, topk = q.shape[1], constants["BLOCK"], constants["TOPK"]
+    if T < LEAST_QUERIES or T * topk < SHARED_BY * -(-S // block):
+        return False
+    try:
+        tile_of("block_sparse_forward_keys", q, q.shape[-1])
+    except Unserved:
+        return False  # a block of such heads does not fit into a program
+    return topk <= MOST_PARTS and LEAST <= block <= LARGEST_BLOCK and block == power_of_2(block)
+
+
+def _forward_by_block(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, sees: tuple[Tensor | None, ...], constants: dict[str, Any],
+    scale: float, outputs: tuple[Tensor, Tensor],
+) -> None:  # fmt: skip
+    """Fill output and log-sum-exp from block to block: of some queries at a time every choice, then their sums."""
+    (B, T, h, d), S, block, topk = q.shape, k.shape[1], constants["BLOCK"], constants["TOPK"]
+    tile, merging, blocks = tile_of("block_sparse_forward_keys", q, d), elementwise(d), -(-S // block)
+    size = max(1, min(T, PART_BYTES // (4 * topk * h * d)))
+    parts, part_lse = empty(q, topk, size, h, d, dtype=torch.float32), empty(q, topk, size, h, dtype=torch.float32)
+    grid = blocks, constants["PARTS"], splits_of(blocks * constants["PARTS"], topk * size, _multiprocessors(q.device))
+    constants = constants | replace(tile, columns=block).options
+    for b in range(B):
+        (visible, first), (out, lse) = (None if x is None else x[b] for x in sees[:2]), (x[b] for x in outputs)
+        of_row = [y for x in (q, k, v) for y in (_dense_heads(x)[b], _dense_heads(x).stride()[:3])]
+        for begin in range(0, T, size):
+            here = slice(begin, min(begin + size, T))
+            of_first = None if first is None else first[None, here]
+            of_choices = _by_key(ids[b : b + 1, here], of_first, block, blocks, block, 1)
+            part_lse.fill_(-torch.inf)
+            arguments = *of_row, *of_choices, visible, first, parts, part_lse, begin, here.stop - begin, S, scale
+            launch(kernels.block_sparse_forward_keys, grid, *arguments, **constants)
+            rows, merged = (here.stop - begin) * h, (parts, part_lse, out[here], lse[here])
+            launch(span_attention_combine, merging.grid(rows), *merged, rows, SPLITS=topk, **merging.options)
 
 
 @op("block_sparse_attention_backward")
@@ -188,24 +234,25 @@ def _blocks_backward(
     (B, T), (S, K), block = q.shape[:2], k.shape[1:3], constants["BLOCK"]
     tile = _tile("backward_keys", q, block, T * constants["GROUP"])
     key_tiles = -(-S // tile.columns)
-    of_choices = _by_key(ids, first, block, key_tiles, tile.columns)
+    of_choices = _by_key(ids, first, block, key_tiles, tile.columns, block)
     tensors = q, q.stride()[:3], k, k.stride()[:3], v, v.stride()[:3], *of_choices, visible, first, *numbers, *grads
     options = dict(AWAITS=tile.stages > 1 and runs_products_aside(q), **tile.options)
     launch(kernels.block_sparse_backward_keys, (key_tiles, B * K), *tensors, T, S, scale, **constants, **options)
 
 
 def _by_key(
-    ids: Tensor, first: Tensor | None, block: int, tiles: int, columns: int
+    ids: Tensor, first: Tensor | None, block: int, tiles: int, columns: int, reach: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The choices in the order of their blocks' first keys: these, where each stood, and a tile's part of them.
 
-    starts, entries: int32 [B, H, T * k]; intervals: int32 [B, H, tiles, 2]. Nothing is read on the host.
+    starts, entries: int32 [B, H, T * k]; intervals: int32 [B, H, tiles, 2]; reach: how many keys from the first on
+    count. Nothing is read on the host.
     """
     starts = ids * block if first is None else ids * block + first[..., None, None]
     starts = torch.where(ids < 0, FAR, starts).to(torch.int32).transpose(1, 2).flatten(2)
     starts, entries = starts.sort(dim=-1, stable=True)
     key = torch.arange(tiles, dtype=torch.int32, device=ids.device) * columns
-    edges = torch.stack([key - block + 1, key + columns], -1).flatten().expand(*starts.shape[:2], -1).contiguous()
+    edges = torch.stack([key - reach + 1, key + columns], -1).flatten().expand(*starts.shape[:2], -1).contiguous()
     intervals = torch.searchsorted(starts, edges, out_int32=True)
     return starts, entries.to(torch.int32), intervals
 

@@ -16,6 +16,7 @@ from blockdiff.kernels.span_attention.triton_kernels import (
     INF,
     LN2,
     LOG2E,
+    SCAN,
     _awaited,
     _head,
     _load_keys,
@@ -271,6 +272,63 @@ def block_sparse_forward(
     tl.store(lse + at, tl.where(is_empty, -INF, (peak_M + tl.log2(sum_M)) * LN2), mask=is_row)
     out_MD = (acc_MD / sum_M[:, None]).to(out.dtype.element_ty)
     tl.store(out + at[:, None] * D + column, out_MD, mask=is_row[:, None])
+
+
+@triton.jit
+def block_sparse_forward_keys(
+    q, q_strides, k, k_strides, v, v_strides, starts, entries, intervals, visible, first, out, lse,
+    begin, queries, keys, scale,
+    K: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    TOPK: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Output [TOPK, queries, h, D] and log-sum-exp [TOPK, queries, h], in fp32, of every choice of the queries from
+    `begin` on of one row, for `span_attention_combine`. Choices that are none keep the log-sum-exp that is there.
+
+    q, k, v, visible, first: of that row. starts, entries [H, queries * TOPK]: as in block_sparse_backward_keys;
+    intervals [H, tiles, 2]: the choices whose block begins in a tile of BLOCK keys. A program has those of one tile,
+    or a part of them, and loads the keys of a block once; in packed rows several blocks may begin in a tile.
+    """
+    part, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    of_index = part * H // PARTS
+    at_tile = intervals + (of_index * tl.num_programs(0) + tl.program_id(0)) * 2
+    lo, hi = tl.load(at_tile), tl.load(at_tile + 1)
+    starts += tl.cast(of_index, tl.int64) * queries * TOPK
+    entries += tl.cast(of_index, tl.int64) * queries * TOPK
+    column, within = tl.arange(0, D)[None, :], tl.arange(0, COLUMNS)
+    kh = part * K // PARTS
+    while lo < hi:
+        start = tl.load(starts + lo)
+        run = lo
+        for scanned in range(lo, hi, SCAN):
+            place = scanned + tl.arange(0, SCAN)
+            run += tl.sum((tl.load(starts + place, mask=place < hi, other=-1) == start).to(tl.int32), 0)
+        is_near = (within < BLOCK) & (start + within < keys)
+        k_ND = _load_keys(k + kh * k_strides[2], start, k_strides[1], is_near, COLUMNS, D)
+        v_ND = _load_keys(v + kh * v_strides[2], start, v_strides[1], is_near, COLUMNS, D)
+        rows = (run - lo) * GROUP
+        tiles = tl.cdiv(rows, ROWS)
+        for i in range(split * tiles // splits, (split + 1) * tiles // splits):
+            row = i * ROWS + tl.arange(0, ROWS)
+            is_row = row < rows
+            entry = tl.load(entries + lo + row // GROUP, mask=is_row, other=0)
+            t, slot, head = entry // TOPK, (entry % TOPK).to(tl.int64), part * GROUP + row % GROUP
+            at_q = (begin + t).to(tl.int64) * q_strides[1] + head * q_strides[2]
+            q_MD = tl.load(q + at_q[:, None] + column, mask=is_row[:, None], other=0.0)
+            seen = tl.load(visible + begin + t, mask=is_row, other=0) - start
+            if first is not None:
+                seen += tl.load(first + begin + t, mask=is_row, other=0)
+            s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * (scale * LOG2E)
+            s_MN = tl.where(within[None, :] < tl.minimum(seen, BLOCK)[:, None], s_MN, -INF)
+            peak_M = tl.max(s_MN, 1)
+            p_MN = tl.exp2(s_MN - tl.where(peak_M == -INF, 0.0, peak_M)[:, None])
+            sum_M = tl.sum(p_MN, 1)
+            is_empty = sum_M == 0.0
+            out_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, input_precision=PRECISION)
+            out_MD /= tl.where(is_empty, 1.0, sum_M)[:, None]
+            at = (slot * queries + t) * (PARTS * GROUP) + head
+            tl.store(lse + at, tl.where(is_empty, -INF, (peak_M + tl.log2(sum_M)) * LN2), mask=is_row)
+            tl.store(out + at[:, None] * D + column, out_MD, mask=is_row[:, None])
+        lo = run
 
 
 # -- backward ----------------------------------------------------------------------------------------------------

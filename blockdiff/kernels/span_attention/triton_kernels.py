@@ -207,7 +207,8 @@ def span_attention_combine(
     at = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     for split in range(SPLITS):
         share_M = tl.exp(tl.load(part_lse + split * R + row, mask=is_row, other=-INF) - shift_M)
-        part_MD = tl.load(parts + at + split * R * COLUMNS, mask=is_row[:, None], other=0.0)
+        is_there = is_row & (share_M > 0.0)  # what has no share may hold anything
+        part_MD = tl.load(parts + at + split * R * COLUMNS, mask=is_there[:, None], other=0.0)
         sum_M += share_M
         acc_MD += share_M[:, None] * part_MD
     is_empty = sum_M == 0.0
