@@ -175,6 +175,19 @@ def triton_op(name: str) -> Callable[..., Any]:
     return _op(name, "native" if name in NATIVE_ONLY else "triton")
 
 
+def planned_op(name: str) -> Callable[..., Any]:
+    """What one op runs on a GPU, for plans: the Triton one, and natively what that has no kernel for."""
+    triton, native = triton_op(name), getattr(NATIVE, name)
+
+    def run(*args: Any, **named: Any) -> Any:
+        try:
+            return triton(*args, **named)
+        except Unserved:
+            return native(*args, **named)
+
+    return run
+
+
 def _why_not_triton() -> str | None:
     """What keeps Triton from running in this process, in words; None where it runs."""
     if importlib.util.find_spec("triton") is None:
