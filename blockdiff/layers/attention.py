@@ -58,9 +58,9 @@ class Attention(nn.Module):
         """Queries [B, T, h, d], keys and values [B, T, K, d] of tokens, normed and turned."""
         B, T, _ = x_BTD.shape
         projections = (self.q_proj, self.k_proj) if self.v_proj is None else (self.q_proj, self.k_proj, self.v_proj)
-        weights = [weight_of(projection) for projection in projections]
-        if all(isinstance(weight, Tensor) for weight in weights):
-            made = self.kernels.linears(x_BTD, weights)
+        matrices = [weight_of(projection) for projection in projections]
+        if all(isinstance(matrix, Tensor) for matrix in matrices):
+            made = self.kernels.linears(x_BTD, matrices)
         else:
             made = tuple(projection(x_BTD) for projection in projections)
         q = made[0].view(B, T, self.heads, self.head_dim)
