@@ -8,13 +8,18 @@ from torch import Tensor
 
 def is_on(x: Tensor) -> bool:
     """Whether autocast is on for a tensor's device; torch's meta device has none."""
-    device = "cuda" if x.is_cuda else x.device.type
+    device = _device_of(x)
     return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def _device_of(x: Tensor) -> str:
+    """The kind of device that a tensor says it is on: one without memory may stand for one of another (`plan`)."""
+    return "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
 
 
 def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype that autocast, where it is on for their device, computes products in."""
     if not is_on(tensors[0]):
         return tensors
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    dtype = torch.get_autocast_dtype(_device_of(tensors[0]))
     return tuple(x.to(dtype) for x in tensors)

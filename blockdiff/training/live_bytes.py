@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from blockdiff.kernels.launch import RUNS
+from blockdiff.training.on_device import OnDevice
 from blockdiff.training.work import Work
 
 MASKED = ("index", "index_put", "index_put_", "_index_put_impl_")
@@ -207,18 +208,34 @@ def _without_memory(x: Any) -> Any:
 
 @contextmanager
 def planned_for(
-    device: str, before: Iterable[Tensor] = (), vocabulary: int | None = None
+    device: str,
+    before: Iterable[Tensor] = (),
+    vocabulary: int | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Iterator[LiveBytes]:
-    """Count what lives within beside what there was `before`, as if the model lay on that device: "cpu" or "cuda"."""
+    """Count what lives within beside what there was `before`, as if the model lay on that device: "cpu" or "cuda".
+
+    autocast: what `torch.autocast` computes in on that device within (None: there is none for tensors without memory).
+    """
     is_cpu = property(lambda self: device == "cpu" or (self.device.type == "cpu" and not self.is_floating_point()))
     is_cuda = property(lambda self: device == "cuda" and self.is_meta)
-    asked, autocast = torch.is_autocast_enabled, torch.autocast
-    with (
-        patch.object(Tensor, "is_cpu", is_cpu, create=True),
-        patch.object(Tensor, "is_cuda", is_cuda, create=True),
-        # the meta device has no autocast
-        patch.object(torch, "is_autocast_enabled", lambda kind: kind != "meta" and asked(kind)),
-        patch.object(torch, "autocast", lambda kind, **k: nullcontext() if kind == "meta" else autocast(kind, **k)),
-        LiveBytes(before, vocabulary) as counted,
-    ):
-        yield counted
+    asked, real = torch.is_autocast_enabled, torch.autocast
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Tensor, "is_cpu", is_cpu, create=True))
+        stack.enter_context(patch.object(Tensor, "is_cuda", is_cuda, create=True))
+        names: dict[str, Any] = {
+            "is_autocast_enabled": lambda kind: kind != "meta" and asked(kind),
+            "autocast": lambda kind, **k: nullcontext() if kind == "meta" else real(kind, **k),
+        }
+        if device == "cpu" or autocast is not None:
+            there = stack.enter_context(OnDevice(device, autocast))
+            stack.enter_context(patch.object(torch.amp, "autocast", there.autocast))  # for layers that are run again
+        if autocast is not None:
+            names = {
+                "is_autocast_enabled": lambda *_: there.is_narrow,
+                "get_autocast_dtype": lambda *_: autocast,
+                "autocast": there.autocast,
+            }
+        for name, stand_in in names.items():
+            stack.enter_context(patch.object(torch, name, stand_in))
+        yield stack.enter_context(LiveBytes(before, vocabulary))

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+ATTENTION = "_scaled_dot_product_flash_attention"
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm")
 BY_PARTS = ("cross_entropy", "cross_entropy_backward", "soft_embedding", "soft_embedding_backward", "token_stats")
 PICKS = ("embedding", "index", "index_select", "gather", "index_put_", "_index_put_impl_", "index_add_", "slice_copy")
@@ -63,6 +64,10 @@ class Work:
         if name in PRODUCTS:
             left, right = tensors[name in ("addmm", "baddbmm") :][:2]
             flops = 2.0 * left.numel() * right.shape[-1]
+        elif name.startswith(ATTENTION):
+            is_backward = name.endswith("backward")
+            q, k = tensors[is_backward : is_backward + 2]
+            flops = (10.0 if is_backward else 4.0) * q.numel() * k.shape[-2]
         written = sum(_bytes(x) for x in outs)
         read = written if name in PICKS else sum(_bytes(x) for x in tensors)
         return flops, float(written + read)

@@ -21,6 +21,7 @@ from blockdiff.training.build import read_base, without_weights
 from blockdiff.training.live_bytes import planned_for
 from blockdiff.training.plan_sampling import plan_sampling
 from blockdiff.training.recipe import Recipe, read_recipe
+from blockdiff.training.step import autocast
 from tests.little_model import LITTLE, save_preset
 
 CPU = torch.device("cpu")
@@ -68,7 +69,8 @@ def held(recipe: Recipe, kernels: str = "torch") -> int:
 
     def work() -> None:
         for _ in range(min(2, share // rows)):
-            losses = objective(batch)
+            with autocast(CPU, recipe.train.autocast):
+                losses = objective(batch)
             (losses.canvas_sum + losses.ar_sum).backward()
 
     return peak_memory(work, CPU, release=lambda: model.zero_grad(set_to_none=True))
@@ -91,6 +93,18 @@ def test_a_plan_holds_what_a_traced_step_holds(folder, overrides):
     made = plans.plan_training(recipe, device="cpu")
     planned = made.total - made.parts["weights"] - made.parts["optimiser"] - made.parts.get("adapters", 0)
     assert planned == pytest.approx(held(recipe), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("train.activation_checkpointing=true",), (FROM_BASE, LORA)], ids=["full", "again", "lora"]
+)
+def test_a_plan_counts_what_autocast_makes_of_a_model_that_is_not_sharded(folder, overrides):
+    recipe = recipe_of(folder, "train.autocast=bfloat16", *overrides)
+    made = plans.plan_training(recipe, device="cpu")
+    planned = made.total - made.parts["weights"] - made.parts["optimiser"] - made.parts.get("adapters", 0)
+    assert planned == pytest.approx(held(recipe), rel=0.05)
+    wide = plans.plan_training(recipe_of(folder, *overrides), device="cpu")
+    assert made.parts["activations"] < 0.95 * wide.parts["activations"]
 
 
 def test_a_plan_for_triton_holds_what_its_kernels_hold(folder):

@@ -1,1 +1,0 @@
-"""linears: the products of one tensor with several weights."""
