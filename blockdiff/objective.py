@@ -161,7 +161,8 @@ class Objective(nn.Module):
         """The self-conditioning signal [B, C * L, D]: soft embeddings from pass one of the coin canvases, 0 elsewhere.
 
         past: the prefix (None: pass one encodes it itself). With several processes a rank without coins runs one canvas
-        and discards it: the ranks of a sharded model must gather its layers equally often.
+        and takes nothing of it: the ranks of a sharded model must gather its weights equally often, also in the
+        backward, whose graph so has the same calls on every rank.
         """
         has_signal_BC = noisy.coin_BC & (noisy.length_BC > 0)
         D = self.model.vocabulary.table.shape[1]
@@ -174,7 +175,8 @@ class Objective(nn.Module):
         elif torch.distributed.is_initialized():
             first = Batch(*(getattr(noisy, field.name)[:1] for field in fields(noisy)))
             first = replace(first, **{name: getattr(first, name)[:, :1] for name in CANVAS_FIELDS})
-            self._pass_one(first, None if past is None else [tuple(x[:1] for x in layer) for layer in past])
+            prefix = None if past is None else [tuple(x[:1] for x in layer) for layer in past]
+            soft_BCLD[has_signal_BC] = self._pass_one(first, prefix)[:0]
         return soft_BCLD.flatten(1, 2)
 
     def _pass_one(self, noisy: Batch, past: list[KV] | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,19 @@ from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
+from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
+from blockdiff.pieces import gathered
 from blockdiff.training import export
 from blockdiff.training.activations import checkpoint_activations
+from blockdiff.training.freeze import freeze
 from blockdiff.training.optimiser import trainable
+from blockdiff.training.sections import ParallelSection
 from blockdiff.training.step import Counts, backpropagate
+from tests.families import CONFIGS
 from tests.little_model import LITTLE, save_preset
 from tests.oracle import TWO_LAYERS, tiny_config
 
@@ -42,19 +48,26 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def made(mesh: Mesh, dtype: torch.dtype, is_adapted: bool, one_sweep: bool) -> Objective:
-    """A model whose routers have wide margins, with recomputation, with or without adapters everywhere."""
-    model = empty(tiny_config(canvas_length=L, **TWO_LAYERS), kernels="torch")
+def made(mesh: Mesh, name: str, dtype: torch.dtype, is_adapted: bool, one_sweep: bool) -> Objective:
+    """A model of a family whose routers have wide margins, with recomputation, with or without adapters everywhere."""
+    model = empty(MODELS[name](), kernels="torch")
     if is_adapted:
-        adapt(model, targets(model, {"attention": LowRank(4, 8), "mlp": LowRank(2, 4), "experts": LowRank(4, 8)}), [7])
+        ranks_of = {"attention": LowRank(4, 8), "mlp": LowRank(2, 4), "experts": LowRank(4, 8)}
+        there = {part: how for part, how in ranks_of.items() if part in family_of(model.config).adapted_parts}
+        adapt(model, targets(model, there), [7])
+    freeze(model, ())
     checkpoint_activations(model)
     if mesh.is_split:
         split(model, mesh, dtype)
     draw_weights(model, 3, str(dtype).removeprefix("torch."), mesh.ranks.device)
-    generator = torch.Generator().manual_seed(5)
-    for name, parameter in model.named_parameters():
-        if name.endswith("router.proj.weight"):
-            fill(model, name, 2 * torch.randn(parameter.shape, generator=generator).to(dtype))
+    generator, to_hub = torch.Generator().manual_seed(5), family_of(model.config).names.to_hub
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(("router.proj.weight", "indexer.q_proj.weight", "indexer.k_proj.weight")):  # wide margins
+            fill(model, name, 2 * torch.randn(tensor.shape, generator=generator).to(dtype))
+        elif name.endswith("router.bias") or (to_hub(name) is None and name.endswith("decoder_scalar")):
+            fill(model, name, gathered(tensor) + (0.2 * torch.rand(tensor.shape, generator=generator) - 0.1).to(dtype))
+        elif to_hub(name) is None and name.endswith("down_proj.weight"):  # 0 at first: the MLP would have no gradient
+            fill(model, name, 0.1 * torch.randn(tensor.shape, generator=generator).to(dtype))
     if is_adapted:
         draw_adapters(model, 4, mesh.ranks.device, dtype)
         for name in adapters_of(model):  # B is 0 at first, and then A has no gradient
@@ -66,10 +79,10 @@ def made(mesh: Mesh, dtype: torch.dtype, is_adapted: bool, one_sweep: bool) -> O
     return Objective(model.train(), Linear(), corruption, seed=11, one_sweep=one_sweep)
 
 
-def row(sample: int) -> CleanRow:
+def row(sample: int, model: BlockDiffusionModel) -> CleanRow:
     """A document with one or two canvases, of which every other one has the signal; sample 4 has none."""
-    tokens = [2, *((7 * sample + 3 * i) % 300 + 3 for i in range(19 + sample))]
-    starts = (3, 11)[: 0 if sample == 4 else 1 + sample % 2]
+    tokens = [2, *((7 * sample + 3 * i) % min(300, model.vocab_size - 7) + 3 for i in range(19 + sample))]
+    starts = (3, 11)[: 0 if sample == 4 or not model.denoises else 1 + sample % 2]
     canvases = [
         Canvas(tokens[s : s + L], s, t=0.1 + sample / 10, coin=sample % 3 == 0, address=(0, sample, k))
         for k, s in enumerate(starts)
@@ -77,28 +90,28 @@ def row(sample: int) -> CleanRow:
     return CleanRow(tokens, canvases, sample_id=sample)
 
 
-def batches(ranks: Ranks, step: int, is_packed: bool) -> list[Batch]:
+def batches(ranks: Ranks, step: int, is_packed: bool, model: BlockDiffusionModel) -> list[Batch]:
     """This rank's micro-batches of one row: in even steps there are three rows, and the last of four ranks has none.
 
     The same rows are micro-batches on any number of ranks, so that their arithmetic is the same, too.
     """
-    rows = [row(sample) for sample in range(ROWS if step % 2 else 3)]
+    rows = [row(sample, model) for sample in range(ROWS if step % 2 else 3)]
     if is_packed:
         rows = [joined(rows[first : first + 2]) for first in range(0, len(rows), 2)]
     return [lay_out([one], L, pad_id=0) for one in rows[ranks.row_rank :: ranks.row_world] or [PADDING_ROW]]
 
 
-def trained(mesh: Mesh, scenario: str, one_sweep: bool) -> dict[str, Tensor]:
+def trained(mesh: Mesh, name: str, scenario: str, one_sweep: bool) -> dict[str, Tensor]:
     """Losses and norms of some plain SGD steps, the gradients of the first two and the last weights."""
     dtype, is_adapted, is_packed, steps = SCENARIOS[scenario]
-    objective = made(mesh, dtype, is_adapted, one_sweep)
+    objective = made(mesh, name, dtype, is_adapted, one_sweep)
     module, weights = replicate(objective, mesh), trainable(objective)
     optimiser = torch.optim.SGD(list(weights.values()), lr=1e-2)
     found: list[list[float]] = []
     tensors: dict[str, Tensor] = {}
     for step in range(1, steps + 1):
         optimiser.zero_grad(set_to_none=True)
-        window = batches(mesh.ranks, step, is_packed)
+        window = batches(mesh.ranks, step, is_packed, objective.model)
         counts = Counts.over_ranks(window, False, False, mesh.ranks)
         gradient = backpropagate(module, list(weights.values()), window, counts, 0.5, None, mesh)
         found.append([gradient.losses["canvas_loss"], gradient.losses["ar_loss"], gradient.norm])
@@ -111,6 +124,18 @@ def trained(mesh: Mesh, scenario: str, one_sweep: bool) -> dict[str, Tensor]:
     return tensors | {f"weight {name}": whole(parameter) for name, parameter in weights.items()}
 
 
+MODELS: dict[str, Callable[[], Any]] = {
+    **CONFIGS,
+    "diffusion_gemma": lambda: tiny_config(canvas_length=L, **TWO_LAYERS),
+}
+# A denoiser of each family over every mesh that it supports; of the others what differs from them, which is gathering.
+TRAINED: dict[str, tuple[str, ...] | None] = {
+    "diffusion_gemma": None,
+    "llama tied, denoising": ("DDP", "FSDP2", "tensor"),
+    "minimax_m3": ("FSDP2",),
+    "minimax_m3 denoising": None,
+    "qwen3 sliding, denoising": ("FSDP2",),
+}
 SCENARIOS = {
     "all weights, fp64": (torch.float64, False, False, 2),
     "adapters, packed, fp32": (torch.float32, True, True, 5),
@@ -125,15 +150,26 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-def all_meshes(ranks: Ranks, directory: Path, meshes: list[str], runs: dict[str, list[str]]) -> None:
-    """Train every scenario over every mesh, of which rank 0 writes what it found, and whole runs from recipes."""
-    for name in meshes:
-        mesh = Mesh.of(replace(ranks, alike=MESHES[name].get("tensor", 1)), **MESHES[name])
-        for scenario in SCENARIOS:
-            found = trained(mesh, scenario, mesh.is_split)
-            assert ranks.gather(found["losses"].tolist()) == [found["losses"].tolist()] * ranks.world
-            if ranks.is_main:
-                save_file({key: x.contiguous() for key, x in found.items()}, directory / f"{name}: {scenario}")
+def meshes_of(name: str, world: int) -> list[str]:
+    """The meshes of so many ranks over which a model is trained here."""
+    there, chosen = set(family_of(MODELS[name]()).capabilities.meshes), TRAINED[name]
+    sizes = {mesh: 4 if len(said) == 2 else 2 for mesh, said in MESHES.items()}
+    supported = [mesh for mesh, said in MESHES.items() if set(ParallelSection(**said).names) <= there]
+    assert set(chosen or ()) <= set(supported)
+    return [mesh for mesh in chosen or supported if sizes[mesh] == world]
+
+
+def all_meshes(ranks: Ranks, directory: Path, runs: dict[str, list[str]]) -> None:
+    """Train every model over every mesh, of which rank 0 writes what it found, and whole runs from recipes."""
+    for name in TRAINED:
+        for each in meshes_of(name, ranks.world):
+            mesh = Mesh.of(replace(ranks, alike=MESHES[each].get("tensor", 1)), **MESHES[each])
+            for scenario in SCENARIOS:
+                found = trained(mesh, name, scenario, mesh.is_split)
+                assert ranks.gather(found["losses"].tolist()) == [found["losses"].tolist()] * ranks.world
+                if ranks.is_main:
+                    tensors = {key: x.contiguous() for key, x in found.items()}
+                    save_file(tensors, directory / f"{name}: {each}: {scenario}")
     train_runs(directory, runs)
 
 

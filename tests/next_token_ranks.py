@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from blockdiff.errors import RequestError
-from blockdiff.kernels.vocabulary import Shaping
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.tensor import tensor_parallel
 from blockdiff.sampling import Generation, Request, Sampler
@@ -25,13 +21,11 @@ def sampled(ranks: Ranks, directory: Path) -> None:
     models = [small_model("llama") for _ in range(3)]
     for model, mesh in zip(models, meshes, strict=False):
         tensor_parallel(model, mesh)
-    for strategy in (NextToken(), NextToken(1.5), NextToken(1.5, race=True)):
+    races = NextToken(1.5, race=True), NextToken(1.5, top_p=0.5, race=True)
+    for strategy in (NextToken(), NextToken(1.5), NextToken(1.5, top_k=7), *races):
         of_models = [
             [each.tokens for each in Sampler(model, None, settings, strategy=strategy).generate(requests, seed=4)]
             for model in models
         ]
         assert of_models[0] == of_models[1] == of_models[2]
         assert not strategy.temperature or all(len(set(tokens)) > 1 for tokens in of_models[0])
-    with pytest.raises(RequestError, match="not there with tensor parallelism"):
-        hidden = torch.zeros(1, 1, 32, dtype=torch.float64)
-        models[0].vocabulary.race(hidden, 1.0, torch.zeros(1, 1), shaping=Shaping(top_p=0.5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels import NATIVE
-from blockdiff.kernels.vocabulary import pack_allowed, reference
+from blockdiff.kernels.block_sparse import native as block_sparse
+from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, Stats, pack_allowed, reference
 from blockdiff.layers.experts import here
 from blockdiff.layers.lora import LowRank
 from blockdiff.layers.vocabulary import Vocabulary
@@ -24,6 +26,7 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.tensor import split_vocabulary, tensor_parallel
 from blockdiff.sampling import Generation, Request, Sampler
+from blockdiff.training.freeze import freeze
 from tests.expert_ranks import assert_same, error
 from tests.families import CONFIGS, small_model
 from tests.objective.test_objective import L, V, batch_of, rows
@@ -52,11 +55,11 @@ def soft_embedding(
     return p @ (table_VD if embedding_VD is None else embedding_VD)
 
 
-def adapted() -> BlockDiffusionModel:
-    """DiffusionGemma with adapters wherever they may be, and rows of the table that train."""
-    model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))
-    parts = ("attention", "mlp", "experts", "self_conditioning")
-    adapt(model, targets(model, {part: LowRank(3, 6) for part in parts}), [5, V - 1])
+def adapted(name: str) -> BlockDiffusionModel:
+    """A model with adapters wherever they may be, and rows of the table that train."""
+    model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS))) if name == "diffusion_gemma" else small_model(name)
+    parts = family_of(model.config).adapted_parts
+    adapt(model, targets(model, {part: LowRank(3, 6) for part in parts}), [5, model.vocab_size - 1])
     draw_adapters(model, 0, torch.device("cpu"), model.dtype)
     draw = torch.Generator().manual_seed(7)
     for module in adapters_of(model).values():
@@ -105,12 +108,19 @@ def run_through(model: BlockDiffusionModel) -> Found:
 def whole_models(ranks: Ranks, directory: Path) -> None:
     """Of every family that is split, and with adapters: what one process computes, about that share of weights held."""
     Tensor.float = Tensor.double  # type: ignore[method-assign]  # norms are fp32 in a model of any dtype
+    highest = block_sparse._highest  # which reads the bits of fp32
+    block_sparse._highest = lambda scores, *rest: highest(scores.to(torch.float32), *rest)
     mesh = init_device_mesh("cpu", (ranks.world,))
     split = [name for name, config in CONFIGS.items() if family_of(config()).tensor_parts]
     cases = {name: (partial(small_model, name), run_through) for name in split}
     assert len(split) >= 5
-    for name, (make, compute) in {**cases, "adapted": (adapted, trained)}.items():
-        expected, model = compute(in_double(make())), in_double(make())
+    cases["diffusion_gemma, adapted"] = partial(adapted, "diffusion_gemma"), trained
+    cases["minimax_m3, adapted"] = partial(adapted, "minimax_m3 denoising"), run_through
+    for name, (make, compute) in cases.items():
+        one, model = in_double(make()), in_double(make())
+        for each in (one, model):
+            freeze(each, ())
+        expected = compute(one)
         tensor_parallel(model, mesh)
         held = sum(here(parameter).numel() for parameter in model.parameters())
         of_all = held / sum(parameter.numel() for parameter in model.parameters())
@@ -136,6 +146,11 @@ def vocabularies(ranks: Ranks, directory: Path) -> None:
     is_allowed[1, :, 30:] = False  # some ranks have no allowed token there
     allowed = pack_allowed(is_allowed.flatten(0, 1)).view(4, N // 4, -1)
     temperature = torch.tensor([0.5, 1.0, 0.8, 2.0])
+    guided = Shaping(top_p=0.9, other_ND=hidden.roll(1, 0), guidance=1.5)
+    shapings = (Shaping(top_k=5, min_p=0.01), guided, Shaping(observed_N=target.view(4, -1), bonus_N=bonus.view(4, -1)))
+    classes = Classes.of(torch.randint(0, 6, (tokens,), generator=draw), 5)
+    is_seen = torch.rand(4, tokens, generator=draw) < 0.3
+    penalty = Penalty(is_seen, torch.tensor([1.0, 1.5, 0.5, 2.0]), torch.arange(4).repeat_interleave(N // 4))
 
     def vocabulary(is_shared: bool, softcap: float | None) -> Vocabulary:
         made = Vocabulary(tokens, 8, softcap, NATIVE)
@@ -169,6 +184,10 @@ def vocabularies(ranks: Ranks, directory: Path) -> None:
                 for given in (None, target.view(4, -1)):
                     stats = each.stats(hidden, temperature, uniform, given, masks)
                     found[-1] += (stats,)
+            for shaping in shapings:
+                found[-1] += (each.stats(hidden, temperature, uniform, None, allowed, shaping),)
+            of_classes = each.class_stats(hidden, temperature, uniform, classes, penalty, 3)
+            found[-1] += (Stats(*(getattr(of_classes, name) for name in Stats._fields)),)
         (values, argmax, *stats), (expected, expected_argmax, *expected_stats) = found
         assert_same(*({name: x.detach() for name, x in each.items()} for each in (values, expected)), 2e-6)
         assert torch.equal(argmax, expected_argmax)
@@ -179,16 +198,27 @@ def vocabularies(ranks: Ranks, directory: Path) -> None:
 
 
 def sampled(ranks: Ranks, directory: Path) -> None:
-    """Evaluation and sampling give the tokens of one process, kv heads fewer than ranks among them."""
+    """Evaluation and sampling give the tokens of one process, kv heads fewer than ranks among them.
+
+    A response is held to what may stand in it, one is guided and drawn from few tokens, and causal models sample, too.
+    """
     mesh = init_device_mesh("cpu", (ranks.world,))
-    found = []
-    for is_split in (True, False):
-        model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))
-        if is_split:
-            tensor_parallel(model, mesh)
-        sampler = Sampler(model, None, Generation(max_steps=4, max_new_tokens=2 * L, eos_ids=(V - 1,)))
-        requests = [Request(n, tokens=list(range(5, 9 + 3 * n)), scores=n == 0) for n in range(3)]
-        found.append(sampler.generate(requests, seed=4))
-    for one, other in zip(*found, strict=True):
-        assert (one.tokens, one.steps) == (other.tokens, other.steps)
-    assert abs(found[0][0].score - found[1][0].score) < 1e-5
+    makes: list[Callable[[], BlockDiffusionModel]] = [lambda: ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))]
+    makes += [partial(small_model, name) for name in ("minimax_m3", "minimax_m3 denoising")]
+    for make in makes:
+        found = []
+        for is_split in (True, False):
+            model = make()
+            end, length = model.vocab_size - 1, model.canvas_length
+            if is_split:
+                tensor_parallel(model, mesh)
+            sampler = Sampler(model, None, Generation(max_steps=4, max_new_tokens=16, eos_ids=(end,)))
+            requests = [Request(n, tokens=list(range(5, 9 + 3 * n)), scores=n == 0) for n in range(3)]
+            requests.append(Request(3, tokens=[7, 8, 9], repetition_penalty=1.5, banned=[11, 40]))
+            strategy = f"{'entropy_bound' if model.denoises else 'next_token'}:top_k=9"
+            requests.append(Request(4, tokens=[9, 8], strategy=strategy + ",guidance=0.5" * model.denoises))
+            found.append(sampler.generate(requests, seed=4))
+            assert length == model.canvas_length and all(result.error is None for result in found[-1])
+        for one, other in zip(*found, strict=True):
+            assert (one.tokens, one.steps) == (other.tokens, other.steps)
+        assert abs(found[0][0].score - found[1][0].score) < 1e-5

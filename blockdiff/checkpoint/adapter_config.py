@@ -11,6 +11,7 @@ from typing import Any
 
 from blockdiff.checkpoint.adapter_names import WEIGHTS, Part, hub_module
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
+from blockdiff.checkpoint.fused_adapters import fused_rank
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import AdaptedExperts, LowRank
 from blockdiff.models.adapters import TOKEN_ROWS, adapters_of
@@ -40,14 +41,16 @@ def config_of(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
     parameters: list[str] = []
     linears: list[str] = []
     for ours, module in adapted.items():
-        for hub in family.names.copies(hub_module(f"{ours}.x", model)):
+        one = hub_module(f"{ours}.x", model)
+        whole = family.names.fused_of(one)
+        for hub in family.names.copies(one if whole is None else whole[0]):
             if isinstance(module, AdaptedExperts):
                 for leaf in ("gate_up_proj", "down_proj"):
                     parameters.append(f"{hub}.{leaf}")
                     names[f"{hub}.{leaf}"] = module.low_rank
             else:
-                linears.append(hub)
-                names[hub] = module.low_rank
+                linears += [hub] * (hub not in names)
+                names[hub] = module.low_rank if whole is None else fused_rank(module.low_rank, whole[2])
     ranks = Counter((each.rank, each.alpha) for each in names.values())
     (rank, alpha), _ = ranks.most_common(1)[0] if ranks else ((8, 8.0), 0)
     every = _adaptable(model)
@@ -88,7 +91,9 @@ def _adaptable(model: BlockDiffusionModel) -> list[str]:
     """transformers' names of everything that could be adapted."""
     names = family_of(model.config).names
     known = [hub for ours in model.state_dict() if (hub := names.to_hub(ours)) is not None]
-    return [copy.removesuffix(".weight") for hub in known for copy in names.copies(hub)]
+    modules = [names.to_module(copy.removesuffix(".weight")) for hub in known for copy in names.copies(hub)]
+    wholes = [names.fused_of(module) for module in modules]
+    return [*dict.fromkeys(one if all_ is None else all_[0] for one, all_ in zip(modules, wholes, strict=True))]
 
 
 _NUMBER = re.compile(r"\.(\d+)\.")
@@ -128,6 +133,8 @@ def low_rank_of(
 ) -> LowRank:
     """How the module of one of our adapter parameters is adapted; the ranks of the file decide."""
     leaf, hub = ours.rpartition(".")[2], hub_module(ours, model)
+    if (whole := family_of(model.config).names.fused_of(hub)) is not None:
+        hub = whole[0]
     if leaf.startswith(("gate_up", "down")):
         hub += f".{leaf.partition('_lora')[0]}_proj"
     rank = int(parts[ours].shape[-2 if leaf.endswith("A") else -1])

@@ -25,21 +25,22 @@ from blockdiff.pieces import Block
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 ROWS = ".token_adapter.trainable_tokens_delta"
+_KEY = re.compile(re.escape(PREFIX) + r"(.+?)((?:\.base_layer)*)\.(lora_[AB])\.weight")
 
 
 def hub_module(ours: str, model: BlockDiffusionModel) -> str:
-    """transformers' name of the module that one of our adapter parameters belongs to."""
+    """transformers' name of the module that one of our adapter parameters belongs to; of fused ones, as if apart."""
     names, module = family_of(model.config).names, ours.rpartition(".")[0]
     if module.rpartition(".")[2] == "experts":
-        return str(names.to_hub(f"{module}.gate_up_proj")).removesuffix(".gate_up_proj")
-    return str(names.to_hub(f"{module}.weight")).removesuffix(".weight")
+        return names.to_module(str(names.to_hub(f"{module}.gate_up_proj")).removesuffix(".gate_up_proj"))
+    return names.to_module(str(names.to_hub(f"{module}.weight")).removesuffix(".weight"))
 
 
 def peft_names(ours: str, model: BlockDiffusionModel) -> tuple[list[str], Callable[[Tensor], Tensor]]:
     """What PEFT calls the copies of one of our adapter parameters, from transformers' model on, and its arrangement."""
     names = family_of(model.config).names
     if ours == TOKEN_ROWS:
-        table = str(names.to_hub("vocabulary.table")).removesuffix(".weight")
+        table = names.to_module(str(names.to_hub("vocabulary.table")).removesuffix(".weight"))
         return [name + ROWS for name in names.copies(table)], lambda x: x
     leaf, hub = ours.rpartition(".")[2], hub_module(ours, model)
     which = "lora_A" if leaf.endswith("A") else "lora_B"
@@ -80,7 +81,11 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
     stored = tensors_in(file)
     keys: dict[str, list[str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    found: dict[str, Part] = {}
     for key, place in sorted(stored.items()):
+        if fused_parts := _of_whole(key, stored, model):
+            found |= fused_parts
+            continue
         ours, shape = (TOKEN_ROWS, place.shape) if ROWS in key else _ours(key, place.shape, model, file)
         if shapes.setdefault(ours, shape) != shape:
             raise _differs(file, key)
@@ -91,7 +96,33 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
                 f"{file}: {min(copies)} adapts one of two modules over the same weight; "
                 "blockdiff adapts both alike, so it cannot take this one"
             )
-    return {ours: Part(shapes[ours], partial(_read, stored, copies, shapes[ours])) for ours, copies in keys.items()}
+    return found | {
+        ours: Part(shapes[ours], partial(_read, stored, copies, shapes[ours])) for ours, copies in keys.items()
+    }
+
+
+def _of_whole(key: str, stored: Mapping[str, Stored], model: BlockDiffusionModel) -> dict[str, Part]:
+    """The adapters of our matrices, of a tensor of one that transformers has in their place; none for any other."""
+    names, match = family_of(model.config).names, _KEY.fullmatch(key)
+    places = [] if match is None else names.parts_of(names.of_module(match[1]))
+    ours = [names.to_ours(f"{each}.weight") for each in places]
+    if match is None or len(places) < 2 or None in ours:
+        return {}
+    which, shape = match[3], stored[key].shape
+    if which == "lora_A":
+        return {_adapter(each, which): Part(shape, partial(_read, stored, [key], shape)) for each in ours}
+    rows = shape[0] // len(ours)
+    sizes = rows, shape[1]
+
+    def read(first: int, block: Block | None) -> Tensor:
+        box = block or Block.whole(sizes)
+        return _read(stored, [key], shape, Block((first + box.offsets[0], box.offsets[1]), box.sizes))
+
+    return {_adapter(each, which): Part(sizes, partial(read, n * rows)) for n, each in enumerate(ours)}
+
+
+def _adapter(weight: str | None, which: str) -> str:
+    return f"{str(weight).removesuffix('.weight')}.{which}"
 
 
 def _differs(file: Path, key: str) -> CheckpointError:
@@ -135,11 +166,12 @@ def _ours(
 ) -> tuple[str, tuple[int, ...]]:
     """Our name and our shape of one tensor of the file."""
     names = family_of(model.config).names
-    match = re.fullmatch(re.escape(PREFIX) + r"(.+?)((?:\.base_layer)*)\.(lora_[AB])\.weight", key)
+    match = _KEY.fullmatch(key)
     problem = f"{file}: {key} is no adapter of a module of this model"
     if match is None:
         raise CheckpointError(problem)
     module, _, which = match.groups()
+    module = names.of_module(module)
     ours = names.to_ours(f"{module}.weight")
     if ours is not None:
         return f"{ours.removesuffix('.weight')}.{which}", shape

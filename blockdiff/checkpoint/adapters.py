@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from blockdiff.checkpoint.adapter_config import config_of, low_rank_of, require_plain, tokens_of
-from blockdiff.checkpoint.adapter_names import PREFIX, WEIGHTS, Part, parts_in, peft_names
+from blockdiff.checkpoint.adapter_names import PREFIX, WEIGHTS, Part, hub_module, parts_in, peft_names
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.checkpoint.files import GENERATION, find, read_json
+from blockdiff.checkpoint.fused_adapters import apart, fused
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.stream import Source, write_stream
@@ -23,7 +25,7 @@ from blockdiff.errors import CheckpointError
 from blockdiff.files import unwritten, whole_directory, write_text
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapter_tensors
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.pieces import gathered, is_spread, local_of, piece_of
 
 
@@ -133,9 +135,9 @@ def check_parts(model: BlockDiffusionModel, parts: Mapping[str, Part], where: st
 def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
     """The adapter of a directory, as `save_adapter` or PEFT wrote it for transformers' class of this model.
 
-    Only the header of its file is read. Raises CheckpointError for what a model of ours cannot be: other kinds than
-    plain LoRA, tensors that fit no module, shapes that do not fit; reading a part raises it where the adapters of the
-    two copies of a module differ.
+    Only the header of its file is read, and what adapts matrices that transformers has as one. Raises CheckpointError
+    for what a model of ours cannot be: other kinds than plain LoRA, tensors that fit no module, shapes that do not fit;
+    reading a part raises it where the adapters of the two copies of a module differ.
     """
     directory = Path(directory).expanduser()
     config = read_json(directory / CONFIG)
@@ -147,8 +149,13 @@ def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
             module, low_rank = ours.rpartition(".")[0], low_rank_of(config, ours, parts, model, directory)
             if modules.setdefault(module, low_rank) != low_rank:
                 raise CheckpointError(f"{directory}: the adapters of {module} differ in rank or alpha; one is read")
+    wholes: dict[str, list[str]] = defaultdict(list)
     for name, low_rank in modules.items():
         _complete(parts, name, low_rank, model)
+        whole = family_of(model.config).names.fused_of(hub_module(f"{name}.x", model))
+        if whole is not None and {f"{name}.lora_A", f"{name}.lora_B"} <= parts.keys():
+            wholes[whole[0]].append(name)
+    apart(modules, parts, wholes)
     tokens = tokens_of(config, parts, directory)
     return Adapter(modules, parts, tokens, config.get("base_model_name_or_path"))
 
@@ -179,9 +186,20 @@ def places_of(path_or_hub_id: str | Path, adapter: str | Path | None = None) -> 
 def _to_peft(model: BlockDiffusionModel) -> dict[str, Source]:
     """All tensors of the adapters by PEFT's names; those of a sharded model are gathered here."""
     out: dict[str, Source] = {}
+    names = family_of(model.config).names
+    wholes: dict[tuple[str, int], dict[tuple[str, int], Tensor]] = defaultdict(dict)
     for ours, tensor in adapter_tensors(model).items():
+        whole = None if ours == TOKEN_ROWS else names.fused_of(hub_module(ours, model))
+        if whole is not None:
+            module, place, count = whole
+            wholes[module, count][ours.rpartition(".")[2], place] = gathered(tensor).cpu()
+            continue
         keys, arrange = peft_names(ours, model)
         out |= dict.fromkeys((PREFIX + key for key in keys), Source.of(arrange(gathered(tensor).cpu())))
+    for (module, count), parts in wholes.items():
+        for leaf, tensor in fused(module, parts, count).items():
+            keys = [f"{PREFIX}{name}.{leaf}.weight" for name in names.copies(module)]
+            out |= dict.fromkeys(keys, Source.of(tensor))
     return out
 
 

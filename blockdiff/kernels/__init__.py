@@ -25,6 +25,7 @@ FOLDERS = {
     "span_attention": ("span_attention",),
     "expert_mlp": ("expert_mlp", "gated", "route"),
     "fp8": ("fp8_linear",),
+    "linear": ("linears",),
     "block_sparse": ("select_blocks", "block_sparse_attention"),
     "norm_rope": ("rms_norms", "add_rms_norm", "norm_rope"),
     "vocabulary": (
@@ -32,11 +33,11 @@ FOLDERS = {
         *("token_stats", "token_scores", "log_sums", "class_stats"),
     ),
 }
-NATIVE_ONLY = ("fp8_linear", "logits", "gated", "route")
+NATIVE_ONLY = ("fp8_linear", "linears", "logits", "gated", "route")
 # Those that also have C functions, in their folder's cpu.py and cpu.c.
 IN_C = (
     *("span_attention", "expert_mlp", "gated", "route", "rms_norms", "add_rms_norm", "norm_rope"),
-    *("linear_cross_entropy", "soft_embedding", "token_stats", "select_blocks", "block_sparse_attention"),
+    *("linears", "linear_cross_entropy", "soft_embedding", "token_stats", "select_blocks", "block_sparse_attention"),
 )
 OPS = {op: folder for folder, ops in FOLDERS.items() for op in ops}
 
@@ -48,6 +49,7 @@ class Kernels:
     span_attention: Callable[..., Any]
     expert_mlp: Callable[..., torch.Tensor]
     fp8_linear: Callable[..., torch.Tensor]
+    linears: Callable[..., tuple[torch.Tensor, ...]]
     select_blocks: Callable[..., torch.Tensor]
     block_sparse_attention: Callable[..., torch.Tensor]
     gated: Callable[..., torch.Tensor]
@@ -122,7 +124,7 @@ class Kernels:
 
     def linear(self, x: Tensor, weight: Tensor | Fp8) -> Tensor:
         """`x weight^T`."""
-        product: Tensor = self.fp8_linear(x, weight) if isinstance(weight, Fp8) else F.linear(x, weight)
+        product: Tensor = self.fp8_linear(x, weight) if isinstance(weight, Fp8) else self.linears(x, (weight,))[0]
         return product
 
     def gated_linear(self, x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
@@ -130,7 +132,9 @@ class Kernels:
         if self._is_fused(x) and x.numel() <= self.fused.FEW_ROWS * x.shape[-1]:
             product: Tensor = self.fused.gated_product(x.flatten(0, -2), gate_FD, up_FD, activation)
             return product.view(*x.shape[:-1], -1)
-        return self.gated(self.linear(x, gate_FD), self.linear(x, up_FD), activation)
+        if isinstance(gate_FD, Fp8) or isinstance(up_FD, Fp8):
+            return self.gated(self.linear(x, gate_FD), self.linear(x, up_FD), activation)
+        return self.gated(*self.linears(x, (gate_FD, up_FD)), activation)
 
     def _is_fused(self, x: Tensor) -> bool:
         return self.fused is not None and self.fused.serves(x)
@@ -173,6 +177,19 @@ def resolve(kernels: str | Kernels = "auto") -> Kernels:
 def triton_op(name: str) -> Callable[..., Any]:
     """The Triton implementation of one op (ImportError where triton is not installed)."""
     return _op(name, "native" if name in NATIVE_ONLY else "triton")
+
+
+def planned_op(name: str) -> Callable[..., Any]:
+    """What one op runs on a GPU, for plans: the Triton one, and natively what that has no kernel for."""
+    triton, native = triton_op(name), getattr(NATIVE, name)
+
+    def run(*args: Any, **named: Any) -> Any:
+        try:
+            return triton(*args, **named)
+        except Unserved:
+            return native(*args, **named)
+
+    return run
 
 
 def _why_not_triton() -> str | None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.span_attention.paged import PrefixTensor
+from blockdiff.layers.fp8 import product, weight_of
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.rope import turned
 from blockdiff.spans import Spans, Sweep
@@ -51,14 +52,20 @@ class Attention(nn.Module):
         B, T, _ = x_BTD.shape
         q, k, v = self.heads_of(x_BTD, rope)
         out = attend(self.kernels, q, k, v, spans, past, self.scale)
-        return self.o_proj(out.reshape(B, T, self.heads * self.head_dim)), (k, v)
+        return product(self.o_proj, out.reshape(B, T, self.heads * self.head_dim), self.kernels), (k, v)
 
     def heads_of(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T, h, d], keys and values [B, T, K, d] of tokens, normed and turned."""
         B, T, _ = x_BTD.shape
-        q = self.q_proj(x_BTD).view(B, T, self.heads, self.head_dim)
-        raw_k = self.k_proj(x_BTD).view(B, T, self.kv_heads, self.head_dim)
-        v = raw_k if self.v_proj is None else self.v_proj(x_BTD).view(B, T, self.kv_heads, self.head_dim)
+        projections = (self.q_proj, self.k_proj) if self.v_proj is None else (self.q_proj, self.k_proj, self.v_proj)
+        matrices = [weight_of(projection) for projection in projections]
+        if all(isinstance(matrix, Tensor) for matrix in matrices):
+            made = self.kernels.linears(x_BTD, matrices)
+        else:
+            made = tuple(projection(x_BTD) for projection in projections)
+        q = made[0].view(B, T, self.heads, self.head_dim)
+        raw_k = made[1].view(B, T, self.kv_heads, self.head_dim)
+        v = raw_k if self.v_proj is None else made[2].view(B, T, self.kv_heads, self.head_dim)
         if self.norms_values and type(self.q_norm) is RMSNorm and type(self.k_norm) is RMSNorm:
             weights = self.q_norm.weight, self.k_norm.weight
             return self.kernels.attention_heads(q, raw_k, v, *weights, *rope, self.eps)

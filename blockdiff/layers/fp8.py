@@ -143,7 +143,16 @@ class AdaptedFp8Experts(InFp8, AdaptedExperts):
 
 
 def weight_of(module: nn.Module) -> Tensor | Fp8 | None:
-    """The weight of a linear layer as kernels take it; None of one that does more than a product."""
+    """The weight of a linear layer as kernels take it; None of one that does more than a product, or has hooks."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return None
     if type(module) is Fp8Linear:
         return module.held("weight")
     return module.weight if type(module) is nn.Linear else None
+
+
+def product(module: nn.Module, x: Tensor, kernels: Kernels) -> Tensor:
+    """What a linear layer gives, by the kernels where it is a product alone."""
+    weight = weight_of(module)
+    made: Tensor = module(x) if weight is None else kernels.linear(x, weight)
+    return made

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.expert_mlp.activations import activation_of
-from blockdiff.layers.fp8 import weight_of
+from blockdiff.layers.fp8 import product, weight_of
 
 
 class MLP(nn.Module):
@@ -23,5 +23,5 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = weight_of(self.gate_proj), weight_of(self.up_proj)
         if gate is not None and up is not None:
-            return self.down_proj(self.kernels.gated_linear(x, gate, up, self.activation))
+            return product(self.down_proj, self.kernels.gated_linear(x, gate, up, self.activation), self.kernels)
         return self.down_proj(self.kernels.gated(self.gate_proj(x), self.up_proj(x), self.activation))

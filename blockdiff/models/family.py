@@ -240,9 +240,7 @@ class BlockDiffusionModel(nn.Module):
         elif is_noisy:
             x = self._conditioned(x, soft_BTD)
         for n, (kind, layer) in enumerate(zip(self.layer_kinds, self.layers, strict=True)):
-            scalar = _scalar(is_noisy, layer.encoder_scalar, layer.decoder_scalar)  # type: ignore[arg-type]
-            scalar = None if scalar is None else scalar.to(x.dtype)
-            x, layer_kv = layer(x, rope[kind], spans[kind], None if past is None else past[n], scalar)
+            x, layer_kv = layer(x, rope[kind], spans[kind], None if past is None else past[n], is_noisy)
             if is_noisy is not True and not isinstance(sweep, Sweep):
                 kv.append(layer_kv)
         return self.norm(x), kv
@@ -315,10 +313,16 @@ class BlockDiffusionModel(nn.Module):
         return self.vocabulary.soft_embedding_of(logits)
 
 
-def _scalar(is_noisy: bool | Tensor, clean: Tensor | None, noisy: Tensor | None) -> Tensor | None:
-    """What a layer multiplies its tokens by: [1] for all, [B, T, 1], or None for nothing."""
+def layer_scalar(layer: Any, is_noisy: bool | Tensor, dtype: torch.dtype) -> Tensor | None:
+    """What a layer multiplies its tokens by: [1] for all, [B, T, 1], or None for nothing.
+
+    A layer calls it in its forward, which is where its weights are whole when they are sharded.
+    """
+    clean, noisy = layer.encoder_scalar, layer.decoder_scalar
     if not isinstance(is_noisy, Tensor):
-        return noisy if is_noisy else clean
-    if noisy is None:
-        return clean
-    return torch.where(is_noisy[..., None], noisy, torch.ones_like(noisy) if clean is None else clean)
+        scalar = noisy if is_noisy else clean
+    elif noisy is None:
+        scalar = clean
+    else:
+        scalar = torch.where(is_noisy[..., None], noisy, torch.ones_like(noisy) if clean is None else clean)
+    return None if scalar is None else scalar.to(dtype)

@@ -32,7 +32,7 @@ from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.layers.rope import default_frequencies, llama3_frequencies
 from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.family import BlockDiffusionModel, Capabilities, Family, LayerKind, Outline, Rope
+from blockdiff.models.family import BlockDiffusionModel, Capabilities, Family, LayerKind, Outline, Rope, layer_scalar
 from blockdiff.models.names import Names
 from blockdiff.spans import Spans, Sweep
 
@@ -58,7 +58,7 @@ LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16}
 
 
 class Layer(nn.Module):
-    """One layer, pure: `layer(x, rope, spans, past, scalar) -> (x, kv)`; caches are the caller's business."""
+    """One layer, pure: `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; caches are the caller's business."""
 
     def __init__(self, config: Any, denoises: bool, kernels: Kernels):
         super().__init__()
@@ -82,15 +82,16 @@ class Layer(nn.Module):
         self.decoder_scalar = nn.Parameter(torch.ones(1)) if denoises else None
 
     def forward(
-        self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, scalar: Tensor | None
+        self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
     ) -> tuple[Tensor, KV]:
         """Of the residual x [B, T, D]: the next one, and the keys and values of these tokens.
 
-        scalar: what the result is multiplied by, [1] for all tokens or [B, T, 1]; None: nothing.
+        is_noisy: as `BlockDiffusionModel.forward` takes it; noisy tokens are multiplied by the decoder scalar.
         """
         attended, kv = self.attention(self.input_norm(x), rope, spans, past)
         x = x + attended
         x = x + self.mlp(self.post_attention_norm(x))
+        scalar = layer_scalar(self, is_noisy, x.dtype)
         return x if scalar is None else x * scalar, kv
 
 
@@ -292,7 +293,7 @@ def _family(model_type: str, architecture: str) -> Family:
             kernels=("torch", "triton"),
             predictions=("posterior", "leave_one_out"),
             corruptions=("uniform", "mask"),
-            meshes=("replicate", "tensor"),  # shard: a decoder scalar is read outside of its layer
+            meshes=("replicate", "shard", "tensor"),
             adapters=("lora",),
         ),
         read=partial(read, model_type=model_type),

@@ -19,7 +19,9 @@ class Names:
     Some writers save both ends of a tie; a tensor of the table that a file lacks is read from the other end. twice: how
     the Hub names of modules begin that transformers has as two modules over one weight, and that of the second one;
     PEFT gives each an adapter of its own. pieces: how a Hub name of the table ends that files do not have, and how
-    those end of which it is made: for each expert, whose number `[]` is, matrices one under the other.
+    those end of which it is made: for each expert, whose number `[]` is, matrices one under the other. modules: parts
+    of Hub names and what transformers' names of modules have in their place. fused: the last name of a module of
+    transformers that is several matrices of ours, one under the other, and theirs.
     """
 
     table: tuple[tuple[str, str], ...]
@@ -27,6 +29,8 @@ class Names:
     ties: tuple[tuple[str, str], ...] = ()
     twice: tuple[tuple[str, str], ...] = ()
     pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @cached_property
     def _hub(self) -> dict[str, str]:
@@ -43,6 +47,32 @@ class Names:
     def copies(self, hub: str) -> list[str]:
         """A Hub name and those of the modules that transformers has beside it over the same weight."""
         return [hub, *(second + hub.removeprefix(first) for first, second in self.twice if hub.startswith(first))]
+
+    def to_module(self, hub: str) -> str:
+        """transformers' name of the module, or parameter, that a Hub name belongs to; fused ones still apart."""
+        for of_hub, of_module in self.modules:
+            hub = hub.replace(of_hub, of_module)
+        return hub
+
+    def of_module(self, module: str) -> str:
+        """The Hub's name of a module of transformers."""
+        for of_hub, of_module in self.modules:
+            module = module.replace(of_module, of_hub)
+        return module
+
+    def fused_of(self, module: str) -> tuple[str, int, int] | None:
+        """The module of transformers that a matrix is part of, its place there and their number; None: of none."""
+        owner, _, leaf = module.rpartition(".")
+        for whole, leaves in self.fused:
+            if leaf in leaves:
+                return f"{owner}.{whole}", leaves.index(leaf), len(leaves)
+        return None
+
+    def parts_of(self, module: str) -> list[str]:
+        """The modules that are one module of transformers, a matrix under the other; itself where that is one."""
+        owner, _, leaf = module.rpartition(".")
+        wholes = {whole: [f"{owner}.{each}" for each in leaves] for whole, leaves in self.fused}
+        return wholes.get(leaf, [module])
 
     def to_ours(self, hub: str) -> str | None:
         """Our name of a tensor of the Hub, itself or what it is a tied copy of; None where the table has neither."""

@@ -20,11 +20,12 @@ from torch import Tensor, autograd, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from blockdiff import checkpoint
+from blockdiff.checkpoint.adapters import base_of, fill_adapters, has_adapter
 from blockdiff.checkpoint.added import fill
 from blockdiff.checkpoint.files import find
 from blockdiff.errors import RunError
 from blockdiff.layers.experts import Experts
-from blockdiff.models.adapters import is_adapter
+from blockdiff.models.adapters import adapt, is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.mesh import Mesh
@@ -55,13 +56,26 @@ def split(model: BlockDiffusionModel, mesh: Mesh, dtype: torch.dtype, computes_i
 
 
 def load_split(
-    path_or_hub_id: str | Path, mesh: Mesh, dtype: str = "bfloat16", kernels: str = "auto"
+    path_or_hub_id: str | Path,
+    mesh: Mesh,
+    dtype: str = "bfloat16",
+    kernels: str = "auto",
+    adapter: str | Path | None = None,
 ) -> BlockDiffusionModel:
     """A model from a checkpoint of which this rank reads and holds its pieces only: see `checkpoint.load`."""
     directory = find(path_or_hub_id)
+    if adapter is None and has_adapter(directory):
+        directory, adapter = find(base_of(directory), with_weights=False), directory
     model = checkpoint.empty(checkpoint.read_config(directory), kernels)
+    adapted = None if adapter is None else checkpoint.read_adapter(adapter, model)
+    if adapted is not None:
+        adapt(model, adapted.modules, adapted.tokens)
     split(model, mesh, checkpoint.dtype_of(dtype, str(directory)))
-    return checkpoint.load_weights(model, directory, dtype, mesh.ranks.device)
+    checkpoint.load_weights(model, directory, dtype, mesh.ranks.device)
+    if adapted is not None:
+        fill_adapters(model, adapted.parts, str(adapter))
+        model.carried = model.carried.over(Path(str(adapter)))
+    return model
 
 
 def _shard(model: BlockDiffusionModel, mesh: Mesh, computes_in: torch.dtype | None) -> None:

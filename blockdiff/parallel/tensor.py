@@ -1,9 +1,9 @@
 """Tensor parallelism: the ranks of a group run every layer together, each with its part of the heads and matrices.
 
 What a part of a family's model becomes stands in its `tensor_parts`; layers know nothing of it. Attention is split by
-heads, with kv heads that are fewer than ranks held by several; a dense MLP by its inner width; experts are split as
-whole ones; the table by tokens (`tensor_vocabulary.py`). Norms, routers and scalars are the same on all ranks, as is
-the residual between the parts. Each part costs one all-reduce forward and one backward.
+heads, with kv heads and index heads that are fewer than ranks held by several; a dense MLP by its inner width; experts
+are split as whole ones; the table by tokens (`tensor_vocabulary.py`). Norms, routers and scalars are the same on all
+ranks, as is the residual between the parts. Each part costs one all-reduce forward and one backward.
 
 A parameter that is split becomes a DTensor, Shard; its local part is what the layer sees. All ranks need equal rows.
 """
@@ -159,6 +159,9 @@ def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
         module.kv_heads = 1
     else:
         raise _Indivisible(f"{module.kv_heads} kv heads")
+    indexer = getattr(module, "indexer", None)
+    if indexer is not None:
+        _split_indexer(indexer, mesh)
     module.heads //= size
     for norm in (module.q_norm, module.k_norm):  # one weight for the heads of all ranks
         if norm is not None:
@@ -166,6 +169,23 @@ def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
     _split_in(module.o_proj, mesh)
     module.register_forward_pre_hook(lambda _, args: (copied(args[0], group), *args[1:]))
     module.register_forward_hook(lambda _, args, out: (summed(out[0], group), *out[1:]))
+
+
+def _split_indexer(indexer: Any, mesh: DeviceMesh) -> None:
+    """Each rank has the index heads that select for its heads; several ranks one that selects for the heads of all.
+
+    The index key is every rank's, and the selection has no gradient.
+    """
+    size, place = mesh.size(), mesh.get_local_rank()
+    if indexer.heads % size == 0:
+        _split_out(indexer.q_proj, mesh)
+        indexer.heads //= size
+    elif size % indexer.heads == 0:
+        head, width = place * indexer.heads // size, indexer.head_dim
+        show(indexer.q_proj, {"weight": lambda weight: weight[head * width : (head + 1) * width]})
+        indexer.q_proj.out_features, indexer.heads = width, 1
+    else:
+        raise _Indivisible(f"{indexer.heads} index heads")
 
 
 def split_mlp(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -3,7 +3,8 @@
 Every rank computes with its rows as if they were all, by the same ops. What they merge are a few numbers of every
 position: with log-sums of the parts, a softmax over all tokens is each part's softmax times its share. A sample is
 still picked by one uniform number: it names the rank by the shares, and what is left of it the token there, so any
-number of ranks draws the same tokens.
+number of ranks draws the same tokens. What is done to a whole distribution first (top-k and such, guidance, constraints
+and penalties) is computed by every rank alike, with all rows of the table, which are gathered for that call.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, autograd
+from torch import Tensor, autograd, nn
 
-from blockdiff.errors import RequestError
 from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
 from blockdiff.layers.experts import here
 from blockdiff.layers.vocabulary import Vocabulary, as_call
@@ -149,9 +149,9 @@ class SharedVocabulary(Vocabulary):
         allowed_BLW: Tensor | None = None,
         shaping: Shaping | None = None,
     ) -> Stats:
-        """See `Vocabulary.stats`; RequestError for what would need all logits in one place (shaping)."""
+        """See `Vocabulary.stats`. Shaping takes all logits of a position, so the table is gathered for it."""
         if shaping is not None:
-            raise RequestError("top_k, top_p, min_p, guidance and corrections are not there with tensor parallelism")
+            return self._of_all().stats(hidden_BLD, temperature, uniform_BL, given_BL, allowed_BLW, shaping)
         B, L, D = hidden_BLD.shape
         table, hidden_ND, uniform_N = self.output_weights(), hidden_BLD.reshape(-1, D), uniform_BL.reshape(-1)
         if isinstance(temperature, Tensor):
@@ -204,9 +204,9 @@ class SharedVocabulary(Vocabulary):
         allowed_BLW: Tensor | None = None,
         shaping: Shaping | None = None,
     ) -> Tensor:
-        """See `Vocabulary.race`: the winner of the ranks' winners; RequestError for filters."""
+        """See `Vocabulary.race`: the winner of the ranks' winners; with filters the table is gathered."""
         if shaping is not None:
-            raise RequestError("top_k, top_p, min_p, guidance and corrections are not there with tensor parallelism")
+            return self._of_all().race(hidden_BLD, temperature, uniform_BL, allowed_BLW, shaping)
         if allowed_BLW is not None:
             allowed_BLW = words_from(allowed_BLW.flatten(0, 1), self.first, len(self.output_weights()))[None]
         won = self._winners(hidden_BLD, temperature, uniform_BL, allowed_BLW, None, self.first)
@@ -223,10 +223,28 @@ class SharedVocabulary(Vocabulary):
         penalty: Penalty | None = None,
         excluded: int | None = None,
     ) -> ClassStats:
-        """Refused with RequestError: classes of tokens lie across the ranks."""
-        raise RequestError("constraints and penalties are not there with tensor parallelism; leave them out")
+        """See `Vocabulary.class_stats`. Classes of tokens lie across the ranks, so the table is gathered."""
+        return self._of_all().class_stats(hidden_BLD, temperature, uniform_BL, classes, penalty, excluded)
 
     # -- parts -------------------------------------------------------------------------------------------------
+
+    def _of_all(self) -> Vocabulary:
+        """A vocabulary with the rows of all ranks, which exchange them for it, for as long as the caller keeps it."""
+        tokens, width = self.table.shape
+        with torch.device("meta"):
+            one = Vocabulary(tokens, width, self.softcap, self.kernels, self.root, self.head is None)
+        one.table = nn.Parameter(self._rows_of_all(self.weights()), requires_grad=False)
+        if self.head is not None:
+            one.head = nn.Parameter(self._rows_of_all(here(self.head)), requires_grad=False)
+        return one
+
+    def _rows_of_all(self, own: Tensor) -> Tensor:
+        """All ranks' rows, of which the last rank may have fewer."""
+        each = -(-self.table.shape[0] // self.group.size())
+        padded = F.pad(own.detach(), (0, 0, 0, each - len(own)))
+        whole = own.new_empty(each * self.group.size(), own.shape[1])
+        dist.all_gather_into_tensor(whole, padded.contiguous(), group=self.group)
+        return whole[: self.table.shape[0]]
 
     def _here(self, tokens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of tokens in this rank's table, 0 where they are not there, and whether they are."""

@@ -95,11 +95,10 @@ class Sampler:
         tokenizer = load_tokenizer(holding(VOCABULARY_FILES, places))
         strategy = None if strategy is None else as_strategy(strategy, generation)
         if mesh is not None and mesh.is_split:
-            if len(places) > 1:
-                raise RequestError("an adapter is not split over processes; merge it with `blockdiff export` first")
             from blockdiff.parallel.shard import load_split
 
-            return cls(load_split(path_or_hub_id, mesh, dtype, kernels), tokenizer, generation, strategy=strategy)
+            split = load_split(path_or_hub_id, mesh, dtype, kernels, adapter)
+            return cls(split, tokenizer, generation, strategy=strategy)
         model = load(path_or_hub_id, dtype=dtype, device=device, kernels=kernels, adapter=adapter)
         return cls(model, tokenizer, generation, strategy=strategy)
 

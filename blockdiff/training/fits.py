@@ -71,7 +71,8 @@ def _candidates(
         if change.applies(made, ranks):
             made = read_recipe(made, [f"{change.key}={change.value}"], needs_data=False)
             yield change.key, change.value, None
-    if made.parallel.shard == "full" and (experts := _expert_ranks(base, ranks)) > made.parallel.experts:
+    can_split = made.parallel.shard == "full" and made.parallel.tensor == 1
+    if can_split and (experts := _expert_ranks(base, ranks)) > made.parallel.experts:
         yield "parallel.experts", str(experts), None
     key = "data.max_length" if recipe.data.pack is None else "data.pack"  # rows are as long as what is packed
     for parts in (2, 4):
@@ -80,7 +81,7 @@ def _candidates(
 
 
 def _rows(recipe: Recipe, ranks: int) -> int:
-    share = -(-recipe.train.batch_size // ranks)
+    share = -(-recipe.train.batch_size * recipe.parallel.tensor // ranks)
     return min(share, recipe.train.micro_batch_size or share)
 
 

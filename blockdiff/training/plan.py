@@ -20,7 +20,7 @@ from torch import Tensor
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.files import DTYPES
 from blockdiff.errors import RecipeError
-from blockdiff.kernels import OPS, Kernels, triton_op
+from blockdiff.kernels import OPS, Kernels, planned_op
 from blockdiff.memory import size
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.training.activations import checkpoint_activations
@@ -29,6 +29,7 @@ from blockdiff.training.gathered import Gathering
 from blockdiff.training.live_bytes import planned_for
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.spread import Spread
+from blockdiff.training.spread_tensors import one_rank
 from blockdiff.training.work import Rates, Work
 
 
@@ -85,15 +86,19 @@ def plan_training(
     that long, all of it response but a prompt of one canvas, and every canvas to get the signal: the most there can be.
     batch: a micro-batch of the run, to be planned instead. Raises RecipeError where the length of a row is not known.
     """
+    if ranks % recipe.parallel.tensor:
+        raise RecipeError(f"parallel.tensor: {recipe.parallel.tensor} does not divide the {ranks} processes")
     base = read_base(recipe) if base is None else base
     stored, computed = dtypes_of(recipe, base)
     objective = without_weights(recipe, base, kernels_for(device), computed)
     model = objective.model.train()
     weights = [*objective.parameters(), *objective.buffers()]
     numbers, trains = (sum(x.numel() for x in some) for some in (weights, [x for x in weights if x.requires_grad]))
+    work = Work()
+    objective = one_rank(objective, recipe, work)
+    model, ranks = objective.model, ranks // recipe.parallel.tensor
     spread = Spread(recipe, model, ranks)
     static = spread.parts(objective, stored, computed)
-    work = Work()
     spread.split_experts(work)
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
@@ -104,7 +109,7 @@ def plan_training(
     weights = [*objective.parameters(), *objective.buffers()]  # without the experts of other ranks
     trained = [parameter for parameter in weights if parameter.requires_grad]
     precision = None if recipe.parallel.shard == "full" else computed_in(recipe)
-    with planned_for(device, weights, model.vocab_size, precision) as counted:
+    with planned_for(device, weights, model.vocabulary.table.shape[0], precision) as counted:
         counted.work = work
         gathering = Gathering(spread.units(), counted, share > rows) if recipe.parallel.shard == "full" else None
         if gathering is None:  # gradients of the micro-batch before, or the buckets that ranks exchange
@@ -191,7 +196,7 @@ def kernels_for(device: str) -> str | Kernels:
     """Triton's kernels for a GPU, wherever the plan is made; native ones for a CPU, or where there is no triton."""
     if device == "cpu" or importlib.util.find_spec("triton") is None:
         return "torch"
-    return Kernels(**{name: triton_op(name) for name in OPS})
+    return Kernels(**{name: planned_op(name) for name in OPS})
 
 
 def worst_batch(recipe: Recipe, model: BlockDiffusionModel, tokens: int, rows: int) -> Batch:

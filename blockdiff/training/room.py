@@ -18,6 +18,7 @@ from blockdiff.training.plan import dtypes_of, plan_training
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.spread import Spread
+from blockdiff.training.spread_tensors import one_rank
 
 
 def require_kept(objective: nn.Module, recipe: Recipe, base: Base, ranks: Ranks) -> None:
@@ -26,8 +27,7 @@ def require_kept(objective: nn.Module, recipe: Recipe, base: Base, ranks: Ranks)
     Raises BlockdiffError with the parts, and the changes of the recipe that make it fit.
     """
     if not recipe.parallel.offload:
-        parts = Spread(recipe, objective.model, ranks.world).parts(objective, *dtypes_of(recipe, base))  # type: ignore[arg-type]
-        _require(parts, recipe, base, ranks, None)
+        _require(_kept(objective, recipe, base, ranks), recipe, base, ranks, None)
 
 
 def require_step(objective: nn.Module, recipe: Recipe, base: Base, ranks: Ranks, data: Data, show: Progress) -> None:
@@ -39,7 +39,7 @@ def require_step(objective: nn.Module, recipe: Recipe, base: Base, ranks: Ranks,
     available, batch = memory.available_bytes(ranks.device), _largest(data, ranks)
     if available is None or batch is None:
         return
-    kept = Spread(recipe, objective.model, ranks.world).parts(objective, *dtypes_of(recipe, base))  # type: ignore[arg-type]
+    kept = _kept(objective, recipe, base, ranks)
     if sum(kept.values()) + plenty(objective, batch) <= available:
         return
     try:
@@ -53,12 +53,18 @@ def require_step(objective: nn.Module, recipe: Recipe, base: Base, ranks: Ranks,
     _require(parts, recipe, base, ranks, batch)
 
 
+def _kept(objective: nn.Module, recipe: Recipe, base: Base, ranks: Ranks) -> dict[str, int]:
+    """Bytes that a rank keeps all the time, by what they hold."""
+    mine = one_rank(objective, recipe)
+    return Spread(recipe, mine.model, ranks.row_world).parts(mine, *dtypes_of(recipe, base))
+
+
 def _largest(data: Data, ranks: Ranks) -> Batch | None:
     """The largest micro-batch of this rank in the first optimiser step; None of data that would have to be read."""
     if not isinstance(data.train, Dataset):
         return None
     try:
-        batches = data.batches(1, ranks.rank, ranks.world, data.recipe.train.micro_batch_size)
+        batches = data.batches(1, ranks.row_rank, ranks.row_world, data.recipe.train.micro_batch_size)
     except DataError:  # said when the step is fetched, by all ranks together
         return None
     return max(batches, key=lambda batch: batch.tokens_BS.numel(), default=None)

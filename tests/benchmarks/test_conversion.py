@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 from benchmarks.conversion import measure, options, table
+from blockdiff.training import export
 
 
-def test_a_causal_model_is_trained_converted_and_trained_as_a_denoiser(tmp_path):
+def test_a_causal_model_is_trained_converted_and_trained_as_a_denoiser(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "draw_curves", lambda *_, **__: None)
     words = ["--causal-steps", "3", "--steps", "2", "--batch-size", "8", "--count", "4", "--train-count", "64"]
     o = options(["--output", str(tmp_path), *words])
     figures = measure(tmp_path, o)

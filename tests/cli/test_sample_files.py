@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from blockdiff.checkpoint import init, save
+from blockdiff.checkpoint import init, load, save, save_adapter
 from blockdiff.cli.answers import Answers, Progress
 from blockdiff.cli.main import app
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import BlockdiffError
+from blockdiff.layers.lora import LowRank
+from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
 from blockdiff.sampling import Result
 from tests.oracle import tiny_config
 
@@ -158,11 +161,24 @@ def test_processes_share_the_prompts_and_write_one_file(model, tmp_path):
     assert not list(tmp_path.glob(".*part*"))
 
 
-def test_processes_run_one_model_together_and_answer_as_one_does(model, tmp_path):
-    whole, together = tmp_path / "whole.jsonl", tmp_path / "together.jsonl"
-    works(words(model, whole))
+def adapter_of(model: Path, directory: Path) -> Path:
+    """An adapter of everything that can be adapted, which changes what the model says."""
+    adapted = load(model, dtype="float32", device="cpu")
+    adapt(adapted, targets(adapted, dict.fromkeys(("attention", "mlp", "experts"), LowRank(2, 4))), [3])
+    draw_adapters(adapted, 0, torch.device("cpu"), torch.float32)
+    for tensor in adapter_tensors(adapted).values():
+        tensor.add_(0.3 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(2)))
+    return save_adapter(adapted, directory)
+
+
+def test_processes_run_one_model_together_with_its_adapter_and_answer_as_one_does(model, tmp_path):
+    whole, together, plain = (tmp_path / f"{name}.jsonl" for name in ("whole", "together", "plain"))
+    how = "--adapter", str(adapter_of(model, tmp_path / "adapter")), "--strategy", "entropy_bound:top_k=9"
+    works(words(model, whole, *how))
+    works(words(model, plain, *how[2:]))
+    assert plain.read_text() != whole.read_text()
     done = subprocess.run(
-        [sys.executable, "-m", "blockdiff", *words(model, together, "--device", "cpu", "--tensor-parallel", "2")],
+        [sys.executable, "-m", "blockdiff", *words(model, together, *how, "--device", "cpu", "--tensor-parallel", "2")],
         capture_output=True,
         text=True,
         timeout=600,

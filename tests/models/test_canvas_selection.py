@@ -15,7 +15,7 @@ from blockdiff.checkpoint.config import config_from
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.pages import Pages
-from blockdiff.sampling import Engine, Generation, Request, Result
+from blockdiff.sampling import Engine, Generation, Request, Result, graphs
 from blockdiff.sampling.context import Context
 from blockdiff.sampling.loop import generate_in_lockstep
 from tests.families import CONFIGS, m3_config, small_model
@@ -170,6 +170,14 @@ def test_the_engine_answers_with_kept_selections_as_the_loop_does(selection):
         pass
     found = {event.id: event.tokens for event in engine.events() if isinstance(event, Result)}
     assert found == truth
+
+
+def test_steps_that_keep_a_selection_are_not_captured(monkeypatch):
+    """A captured first step would select again in every step that replays it."""
+    models = selecting(), selecting("query", True)
+    monkeypatch.setattr(graphs, "CudaCapture", lambda device: "captured")
+    monkeypatch.setattr(BlockDiffusionModel, "device", torch.device("cuda"))
+    assert [graphs.capture_of(model) for model in models] == ["captured", None]
 
 
 def test_a_config_says_how_canvases_select_and_files_keep_it(tmp_path):

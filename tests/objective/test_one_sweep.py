@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from blockdiff.canvas import Batch, CleanRow
+from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint import init
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
@@ -23,10 +23,11 @@ from blockdiff.diffusion.weight import ElboWeight
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
 from blockdiff.models.diffusion_gemma import DiffusionGemma
-from blockdiff.models.family import family_of
+from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.objective import Evaluation, Objective
 from blockdiff.training.activations import checkpoint_activations
 from tests.data.test_packing import wide_cross_entropy, wide_soft_embedding
+from tests.families import small_model
 from tests.objective.test_objective import COINS, L, V, batch_of, rows, tokens
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers
 
@@ -189,9 +190,9 @@ def world_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def gathers(one_sweep: bool, batch: Batch) -> Counter[str]:
-    """How often each parameter of a sharded model is gathered in a training step."""
-    model, mesh = single(**TWO_LAYERS), init_device_mesh("cpu", (1,))
+def gathers(model: BlockDiffusionModel, one_sweep: bool, batch: Batch) -> Counter[str]:
+    """How often each parameter of a model, sharded here, is gathered in a training step."""
+    mesh = init_device_mesh("cpu", (1,))
     for part in family_of(model.config).units(model):
         fully_shard(part, mesh=mesh)
     gathered: Counter[str] = Counter()
@@ -203,7 +204,7 @@ def gathers(one_sweep: bool, batch: Batch) -> Counter[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FSDPParam, "to_unsharded", counted)
-        sum(objective_of(model, one_sweep)(batch)).backward()
+        sum(Objective(model, Linear(), UniformCorruption(model.vocab_size), 5, one_sweep=one_sweep)(batch)).backward()
     return gathered
 
 
@@ -211,9 +212,19 @@ def gathers(one_sweep: bool, batch: Batch) -> Counter[str]:
 @pytest.mark.parametrize("name", ["mixed", "no coin", "no canvas"])
 def test_each_layer_is_gathered_three_times_a_step_whatever_the_coins(name, world_of_one):
     """Twice forward and once backward, against five times for three passes; the vocabulary 6 times, against 9."""
-    one, three = (gathers(each, batches()[name]) for each in (True, False))
+    one, three = (gathers(single(**TWO_LAYERS), each, batches()[name]) for each in (True, False))
     layers = [parameter for parameter in one if parameter.startswith("layers.")]
     assert len(layers) > 2 * 15
     assert {one[parameter] for parameter in layers} == {3}
     assert {three[parameter] for parameter in layers} == {5}
     assert (one["vocabulary.table"], three["vocabulary.table"]) == (6, 9)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["llama tied, denoising", "qwen3 sliding, denoising", "minimax_m3 denoising"])
+@pytest.mark.parametrize("coins", [True, False])
+def test_layers_of_every_family_are_gathered_three_times_a_step_with_and_without_a_coin(name, coins, world_of_one):
+    rows = [CleanRow([*range(3, 40)], [Canvas([*range(9, 17)], 6, t=0.5, coin=coins, address=(0, 0, 0))])]
+    found = gathers(small_model(name, dtype=torch.float32), True, lay_out(rows, 8, pad_id=0))
+    layers = {count for parameter, count in found.items() if parameter.startswith("layers.")}
+    assert layers == {3} and found["vocabulary.table"] == 6, found["vocabulary.table"]

@@ -268,13 +268,13 @@ def test_a_recording_changes_nothing_and_a_replay_sees_buffers_and_no_numbers():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_on_a_gpu_give_the_tokens_of_steps_that_are_launched_anew(dtype):
     model = init(tiny_config(L, **TWO_LAYERS), seed=3, device="cuda", kernels="triton", dtype=dtype)
-    engine = Engine(model, None, LIVELY, page_tokens=16, max_rows=5)
+    engine = Engine(model, None, LIVELY, max_rows=5)
     replays = []
     run = engine._live._fixed.graphs._captured
     engine._live._fixed.graphs._captured = lambda work: replays.append(run(work)) or replays[-1]
-    found = [Engine(model, None, LIVELY, page_tokens=16, max_rows=5, graphs=False), engine]
+    found = [Engine(model, None, LIVELY, max_rows=5, graphs=False), engine]
     for each in found:
-        for request in requests_of(7):
+        for request in requests_of(7, 500):  # up to four pages, and so block tables of several widths
             each.submit(request)
             each.step()
         while each.step():

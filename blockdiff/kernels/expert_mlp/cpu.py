@@ -7,6 +7,7 @@ gradient of a matrix needs it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from blockdiff.kernels.c_library import BLOCKS, call, serves
 from blockdiff.kernels.expert_mlp import native
 from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.linear import cpu as tiles
 
 KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that cpu.c has
 
@@ -22,7 +24,7 @@ KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that cpu.c has
 class _Groups(native._Groups):
     """The grouping of native.py, made by one call; rows are gathered and added up without a copy for each slot."""
 
-    def __init__(self, expert_index_Nk: Tensor, experts: int):
+    def __init__(self, expert_index_Nk: Tensor, experts: int, in_tiles: bool = False):
         self.k, self.slots, self.has_expert_Nk = expert_index_Nk.shape[1], expert_index_Nk.numel(), None
         self.ends_E = torch.empty(experts, dtype=torch.int32)
         slot, self.place_Nk = torch.empty(2, *expert_index_Nk.shape, dtype=torch.int64).unbind(0)
@@ -31,6 +33,7 @@ class _Groups(native._Groups):
         self.ends = self.ends_E.tolist()
         self.rows = self.ends[-1]
         self.slot = slot.view(-1)[: self.rows]
+        self.in_tiles, self.of_expert = in_tiles, self.rows // experts
 
     def gather(self, x_ND: Tensor) -> Tensor:
         """The rows of x that stand for the slots, expert by expert."""
@@ -43,6 +46,17 @@ class _Groups(native._Groups):
         N, D = self.place_Nk.shape[0], y_M.shape[1]
         out = y_M.new_empty(N, D)
         call("combine_slots", y_M, self.place_Nk, N, self.k, self.rows, D, out)
+        return out
+
+    def product(self, x_M: Tensor, weights_E: Any) -> Tensor:
+        """See `native._Groups.product`."""
+        if not isinstance(weights_E, Tensor) or not self.in_tiles:
+            return super().product(x_M, weights_E)
+        (E, depth, wide), (apart, *by) = weights_E.shape, weights_E.stride()
+        if not tiles.is_worth(self.of_expert, depth, wide) or 1 not in by:
+            return super().product(x_M, weights_E)
+        out = x_M.new_empty(x_M.shape[0], wide)
+        call("linear_grouped", x_M, self.ends_E, E, depth, weights_E, apart, *by, wide, out)
         return out
 
     def add_low_rank(
@@ -62,6 +76,10 @@ class _Groups(native._Groups):
     def outer(self, left_M: Tensor, right_M: Tensor, like: Tensor) -> Tensor:
         """Per expert left^T right: the gradient of its matrix."""
         grad, first = torch.empty_like(like), 0
+        E, wide, depth = like.shape
+        if self.in_tiles and tiles.is_worth(self.of_expert, wide, depth):
+            call("linear_grouped_backward", left_M, self.ends_E, E, wide, right_M, depth, grad)
+            return grad
         for e, end in enumerate(self.ends):
             if first < end:
                 torch.mm(left_M[first:end].t(), right_M[first:end], out=grad[e])
@@ -83,12 +101,13 @@ class _ExpertMLP(torch.autograd.Function):
         index_Nk: Tensor,
         weight_Nk: Tensor,
         kind: int,
+        in_tiles: bool,
         gate_up_A: Tensor | None,
         gate_up_B: Tensor | None,
         down_A: Tensor | None,
         down_B: Tensor | None,
     ) -> Tensor:
-        groups = _Groups(index_Nk, gate_up_EFD.shape[0])
+        groups = _Groups(index_Nk, gate_up_EFD.shape[0], in_tiles)
         x_MD = groups.gather(x_ND)
         h = groups.product(x_MD, gate_up_EFD.transpose(1, 2))
         between_h = groups.add_low_rank(h, x_MD, gate_up_A, gate_up_B)
@@ -107,7 +126,7 @@ class _ExpertMLP(torch.autograd.Function):
         x_ND, h, weight_M, gate_up_EFD, down_EDF, *low_rank = ctx.saved_tensors
         gate_up_A, gate_up_B, down_A, down_B, between_h, between_y = low_rank
         groups: _Groups = ctx.groups
-        grads: list[Tensor | None] = [None] * 10
+        grads: list[Tensor | None] = [None] * 11
         grad_y = groups.gather(grad_ND.contiguous())
         grad_a = groups.product(grad_y, down_EDF)
         grad_between_y = groups.add_low_rank(grad_a, grad_y, _transposed(down_B), _transposed(down_A))
@@ -119,7 +138,7 @@ class _ExpertMLP(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grads[2] = groups.outer(grad_y, a, down_EDF)
         if grad_between_y is not None:
-            grads[8:10] = groups.outer(grad_between_y, a, down_A), groups.outer(grad_y, between_y, down_B)
+            grads[9:11] = groups.outer(grad_between_y, a, down_A), groups.outer(grad_y, between_y, down_B)
         del grad_y, grad_a, a, grad_between_y
         grad_rows = groups.product(grad_h, gate_up_EFD) if ctx.needs_input_grad[0] else None
         grad_between_h = groups.add_low_rank(grad_rows, grad_h, _transposed(gate_up_B), _transposed(gate_up_A))
@@ -131,7 +150,7 @@ class _ExpertMLP(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grads[1] = groups.outer(grad_h, x_MD, gate_up_EFD)
             if grad_between_h is not None:
-                grads[6:8] = groups.outer(grad_between_h, x_MD, gate_up_A), groups.outer(grad_h, between_h, gate_up_B)
+                grads[7:9] = groups.outer(grad_between_h, x_MD, gate_up_A), groups.outer(grad_h, between_h, gate_up_B)
         if ctx.needs_input_grad[4]:
             flat = weight_M.new_zeros(groups.slots).index_copy_(0, groups.slot, of_weight_M)
             grads[4] = flat.view_as(groups.place_Nk)
@@ -187,13 +206,15 @@ def expert_mlp(
         of_tokens = expert_index_Nk, expert_weight_Nk, activation, low_rank
         return native.expert_mlp(x_ND, gate_up_EFD, down_EDF, *of_tokens)
     inputs = (x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)
-    is_served = activation in KINDS and x_ND.shape[0] > 0 and not torch.is_autocast_enabled("cpu")
-    if not is_served or not serves(x_ND, gate_up_EFD, down_EDF, expert_weight_Nk, *low_rank):
+    is_autocast = torch.is_autocast_enabled("cpu")
+    is_served = activation in KINDS and x_ND.shape[0] > 0 and serves(*inputs[:3], expert_weight_Nk, *low_rank)
+    if not is_served or (is_autocast and (low_rank or not tiles.takes(x_ND))):
         return native.expert_mlp(*inputs, activation, low_rank)
     x_ND = x_ND.contiguous()
-    if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= native.DENSE_FLOPS:
-        return _dense(x_ND, *inputs[1:], KINDS[activation], low_rank)
-    return _ExpertMLP.apply(x_ND, *inputs[1:], KINDS[activation], *(low_rank or (None,) * 4))
+    with torch.autocast("cpu", enabled=False) if is_autocast else nullcontext():
+        if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= native.DENSE_FLOPS:
+            return _dense(x_ND, *inputs[1:], KINDS[activation], low_rank)
+        return _ExpertMLP.apply(x_ND, *inputs[1:], KINDS[activation], is_autocast, *(low_rank or (None,) * 4))
 
 
 class _Gated(torch.autograd.Function):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves
+from blockdiff.kernels.linear import cpu as tiles
 from blockdiff.kernels.span_attention import native
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
 from blockdiff.spans import Spans
@@ -25,8 +26,13 @@ def span_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `native.span_attention`."""
     inputs = (q_BThd, prefix_k, prefix_v, own_k, own_v)
-    if return_lse or torch.is_autocast_enabled("cpu") or not serves(q_BThd, own_k, own_v):
+    if return_lse or not serves(q_BThd, own_k, own_v):
         return native.span_attention(*inputs, spans, scale, return_lse)
+    if torch.is_autocast_enabled("cpu"):
+        if not tiles.takes(q_BThd):
+            return native.span_attention(*inputs, spans, scale)
+        with torch.autocast("cpu", enabled=False):  # heads are fp32 here, and stay it
+            return span_attention(*inputs, spans, scale)
     if isinstance(prefix_k, ReservedTensor):
         assert isinstance(prefix_v, ReservedTensor)
         if q_BThd.shape[0] * q_BThd.shape[1] * q_BThd.shape[2] * prefix_k.both_BKSd.shape[2] > native.SMALL_RESERVED:

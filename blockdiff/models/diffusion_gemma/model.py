@@ -30,7 +30,7 @@ from blockdiff.layers.rope import default_frequencies, proportional_frequencies
 from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.diffusion_gemma.config import ACTIVATIONS, KINDS, check
-from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope
+from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope, layer_scalar
 from blockdiff.spans import Spans, Sweep
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Layer(nn.Module):
-    """One layer, pure: `layer(x, rope, spans, past, scalar) -> (x, kv)`; caches are the caller's business."""
+    """One layer, pure: `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; caches are the caller's business."""
 
     def __init__(self, text: DiffusionGemmaTextConfig, index: int, kernels: Kernels):
         super().__init__()
@@ -71,11 +71,11 @@ class Layer(nn.Module):
         self.register_buffer("decoder_scalar", torch.ones(1))
 
     def forward(
-        self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, scalar: Tensor
+        self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
     ) -> tuple[Tensor, KV]:
         """Of the residual x [B, T, D]: the next one, and the keys and values of these tokens.
 
-        scalar: the layer scalar, [1] for all tokens or [B, T, 1].
+        is_noisy: as `BlockDiffusionModel.forward` takes it; it says which of the layer scalars counts.
         """
         attended, kv = self.attention(self.input_norm(x), rope, spans, past)
         # x + norm(attended), and its three norms: for the MLP, the experts, and (without weight) the router
@@ -86,6 +86,7 @@ class Layer(nn.Module):
         padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
         routed = self.experts(for_experts.flatten(0, 1), index_Nk, weight_Nk, padding_N, True)
         norms = self.post_mlp_norm.weight, self.post_experts_norm.weight, self.post_ff_norm.weight
+        scalar = layer_scalar(self, is_noisy, x.dtype)
         return self.kernels.layer_end(x, self.mlp(for_mlp), routed, norms, self.eps, scalar), kv
 
 

@@ -35,14 +35,13 @@ FAMILY = Family(
         "embedding": ("vocabulary.*",),
     },
     fp8_parts=("attention", "mlp", "experts"),
-    # experts have no adapters: on the Hub each is matrices of its own
-    adapted_parts=("attention", "mlp"),
+    adapted_parts=("attention", "mlp", "experts"),
     sharding_units=("layers.{}.experts", "layers.{}", "vocabulary"),
     capabilities=Capabilities(
         kernels=("torch", "triton"),
         predictions=("posterior", "leave_one_out"),
         corruptions=("uniform", "mask"),
-        meshes=("replicate",),
+        meshes=("replicate", "shard", "experts", "tensor"),
         adapters=("lora",),
     ),
     read=config.read,
@@ -51,6 +50,14 @@ FAMILY = Family(
     with_tokens=config.with_tokens,
     image_tensors=config.image_tensors,
     with_canvases=config.with_canvases,
+    tensor_parts={
+        "layers.*.attention": "attention",
+        "layers.*.mlp": "mlp",
+        "layers.*.shared": "mlp",
+        "layers.*.experts": "experts",
+        "self_conditioning": "mlp",
+        "vocabulary": "vocabulary",
+    },
     selecting_parts=("indexer",),
 )
 

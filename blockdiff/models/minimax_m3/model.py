@@ -33,7 +33,7 @@ from blockdiff.layers.norm import ZeroCentredRMSNorm
 from blockdiff.layers.rope import default_frequencies
 from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope
+from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope, layer_scalar
 from blockdiff.models.minimax_m3.config import (
     KINDS,
     activation,
@@ -164,7 +164,7 @@ class MiniMaxM3Attention(Attention):
 
 
 class Block(nn.Module):
-    """One layer, pure: `layer(x, rope, spans, past, scalar) -> (x, kv)`; caches are the caller's business."""
+    """One layer, pure: `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; caches are the caller's business."""
 
     def __init__(
         self, text: Any, index: int, denoises: bool, kernels: Kernels, canvas_length: int | None = None
@@ -187,12 +187,13 @@ class Block(nn.Module):
         self.decoder_scalar = nn.Parameter(torch.ones(1)) if denoises else None
 
     def forward(
-        self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, scalar: Tensor | None
+        self, x: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None, is_noisy: bool | Tensor
     ) -> tuple[Tensor, KV]:
         """Of the residual x [B, T, D]: the next one, and what later tokens see of these: keys, values, index keys."""
         attended, kv = self.attention(self.input_norm(x), rope, spans, past)
         x = x + attended
         x = x + self._feed_forward(self.post_attention_norm(x), spans)
+        scalar = layer_scalar(self, is_noisy, x.dtype)
         return x if scalar is None else x * scalar, kv
 
     def _feed_forward(self, normed: Tensor, spans: Spans | Sweep) -> Tensor:

@@ -46,4 +46,10 @@ NAMES = Names(
         ("experts.gate_up_proj", ("experts.[].w1.weight", "experts.[].w3.weight")),
         ("experts.down_proj", ("experts.[].w2.weight",)),
     ),
+    modules=(
+        ("language_model.model.", "model.language_model."),
+        (".block_sparse_moe.experts", ".mlp.experts"),
+        (".block_sparse_moe.shared_experts", ".mlp.shared_experts"),
+    ),
+    fused=(("gate_up_proj", ("gate_proj", "up_proj")),),
 )

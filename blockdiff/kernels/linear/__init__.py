@@ -1,0 +1,1 @@
+"""linears: the products of one tensor with several weights."""
