@@ -31,6 +31,8 @@ from blockdiff.kernels import tiles
 from blockdiff.kernels.block_sparse import triton as block_sparse_ops
 from blockdiff.kernels.block_sparse.triton import block_sparse_attention, select_blocks
 from blockdiff.kernels.expert_mlp.triton import expert_mlp
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.fp8.triton import fp8_linear
 from blockdiff.kernels.fused import triton as fused_ops
 from blockdiff.kernels.norm_rope.triton import add_rms_norm, norm_rope, rms_norms
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
@@ -108,6 +110,22 @@ def experts(
     expert_mlp(x.requires_grad_(), gate_up, down, index, weight, low_rank=low_rank).sum().backward()
 
 
+def in_fp8(tokens: int, dtype: torch.dtype, goes_back: bool) -> None:
+    """Weights in fp8 of the released model's sizes: experts and linear layers, also back to their inputs."""
+    E, k, D, F = 128, 8, 2816, 704
+
+    def weight(*shape: int) -> Fp8:
+        return Fp8(torch.empty(shape, dtype=torch.uint8), torch.empty(*shape[:-1], 1))
+
+    x = torch.empty(tokens, D, dtype=dtype, requires_grad=goes_back)
+    index, routing = torch.zeros(tokens, k, dtype=torch.int64), torch.zeros(tokens, k)
+    outs = expert_mlp(x, weight(E, 2 * F, D), weight(E, D, F), index, routing), fp8_linear(x, weight(4096, D))
+    if goes_back:
+        sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
+    with torch.no_grad():
+        fused_ops.gated_product(x.detach(), weight(2112, D), weight(2112, D), "gelu_tanh")
+
+
 @torch.no_grad()
 def fused(dtype: torch.dtype) -> None:
     """Several ops in one launch, as a denoising step of the released model has them: both layer kinds."""
@@ -163,6 +181,8 @@ OPS: dict[str, Callable[[], None]] = {
     "expert_mlp, 4096 tokens": lambda: experts(4096, torch.bfloat16),
     "expert_mlp, low rank": lambda: experts(4096, torch.bfloat16, rank=16),
     "expert_mlp, all ones": lambda: experts(1, torch.bfloat16, E=1, k=1, D=16, F=16),
+    "fp8, 256 tokens": lambda: in_fp8(256, torch.bfloat16, False),
+    "fp8, 4096 tokens": lambda: in_fp8(4096, torch.bfloat16, True),
     "fused": lambda: fused(torch.bfloat16),
     "vocabulary": lambda: vocabulary(torch.bfloat16),
 }

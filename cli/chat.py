@@ -41,6 +41,7 @@ def chat(
     strategy: options.Strategy = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Ask for reasoning; it is shown first.")] = False,
     dtype: options.Dtype = "auto",
+    quantize: options.Quantize = None,
     device: options.Device = "auto",
     kernels: options.Kernels = "auto",
 ) -> None:
@@ -67,7 +68,7 @@ def chat(
     }
     settings = changed(Generation.from_pretrained(directory), temperature, asked)
     tokenizer = load_tokenizer(directory)
-    weights = load(directory, dtype=dtype, device=device, kernels=kernels)
+    weights = load(directory, dtype=dtype, device=device, kernels=kernels, quantize=quantize)
     # The pages keep what was said before, so that a turn encodes only what is new.
     sampler = Sampler(weights, tokenizer, settings, strategy=strategy, pages=Pages(weights))
     talk = Chat(sampler, system, seed, thinking)

@@ -56,6 +56,7 @@ def evaluate(
     batch_size: options.BatchSize = 100,
     adapter: options.Adapter = None,
     dtype: options.Dtype = "auto",
+    quantize: options.Quantize = None,
     device: options.Device = "auto",
     kernels: options.Kernels = "auto",
     tensor_parallel: options.TensorParallel = 1,
@@ -65,6 +66,7 @@ def evaluate(
     Both, because a fine-tune can win one and lose the other.
     """
     own: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "strategy": strategy}
+    own |= {"quantize": quantize}
     if task.startswith(HARNESS):
         if compare is not None or columns or best_of > 1 or tensor_parallel > 1:
             others = "--compare, --columns, --best-of and --tensor-parallel"

@@ -19,17 +19,20 @@ def export(
     peft: Annotated[bool, typer.Option("--peft", help="Write the adapter alone, in PEFT's format.")] = False,
     base: Annotated[str | None, typer.Option(help="With --peft: the model that the adapter is to name.")] = None,
     dtype: options.Dtype = "auto",
+    quantize: options.Quantize = None,
 ) -> None:
     """Merge adapters into their weights and write a checkpoint in Hub layout, which needs nothing else to run."""
     if base is not None and not peft:
         raise typer.BadParameter("only an adapter names its model; give --peft too", param_hint="--base")
+    if peft and quantize is not None:
+        raise typer.BadParameter("adapters are never in fp8; leave one of the two out", param_hint="--quantize")
     if (Path(source) / "trainer.json").is_file() and adapter is None:
         from blockdiff.training.consolidate import consolidate
 
-        written = consolidate(Path(source), output, peft=peft, base=base, dtype=dtype)
+        written = consolidate(Path(source), output, peft=peft, base=base, dtype=dtype, quantize=quantize)
     else:
         from blockdiff import checkpoint
 
-        written = checkpoint.export(source, output, adapter, peft=peft, base=base, dtype=dtype)
+        written = checkpoint.export(source, output, adapter, peft=peft, base=base, dtype=dtype, quantize=quantize)
     what = "the adapter, in PEFT's format" if peft else "a checkpoint"
     print(f"{written}: {what}, {sum(file.stat().st_size for file in written.iterdir()):,} bytes")

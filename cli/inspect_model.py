@@ -13,6 +13,7 @@ from blockdiff.checkpoint.files import ADDED, find, first_line, stored_tensors
 from blockdiff.errors import CheckpointError
 from blockdiff.memory import of_training, size
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.fp8 import fp8_layers
 from blockdiff.training.freeze import count_parts, freeze
 from blockdiff.training.progress import Progress
 
@@ -60,8 +61,10 @@ def show_shape(
     what = "full training in fp32 with AdamW" if needs is None else "training as the recipe says"
     needs = of_training(count, trained) if needs is None else needs
     parts_of_it = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in needs.items())
+    rounded = sum(x.numel() for name in fp8_layers(model) for x in model.get_submodule(name).parameters(recurse=False))
+    in_fp8 = f"fp8 {size(2 * count - rounded)}, " if rounded else ""
     show.line(
-        f"memory    weights bf16 {size(2 * count)}, fp32 {size(4 * count)}; "
+        f"memory    weights {in_fp8}bf16 {size(2 * count)}, fp32 {size(4 * count)}; "
         f"{what} {size(sum(needs.values()))} ({parts_of_it}) and activations; "
         f"prefix in bf16 {size(2 * 1024 * outline.cached_per_token)} for 1,024 tokens of one row"
     )

@@ -18,6 +18,7 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="Processes that train together, one GPU each.")] = 1,
     gpu_memory: Annotated[float | None, typer.Option(min=0.001, help="GiB of each, to compare with.")] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Of the longest row, or of a sampled prefix.")] = None,
+    quantize: options.Quantize = None,
     device: Annotated[str, typer.Option(help="cuda (Triton's kernels) or cpu (native ones).")] = "cuda",
     tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s of a device, to estimate seconds.")] = 400.0,
     bandwidth: Annotated[float, typer.Option(min=0.001, help="TB/s that a device reads and writes, likewise.")] = 3.0,
@@ -30,12 +31,14 @@ def plan(
     """
     if device not in ("cuda", "cpu"):
         raise typer.BadParameter(f"{device!r} is neither cuda nor cpu", param_hint="--device")
+    if quantize is not None and Path(target).suffix in (".yaml", ".yml"):
+        raise typer.BadParameter("a recipe says it itself; --set model.quantize=fp8", param_hint="--quantize")
     limit = None if gpu_memory is None else int(gpu_memory * GIB)
     if Path(target).suffix in (".yaml", ".yml"):
         rates = tflops * 1e12, bandwidth * 1e12, network * 1e9
         fits = _training(target, set_ or [], gpus, limit, tokens, device, rates)
     else:
-        fits = _sampling(target, limit, tokens or 1000, device)
+        fits = _sampling(target, limit, tokens or 1000, device, quantize)
     raise typer.Exit(0 if fits else 1)
 
 
@@ -75,13 +78,15 @@ def _training(
     return False
 
 
-def _sampling(target: str, limit: int | None, tokens: int, device: str) -> bool:
+def _sampling(target: str, limit: int | None, tokens: int, device: str, quantize: str | None) -> bool:
     from blockdiff import checkpoint
+    from blockdiff.checkpoint.fp8 import is_fp8
     from blockdiff.memory import size
     from blockdiff.training.plan_sampling import plan_sampling
 
-    made = plan_sampling(checkpoint.read_config(target), device=device)
-    print(f"weights in bf16            {size(made.weights):>12}")
+    config = checkpoint.read_config(target)
+    made = plan_sampling(config, device=device, quantize=quantize)
+    print(f"weights in {'fp8 and bf16' if is_fp8(config, quantize) else 'bf16':<16}{size(made.weights):>12}")
     print(f"cache of 1,000 tokens      {size(made.cache):>12} a row")
     print(f"a denoising step           {size(made.step[0]):>12}, and {size(made.step[1])} for each further row")
     if limit is None:

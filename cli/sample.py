@@ -67,6 +67,7 @@ def sample(
     ] = False,
     adapter: options.Adapter = None,
     dtype: options.Dtype = "auto",
+    quantize: options.Quantize = None,
     device: options.Device = "auto",
     kernels: options.Kernels = "auto",
     tensor_parallel: options.TensorParallel = 1,
@@ -127,6 +128,7 @@ def sample(
     settings = dict(seed=seed, max_new_tokens=max_new_tokens, max_steps=steps, strategy=strategy, exact=exact)
     place = Path(model).resolve() if Path(model).exists() else model
     identity = {**settings, "model": str(place), "dtype": dtype} | ({"adapter": adapter} if adapter else {})
+    identity |= {"quantize": quantize} if quantize else {}
     ranks = _ranks(device, output, trace, stream) if mesh is None else mesh.ranks
     asked = [fingerprint(entry, identity) for entry in entries]
     answers = Answers(output, asked, ranks.rank, ranks.row_world == 1)
@@ -137,6 +139,7 @@ def sample(
     mine = missing[ranks.row_rank :: ranks.row_world]
     chosen = str(ranks.device) if ranks.world > 1 else device
     how: dict[str, Any] = dict(dtype=dtype, kernels=kernels, strategy=strategy, adapter=adapter, mesh=mesh)
+    how |= dict(quantize=quantize)
     sampler = Sampler.from_pretrained(model, device=chosen, **how)
 
     recorder = view = None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,7 +180,8 @@ def _ours(
     if ours is None:
         raise CheckpointError(problem)
     ours = ours.removesuffix(".gate_up_proj")
-    E, D, F = (int(size) for size in model.get_parameter(f"{ours}.down_proj").shape)
+    experts: Any = model.get_submodule(ours)
+    E, D, F = (int(size) for size in experts.down_proj.shape)
     side = 1 if which == "lora_A" else 0
     widths = {"gate_up": (D, 2 * F)[1 - side], "down": (F, D)[1 - side]}
     # The two parameters of a module are nested in the order of its parameters: gate_up inside, down outside.

@@ -209,7 +209,8 @@ def _complete(
     """Experts of which only one of the two products is adapted get a B of 0 for the other."""
     if not name.endswith(".experts"):
         return
-    E, D, F = (int(size) for size in model.get_parameter(f"{name}.down_proj").shape)
+    experts: Any = model.get_submodule(name)
+    E, D, F = (int(size) for size in experts.down_proj.shape)
     for leaf, (inputs, outputs) in {"gate_up": (D, 2 * F), "down": (F, D)}.items():
         names = f"{name}.{leaf}_lora_A", f"{name}.{leaf}_lora_B"
         if parts.keys().isdisjoint(names):

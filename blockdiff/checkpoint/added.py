@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import ADDED, first_line
 from blockdiff.errors import CheckpointError
+from blockdiff.layers.fp8 import is_scale
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.pieces import fill_piece, is_spread, local_of
@@ -24,8 +25,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """The shapes of all tensors of a model but those of adapters, by our names."""
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if not is_adapter(name)}
+    """The shapes of all tensors of a model but those of adapters and the scales of tensors in fp8, by our names."""
+    state = model.state_dict().items()
+    return {name: tuple(tensor.shape) for name, tensor in state if not is_adapter(name) and not is_scale(name)}
 
 
 def added_to(model: BlockDiffusionModel) -> Shapes:

@@ -1,4 +1,4 @@
-"""Tensors that a file has in another form than a model: the matrices of single experts, and values in MXFP8.
+"""Tensors that a file has in another form than a model: the matrices of single experts, and values in fp8.
 
 A model's tensor is then made of several stored ones, each read and dequantised alone.
 """
@@ -14,10 +14,13 @@ from torch import Tensor
 from blockdiff.checkpoint.files import DTYPES, Stored, read_tensors
 from blockdiff.checkpoint.stream import Source
 from blockdiff.errors import CheckpointError
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.fp8.native import decoded
 from blockdiff.models.names import Names
 from blockdiff.pieces import Block
 
 SCALE = "_scale_inv"  # follows the name of a tensor in MXFP8
+CHANNELS = "_scale"  # follows that of one in e4m3 with a scale for each output channel (compressed-tensors)
 SCALED = 32  # numbers along the input dimension that share a scale
 SCALE_DTYPES = ("U8", "F8_E8M0")
 
@@ -27,6 +30,7 @@ class Assembled(Stored):
     """A tensor that is made of stored ones: the name of each, and which box of the whole it is."""
 
     parts: tuple[tuple[str, Block], ...] = ()
+    is_fp8: bool = False  # e4m3 with a scale for each output channel, all of it
 
 
 def assembled(stored: Mapping[str, Stored], names: Names) -> dict[str, Stored]:
@@ -37,7 +41,7 @@ def assembled(stored: Mapping[str, Stored], names: Names) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     pieces: dict[str, dict[tuple[int, int], str]] = {}
     for hub, place in stored.items():
-        if hub.endswith(SCALE) and hub.removesuffix(SCALE) in stored:
+        if any(hub.endswith(end) and hub.removesuffix(end) in stored for end in (SCALE, CHANNELS)):
             continue
         piece = names.piece(hub)
         if piece is not None:
@@ -45,6 +49,9 @@ def assembled(stored: Mapping[str, Stored], names: Names) -> dict[str, Stored]:
         elif hub + SCALE in stored:
             whole = ((hub, Block.whole(place.shape)),)
             found[hub] = Assembled(place.file, place.shape, "BF16", place.nbytes * 2, whole)
+        elif hub + CHANNELS in stored:
+            whole = ((hub, Block.whole(place.shape)),)
+            found[hub] = Assembled(place.file, place.shape, "F32", place.nbytes * 4, whole, is_fp8=True)
         else:
             found[hub] = place
     for hub, of_place in pieces.items():
@@ -65,9 +72,10 @@ def _stacked(hub: str, of_place: Mapping[tuple[int, int], str], stored: Mapping[
                 which = f"matrix {matrix} of expert {expert}"
                 raise CheckpointError(f"{first.file}: {hub}: {which} is missing or of another shape")
             parts.append((name, Block((expert, matrix * rows, 0), (1, rows, columns))))
-    dtype = "BF16" if of_place[min(of_place)] + SCALE in stored else first.dtype
-    shape = (experts, matrices * rows, columns)
-    return Assembled(first.file, shape, dtype, sum(stored[name].nbytes for name, _ in parts), tuple(parts))
+    has_channels = [name + CHANNELS in stored for name, _ in parts]
+    dtype = "BF16" if of_place[min(of_place)] + SCALE in stored else "F32" if any(has_channels) else first.dtype
+    shape, nbytes = (experts, matrices * rows, columns), sum(stored[name].nbytes for name, _ in parts)
+    return Assembled(first.file, shape, dtype, nbytes, tuple(parts), is_fp8=all(has_channels))
 
 
 def read_assembled(
@@ -88,7 +96,9 @@ def read_assembled(
 
 
 def _values(stored: Mapping[str, Stored], name: str) -> Tensor:
-    """A stored tensor, dequantised where it has scales: e4m3 values, and a power of two for each 32 along the input."""
+    """A stored tensor, dequantised where it has scales: a power of two for each 32 along the input, or channels'."""
+    if name + CHANNELS in stored:
+        return decoded(_in_fp8(stored, name), torch.float32)
     scale_name = name + SCALE
     if scale_name not in stored:
         return next(read_tensors(stored, [name]))[1]
@@ -103,6 +113,32 @@ def _values(stored: Mapping[str, Stored], name: str) -> Tensor:
     return dequantised(values, scale.view(torch.uint8))
 
 
+def read_fp8(stored: Mapping[str, Stored], place: Assembled) -> Fp8:
+    """A tensor that a file has in e4m3 with a scale for each output channel, as it is there; fp32 scales."""
+    codes = torch.empty(place.shape, dtype=torch.uint8)
+    scale = torch.empty((*place.shape[:-1], 1))
+    for name, part in place.parts:
+        found = _in_fp8(stored, name)
+        codes[part.slices] = found.codes.view(part.sizes)
+        scale[part.slices[:-1]] = found.scale.view(*part.sizes[:-1], 1)
+    return Fp8(codes, scale)
+
+
+def _in_fp8(stored: Mapping[str, Stored], name: str) -> Fp8:
+    """A stored tensor and its scales, one for each channel or one for all; those of a channel with a NaN are NaN."""
+    place, scales = stored[name], stored[name + CHANNELS]
+    sizes = {(*place.shape[:-1], 1), place.shape[:-1], (1,), ()}
+    if place.dtype != "F8_E4M3" or scales.dtype not in DTYPES or scales.shape not in sizes:
+        raise CheckpointError(
+            f"{place.file}: {name} is {place.dtype} with scales {scales.dtype} {list(scales.shape)}; beside MXFP8 only "
+            f"e4m3 with a scale for each output channel is read, {[*place.shape[:-1], 1]}"
+        )
+    values, scale = (next(read_tensors(stored, [each]))[1] for each in (name, name + CHANNELS))
+    codes, scale = values.view(torch.uint8), scale.float()
+    scale = (scale.expand(place.shape[:-1]) if scale.numel() == 1 else scale).reshape(*place.shape[:-1], 1)
+    return Fp8(codes, torch.where(((codes & 127) == 127).any(-1, keepdim=True), float("nan"), scale))
+
+
 def dequantised(values: Tensor, scale: Tensor) -> Tensor:
     """MXFP8 as bf16 (which holds every such number exactly): e4m3 values [out, in], exponents uint8 [out, in / 32]."""
     factor = torch.ldexp(torch.ones(scale.shape), scale.int() - 127)
@@ -110,9 +146,9 @@ def dequantised(values: Tensor, scale: Tensor) -> Tensor:
     return (values.float() * factor).to(torch.bfloat16)
 
 
-def pieces_of(hub: str, source: Source, names: Names) -> dict[str, Source]:
+def pieces_of(hub: str, source: Source, names: Names, in_fp8: bool = False) -> dict[str, Source]:
     """A tensor as a file has it: itself, or the matrices of single experts."""
-    found = names.pieces_of(hub)
+    found = names.pieces_of(hub, in_fp8)
     if not found:
         return {hub: source}
     experts, rows, columns = source.shape

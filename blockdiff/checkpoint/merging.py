@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -15,13 +15,18 @@ from blockdiff.checkpoint.adapters import base_of, check_parts, has_adapter, loa
 from blockdiff.checkpoint.added import read_added
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import find
-from blockdiff.checkpoint.read import carried_by, empty, resolve_device, resolve_dtype, stored_weights
+from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers
+from blockdiff.checkpoint.read import carried_by, empty, resolve_device, resolve_dtype, stored_fp8, stored_weights
 from blockdiff.checkpoint.stream import Source
 from blockdiff.checkpoint.write import save
 from blockdiff.errors import CheckpointError
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.fp8.native import quantised
+from blockdiff.layers.fp8 import SCALE
 from blockdiff.layers.lora import AdaptedExperts, merged
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapters_of
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.fp8 import put_in_fp8
 
 
 def export(
@@ -33,6 +38,7 @@ def export(
     base: str | None = None,
     dtype: str = "auto",
     device: str = "cpu",
+    quantize: str | None = None,
 ) -> Path:
     """Write a run's model, or a model with an adapter, to `directory`; returns it.
 
@@ -41,9 +47,11 @@ def export(
 
     source: a run directory, a checkpoint, an adapter that says what it adapts, or a Hub id; adapter: of that
     checkpoint. peft: write the adapters alone, in PEFT's format, for the checkpoint `base` (None: the one that the
-    adapter names). dtype: of what is written ("auto": as it is stored). device: where the sums are made. Raises
-    CheckpointError.
+    adapter names). dtype: of what is written ("auto": as it is stored). device: where the sums are made. quantize: as
+    in `load`; weights in fp8 that an adapter is added to are fp8 no more, unless it says so: much of what the adapter
+    has learnt would be rounded away. Raises CheckpointError.
     """
+    check_quantize(quantize)
     place = find(source)
     if adapter is not None and has_adapter(place):
         raise CheckpointError(f"{source}: is an adapter itself; name the model that {adapter} adapts")
@@ -78,7 +86,27 @@ def export(
         read = partial(latest, name) if is_in_pieces else lambda: sources[name].read().to(kept)
         return Source(sources[name].shape, kept, read)
 
-    return save(model, directory, weights={name: source_of(name) for name in sources})
+    layers = chosen_layers(model, weights, quantize)
+    if quantize is None:
+        layers = [layer for layer in layers if not any(name.startswith(layer + ".") for name in sums)]
+    leaves = [f"{layer}.{leaf}" for layer in layers for leaf, _ in model.get_submodule(layer).named_parameters()]
+    read_fp8 = stored_fp8(model, weights)
+
+    @functools.lru_cache(maxsize=2)
+    def rounded(name: str) -> Fp8:
+        return quantised(sums[name].read()) if name in sums else read_fp8(name)
+
+    put_in_fp8(model, layers)
+    written = {name: source_of(name) for name in sources if name not in leaves}
+    for name in leaves:
+        shape = sources[name].shape
+        written[name] = Source(shape, torch.uint8, partial(_part, rounded, name, 0))
+        written[name + SCALE] = Source((*shape[:-1], 1), torch.float32, partial(_part, rounded, name, 1))
+    return save(model, directory, weights=written)
+
+
+def _part(read: Callable[[str], Fp8], name: str, part: int) -> Tensor:
+    return read(name)[part]
 
 
 def _sums(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,14 +15,19 @@ from torch import Tensor, nn
 from blockdiff import memory
 from blockdiff.checkpoint.adapters import base_of, has_adapter, load_adapter
 from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shapes_of
-from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled
+from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_fp8
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_blocks, stored_tensors
+from blockdiff.checkpoint.fp8 import chosen_layers
 from blockdiff.checkpoint.stream import Source
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.fp8.native import quantised
+from blockdiff.layers.fp8 import SCALE, is_scale
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.fp8 import fp8_layers, layers_in_fp8, put_in_fp8
 from blockdiff.models.names import Names
 from blockdiff.pieces import Block, is_spread, local_of, piece_of
 
@@ -34,16 +39,21 @@ def load(
     kernels: str = "auto",
     model: type[BlockDiffusionModel] | None = None,
     adapter: str | Path | None = None,
+    quantize: str | None = None,
 ) -> BlockDiffusionModel:
     """A model from a Hub-layout directory or a Hub id, in evaluation mode: see `empty` and `load_weights`.
 
     adapter: a directory in PEFT's format whose adapters the model gets; the directory of an adapter may also stand in
     place of the model's, whose name it then brings. Settings and tokenizer beside the adapter go before the model's.
+    quantize: "fp8" rounds the weights of linear layers and experts to fp8, one tensor after the other, and lets them
+    stand still; "none" makes what is stored in fp8 weights like others; None leaves each as it is stored.
     """
     directory = find(path_or_hub_id)
     if adapter is None and has_adapter(directory):
         directory, adapter = find(base_of(directory)), directory
-    loaded = load_weights(empty(read_config(directory), kernels, model), directory, dtype, device)
+    hollow = empty(read_config(directory), kernels, model)
+    put_in_fp8(hollow, chosen_layers(hollow, directory, quantize))
+    loaded = load_weights(hollow, directory, dtype, device)
     if adapter is not None:
         load_adapter(loaded, adapter)
         loaded.carried = loaded.carried.over(Path(adapter))
@@ -80,7 +90,7 @@ def load_weights(
     own part of every tensor, into the memory, on the device and in the dtype that its parameters have already. What is
     frozen stays frozen. Image tensors are not loaded; saving copies them through. What the model's class adds to its
     family is read from `blockdiff.safetensors`; where there is none, `reset_parameters` of the modules that hold it
-    sets it. Raises CheckpointError.
+    sets it. Layers of the model that are in fp8 get their weights so, whatever the file has. Raises CheckpointError.
     """
     directory = find(path_or_hub_id)
     names, added = family_of(model.config).names, added_to(model)
@@ -96,7 +106,10 @@ def load_weights(
     read_added(model, directory, target, place)
     state = model.state_dict()
     filled: dict[tuple[str, Block | None], list[str]] = {}
+    in_fp8 = {f"{name}.{leaf}" for name, layer in layers_in_fp8(model).items() for leaf in layer.leaves()}
     for ours, hub in source.items():
+        if ours in in_fp8:
+            continue
         block = piece_of(state[ours]).block if is_spread(state[ours]) else None
         filled.setdefault((hub, block), []).append(ours)
     sums = {}
@@ -109,6 +122,11 @@ def load_weights(
             filling = torch.empty(tensor.shape, dtype=target, device=place).copy_(tensor)
             fill(model, ours, filling, is_local=True)
         sums[filled[hub, block][0]] = filling.sum(dtype=torch.float32 if target == torch.float16 else None)
+    for ours in sorted(in_fp8, key=lambda name: (str(stored[source[name]].file), name)):
+        weight = _in_fp8(in_files, stored, source[ours], place)
+        fill(model, ours, weight.codes)
+        fill(model, ours + SCALE, weight.scale)
+        sums[ours + SCALE] = weight.scale.sum()
     _warn_of_not_finite(model, directory, sums, source)
 
     model.carried = carried_by(directory, names, in_files)
@@ -137,6 +155,14 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Sou
     }
 
 
+def stored_fp8(model: BlockDiffusionModel, directory: Path) -> Callable[[str], Fp8]:
+    """What reads a tensor of a checkpoint, by our name, in fp8: as it is stored so, or rounded."""
+    names, in_files = family_of(model.config).names, stored_tensors(directory)
+    stored = assembled(in_files, names)
+    source = _match(shapes_of(model), stored, directory, names)
+    return lambda name: _in_fp8(in_files, stored, source[name], torch.device("cpu"))
+
+
 def _warn_of_not_finite(
     model: nn.Module, directory: Path, sums: Mapping[str, Tensor], source: Mapping[str, str]
 ) -> None:
@@ -145,12 +171,26 @@ def _warn_of_not_finite(
     is_finite = torch.stack(list(sums.values())).isfinite().tolist()
     state = model.state_dict()
     wrong = [
-        source[ours]
+        source[ours.removesuffix(SCALE) if is_scale(ours) else ours]
         for ours, fine in zip(sums, is_finite, strict=True)
         if not fine and not bool(local_of(state[ours]).isfinite().all())
     ]
     if wrong:
         warnings.warn(f"{directory}: {_are(wrong, 'not finite')}; the model answers nothing with them", stacklevel=3)
+
+
+def _in_fp8(
+    in_files: Mapping[str, Stored], stored: Mapping[str, Stored], hub: str, device: torch.device
+) -> Fp8:
+    """A tensor in fp8 on a device: as a checkpoint has it, or rounded there from what it has."""
+    place = stored[hub]
+    if isinstance(place, Assembled) and place.is_fp8:
+        return Fp8(*(x.to(device, copy=True) for x in read_fp8(in_files, place)))
+    if isinstance(place, Assembled):
+        _, _, whole = next(read_assembled(in_files, {hub: place}, [(hub, None)]))
+    else:
+        _, _, whole = next(read_blocks(stored, [(hub, None)]))
+    return quantised(whole.to(device))
 
 
 def carried_by(directory: Path, names: Names, stored: Mapping[str, Stored] | None = None) -> Carried:
@@ -170,13 +210,22 @@ def require_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             raise CheckpointError(f"{name} is sharded as {tensor.dtype}, {asked} was asked for; cast the model before")
 
 
-def require_room(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def require_room(model: BlockDiffusionModel, dtype: torch.dtype, device: torch.device) -> None:
     """Raises BlockdiffError where a device has no room for the weights of an empty model.
 
     Those of a sharded one have their memory already.
     """
-    numbers = sum(tensor.numel() for tensor in model.state_dict().values() if not is_spread(tensor))
-    memory.require({"weights": numbers * dtype.itemsize}, device, {'dtype="bfloat16"': numbers * 2})
+    state = {name: tensor for name, tensor in model.state_dict().items() if not is_spread(tensor)}
+    held = {name: tensor.nbytes for name, tensor in state.items() if tensor.dtype == torch.uint8 or is_scale(name)}
+    numbers = sum(tensor.numel() for name, tensor in state.items() if name not in held)
+    fixed, smaller = sum(held.values()), {}
+    if dtype.itemsize > 2:
+        smaller['dtype="bfloat16"'] = numbers * 2 + fixed
+    if not held and family_of(model.config).fp8_parts and not any(map(is_adapter, state)):
+        parts = [model.get_submodule(layer).parameters(recurse=False) for layer in fp8_layers(model)]
+        rounded = sum(parameter.numel() for parameter in chain(*parts))
+        smaller['quantize="fp8"'] = numbers * dtype.itemsize - rounded * (dtype.itemsize - 1)
+    memory.require({"weights": numbers * dtype.itemsize + fixed}, device, smaller)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

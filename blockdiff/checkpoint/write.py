@@ -16,12 +16,14 @@ from safetensors import SafetensorError
 from blockdiff.checkpoint.added import added_to, check_whole, is_own_class, metadata_of
 from blockdiff.checkpoint.assembled import pieces_of
 from blockdiff.checkpoint.files import ADDED, CONFIG, GENERATION, INDEX, TOKENIZER_FILES, Carried
+from blockdiff.checkpoint.fp8 import described, sources_of
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.checkpoint.stream import Source, in_order, write_stream
 from blockdiff.errors import CheckpointError
 from blockdiff.files import unwritten, whole_directory
+from blockdiff.layers.fp8 import SCALE, is_scale
 from blockdiff.models.adapters import is_adapted
 from blockdiff.models.family import BlockDiffusionModel, family_of
 
@@ -45,9 +47,9 @@ def save(
     tokenizer: anything with `save_pretrained`; None carries the files of the checkpoint the model came from.
     generation: the settings, or the content of generation_config.json; None carries the old ones or writes the
     defaults. choices: what sampling has to know beyond that (`sampling.Choices`). dtype: cast the text tensors (None:
-    as they are); image tensors are written as they were read. overwrite: replace a checkpoint that stands there.
-    weights: what is written in place of the model's own tensors, by the same names, read one by one. What a tweaked
-    model class adds is written to `blockdiff.safetensors`. Tensors are written one after the other. Of a
+    as they are; those in fp8 stay so); image tensors are written as they were read. overwrite: replace a checkpoint
+    that stands there. weights: what is written in place of the model's own tensors, by the same names, read one by one.
+    What a tweaked model class adds is written to `blockdiff.safetensors`. Tensors are written one after the other. Of a
     sharded model all ranks call this together: each tensor is gathered, and rank 0 writes. Raises CheckpointError.
     """
     if not isinstance(model, BlockDiffusionModel):
@@ -62,7 +64,11 @@ def save(
     carried = model.carried or Carried(tensors=family_of(model.config).image_tensors(model.config, 0, torch.float32))
     gathering = Gathering(model.state_dict().values())
     state = model.state_dict()
-    own = {name: gathering.source(state[name], cast) for name in state} if weights is None else dict(weights)
+    if weights is None:
+        fixed = {name for name in state if name + SCALE in state or is_scale(name)}  # in fp8
+        own = {name: gathering.source(state[name], None if name in fixed else cast) for name in state}
+    else:
+        own = dict(weights)
     files, index = _files_of(model, own, carried, shard_bytes)
     gathering.order = [file[name] for file in files.values() for name in in_order(file)]
 
@@ -122,6 +128,11 @@ def _write(
     config = copy.deepcopy(model.config)
     config.architectures = [family_of(model.config).architecture]
     config.dtype = cast or model.vocabulary.table.dtype
+    said = described(model)
+    if said is not None:
+        config.quantization_config = said
+    elif hasattr(config, "quantization_config"):
+        del config.quantization_config
     config.save_pretrained(fresh)
 
 
@@ -136,11 +147,14 @@ def _files_of(
 
     names = family_of(model.config).names
     added = {name: own.pop(name) for name in added_to(model)}
-    sources = {
-        hub: piece
-        for name, source in own.items()
-        for hub, piece in pieces_of(str(names.to_hub(name)), source, names).items()
-    }
+    sources: dict[str, Source] = {}
+    for name, source in own.items():
+        hub, in_fp8 = str(names.to_hub(name)), sources_of(name, own)
+        if in_fp8 is not None:
+            numbers, scales = (pieces_of(hub, part, names, in_fp8=True) for part in in_fp8)
+            sources |= numbers | {piece + SCALE: scale for piece, scale in scales.items()}
+        elif not is_scale(name):
+            sources |= pieces_of(hub, source, names)
     sources |= {name: Source.of(tensor) for name, tensor in carried.tensors.items()}
     sources |= {name: Source.stored(name, place) for name, place in carried.stored.items()}
     split: Any = split_state_dict_into_shards_factory(

@@ -33,7 +33,7 @@ FOLDERS = {
         *("token_stats", "token_scores", "log_sums", "class_stats"),
     ),
 }
-NATIVE_ONLY = ("fp8_linear", "linears", "logits", "gated", "route")
+NATIVE_ONLY = ("linears", "logits", "gated", "route")
 # Those that also have C functions, in their folder's cpu.py and cpu.c.
 IN_C = (
     *("span_attention", "expert_mlp", "gated", "route", "rms_norms", "add_rms_norm", "norm_rope"),

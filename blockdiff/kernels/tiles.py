@@ -83,6 +83,11 @@ def runs_products_aside(x: Tensor) -> bool:
     return architecture(x.device) == 90 and not triton.knobs.runtime.interpret
 
 
+def decodes_fp8(x: Tensor) -> bool:
+    """Whether x's device has an instruction that makes fp16 of e4m3; the interpreter has none."""
+    return architecture(x.device) >= 89 and not triton.knobs.runtime.interpret
+
+
 def tile_of(kernel: str, x: Tensor, size: float) -> Tile:
     """The tile of a kernel on x's device for elements of x's size; `size` is what the table's lines are limited by.
 

@@ -40,6 +40,10 @@ class InFp8(nn.Module):
         codes = torch.empty(tuple(shape), dtype=torch.uint8, device=device)
         self.hold(name, codes, torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device))
 
+    def leaves(self) -> list[str]:
+        """The names of the tensors that are held."""
+        return [name.removesuffix(SCALE) for name, _ in self.named_buffers(recurse=False) if is_scale(name)]
+
     def held(self, name: str) -> Fp8:
         """The tensor of this name."""
         return Fp8(getattr(self, name), getattr(self, name + SCALE))

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from blockdiff.errors import CheckpointError
-from blockdiff.kernels.fp8.native import quantised
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.fp8 import Fp8Experts, Fp8Linear, InFp8
-from blockdiff.models.adapters import is_adapted
 from blockdiff.models.family import BlockDiffusionModel, family_of
-
-QUANTISED = ("fp8", "none")  # the forms that weights can be asked for in; None: as they are stored
-
-
-def check_quantize(quantize: str | None) -> None:
-    """Raises CheckpointError for a form that is not known."""
-    if quantize is not None and quantize not in QUANTISED:
-        raise CheckpointError(f"quantize={quantize!r} is not known; use {' or '.join(map(repr, QUANTISED))}")
 
 
 def fp8_layers(model: BlockDiffusionModel) -> list[str]:
@@ -51,20 +40,3 @@ def put_in_fp8(model: BlockDiffusionModel, layers: Iterable[str]) -> None:
 def layers_in_fp8(model: nn.Module) -> dict[str, InFp8]:
     """The layers of a model whose weights are in fp8, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, InFp8)}
-
-
-@torch.no_grad()
-def quantise(model: BlockDiffusionModel) -> None:
-    """Round the weights of a model to fp8, in place, one layer after the other; CheckpointError with adapters."""
-    if is_adapted(model):
-        raise CheckpointError("the model has adapters; merge them first (`blockdiff.merge`)")
-    for name in fp8_layers(model):
-        module = model.get_submodule(name)
-        if isinstance(module, InFp8):
-            continue
-        weights: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
-        put_in_fp8(model, [name])
-        made = model.get_submodule(name)
-        assert isinstance(made, InFp8)
-        for leaf, weight in weights.items():
-            made.hold(leaf, *quantised(weight))

@@ -21,7 +21,8 @@ class Names:
     PEFT gives each an adapter of its own. pieces: how a Hub name of the table ends that files do not have, and how
     those end of which it is made: for each expert, whose number `[]` is, matrices one under the other. modules: parts
     of Hub names and what transformers' names of modules have in their place. fused: the last name of a module of
-    transformers that is several matrices of ours, one under the other, and theirs.
+    transformers that is several matrices of ours, one under the other, and theirs. fp8_pieces: the same as
+    pieces, of tensors that only files with weights in fp8 have in pieces.
     """
 
     table: tuple[tuple[str, str], ...]
@@ -31,6 +32,7 @@ class Names:
     pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    fp8_pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @cached_property
     def _hub(self) -> dict[str, str]:
@@ -87,16 +89,17 @@ class Names:
 
     def piece(self, hub: str) -> tuple[str, int, int] | None:
         """What a tensor of a file is a piece of: that Hub name, and the numbers of the expert and of the matrix."""
-        for whole, patterns in self.pieces:
+        for whole, patterns in (*self.pieces, *self.fp8_pieces):
             for matrix, pattern in enumerate(patterns):
                 found = re.fullmatch(r"(.*)" + re.escape(pattern).replace(r"\[\]", r"(\d+)"), hub)
                 if found is not None:
                     return found[1] + whole, int(found[2]), matrix
         return None
 
-    def pieces_of(self, hub: str) -> list[str]:
+    def pieces_of(self, hub: str, in_fp8: bool = False) -> list[str]:
         """The names in a file of the pieces of a tensor, with `[]` for the expert; none where it is whole there."""
-        found = next((row for row in self.pieces if hub.endswith(row[0])), None)
+        rows = (*self.pieces, *(self.fp8_pieces if in_fp8 else ()))
+        found = next((row for row in rows if hub.endswith(row[0])), None)
         return [] if found is None else [hub.removesuffix(found[0]) + pattern for pattern in found[1]]
 
     def hub_to_ours(self, names: Iterable[str]) -> dict[str, str]:

@@ -83,6 +83,7 @@ class Sampler:
         strategy: Strategy | str | None = None,
         adapter: str | Path | None = None,
         mesh: Mesh | None = None,
+        quantize: str | None = None,
     ) -> Sampler:
         """A sampler from a checkpoint directory or a Hub id, with its tokenizer and settings; the rest as in `load`.
 
@@ -95,11 +96,13 @@ class Sampler:
         tokenizer = load_tokenizer(holding(VOCABULARY_FILES, places))
         strategy = None if strategy is None else as_strategy(strategy, generation)
         if mesh is not None and mesh.is_split:
+            if quantize == "fp8":
+                raise RequestError("weights in fp8 are not split over processes; leave one of the two out")
             from blockdiff.parallel.shard import load_split
 
             split = load_split(path_or_hub_id, mesh, dtype, kernels, adapter)
             return cls(split, tokenizer, generation, strategy=strategy)
-        model = load(path_or_hub_id, dtype=dtype, device=device, kernels=kernels, adapter=adapter)
+        model = load(path_or_hub_id, dtype=dtype, device=device, kernels=kernels, adapter=adapter, quantize=quantize)
         return cls(model, tokenizer, generation, strategy=strategy)
 
     def generate(

@@ -20,6 +20,7 @@ from blockdiff.evals.questions import questions_of
 from blockdiff.kernels import Kernels
 from blockdiff.models.adapters import adapt, draw_adapters, targets
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.fp8 import fp8_layers, layers_in_fp8, put_in_fp8
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
@@ -169,7 +170,8 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
 def _kept(model: BlockDiffusionModel) -> str:
     """The dtype of a model's weights as they are kept, and that in which they are gathered if it is another one."""
     kept, gathered = (str(dtype).removeprefix("torch.") for dtype in (model.vocabulary.table.dtype, model.dtype))
-    return kept if kept == gathered else f"{kept}, gathered in {gathered}"
+    said = kept if kept == gathered else f"{kept}, gathered in {gathered}"
+    return f"{said}, linear layers and experts in fp8" if layers_in_fp8(model) else said
 
 
 def without_weights(
@@ -181,6 +183,8 @@ def without_weights(
     """
     corruption = corruption_of(recipe, base)
     model = checkpoint.empty(base.config, kernels=kernels or recipe.model.kernels)
+    if recipe.model.quantize is not None:
+        put_in_fp8(model, fp8_layers(model))
     if dtype is not None:
         model.to(dtype)
     objective = (recipe.given.objective or Objective)(

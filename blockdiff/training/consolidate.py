@@ -27,13 +27,20 @@ from blockdiff.training.saved import AVERAGE, MODEL
 
 
 def consolidate(
-    saved: Path, directory: str | Path, *, peft: bool = False, base: str | None = None, dtype: str = "auto"
+    saved: Path,
+    directory: str | Path,
+    *,
+    peft: bool = False,
+    base: str | None = None,
+    dtype: str = "auto",
+    quantize: str | None = None,
 ) -> Path:
     """Make a checkpoint of a run, `RUN/checkpoints/step-N`, one in Hub layout, tensor by tensor; returns `directory`.
 
     Whichever ranks wrote it, one process is enough, and the host holds one tensor. Averaged weights go before the
     others. Adapters are added to the weights of `model.path`, or with `peft` written alone, for the checkpoint `base`
-    (None: `model.path`). dtype: of what is written ("auto": as it is). Raises CheckpointError, RecipeError or RunError.
+    (None: `model.path`). dtype: of what is written ("auto": as it is). quantize: as in `checkpoint.export`. Raises
+    CheckpointError, RecipeError or RunError.
     """
     run = saved.absolute().parents[1]
     if not (run / RECIPE).is_file():
@@ -59,9 +66,11 @@ def consolidate(
             return checkpoint.save_adapter(model, directory, base or path, **beside)
         with tempfile.TemporaryDirectory() as folder:
             checkpoint.save_adapter(model, folder, path, **beside)
-            return checkpoint.export(path, directory, folder, dtype=dtype)
+            return checkpoint.export(path, directory, folder, dtype=dtype, quantize=quantize)
     if peft:
         raise CheckpointError(f"{saved}: has no adapters to write in PEFT's format")
+    if quantize is not None:
+        raise CheckpointError(f"{saved}: export it as it is first, and then the checkpoint with quantize={quantize!r}")
     cast = None if dtype == "auto" else resolve_dtype(dtype)
     sources = {
         name: Source(weights[name].shape, cast or kept, partial(read, name, cast or kept))

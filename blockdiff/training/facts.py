@@ -44,6 +44,8 @@ def facts_of(recipe: Recipe, base: Base, data: Data, objective: Any) -> dict[str
     sections = json.loads(recipe.model_dump_json()) | {"objective": objective_record(recipe, objective)}
     if not recipe.lora.trains:
         del sections["lora"]  # runs of before it have none
+    if recipe.model.quantize is None:
+        del sections["model"]["quantize"]  # nor this
     del sections["parallel"]  # a run may go on with another number of processes, and spread otherwise
     known: dict[str, Any] = {}
     for name, section in sections.items():

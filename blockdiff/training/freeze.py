@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from blockdiff.errors import RunError
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.fp8 import layers_in_fp8
 
 _LAYER = re.compile(r"(?<![^.])layers\.\d+\.")
 
@@ -51,9 +52,11 @@ def freeze(model: BlockDiffusionModel, patterns: Sequence[str], trains_routers: 
 
 
 def count_parts(model: BlockDiffusionModel) -> list[PartCounts]:
-    """The parameters of a model by the parts of its family, in the order of the model."""
+    """The parameters of a model, by the parts of its family, in the order of the model; those in fp8 last."""
     family, sums = family_of(model.config), dict[str, list[int]]()
-    for name, parameter in model.named_parameters():
+    in_fp8 = [f"{layer}.{leaf}" for layer, held in layers_in_fp8(model).items() for leaf in held.leaves()]
+    named = dict(model.named_parameters()) | {name: model.get_buffer(name) for name in in_fp8}
+    for name, parameter in named.items():
         row = sums.setdefault(family.part_of(name), [0, 0, 0])
         row[0] += 1
         row[1 if parameter.requires_grad else 2] += parameter.numel()

@@ -31,6 +31,10 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
             "leave one of the two out"
         )
     _refuse_unasked(recipe)
+    if recipe.model.quantize is not None and not recipe.lora.trains:
+        raise RecipeError("model.quantize: weights in fp8 stand still; train adapters over them (`lora: {rank: 16}`)")
+    if recipe.model.quantize is not None and recipe.parallel.names != ("replicate",):
+        raise RecipeError("model.quantize: weights in fp8 are not split over ranks; leave parallel out")
     metric, patience = recipe.evaluation.best, recipe.evaluation.patience
     if metric is None:
         if patience is not None:

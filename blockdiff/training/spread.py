@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from blockdiff.errors import RecipeError
 from blockdiff.layers.experts import Experts
+from blockdiff.layers.fp8 import is_scale
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.training.recipe import Recipe
@@ -52,7 +53,7 @@ class Spread:
 
         stored: the dtype of its weights; computed: the one they run in. Adapters have fp32 at least.
         """
-        parts: dict[str, int] = {"weights": sum(x.numel() * stored.itemsize for x in objective.buffers())}
+        parts: dict[str, int] = {"weights": sum(_size(name, x, stored) for name, x in objective.named_buffers())}
         optim, wide = self.recipe.optim, torch.promote_types(stored, torch.float32)
         for name, parameter, count in self._pieces(objective):
             is_ours = is_adapter(name)
@@ -111,3 +112,8 @@ class Spread:
         work.exchanged += directions * y_MD.nbytes * (self.splits - 1) / self.splits
         total = x_ND.new_zeros(N, D, dtype=torch.promote_types(y_MD.dtype, torch.float32))
         return total.index_add(0, token, y_MD.to(total.dtype)).to(y_MD.dtype)
+
+
+def _size(name: str, x: Tensor, dtype: torch.dtype) -> int:
+    """Bytes of a buffer kept in a dtype; tensors in fp8 and their scales have their own."""
+    return x.nbytes if not x.is_floating_point() or is_scale(name) else x.numel() * dtype.itemsize

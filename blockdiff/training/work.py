@@ -93,6 +93,8 @@ def flops_of(name: str, args: Sequence[Any]) -> float:
     """Operations of the matrix products of one of our Triton ops, from its arguments."""
     if name.startswith("expert_mlp"):
         return _experts(args, is_backward=name.endswith("backward"))
+    if name.startswith("fp8_linear"):
+        return 2.0 * args[0].numel() * args[1].numel() / max(1, args[0].shape[-1])
     if name.startswith("span_attention"):
         q, bounds = args[0], next(x for x in args if isinstance(x, Tensor) and x.shape[-1] == 4 and x.dim() == 3)
         pairs = _pairs(bounds, q)

@@ -151,3 +151,13 @@ def test_training_all_weights_of_a_checkpoint_has_to_be_asked_for(inputs, tmp_pa
 def test_adapters_of_a_preset_are_refused(inputs, tmp_path):
     with pytest.raises(RecipeError, match="the preset tiny has none"):
         blockdiff.train(inputs, ["model={preset: tiny, tokenizer: x}"], tmp_path / "run")
+
+
+def test_a_base_in_fp8_stands_still_under_its_adapters(inputs, tmp_path):
+    recipe = {**inputs, "model": {**inputs["model"], "quantize": "fp8", "dtype": "auto"}}
+    run = blockdiff.train(recipe, output=tmp_path / "run")
+    losses = [record["loss"] for record in run.records if record["kind"] == "train"]
+    assert losses[-1] < losses[0]
+    assert blockdiff.train(recipe, output=tmp_path / "run", resume=True, overrides=("train.steps=5",)).records
+    with pytest.raises(RunError, match=r"model\.quantize"):
+        blockdiff.train(inputs, output=tmp_path / "run", resume=True, overrides=("train.steps=6", "model.dtype=auto"))

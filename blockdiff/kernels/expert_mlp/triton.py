@@ -18,8 +18,10 @@ from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.expert_mlp import triton_kernels as kernels
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS, activation_of
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.fp8.triton import parts_of
 from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, op, wanted
-from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, tile_of
+from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, tile_of
 
 PART, LONGEST_CHUNK = 64, 1024  # slots that a sorting program looks at together, and in all
 FEW_SLOTS = 8192  # of so many every program counts all, which is then one launch and not two
@@ -82,7 +84,10 @@ def _precision(x: Tensor) -> str:
 def _launch_rows(kernel: Any, plan: Plan, columns: int, tile: Tile, *arguments: Any, **constants: Any) -> None:
     """A kernel with a program for each row tile of the plan and each tile of its result's columns."""
     grid = (len(plan.tile_row) * tile.grid(1, columns)[1],)
-    launch(kernel, grid, *arguments, plan, PRECISION=_precision(arguments[0]), **constants, **tile.options)
+    constants |= dict(PRECISION=_precision(arguments[0]))
+    if kernel is not kernels.expert_mlp_narrow:
+        constants |= dict(HARDWARE=arguments[2] is not None and decodes_fp8(arguments[0]))
+    launch(kernel, grid, *arguments, plan, **constants, **tile.options)
 
 
 def _outer(left: Any, right: Any, out_EMN: Tensor, plan: Plan, k: int, tile: Tile, by_token: str = "") -> None:
@@ -118,6 +123,7 @@ def _sum_slots(y_SD: Tensor, index: Tensor, experts: int, out_ND: Tensor) -> Non
 def _expert_mlp(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str, keeps_h: bool,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
+    gate_up_scale: Tensor | None, down_scale: Tensor | None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Output [N, D]; gate and up by row [N * k, 2F], without elements unless kept; the memory of the plan."""
     slots, (E, D, F) = index.shape[0] * index.shape[1], down.shape
@@ -126,8 +132,9 @@ def _expert_mlp(
     memory = _plan_memory(x, slots, E, tiles.down)
     yield out, h, memory
     index, y = index.contiguous(), empty(x, slots, D)
-    low_rank, kept = (gate_up_A, gate_up_B, down_A, down_B), h if keeps_h else None
-    _fill_slots(x, gate_up, down, index, weight, activation, low_rank, tiles.gate_up, tiles.down, memory, kept, y)
+    low_rank, scales = (gate_up_A, gate_up_B, down_A, down_B), (gate_up_scale, down_scale)
+    arguments, kept = (x, gate_up, down, index, weight, activation, low_rank, scales), h if keeps_h else None
+    _fill_slots(*arguments, tiles.gate_up, tiles.down, memory, kept, y)
     _sum_slots(y, index, E, out)
 
 
@@ -135,6 +142,7 @@ def _expert_mlp(
 def _expert_slots(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
+    gate_up_scale: Tensor | None, down_scale: Tensor | None,
 ) -> Iterator[Tensor]:  # fmt: skip
     """What every slot gives, [N, k, D], with its weight and before it is summed; without gradient."""
     y = empty(x, *index.shape, down.shape[1])
@@ -142,7 +150,7 @@ def _expert_slots(
     slots, E = index.shape[0] * index.shape[1], down.shape[0]
     of_gate_up, of_down = (tile_of(f"expert_mlp_{name}", x, slots / max(1, E)) for name in ("gate_up", "down"))
     low_rank, memory = (gate_up_A, gate_up_B, down_A, down_B), _plan_memory(x, slots, E, of_down)
-    arguments = x, gate_up, down, index.contiguous(), weight, activation, low_rank
+    arguments = x, gate_up, down, index.contiguous(), weight, activation, low_rank, (gate_up_scale, down_scale)
     _fill_slots(*arguments, of_gate_up, of_down, memory, None, y)
 
 
@@ -152,7 +160,8 @@ def _plan_memory(x: Tensor, slots: int, experts: int, tile: Tile) -> Tensor:
 
 def _fill_slots(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str,
-    low_rank: Sequence[Tensor | None], of_gate_up: Tile, of_down: Tile, memory: Tensor, h: Tensor | None, y: Tensor,
+    low_rank: Sequence[Tensor | None], scales: Sequence[Tensor | None], of_gate_up: Tile, of_down: Tile, memory: Tensor,
+    h: Tensor | None, y: Tensor,
 ) -> None:  # fmt: skip
     """Sort, and write to y what each slot gives, to h gate and up of each row if wanted, to `memory` the plan."""
     slots, k, (E, D, F) = index.shape[0] * index.shape[1], index.shape[1], down.shape
@@ -165,14 +174,15 @@ def _fill_slots(
     if gate_up_A is not None:
         R, narrow = gate_up_A.shape[1], _narrow(x, gate_up_A, plan, k, of_down, is_transposed=True, by_token=True)
     tile = of_gate_up.fitted(columns=F, inner=D)
-    tensors, constants = (x, gate_up, narrow, gate_up_B), dict(E=E, D=D, F=F, R=R, TOP_K=k, ACTIVATION=activation)
-    _launch_rows(kernels.expert_mlp_gate_up, plan, F, tile, *tensors, h, a, **constants)
+    tensors, constants = (x, gate_up, scales[0], narrow, gate_up_B), dict(E=E, D=D, F=F, R=R, ACTIVATION=activation)
+    _launch_rows(kernels.expert_mlp_gate_up, plan, F, tile, *tensors, h, a, TOP_K=k, **constants)
     R, narrow = 0, None
     if down_A is not None:
         R, narrow = down_A.shape[1], _narrow(a, down_A, plan, k, of_down, is_transposed=True)
     tile = of_down.fitted(columns=D, inner=F)
-    constants = dict(E=E, K=F, N=D, WEIGHT_K=1, WEIGHT_N=F, R=R, MATRIX_R=1, MATRIX_N=R)
-    _launch_rows(kernels.expert_mlp_product, plan, D, tile, a, down, narrow, down_B, weight, y, **constants)
+    constants = dict(E=E, K=F, N=D, WEIGHT_K=1, WEIGHT_N=F, R=R, MATRIX_R=1, MATRIX_N=R, BY_K=False)
+    tensors = a, down, scales[1], narrow, down_B
+    _launch_rows(kernels.expert_mlp_product, plan, D, tile, *tensors, weight, y, **constants)
 
 
 Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -182,6 +192,7 @@ Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def _expert_mlp_backward(
     grad: Tensor, x: Tensor | None, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
+    gate_up_scale: Tensor | None, down_scale: Tensor | None,
     h: Tensor, memory: Tensor, activation: str, needs: Sequence[bool],
 ) -> Iterator[Eight]:  # fmt: skip
     """Gradients of x, gate_up, down, the routing weights and the low-rank matrices; needs: which (the others have no
@@ -208,7 +219,7 @@ def _expert_mlp_backward(
     R, narrow = 0, None
     if down_B is not None:
         R, narrow = down_B.shape[2], _narrow(grad, down_B, plan, k, tiles.down, is_transposed=False, by_token=True)
-    tensors = (grad, down, narrow, down_A, weight, h, grad_h, scaled_a, partial)
+    tensors = (grad, down, down_scale, narrow, down_A, weight, h, grad_h, scaled_a, partial)
     constants = dict(E=E, D=D, F=F, R=R, TOP_K=k, ACTIVATION=activation)
     _launch_rows(kernels.expert_mlp_activation_backward, plan, F, tile, *tensors, **constants)
     if grad_down_A is not None:
@@ -225,8 +236,9 @@ def _expert_mlp_backward(
     if grad_x is not None:
         tile, grad_slots = tiles.grad_x.fitted(columns=D, inner=2 * F), empty(grad, slots, D)
         constants = dict(E=E, K=2 * F, N=D, WEIGHT_K=D, WEIGHT_N=1, R=R, MATRIX_R=D, MATRIX_N=1)
-        of_product = (grad_h, gate_up, narrow, gate_up_A, None, grad_slots)
-        _launch_rows(kernels.expert_mlp_product, plan, D, tile, *of_product, **constants)
+        of_product = (grad_h, gate_up, gate_up_scale, narrow, gate_up_A, None, grad_slots)
+        by_k = gate_up_scale is not None
+        _launch_rows(kernels.expert_mlp_product, plan, D, tile, *of_product, **constants, BY_K=by_k)
         _sum_slots(grad_slots, index, E, grad_x)
     x = None if x is None else x.contiguous()
     if grad_gate_up is not None:
@@ -252,11 +264,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _gradients(ctx: Any, grad_ND: Tensor | None, _h: None, _plan: None) -> tuple[Any, ...]:
     if grad_ND is None:
-        return (None,) * 11
+        return (None,) * 13
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 7, 8, 9, 10)]
     grads = _expert_mlp_backward(grad_ND, *ctx.saved_tensors, ctx.activation, needs)
     grad_x, grad_gate_up, grad_down, grad_weight, *of_low_rank = needed(grads, needs)
-    return grad_x, grad_gate_up, grad_down, None, grad_weight, None, None, *of_low_rank
+    return grad_x, grad_gate_up, grad_down, None, grad_weight, None, None, *of_low_rank, None, None
 
 
 _expert_mlp.register_autograd(_gradients, setup_context=_save)
@@ -267,8 +279,8 @@ _expert_mlp.register_autograd(_gradients, setup_context=_save)
 
 def expert_mlp(
     x_ND: Tensor,
-    gate_up_EFD: Tensor,
-    down_EDF: Tensor,
+    gate_up_EFD: Tensor | Fp8,
+    down_EDF: Tensor | Fp8,
     expert_index_Nk: Tensor,
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
@@ -278,18 +290,18 @@ def expert_mlp(
     activation_of(activation)
     if activation not in ACTIVATIONS:
         raise Unserved(f"{activation} has no Triton kernel, only the numbers of gpt-oss have")
-    x, gate_up, down, *low_rank = in_autocast(x_ND, gate_up_EFD, down_EDF, *low_rank)
-    check_dtypes("expert_mlp", x, gate_up, down, *low_rank)
+    x, gate_up, down, scales, low_rank = _inputs(x_ND, gate_up_EFD, down_EDF, low_rank)
     inputs = (x, gate_up, down, expert_weight_Nk, *low_rank)
     keeps_h = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     matrices: list[Tensor | None] = [t.contiguous() for t in low_rank] or [None, None, None, None]
-    return _expert_mlp(x, gate_up, down, expert_index_Nk, expert_weight_Nk, activation, keeps_h, *matrices)[0]
+    of_tokens = expert_index_Nk, expert_weight_Nk, activation, keeps_h
+    return _expert_mlp(x, gate_up, down, *of_tokens, *matrices, *scales)[0]
 
 
 def expert_slots(
     x_ND: Tensor,
-    gate_up_EFD: Tensor,
-    down_EDF: Tensor,
+    gate_up_EFD: Tensor | Fp8,
+    down_EDF: Tensor | Fp8,
     expert_index_Nk: Tensor,
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
@@ -297,8 +309,21 @@ def expert_slots(
 ) -> Slots:
     """What `expert_mlp` sums for each token, not summed and without gradient."""
     activation_of(activation)
-    check_dtypes("expert_mlp", x_ND, gate_up_EFD, down_EDF, *low_rank)
+    x, gate_up, down, scales, low_rank = _inputs(x_ND, gate_up_EFD, down_EDF, low_rank)
     matrices: list[Tensor | None] = [t.contiguous() for t in low_rank] or [None, None, None, None]
-    of_experts = x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk
-    values = _expert_slots(*of_experts, activation, *matrices)
-    return Slots(values, expert_index_Nk.contiguous(), len(down_EDF))
+    of_experts = x, gate_up, down, expert_index_Nk, expert_weight_Nk
+    values = _expert_slots(*of_experts, activation, *matrices, *scales)
+    return Slots(values, expert_index_Nk.contiguous(), down.shape[0])
+
+
+def _inputs(x: Tensor, gate_up: Tensor | Fp8, down: Tensor | Fp8, low_rank: Sequence[Tensor]) -> Any:
+    """x, the matrices or their codes, the scales of these or (None, None), and the low-rank matrices, of one dtype."""
+    (gate_up, *first), (down, *second) = parts_of(gate_up), parts_of(down)
+    if first[0] is None:
+        x, gate_up, down, *low_rank = in_autocast(x, gate_up, down, *low_rank)
+        check_dtypes("expert_mlp", x, gate_up, down, *low_rank)
+    else:
+        (x,) = in_autocast(x)
+        low_rank = [matrix.to(x.dtype) for matrix in low_rank]
+        check_dtypes("expert_mlp", x)
+    return x, gate_up, down, (*first, *second), low_rank

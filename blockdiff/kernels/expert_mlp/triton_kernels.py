@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from blockdiff.kernels.expert_mlp import activations
+from blockdiff.kernels.fp8.triton_kernels import decoded, factor
 
 OAI_ALPHA = tl.constexpr(activations.OAI_ALPHA)
 OAI_LIMIT = tl.constexpr(activations.OAI_LIMIT)
@@ -155,11 +156,16 @@ def _rows(plan, tile, expert, ROWS: tl.constexpr):
 
 @triton.jit
 def _product(
-    left, right, SECOND: tl.constexpr, K: tl.constexpr, N: tl.constexpr, right_k: tl.constexpr, right_n: tl.constexpr,
+    left, right, channels, SECOND: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    right_k: tl.constexpr, right_n: tl.constexpr, HARDWARE: tl.constexpr,
     column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """left [ROWS, K] (pointers to the rows' first elements) times right [K, COLUMNS] in fp32, and where SECOND is not
-    0 also times the matrix so many elements behind it."""
+    0 also times the matrix so many elements behind it.
+
+    right may hold codes of fp8. channels: their scales where the sum is over output channels, K of them; None: the
+    result is to be multiplied by scales and `factor(HARDWARE)`.
+    """
     inner = tl.arange(0, INNER)
     is_column = column < N
     lefts = left[:, None] + inner[None, :]
@@ -169,9 +175,16 @@ def _product(
     for first in range(0, K, INNER):
         a = _load(lefts, inner, K - first, is_column, 1, K % INNER != 0, False)
         b = _load(rights, inner, K - first, is_column, 0, K % INNER != 0, N % COLUMNS != 0)
+        if channels is not None:
+            scale = tl.load(channels + first + inner, mask=first + inner < K, other=0.0) * factor(HARDWARE)
+            b = (decoded(b, tl.float32, HARDWARE) * scale[:, None]).to(a.dtype)
+        elif right.dtype.element_ty == tl.int8:
+            b = decoded(b, a.dtype, HARDWARE)
         total = tl.dot(a, b, total, input_precision=PRECISION)
         if SECOND:
             b = _load(rights + SECOND, inner, K - first, is_column, 0, K % INNER != 0, N % COLUMNS != 0)
+            if right.dtype.element_ty == tl.int8:
+                b = decoded(b, a.dtype, HARDWARE)
             other = tl.dot(a, b, other, input_precision=PRECISION)
         lefts += INNER
         rights += INNER * right_k
@@ -209,25 +222,34 @@ def expert_mlp_narrow(
     row, slot, is_row = _rows(plan, tile, expert, ROWS)
     first = left + ((slot // TOP_K).to(tl.int64) if LEFT_BY_TOKEN else row) * K
     right = matrices + expert.to(tl.int64) * (K * N)
-    total, _ = _product(first, right, 0, K, N, WEIGHT_K, WEIGHT_N, column, ROWS, COLUMNS, INNER, PRECISION)
+    total, _ = _product(
+        first, right, None, 0, K, N, WEIGHT_K, WEIGHT_N, False, column, ROWS, COLUMNS, INNER, PRECISION
+    )
     is_there = is_row[:, None] & (column < N)[None, :]
     tl.store(out + row[:, None] * N + column[None, :], total.to(out.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
 def expert_mlp_gate_up(
-    x, weights, narrow, matrices, h, a, plan,
-    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr,
+    x, weights, channels, narrow, matrices, h, a, plan,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, HARDWARE: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """a[row] = f(gate) * g(up) and h[row] = (gate, up) of the row's token; weights [E, 2F, D], matrices [E, 2F, R]."""
+    """a[row] = f(gate) * g(up) and h[row] = (gate, up) of the row's token; weights [E, 2F, D], matrices [E, 2F, R].
+
+    channels: the scales [E, 2F] of weights in fp8.
+    """
     tile, expert, _, column = _place(plan, F, COLUMNS)
     if expert >= E:
         return
     row, slot, is_row = _rows(plan, tile, expert, ROWS)
     left = x + (slot // TOP_K).to(tl.int64) * D
     right = weights + expert.to(tl.int64) * (2 * F * D)
-    gate, up = _product(left, right, F * D, D, F, 1, D, column, ROWS, COLUMNS, INNER, PRECISION)
+    gate, up = _product(left, right, None, F * D, D, F, 1, D, HARDWARE, column, ROWS, COLUMNS, INNER, PRECISION)
+    if channels is not None:
+        mine = channels + expert.to(tl.int64) * (2 * F) + column
+        gate *= tl.load(mine, mask=column < F, other=0.0)[None, :] * factor(HARDWARE)
+        up *= tl.load(mine + F, mask=column < F, other=0.0)[None, :] * factor(HARDWARE)
     if R:
         mine = matrices + expert.to(tl.int64) * (2 * F * R)
         gate = _low_rank(gate, narrow, mine, row, column, F, R, 1, R, PRECISION)
@@ -243,19 +265,30 @@ def expert_mlp_gate_up(
 
 @triton.jit
 def expert_mlp_product(
-    left, weights, narrow, matrices, scale, out, plan,
+    left, weights, channels, narrow, matrices, scale, out, plan,
     E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, WEIGHT_K: tl.constexpr, WEIGHT_N: tl.constexpr,
-    R: tl.constexpr, MATRIX_R: tl.constexpr, MATRIX_N: tl.constexpr,
+    R: tl.constexpr, MATRIX_R: tl.constexpr, MATRIX_N: tl.constexpr, HARDWARE: tl.constexpr, BY_K: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """out[slot, N] = left[row, K] times the expert's matrix [K, N] (strides WEIGHT_K, WEIGHT_N), plus narrow[row, R]
-    times the expert's [R, N] (strides MATRIX_R, MATRIX_N), times scale[slot]."""
+    times the expert's [R, N] (strides MATRIX_R, MATRIX_N), times scale[slot].
+
+    channels: the scales [E, K] (BY_K) or [E, N] of weights in fp8.
+    """
     tile, expert, _, column = _place(plan, N, COLUMNS)
     if expert >= E:
         return
     row, slot, is_row = _rows(plan, tile, expert, ROWS)
     right = weights + expert.to(tl.int64) * (K * N)
-    total, _ = _product(left + row * K, right, 0, K, N, WEIGHT_K, WEIGHT_N, column, ROWS, COLUMNS, INNER, PRECISION)
+    of_k = None
+    if BY_K:
+        of_k = channels + expert.to(tl.int64) * K
+    total, _ = _product(
+        left + row * K, right, of_k, 0, K, N, WEIGHT_K, WEIGHT_N, HARDWARE, column, ROWS, COLUMNS, INNER, PRECISION
+    )
+    if channels is not None and not BY_K:
+        of_n = tl.load(channels + expert.to(tl.int64) * N + column, mask=column < N, other=0.0)
+        total *= of_n[None, :] * factor(HARDWARE)
     if R:
         mine = matrices + expert.to(tl.int64) * (R * N)
         total = _low_rank(total, narrow, mine, row, column, N, R, MATRIX_R, MATRIX_N, PRECISION)
@@ -267,13 +300,14 @@ def expert_mlp_product(
 
 @triton.jit
 def expert_mlp_activation_backward(
-    grad, weights, narrow, matrices, scale, h, grad_h, scaled_a, partial, plan,
-    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr,
+    grad, weights, channels, narrow, matrices, scale, h, grad_h, scaled_a, partial, plan,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, HARDWARE: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Back through the down product and the activation; weights [E, D, F], grad [N, D] of the tokens' outputs.
 
-    narrow[row, R] = grad B of the low-rank matrices of down, and matrices their A [E, R, F].
+    narrow[row, R] = grad B of the low-rank matrices of down, and matrices their A [E, R, F]; channels: the scales
+    [E, D] of weights in fp8.
 
     grad_h[row, 2F]; scaled_a[row, F] = scale * a, which the gradient of `down` takes; partial[slot, column tile], whose
     sum over tiles is the gradient of scale[slot].
@@ -287,7 +321,10 @@ def expert_mlp_activation_backward(
     if grad_h is not None or partial is not None:
         left = grad + (slot // TOP_K).to(tl.int64) * D
         right = weights + expert.to(tl.int64) * (D * F)
-        grad_a, _ = _product(left, right, 0, D, F, F, 1, column, ROWS, COLUMNS, INNER, PRECISION)
+        of_k = None
+        if channels is not None:
+            of_k = channels + expert.to(tl.int64) * D
+        grad_a, _ = _product(left, right, of_k, 0, D, F, F, 1, HARDWARE, column, ROWS, COLUMNS, INNER, PRECISION)
         if R:
             mine = matrices + expert.to(tl.int64) * (R * F)
             grad_a = _low_rank(grad_a, narrow, mine, row, column, F, R, F, 1, PRECISION)

@@ -16,10 +16,12 @@ from blockdiff.kernels.autocast import is_on
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.expert_mlp.activations import activation_of
 from blockdiff.kernels.expert_mlp.triton import _precision, expert_slots
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.fp8.triton import parts_of
 from blockdiff.kernels.fused import triton_kernels as kernels
 from blockdiff.kernels.launch import DTYPES, check_dtypes, empty, launch, op
 from blockdiff.kernels.norm_rope.triton import _row_scalars
-from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, tile_of
+from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, tile_of
 
 FEW_ROWS = 1024  # for more, torch's product is faster than a product here saves launches
 __all__ = ["attention_heads", "expert_slots", "gated_product", "layer_end", "residual_norms", "routed_tokens", "serves"]
@@ -101,14 +103,17 @@ def _routed_tokens(
 
 
 @op("gated_product")
-def _gated_product(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Iterator[Tensor]:
+def _gated_product(
+    x: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor | None, up_scale: Tensor | None, activation: str
+) -> Iterator[Tensor]:
     """f(x gate^T) * g(x up^T) [N, F] of tokens [N, D]."""
     (N, D), F = x.shape, gate.shape[0]
     out = empty(x, N, F)
     yield out
     tile = tile_of("expert_mlp_gate_up", x, N / 4).fitted(rows=N, columns=F, inner=D)
-    arguments = x.contiguous(), gate.contiguous(), up.contiguous(), out, N
-    constants = dict(D=D, F=F, ACTIVATION=activation, PRECISION=_precision(x), **tile.options)
+    arguments = x.contiguous(), gate.contiguous(), up.contiguous(), gate_scale, up_scale, out, N
+    hardware = gate_scale is not None and decodes_fp8(x)
+    constants = dict(D=D, F=F, ACTIVATION=activation, HARDWARE=hardware, PRECISION=_precision(x), **tile.options)
     launch(kernels.gated_product, tile.grid(N, F), *arguments, **constants)
 
 
@@ -148,8 +153,9 @@ def routed_tokens(
     return _routed_tokens(x_ND, scale_D, root, weight_ED, expert_scale_E, k)
 
 
-def gated_product(x_ND: Tensor, gate_FD: Tensor, up_FD: Tensor, activation: str) -> Tensor:
-    """The gated half of a dense MLP."""
+def gated_product(x_ND: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
+    """The gated half of a dense MLP, whose weights may be in fp8."""
     activation_of(activation)
-    check_dtypes("gated_product", x_ND, gate_FD, up_FD)
-    return _gated_product(x_ND, gate_FD, up_FD, activation)
+    (gate, gate_scale), (up, up_scale) = parts_of(gate_FD), parts_of(up_FD)
+    check_dtypes("gated_product", x_ND, *((gate, up) if gate_scale is None else ()))
+    return _gated_product(x_ND, gate, up, gate_scale, up_scale, activation)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from blockdiff.kernels.expert_mlp.triton_kernels import _activation
+from blockdiff.kernels.fp8.triton_kernels import decoded, factor
 from blockdiff.kernels.norm_rope.triton_kernels import _load, _rstd, _scalar_of, _tile, _weight
 
 NO_EXPERT = tl.constexpr(2**31 - 1)
@@ -149,11 +150,11 @@ def routed_tokens(
 
 @triton.jit
 def gated_product(
-    x, gate_weight, up_weight, out, N,
-    D: tl.constexpr, F: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    x, gate_weight, up_weight, gate_scale, up_scale, out, N,
+    D: tl.constexpr, F: tl.constexpr, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """out [N, F] = f(x gate^T) * g(x up^T); the weights are [F, D]."""
+    """out [N, F] = f(x gate^T) * g(x up^T); the weights are [F, D], those in fp8 with scales [F]."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, inner = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, INNER)
     rows = tl.minimum(row, N - 1).to(tl.int64)[:, None] * D  # rows and columns too many repeat the last one
@@ -170,8 +171,13 @@ def gated_product(
             a = tl.load(x + rows + d[None, :], mask=(d < D)[None, :], other=0.0)
             g = tl.load(gate_weight + columns + d[:, None], mask=(d < D)[:, None], other=0.0)
             u = tl.load(up_weight + columns + d[:, None], mask=(d < D)[:, None], other=0.0)
+        if gate_scale is not None:
+            g, u = decoded(g, a.dtype, HARDWARE), decoded(u, a.dtype, HARDWARE)
         gate = tl.dot(a, g, gate, input_precision=PRECISION)
         up = tl.dot(a, u, up, input_precision=PRECISION)
+    if gate_scale is not None:
+        gate *= tl.load(gate_scale + tl.minimum(column, F - 1))[None, :] * factor(HARDWARE)
+        up *= tl.load(up_scale + tl.minimum(column, F - 1))[None, :] * factor(HARDWARE)
     activated, _, linear, _ = _activation(gate, up, ACTIVATION)
     is_there = (row < N)[:, None] & (column < F)[None, :]
     at = row.to(tl.int64)[:, None] * F + column[None, :]

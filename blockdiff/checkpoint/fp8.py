@@ -1,0 +1,108 @@
+"""Weights in fp8 in checkpoints: which layers of a model have them, and how config.json says it.
+
+The form is that of compressed-tensors, `float-quantized` with a scale for each output channel: beside a tensor X in
+e4m3 lies X_scale [out, 1], and experts are matrices of their own. That is what vLLM reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from blockdiff.checkpoint.assembled import Assembled, assembled
+from blockdiff.checkpoint.files import stored_tensors
+from blockdiff.checkpoint.stream import Source
+from blockdiff.errors import CheckpointError
+from blockdiff.layers.experts import Experts
+from blockdiff.layers.fp8 import SCALE, InFp8
+from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.fp8 import fp8_layers, layers_in_fp8
+
+FORMS = ("fp8", "none")  # what weights can be asked for in; None: as they are stored
+
+
+def check_quantize(quantize: str | None) -> None:
+    """Raises CheckpointError for a form that is not known."""
+    if quantize is not None and quantize not in FORMS:
+        raise CheckpointError(f"quantize={quantize!r} is not known; use {' or '.join(FORMS)}, or leave it out")
+
+
+def chosen_layers(model: BlockDiffusionModel, directory: Path, quantize: str | None) -> list[str]:
+    """The layers of an empty model whose weights are to be in fp8.
+
+    quantize: "fp8" (all that the family has it for), "none", or None: those that the checkpoint has in fp8, which the
+    first ones include. Raises CheckpointError.
+    """
+    check_quantize(quantize)
+    if quantize == "none":
+        return []
+    asked = fp8_layers(model) if quantize == "fp8" else []
+    names = family_of(model.config).names
+    stored = assembled(stored_tensors(directory), names)
+    there = []
+    for layer, module in model.named_modules():
+        if isinstance(module, nn.Linear | Experts) and layer not in asked:
+            leaves = [names.to_hub(f"{layer}.{leaf}") for leaf, _ in module.named_parameters(recurse=False)]
+            places = [stored.get(hub) for hub in leaves if hub is not None]
+            if places and all(isinstance(place, Assembled) and place.is_fp8 for place in places):
+                there.append(layer)
+    return [*asked, *there]
+
+
+def is_fp8(config: Any, quantize: str | None) -> bool:
+    """Whether a model of this config, loaded so, has its weights in fp8: as asked for, or as the config says."""
+    check_quantize(quantize)
+    if quantize is not None:
+        return quantize == "fp8"
+    said = getattr(config, "quantization_config", None)
+    return isinstance(said, Mapping) and said.get("format") == "float-quantized"
+
+
+def described(model: BlockDiffusionModel) -> dict[str, Any] | None:
+    """What config.json says as `quantization_config`; None of a model without weights in fp8.
+
+    The activations that others are to quantise, each token by its largest number, are not quantised here.
+    """
+    if not layers_in_fp8(model):
+        return None
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**number, "strategy": "channel", "dynamic": False},
+        "input_activations": {**number, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": _ignored(model),
+    }
+
+
+def _ignored(model: BlockDiffusionModel) -> list[str]:
+    """Patterns of the names of linear layers that are not in fp8: by what follows the number of a layer."""
+    names = family_of(model.config).names
+    found = ["lm_head"]
+    for layer, module in model.named_modules():
+        hub = names.to_hub(f"{layer}.weight")
+        if isinstance(module, nn.Linear) and not isinstance(module, InFp8) and hub is not None:
+            _, number, rest = hub.removesuffix(".weight").rpartition(".layers.")
+            rest = rest.partition(".")[2] if number else ".".join(rest.split(".")[-2:])
+            found.append(f"re:.*{re.escape(rest)}$")
+    found += [f"re:.*{re.escape(start.strip('.').rpartition('.')[2])}.*" for start in names.carried]
+    return sorted(set(found))
+
+
+def sources_of(name: str, sources: Mapping[str, Source]) -> tuple[Source, Source] | None:
+    """What a file gets of a tensor of a model in fp8, its numbers and their scales; None of one that is not."""
+    scale = sources.get(name + SCALE)
+    if scale is None:
+        return None
+    codes = sources[name]
+    return Source(codes.shape, torch.float8_e4m3fn, lambda: codes.read().view(torch.float8_e4m3fn)), scale

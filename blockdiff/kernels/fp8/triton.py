@@ -1,0 +1,82 @@
+"""fp8_linear in Triton: launchers as ops for torch, the gradient, and the public function.
+
+Few tokens meet the weights as they lie in memory, which is half the bytes of bf16; for more the weight is decoded once,
+into memory that lives as long as torch's product with it, and so it is in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.fp8 import triton_kernels as kernels
+from blockdiff.kernels.launch import check_dtypes, empty, launch, op
+from blockdiff.kernels.tiles import Tile, decodes_fp8, tile_of
+
+# For more rows, writing and reading a decoded weight costs less than what torch's product is ahead of the one here.
+FEW_ROWS = 512
+DECODE = Tile(16, 256, warps=4)
+
+
+def parts_of(weight: Tensor | Fp8) -> tuple[Tensor, Tensor | None]:
+    """A weight as kernels take it: codes as int8 with their scales [..., out], or what is no fp8 and None."""
+    if isinstance(weight, Fp8):
+        return weight.codes.view(torch.int8), weight.scale.squeeze(-1)
+    return weight, None
+
+
+def _decoded(codes: Tensor, scale: Tensor, like: Tensor) -> Tensor:
+    (F, K), weight = codes.shape, empty(like, *codes.shape)
+    arguments = codes, scale, weight, F
+    constants = dict(K=K, HARDWARE=decodes_fp8(codes), **DECODE.options)
+    launch(kernels.fp8_decode, DECODE.grid(F, K), *arguments, **constants)
+    return weight
+
+
+@op("fp8_linear")
+def _fp8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Iterator[Tensor]:
+    """x [N, K] codes^T * scale."""
+    (N, K), F = x.shape, codes.shape[0]
+    out = empty(x, N, F)
+    yield out
+    x, codes, scale = x.contiguous(), codes.contiguous(), scale.contiguous()
+    if N > FEW_ROWS:
+        torch.mm(x, _decoded(codes, scale, x).t(), out=out)
+        return
+    tile = tile_of("fp8_product", x, N).fitted(rows=N, columns=F, inner=K)
+    precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
+    constants = dict(K=K, F=F, HARDWARE=decodes_fp8(x), PRECISION=precision, **tile.options)
+    launch(kernels.fp8_product, tile.grid(N, F), x, codes, scale, out, N, **constants)
+
+
+@op("fp8_linear_backward")
+def _fp8_linear_backward(grad: Tensor, codes: Tensor, scale: Tensor) -> Iterator[Tensor]:
+    """grad [N, F] times the weight [F, K]."""
+    grad_x = empty(grad, grad.shape[0], codes.shape[1])
+    yield grad_x
+    torch.mm(grad, _decoded(codes.contiguous(), scale.contiguous(), grad), out=grad_x)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _fp8_linear_backward(grad, *ctx.saved_tensors), None, None
+
+
+_fp8_linear.register_autograd(_gradients, setup_context=_save)
+
+
+def fp8_linear(x: Tensor, weight: Fp8) -> Tensor:
+    """As in native.py: fp32, bf16 or fp16. Raises Unserved for other dtypes."""
+    (x,) = in_autocast(x)
+    check_dtypes("fp8_linear", x)
+    codes, scale = parts_of(weight)
+    out: Tensor = _fp8_linear(x.reshape(-1, x.shape[-1]), codes, scale)
+    return out.view(*x.shape[:-1], codes.shape[0])

@@ -1,0 +1,75 @@
+"""The Triton kernels of fp8: a product whose weights are decoded in registers, and decoding alone.
+
+Codes are the bytes of e4m3 as int8. sm_89 and newer have an instruction that makes fp16 of them (HARDWARE); elsewhere,
+and in the interpreter, their bits are moved to where fp16 has them. That gives the number divided by 256, for the bias
+of fp16's exponent is larger by 8, and scales are multiplied by 256 instead. Both are exact, subnormal numbers too; a
+channel with a NaN has a scale that is NaN, since only the first of the two knows that code.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decoded(codes, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
+    """The numbers of int8 codes in a dtype, divided by `factor(HARDWARE)`."""
+    if HARDWARE:
+        half = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        bits = (codes.to(tl.int16) << 7) & -16385  # 0xBFFF: the copies of the sign go, but for the first
+        half = bits.to(tl.float16, bitcast=True)
+    if DTYPE == tl.float16:
+        return half
+    else:  # by way of fp32: the direct conversion to bf16 takes eight times as long on sm_90
+        return half.to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def factor(HARDWARE: tl.constexpr):
+    """What scales are multiplied by, for `decoded` divides by it."""
+    if HARDWARE:
+        return 1.0
+    else:
+        return 256.0
+
+
+@triton.jit
+def fp8_product(
+    x, codes, scale, out, N,
+    K: tl.constexpr, F: tl.constexpr, HARDWARE: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """out [N, F] = x [N, K] codes^T * scale; codes [F, K], scale [F]."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column, inner = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, INNER)
+    rows = tl.minimum(row, N - 1).to(tl.int64)[:, None] * K  # rows and columns too many repeat the last one
+    columns = tl.minimum(column, F - 1).to(tl.int64)[None, :] * K
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, K, INNER):
+        k = start + inner
+        if K % INNER == 0:
+            a = tl.load(x + rows + k[None, :])
+            b = tl.load(codes + columns + k[:, None])
+        else:
+            a = tl.load(x + rows + k[None, :], mask=(k < K)[None, :], other=0.0)
+            b = tl.load(codes + columns + k[:, None], mask=(k < K)[:, None], other=0)
+        total = tl.dot(a, decoded(b, a.dtype, HARDWARE), total, input_precision=PRECISION)
+    total *= tl.load(scale + tl.minimum(column, F - 1))[None, :] * factor(HARDWARE)
+    is_there = (row < N)[:, None] & (column < F)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * F + column[None, :], total.to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def fp8_decode(
+    codes, scale, out, F, K: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """out [F, K] = codes * scale."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_there = (row < F)[:, None] & (column < K)[None, :]
+    at = row.to(tl.int64)[:, None] * K + column[None, :]
+    wide = decoded(tl.load(codes + at, mask=is_there, other=0), tl.float32, HARDWARE)
+    wide *= tl.load(scale + row, mask=row < F, other=0.0)[:, None] * factor(HARDWARE)
+    tl.store(out + at, wide.to(out.dtype.element_ty), mask=is_there)
