@@ -296,8 +296,8 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 
 def _loop(cubin: bytes) -> dict[str, int]:
-    """What stands in the loop that has most products: instructions that read or write the stack, that issue a product
-    (wgmma, mma) and that wait for products. As many waits as products: none runs beside another."""
+    """What stands in the loop that has most products: instructions in all, and those that read or write the stack,
+    that issue a product (wgmma, mma) and that wait for products. As many waits as products: none runs beside others."""
     lines, labels, loop = _said_of(cubin, "nvdisasm", "-c").splitlines(), {}, ""
     products = r"\bH?G?MMA\b"
     for place, line in enumerate(lines):
@@ -307,6 +307,7 @@ def _loop(cubin: bytes) -> dict[str, int]:
             body = "\n".join(lines[labels[branch[1]] : place])
             loop = max(loop, body, key=lambda text: len(re.findall(products, text)))
     counted = dict(loop_stack=r"\b(?:LDL|STL)\b", issued=products, waits=r"\bWARPGROUP\.DEPBAR")
+    counted |= dict(loop_instructions=r"(?m)^\s*/\*[0-9a-f]{4,}\*/")
     return {name: len(re.findall(pattern, loop)) for name, pattern in counted.items()}
 
 
