@@ -147,12 +147,12 @@ class AdaptedFp8Experts(InFp8, AdaptedExperts):
 
 
 def weight_of(module: nn.Module) -> Tensor | Fp8 | None:
-    """The weight of a linear layer as kernels take it; None of one that does more than a product, or has hooks."""
+    """The weight of a linear layer as kernels take it; None of one that has a bias or hooks, or does more."""
     if module._forward_hooks or module._forward_pre_hooks:
         return None
     if type(module) is Fp8Linear:
         return module.held("weight")
-    return module.weight if type(module) is nn.Linear else None
+    return module.weight if type(module) is nn.Linear and module.bias is None else None
 
 
 def product(module: nn.Module, x: Tensor, kernels: Kernels) -> Tensor:

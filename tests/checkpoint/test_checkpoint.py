@@ -495,9 +495,10 @@ def test_the_presets_have_the_sizes_they_say():
     sizes = {}
     for name in presets():
         sizes[name] = sum(p.numel() for p in empty(preset_config(name), "torch").parameters())
-    causal = {"sudoku4-causal", "minimax-m3-tiny", "minimax-m3"}
+    causal = {"sudoku4-causal", "sudoku4-m3", "minimax-m3-tiny", "minimax-m3"}
     assert sizes.keys() == {"tiny", "sudoku4", "chat", "gsm8k", "15m", "diffusiongemma-26b-a4b"} | causal
     assert 0.4e6 < sizes["sudoku4-causal"] < 0.5e6
+    assert 0.9e6 < sizes["sudoku4-m3"] < 1.1e6
     assert 420e9 < sizes["minimax-m3"] < 430e9
     assert 0.8e6 < sizes["sudoku4"] < 1.3e6
     assert 0.4e6 < sizes["chat"] < 1e6
