@@ -43,11 +43,11 @@ def in_letters(row: dict[str, str]) -> dict[str, str]:
     return {"prompt": f"#{'/'.join(rows)}?", "response": row["response"].translate(LETTERS)}
 
 
-def trained_base(directory: Path, rows: dict[str, list[dict[str, str]]]) -> blockdiff.Run:
+def trained_base(directory: Path, rows: dict[str, list[dict[str, str]]], steps: int) -> blockdiff.Run:
     """The model that solves puzzles in digits, by the quickstart's recipe."""
     tokenizer = directory / "tokenizer"
     character_tokenizer(alphabet(4) + NEW).save_pretrained(tokenizer)
-    overrides = [f"model.tokenizer={tokenizer}", "train.eval_every=0"]
+    overrides = [f"model.tokenizer={tokenizer}", f"train.steps={steps}", "train.eval_every=0"]
     given = {"extends": str(RECIPE), "data": {"train": rows["train"], "heldout": rows["test"][:64]}}
     return blockdiff.train(given, overrides, directory / "base")
 
@@ -107,7 +107,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.adaptation", description=str(__doc__).split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0, help="of the puzzles: which grids train and which test")
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--base-steps", type=int, default=1750, help="of the base (default: the quickstart's 1750)")
+    parser.add_argument("--steps", type=int, default=900, help="of the adapters (default 900)")
     parser.add_argument("--batch-size", type=int, default=20)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--lr", type=float, default=7e-3)
@@ -121,7 +122,7 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     base, run = blockdiff.Run(directory / "base"), blockdiff.Run(directory / "adapted")
     if not (base.directory / "model").exists():
-        base = trained_base(directory, splits)
+        base = trained_base(directory, splits, o.base_steps)
     if not (run.directory / "adapter").exists():
         run = adapted(directory, base, splits, o)
     merged = directory / "merged"
