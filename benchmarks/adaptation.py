@@ -44,7 +44,7 @@ def in_letters(row: dict[str, str]) -> dict[str, str]:
 
 
 def trained_base(directory: Path, rows: dict[str, list[dict[str, str]]], steps: int) -> blockdiff.Run:
-    """The model that solves puzzles in digits, by the quickstart's recipe."""
+    """The model that solves puzzles in digits, by the quickstart's recipe with so many steps."""
     tokenizer = directory / "tokenizer"
     character_tokenizer(alphabet(4) + NEW).save_pretrained(tokenizer)
     overrides = [f"model.tokenizer={tokenizer}", f"train.steps={steps}", "train.eval_every=0"]
@@ -107,8 +107,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.adaptation", description=str(__doc__).split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0, help="of the puzzles: which grids train and which test")
-    parser.add_argument("--base-steps", type=int, default=1750, help="of the base (default: the quickstart's 1750)")
-    parser.add_argument("--steps", type=int, default=900, help="of the adapters (default 900)")
+    parser.add_argument("--base-steps", type=int, default=2600, help="of the base (default 2600)")
+    parser.add_argument("--steps", type=int, default=1400, help="of the adapters (default 1400)")
     parser.add_argument("--batch-size", type=int, default=20)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--lr", type=float, default=7e-3)
