@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -86,4 +88,8 @@ def layers(ranks: Ranks, directory: Path) -> None:
     ):
         linear = getattr(part, name)
         found["sizes"][name] = list(here(linear.weight).shape), getattr(linear, size)
-    torch.save(found, directory / f"found-{ranks.rank}.pt")
+    sizes = found.pop("sizes")
+    tensors = {f"{key}/{name}": x for key, of in found.items() if isinstance(of, dict) for name, x in of.items()}
+    tensors |= {key: x for key, x in found.items() if isinstance(x, Tensor)}
+    save_file({key: x.detach().contiguous().clone() for key, x in tensors.items()}, directory / f"found-{ranks.rank}")
+    (directory / f"sizes-{ranks.rank}.json").write_text(json.dumps(sizes))

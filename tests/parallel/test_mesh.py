@@ -29,7 +29,10 @@ LIMITS = {torch.float64: {"losses": 1e-10, "gradient": 1e-10, "weight": 1e-10}}
 LIMITS[torch.float32] = {"losses": 1e-5, "gradient": 1e-5, "weight": 1e-6}
 MERGED = 1e-5  # logits are fp32 whatever the model's dtype, and their parts are merged; test_tensor.py has all in fp64
 RUNS = {
+    "all, sharded": ["parallel.shard=full"],
     "all, sharded, offloaded": ["parallel.shard=full", "parallel.offload=true"],
+    "all, sharded, experts split": ["parallel.shard=full", "parallel.experts=2"],
+    "adapters, experts split": ["parallel.experts=2"],
     "adapters, sharded, experts split": ["parallel.shard=full", "parallel.experts=2"],
     "adapters, together": ["parallel.tensor=2"],
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.forked import run_ranks
 from tests.tensor_layers import layers
@@ -20,7 +22,19 @@ def found(request, tmp_path_factory) -> list[Found]:
     """What every rank of a group found."""
     directory: Path = tmp_path_factory.mktemp("layers")
     run_ranks(request.param, layers, directory)
-    return [torch.load(directory / f"found-{rank}.pt", weights_only=True) for rank in range(request.param)]
+    return [read(directory, rank) for rank in range(request.param)]
+
+
+def read(directory: Path, rank: int) -> Found:
+    """What a rank wrote: tensors by name, those of a group in a mapping, and the sizes."""
+    found: Found = {"sizes": json.loads((directory / f"sizes-{rank}.json").read_text())}
+    for key, tensor in load_file(directory / f"found-{rank}").items():
+        group, _, name = key.rpartition("/")
+        if group:
+            found.setdefault(group, {})[name] = tensor
+        else:
+            found[key] = tensor
+    return found
 
 
 def test_the_row_parallel_layer_returns_the_sum_and_not_the_none_of_all_reduce(found):
@@ -44,10 +58,10 @@ def test_sizes_are_divided_by_the_ranks_once(found):
     for of_rank in found:
         sizes = of_rank["sizes"]
         assert sizes["heads"] == 8 // world and sizes["kv_heads"] == max(1, 2 // world)
-        assert sizes["q_proj"] == ([64 // world, 32], 64 // world), "weight, and out_features"
-        assert sizes["o_proj"] == ([32, 64 // world], 64 // world), "weight, and in_features"
-        assert sizes["gate_proj"] == ([48 // world, 32], 48 // world)
-        assert sizes["down_proj"] == ([32, 48 // world], 48 // world)
+        assert sizes["q_proj"] == [[64 // world, 32], 64 // world], "weight, and out_features"
+        assert sizes["o_proj"] == [[32, 64 // world], 64 // world], "weight, and in_features"
+        assert sizes["gate_proj"] == [[48 // world, 32], 48 // world]
+        assert sizes["down_proj"] == [[32, 48 // world], 48 // world]
 
 
 def test_every_rank_has_its_share_of_gate_and_of_up_and_not_of_one_alone(found):

@@ -30,6 +30,7 @@ from blockdiff.kernels.vocabulary.triton_launch import (
     fit,
     pick,
     sweep,
+    temperatures,
     to_gradients,
     to_probabilities,
 )
@@ -304,10 +305,7 @@ def token_stats(
     if embedding_VD is not None:
         raise Unserved(UNTIED)
     hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))
-    if isinstance(temperature_N, Tensor):
-        temperature_N = temperature_N.float().expand(len(hidden))
-    else:  # written by the device: copying a number there would make the host wait
-        temperature_N = torch.full((len(hidden),), temperature_N, dtype=torch.float32, device=hidden.device)
+    temperature_N = temperatures(temperature_N, hidden)
     if allowed_NW is not None and allowed_NW.stride(1) != 1:  # but one mask expanded to all rows stays one
         allowed_NW = allowed_NW.contiguous()
     shaping = shaping or Shaping()
@@ -329,8 +327,6 @@ def log_sums(
     allowed_NW: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and maximum of z / T over the tokens allowed, fp32 [N] each, -inf where none is."""
-    if not isinstance(temperature_N, Tensor):
-        temperature_N = torch.full((len(hidden_ND),), temperature_N, dtype=torch.float32, device=hidden_ND.device)
     if allowed_NW is not None:
         allowed_NW = allowed_NW.contiguous()
-    return _log_sums(hidden_ND, table_VD, softcap, temperature_N.float().contiguous(), allowed_NW)
+    return _log_sums(hidden_ND, table_VD, softcap, temperatures(temperature_N, hidden_ND), allowed_NW)

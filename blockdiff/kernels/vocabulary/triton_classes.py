@@ -13,7 +13,7 @@ from blockdiff.kernels.launch import Unserved, empty, launch, op
 from blockdiff.kernels.tiles import Tile
 from blockdiff.kernels.vocabulary import triton_kernels as kernels
 from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty
-from blockdiff.kernels.vocabulary.triton_launch import Logits, Rows, chunks_of, sweep, to_probabilities
+from blockdiff.kernels.vocabulary.triton_launch import Logits, Rows, chunks_of, sweep, temperatures, to_probabilities
 
 UNTIED = "embeddings that are not the rows that make the logits have no Triton kernel"
 TILE = Tile(2, 512, warps=4)  # rows, and tokens of a class that a program takes at a time
@@ -52,15 +52,15 @@ def _class_stats(
     if excluded is not None:
         how = how._replace(allowed=_all_but(excluded, table).expand(N, -1))
     for rows in chunks.of_rows(hidden):
-        of_rows, merged = how.of(rows), Rows(*hidden.new_empty(2, len(hidden[rows]), dtype=torch.float32))
-        x = sweep(hidden[rows], table, of_rows, chunks, merged)
+        own, merged = how.of(rows), Rows(*hidden.new_empty(2, len(hidden[rows]), dtype=torch.float32))
+        x = sweep(hidden[rows], table, own, chunks, merged)
         penalty = None
         if seen is not None and factor is not None and row is not None:
             penalty = OfRows(seen, factor, row[rows])
         columns = Columns(*(column[rows] for column in out))
-        arguments = x, of_rows, penalty, token, end, uniform[rows], columns, *x.shape, C
+        arguments = x, own, penalty, token, end, uniform[rows], columns, *x.shape, C
         launch(kernels.vocabulary_classes, (TILE.grid(len(x))[0], C), *arguments, **TILE.options)
-        to_probabilities(x, of_rows, merged, chunks.tile)
+        to_probabilities(x, own, merged, chunks.tile)
         torch.mm(x, table, out=soft[rows])
 
 
@@ -87,14 +87,10 @@ def class_stats(
     if embedding_VD is not None:
         raise Unserved(UNTIED)
     hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))
-    if isinstance(temperature_N, Tensor):
-        temperature_N = temperature_N.float().expand(len(hidden)).contiguous()
-    else:  # written by the device: copying a number there would make the host wait
-        temperature_N = torch.full((len(hidden),), temperature_N, dtype=torch.float32, device=hidden.device)
     token, _, end = (column.contiguous() for column in classes)
     seen = factor = row = None
     if penalty is not None:
         seen, factor, row = (t.contiguous() for t in (penalty.seen_RV, penalty.factor_R.float(), penalty.row_N))
-    of_rows = temperature_N, uniform_N.float().contiguous()
-    stats = ClassStats(*_class_stats(hidden, table, softcap, *of_rows, token, end, seen, factor, row, excluded))
+    numbers = temperatures(temperature_N, hidden), uniform_N.float().contiguous()
+    stats = ClassStats(*_class_stats(hidden, table, softcap, *numbers, token, end, seen, factor, row, excluded))
     return stats._replace(soft_embedding=stats.soft_embedding.to(table_VD.dtype))

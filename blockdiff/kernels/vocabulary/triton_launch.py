@@ -119,6 +119,13 @@ def to_gradients(
     launch(kernels.vocabulary_gradients, tile.grid(*x.shape), *arguments, **tile.options)
 
 
+def temperatures(temperature: Tensor | float, like: Tensor) -> Tensor:
+    """The temperature of every row of `like`, fp32 [N], written by its device: a copy would wait."""
+    if isinstance(temperature, Tensor):
+        return temperature.float().expand(len(like)).contiguous()
+    return torch.full((len(like),), temperature, dtype=torch.float32, device=like.device)
+
+
 # -- chunks of raw products ------------------------------------------------------------------------------------
 
 
