@@ -211,8 +211,8 @@ class Vocabulary(nn.Module):
         if isinstance(temperature, Tensor):
             temperature = temperature[:, None].expand(uniform_BL.shape).reshape(-1)
         allowed_NW = None if allowed_BLW is None else allowed_BLW.flatten(0, 1)
-        sizes = hidden_BLD.flatten(0, 1), self.output_weights(), self.softcap, temperature, uniform_BL.reshape(-1)
-        return race(*sizes, allowed_NW, shaping, first)
+        given = hidden_BLD.flatten(0, 1), self.output_weights(), self.softcap, temperature, uniform_BL.reshape(-1)
+        return race(*given, allowed_NW, shaping, first)
 
     @as_call
     def class_stats(
