@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.span_attention.paged import PrefixTensor
-from blockdiff.layers.fp8 import product, weight_of
+from blockdiff.layers.linear import product, weight_of
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.rope import turned
 from blockdiff.spans import Spans, Sweep

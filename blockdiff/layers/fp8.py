@@ -144,19 +144,3 @@ class AdaptedFp8Experts(InFp8, AdaptedExperts):
                 weight[e] = merged(own, A[e], B[e], self.low_rank.scale)
             setattr(base, f"{name}_proj", nn.Parameter(weight, requires_grad=False))
         return base
-
-
-def weight_of(module: nn.Module) -> Tensor | Fp8 | None:
-    """The weight of a linear layer as kernels take it; None of one that has a bias or hooks, or does more."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        return None
-    if type(module) is Fp8Linear:
-        return module.held("weight")
-    return module.weight if type(module) is nn.Linear and module.bias is None else None
-
-
-def product(module: nn.Module, x: Tensor, kernels: Kernels) -> Tensor:
-    """What a linear layer gives, by the kernels where it is a product alone."""
-    weight = weight_of(module)
-    made: Tensor = module(x) if weight is None else kernels.linear(x, weight)
-    return made

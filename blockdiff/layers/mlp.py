@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.expert_mlp.activations import activation_of
-from blockdiff.layers.fp8 import product, weight_of
+from blockdiff.layers.linear import product, weight_of
 
 
 class MLP(nn.Module):

@@ -10,7 +10,7 @@ from blockdiff.kernels import CPU, NATIVE, c_library
 from blockdiff.kernels.expert_mlp import reference
 from blockdiff.kernels.linear import cpu as tiles
 from blockdiff.layers.attention import Attention
-from blockdiff.layers.fp8 import product
+from blockdiff.layers.linear import product
 from blockdiff.layers.mlp import MLP
 
 pytestmark = pytest.mark.quick
