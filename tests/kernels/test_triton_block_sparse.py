@@ -20,7 +20,7 @@ from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels import FOLDERS, NATIVE, triton_op
-from blockdiff.kernels.block_sparse import native, triton
+from blockdiff.kernels.block_sparse import native, triton, triton_selection
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.kernels.tiles import SHARED_MEMORY
@@ -90,7 +90,7 @@ def test_blocks_of_packed_documents_begin_with_them(block):
 
 
 def test_many_blocks_compete_some_at_a_time(monkeypatch):
-    monkeypatch.setattr(triton, "MOST_CHOSEN_FROM", 4)
+    monkeypatch.setattr(triton_selection, "MOST_CHOSEN_FROM", 4)
     q, k, visible = whole(1, 9, 1, 16), whole(1, 50, 16, seed=1, most=1), torch.arange(42, 51)[None]
     named = dict(block=3, topk=6, init=1, local=2)
     truth = native.select_blocks(q, k, visible, **named)

@@ -1,7 +1,8 @@
-"""Block selection and block-sparse attention in Triton: launchers as ops for torch, gradient, and public functions.
+"""Block-sparse attention in Triton: launchers as ops for torch, gradient, and public function. `select_blocks`, which
+chooses the blocks, is in `triton_selection.py`.
 
 Attention's memory is linear in tokens: the output, one log-sum-exp per query and head, in the backward one more number
-and the choices in the order of their blocks. Selection stores one number per query, index head and block.
+and the choices in the order of their blocks.
 """
 
 from __future__ import annotations
@@ -16,87 +17,41 @@ from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.block_sparse import triton_kernels as kernels
+from blockdiff.kernels.block_sparse import triton_kernels_backward as backward
 from blockdiff.kernels.block_sparse.native import as_heads
+from blockdiff.kernels.block_sparse.triton_selection import (
+    _int32,
+    _padded,
+    _precision,
+    _reads_pages,
+    _sources,
+    _tile,
+    select_blocks,
+)
 from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, op, wanted
 from blockdiff.kernels.span_attention.paged import PagedTensor
 from blockdiff.kernels.span_attention.triton import (
     _backward_keys,
     _dense_heads,
-    _is_read_as_it_is,
     _multiprocessors,
     _strides,
     splits_of,
     tiles_for,
 )
-from blockdiff.kernels.span_attention.triton_kernels import span_attention_backward_delta, span_attention_combine
-from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, runs_products_aside, tile_of
+from blockdiff.kernels.span_attention.triton_kernels import span_attention_combine
+from blockdiff.kernels.span_attention.triton_kernels_backward import span_attention_backward_delta
+from blockdiff.kernels.tiles import LEAST, elementwise, power_of_2, runs_products_aside, tile_of
 
-LARGEST_HEAD = 256
+__all__ = ["block_sparse_attention", "select_blocks"]
+
 LARGEST_BLOCK = 128  # of keys that a program holds whole
 MOST_PARTS = 32  # of a query, to be merged
 LEAST_QUERIES = 2048  # of a row from which on the forward goes from block to block
 SHARED_BY = 256  # queries of a block, in the mean, from which on it does
 PART_BYTES = 1 << 30  # of the parts that live at once
-MOST_CHOSEN_FROM = 1024  # blocks that compete at a time
 FAR = torch.iinfo(torch.int32).max  # the first key of a choice that is none
 
 # -- launchers -------------------------------------------------------------------------------------------------
-
-
-def _precision(x: Tensor) -> str:
-    """How products are made: fp32 as three tf32 products where there are registers for it."""
-    return "tf32" if x.dtype != torch.float32 else "tf32x3" if x.shape[-1] <= 128 else "ieee"
-
-
-def _int32(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.to(torch.int32).contiguous()
-
-
-def _tile(kernel: str, x: Tensor, block: int, rows: int) -> Tile:
-    """The table's tile for heads like x's, within a block."""
-    return tile_of(f"block_sparse_{kernel}", x, x.shape[-1]).fitted(rows=rows, columns=block)
-
-
-@op("block_sparse_scores")
-def _scores(
-    q: Tensor, k: Tensor, visible: Tensor, first: Tensor | None, table: Tensor | None, columns: int, block: int,
-    scale: float, uses_sum: bool, splits: int,
-) -> Iterator[Tensor]:  # fmt: skip
-    """Scores of blocks, fp32 [B, T, H, N]; undefined where a query sees no key of a block.
-
-    k: [B, S, 1, d], or with a table int32 [B, pages] the pool [pages, P, 1, d]; columns: how many keys a row has.
-    """
-    (B, T, H, d), N = q.shape, -(-columns // block)
-    out = empty(q, B, T, H, N, dtype=torch.float32)
-    yield out
-    tile = _tile("scores", q, block, T * H)
-    row_tiles, _ = tile.grid(T * H)
-    if not splits:
-        splits = splits_of(row_tiles * B, N * -(-block // tile.columns), _multiprocessors(q.device))
-    q, (k,), page = _dense_heads(q), *_sources(B, table, k)
-    tensors = q, q.stride()[:3], k, k.stride()[:3], visible, first, table, out
-    arguments = *tensors, T, columns, N, 0 if table is None else table.shape[1], scale
-    constants = dict(H=H, D=d, BLOCK=block, PAGE=page, SPLITS=splits, USES_SUM=uses_sum, PRECISION=_precision(q))
-    launch(kernels.block_sparse_scores, (row_tiles, B, splits), *arguments, **constants, **tile.options)
-
-
-def _sources(B: int, table: Tensor | None, *tensors: Tensor) -> tuple[list[Tensor], int]:
-    """Keys or values [B, keys, K, d], those of all pages for every row where there is a table; and a page's tokens."""
-    if table is None:
-        return [_dense_heads(x) for x in tensors], 0
-    return [_dense_heads(x).flatten(0, 1).expand(B, -1, -1, -1) for x in tensors], tensors[0].shape[1]
-
-
-@op("block_sparse_choose")
-def _choose(scores: Tensor, visible: Tensor, block: int, topk: int, init: int, local: int) -> Iterator[Tensor]:
-    """The blocks of the highest claims, int64 [B, T, H, k]."""
-    B, T, H, N = scores.shape
-    ids = empty(scores, B, T, H, topk, dtype=torch.int64)
-    yield ids
-    tile = elementwise(min(N, MOST_CHOSEN_FROM))
-    arguments = scores, visible, ids, B * T * H, N, local, init
-    constants = dict(BLOCK=block, H=H, TOPK=topk, CHOICES=power_of_2(topk), **tile.options)
-    launch(kernels.block_sparse_choose, tile.grid(B * T * H)[:1], *arguments, **constants)
 
 
 @op("block_sparse_attention")
@@ -216,7 +171,7 @@ def _attention_backward(
         tensors = q, q.stride()[:3], *of_keys, ids, visible, first, own, lse, delta, grad_out, grads[0]
         arguments = *tensors, T, (k.shape[1], own_k.shape[1]), scale
         options = dict(CHOICES=power_of_2(constants["TOPK"]), **tile.options)
-        launch(kernels.block_sparse_backward_queries, grid, *arguments, **constants, **options)
+        launch(backward.block_sparse_backward_queries, grid, *arguments, **constants, **options)
     if needs[1] or needs[2]:
         of_k, of_v = (x if need else empty(y) for x, y, need in zip(grads[1:3], (k, v), needs[1:3], strict=True))
         _blocks_backward(q, k, v, ids, visible, first, constants, (lse, delta, grad_out), (of_k, of_v), scale)
@@ -237,7 +192,7 @@ def _blocks_backward(
     of_choices = _by_key(ids, first, block, key_tiles, tile.columns, block)
     tensors = q, q.stride()[:3], k, k.stride()[:3], v, v.stride()[:3], *of_choices, visible, first, *numbers, *grads
     options = dict(AWAITS=tile.stages > 1 and runs_products_aside(q), **tile.options)
-    launch(kernels.block_sparse_backward_keys, (key_tiles, B * K), *tensors, T, S, scale, **constants, **options)
+    launch(backward.block_sparse_backward_keys, (key_tiles, B * K), *tensors, T, S, scale, **constants, **options)
 
 
 def _by_key(
@@ -277,54 +232,6 @@ _attention.register_autograd(_gradients, setup_context=_save)
 
 
 # -- the public functions: signature and meaning as in native.py -----------------------------------------------
-
-
-def _padded(x: Tensor) -> Tensor:
-    """Heads whose size is a power of two that tensor cores take."""
-    d = x.shape[-1]
-    if d > LARGEST_HEAD:
-        raise Unserved(f"block-sparse attention in Triton takes heads of up to {LARGEST_HEAD}, not {d}")
-    padding = max(LEAST, power_of_2(d)) - d
-    return F.pad(x, (0, padding)) if padding else x
-
-
-def _reads_pages(q: Tensor, *sources: Tensor | PagedTensor) -> bool:
-    """Whether all of them are pages that are read where they stand: neither padded nor cast, which would copy them."""
-    if q.shape[-1] > LARGEST_HEAD:
-        return False
-    return all(isinstance(x, PagedTensor) and _is_read_as_it_is(q, x.pool_NPKd) for x in sources)
-
-
-@torch.no_grad()
-def select_blocks(
-    idx_q_BTHd: Tensor,
-    idx_k_BSd: Tensor | PagedTensor,
-    visible_BT: Tensor,
-    first_BT: Tensor | None = None,
-    *,
-    block: int = 128,
-    topk: int = 16,
-    init: int = 0,
-    local: int = 1,
-    score: str = "max",
-) -> Tensor:
-    """As in native.py: fp32, bf16 or fp16 and heads of up to 256; Unserved for others. No score of a key is stored."""
-    d, table = idx_q_BTHd.shape[-1], None
-    if isinstance(idx_k_BSd, PagedTensor) and _reads_pages(idx_q_BTHd, idx_k_BSd):
-        keys, table, columns = idx_k_BSd.pool_NPKd, idx_k_BSd.pages.table_BM.contiguous(), idx_k_BSd.pages.columns
-    else:
-        keys = as_heads(idx_k_BSd)
-        columns = keys.shape[1]
-    q, keys = in_autocast(idx_q_BTHd, keys)
-    check_dtypes("select_blocks", q, keys)
-    q, keys = _padded(q), _padded(keys)
-    k = max(1, min(topk, -(-columns // block)))
-    visible, first = _int32(visible_BT), _int32(first_BT)
-    assert visible is not None
-    if not columns:
-        return torch.full((*q.shape[:3], k), -1, dtype=torch.int64, device=q.device)
-    scores = _scores(q, keys, visible, first, table, columns, block, d**-0.5, score == "lse", 0)
-    return _choose(scores, visible, block, k, init, local)
 
 
 def block_sparse_attention(

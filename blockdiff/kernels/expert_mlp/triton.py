@@ -17,6 +17,8 @@ from torch import Tensor
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.expert_mlp import triton_kernels as kernels
+from blockdiff.kernels.expert_mlp import triton_kernels_backward as backward
+from blockdiff.kernels.expert_mlp import triton_kernels_slots as slot_kernels
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS, activation_of
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.triton import parts_of
@@ -71,9 +73,9 @@ def _sort(index: Tensor, experts: int, rows: int, plan: Plan) -> None:
     counts, sizes = None, dict(CHUNK=chunk, PART=PART, EXPERTS=width)
     if slots > FEW_SLOTS:
         counts = empty(plan.order, programs, width)
-        launch(kernels.expert_mlp_count_slots, (programs,), index, counts, slots, experts, **sizes)
+        launch(slot_kernels.expert_mlp_count_slots, (programs,), index, counts, slots, experts, **sizes)
     numbers = slots, experts, len(plan.tile_row), programs
-    launch(kernels.expert_mlp_sort_slots, (programs,), index, counts, plan, *numbers, ROWS=rows, **sizes)
+    launch(slot_kernels.expert_mlp_sort_slots, (programs,), index, counts, plan, *numbers, ROWS=rows, **sizes)
 
 
 def _precision(x: Tensor) -> str:
@@ -97,7 +99,7 @@ def _outer(left: Any, right: Any, out_EMN: Tensor, plan: Plan, k: int, tile: Til
     grid = (E * math.prod(tile.grid(M, N)),)
     constants = dict(M=M, N=N, TOP_K=k, LEFT_BY_TOKEN=by_token == "left", RIGHT_BY_TOKEN=by_token == "right")
     options = dict(PRECISION=_precision(left), **tile.options)
-    launch(kernels.expert_mlp_outer_product, grid, left, right, out_EMN, plan, **constants, **options)
+    launch(backward.expert_mlp_outer_product, grid, left, right, out_EMN, plan, **constants, **options)
 
 
 def _narrow(
@@ -116,7 +118,7 @@ def _narrow(
 def _sum_slots(y_SD: Tensor, index: Tensor, experts: int, out_ND: Tensor) -> None:
     (N, D), tile = out_ND.shape, elementwise(256)
     constants = dict(D=D, TOP_K=index.shape[1], **tile.options)
-    launch(kernels.expert_mlp_sum_slots, tile.grid(N, D), y_SD, index, out_ND, N, experts, **constants)
+    launch(slot_kernels.expert_mlp_sum_slots, tile.grid(N, D), y_SD, index, out_ND, N, experts, **constants)
 
 
 @op("expert_mlp")
@@ -221,7 +223,7 @@ def _expert_mlp_backward(
         R, narrow = down_B.shape[2], _narrow(grad, down_B, plan, k, tiles.down, is_transposed=False, by_token=True)
     tensors = (grad, down, down_scale, narrow, down_A, weight, h, grad_h, scaled_a, partial)
     constants = dict(E=E, D=D, F=F, R=R, TOP_K=k, ACTIVATION=activation)
-    _launch_rows(kernels.expert_mlp_activation_backward, plan, F, tile, *tensors, **constants)
+    _launch_rows(backward.expert_mlp_activation_backward, plan, F, tile, *tensors, **constants)
     if grad_down_A is not None:
         _outer(narrow, scaled_a, grad_down_A, plan, k, tiles.outer)
     if grad_down_B is not None and down_A is not None and scaled_a is not None:

@@ -1,12 +1,11 @@
-"""The Triton kernels of expert_mlp: sort slots by expert, grouped products with fused epilogues, ordered sums.
+"""The Triton kernels of expert_mlp: grouped products with fused epilogues.
 
 A slot is one of the N * k choices of an expert, in the order of expert_index_Nk; a row is its place after sorting.
 What is stored by row is only there for rows below starts[E]: slots without an expert have none. The row tiles of all
 experts are listed on the device, in a list as long as the most there can be, so no launch depends on the routing.
 `plan` holds: order, the slot of each row; starts [E + 1], the first row of each expert; tile_expert and tile_row of
 each row tile, whose ROWS rows are all of one expert (E for tiles left over). Arguments may be None: what they would
-hold is then not wanted.
-
+hold is then not wanted. `triton_kernels_slots.py` makes the plan, `triton_kernels_backward.py` has the gradient's.
 
 Low-rank matrices of an expert, B A added to a weight, enter a product before its epilogue (`_low_rank`):
 `expert_mlp_narrow` makes the rows of x A^T, and these times B^T are added. R is the rank, 0 where there are none.
@@ -24,7 +23,6 @@ OAI_ALPHA = tl.constexpr(activations.OAI_ALPHA)
 OAI_LIMIT = tl.constexpr(activations.OAI_LIMIT)
 GELU_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 GELU_CUBE = tl.constexpr(0.044715)
-SCAN = tl.constexpr(1024)  # slots that are counted together
 
 
 @triton.jit
@@ -46,80 +44,6 @@ def _activation(gate, up, ACTIVATION: tl.constexpr):
         linear = tl.minimum(tl.maximum(up, -OAI_LIMIT), OAI_LIMIT)
         slope_up = tl.where(linear == up, 1.0, 0.0)
         return clamped * share, tl.where(gate <= OAI_LIMIT, slope, 0.0), linear + 1.0, slope_up
-
-
-# -- sorting: stable, by counting ----------------------------------------------------------------------------------
-
-
-@triton.jit
-def _chosen(index, slot, S, E):
-    """The expert of each slot, -1 where there is none."""
-    expert = tl.load(index + slot, mask=slot < S, other=-1).to(tl.int32)
-    return tl.where(expert < E, expert, -1)
-
-
-@triton.jit
-def expert_mlp_count_slots(index, counts, S, E, CHUNK: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr):
-    """counts[program, expert] of the program's CHUNK slots; EXPERTS is E rounded up to a power of two."""
-    program = tl.program_id(0)
-    expert = tl.arange(0, EXPERTS)
-    count = tl.zeros([EXPERTS], tl.int32)
-    for first in range(0, CHUNK, PART):
-        chosen = _chosen(index, program * CHUNK + first + tl.arange(0, PART), S, E)
-        count += tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), 0)
-    tl.store(counts + program * EXPERTS + expert, count)
-
-
-@triton.jit
-def expert_mlp_sort_slots(
-    index, counts, plan, S, E, tiles, programs,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    """Fill the plan; counts: those of every program, None where each counts all slots itself."""
-    program = tl.program_id(0)
-    expert = tl.arange(0, EXPERTS)
-    count = tl.zeros([EXPERTS], tl.int32)
-    before = tl.zeros([EXPERTS], tl.int32)
-    if counts is None:
-        for first in range(0, S, SCAN):
-            slot = first + tl.arange(0, SCAN)
-            chosen = _chosen(index, slot, S, E)
-            some = tl.maximum(chosen, 0)
-            count += tl.histogram(some, EXPERTS, mask=chosen >= 0)
-            before += tl.histogram(some, EXPERTS, mask=(chosen >= 0) & (slot < program * CHUNK))
-    else:
-        for first in range(0, programs, 32):
-            other = first + tl.arange(0, 32)
-            is_there = (other < programs)[:, None]
-            some = tl.load(counts + other[:, None] * EXPERTS + expert[None, :], mask=is_there, other=0)
-            count += tl.sum(some, 0)
-            before += tl.sum(tl.where((other < program)[:, None], some, 0), 0)
-    start = tl.cumsum(count, 0) - count
-    if program == 0:
-        tl.store(plan.starts + expert, start, mask=expert < E)
-        tl.store(plan.starts + E, tl.sum(count, 0))
-
-    free = start + before  # the next row of each expert
-    for first in range(0, CHUNK, PART):
-        slot = program * CHUNK + first + tl.arange(0, PART)
-        chosen = _chosen(index, slot, S, E)
-        is_chosen = (chosen[:, None] == expert[None, :]).to(tl.int32)
-        row = tl.sum(is_chosen * (free[None, :] + tl.cumsum(is_chosen, 0) - 1), 1)
-        tl.store(plan.order + row, slot, mask=chosen >= 0)
-        free += tl.sum(is_chosen, 0)
-
-    needed = tl.cdiv(count, ROWS)
-    last = tl.cumsum(needed, 0)
-    for first in range(program * PART, tiles, programs * PART):
-        tile = first + tl.arange(0, PART)
-        owner = tl.sum((last[None, :] <= tile[:, None]).to(tl.int32), 1)
-        is_owner = expert[None, :] == owner[:, None]
-        row = tl.sum(tl.where(is_owner, start[None, :] + (tile[:, None] - (last - needed)[None, :]) * ROWS, 0), 1)
-        tl.store(plan.tile_expert + tile, tl.minimum(owner, E), mask=tile < tiles)
-        tl.store(plan.tile_row + tile, row, mask=tile < tiles)
-
-
-# -- grouped products ----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -296,98 +220,3 @@ def expert_mlp_product(
         total *= tl.load(scale + slot).to(tl.float32)[:, None]
     is_there = is_row[:, None] & (column < N)[None, :]
     tl.store(out + slot.to(tl.int64)[:, None] * N + column[None, :], total.to(out.dtype.element_ty), mask=is_there)
-
-
-@triton.jit
-def expert_mlp_activation_backward(
-    grad, weights, channels, narrow, matrices, scale, h, grad_h, scaled_a, partial, plan,
-    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, R: tl.constexpr, TOP_K: tl.constexpr, HARDWARE: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
-    """Back through the down product and the activation; weights [E, D, F], grad [N, D] of the tokens' outputs.
-
-    narrow[row, R] = grad B of the low-rank matrices of down, and matrices their A [E, R, F]; channels: the scales
-    [E, D] of weights in fp8.
-
-    grad_h[row, 2F]; scaled_a[row, F] = scale * a, which the gradient of `down` takes; partial[slot, column tile], whose
-    sum over tiles is the gradient of scale[slot].
-    """
-    tile, expert, column_tile, column = _place(plan, F, COLUMNS)
-    if expert >= E:
-        return
-    row, slot, is_row = _rows(plan, tile, expert, ROWS)
-    is_there = is_row[:, None] & (column < F)[None, :]
-    grad_a = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if grad_h is not None or partial is not None:
-        left = grad + (slot // TOP_K).to(tl.int64) * D
-        right = weights + expert.to(tl.int64) * (D * F)
-        of_k = None
-        if channels is not None:
-            of_k = channels + expert.to(tl.int64) * D
-        grad_a, _ = _product(left, right, of_k, 0, D, F, F, 1, HARDWARE, column, ROWS, COLUMNS, INNER, PRECISION)
-        if R:
-            mine = matrices + expert.to(tl.int64) * (R * F)
-            grad_a = _low_rank(grad_a, narrow, mine, row, column, F, R, F, 1, PRECISION)
-
-    at = row[:, None] * (2 * F) + column[None, :]
-    gate = tl.load(h + at, mask=is_there, other=0.0).to(tl.float32)
-    up = tl.load(h + at + F, mask=is_there, other=0.0).to(tl.float32)
-    activated, gate_slope, linear, up_slope = _activation(gate, up, ACTIVATION)
-    factor = tl.load(scale + slot).to(tl.float32)[:, None]
-    if partial is not None:
-        at_slot = slot.to(tl.int64) * tl.cdiv(F, COLUMNS) + column_tile
-        tl.store(partial + at_slot, tl.sum(grad_a * activated * linear, 1), mask=is_row)
-    if scaled_a is not None:
-        a = (factor * activated * linear).to(scaled_a.dtype.element_ty)
-        tl.store(scaled_a + row[:, None] * F + column[None, :], a, mask=is_there)
-    if grad_h is not None:
-        grad_a *= factor
-        tl.store(grad_h + at, (grad_a * linear * gate_slope).to(grad_h.dtype.element_ty), mask=is_there)
-        tl.store(grad_h + at + F, (grad_a * activated * up_slope).to(grad_h.dtype.element_ty), mask=is_there)
-
-
-@triton.jit
-def expert_mlp_outer_product(
-    left, right, out, plan,
-    M: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, LEFT_BY_TOKEN: tl.constexpr, RIGHT_BY_TOKEN: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
-    """out[expert, M, N] = sum over the expert's rows of left^T right; each stands by token or by row."""
-    per_expert: tl.constexpr = tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS)
-    program = tl.program_id(0)
-    expert = program // per_expert
-    m = program % per_expert // tl.cdiv(N, COLUMNS) * ROWS + tl.arange(0, ROWS)
-    n = program % tl.cdiv(N, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
-    end = tl.load(plan.starts + expert + 1)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(tl.load(plan.starts + expert), end, INNER):
-        row = first + tl.arange(0, INNER)
-        is_row = row < end
-        token = tl.load(plan.order + row, mask=is_row, other=0) // TOP_K
-        left_row = token if LEFT_BY_TOKEN else row
-        right_row = token if RIGHT_BY_TOKEN else row
-        lefts = left + left_row.to(tl.int64)[:, None] * M + m[None, :]
-        rights = right + right_row.to(tl.int64)[:, None] * N + n[None, :]
-        a = _load(lefts, row, end, m < M, 0, True, M % ROWS != 0)
-        b = _load(rights, row, end, n < N, 0, True, N % COLUMNS != 0)
-        total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
-    at = out + expert.to(tl.int64) * (M * N) + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
-
-
-@triton.jit
-def expert_mlp_sum_slots(
-    y, index, out, tokens, E, D: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """out[token] = the sum of y over the token's slots that have an expert, first slot first."""
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    is_there = (token < tokens)[:, None] & (column < D)[None, :]
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for i in tl.static_range(TOP_K):
-        slot = token.to(tl.int64) * TOP_K + i
-        has_expert = _chosen(index, slot, tokens * TOP_K, E) >= 0
-        at = slot[:, None] * D + column[None, :]
-        total += tl.load(y + at, mask=is_there & has_expert[:, None], other=0.0).to(tl.float32)
-    at = token.to(tl.int64)[:, None] * D + column[None, :]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=is_there)

@@ -15,6 +15,7 @@ from torch import Tensor
 from blockdiff.kernels.autocast import in_autocast, is_on
 from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, op, wanted
 from blockdiff.kernels.span_attention import triton_kernels as kernels
+from blockdiff.kernels.span_attention import triton_kernels_backward as backward
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
 from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, runs_products_aside, tile_of
 from blockdiff.spans import Spans
@@ -149,14 +150,14 @@ def _span_attention_backward(
     (B, T, h, d), K, tiles = q.shape, ok.shape[2], tiles_for(q)
     bounds, grad_out, delta, tile = bounds.contiguous(), grad_out.contiguous(), empty(lse), elementwise(d)
     rows = out, grad_out, lse, grad_lse.contiguous(), delta, B * T * h
-    launch(kernels.span_attention_backward_delta, tile.grid(B * T * h), *rows, **tile.options)
+    launch(backward.span_attention_backward_delta, tile.grid(B * T * h), *rows, **tile.options)
     q, *sources = (_dense_heads(x) for x in inputs)
     if needs[0]:
         tile = tiles.queries.fitted(rows=T * h // K)
         grid = tile.grid(T * h // K)[0], B * K
         tensors = q, *_strides(q), *_keys(*sources), bounds, lse, delta, grad_out, grads[0]
         arguments, constants = (*tensors, T, (pk.shape[1], ok.shape[1]), scale), _heads(q, ok) | tile.options
-        launch(kernels.span_attention_backward_queries, grid, *arguments, **constants)
+        launch(backward.span_attention_backward_queries, grid, *arguments, **constants)
     _, *grads_kv = needed(grads, needs)
     for first in (0, 2):  # where a source's span stands in `bounds`, and its keys and values among the sources
         (k, v), (grad_k, grad_v) = sources[first : first + 2], grads_kv[first : first + 2]
@@ -174,12 +175,12 @@ def _backward_keys(
     launches = [grads] if len(tiles) == 1 else [(grads[0], None), (None, grads[1])]
     if grads != (None, None):
         arguments = bounds, first, interval, T, keys, key_tiles
-        launch(kernels.span_attention_backward_intervals, (key_tiles, B), *arguments, COLUMNS=columns)
+        launch(backward.span_attention_backward_intervals, (key_tiles, B), *arguments, COLUMNS=columns)
     for tile, some in zip(tiles, launches, strict=True):
         if some != (None, None):
             tensors = q, *_strides(q), k, *_strides(k), v, *_strides(v), bounds, first, *numbers, interval, *some
             constants = dict(AWAITS=tile.stages > 1 and runs_products_aside(q), **_heads(q, k), **tile.options)
-            launch(kernels.span_attention_backward_keys, (key_tiles, B * K), *tensors, T, keys, scale, **constants)
+            launch(backward.span_attention_backward_keys, (key_tiles, B * K), *tensors, T, keys, scale, **constants)
 
 
 # -- gradient --------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
-"""The Triton kernels of span_attention: forward, the combining of splits, and the backward over queries and over keys.
+"""The Triton kernels of span_attention: forward, and the combining of splits.
 
 Rows: the G query heads that share a key head stand together, row r of (batch, key head) is query r // G of head
 r % G. So one key tile serves a whole group, and a tile of M = ROWS rows covers only M / G queries: a tight hull.
 
 A row tile walks the tiles of N = COLUMNS keys of its hull: first those of the prefix, then those of its own, in one
 loop. What lies outside the hull is never loaded. Scores are in units of log2. Tensors with heads come with their
-strides over batch, tokens and heads; the numbers of a head are neighbours.
+strides over batch, tokens and heads; the numbers of a head are neighbours. The gradient's kernels are in
+`triton_kernels_backward.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import triton.language as tl
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
-SCAN = tl.constexpr(1024)  # queries that the search for a key tile's interval looks at together
 
 
 @triton.jit
@@ -215,169 +215,3 @@ def span_attention_combine(
     sum_M = tl.where(is_empty, 1.0, sum_M)
     tl.store(lse + row, tl.where(is_empty, -INF, shift_M + tl.log(sum_M)), mask=is_row)
     tl.store(out + at, (acc_MD / sum_M[:, None]).to(out.dtype.element_ty), mask=is_row[:, None])
-
-
-# -- backward ----------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def span_attention_backward_delta(
-    out, grad_out, lse, grad_lse, delta, R, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """delta = sum(out * grad_out) - grad_lse of every row [R]: what the gradient of a row's scores is measured from.
-
-    With p = exp(s - lse): ds = p * (grad_out v - delta). Rows that see nothing get 0, whatever their grad_lse.
-    """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    is_row = row < R
-    at = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    product = tl.load(out + at, mask=is_row[:, None], other=0.0).to(tl.float32)
-    product *= tl.load(grad_out + at, mask=is_row[:, None], other=0.0).to(tl.float32)
-    delta_M = tl.sum(product, 1) - tl.load(grad_lse + row, mask=is_row, other=0.0)
-    is_empty = tl.load(lse + row, mask=is_row, other=0.0) == -INF
-    tl.store(delta + row, tl.where(is_empty, 0.0, delta_M), mask=is_row)
-
-
-@triton.jit
-def _awaited(total, AWAITS: tl.constexpr):
-    """The sum of a product and those before it, once it is there; what a pipelined loop needs on sm_90.
-
-    Triton would leave the product running until the next one is added. With a branch in between ptxas takes that for
-    a use of registers in flight, and then waits after each single instruction of every product of the loop.
-    """
-    if AWAITS:
-        total = tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=True, pack=1)
-    return total
-
-
-@triton.jit
-def _load_row_numbers(lse, delta, at, is_row):
-    """log-sum-exp (units of log2; +inf, which makes p 0, for rows that see nothing) and delta."""
-    lse_M = tl.load(lse + at, mask=is_row, other=-INF)
-    return tl.where(lse_M == -INF, INF, lse_M * LOG2E), tl.load(delta + at, mask=is_row, other=0.0)
-
-
-@triton.jit
-def span_attention_backward_queries(
-    q, q_strides, k, k_strides, v, v_strides, bounds, lse, delta, grad_out, grad_q, T, keys, scale,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """grad_q [B, T, h, D]: the forward's walk over the hull of a row tile."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, kh = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
-    t, g, is_row = _rows(tile, T, G, ROWS)
-    bounds += b * T * 4
-    prefix, own, tiles = _spans(bounds, t, is_row, keys, COLUMNS)
-    q_MD = _load_rows(_head(q, q_strides, b, kh * G), tile, T, q_strides[1], q_strides[2], G, ROWS, D)
-    grad_MD = _load_rows(grad_out + (b * T * K + kh) * G * D, tile, T, K * G * D, D, G, ROWS, D)
-    at = (b * T + t) * (K * G) + kh * G + g
-    lse_M, delta_M = _load_row_numbers(lse, delta, at, is_row)
-    k = _head(k[0], k_strides[0], b, kh), _head(k[1], k_strides[1], b, kh)
-    v = _head(v[0], v_strides[0], b, kh), _head(v[1], v_strides[1], b, kh)
-
-    acc_MD = tl.zeros([ROWS, D], tl.float32)
-    for i in range(tiles):
-        in_prefix, start, is_near, is_full = _step(i, prefix, own, COLUMNS)
-        k_ND = _load_step(k, k_strides, in_prefix, start, is_near, COLUMNS, D, 0)
-        v_ND = _load_step(v, v_strides, in_prefix, start, is_near, COLUMNS, D, 0)
-        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * (scale * LOG2E)
-        grad_p_MN = tl.dot(grad_MD, tl.trans(v_ND), input_precision=PRECISION)
-        # Used in the branches alone: a product that reaches another one directly is divided among warps by rows only,
-        # so that two warp groups would both compute the same 64 rows.
-        if is_full:
-            grad_s_MN = tl.exp2(s_MN - lse_M[:, None]) * (grad_p_MN - delta_M[:, None])
-        else:
-            p_MN = tl.exp2(s_MN - lse_M[:, None])
-            p_MN = _where_seen(p_MN, 0.0, in_prefix, start, bounds, t, is_row, keys, COLUMNS)
-            grad_s_MN = p_MN * (grad_p_MN - delta_M[:, None])
-        grad_s_MN = grad_s_MN.to(k_ND.dtype)
-        acc_MD = tl.dot(grad_s_MN, k_ND, acc_MD, input_precision=PRECISION)
-    acc_MD = (acc_MD * scale).to(grad_q.dtype.element_ty)
-    tl.store(grad_q + at[:, None] * D + tl.arange(0, D)[None, :], acc_MD, mask=is_row[:, None])
-
-
-@triton.jit(do_not_specialize=["first"])
-def span_attention_backward_intervals(bounds, first, interval, T, keys, tiles, COLUMNS: tl.constexpr):
-    """Of every key tile the queries [begin, end) between the first and the last that see one of its keys, and those
-    that see all of them, [full_begin, full_end), if these are neighbours (else none): int32 [B, tiles, 4].
-
-    first: where the source's span stands in `bounds` (0: prefix, 2: own). Queries between begin and end that see none
-    of the keys are masked later, so any order of queries is right; one in which the seeing queries are neighbours is
-    fast.
-    """
-    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    begin, end, full_begin, full_end, full = T, 0, T, 0, 0
-    for start in range(0, T, SCAN):
-        t = start + tl.arange(0, SCAN)
-        lo, hi = _bounds(bounds + b * T * 4 + first, t, t < T, keys)
-        lo, hi = tl.maximum(lo, tile * COLUMNS), tl.minimum(hi, tile * COLUMNS + COLUMNS)
-        begin = tl.minimum(begin, tl.min(tl.where(lo < hi, t, T), 0))
-        end = tl.maximum(end, tl.max(tl.where(lo < hi, t + 1, 0), 0))
-        sees_all = hi - lo == COLUMNS
-        full_begin = tl.minimum(full_begin, tl.min(tl.where(sees_all, t, T), 0))
-        full_end = tl.maximum(full_end, tl.max(tl.where(sees_all, t + 1, 0), 0))
-        full += tl.sum(sees_all.to(tl.int32), 0)
-    at = interval + (b * tiles + tile) * 4
-    tl.store(at, tl.minimum(begin, end))
-    tl.store(at + 1, end)
-    tl.store(at + 2, full_begin)
-    tl.store(at + 3, tl.where(full == full_end - full_begin, full_end, full_begin))
-
-
-@triton.jit(do_not_specialize=["first"])  # one compilation for both sources
-def span_attention_backward_keys(
-    q, q_strides, k, k_strides, v, v_strides, bounds, first, lse, delta, grad_out, interval, grad_k, grad_v,
-    T, keys, scale,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, AWAITS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """grad_k and grad_v (either may be None) [B, keys, K, D] of one source, summed over the group in query order."""
-    tile = tl.program_id(0)
-    b, kh = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
-    start = tile * COLUMNS
-    key = start + tl.arange(0, COLUMNS)
-    is_key = key < keys
-    k_ND = _load_keys(_head(k, k_strides, b, kh), start, k_strides[1], is_key, COLUMNS, D)
-    if grad_k is not None:
-        v_ND = _load_keys(_head(v, v_strides, b, kh), start, v_strides[1], is_key, COLUMNS, D)
-    q = _head(q, q_strides, b, kh * G)
-    grad_out += (b * T * K + kh) * G * D
-    bounds += b * T * 4 + first
-    at_tile = interval + (b * tl.num_programs(0) + tile) * 4
-    begin, end = tl.load(at_tile) * G // ROWS, tl.cdiv(tl.load(at_tile + 1) * G, ROWS)
-    full_begin, full_end = tl.load(at_tile + 2) * G, tl.load(at_tile + 3) * G
-
-    acc_k_ND = tl.zeros([COLUMNS, D], tl.float32)
-    acc_v_ND = tl.zeros([COLUMNS, D], tl.float32)
-    for i in range(begin, end):
-        t, g, is_row = _rows(i, T, G, ROWS)
-        q_MD = _load_rows(q, i, T, q_strides[1], q_strides[2], G, ROWS, D)
-        at = (b * T + t) * (K * G) + kh * G + g
-        grad_MD = _load_rows(grad_out, i, T, K * G * D, D, G, ROWS, D)
-        lse_M, delta_M = _load_row_numbers(lse, delta, at, is_row)
-        s_NM = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION) * (scale * LOG2E)
-        grad_p_NM = tl.zeros_like(s_NM)
-        if grad_k is not None:
-            grad_p_NM = tl.dot(v_ND, tl.trans(grad_MD), input_precision=PRECISION)
-        # used in the branches alone, as in span_attention_backward_queries
-        if (i * ROWS >= full_begin) & (i * ROWS + ROWS <= full_end):
-            p_NM = tl.exp2(s_NM - lse_M[None, :])
-            grad_s_NM = p_NM * (grad_p_NM - delta_M[None, :])
-        else:
-            lo, hi = _bounds(bounds, t, is_row, keys)
-            is_seen = (key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :])
-            p_NM = tl.where(is_seen, tl.exp2(s_NM - lse_M[None, :]), 0.0)
-            # a choice, not a product with 0: keys that nobody sees may hold anything
-            grad_s_NM = tl.where(p_NM > 0.0, p_NM * (grad_p_NM - delta_M[None, :]), 0.0)
-        if grad_v is not None:
-            acc_v_ND = tl.dot(p_NM.to(grad_MD.dtype), grad_MD, acc_v_ND, input_precision=PRECISION)
-            acc_v_ND = _awaited(acc_v_ND, AWAITS)
-        if grad_k is not None:
-            acc_k_ND = tl.dot(grad_s_NM.to(q_MD.dtype), q_MD, acc_k_ND, input_precision=PRECISION)
-            acc_k_ND = _awaited(acc_k_ND, AWAITS)
-    out_at = ((b * keys + key) * K + kh)[:, None] * D + tl.arange(0, D)[None, :]
-    if grad_k is not None:
-        tl.store(grad_k + out_at, (acc_k_ND * scale).to(grad_k.dtype.element_ty), mask=is_key[:, None])
-    if grad_v is not None:
-        tl.store(grad_v + out_at, acc_v_ND.to(grad_v.dtype.element_ty), mask=is_key[:, None])
