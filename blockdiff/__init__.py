@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from blockdiff.training.callbacks import Callback
     from blockdiff.training.recipe import Recipe
     from blockdiff.training.run import Run
-    from blockdiff.training.trainer import Trainer, train
+    from blockdiff.training.train import train
+    from blockdiff.training.trainer import Trainer
 
 __version__ = "0.1.0"
 # Where each public name is defined; it is imported when it is first used.
@@ -32,7 +33,7 @@ _HOME = {
     "load": "blockdiff.checkpoint",
     "merge": "blockdiff.models.adapters",
     "save": "blockdiff.checkpoint",
-    "train": "blockdiff.training.trainer",
+    "train": "blockdiff.training.train",
 }
 __all__ = [
     "Callback",

@@ -389,7 +389,7 @@ class Trainer:
         self.trackers = Trackers(names, self.directory, self.recipe.model_dump(mode="json"), self.step)
         for line in without_effect(self.recipe, self.steps):
             self.show.line(f"note      {line}")
-        self.show.line(f"run       {self.directory}: {self.plan()}, {self.ranks.world} x {self.ranks.device}")
+        self.show.line(f"run       {self.directory}: {self.in_words()}, {self.ranks.world} x {self.ranks.device}")
         if checkpoint is not None:
             self.show.line(f"resumed   {checkpoint}")
         elif self.resume:
@@ -407,8 +407,8 @@ class Trainer:
         seconds = max((record.get("seconds", 0.0) for record in records), default=0.0)
         self.clock = Clock(self.ranks.device, seconds)
 
-    def plan(self) -> str:
-        """What is going to happen, in words."""
+    def in_words(self) -> str:
+        """What this run is going to do, in words."""
         t, canvases = self.recipe.train, described(self.recipe.data.canvases)
         if isinstance(canvases, dict):  # {last: 2}
             canvases = " ".join(str(word) for item in canvases.items() for word in item)
@@ -422,36 +422,3 @@ class Trainer:
         """Optimiser steps that see every example once; None where the data are a stream."""
         train = self.built.data.train
         return len(train) / self.recipe.train.batch_size if isinstance(train, Dataset) else None
-
-
-def train(
-    recipe: AnyRecipe,
-    overrides: Sequence[str] = (),
-    output: str | Path | None = None,
-    resume: bool = False,
-    *,
-    schedule: Schedule | None = None,
-    corruption: Corruption | None = None,
-    weight: Weight | None = None,
-    objective: Callable[..., Objective] | None = None,
-    optimiser: Callable[..., torch.optim.Optimizer] | None = None,
-    callbacks: Sequence[Callback] = (),
-) -> Run:
-    """Train what a recipe says and return the run: `Trainer(...).fit()`, with every guarantee of the command.
-
-    recipe: the path of a YAML recipe, a mapping with the same keys (rows may stand in it, in memory), or a Recipe.
-    overrides: `key.path=value` texts. output: the run directory. resume: go on from its last checkpoint. The others
-    are parts of one's own, as `Trainer` takes them. Raises what `Trainer.fit` raises.
-    """
-    return Trainer(
-        recipe,
-        overrides,
-        output,
-        resume,
-        schedule=schedule,
-        corruption=corruption,
-        weight=weight,
-        objective=objective,
-        optimiser=optimiser,
-        callbacks=callbacks,
-    ).fit()
