@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.interpreter import faster_interpreter
+
 if not torch.cuda.is_available():
     # Triton's interpreter, which the kernels' tests need; it is chosen when triton is first imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if importlib.util.find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
+    faster_interpreter()
 
 # torch remembers, when a device is first made the default, which functions make tensors. Some tests replace one of
 # these for a while, and a default device would never be that of the function itself again.

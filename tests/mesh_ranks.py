@@ -138,7 +138,7 @@ TRAINED: dict[str, tuple[str, ...] | None] = {
 }
 SCENARIOS = {
     "all weights, fp64": (torch.float64, False, False, 2),
-    "adapters, packed, fp32": (torch.float32, True, True, 5),
+    "adapters, packed, fp32": (torch.float32, True, True, 3),
 }
 MESHES: dict[str, dict[str, Any]] = {
     "DDP": {},
