@@ -1,6 +1,7 @@
 """What a layer of a denoising step costs the host on the Triton path: `python -m benchmarks.launches`, on any machine.
 
-Counted for each kind of layer at batch 1 over pages: launches of Triton kernels, and torch's own operations. Timed with
+Counted for each kind of layer at batch 1 over pages: launches of Triton kernels, and torch's own operations; the same
+of a commit, and the bytes that its operations copy at the released model's sizes. A denoising step is timed, too, with
 the launches and torch's products left out (their results are made, but nothing is computed), on small tensors of the
 CPU; the time of a layer is what layers more make a step longer by. What Triton takes for a launch, and torch for a
 product, comes on top on a GPU.
@@ -23,6 +24,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # so that the Triton path is the
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.models import Size
 from blockdiff.kernels import launch as launching
 from blockdiff.kernels.span_attention import triton as attention
 from blockdiff.models.diffusion_gemma import DiffusionGemma
@@ -31,21 +33,26 @@ from blockdiff.models.pages import Pages
 FREE = ("view", "reshape", "transpose", "t.", "unsqueeze", "expand", "slice", "select", "split", "detach", "empty",
         "new_empty", "alias", "as_strided", "unbind", "flatten", "permute", "_unsafe_view", "unflatten",
         "lift")  # fmt: skip
+COPIES = ("index_copy", "index_select", "index.", "gather", "cat", "clone", "copy_", "_to_copy")
 KINDS = {"sliding": "sliding_attention", "full": "full_attention"}
 
 
 class Operations(TorchDispatchMode):
-    """Counts torch's own operations that compute something."""
+    """Counts torch's own operations that compute something, and the bytes that those which copy read and write."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
+        self.copied = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if name.startswith("aten.") and not name.removeprefix("aten.").startswith(FREE):
-            self.found[name] += 1
-        return func(*args, **(kwargs or {}))
+        name, out = str(func).removeprefix("aten."), func(*args, **(kwargs or {}))
+        if str(func).startswith("aten.") and not name.startswith(FREE):
+            self.found[str(func)] += 1
+        if name.startswith(COPIES):
+            made = args[3] if name.startswith("index_copy") else out
+            self.copied += 2 * made.numel() * made.element_size()
+        return out
 
 
 @contextmanager
@@ -69,28 +76,41 @@ def launches_left_out() -> Iterator[Counter[str]]:
 
 
 class DenoisingStep:
-    """One step of one canvas, of a model with so many layers of one kind before its last one."""
+    """One step of one canvas, of a model with so many layers of one kind before its last one.
 
-    def __init__(self, kind: str, layers: int):
-        config = small_config([KINDS[kind]] * layers + [KINDS["full"]])
-        self.model = DiffusionGemma(config, kernels="triton").eval()
-        self.pages = Pages(self.model)
+    preset: whose sizes it has, without memory for them (None: sizes at which arithmetic takes no time).
+    """
+
+    def __init__(self, kind: str, layers: int, preset: str | None = None):
+        layer_types = [KINDS[kind]] * layers + [KINDS["full"]]
+        dtype = torch.float32 if preset is None else torch.bfloat16
+        with torch.device("cpu" if preset is None else "meta"):
+            config = small_config(layer_types) if preset is None else config_of(preset, layer_types)
+            self.model = DiffusionGemma(config, kernels="triton").to(dtype).eval()
+        self.pages = Pages(self.model, capacity=4096)
         self.row = self.pages.open()
         self.pages.encode([self.row], torch.arange(3, 24)[None], [21])
         L, D = self.model.canvas_length, self.model.vocabulary.table.shape[1]
-        self.canvas, self.soft = torch.zeros(1, L, dtype=torch.int64), torch.zeros(1, L, D)
+        self.canvas, self.soft = torch.zeros(1, L, dtype=torch.int64), torch.zeros(1, L, D, dtype=dtype)
 
     def __call__(self) -> None:
         self.pages.denoise([self.row], self.canvas, self.soft)
 
 
+class Commit(DenoisingStep):
+    """The encoding of a finished canvas."""
+
+    def __call__(self) -> None:
+        self.pages.encode([self.row], self.canvas, [self.model.canvas_length])
+
+
 @torch.no_grad()
-def counted(kind: str) -> tuple[Counter[str], Counter[str]]:
+def counted(kind: str, work: type[DenoisingStep] = DenoisingStep) -> tuple[Counter[str], Counter[str]]:
     """Launches, and torch's operations, that one layer more makes in a step."""
     counts = []
     with launches_left_out() as launched, patch.object(launching, "asks_torch", lambda: False):
         for layers in (1, 2):
-            step = DenoisingStep(kind, layers)
+            step = work(kind, layers)
             step()
             launched.clear()
             with Operations() as operations:
@@ -98,6 +118,20 @@ def counted(kind: str) -> tuple[Counter[str], Counter[str]]:
             counts.append((Counter(launched), operations.found))
     (fewer, fewer_operations), (more, more_operations) = counts
     return more - fewer, more_operations - fewer_operations
+
+
+@torch.no_grad()
+def copied_bytes(kind: str) -> int:
+    """What torch's operations read and write to copy tensors, of one layer more of the released model, in a commit."""
+    bytes_of = []
+    with patch.object(launching, "asks_torch", lambda: False):
+        for layers in (1, 2):
+            commit = Commit(kind, layers, "diffusiongemma-26b-a4b")
+            commit()
+            with Operations() as operations:
+                commit()
+            bytes_of.append(operations.copied)
+    return bytes_of[1] - bytes_of[0]
 
 
 @torch.no_grad()
@@ -117,6 +151,12 @@ def host_seconds(kind: str, few: int = 4, many: int = 16, repeats: int = 30) -> 
 
 def _product_left_out(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def config_of(preset: str, layer_types: list[str]) -> Any:
+    """The config of a preset with these layers."""
+    text = {"num_hidden_layers": len(layer_types), "layer_types": layer_types}
+    return Size("", preset, rows=1, prompt=1, steps=(1, 2), text=text).config()
 
 
 def small_config(layer_types: list[str]) -> Any:
@@ -143,6 +183,10 @@ def main() -> None:
         launches, operations = counted(kind)
         time_of = "" if options.counts else f"{1e6 * host_seconds(kind):.0f}"
         print(f"| {kind} | {sum(launches.values())} | {sum(operations.values())} | {time_of} |", flush=True)
+    print("\n| layer in a commit | Triton launches | torch operations | bytes copied |\n|---|---|---|---|")
+    for kind in KINDS:
+        counts = (str(sum(found.values())) for found in counted(kind, Commit))
+        print(f"| {' | '.join([kind, *counts, f'{copied_bytes(kind):,}'])} |", flush=True)
 
 
 if __name__ == "__main__":

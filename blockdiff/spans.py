@@ -50,6 +50,13 @@ class Spans:
             self._written_BT4 = self.bounds_BT4.contiguous()
         return self._written_BT4
 
+    @functools.cached_property
+    def in_one_run(self) -> Spans:
+        """The spans of clean tokens where the call's own keys stand behind the prefix's, as columns of it."""
+        prefix_lo, prefix_hi, _, own_hi = self.bounds_BT4.unbind(-1)
+        nothing = torch.zeros_like(own_hi)
+        return Spans(torch.stack([prefix_lo, prefix_hi + own_hi, nothing, nothing], -1), is_causal=True)
+
     def dense(self, prefix_tokens: int, own_tokens: int) -> Tensor:
         """The mask as booleans [B, T, prefix_tokens + own_tokens]: for tests, pictures and the SDPA path."""
         key = (prefix_tokens, own_tokens)

@@ -18,6 +18,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.span_attention.paged import PagedTensor
 
 # The ops of every folder. Its native.py says what they compute and holds a function of each name; so does its
 # triton.py (imported when it is asked for), but for `logits`, whose native form is a single product.
@@ -69,15 +70,20 @@ class Kernels:
     # Compositions of the ops above, in one launch where that is there and no gradient is needed.
 
     def attention_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads [B, T, heads, d]: queries and keys as `norm_rope` gives them, values normed without weight."""
+        self, q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+        into: tuple[PagedTensor, ...] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Heads [B, T, heads, d]: queries and keys as `norm_rope` gives them, values normed without weight.
+
+        into: pages for the keys and for the values, which are written there; then none are returned, [B, 0, K, d].
+        """
         if self._is_fused(q):
             heads: tuple[Tensor, Tensor, Tensor]
-            heads = self.fused.attention_heads(q, k, v, q_weight, k_weight, cos, sin, eps)
+            heads = self.fused.attention_heads(q, k, v, q_weight, k_weight, cos, sin, eps, into)
             return heads
         (v,) = self.rms_norms(v, (None,), eps)
-        return self.norm_rope(q, q_weight, cos, sin, eps), self.norm_rope(k, k_weight, cos, sin, eps), v
+        q, k = self.norm_rope(q, q_weight, cos, sin, eps), self.norm_rope(k, k_weight, cos, sin, eps)
+        return (q, k, v) if into is None else (q, into[0].write(k), into[1].write(v))
 
     def residual_norms(
         self, x: Tensor, y: Tensor, weight: Tensor, weights: Sequence[Tensor | None], eps: float

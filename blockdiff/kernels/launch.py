@@ -49,11 +49,12 @@ def _device_of(arguments: tuple[Any, ...]) -> torch.device | None:
     return None
 
 
-def op(name: str) -> Callable[[Callable[..., Iterator[Any]]], Any]:
+def op(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Iterator[Any]]], Any]:
     """Register `blockdiff::name` with torch, so that torch.compile and checkpointing see one op.
 
     The decorated function is a generator: it yields its outputs while they are still empty, and then launches what
-    fills them. With fake tensors torch stops it at the outputs, so their shapes are written once.
+    fills them. With fake tensors torch stops it at the outputs, so their shapes are written once. mutates: the
+    parameters whose tensors it writes to.
     """
 
     def register(make: Callable[..., Iterator[Any]]) -> Any:
@@ -69,8 +70,8 @@ def op(name: str) -> Callable[[Callable[..., Iterator[Any]]], Any]:
         parameters = [p.replace(annotation=types[p.name]) for p in inspect.signature(make).parameters.values()]
         (outputs,) = typing.get_args(types["return"])
         run.__signature__ = inspect.Signature(parameters, return_annotation=outputs)  # type: ignore[attr-defined]
-        schema = torch.library.infer_schema(run, mutates_args=())
-        registered = torch.library.custom_op(f"blockdiff::{name}", run, mutates_args=(), schema=schema)
+        schema = torch.library.infer_schema(run, mutates_args=mutates)
+        registered = torch.library.custom_op(f"blockdiff::{name}", run, mutates_args=mutates, schema=schema)
         registered.register_fake(lambda *inputs: next(make(*inputs)))
         return Op(registered, run)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
-from blockdiff.kernels.span_attention.paged import PrefixTensor
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, written
 from blockdiff.layers.linear import product, weight_of
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.rope import turned
@@ -17,8 +17,9 @@ Past = tuple[PrefixTensor, ...]  # what stands for the kv of tokens before the c
 
 
 class Attention(nn.Module):
-    """One attention layer: pure, returns the keys and values of this call's tokens beside its output.
+    """One attention layer: returns the keys and values of this call's tokens beside its output.
 
+    It is pure, but where `past` is pages with places for these tokens: it writes them there, and returns none.
     has_value: whether values have a projection of their own, else they are the raw keys; qk_norm: the norm of every
     query and key before RoPE (None: none); norms_values: whether values are normed, without weight; scale: of scores.
     """
@@ -50,12 +51,19 @@ class Attention(nn.Module):
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], spans: Spans | Sweep, past: Past | None
     ) -> tuple[Tensor, KV]:
         B, T, _ = x_BTD.shape
-        q, k, v = self.heads_of(x_BTD, rope)
+        into = written(past)
+        q, k, v = self.heads_of(x_BTD, rope, into)
         out = attend(self.kernels, q, k, v, spans, past, self.scale)
-        return product(self.o_proj, out.reshape(B, T, self.heads * self.head_dim), self.kernels), (k, v)
+        out = product(self.o_proj, out.reshape(B, T, self.heads * self.head_dim), self.kernels)
+        return out, (k, v) if into is None else ()
 
-    def heads_of(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, T, h, d], keys and values [B, T, K, d] of tokens, normed and turned."""
+    def heads_of(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], into: tuple[PagedTensor, ...] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, h, d], keys and values [B, T, K, d] of tokens, normed and turned.
+
+        into: pages that keys and values are written into; then none are returned, [B, 0, K, d].
+        """
         B, T, _ = x_BTD.shape
         projections = (self.q_proj, self.k_proj) if self.v_proj is None else (self.q_proj, self.k_proj, self.v_proj)
         matrices = [weight_of(projection) for projection in projections]
@@ -68,10 +76,11 @@ class Attention(nn.Module):
         v = raw_k if self.v_proj is None else made[2].view(B, T, self.kv_heads, self.head_dim)
         if self.norms_values and type(self.q_norm) is RMSNorm and type(self.k_norm) is RMSNorm:
             weights = self.q_norm.weight, self.k_norm.weight
-            return self.kernels.attention_heads(q, raw_k, v, *weights, *rope, self.eps)
+            return self.kernels.attention_heads(q, raw_k, v, *weights, *rope, self.eps, into)
         if self.norms_values:
             (v,) = self.kernels.rms_norms(v, (None,), self.eps)
-        return normed_and_turned(q, self.q_norm, rope), normed_and_turned(raw_k, self.k_norm, rope), v
+        q, k = normed_and_turned(q, self.q_norm, rope), normed_and_turned(raw_k, self.k_norm, rope)
+        return (q, k, v) if into is None else (q, into[0].write(k), into[1].write(v))
 
 
 def normed_and_turned(x_BThd: Tensor, norm: RMSNorm | None, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -86,10 +95,12 @@ def attend(
 ) -> Tensor:
     """What every query of a call gathers [B, T, h, d] over the tokens before the call and its own ones.
 
-    k, v: [B, T, K, d] of this call. In a sweep the clean tokens see one another, and the canvases see them as a prefix.
+    k, v: [B, T, K, d] of this call, without tokens where these were written into the pages of `past`. In a sweep the
+    clean tokens see one another, and the canvases see them as a prefix.
     """
     if not isinstance(spans, Sweep):
         prefix_k, prefix_v = past if past is not None else (None, None)
+        spans = spans if written(past) is None else spans.in_one_run
         return kernels.span_attention(q_BThd, prefix_k, prefix_v, k, v, spans, scale)
     (clean_q, noisy_q), (clean_k, noisy_k), (clean_v, noisy_v) = (
         x.split([spans.clean_tokens, x.shape[1] - spans.clean_tokens], 1) for x in (q_BThd, k, v)

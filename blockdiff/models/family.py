@@ -223,7 +223,7 @@ class BlockDiffusionModel(nn.Module):
         `span_attention/paged.py`; is_noisy: False = clean tokens (encode), True = tokens of canvases (denoise), or
         which they are as booleans [B, T]; soft_BTD: the signal of noisy tokens (None: none); rope: what
         `rope(positions_BT)` gives, for who has it. The kv of a call that is all noisy is left out (an empty list):
-        nothing ever sees those tokens again.
+        nothing ever sees those tokens again. A layer that wrote its kv into the pages of `past` has an empty tuple.
 
         In one sweep over clean rows and their canvases, T = S + C * L, `spans` are `Sweep`s and say which tokens are
         noisy; `soft_BTD` is of the canvases only, and no kv is given back.

@@ -117,7 +117,7 @@ class Pool:
     def copied(self, page: int) -> int:
         """A page of one's own with the tokens of a shared one, which is given back."""
         own = self.take()
-        self._hold_all()
+        self.hold_all()
         for x in self.tensors:
             x[:, own] = x[:, page]
         self.give_back(page)
@@ -136,16 +136,18 @@ class Pool:
             begin += count
 
     def write(self, kv: Sequence[KV], index_N: Tensor) -> None:
-        """Write a call's tensors [B, T, ...] of each of this kind's layers; index_N: a token's place, B * T of them."""
-        for n, tensors in enumerate(zip(*kv, strict=True)):
-            if n == len(self.tensors):
-                self.tensors.append(tensors[0].new_zeros(len(kv), 2, self.page_tokens, *tensors[0].shape[2:]))
-        self._hold_all()
+        """Write a call's tensors [B, T, ...] of each of this kind's layers; index_N: a token's place, B * T of them.
+
+        Layers that wrote theirs themselves have none.
+        """
+        if not self.tensors:
+            self.tensors = [x.new_zeros(len(kv), 2, self.page_tokens, *x.shape[2:]) for x in kv[0]]
+        self.hold_all()
         for n, tensors in enumerate(kv):
-            for x, new in zip(self.tensors, tensors, strict=True):
+            for x, new in zip(self.tensors, tensors, strict=bool(tensors)):
                 x[n].flatten(0, 1).index_copy_(0, index_N, new.flatten(0, 1))
 
-    def _hold_all(self) -> None:
+    def hold_all(self) -> None:
         """Make the tensors large enough for every page there is; all at once where they do not grow."""
         for n, x in enumerate(self.tensors):
             held, wanted = x.shape[1], len(self.references) if self.grows else self.most + 2

@@ -8,7 +8,7 @@ for the canvas behind it, so that a step copies the canvas's keys and nothing el
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,18 +44,23 @@ def first_columns(rows: Sequence[PagedRow], pool: Pool) -> list[int]:
 
 
 def paged_past(
-    rows: Sequence[PagedRow], pools: dict[str, Pool], tables: dict[str, Tensor], is_static: bool = False
-) -> list[Past] | None:
+    rows: Sequence[PagedRow], pools: dict[str, Pool], tables: dict[str, Tensor], is_static: bool = False,
+    added: Sequence[int] | None = None, places: Mapping[str, Tensor] | None = None,
+) -> list[Past] | None:  # fmt: skip
     """Each layer's prefix in its pages, by the block tables [B, pages]; None before anything was encoded.
 
-    is_static: the prefix counts as long as the table is wide, not as long as the longest row.
+    is_static: the prefix counts as long as the table is wide, not as long as the longest row. added, places: how many
+    tokens of its own a call has for each row, and where they go, if layers are to write them there.
     """
+    added = added or [0] * len(rows)
     past: dict[int, Past] = {}
     for name, pool in pools.items():
-        lengths = [row.length - column for row, column in zip(rows, first_columns(rows, pool), strict=True)]
+        first = first_columns(rows, pool)
+        lengths = [row.length + more - column for row, more, column in zip(rows, added, first, strict=True)]
         columns = tables[name].shape[1] * pool.page_tokens if is_static else max(lengths)
         lengths_B = torch.tensor(lengths, dtype=torch.int32, device=tables[name].device)
-        pages = BlockTable(tables[name], lengths_B, columns, pool.page_tokens)
+        own_N = None if places is None else places[name]
+        pages = BlockTable(tables[name], lengths_B, columns, pool.page_tokens, own_N)
         for n, layer in enumerate(pool.layers):
             past[layer] = tuple(PagedTensor(x[n], pages) for x in pool.tensors)
     return [past[layer] for layer in sorted(past)] if all(past.values()) else None

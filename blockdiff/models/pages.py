@@ -76,24 +76,26 @@ class Pages(PagedRows):
         column_T = torch.arange(tokens_BT.shape[1], device=device)
         doc_start_BT = torch.where(column_T < added_B1, 0, -1)
         spans = {name: kind.encode_spans(doc_start_BT, past_B1[:, 0]) for name, kind in model.kinds.items()}
+        places = {name: self._places(pool, rows, lengths, len(column_T)) for name, pool in self.pools.items()}
         past = None
-        if any(numbers[0]):
+        # layers write their kv into pages that are there, where attention reads these; the first call says what kv is
+        is_written = self.reads_tables and all(pool.tensors for pool in self.pools.values())
+        if is_written or any(numbers[0]):
             tables = {
                 name: table_of(rows, pool, device, bucket(rows, pool) if self.reads_tables else 0)
                 for name, pool in self.pools.items()
             }
-            past = paged_past(rows, self.pools, tables, is_static=self.reads_tables)
+            for pool in self.pools.values():
+                pool.hold_all()
+            own = (lengths, places) if is_written else ()
+            past = paged_past(rows, self.pools, tables, self.reads_tables, *own)
             spans = {
                 name: each.shifted(torch.tensor(first_columns(rows, self.pools[name]), device=device))
                 for name, each in spans.items()
             }
         hidden, kv = model(tokens_BT.to(device), past_B1 + column_T, spans, past)
         for name, pool in self.pools.items():
-            places = array("q")
-            for row, added in zip(rows, lengths, strict=True):
-                pool.add_places(places, row.tables[name], row.first[name], row.length, row.length + added)
-                places.extend([SPILL * self.page_tokens] * (len(column_T) - added))
-            pool.write([kv[n] for n in pool.layers], torch.frombuffer(places, dtype=torch.int64).to(device))
+            pool.write([kv[n] for n in pool.layers], places[name])
         for row, tokens, added in zip(rows, given, lengths, strict=True):
             self._append(row, tokens[:added])
         return hidden
@@ -116,6 +118,14 @@ class Pages(PagedRows):
         hidden, _ = self.model(canvas_BT, steps.positions_BT, steps.spans, steps.past, True, soft_BTD, steps.rope)
         steps.keep()
         return hidden if steps.back is None else hidden[steps.back]
+
+    def _places(self, pool: Pool, rows: Sequence[PagedRow], lengths: Sequence[int], width: int) -> Tensor:
+        """Where the tokens of a call stand in a pool, int64 [B * width], counted in tokens; padding is spilled."""
+        places, name = array("q"), pool.kind.name
+        for row, added in zip(rows, lengths, strict=True):
+            pool.add_places(places, row.tables[name], row.first[name], row.length, row.length + added)
+            places.extend([SPILL * self.page_tokens] * (width - added))
+        return torch.frombuffer(places, dtype=torch.int64).to(self.model.device)
 
     def _steps_of(self, rows: Sequence[PagedRow]) -> Steps:
         """The steps that were last made for most of these rows, else new ones in place of the oldest."""

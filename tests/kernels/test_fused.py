@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.launches import counted
+from benchmarks.launches import Commit, DenoisingStep, copied_bytes, counted
 from blockdiff.kernels import NATIVE, Kernels, launch, resolve
 from blockdiff.kernels.expert_mlp import Slots
+from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.layers.rope import angles, default_frequencies
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,6 +59,46 @@ def test_heads_are_normed_and_turned_in_one(fused, h, K, d, layout):
         kernels.attention_heads(q, k, v, *weights, *(x.to(DEVICE) for x in rope), EPS) for kernels in (fused, NATIVE)
     )
     assert_close(got, truth)
+
+
+@pytest.mark.parametrize(("h", "K", "d"), [(4, 2, 16), (3, 1, 6)])
+@pytest.mark.parametrize("layout", ["own", "shared"])
+def test_heads_are_written_into_their_pages_and_nowhere_else(fused, h, K, d, layout):
+    """As norm, RoPE and a copy to the tokens' places; tokens of padding share one place, which nobody reads."""
+    (B, T), P = (2, 5), 4
+    q, k, v = (draw(B, T, heads, d, seed=n) for n, heads in enumerate((h, K, K)))
+    v = k if layout == "shared" else v
+    rope = [x.to(DEVICE) for x in angles(torch.arange(T).expand(B, T), default_frequencies(d, 1e4), torch.float32)]
+    inputs = q, k, v, draw(d, seed=5), draw(d, seed=6), *rope, EPS
+    places = torch.tensor([22, 23, 24, 25, 26, 9, 8, 10, 4, 4], device=DEVICE)  # 4: a page that padding spills to
+    table = torch.zeros(B, 1, dtype=torch.int32, device=DEVICE)
+    found = []
+    for kernels in (fused, NATIVE):
+        pages = BlockTable(table, table[:, 0], P, P, places)
+        pools = [torch.full((7, P, K, d), torch.nan, device=DEVICE) for _ in range(2)]
+        out, *own = kernels.attention_heads(*inputs, tuple(PagedTensor(pool, pages) for pool in pools))
+        assert [x.shape for x in own] == [(B, 0, K, d)] * 2
+        found.append([out, *pools])
+    kept = places[places != 4]
+    whole = NATIVE.attention_heads(*inputs)
+    for one, truth in zip(found[0][1:], whole[1:], strict=True):
+        assert_close([one.flatten(0, 1)[kept]], [truth.flatten(0, 1)[places != 4]])
+    assert_close([found[0][0], *(x.flatten(0, 1)[kept] for x in found[0][1:])],
+                 [found[1][0], *(x.flatten(0, 1)[kept] for x in found[1][1:])])  # fmt: skip
+    for pool in found[0][1:]:
+        rest = pool.flatten(0, 1)[[n for n in range(7 * P) if n not in places.tolist()]]
+        assert rest.isnan().all()
+
+
+def test_torch_knows_which_pages_are_written_to():
+    (B, T, d), places = (1, 3, 16), torch.tensor([5, 6, 4])
+    heads = [draw(B, T, 2, d, seed=n).cpu() for n in range(3)]
+    inputs = *heads, draw(d).cpu(), draw(d).cpu(), *torch.zeros(2, B, T, d), EPS
+    checks = ("test_schema", "test_faketensor")
+    arguments = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in (*inputs, *torch.zeros(2, 2, 4, 2, d), places)]
+    torch.library.opcheck(torch.ops.blockdiff.attention_heads_into, tuple(arguments), test_utils=checks)
+    written = [a.alias_info is not None for a in torch.ops.blockdiff.attention_heads_into.default._schema.arguments]
+    assert written == [False] * 8 + [True, True, False]
 
 
 @pytest.mark.parametrize("D", [16, 44])
@@ -132,7 +173,7 @@ def test_nothing_is_fused_where_a_gradient_is_needed(fused, monkeypatch):
 
 # -- what a layer launches -----------------------------------------------------------------------------------------
 
-def test_a_layer_of_a_denoising_step_is_eleven_launches_and_six_operations():
+def test_a_layer_of_a_denoising_step_and_of_a_commit_is_eleven_launches_and_six_operations():
     """At batch 1 over pages, with splits; torch's own operations are its products."""
     expected = Counter(
         ["rms_norms_forward", "attention_heads", "span_attention_forward", "span_attention_combine", "residual_norms",
@@ -140,6 +181,12 @@ def test_a_layer_of_a_denoising_step_is_eleven_launches_and_six_operations():
          "layer_end"]
     )  # fmt: skip
     for kind in ("sliding", "full"):
-        launched, operations = counted(kind)
-        assert launched == expected and sum(launched.values()) == 11
-        assert sum(operations.values()) <= 6, operations
+        for work in (DenoisingStep, Commit):
+            launched, operations = counted(kind, work)
+            assert launched == expected and sum(launched.values()) == 11
+            assert set(operations) == {"aten.mm.default"} and sum(operations.values()) <= 6, operations
+
+
+def test_a_layer_of_a_commit_copies_no_keys_and_values():
+    """At the released model's sizes; they are written into their pages where they are normed and turned."""
+    assert [copied_bytes(kind) for kind in ("sliding", "full")] == [0, 0]

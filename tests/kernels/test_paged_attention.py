@@ -7,13 +7,10 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels import NATIVE
 from blockdiff.kernels.launch import Unserved
-from blockdiff.kernels.span_attention import native, reference, triton
+from blockdiff.kernels.span_attention import cpu, native, reference, triton
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor, ReservedTensor
-from blockdiff.models.pages import Pages
 from blockdiff.spans import Spans, encode_spans, running_spans
-from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 3e-6  # relative
@@ -99,6 +96,30 @@ def test_a_prefix_in_pages_is_read_as_a_dense_one(geometry, page_tokens):
         assert torch.equal(out, torch.ops.blockdiff.span_attention(*dense, bounds, 0.9, splits)[0])
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("geometry", ["causal", "window"])
+def test_own_keys_that_stand_in_the_pages_are_read_with_the_prefix(geometry, monkeypatch):
+    """As more columns of it: in one run with them, and none of one's own beside it."""
+    lengths, T = [30, 0, 9], 10
+    q, prefix, own = inputs(lengths, T, 4, 2, 16)
+    spans = spans_of(geometry, lengths, T)
+    truth, _ = reference.span_attention(*(x.double() for x in (q, *prefix, *own)), spans, 0.9)
+    pools = []
+    for x, more in zip(prefix, own, strict=True):
+        both = torch.cat([x, torch.zeros_like(more)], 1)
+        for row, length in enumerate(lengths):
+            both[row, length : length + T] = more[row]
+        pools.append(in_pages(both, [length + T for length in lengths], 7))
+    nothing = [x[:, :0].to(DEVICE) for x in own]
+    for limit in (1, 1 << 10):  # natively in pieces, too
+        monkeypatch.setattr(native, "LONG_KEYS", limit)
+        monkeypatch.setattr(native, "LONG_MASK", limit)
+        for attend in (native.span_attention, cpu.span_attention, triton.span_attention):
+            one_run = Spans(spans.in_one_run.bounds_BT4.to(DEVICE))
+            out = attend(q.to(DEVICE), *pools, *nothing, one_run, 0.9)
+            assert isinstance(out, Tensor) and relative(out, truth) < FP32
+
+
 @pytest.mark.parametrize("h,K,d", [(1, 1, 16), (8, 1, 32), (4, 4, 64), (2, 1, 512)])
 def test_heads_of_any_number_and_size_are_read_from_pages(h, K, d):
     lengths, T = [40, 9], 5
@@ -177,28 +198,3 @@ def test_torch_sees_one_sound_op():
     arguments = tensors[0], *(p.pool_NPKd.nan_to_num() for p in pools), *tensors[1:], bounds, pools[0].pages.table_BM
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.blockdiff.span_attention_paged, (*arguments, 20, 1.0, 0), test_utils=checks)
-
-
-@torch.no_grad()
-def test_a_model_whose_kernels_read_pages_answers_as_one_with_native_ops():
-    """Prompts of unequal lengths in two chunks, a canvas, its commit, two canvases together, a row that joins."""
-    theirs = oracle(tiny_config(**TWO_LAYERS), dtype=torch.float32)
-    plain = ours(theirs).to(DEVICE)
-    model = type(plain)(plain.config, kernels="triton").to(DEVICE)
-    model.load_state_dict(plain.state_dict())
-    assert plain.kernels is NATIVE and model.kernels is not NATIVE
-    draw = torch.Generator().manual_seed(0)
-    prompts, canvas = (torch.randint(3, 380, shape, generator=draw) for shape in ((3, 20), (3, 16)))
-    found = []
-    for each in (plain, model):
-        pages = Pages(each, page_tokens=8, capacity=400)
-        rows = [pages.open() for _ in range(3)]
-        pages.encode(rows[:2], prompts[:2, :16], [16, 9])
-        found.append([pages.encode(rows[:2], prompts[:2, 16:], [4, 0])[0]])
-        found[-1].append(pages.denoise(rows[:2], canvas[:2].to(DEVICE)))
-        pages.encode([rows[2]], prompts[2:], [20])
-        found[-1].append(pages.denoise(rows, canvas.to(DEVICE)))
-        found[-1].append(pages.denoise(rows[:0:-1], canvas[1:].to(DEVICE), canvases=2))
-        pages.check()
-    for one, other in zip(*found, strict=True):
-        assert relative(other, one) < 1e-5

@@ -242,18 +242,19 @@ def test_blocks_in_pages_are_scored_and_read_where_they_stand(page, block, split
     assert relative(out, truth) < FP32
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("row", ["whole", "packed", "in pages"])
 @torch.no_grad()
-def test_a_long_row_goes_from_block_to_block_and_gives_the_same(is_packed, monkeypatch):
+def test_a_long_row_goes_from_block_to_block_and_gives_the_same(row, monkeypatch):
     """Queries in two pieces, parts that nobody wrote, and in packed rows two blocks that begin in one tile of keys."""
     for name, value in dict(LEAST_QUERIES=1, SHARED_BY=0, PART_BYTES=4 * 2 * 4 * 16 * 13).items():
         monkeypatch.setattr(triton, name, value)
-    visible, first = documents(1, [5, 7, 9], 2) if is_packed else (torch.arange(1, 24)[None], None)
+    visible, first = documents(1, [5, 7, 9], 2) if row == "packed" else (torch.arange(1, 24)[None], None)
     T = visible.shape[1]
     q, k, v = drawn(1, T, 4, 16), drawn(1, T, 2, 16, seed=1), drawn(1, T, 2, 16, seed=2)
     ids = native.select_blocks(drawn(1, T, 2, 8, seed=3), drawn(1, T, 8, seed=4), visible, first, block=16, topk=2)
     monkeypatch.setattr(triton.kernels, "block_sparse_forward", None)
-    out = triton.block_sparse_attention(*on(q.float(), k.float(), v.float(), ids, visible, first), 16, 0.3)
+    keys = [in_pages(x.float(), [T], 8) for x in (k, v)] if row == "in pages" else on(k.float(), v.float())
+    out = triton.block_sparse_attention(*on(q.float()), *keys, *on(ids, visible, first), 16, 0.3)
     assert relative(out, native.block_sparse_attention(q, k, v, ids, visible, first, 16, 0.3)) < FP32
 
 

@@ -247,13 +247,16 @@ def block_sparse_attention(
     own_v: Tensor | None = None,
     own_BT2: Tensor | None = None,
 ) -> Tensor:
-    """As in native.py: fp32, bf16 or fp16 and heads of up to 256; Unserved for others. Pages are read where they stand.
+    """As in native.py: fp32, bf16 or fp16 and heads of up to 256; Unserved for others. Pages are read where they stand,
+    but by calls that go from block to block.
 
     Head sizes that are no power of two are padded. Keys that no query sees may hold anything.
     """
     d, table, columns = q_BThd.shape[-1], None, 0
     if isinstance(k_BSKd, PagedTensor) and isinstance(v_BSKd, PagedTensor) and _reads_pages(q_BThd, k_BSKd, v_BSKd):
         k, v, table, columns = k_BSKd.pool_NPKd, v_BSKd.pool_NPKd, k_BSKd.pages.table_BM, k_BSKd.pages.columns
+        if own_k is None and goes_by_block(q_BThd, columns, _groups(q_BThd, k, ids_BTHk, block)):
+            k, v, table = k_BSKd.dense(), v_BSKd.dense(), None  # so many queries are worth a copy
     else:
         k, v = as_heads(k_BSKd), as_heads(v_BSKd)
     if own_k is None or own_v is None:

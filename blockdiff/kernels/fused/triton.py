@@ -21,6 +21,7 @@ from blockdiff.kernels.fp8.triton import parts_of
 from blockdiff.kernels.fused import triton_kernels as kernels
 from blockdiff.kernels.launch import DTYPES, check_dtypes, empty, launch, op
 from blockdiff.kernels.norm_rope.triton import _row_scalars
+from blockdiff.kernels.span_attention.paged import PagedTensor
 from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, tile_of
 
 FEW_ROWS = 1024  # for more, torch's product is faster than a product here saves launches
@@ -49,15 +50,34 @@ def _attention_heads(
     q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Queries [B, T, h, d], keys and values [B, T, K, d], dense."""
-    outs = tuple(empty(x) for x in (q, k, v))
-    yield outs  # type: ignore[misc]
-    (B, T, h, d), K = q.shape, k.shape[2]
+    outs = empty(q), empty(k), empty(v)
+    yield outs
+    _launch_heads((q, k, v), outs, None, q_weight, k_weight, cos, sin, eps)
+
+
+@op("attention_heads_into", mutates=("k_pages", "v_pages"))
+def _attention_heads_into(
+    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    k_pages: Tensor, v_pages: Tensor, places: Tensor,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Queries alone; keys and values go into pools [pages, P, K, d], to `places` int64 [B * T], counted in tokens."""
+    out = empty(q)
+    yield out
+    _launch_heads((q, k, v), (out, k_pages, v_pages), places, q_weight, k_weight, cos, sin, eps)
+
+
+def _launch_heads(
+    heads: tuple[Tensor, Tensor, Tensor], outs: tuple[Tensor, Tensor, Tensor], places: Tensor | None, q_weight: Tensor,
+    k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+) -> None:  # fmt: skip
+    """Fill what queries, keys and values are written to."""
+    (B, T, h, d), K = heads[0].shape, heads[1].shape[2]
     # a token's heads are neighbours in what a product gives, whole or sliced: rows and tokens are then one axis
-    tensors = [x if x.stride(-1) == 1 and x.stride(0) == T * x.stride(1) else x.contiguous() for x in (q, k, v)]
+    tensors = [x if x.stride(-1) == 1 and x.stride(0) == T * x.stride(1) else x.contiguous() for x in heads]
     strides, tile = tuple((x.stride(1), x.stride(2)) for x in tensors), elementwise(d // 2)
-    arguments = tuple(tensors), strides, outs, q_weight, k_weight, cos.contiguous(), sin.contiguous(), B * T, eps
+    arguments = tuple(tensors), strides, outs, places, q_weight, k_weight, cos.contiguous(), sin.contiguous()
     grid = tile.grid(B * T)[0], h + 2 * K
-    launch(kernels.attention_heads, grid, *arguments, QUERIES=h, KEYS=K, D=d, **tile.options)
+    launch(kernels.attention_heads, grid, *arguments, B * T, eps, QUERIES=h, KEYS=K, D=d, **tile.options)
 
 
 @op("residual_norms")
@@ -122,10 +142,14 @@ def _gated_product(
 
 def attention_heads(
     q_BThd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, q_weight: Tensor, k_weight: Tensor, cos_BTd: Tensor,
-    sin_BTd: Tensor, eps: float,
+    sin_BTd: Tensor, eps: float, into: tuple[PagedTensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Queries and keys normed and turned, values normed."""
-    return _attention_heads(q_BThd, k_BTKd, v_BTKd, q_weight, k_weight, cos_BTd, sin_BTd, eps)
+    """Queries and keys normed and turned, values normed; keys and values into their pages, where these are given."""
+    inputs = q_BThd, k_BTKd, v_BTKd, q_weight, k_weight, cos_BTd, sin_BTd, eps
+    if into is None:
+        return _attention_heads(*inputs)
+    k_pages, v_pages, places = into[0].pool_NPKd, into[1].pool_NPKd, into[0].pages.own_N
+    return _attention_heads_into(*inputs, k_pages, v_pages, places), k_BTKd[:, :0], v_BTKd[:, :0]
 
 
 def residual_norms(

@@ -14,13 +14,14 @@ NO_EXPERT = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def attention_heads(
-    tensors, strides, outs, q_weight, k_weight, cos, sin, N, eps,
+    tensors, strides, outs, places, q_weight, k_weight, cos, sin, N, eps,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Queries and keys normed and turned, values normed without weight; a program takes ROWS tokens of one head.
 
     tensors, outs: queries [N, QUERIES, D], keys and values [N, KEYS, D]; strides: from token to token and from head to
-    head of each of `tensors`, whose numbers of a head are neighbours; outs are dense. COLUMNS: at least D / 2.
+    head of each of `tensors`, whose numbers of a head are neighbours; outs are dense. places [N]: which of their rows
+    the keys and values of each token become, where these are pages (None: as tokens stand). COLUMNS: at least D / 2.
     """
     HALF: tl.constexpr = D // 2
     head = tl.program_id(1)
@@ -35,6 +36,9 @@ def attention_heads(
         head -= KEYS
         source, of_token, of_head, out = tensors[2], strides[2][0], strides[2][1], outs[2]
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = token
+    if places is not None:
+        row = tl.where(tl.program_id(1) >= QUERIES, tl.load(places + token, mask=token < N, other=0), row)
     column = tl.arange(0, COLUMNS)
     is_there = (token < N)[:, None] & (column < HALF)[None, :]
     at = token[:, None] * of_token + head * of_head + column[None, :]
@@ -47,7 +51,7 @@ def attention_heads(
     sin1, sin2 = _load(sin, at, is_there), _load(sin, at + HALF, is_there)
     cos1, cos2 = cos1 * (1.0 - is_value) + is_value, cos2 * (1.0 - is_value) + is_value
     sin1, sin2 = sin1 * (1.0 - is_value), sin2 * (1.0 - is_value)
-    at = (token[:, None] * heads + head) * D + column[None, :]
+    at = (row[:, None] * heads + head) * D + column[None, :]
     tl.store(out + at, first * cos1 + second * sin1, mask=is_there)
     tl.store(out + at + HALF, second * cos2 + first * sin2, mask=is_there)
 

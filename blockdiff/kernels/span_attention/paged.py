@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,13 +18,15 @@ class BlockTable:
     """Which pages rows have, for all layers that share them.
 
     table_BM: int32, the page that holds the columns [m P, (m + 1) P) of a row; lengths_B: int32, how many columns each
-    row has; columns: the most of them; page_tokens: P.
+    row has; columns: the most of them; page_tokens: P. own_N: int64, where the tokens of the call itself go, counted in
+    tokens over all pages: their columns are counted, too (None: the call reads and writes nothing).
     """
 
     table_BM: Tensor
     lengths_B: Tensor
     columns: int
     page_tokens: int
+    own_N: Tensor | None = None
 
     @cached_property
     def places_BS(self) -> Tensor:
@@ -51,6 +54,12 @@ class PagedTensor:
         taken = self.pool_NPKd.flatten(0, 1).index_select(0, places_BS.flatten())
         return taken.view(*places_BS.shape, *self.pool_NPKd.shape[2:])
 
+    def write(self, own_BTKd: Tensor) -> Tensor:
+        """Write the call's own tokens where they go; returns those that no page holds: none, [B, 0, K, d]."""
+        assert self.pages.own_N is not None
+        self.pool_NPKd.flatten(0, 1).index_copy_(0, self.pages.own_N, own_BTKd.flatten(0, 1))
+        return own_BTKd[:, :0]
+
 
 @dataclass(frozen=True, eq=False)
 class ReservedTensor:
@@ -69,3 +78,9 @@ class ReservedTensor:
 
 
 PrefixTensor = Tensor | PagedTensor | ReservedTensor
+
+
+def written(past: tuple[PrefixTensor, ...] | None) -> tuple[PagedTensor, ...] | None:
+    """The same, where it is pages that a call's own tokens are to be written into; else None."""
+    is_written = past and isinstance(past[0], PagedTensor) and past[0].pages.own_N is not None
+    return cast(tuple[PagedTensor, ...], past) if is_written else None

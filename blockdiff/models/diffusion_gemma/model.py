@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Layer(nn.Module):
-    """One layer, pure: `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; caches are the caller's business."""
+    """One layer, pure: `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; it writes only where `past` asks."""
 
     def __init__(self, text: DiffusionGemmaTextConfig, index: int, kernels: Kernels):
         super().__init__()

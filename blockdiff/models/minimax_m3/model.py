@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels, resolve
-from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor, written
 from blockdiff.layers.attention import KV, Attention, Past, normed_and_turned
 from blockdiff.layers.experts import Experts, SigmoidRouter
 from blockdiff.layers.mlp import MLP
@@ -110,8 +110,11 @@ class MiniMaxM3Attention(Attention):
     ) -> tuple[Tensor, KV]:
         if self.indexer is None:
             return super().forward(x_BTD, rope, spans, past)
-        q, k, v = self.heads_of(x_BTD, rope)
+        into = written(past)
+        q, k, v = self.heads_of(x_BTD, rope, into)
         idx_q, idx_k = self.indexer(x_BTD, rope)
+        if into is not None:
+            idx_k = into[2].write(idx_k)
         if isinstance(spans, Sweep):
             n = spans.clean_tokens
             prefix = [x[:, : min(n, spans.columns)] for x in (k, v, idx_k)]
@@ -122,7 +125,7 @@ class MiniMaxM3Attention(Attention):
             out = torch.cat([of_clean, of_noisy], 1)
         else:
             out = self._attend(q, k, v, idx_q, idx_k, spans, past)
-        return self.o_proj(out.flatten(2)), (k, v, idx_k)
+        return self.o_proj(out.flatten(2)), (k, v, idx_k) if into is None else ()
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, spans: Spans, past: Past | None
@@ -134,6 +137,10 @@ class MiniMaxM3Attention(Attention):
         """
         prefix_lo, prefix_hi, own_lo, own_hi = spans.bounds_BT4.long().unbind(-1)
         first_BT: Tensor | None = None
+        if past is not None and written(past) is not None:  # pages hold all keys, and begin with a row's first token
+            visible_BT = spans.in_one_run.bounds_BT4[..., 1]
+            ids = self.kernels.select_blocks(idx_q, past[2], visible_BT, None, **self.budget)
+            return self.kernels.block_sparse_attention(q, *past[:2], ids, visible_BT, None, self.block, self.scale)
         if spans.is_causal:
             before = None if past is None else tuple(dense(x) for x in past)
             past_B = prefix_hi.amax(1)
@@ -164,7 +171,7 @@ class MiniMaxM3Attention(Attention):
 
 
 class Block(nn.Module):
-    """One layer, pure: `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; caches are the caller's business."""
+    """One layer, pure: `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; it writes only where `past` asks."""
 
     def __init__(
         self, text: Any, index: int, denoises: bool, kernels: Kernels, canvas_length: int | None = None
