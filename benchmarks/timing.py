@@ -99,8 +99,22 @@ def peak_memory(work: Callable[[], object], device: torch.device, release: Calla
 
     release: frees what an earlier call left behind, so that it counts as this call's.
     """
+    return peak_memories(work, device, release, 1)[0]
+
+
+def peak_memories(
+    work: Callable[[], object], device: torch.device, release: Callable[[], object], calls: int
+) -> list[int]:
+    """`peak_memory` of several calls, for work in which other threads or the profiler itself make a difference."""
     work()  # what is allocated once and kept does not count
-    release()
+    found = []
+    for _ in range(calls):
+        release()
+        found.append(_peak_memory(work, device))
+    return found
+
+
+def _peak_memory(work: Callable[[], object], device: torch.device) -> int:
     if device.type == "cuda":
         _wait(device)
         before = torch.cuda.memory_allocated(device)

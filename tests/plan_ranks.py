@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.timing import peak_memory
+from benchmarks.timing import peak_memories
 from blockdiff import checkpoint
 from blockdiff.models.adapters import draw_adapters
 from blockdiff.parallel.ranks import Ranks
@@ -49,7 +49,7 @@ def held(recipe: Recipe, ranks: Ranks, tokens: int) -> int:
     traces = 6 if mesh.shard == "full" else 1
     is_replicated = mesh.shard == "none"
     buckets = sum(p.nbytes for p in objective.parameters() if is_replicated and p.requires_grad and not is_spread(p))
-    return buckets + min(peak_memory(work, CPU, release) for _ in range(traces))
+    return buckets + min(peak_memories(work, CPU, release, traces))
 
 
 def traced(ranks: Ranks, directory: Path, tree: dict[str, Any], cases: list[list[str]], tokens: int) -> None:

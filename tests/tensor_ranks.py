@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from blockdiff.diffusion.corruption import UniformCorruption
@@ -25,7 +27,7 @@ from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.tensor import split_vocabulary, tensor_parallel
-from blockdiff.sampling import Generation, Request, Sampler
+from blockdiff.sampling import Generation, Request, Result, Sampler
 from blockdiff.training.freeze import freeze
 from tests.expert_ranks import assert_same, error
 from tests.families import CONFIGS, small_model
@@ -105,22 +107,39 @@ def run_through(model: BlockDiffusionModel) -> Found:
     return {name: x.detach() for name, x in found.items()} | {"loss": torch.cat(losses).detach()} | gradients(model)
 
 
-def whole_models(ranks: Ranks, directory: Path) -> None:
-    """Of every family that is split, and with adapters: what one process computes, about that share of weights held."""
-    Tensor.float = Tensor.double  # type: ignore[method-assign]  # norms are fp32 in a model of any dtype
+def computing_in_double() -> None:
+    """Let this process compute in fp64 what is fp32 in a model of any dtype."""
+    Tensor.float = Tensor.double  # type: ignore[method-assign]  # norms
     highest = block_sparse._highest  # which reads the bits of fp32
     block_sparse._highest = lambda scores, *rest: highest(scores.to(torch.float32), *rest)
-    mesh = init_device_mesh("cpu", (ranks.world,))
+
+
+def cases() -> dict[str, tuple[Callable[[], BlockDiffusionModel], Callable[[BlockDiffusionModel], Found]]]:
+    """How a model is made and what it is to compute: of every family that is split, and with adapters."""
     split = [name for name, config in CONFIGS.items() if family_of(config()).tensor_parts]
-    cases = {name: (partial(small_model, name), run_through) for name in split}
     assert len(split) >= 5
-    cases["diffusion_gemma, adapted"] = partial(adapted, "diffusion_gemma"), trained
-    cases["minimax_m3, adapted"] = partial(adapted, "minimax_m3 denoising"), run_through
-    for name, (make, compute) in cases.items():
-        one, model = in_double(make()), in_double(make())
-        for each in (one, model):
-            freeze(each, ())
-        expected = compute(one)
+    return {name: (partial(small_model, name), run_through) for name in split} | {
+        "diffusion_gemma, adapted": (partial(adapted, "diffusion_gemma"), trained),
+        "minimax_m3, adapted": (partial(adapted, "minimax_m3 denoising"), run_through),
+    }
+
+
+def models_alone(directory: Path) -> None:
+    """Write what one process computes of every case."""
+    computing_in_double()
+    for name, (make, compute) in cases().items():
+        one = in_double(make())
+        freeze(one, ())
+        save_file({key: x.detach().clone().contiguous() for key, x in compute(one).items()}, directory / name)
+
+
+def whole_models(ranks: Ranks, directory: Path, alone: Path) -> None:
+    """What one process computes (`models_alone`), each rank with about its share of the weights."""
+    computing_in_double()
+    mesh = init_device_mesh("cpu", (ranks.world,))
+    for name, (make, compute) in cases().items():
+        expected, model = load_file(alone / name), in_double(make())
+        freeze(model, ())
         tensor_parallel(model, mesh)
         held = sum(here(parameter).numel() for parameter in model.parameters())
         of_all = held / sum(parameter.numel() for parameter in model.parameters())
@@ -197,28 +216,39 @@ def vocabularies(ranks: Ranks, directory: Path) -> None:
             assert error(a.log_probability.exp(), b.log_probability.exp()) < 5e-6  # of what is not allowed 0
 
 
-def sampled(ranks: Ranks, directory: Path) -> None:
-    """Evaluation and sampling give the tokens of one process, kv heads fewer than ranks among them.
+def samplings(mesh: DeviceMesh | None) -> list[list[Result]]:
+    """Requests to three models, over a mesh or on one process; kv heads fewer than ranks are among them.
 
     A response is held to what may stand in it, one is guided and drawn from few tokens, and causal models sample, too.
     """
-    mesh = init_device_mesh("cpu", (ranks.world,))
     makes: list[Callable[[], BlockDiffusionModel]] = [lambda: ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))]
     makes += [partial(small_model, name) for name in ("minimax_m3", "minimax_m3 denoising")]
+    found = []
     for make in makes:
-        found = []
-        for is_split in (True, False):
-            model = make()
-            end, length = model.vocab_size - 1, model.canvas_length
-            if is_split:
-                tensor_parallel(model, mesh)
-            sampler = Sampler(model, None, Generation(max_steps=4, max_new_tokens=16, eos_ids=(end,)))
-            requests = [Request(n, tokens=list(range(5, 9 + 3 * n)), scores=n == 0) for n in range(3)]
-            requests.append(Request(3, tokens=[7, 8, 9], repetition_penalty=1.5, banned=[11, 40]))
-            strategy = f"{'entropy_bound' if model.denoises else 'next_token'}:top_k=9"
-            requests.append(Request(4, tokens=[9, 8], strategy=strategy + ",guidance=0.5" * model.denoises))
-            found.append(sampler.generate(requests, seed=4))
-            assert length == model.canvas_length and all(result.error is None for result in found[-1])
-        for one, other in zip(*found, strict=True):
-            assert (one.tokens, one.steps) == (other.tokens, other.steps)
-        assert abs(found[0][0].score - found[1][0].score) < 1e-5
+        model = make()
+        end, length = model.vocab_size - 1, model.canvas_length
+        if mesh is not None:
+            tensor_parallel(model, mesh)
+        sampler = Sampler(model, None, Generation(max_steps=4, max_new_tokens=16, eos_ids=(end,)))
+        requests = [Request(n, tokens=list(range(5, 9 + 3 * n)), scores=n == 0) for n in range(3)]
+        requests.append(Request(3, tokens=[7, 8, 9], repetition_penalty=1.5, banned=[11, 40]))
+        strategy = f"{'entropy_bound' if model.denoises else 'next_token'}:top_k=9"
+        requests.append(Request(4, tokens=[9, 8], strategy=strategy + ",guidance=0.5" * model.denoises))
+        found.append(sampler.generate(requests, seed=4))
+        assert length == model.canvas_length and all(result.error is None for result in found[-1])
+    return found
+
+
+def sampled_alone(directory: Path) -> None:
+    """Write the tokens, the steps and the first score of each model on one process."""
+    found = [[[list(one.tokens), one.steps, one.score] for one in results] for results in samplings(None)]
+    (directory / "sampled.json").write_text(json.dumps(found))
+
+
+def sampled(ranks: Ranks, directory: Path, alone: Path) -> None:
+    """Evaluation and sampling give the tokens of one process (`sampled_alone`)."""
+    found = samplings(init_device_mesh("cpu", (ranks.world,)))
+    for results, others in zip(found, json.loads((alone / "sampled.json").read_text()), strict=True):
+        for one, (tokens, steps, _) in zip(results, others, strict=True):
+            assert (list(one.tokens), one.steps) == (tokens, steps)
+        assert abs(results[0].score - others[0][2]) < 1e-5

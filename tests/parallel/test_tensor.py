@@ -6,14 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import run_ranks
-from tests.tensor_ranks import sampled, vocabularies, whole_models
+from tests.forked import run, run_ranks
+from tests.tensor_ranks import models_alone, sampled, sampled_alone, vocabularies, whole_models
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of what one process computes."""
+    directory = tmp_path_factory.mktemp("alone")
+    run(models_alone, directory, log=directory / "log")
+    run(sampled_alone, directory, log=directory / "log")
+    return directory
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("world", [2, 4])
-def test_losses_and_gradients_are_those_of_one_process(world, tmp_path: Path):
-    run_ranks(world, whole_models, tmp_path)
+def test_losses_and_gradients_are_those_of_one_process(world, alone: Path, tmp_path: Path):
+    run_ranks(world, whole_models, tmp_path, alone)
 
 
 @pytest.mark.quick
@@ -24,5 +33,5 @@ def test_a_vocabulary_over_ranks_gives_what_one_gives_and_gathers_no_logits(worl
 
 @pytest.mark.quick
 @pytest.mark.parametrize("world", [2, 4])
-def test_any_number_of_ranks_samples_the_same_tokens(world, tmp_path: Path):
-    run_ranks(world, sampled, tmp_path)
+def test_any_number_of_ranks_samples_the_same_tokens(world, alone: Path, tmp_path: Path):
+    run_ranks(world, sampled, tmp_path, alone)
