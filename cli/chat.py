@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -125,6 +126,42 @@ def lines(is_terminal: bool) -> Iterator[str]:
             yield text
 
 
+class Ended(KeyboardInterrupt):
+    """Ctrl-C, noticed between two steps: no page is left half written, and the next turn finds those of this one."""
+
+
+@contextmanager
+def ended_between_steps() -> Iterator[Callable[[Callable[..., None]], Callable[..., None]]]:
+    """Inside, the first Ctrl-C waits until a step or canvas has been shown, and then raises Ended.
+
+    It gives what makes such a function of one that shows. A second Ctrl-C does not wait.
+    """
+    is_asked = False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal is_asked
+        if is_asked:
+            raise KeyboardInterrupt
+        is_asked = True
+
+    def then_ended(show: Callable[..., None]) -> Callable[..., None]:
+        def show_and_end(*arguments: Any) -> None:
+            show(*arguments)
+            if is_asked:
+                raise Ended
+
+        return show_and_end
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # else it is ignored, or somebody else's
+        signal.signal(signal.SIGINT, ask)
+    try:
+        yield then_ended
+    finally:
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)
+
+
 class Chat:
     """A conversation with a model: what was said, within the positions that the model has."""
 
@@ -153,23 +190,28 @@ class Chat:
     def say(self, text: str) -> None:
         """Send a message and show the answer as it fills in."""
         from blockdiff.cli.live import Watcher
+        from blockdiff.models.pages import Pages
 
         self._turn += 1
         self.messages.append({"role": "user", "content": text})
         view = Watcher(self.sampler.tokenizer, several=False)
         try:
             self._make_room()
-            on_canvas = view.commit if self.thinking or not self.is_terminal else view.canvas
-            (result,) = self.sampler.generate(
-                [self._request(self.messages)],
-                seed=self.seed,
-                on_canvas=on_canvas,
-                on_step=view.step if view.is_live else None,
-            )
+            shows = view.commit if self.thinking or not self.is_terminal else view.canvas
+            with ended_between_steps() as then_ended:
+                (result,) = self.sampler.generate(
+                    [self._request(self.messages)],
+                    seed=self.seed,
+                    on_canvas=then_ended(shows),
+                    on_step=then_ended(view.step) if view.is_live else None,
+                )
         except RequestError as error:
             self._refused(str(error))
+        except Ended:
+            self._ended(view)
         except KeyboardInterrupt:
             self._ended(view)
+            self.sampler.pages = Pages(self.sampler.model)  # a step may have been left half done
         else:
             view.close()
             self._show(result)
@@ -223,10 +265,7 @@ class Chat:
 
     def _ended(self, view: Watcher) -> None:
         """Ctrl-C: what was committed so far is the answer; where nothing was, the message is taken back."""
-        from blockdiff.models.pages import Pages
-
         view.close()
-        self.sampler.pages = Pages(self.sampler.model)  # a step may have been left half done
         if view.text:
             self.messages.append({"role": "assistant", "content": view.text.strip()})
             self.note("ended; what stands there is the answer")

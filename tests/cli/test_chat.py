@@ -7,9 +7,11 @@ import os
 import pty
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ import pytest
 from typer.testing import CliRunner
 
 from blockdiff import checkpoint
+from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.cli.chat import Chat
+from blockdiff.cli.live import Watcher
 from blockdiff.cli.main import app
 from blockdiff.data.template import packaged_template
 from blockdiff.errors import RequestError
 from blockdiff.models.pages import Pages
-from blockdiff.sampling import Generation, Request, Result
+from blockdiff.sampling import Generation, Request, Result, Sampler
 from blockdiff.sampling.trace import CommittedCanvas
 from tests.chat_tokenizer import chat_tokenizer
 
@@ -162,6 +166,32 @@ def test_a_turn_encodes_only_what_is_new(model: Path, monkeypatch: pytest.Monkey
     assert run.exit_code == 0, run.output
     (pages,) = kept
     assert pages.statistics.reused_tokens > 8
+
+
+def test_an_answer_that_is_ended_keeps_the_pages_of_the_turns_before_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes when the second answer's first canvas is committed: the third turn encodes only what is new."""
+    weights, tokenizer = checkpoint.load(model), load_tokenizer(model)
+    pages = Pages(weights, page_tokens=8)
+    settings = Generation.from_pretrained(model)
+    sampler = Sampler(weights, tokenizer, replace(settings, max_steps=2, max_new_tokens=51), pages=pages)
+    talk, commit = Chat(sampler, seed=3), Watcher.commit
+
+    def interrupted(view: Watcher, canvas: CommittedCanvas) -> None:
+        if len(talk.messages) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        commit(view, canvas)
+
+    monkeypatch.setattr(Watcher, "commit", interrupted)
+    talk.say("A message that is long enough to fill some pages.")
+    talk.say("And again, as long as that.")
+    assert talk.answered == 1 and len(talk.messages) in (2, 4)  # what was committed is the answer, if it has words
+    reused = pages.statistics.reused_tokens
+    talk.say("And again.")
+    assert talk.answered == 2 and sampler.pages is pages
+    pages.check()
+    assert pages.statistics.reused_tokens - reused > 60
 
 
 def test_a_terminal_shows_canvases_and_ctrl_d_ends_the_chat(model: Path) -> None:
