@@ -34,6 +34,7 @@ from blockdiff.kernels.expert_mlp.triton import expert_mlp
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.triton import fp8_linear
 from blockdiff.kernels.fused import triton as fused_ops
+from blockdiff.kernels.launch import forget_sizes
 from blockdiff.kernels.norm_rope.triton import add_rms_norm, norm_rope, rms_norms
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.kernels.span_attention.triton import span_attention
@@ -253,7 +254,9 @@ def launches_compile(
         patch.object(CUDABackend, "make_ptx", stop_or_go_on),
         patch.object(tiles, "architecture", lambda device: architecture),
     ):
+        forget_sizes()
         yield
+    forget_sizes()
 
 
 def _sizes(metadata: dict[str, Any]) -> dict[str, Any]:

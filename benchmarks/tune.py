@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.compiled import Wanted, compiled, fits
 from blockdiff.kernels import tiles
 from blockdiff.kernels.expert_mlp.triton import expert_mlp
+from blockdiff.kernels.launch import forget_sizes
 from blockdiff.kernels.span_attention.triton import span_attention
 from blockdiff.kernels.tiles import SHARED_MEMORY, Tile
 from blockdiff.spans import encode_spans
@@ -142,10 +143,10 @@ def by_timing(problem: Problem, key: Key, choices: list[Tile]) -> Tile:
 @contextmanager
 def trying(key: Key, tile: Tile) -> Iterator[None]:
     """Within it the table has this tile, and no other, for a kernel."""
-    tiles.chosen.cache_clear()
+    forget_sizes()
     with patch.dict(tiles.table(), {key: [(float("inf"), tile)]}):
         yield
-    tiles.chosen.cache_clear()
+    forget_sizes()
 
 
 def _seconds(wanted: Wanted, call: Callable[[], None]) -> float:

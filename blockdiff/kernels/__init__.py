@@ -136,8 +136,8 @@ class Kernels:
     def gated_linear(self, x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
         """`gated` of the products of x with two weights."""
         if self._is_fused(x) and x.numel() <= self.fused.FEW_ROWS * x.shape[-1]:
-            product: Tensor = self.fused.gated_product(x.flatten(0, -2), gate_FD, up_FD, activation)
-            return product.view(*x.shape[:-1], -1)
+            product: Tensor = self.fused.gated_product(x, gate_FD, up_FD, activation)
+            return product
         if isinstance(gate_FD, Fp8) or isinstance(up_FD, Fp8):
             return self.gated(self.linear(x, gate_FD), self.linear(x, up_FD), activation)
         return self.gated(*self.linears(x, (gate_FD, up_FD)), activation)

@@ -8,8 +8,9 @@ from torch import Tensor
 
 def is_on(x: Tensor) -> bool:
     """Whether autocast is on for a tensor's device; torch's meta device has none."""
-    device = _device_of(x)
-    return device != "meta" and torch.is_autocast_enabled(device)
+    if x.is_cuda:
+        return torch.is_autocast_enabled("cuda")
+    return not x.is_meta and torch.is_autocast_enabled(_device_of(x))
 
 
 def _device_of(x: Tensor) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from blockdiff.errors import BlockdiffError
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels compute with
 
 RUNS: dict[str, Callable[..., Any]] = {}  # what every op does, by its name
+P = ParamSpec("P")
+R = TypeVar("R")
+_OF_SIZES: list[Any] = []  # the functions that `of_sizes` remembers the results of
 
 
 class Unserved(BlockdiffError):
@@ -25,28 +29,59 @@ class Unserved(BlockdiffError):
         self.reason = reason
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Run a Triton kernel on the device of its first tensor, whatever device is current; nothing for an empty grid.
+def of_sizes(function: Callable[P, R]) -> Callable[P, R]:
+    """Call a function once for the same arguments: sizes, dtypes and devices, and never tensors.
 
+    What follows from these of a launch (tile, grid, the kernel's constants) is most of what a launcher works out, and
+    the layers of a model ask for the same again in every step. The results are shared: nobody may change them.
+    """
+    remembered = functools.lru_cache(4096)(function)
+    _OF_SIZES.append(remembered)
+    return remembered  # type: ignore[return-value]
+
+
+def forget_sizes() -> None:
+    """Have everything worked out again: for who changes the table of tiles, or what a device is said to be."""
+    for remembered in _OF_SIZES:
+        remembered.cache_clear()
+
+
+class Launch:
+    """A Triton kernel with a grid and the values of its constants: called with its arguments, it is launched.
+
+    It runs on the device of its first tensor, whatever device is current; for an empty grid nothing is launched.
     Tensors without memory (torch's meta device) are left as they are.
     """
-    device = _device_of(arguments)
-    if 0 in grid or (device is not None and device.type == "meta"):
-        return
-    if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
-        kernel[grid](*arguments, **constants)
-    else:
-        with torch.cuda.device(device):
-            kernel[grid](*arguments, **constants)
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], **constants: Any):
+        self.kernel, self.grid, self.constants = kernel, grid, constants
+        self._start = functools.partial(kernel[grid], **constants)
+        self._is_empty = 0 in grid
+
+    def __call__(self, *arguments: Any) -> None:
+        x = arguments[0] if isinstance(arguments[0], Tensor) else _first_tensor(arguments)
+        if x.is_meta or self._is_empty:
+            return
+        if x.is_cuda and x.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                self._start(*arguments)
+        else:
+            self._start(*arguments)
 
 
-def _device_of(arguments: tuple[Any, ...]) -> torch.device | None:
-    """The device of the first tensor among arguments and tuples of them."""
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel at once, where its grid and constants are not worth remembering."""
+    Launch(kernel, grid, **constants)(*arguments)
+
+
+def _first_tensor(arguments: tuple[Any, ...]) -> Tensor:
+    """The first tensor among arguments and tuples of them."""
     for argument in arguments:
-        device = _device_of(argument) if isinstance(argument, tuple) else getattr(argument, "device", None)
-        if device is not None:
-            return device
-    return None
+        if isinstance(argument, Tensor):
+            return argument
+        if isinstance(argument, tuple) and any(isinstance(x, Tensor) for x in argument):
+            return _first_tensor(argument)
+    raise TypeError("a kernel was launched without a tensor")
 
 
 def op(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Iterator[Any]]], Any]:
@@ -96,7 +131,10 @@ def asks_torch() -> bool:
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of that shape, by default of `like`'s, on its device and in its dtype or another; dense, not filled."""
-    return like.new_empty(shape or like.shape, dtype=dtype)
+    if shape:
+        return like.new_empty(shape, dtype=dtype)
+    is_like = dtype is None and like.is_contiguous()
+    return torch.empty_like(like) if is_like else like.new_empty(like.shape, dtype=dtype)
 
 
 def wanted(tensors: Iterable[Tensor], needs: Sequence[bool]) -> list[Tensor]:
@@ -111,7 +149,7 @@ def needed(grads: Iterable[Tensor], needs: Sequence[bool]) -> list[Any]:
 
 def check_dtypes(op: str, *tensors: Tensor) -> None:
     """Raise Unserved unless all tensors have the same one of DTYPES."""
-    dtypes = {x.dtype for x in tensors}
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    dtype = tensors[0].dtype
+    if dtype not in DTYPES or any(x.dtype is not dtype for x in tensors):
+        names = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in tensors}))
         raise Unserved(f"{op} in Triton takes tensors of one dtype, float32, bfloat16 or float16, not {names}")

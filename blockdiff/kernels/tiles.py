@@ -16,11 +16,12 @@ import torch
 import triton
 from torch import Tensor
 
-from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.launch import Unserved, of_sizes
 
 FILE = Path(__file__).with_name("tiles.json")
 # Compute capabilities that the table has lines for, and the shared memory that a block of them can have, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+INTERPRETED: bool = triton.knobs.runtime.interpret  # what holds for kernels was decided when they were imported
 LEAST = 16  # rows, columns and summands of the smallest product that tensor cores take
 
 
@@ -49,7 +50,7 @@ class Tile:
         return dict(ROWS=self.rows, COLUMNS=self.columns, num_warps=self.warps, num_stages=self.stages) | inner
 
 
-@functools.lru_cache(4096)
+@of_sizes
 def _fitted(tile: Tile, **sizes: int) -> Tile:
     return replace(
         tile, **{name: min(getattr(tile, name), max(LEAST, power_of_2(size))) for name, size in sizes.items()}
@@ -61,7 +62,7 @@ def power_of_2(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-@functools.lru_cache(4096)
+@of_sizes
 def elementwise(columns: int, elements: int = 2048) -> Tile:
     """A tile of whole rows of so many columns, of about `elements` elements but one row at least."""
     columns = power_of_2(columns)
@@ -80,12 +81,12 @@ def architecture(device: torch.device) -> int:
 
 def runs_products_aside(x: Tensor) -> bool:
     """Whether x's device goes on with other instructions during a product, until it waits for it (wgmma of sm_90)."""
-    return architecture(x.device) == 90 and not triton.knobs.runtime.interpret
+    return architecture(x.device) == 90 and not INTERPRETED
 
 
 def decodes_fp8(x: Tensor) -> bool:
     """Whether x's device has an instruction that makes fp16 of e4m3; the interpreter has none."""
-    return architecture(x.device) >= 89 and not triton.knobs.runtime.interpret
+    return architecture(x.device) >= 89 and not INTERPRETED
 
 
 def tile_of(kernel: str, x: Tensor, size: float) -> Tile:
@@ -93,12 +94,17 @@ def tile_of(kernel: str, x: Tensor, size: float) -> Tile:
 
     Raises Unserved where the table has no line for it.
     """
-    return chosen(kernel, architecture(x.device), x.element_size(), size)
+    return tile_for(kernel, x.dtype, x.device, size)
 
 
-@functools.lru_cache(4096)
+def tile_for(kernel: str, dtype: torch.dtype, device: torch.device, size: float) -> Tile:
+    """The same for numbers of a dtype on a device."""
+    return chosen(kernel, architecture(device), dtype.itemsize, size)
+
+
+@of_sizes
 def chosen(kernel: str, on: int, element_size: int, size: float) -> Tile:
-    """The tile of a kernel on an architecture, for elements of so many bytes; what changes the table forgets these."""
+    """The tile of a kernel on an architecture, for elements of so many bytes."""
     for limit, tile in table().get((kernel, on, element_size), ()):
         if size <= limit:
             return tile

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, written
 from blockdiff.layers.linear import product, weight_of
+from blockdiff.layers.members import submodule
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.rope import turned
 from blockdiff.spans import Spans, Sweep
@@ -23,6 +24,13 @@ class Attention(nn.Module):
     has_value: whether values have a projection of their own, else they are the raw keys; qk_norm: the norm of every
     query and key before RoPE (None: none); norms_values: whether values are normed, without weight; scale: of scores.
     """
+
+    q_proj: nn.Linear = submodule()
+    k_proj: nn.Linear = submodule()
+    v_proj: nn.Linear | None = submodule()
+    o_proj: nn.Linear = submodule()
+    q_norm: RMSNorm | None = submodule()
+    k_norm: RMSNorm | None = submodule()
 
     def __init__(
         self,

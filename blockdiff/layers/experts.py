@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from blockdiff.kernels import NATIVE, Kernels
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.fp8 import Fp8
+from blockdiff.layers.members import parameter, submodule
 
 # Of tokens, indices, weights, the number of experts and what computes those that lie here: the tokens' weighted sums.
 Exchange = Callable[[Tensor, Tensor, Tensor, int, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
@@ -17,6 +18,10 @@ Exchange = Callable[[Tensor, Tensor, Tensor, int, Callable[[Tensor, Tensor, Tens
 
 class Router(nn.Module):
     """Top-k routing of normed tokens: scale, projection in model dtype, fp32 softmax, renormalised top k."""
+
+    proj: nn.Linear = submodule()
+    scale: Tensor = parameter()
+    per_expert_scale: Tensor = parameter()
 
     def __init__(self, hidden: int, experts: int, top_k: int, kernels: Kernels = NATIVE):
         super().__init__()
@@ -59,6 +64,8 @@ class Experts(nn.Module):
     """
 
     exchange: Exchange | None = None
+    gate_up_proj: Tensor = parameter()
+    down_proj: Tensor = parameter()
 
     def __init__(
         self, experts: int, hidden: int, intermediate: int, kernels: Kernels, activation: str = "gelu_tanh"
@@ -106,4 +113,5 @@ class Experts(nn.Module):
 
 def here(parameter: Tensor) -> Tensor:
     """The part of a parameter that this rank computes with: of a DTensor the local one, else all of it."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    is_plain = type(parameter) is nn.Parameter  # which is quicker to see than what a tensor does not have
+    return parameter if is_plain or not hasattr(parameter, "to_local") else parameter.to_local()

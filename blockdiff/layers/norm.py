@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
+from blockdiff.layers.members import parameter
 
 
 class RMSNorm(nn.Module):
@@ -13,6 +14,7 @@ class RMSNorm(nn.Module):
 
     neutral = 1.0  # the weight that changes nothing
     is_plain = True  # whether the weight multiplies as it is, before the cast
+    weight: Tensor = parameter()
 
     def __init__(self, dim: int, eps: float, kernels: Kernels):
         super().__init__()

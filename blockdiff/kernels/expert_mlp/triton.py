@@ -22,8 +22,8 @@ from blockdiff.kernels.expert_mlp import triton_kernels_slots as slot_kernels
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS, activation_of
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.triton import parts_of
-from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, op, wanted
-from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, tile_of
+from blockdiff.kernels.launch import Launch, Unserved, check_dtypes, empty, launch, needed, of_sizes, op, wanted
+from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, tile_for, tile_of
 
 PART, LONGEST_CHUNK = 64, 1024  # slots that a sorting program looks at together, and in all
 FEW_SLOTS = 8192  # of so many every program counts all, which is then one launch and not two
@@ -56,6 +56,7 @@ class Plan(NamedTuple):
     tile_row: Tensor
 
 
+@of_sizes
 def plan_lengths(slots: int, experts: int, rows: int) -> list[int]:
     """Of a plan's four views, in multiples of 16 bytes: another alignment would be another compilation.
 
@@ -67,26 +68,37 @@ def plan_lengths(slots: int, experts: int, rows: int) -> list[int]:
 
 def _sort(index: Tensor, experts: int, rows: int, plan: Plan) -> None:
     """Fill the plan: each program places its part of the slots, after all are counted."""
-    slots, width = index.numel(), max(LEAST, power_of_2(experts))
-    chunk = min(LONGEST_CHUNK, max(PART, power_of_2(slots) // 128))
-    programs = -(-slots // chunk)
-    counts, sizes = None, dict(CHUNK=chunk, PART=PART, EXPERTS=width)
+    slots, counts = index.numel(), None
+    programs, sizes = _sorting_of(slots, experts)
     if slots > FEW_SLOTS:
-        counts = empty(plan.order, programs, width)
+        counts = empty(plan.order, programs, sizes["EXPERTS"])
         launch(slot_kernels.expert_mlp_count_slots, (programs,), index, counts, slots, experts, **sizes)
-    numbers = slots, experts, len(plan.tile_row), programs
-    launch(slot_kernels.expert_mlp_sort_slots, (programs,), index, counts, plan, *numbers, ROWS=rows, **sizes)
+    numbers = slots, experts, plan_lengths(slots, experts, rows)[-1], programs
+    _sort_slots_of(slots, experts, rows)(index, counts, plan, *numbers)
 
 
-def _precision(x: Tensor) -> str:
+@of_sizes
+def _sorting_of(slots: int, experts: int) -> tuple[int, dict[str, int]]:
+    """The programs that sort so many slots, and their constants."""
+    chunk = min(LONGEST_CHUNK, max(PART, power_of_2(slots) // 128))
+    return -(-slots // chunk), dict(CHUNK=chunk, PART=PART, EXPERTS=max(LEAST, power_of_2(experts)))
+
+
+@of_sizes
+def _sort_slots_of(slots: int, experts: int, rows: int) -> Launch:
+    programs, sizes = _sorting_of(slots, experts)
+    return Launch(slot_kernels.expert_mlp_sort_slots, (programs,), ROWS=rows, **sizes)
+
+
+def _precision(dtype: torch.dtype) -> str:
     """fp32 products are made of three tf32 ones, as good as fp32 arithmetic; half precision ignores this."""
-    return "tf32x3" if x.dtype == torch.float32 else "tf32"
+    return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def _launch_rows(kernel: Any, plan: Plan, columns: int, tile: Tile, *arguments: Any, **constants: Any) -> None:
     """A kernel with a program for each row tile of the plan and each tile of its result's columns."""
     grid = (len(plan.tile_row) * tile.grid(1, columns)[1],)
-    constants |= dict(PRECISION=_precision(arguments[0]))
+    constants |= dict(PRECISION=_precision(arguments[0].dtype))
     if kernel is not kernels.expert_mlp_narrow:
         constants |= dict(HARDWARE=arguments[2] is not None and decodes_fp8(arguments[0]))
     launch(kernel, grid, *arguments, plan, **constants, **tile.options)
@@ -98,7 +110,7 @@ def _outer(left: Any, right: Any, out_EMN: Tensor, plan: Plan, k: int, tile: Til
     tile = tile.fitted(rows=M, columns=N)
     grid = (E * math.prod(tile.grid(M, N)),)
     constants = dict(M=M, N=N, TOP_K=k, LEFT_BY_TOKEN=by_token == "left", RIGHT_BY_TOKEN=by_token == "right")
-    options = dict(PRECISION=_precision(left), **tile.options)
+    options = dict(PRECISION=_precision(left.dtype), **tile.options)
     launch(backward.expert_mlp_outer_product, grid, left, right, out_EMN, plan, **constants, **options)
 
 
@@ -131,12 +143,12 @@ def _expert_mlp(
     slots, (E, D, F) = index.shape[0] * index.shape[1], down.shape
     out, h = empty(x), empty(x, slots if keeps_h else 0, 2 * F)
     tiles = tiles_for(x, slots, E)
-    memory = _plan_memory(x, slots, E, tiles.down)
+    memory = empty(x, sum(plan_lengths(slots, E, tiles.down.rows)), dtype=torch.int32)
     yield out, h, memory
     index, y = index.contiguous(), empty(x, slots, D)
     low_rank, scales = (gate_up_A, gate_up_B, down_A, down_B), (gate_up_scale, down_scale)
     arguments, kept = (x, gate_up, down, index, weight, activation, low_rank, scales), h if keeps_h else None
-    _fill_slots(*arguments, tiles.gate_up, tiles.down, memory, kept, y)
+    _fill_slots(*arguments, memory, kept, y)
     _sum_slots(y, index, E, out)
 
 
@@ -149,42 +161,52 @@ def _expert_slots(
     """What every slot gives, [N, k, D], with its weight and before it is summed; without gradient."""
     y = empty(x, *index.shape, down.shape[1])
     yield y
-    slots, E = index.shape[0] * index.shape[1], down.shape[0]
-    of_gate_up, of_down = (tile_of(f"expert_mlp_{name}", x, slots / max(1, E)) for name in ("gate_up", "down"))
-    low_rank, memory = (gate_up_A, gate_up_B, down_A, down_B), _plan_memory(x, slots, E, of_down)
-    arguments = x, gate_up, down, index.contiguous(), weight, activation, low_rank, (gate_up_scale, down_scale)
-    _fill_slots(*arguments, of_gate_up, of_down, memory, None, y)
-
-
-def _plan_memory(x: Tensor, slots: int, experts: int, tile: Tile) -> Tensor:
-    return empty(x, sum(plan_lengths(slots, experts, tile.rows)), dtype=torch.int32)
+    low_rank, scales = (gate_up_A, gate_up_B, down_A, down_B), (gate_up_scale, down_scale)
+    _fill_slots(x, gate_up, down, index.contiguous(), weight, activation, low_rank, scales, None, None, y)
 
 
 def _fill_slots(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str,
-    low_rank: Sequence[Tensor | None], scales: Sequence[Tensor | None], of_gate_up: Tile, of_down: Tile, memory: Tensor,
+    low_rank: Sequence[Tensor | None], scales: Sequence[Tensor | None], memory: Tensor | None,
     h: Tensor | None, y: Tensor,
 ) -> None:  # fmt: skip
-    """Sort, and write to y what each slot gives, to h gate and up of each row if wanted, to `memory` the plan."""
-    slots, k, (E, D, F) = index.shape[0] * index.shape[1], index.shape[1], down.shape
+    """Sort, and write to y what each slot gives, to h gate and up of each row and to `memory` the plan, if wanted."""
+    slots, k, (E, D, F) = index.numel(), index.shape[1], down.shape
     gate_up_A, gate_up_B, down_A, down_B = low_rank
-    x, gate_up, down, weight = (t.contiguous() for t in (x, gate_up, down, weight))
-    plan = Plan(*memory.split(plan_lengths(slots, E, of_down.rows)))
-    _sort(index, E, of_down.rows, plan)
-    a = empty(x, slots, F)
-    R, narrow = 0, None
+    x, gate_up, down, weight = x.contiguous(), gate_up.contiguous(), down.contiguous(), weight.contiguous()
+    ranks = (0 if gate_up_A is None else gate_up_A.shape[1]), (0 if down_A is None else down_A.shape[1])
+    hardware = scales[0] is not None and decodes_fp8(x)
+    sizes = slots, k, E, D, F, ranks, activation
+    tile, lengths, gate_up_launch, down_launch = _forward_of(*sizes, hardware, x.dtype, x.device)
+    memory = empty(x, sum(lengths), dtype=torch.int32) if memory is None else memory
+    plan = Plan(*torch.split_with_sizes(memory, lengths))
+    _sort(index, E, tile.rows, plan)
+    a, narrow = empty(x, slots, F), None
     if gate_up_A is not None:
-        R, narrow = gate_up_A.shape[1], _narrow(x, gate_up_A, plan, k, of_down, is_transposed=True, by_token=True)
+        narrow = _narrow(x, gate_up_A, plan, k, tile, is_transposed=True, by_token=True)
+    gate_up_launch(x, gate_up, scales[0], narrow, gate_up_B, h, a, plan)
+    narrow = None if down_A is None else _narrow(a, down_A, plan, k, tile, is_transposed=True)
+    down_launch(a, down, scales[1], narrow, down_B, weight, y, plan)
+
+
+@of_sizes
+def _forward_of(
+    slots: int, k: int, E: int, D: int, F: int, ranks: tuple[int, int], activation: str, hardware: bool,
+    dtype: torch.dtype, device: torch.device,
+) -> tuple[Tile, list[int], Launch, Launch]:  # fmt: skip
+    """The tile that the plan is made for, the plan's lengths, and the launches of the two products."""
+    of_gate_up, of_down = (
+        tile_for(f"expert_mlp_{name}", dtype, device, slots / max(1, E)) for name in ("gate_up", "down")
+    )
+    lengths, both = plan_lengths(slots, E, of_down.rows), dict(E=E, HARDWARE=hardware, PRECISION=_precision(dtype))
     tile = of_gate_up.fitted(columns=F, inner=D)
-    tensors, constants = (x, gate_up, scales[0], narrow, gate_up_B), dict(E=E, D=D, F=F, R=R, ACTIVATION=activation)
-    _launch_rows(kernels.expert_mlp_gate_up, plan, F, tile, *tensors, h, a, TOP_K=k, **constants)
-    R, narrow = 0, None
-    if down_A is not None:
-        R, narrow = down_A.shape[1], _narrow(a, down_A, plan, k, of_down, is_transposed=True)
+    constants = dict(D=D, F=F, R=ranks[0], ACTIVATION=activation, TOP_K=k, **both, **tile.options)
+    gate_up = Launch(kernels.expert_mlp_gate_up, (lengths[-1] * tile.grid(1, F)[1],), **constants)
     tile = of_down.fitted(columns=D, inner=F)
-    constants = dict(E=E, K=F, N=D, WEIGHT_K=1, WEIGHT_N=F, R=R, MATRIX_R=1, MATRIX_N=R, BY_K=False)
-    tensors = a, down, scales[1], narrow, down_B
-    _launch_rows(kernels.expert_mlp_product, plan, D, tile, *tensors, weight, y, **constants)
+    constants = dict(K=F, N=D, WEIGHT_K=1, WEIGHT_N=F, R=ranks[1], MATRIX_R=1, MATRIX_N=ranks[1], BY_K=False)
+    constants |= both | tile.options
+    down = Launch(kernels.expert_mlp_product, (lengths[-1] * tile.grid(1, D)[1],), **constants)
+    return of_down, lengths, gate_up, down
 
 
 Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

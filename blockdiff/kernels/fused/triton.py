@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from blockdiff.kernels.autocast import is_on
@@ -19,27 +18,21 @@ from blockdiff.kernels.expert_mlp.triton import _precision, expert_slots
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.triton import parts_of
 from blockdiff.kernels.fused import triton_kernels as kernels
-from blockdiff.kernels.launch import DTYPES, check_dtypes, empty, launch, op
-from blockdiff.kernels.norm_rope.triton import _row_scalars
+from blockdiff.kernels.launch import DTYPES, Launch, check_dtypes, empty, of_sizes, op
+from blockdiff.kernels.norm_rope.triton import _row_scalars, by_rows
 from blockdiff.kernels.span_attention.paged import PagedTensor
-from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, tile_of
+from blockdiff.kernels.tiles import INTERPRETED, LEAST, Tile, decodes_fp8, elementwise, power_of_2, tile_for
 
 FEW_ROWS = 1024  # for more, torch's product is faster than a product here saves launches
 __all__ = ["attention_heads", "expert_slots", "gated_product", "layer_end", "residual_norms", "routed_tokens", "serves"]
 
+_residual_norms_of, _layer_end_of = by_rows(kernels.residual_norms), by_rows(kernels.layer_end)
 ROUTER = Tile(16, LEAST, 128, 4, 3)  # few tokens a program: there are never many of them
 
 
 def serves(x: Tensor) -> bool:
     """Whether a call on x can be fused: no gradient, a device and a dtype for Triton, and no autocast."""
-    if torch.is_grad_enabled() or x.dtype not in DTYPES:
-        return False
-    is_here = x.is_cuda or triton.knobs.runtime.interpret
-    return is_here and not is_on(x)
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    return not torch.is_grad_enabled() and (x.is_cuda or INTERPRETED) and x.dtype in DTYPES and not is_on(x)
 
 
 # -- launchers -------------------------------------------------------------------------------------------------
@@ -73,11 +66,25 @@ def _launch_heads(
     """Fill what queries, keys and values are written to."""
     (B, T, h, d), K = heads[0].shape, heads[1].shape[2]
     # a token's heads are neighbours in what a product gives, whole or sliced: rows and tokens are then one axis
-    tensors = [x if x.stride(-1) == 1 and x.stride(0) == T * x.stride(1) else x.contiguous() for x in heads]
-    strides, tile = tuple((x.stride(1), x.stride(2)) for x in tensors), elementwise(d // 2)
-    arguments = tuple(tensors), strides, outs, places, q_weight, k_weight, cos.contiguous(), sin.contiguous()
-    grid = tile.grid(B * T)[0], h + 2 * K
-    launch(kernels.attention_heads, grid, *arguments, B * T, eps, QUERIES=h, KEYS=K, D=d, **tile.options)
+    tensors, strides = zip(*map(_of_tokens, heads), strict=True)
+    arguments = tensors, strides, outs, places, q_weight, k_weight, cos.contiguous(), sin.contiguous(), B * T, eps
+    _attention_heads_of(B * T, h, K, d)(*arguments)
+
+
+@of_sizes
+def _attention_heads_of(N: int, h: int, K: int, d: int) -> Launch:
+    tile = elementwise(d // 2)
+    grid = tile.grid(N)[0], h + 2 * K
+    return Launch(kernels.attention_heads, grid, QUERIES=h, KEYS=K, D=d, **tile.options)
+
+
+def _of_tokens(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Heads [B, T, heads, d] with rows and tokens as one axis, a copy if they are not, and strides over tokens and
+    over heads."""
+    of_row, of_token, of_head, of_number = x.stride()
+    if of_number == 1 and of_row == x.shape[1] * of_token:
+        return x, (of_token, of_head)
+    return x.contiguous(), (x.shape[2] * x.shape[3], x.shape[3])
 
 
 @op("residual_norms")
@@ -88,9 +95,8 @@ def _residual_norms(
     """The sum, and its norms under the first `count` weights."""
     outs = [empty(x) for _ in range(count + 1)]
     yield outs
-    rows, tile, D = _flat(x), elementwise(x.shape[-1]), x.shape[-1]
-    arguments = rows, _flat(y), weight, (w0, w1, w2)[:count], outs[0], tuple(outs[1:]), rows.shape[0], eps
-    launch(kernels.residual_norms, tile.grid(rows.shape[0]), *arguments, D=D, **tile.options)
+    launched, N = _residual_norms_of(x.numel(), x.shape[-1])
+    launched(x.contiguous(), y.contiguous(), weight, (w0, w1, w2)[:count], outs[0], tuple(outs[1:]), N, eps)
 
 
 @op("layer_end")
@@ -98,14 +104,13 @@ def _layer_end(
     x: Tensor, dense: Tensor, slots: Tensor, index: Tensor | None, dense_weight: Tensor, slots_weight: Tensor,
     weight: Tensor, scalar: Tensor | None, E: int, eps: float,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """The end of a layer; slots: [N, k, D] with their experts `index` [N, k], or [N, D] without."""
+    """The end of a layer; slots: [N, k, D] with their experts `index` [N, k], or x's shape without."""
     out = empty(x)
     yield out
-    rows, tile, D = _flat(x), elementwise(x.shape[-1]), x.shape[-1]
-    tensors = rows, _flat(dense), slots.contiguous(), index, dense_weight, slots_weight, weight
-    arguments = *tensors, *_row_scalars(scalar, x), out, rows.shape[0], E, eps
-    constants = dict(TOP_K=slots.shape[1] if slots.dim() == 3 else 1, D=D, **tile.options)
-    launch(kernels.layer_end, tile.grid(rows.shape[0]), *arguments, **constants)
+    top_k = 1 if index is None else slots.shape[1]
+    launched, N = _layer_end_of(x.numel(), x.shape[-1], TOP_K=top_k)
+    tensors = x.contiguous(), dense.contiguous(), slots.contiguous(), index, dense_weight, slots_weight, weight
+    launched(*tensors, *_row_scalars(scalar, x), out, N, E, eps)
 
 
 @op("routed_tokens")
@@ -116,25 +121,37 @@ def _routed_tokens(
     (N, D), E = x.shape, weight.shape[0]
     index, of_expert = empty(x, N, k, dtype=torch.int64), empty(x, N, k, dtype=torch.float32)
     yield index, of_expert
+    launched = _routed_tokens_of(N, E, D, k, x.dtype)
+    launched(x.contiguous(), scale, root, weight.contiguous(), expert_scale, index, of_expert, N)
+
+
+@of_sizes
+def _routed_tokens_of(N: int, E: int, D: int, k: int, dtype: torch.dtype) -> Launch:
     tile = Tile(ROUTER.rows, max(LEAST, power_of_2(E)), ROUTER.inner, ROUTER.warps, ROUTER.stages).fitted(inner=D)
-    arguments = x.contiguous(), scale, root, weight.contiguous(), expert_scale, index, of_expert, N
-    constants = dict(E=E, D=D, TOP_K=k, CHOICES=power_of_2(k), PRECISION=_precision(x), **tile.options)
-    launch(kernels.routed_tokens, tile.grid(N)[:1], *arguments, **constants)
+    constants = dict(E=E, D=D, TOP_K=k, CHOICES=power_of_2(k), PRECISION=_precision(dtype), **tile.options)
+    return Launch(kernels.routed_tokens, tile.grid(N)[:1], **constants)
 
 
 @op("gated_product")
 def _gated_product(
     x: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor | None, up_scale: Tensor | None, activation: str
 ) -> Iterator[Tensor]:
-    """f(x gate^T) * g(x up^T) [N, F] of tokens [N, D]."""
-    (N, D), F = x.shape, gate.shape[0]
-    out = empty(x, N, F)
+    """f(x gate^T) * g(x up^T) [..., F] of tokens [..., D]."""
+    D, F = x.shape[-1], gate.shape[0]
+    out = empty(x, *x.shape[:-1], F)
     yield out
-    tile = tile_of("expert_mlp_gate_up", x, N / 4).fitted(rows=N, columns=F, inner=D)
-    arguments = x.contiguous(), gate.contiguous(), up.contiguous(), gate_scale, up_scale, out, N
-    hardware = gate_scale is not None and decodes_fp8(x)
-    constants = dict(D=D, F=F, ACTIVATION=activation, HARDWARE=hardware, PRECISION=_precision(x), **tile.options)
-    launch(kernels.gated_product, tile.grid(N, F), *arguments, **constants)
+    N, hardware = x.numel() // D, gate_scale is not None and decodes_fp8(x)
+    launched = _gated_product_of(N, D, F, activation, hardware, x.dtype, x.device)
+    launched(x.contiguous(), gate.contiguous(), up.contiguous(), gate_scale, up_scale, out, N)
+
+
+@of_sizes
+def _gated_product_of(
+    N: int, D: int, F: int, activation: str, hardware: bool, dtype: torch.dtype, device: torch.device
+) -> Launch:
+    tile = tile_for("expert_mlp_gate_up", dtype, device, N / 4).fitted(rows=N, columns=F, inner=D)
+    constants = dict(D=D, F=F, ACTIVATION=activation, HARDWARE=hardware, PRECISION=_precision(dtype), **tile.options)
+    return Launch(kernels.gated_product, tile.grid(N, F), **constants)
 
 
 # -- the public functions: meaning as in `Kernels` ---------------------------------------------------------------
@@ -166,7 +183,7 @@ def layer_end(
     """The branches' norms, their sum's norm, the residual and the layer scalar."""
     if isinstance(routed, Slots):
         return _layer_end(x, dense, routed.values_NkD, routed.index_Nk, *weights, scalar, routed.experts, eps)
-    return _layer_end(x, dense, _flat(routed), None, *weights, scalar, 0, eps)
+    return _layer_end(x, dense, routed, None, *weights, scalar, 0, eps)
 
 
 def routed_tokens(
@@ -177,9 +194,9 @@ def routed_tokens(
     return _routed_tokens(x_ND, scale_D, root, weight_ED, expert_scale_E, k)
 
 
-def gated_product(x_ND: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
+def gated_product(x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
     """The gated half of a dense MLP, whose weights may be in fp8."""
     activation_of(activation)
     (gate, gate_scale), (up, up_scale) = parts_of(gate_FD), parts_of(up_FD)
-    check_dtypes("gated_product", x_ND, *((gate, up) if gate_scale is None else ()))
-    return _gated_product(x_ND, gate, up, gate_scale, up_scale, activation)
+    check_dtypes("gated_product", x, *((gate, up) if gate_scale is None else ()))
+    return _gated_product(x, gate, up, gate_scale, up_scale, activation)

@@ -6,13 +6,13 @@ inputs give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.launch import empty, launch, op
+from blockdiff.kernels.launch import Launch, empty, launch, of_sizes, op
 from blockdiff.kernels.norm_rope import triton_kernels as kernels
 from blockdiff.kernels.tiles import Tile, elementwise
 
@@ -24,6 +24,20 @@ NORMS = 3  # weights that one launch serves
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def by_rows(kernel: Any) -> Callable[..., tuple[Launch, int]]:
+    """Of a kernel that takes whole rows: how it is launched for so many numbers in rows of D, and how many rows."""
+
+    @of_sizes
+    def launch_of(numbers: int, D: int, **constants: int) -> tuple[Launch, int]:
+        tile = elementwise(D)
+        return Launch(kernel, tile.grid(numbers // D), D=D, **constants, **tile.options), numbers // D
+
+    return launch_of
+
+
+_rms_norms_of, _add_rms_norm_of = by_rows(kernels.rms_norms_forward), by_rows(kernels.add_rms_norm_forward)
 
 
 def _backward_grid(rows: Tensor, tile: Tile) -> tuple[int]:
@@ -42,9 +56,8 @@ def _rms_norms(
 ) -> Iterator[list[Tensor]]:
     outs = [empty(x) for _ in range(count)]
     yield outs
-    rows, tile = _flat(x), elementwise(x.shape[-1])
-    arguments = rows, (w0, w1, w2)[:count], tuple(outs), rows.shape[0], eps
-    launch(kernels.rms_norms_forward, tile.grid(rows.shape[0]), *arguments, D=x.shape[-1], **tile.options)
+    launched, N = _rms_norms_of(x.numel(), x.shape[-1])
+    launched(x.contiguous(), (w0, w1, w2)[:count], tuple(outs), N, eps)
 
 
 @op("rms_norms_backward")
@@ -75,9 +88,8 @@ def _add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, scalar: Tensor | None, e
     dtype = torch.promote_types(x.dtype, y.dtype)
     out = empty(y, dtype=dtype if scalar is None else torch.promote_types(dtype, scalar.dtype))
     yield out
-    rows, tile = _flat(y), elementwise(y.shape[-1])
-    arguments = _flat(x), rows, weight, *_row_scalars(scalar, y), out, rows.shape[0], eps
-    launch(kernels.add_rms_norm_forward, tile.grid(rows.shape[0]), *arguments, D=y.shape[-1], **tile.options)
+    launched, N = _add_rms_norm_of(y.numel(), y.shape[-1])
+    launched(x.contiguous(), y.contiguous(), weight, *_row_scalars(scalar, y), out, N, eps)
 
 
 @op("add_rms_norm_backward")

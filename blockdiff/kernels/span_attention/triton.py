@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast, is_on
-from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, op, wanted
+from blockdiff.kernels.launch import Launch, Unserved, check_dtypes, empty, launch, needed, of_sizes, op, wanted
 from blockdiff.kernels.span_attention import triton_kernels as kernels
 from blockdiff.kernels.span_attention import triton_kernels_backward as backward
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
-from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, runs_products_aside, tile_of
+from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, runs_products_aside, tile_for, tile_of
 from blockdiff.spans import Spans
 
 LARGEST_HEAD = 512
@@ -71,16 +71,15 @@ def _dense_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _heads(q: Tensor, k: Tensor) -> dict[str, Any]:
+def _heads(h: int, K: int, d: int, dtype: torch.dtype) -> dict[str, Any]:
     """The constants of the kernels with products; fp32 as three tf32 products where there are registers for it."""
-    K, d = k.shape[2:]
-    precision = "tf32" if q.dtype != torch.float32 else "tf32x3" if d <= 128 else "ieee"
-    return dict(K=K, G=q.shape[2] // K, D=d, PRECISION=precision)
+    precision = "tf32" if dtype != torch.float32 else "tf32x3" if d <= 128 else "ieee"
+    return dict(K=K, G=h // K, D=d, PRECISION=precision)
 
 
 def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
     """Strides over rows, tokens and heads of tensors [B, tokens, heads, d]."""
-    return tuple(x.stride()[:3] for x in tensors)
+    return tuple([x.stride()[:3] for x in tensors])
 
 
 def _keys(pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor) -> tuple[Any, ...]:
@@ -103,8 +102,9 @@ def _span_attention_paged(
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """The same over a prefix in pages, without gradient; pk, pv: pools [N, P, K, d]; table: int32 [B, pages];
     columns: the most that a row's prefix may have."""
-    shared = [x.flatten(0, 1).expand(len(q), -1, -1, -1) for x in (pk, pv)]
-    yield from _forward(q, (*shared, ok, ov), bounds, scale, splits, columns, table.contiguous(), pk.shape[1])
+    # pages follow one another, so that a column of a page is one of the pool
+    pk, pv = (x if x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous() for x in (pk, pv))
+    yield from _forward(q, (pk, pv, ok, ov), bounds, scale, splits, columns, table.contiguous(), pk.shape[1])
 
 
 def _forward(
@@ -113,29 +113,44 @@ def _forward(
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """Output and log-sum-exp, before they are made and after; sources: keys and values of the prefix and own ones.
 
-    table, page: the pages of every row's prefix and their size, where the sources are all rows' pages.
+    table, page: the pages of every row's prefix and their size, where the sources are pools [N, P, K, d].
     """
     own = sources[2]
     (B, T, h, d), K, keys = q.shape, own.shape[2], (columns, own.shape[1])
     out, lse = empty(q), empty(q, B, T, h, dtype=torch.float32)
-    tile = tile_of("span_attention_forward", q, d).fitted(rows=T * h // K)
+    tile_of("span_attention_forward", q, d)  # raises where there is none
     yield out, lse
+    splits, forward, combine = _forward_of(B, T, h, K, d, keys, splits, page, q.dtype, q.device)
+    parts, part_lse = out, lse
+    if splits > 1:
+        parts = empty(q, splits, B, T, h, d, dtype=torch.float32)
+        part_lse = empty(q, splits, B, T, h, dtype=torch.float32)
+    q, pk, pv, ok, ov = map(_dense_heads, (q, *sources))
+    of_q, of_pk, of_pv, of_ok, of_ov = _strides(q, pk, pv, ok, ov)
+    if table is not None:  # every row's prefix begins with the first page
+        of_pk, of_pv = (0, *of_pk[1:]), (0, *of_pv[1:])
+    tensors = q, of_q, (pk, ok), (of_pk, of_ok), (pv, ov), (of_pv, of_ov), bounds.contiguous(), table, parts, part_lse
+    forward(*tensors, B, T, keys, 0 if table is None else table.shape[1], scale)
+    if splits > 1:
+        combine(parts, part_lse, out, lse, B * T * h)
+
+
+@of_sizes
+def _forward_of(
+    B: int, T: int, h: int, K: int, d: int, keys: tuple[int, int], splits: int, page: int, dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[int, Launch, Launch]:  # fmt: skip
+    """How many splits there are, the launch of the forward, and that of what combines the splits."""
+    tile = tile_for("span_attention_forward", dtype, device, d).fitted(rows=T * h // K)
     row_tiles, _ = tile.grid(T * h // K)
     if not splits:
         key_tiles = sum(-(-count // tile.columns) for count in keys)
-        splits = splits_of(row_tiles * B * K, key_tiles, _multiprocessors(q.device))
-    parts, part_lse = out, lse
-    if splits > 1:
-        parts, part_lse = (empty(x, splits, *x.shape, dtype=torch.float32) for x in (out, lse))
-    q, *dense = (_dense_heads(x) for x in (q, *sources))
-    tensors = q, *_strides(q), *_keys(*dense), bounds.contiguous(), table, parts, part_lse
-    arguments = *tensors, B, T, keys, 0 if table is None else table.shape[1], scale
-    constants = dict(SPLITS=splits, PAGE=page, **_heads(q, own), **tile.options)
-    launch(kernels.span_attention_forward, (row_tiles, B * K, splits), *arguments, **constants)
-    if splits > 1:
-        tensors, tile = (parts, part_lse, out, lse), elementwise(d)
-        constants = dict(SPLITS=splits, **tile.options)
-        launch(kernels.span_attention_combine, tile.grid(B * T * h), *tensors, B * T * h, **constants)
+        splits = splits_of(row_tiles * B * K, key_tiles, _multiprocessors(device))
+    constants = dict(SPLITS=splits, PAGE=page, **_heads(h, K, d, dtype), **tile.options)
+    forward = Launch(kernels.span_attention_forward, (row_tiles, B * K, splits), **constants)
+    tile = elementwise(d)
+    combine = Launch(kernels.span_attention_combine, tile.grid(B * T * h), SPLITS=splits, **tile.options)
+    return splits, forward, combine
 
 
 @op("span_attention_backward")
@@ -156,8 +171,8 @@ def _span_attention_backward(
         tile = tiles.queries.fitted(rows=T * h // K)
         grid = tile.grid(T * h // K)[0], B * K
         tensors = q, *_strides(q), *_keys(*sources), bounds, lse, delta, grad_out, grads[0]
-        arguments, constants = (*tensors, T, (pk.shape[1], ok.shape[1]), scale), _heads(q, ok) | tile.options
-        launch(backward.span_attention_backward_queries, grid, *arguments, **constants)
+        arguments, heads = (*tensors, T, (pk.shape[1], ok.shape[1]), scale), _heads(h, ok.shape[2], d, q.dtype)
+        launch(backward.span_attention_backward_queries, grid, *arguments, **heads, **tile.options)
     _, *grads_kv = needed(grads, needs)
     for first in (0, 2):  # where a source's span stands in `bounds`, and its keys and values among the sources
         (k, v), (grad_k, grad_v) = sources[first : first + 2], grads_kv[first : first + 2]
@@ -179,7 +194,8 @@ def _backward_keys(
     for tile, some in zip(tiles, launches, strict=True):
         if some != (None, None):
             tensors = q, *_strides(q), k, *_strides(k), v, *_strides(v), bounds, first, *numbers, interval, *some
-            constants = dict(AWAITS=tile.stages > 1 and runs_products_aside(q), **_heads(q, k), **tile.options)
+            heads = _heads(q.shape[2], K, q.shape[3], q.dtype)
+            constants = dict(AWAITS=tile.stages > 1 and runs_products_aside(q), **heads, **tile.options)
             launch(backward.span_attention_backward_keys, (key_tiles, B * K), *tensors, T, keys, scale, **constants)
 
 

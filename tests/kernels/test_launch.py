@@ -1,0 +1,63 @@
+"""What launches have in common: what follows from sizes is worked out once, and forgotten where the tiles change."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from blockdiff.kernels import tiles
+from blockdiff.kernels.fused import triton as fused
+from blockdiff.kernels.launch import Launch, forget_sizes
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    found: list[Launch] = []
+    monkeypatch.setattr(Launch, "__call__", lambda self, *arguments: found.append(self))
+    forget_sizes()
+    return found
+
+
+@torch.no_grad()
+def test_equal_sizes_share_a_launch_and_others_have_their_own(launched):
+    weights = torch.zeros(48, 16), torch.zeros(48, 16)
+    for x in (torch.zeros(5, 16), torch.ones(1, 5, 16), torch.zeros(70, 16), torch.zeros(5, 16, dtype=torch.bfloat16)):
+        fused.gated_product(x, *(weight.to(x.dtype) for weight in weights), "silu")
+    first, same, longer, narrow = launched
+    assert same is first and longer is not first and narrow is not first
+    assert longer.grid != first.grid and narrow.constants["PRECISION"] != first.constants["PRECISION"]
+
+
+@torch.no_grad()
+def test_other_tiles_count_after_sizes_are_forgotten(launched):
+    x, weight = torch.zeros(70, 16), torch.zeros(48, 16)
+    fused.gated_product(x, weight, weight, "silu")
+    key: Any = ("expert_mlp_gate_up", 90, 4)
+    with patch.dict(tiles.table(), {key: [(float("inf"), tiles.Tile(16, 16, 16, 2, 1))]}):
+        forget_sizes()
+        fused.gated_product(x, weight, weight, "silu")
+    forget_sizes()
+    fused.gated_product(x, weight, weight, "silu")
+    before, other, after = launched
+    assert other.constants["num_warps"] == 2 and other.grid != before.grid
+    assert after.constants == before.constants
+
+
+def test_nothing_is_launched_for_an_empty_grid_or_tensors_without_memory():
+    runs: list[Any] = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, **constants: runs.append((grid, arguments, constants))
+
+    x = torch.zeros(2)
+    Launch(Kernel(), (0, 1), D=1)(x)
+    Launch(Kernel(), (1, 1), D=1)(x.to("meta"))
+    assert not runs
+    Launch(Kernel(), (1, 2), D=3)((None, x), 4)
+    assert runs == [((1, 2), ((None, x), 4), {"D": 3})]
