@@ -32,7 +32,7 @@ from blockdiff.kernels.block_sparse import triton as block_sparse_ops
 from blockdiff.kernels.block_sparse.triton import block_sparse_attention, select_blocks
 from blockdiff.kernels.expert_mlp.triton import expert_mlp
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.triton import fp8_linear
+from blockdiff.kernels.fp8.triton import fp8_linears
 from blockdiff.kernels.fused import triton as fused_ops
 from blockdiff.kernels.launch import forget_sizes
 from blockdiff.kernels.norm_rope.triton import add_rms_norm, norm_rope, rms_norms
@@ -111,20 +111,22 @@ def experts(
     expert_mlp(x.requires_grad_(), gate_up, down, index, weight, low_rank=low_rank).sum().backward()
 
 
-def in_fp8(tokens: int, dtype: torch.dtype, goes_back: bool) -> None:
-    """Weights in fp8 of the released model's sizes: experts and linear layers, also back to their inputs."""
+def in_fp8(tokens: int, dtype: torch.dtype, goes_back: bool, rounds_inputs: bool = False) -> None:
+    """Weights in fp8 of the released model's sizes: experts and linear layers, also back to their inputs, or with
+    inputs in fp8, too, by the product here and not by torch's."""
     E, k, D, F = 128, 8, 2816, 704
 
     def weight(*shape: int) -> Fp8:
-        return Fp8(torch.empty(shape, dtype=torch.uint8), torch.empty(*shape[:-1], 1))
+        return Fp8(torch.empty(shape, dtype=torch.uint8), torch.empty(*shape[:-1], 1), rounds_inputs)
 
     x = torch.empty(tokens, D, dtype=dtype, requires_grad=goes_back)
     index, routing = torch.zeros(tokens, k, dtype=torch.int64), torch.zeros(tokens, k)
-    outs = expert_mlp(x, weight(E, 2 * F, D), weight(E, D, F), index, routing), fp8_linear(x, weight(4096, D))
+    outs = expert_mlp(x, weight(E, 2 * F, D), weight(E, D, F), index, routing), *fp8_linears(x, (weight(4096, D),))
     if goes_back:
         sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
-    with torch.no_grad():
-        fused_ops.gated_product(x.detach(), weight(2112, D), weight(2112, D), "gelu_tanh")
+    if not rounds_inputs:
+        with torch.no_grad():
+            fused_ops.gated_product(x.detach(), weight(2112, D), weight(2112, D), "gelu_tanh")
 
 
 @torch.no_grad()
@@ -187,6 +189,9 @@ OPS: dict[str, Callable[[], None]] = {
     "expert_mlp, all ones": lambda: experts(1, torch.bfloat16, E=1, k=1, D=16, F=16),
     "fp8, 256 tokens": lambda: in_fp8(256, torch.bfloat16, False),
     "fp8, 4096 tokens": lambda: in_fp8(4096, torch.bfloat16, True),
+    "fp8 inputs, 256 tokens": lambda: in_fp8(256, torch.bfloat16, False, True),
+    "fp8 inputs, 2048 tokens": lambda: in_fp8(2048, torch.bfloat16, False, True),
+    "fp8 inputs, 4096 tokens": lambda: in_fp8(4096, torch.bfloat16, False, True),
     "fused": lambda: fused(torch.bfloat16),
     "vocabulary": lambda: vocabulary(torch.bfloat16),
 }
@@ -303,9 +308,10 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 def _loop(cubin: bytes) -> dict[str, int]:
     """What stands in the loop that has most products: instructions in all, and those that read or write the stack,
-    that issue a product (wgmma, mma) and that wait for products. As many waits as products: none runs beside others."""
+    that issue a product (wgmma, mma; of fp8 with a Q) and that wait for products. As many waits as products: none runs
+    beside others."""
     lines, labels, loop = _said_of(cubin, "nvdisasm", "-c").splitlines(), {}, ""
-    products = r"\bH?G?MMA\b"
+    products = r"\b[HQ]?G?MMA\b"
     for place, line in enumerate(lines):
         if label := re.match(r"\s*(\.L\S+):", line):
             labels[label[1]] = place

@@ -1,7 +1,8 @@
 """How far weights in fp8 are from those of a checkpoint: `python -m benchmarks.fp8 MODEL`.
 
-The same random prompts and noisy canvases go through the model with its weights as they are and with those in fp8. It
-prints the relative error of the logits, how often the most likely token is the same one, and the bytes of both.
+The same random prompts and noisy canvases go through the model with its weights as they are, with those in fp8 and with
+the inputs of their products in fp8, too (fp8-dynamic). It prints of both the relative error of the logits and how often
+the most likely token is the same one, and the bytes of the weights as they are and in fp8.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +38,18 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    found, sizes = [], []
-    for quantize in (None, "fp8"):
+    found: dict[str | None, Tensor] = {}
+    sizes: list[int] = []
+    for quantize in (None, "fp8", "fp8-dynamic"):
         model = blockdiff.load(args.model, dtype=args.dtype, device=args.device, quantize=quantize)
         sizes.append(sum(x.nbytes for x in (*model.parameters(), *model.buffers())))
-        found.append(logits_of(model, args.rows, args.tokens).double())
+        found[quantize] = logits_of(model, args.rows, args.tokens).double()
         del model
-    truth, ours = found
-    same = (truth.argmax(-1) == ours.argmax(-1)).double().mean()
-    record = dict(relative_error=float((ours - truth).norm() / truth.norm()), same_argmax=float(same), bytes=sizes)
+    truth, record = found.pop(None), dict[str, Any](bytes=sizes[:2])
+    for quantize, ours in found.items():
+        same = (truth.argmax(-1) == ours.argmax(-1)).double().mean()
+        error = (ours - truth).norm() / truth.norm()
+        record[str(quantize)] = dict(relative_error=float(error), same_argmax=float(same))
     print(json.dumps(record | {"rows": args.rows, "tokens": args.tokens, "torch": torch.__version__}))
     return 0
 

@@ -31,7 +31,11 @@ BatchSize = Annotated[int, typer.Option(min=1, help="Requests that run together.
 Adapter = Annotated[str | None, typer.Option(metavar="DIR", help="An adapter of the model, in PEFT's format.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16, float16 or float64.")]
 Quantize = Annotated[
-    str | None, typer.Option(metavar="fp8|none", help="Round weights to fp8, or undo it (default: as stored).")
+    str | None,
+    typer.Option(
+        metavar="fp8|fp8-dynamic|none",
+        help="Round weights to fp8, also the inputs of their products, or undo it (default: as stored).",
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")]
 def _explained(value: str | None) -> str | None:

@@ -23,25 +23,26 @@ from blockdiff.layers.fp8 import SCALE, InFp8
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.fp8 import fp8_layers, layers_in_fp8
 
-FORMS = ("fp8", "none")  # what weights can be asked for in; None: as they are stored
+# What weights can be asked for in; None: as they are stored. With fp8-dynamic products take their inputs in fp8, too.
+FORMS = ("fp8", "fp8-dynamic", "none")
 
 
 def check_quantize(quantize: str | None) -> None:
     """Raises CheckpointError for a form that is not known."""
     if quantize is not None and quantize not in FORMS:
-        raise CheckpointError(f"quantize={quantize!r} is not known; use {' or '.join(FORMS)}, or leave it out")
+        raise CheckpointError(f"quantize={quantize!r} is not known; use {', '.join(FORMS)} or leave it out")
 
 
 def chosen_layers(model: BlockDiffusionModel, directory: Path, quantize: str | None) -> list[str]:
     """The layers of an empty model whose weights are to be in fp8.
 
-    quantize: "fp8" (all that the family has it for), "none", or None: those that the checkpoint has in fp8, which the
-    first ones include. Raises CheckpointError.
+    quantize: "fp8" or "fp8-dynamic" (all that the family has it for), "none", or None: those that the checkpoint has in
+    fp8, which the first ones include. Raises CheckpointError.
     """
     check_quantize(quantize)
     if quantize == "none":
         return []
-    asked = fp8_layers(model) if quantize == "fp8" else []
+    asked = [] if quantize is None else fp8_layers(model)
     names = family_of(model.config).names
     stored = assembled(stored_tensors(directory), names)
     there = []
@@ -58,24 +59,42 @@ def is_fp8(config: Any, quantize: str | None) -> bool:
     """Whether a model of this config, loaded so, has its weights in fp8: as asked for, or as the config says."""
     check_quantize(quantize)
     if quantize is not None:
-        return quantize == "fp8"
+        return quantize != "none"
+    return _said(config).get("format") == "float-quantized"
+
+
+def rounds_inputs(config: Any, quantize: str | None) -> bool:
+    """Whether the products of such a model with weights in fp8 take their inputs in fp8, too, every token with a scale
+    of its own: as asked for, or as the config says."""
+    check_quantize(quantize)
+    if quantize is not None:
+        return quantize == "fp8-dynamic"
+    groups = [group for group in _said(config).get("config_groups", {}).values() if isinstance(group, Mapping)]
+    inputs = [group.get("input_activations") or {} for group in groups]
+    return any(each.get("strategy") == "token" and each.get("dynamic") is True for each in inputs)
+
+
+def _said(config: Any) -> Mapping[str, Any]:
     said = getattr(config, "quantization_config", None)
-    return isinstance(said, Mapping) and said.get("format") == "float-quantized"
+    return said if isinstance(said, Mapping) else {}
 
 
 def described(model: BlockDiffusionModel) -> dict[str, Any] | None:
     """What config.json says as `quantization_config`; None of a model without weights in fp8.
 
-    The activations that others are to quantise, each token by its largest number, are not quantised here.
+    Inputs that are rounded have a scale for each token, made from it (`dynamic`); others stay as they are.
     """
-    if not layers_in_fp8(model):
+    layers = layers_in_fp8(model).values()
+    if not layers:
         return None
     number = {"num_bits": 8, "type": "float", "symmetric": True}
-    group = {
+    group: dict[str, Any] = {
         "targets": ["Linear"],
         "weights": {**number, "strategy": "channel", "dynamic": False},
-        "input_activations": {**number, "strategy": "token", "dynamic": True},
+        "input_activations": None,
     }
+    if any(layer.rounds_inputs for layer in layers):
+        group["input_activations"] = {**number, "strategy": "token", "dynamic": True}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",

@@ -15,7 +15,7 @@ from blockdiff.checkpoint.adapters import base_of, check_parts, has_adapter, loa
 from blockdiff.checkpoint.added import read_added
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import find
-from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers
+from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers, rounds_inputs
 from blockdiff.checkpoint.read import carried_by, empty, resolve_device, resolve_dtype, stored_fp8, stored_weights
 from blockdiff.checkpoint.stream import Source
 from blockdiff.checkpoint.write import save
@@ -96,7 +96,7 @@ def export(
     def rounded(name: str) -> Fp8:
         return quantised(sums[name].read()) if name in sums else read_fp8(name)
 
-    put_in_fp8(model, layers)
+    put_in_fp8(model, layers, rounds_inputs(model.config, quantize))
     written = {name: source_of(name) for name in sources if name not in leaves}
     for name in leaves:
         shape = sources[name].shape
@@ -106,7 +106,7 @@ def export(
 
 
 def _part(read: Callable[[str], Fp8], name: str, part: int) -> Tensor:
-    return read(name)[part]
+    return read(name)[:2][part]
 
 
 def _sums(

@@ -18,7 +18,7 @@ from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shape
 from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_fp8
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_blocks, stored_tensors
-from blockdiff.checkpoint.fp8 import chosen_layers
+from blockdiff.checkpoint.fp8 import chosen_layers, rounds_inputs
 from blockdiff.checkpoint.stream import Source
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
@@ -46,13 +46,14 @@ def load(
     adapter: a directory in PEFT's format whose adapters the model gets; the directory of an adapter may also stand in
     place of the model's, whose name it then brings. Settings and tokenizer beside the adapter go before the model's.
     quantize: "fp8" rounds the weights of linear layers and experts to fp8, one tensor after the other, and lets them
-    stand still; "none" makes what is stored in fp8 weights like others; None leaves each as it is stored.
+    stand still; with "fp8-dynamic" their products take inputs in fp8, too, every token with a scale of its own; "none"
+    makes what is stored in fp8 weights like others; None leaves each as it is stored.
     """
     directory = find(path_or_hub_id)
     if adapter is None and has_adapter(directory):
         directory, adapter = find(base_of(directory)), directory
     hollow = empty(read_config(directory), kernels, model)
-    put_in_fp8(hollow, chosen_layers(hollow, directory, quantize))
+    put_in_fp8(hollow, chosen_layers(hollow, directory, quantize), rounds_inputs(hollow.config, quantize))
     loaded = load_weights(hollow, directory, dtype, device)
     if adapter is not None:
         load_adapter(loaded, adapter)
@@ -185,7 +186,8 @@ def _in_fp8(
     """A tensor in fp8 on a device: as a checkpoint has it, or rounded there from what it has."""
     place = stored[hub]
     if isinstance(place, Assembled) and place.is_fp8:
-        return Fp8(*(x.to(device, copy=True) for x in read_fp8(in_files, place)))
+        codes, scale, _ = read_fp8(in_files, place)
+        return Fp8(codes.to(device, copy=True), scale.to(device, copy=True))
     if isinstance(place, Assembled):
         _, _, whole = next(read_assembled(in_files, {hub: place}, [(hub, None)]))
     else:

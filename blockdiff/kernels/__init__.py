@@ -25,7 +25,7 @@ from blockdiff.kernels.span_attention.paged import PagedTensor
 FOLDERS = {
     "span_attention": ("span_attention",),
     "expert_mlp": ("expert_mlp", "gated", "route"),
-    "fp8": ("fp8_linear",),
+    "fp8": ("fp8_linears",),
     "linear": ("linears",),
     "block_sparse": ("select_blocks", "block_sparse_attention"),
     "norm_rope": ("rms_norms", "add_rms_norm", "norm_rope"),
@@ -49,7 +49,7 @@ class Kernels:
 
     span_attention: Callable[..., Any]
     expert_mlp: Callable[..., torch.Tensor]
-    fp8_linear: Callable[..., torch.Tensor]
+    fp8_linears: Callable[..., tuple[torch.Tensor, ...]]
     linears: Callable[..., tuple[torch.Tensor, ...]]
     select_blocks: Callable[..., torch.Tensor]
     block_sparse_attention: Callable[..., torch.Tensor]
@@ -130,17 +130,22 @@ class Kernels:
 
     def linear(self, x: Tensor, weight: Tensor | Fp8) -> Tensor:
         """`x weight^T`."""
-        product: Tensor = self.fp8_linear(x, weight) if isinstance(weight, Fp8) else self.linears(x, (weight,))[0]
-        return product
+        return (self.fp8_linears if isinstance(weight, Fp8) else self.linears)(x, (weight,))[0]
+
+    def products(self, x: Tensor, weights: Sequence[Tensor | Fp8]) -> tuple[Tensor, ...]:
+        """`x weight^T` for every weight."""
+        are_fp8 = [isinstance(weight, Fp8) for weight in weights]
+        if any(are_fp8) and not all(are_fp8):
+            return tuple(self.linear(x, weight) for weight in weights)
+        return (self.fp8_linears if are_fp8[0] else self.linears)(x, weights)
 
     def gated_linear(self, x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
         """`gated` of the products of x with two weights."""
-        if self._is_fused(x) and x.numel() <= self.fused.FEW_ROWS * x.shape[-1]:
+        rounds_inputs = isinstance(gate_FD, Fp8) and gate_FD.rounds_inputs
+        if self._is_fused(x) and not rounds_inputs and x.numel() <= self.fused.FEW_ROWS * x.shape[-1]:
             product: Tensor = self.fused.gated_product(x, gate_FD, up_FD, activation)
             return product
-        if isinstance(gate_FD, Fp8) or isinstance(up_FD, Fp8):
-            return self.gated(self.linear(x, gate_FD), self.linear(x, up_FD), activation)
-        return self.gated(*self.linears(x, (gate_FD, up_FD)), activation)
+        return self.gated(*self.products(x, (gate_FD, up_FD)), activation)
 
     def _is_fused(self, x: Tensor) -> bool:
         return self.fused is not None and self.fused.serves(x)

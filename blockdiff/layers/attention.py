@@ -75,8 +75,9 @@ class Attention(nn.Module):
         B, T, _ = x_BTD.shape
         projections = (self.q_proj, self.k_proj) if self.v_proj is None else (self.q_proj, self.k_proj, self.v_proj)
         matrices = [weight_of(projection) for projection in projections]
-        if all(isinstance(matrix, Tensor) for matrix in matrices):
-            made = self.kernels.linears(x_BTD, matrices)
+        there = [matrix for matrix in matrices if matrix is not None]
+        if len(there) == len(projections):
+            made = self.kernels.products(x_BTD, there)
         else:
             made = tuple(projection(x_BTD) for projection in projections)
         q = made[0].view(B, T, self.heads, self.head_dim)

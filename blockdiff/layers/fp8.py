@@ -6,7 +6,7 @@ trains them. The embedding table, norms and routers have no such form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,17 +28,24 @@ def is_scale(name: str) -> bool:
 
 
 class InFp8(nn.Module):
-    """What holds tensors in fp8: casting leaves them as they are, moving moves them."""
+    """What holds tensors in fp8: casting leaves them as they are, moving moves them.
 
-    def hold(self, name: str, codes: Tensor, scale: Tensor) -> None:
+    rounds_inputs: whether their products take inputs in fp8, too (`kernels.fp8.Fp8`).
+    """
+
+    rounds_inputs: bool = False
+
+    def hold(self, name: str, weight: Fp8) -> None:
         """Keep a tensor in fp8 under this name."""
-        self.register_buffer(name, codes)
-        self.register_buffer(name + SCALE, scale)
+        self.rounds_inputs = weight.rounds_inputs
+        self.register_buffer(name, weight.codes)
+        self.register_buffer(name + SCALE, weight.scale)
 
-    def empty(self, name: str, shape: Sequence[int], device: torch.device) -> None:
-        """Keep room for one of this shape."""
-        codes = torch.empty(tuple(shape), dtype=torch.uint8, device=device)
-        self.hold(name, codes, torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device))
+    def hold_empty(self, name: str, like: Tensor, rounds_inputs: bool) -> None:
+        """Keep room for one of like's shape, on its device."""
+        codes = like.new_empty(like.shape, dtype=torch.uint8)
+        scale = like.new_empty((*like.shape[:-1], 1), dtype=torch.float32)
+        self.hold(name, Fp8(codes, scale, rounds_inputs))
 
     def leaves(self) -> list[str]:
         """The names of the tensors that are held."""
@@ -46,7 +53,7 @@ class InFp8(nn.Module):
 
     def held(self, name: str) -> Fp8:
         """The tensor of this name."""
-        return Fp8(getattr(self, name), getattr(self, name + SCALE))
+        return Fp8(getattr(self, name), getattr(self, name + SCALE), self.rounds_inputs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = {name: scale for name, scale in self.named_buffers(recurse=False) if is_scale(name)}
@@ -61,12 +68,12 @@ class Fp8Linear(InFp8, nn.Linear):
 
     kernels: Kernels
 
-    def __init__(self, base: nn.Linear, kernels: Kernels):
+    def __init__(self, base: nn.Linear, kernels: Kernels, rounds_inputs: bool = False):
         nn.Module.__init__(self)
         assert base.bias is None
         self.in_features, self.out_features, self.bias = base.in_features, base.out_features, None
         self.kernels = kernels
-        self.empty("weight", base.weight.shape, base.weight.device)
+        self.hold_empty("weight", base.weight.detach(), rounds_inputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x, self.held("weight"))
@@ -75,12 +82,11 @@ class Fp8Linear(InFp8, nn.Linear):
 class Fp8Experts(InFp8, Experts):
     """Routed experts whose matrices are in fp8."""
 
-    def __init__(self, base: Experts):
+    def __init__(self, base: Experts, rounds_inputs: bool = False):
         nn.Module.__init__(self)
         self.kernels, self.activation = base.kernels, base.activation
         for name in ("gate_up_proj", "down_proj"):
-            weight = base.get_parameter(name)
-            self.empty(name, weight.shape, weight.device)
+            self.hold_empty(name, base.get_parameter(name).detach(), rounds_inputs)
 
     def matrices(self) -> tuple[Fp8, Fp8]:
         """gate_up and down."""
@@ -96,7 +102,7 @@ class AdaptedFp8Linear(InFp8, AdaptedLinear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.bias, self.kernels, self.low_rank = None, base.kernels, low_rank  # type: ignore[assignment]
-        self.hold("weight", *base.held("weight"))
+        self.hold("weight", base.held("weight"))
         self.make_low_rank(base.weight.device)
 
     def base_product(self, x: Tensor) -> Tensor:
@@ -119,7 +125,7 @@ class AdaptedFp8Experts(InFp8, AdaptedExperts):
         nn.Module.__init__(self)
         self.kernels, self.activation, self.low_rank = base.kernels, base.activation, low_rank
         for name in ("gate_up_proj", "down_proj"):
-            self.hold(name, *base.held(name))
+            self.hold(name, base.held(name))
         self.make_low_rank(base.down_proj.device)
 
     def matrices(self) -> tuple[Fp8, Fp8]:

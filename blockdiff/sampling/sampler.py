@@ -96,7 +96,7 @@ class Sampler:
         tokenizer = load_tokenizer(holding(VOCABULARY_FILES, places))
         strategy = None if strategy is None else as_strategy(strategy, generation)
         if mesh is not None and mesh.is_split:
-            if quantize == "fp8":
+            if quantize not in (None, "none"):
                 raise RequestError("weights in fp8 are not split over processes; leave one of the two out")
             from blockdiff.parallel.shard import load_split
 

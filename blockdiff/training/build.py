@@ -171,7 +171,9 @@ def _kept(model: BlockDiffusionModel) -> str:
     """The dtype of a model's weights as they are kept, and that in which they are gathered if it is another one."""
     kept, gathered = (str(dtype).removeprefix("torch.") for dtype in (model.vocabulary.table.dtype, model.dtype))
     said = kept if kept == gathered else f"{kept}, gathered in {gathered}"
-    return f"{said}, linear layers and experts in fp8" if layers_in_fp8(model) else said
+    layers = layers_in_fp8(model).values()
+    inputs = " with their inputs" if any(layer.rounds_inputs for layer in layers) else ""
+    return f"{said}, linear layers and experts in fp8{inputs}" if layers else said
 
 
 def without_weights(
@@ -184,7 +186,7 @@ def without_weights(
     corruption = corruption_of(recipe, base)
     model = checkpoint.empty(base.config, kernels=kernels or recipe.model.kernels)
     if recipe.model.quantize is not None:
-        put_in_fp8(model, fp8_layers(model))
+        put_in_fp8(model, fp8_layers(model), recipe.model.quantize == "fp8-dynamic")
     if dtype is not None:
         model.to(dtype)
     objective = (recipe.given.objective or Objective)(

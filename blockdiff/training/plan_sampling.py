@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from blockdiff import checkpoint
-from blockdiff.checkpoint.fp8 import is_fp8
+from blockdiff.checkpoint.fp8 import is_fp8, rounds_inputs
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.training.live_bytes import planned_for
@@ -40,7 +40,7 @@ def plan_sampling(
     """The memory of sampling with a model of this config; quantize: as in `load`, None is what the config says."""
     model = checkpoint.empty(config, kernels_for(device)).to(dtype).eval()
     if is_fp8(config, quantize):
-        put_in_fp8(model, fp8_layers(model))
+        put_in_fp8(model, fp8_layers(model), rounds_inputs(config, quantize))
     cached = family_of(config).outline(config).cached_per_token
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     one, two = (_step(model, device, rows) for rows in (1, 2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,18 +28,23 @@ def expert_mlp(
     expert_weight_Nk: Tensor,
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
+    taken: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Tensor:
     """`sum_k weight_k * down_e(gated(gate_e x, up_e x))` with e = index_k; index E contributes nothing.
 
-    low_rank: A and B of gate_up, A and B of down, whose products B A are added to the weights.
+    low_rank: A and B of gate_up, A and B of down, whose products B A are added to the weights; taken: what the weights
+    alone make of their input first.
     """
-    if low_rank:
-        gate_up_A, gate_up_B, down_A, down_B = low_rank
-        gate_up_EFD, down_EDF = gate_up_EFD + gate_up_B @ gate_up_A, down_EDF + down_B @ down_A
     out = torch.zeros_like(x_ND)
     for e in range(gate_up_EFD.shape[0]):
-        gate, up = (x_ND @ gate_up_EFD[e].T).chunk(2, -1)
-        y = gated(gate, up, activation) @ down_EDF[e].T
+        h = taken(x_ND) @ gate_up_EFD[e].T
+        if low_rank:
+            h = h + x_ND @ (low_rank[1][e] @ low_rank[0][e]).T
+        gate, up = h.chunk(2, -1)
+        a = gated(gate, up, activation)
+        y = taken(a) @ down_EDF[e].T
+        if low_rank:
+            y = y + a @ (low_rank[3][e] @ low_rank[2][e]).T
         weight = torch.where(expert_index_Nk == e, expert_weight_Nk, 0.0).sum(-1, keepdim=True)
         out = out + y * weight
     return out

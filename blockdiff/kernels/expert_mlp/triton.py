@@ -21,7 +21,7 @@ from blockdiff.kernels.expert_mlp import triton_kernels_backward as backward
 from blockdiff.kernels.expert_mlp import triton_kernels_slots as slot_kernels
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS, activation_of
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.triton import parts_of
+from blockdiff.kernels.fp8.triton import parts_of, rounded_rows
 from blockdiff.kernels.launch import Launch, Unserved, check_dtypes, empty, launch, needed, of_sizes, op, wanted
 from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, tile_for, tile_of
 
@@ -137,7 +137,7 @@ def _sum_slots(y_SD: Tensor, index: Tensor, experts: int, out_ND: Tensor) -> Non
 def _expert_mlp(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str, keeps_h: bool,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
-    gate_up_scale: Tensor | None, down_scale: Tensor | None,
+    gate_up_scale: Tensor | None, down_scale: Tensor | None, rounds_inputs: bool,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """Output [N, D]; gate and up by row [N * k, 2F], without elements unless kept; the memory of the plan."""
     slots, (E, D, F) = index.shape[0] * index.shape[1], down.shape
@@ -148,7 +148,7 @@ def _expert_mlp(
     index, y = index.contiguous(), empty(x, slots, D)
     low_rank, scales = (gate_up_A, gate_up_B, down_A, down_B), (gate_up_scale, down_scale)
     arguments, kept = (x, gate_up, down, index, weight, activation, low_rank, scales), h if keeps_h else None
-    _fill_slots(*arguments, memory, kept, y)
+    _fill_slots(*arguments, rounds_inputs, memory, kept, y)
     _sum_slots(y, index, E, out)
 
 
@@ -156,27 +156,31 @@ def _expert_mlp(
 def _expert_slots(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
-    gate_up_scale: Tensor | None, down_scale: Tensor | None,
+    gate_up_scale: Tensor | None, down_scale: Tensor | None, rounds_inputs: bool,
 ) -> Iterator[Tensor]:  # fmt: skip
     """What every slot gives, [N, k, D], with its weight and before it is summed; without gradient."""
     y = empty(x, *index.shape, down.shape[1])
     yield y
     low_rank, scales = (gate_up_A, gate_up_B, down_A, down_B), (gate_up_scale, down_scale)
-    _fill_slots(x, gate_up, down, index.contiguous(), weight, activation, low_rank, scales, None, None, y)
+    arguments = x, gate_up, down, index.contiguous(), weight, activation, low_rank, scales
+    _fill_slots(*arguments, rounds_inputs, None, None, y)
 
 
 def _fill_slots(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str,
-    low_rank: Sequence[Tensor | None], scales: Sequence[Tensor | None], memory: Tensor | None,
-    h: Tensor | None, y: Tensor,
+    low_rank: Sequence[Tensor | None], scales: Sequence[Tensor | None], rounds_inputs: bool,
+    memory: Tensor | None, h: Tensor | None, y: Tensor,
 ) -> None:  # fmt: skip
-    """Sort, and write to y what each slot gives, to h gate and up of each row and to `memory` the plan, if wanted."""
+    """Sort, and write to y what each slot gives, to h gate and up of each row and to `memory` the plan, if wanted.
+
+    rounds_inputs: products take the tokens, and what is activated, in fp8; low-rank matrices take both as they are.
+    """
     slots, k, (E, D, F) = index.numel(), index.shape[1], down.shape
     gate_up_A, gate_up_B, down_A, down_B = low_rank
     x, gate_up, down, weight = x.contiguous(), gate_up.contiguous(), down.contiguous(), weight.contiguous()
     ranks = (0 if gate_up_A is None else gate_up_A.shape[1]), (0 if down_A is None else down_A.shape[1])
     hardware = scales[0] is not None and decodes_fp8(x)
-    sizes = slots, k, E, D, F, ranks, activation
+    sizes = slots, k, E, D, F, ranks, activation, rounds_inputs
     tile, lengths, gate_up_launch, down_launch = _forward_of(*sizes, hardware, x.dtype, x.device)
     memory = empty(x, sum(lengths), dtype=torch.int32) if memory is None else memory
     plan = Plan(*torch.split_with_sizes(memory, lengths))
@@ -184,21 +188,27 @@ def _fill_slots(
     a, narrow = empty(x, slots, F), None
     if gate_up_A is not None:
         narrow = _narrow(x, gate_up_A, plan, k, tile, is_transposed=True, by_token=True)
-    gate_up_launch(x, gate_up, scales[0], narrow, gate_up_B, h, a, plan)
+    left, of_left = rounded_rows(x) if rounds_inputs else (x, None)
+    gate_up_launch(left, gate_up, scales[0], narrow, gate_up_B, of_left, h, a, plan)
     narrow = None if down_A is None else _narrow(a, down_A, plan, k, tile, is_transposed=True)
-    down_launch(a, down, scales[1], narrow, down_B, weight, y, plan)
+    left, of_left = rounded_rows(a) if rounds_inputs else (a, None)
+    down_launch(left, down, scales[1], narrow, down_B, of_left, weight, y, plan)
 
 
 @of_sizes
 def _forward_of(
-    slots: int, k: int, E: int, D: int, F: int, ranks: tuple[int, int], activation: str, hardware: bool,
-    dtype: torch.dtype, device: torch.device,
+    slots: int, k: int, E: int, D: int, F: int, ranks: tuple[int, int], activation: str, rounds_inputs: bool,
+    hardware: bool, dtype: torch.dtype, device: torch.device,
 ) -> tuple[Tile, list[int], Launch, Launch]:  # fmt: skip
     """The tile that the plan is made for, the plan's lengths, and the launches of the two products."""
-    of_gate_up, of_down = (
-        tile_for(f"expert_mlp_{name}", dtype, device, slots / max(1, E)) for name in ("gate_up", "down")
-    )
-    lengths, both = plan_lengths(slots, E, of_down.rows), dict(E=E, HARDWARE=hardware, PRECISION=_precision(dtype))
+
+    def tile_in(left: torch.dtype, name: str) -> Tile:
+        return tile_for(f"expert_mlp_{name}", left, device, slots / max(1, E))
+
+    of_plan = tile_in(dtype, "down")
+    lengths, both = plan_lengths(slots, E, of_plan.rows), dict(E=E, HARDWARE=hardware, PRECISION=_precision(dtype))
+    taken = torch.int8 if rounds_inputs else dtype
+    of_gate_up, of_down = (tile_in(taken, name).fitted(rows=of_plan.rows) for name in ("gate_up", "down"))
     tile = of_gate_up.fitted(columns=F, inner=D)
     constants = dict(D=D, F=F, R=ranks[0], ACTIVATION=activation, TOP_K=k, **both, **tile.options)
     gate_up = Launch(kernels.expert_mlp_gate_up, (lengths[-1] * tile.grid(1, F)[1],), **constants)
@@ -206,7 +216,7 @@ def _forward_of(
     constants = dict(K=F, N=D, WEIGHT_K=1, WEIGHT_N=F, R=ranks[1], MATRIX_R=1, MATRIX_N=ranks[1], BY_K=False)
     constants |= both | tile.options
     down = Launch(kernels.expert_mlp_product, (lengths[-1] * tile.grid(1, D)[1],), **constants)
-    return of_down, lengths, gate_up, down
+    return of_plan, lengths, gate_up, down
 
 
 Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -260,7 +270,7 @@ def _expert_mlp_backward(
     if grad_x is not None:
         tile, grad_slots = tiles.grad_x.fitted(columns=D, inner=2 * F), empty(grad, slots, D)
         constants = dict(E=E, K=2 * F, N=D, WEIGHT_K=D, WEIGHT_N=1, R=R, MATRIX_R=D, MATRIX_N=1)
-        of_product = (grad_h, gate_up, gate_up_scale, narrow, gate_up_A, None, grad_slots)
+        of_product = (grad_h, gate_up, gate_up_scale, narrow, gate_up_A, None, None, grad_slots)
         by_k = gate_up_scale is not None
         _launch_rows(kernels.expert_mlp_product, plan, D, tile, *of_product, **constants, BY_K=by_k)
         _sum_slots(grad_slots, index, E, grad_x)
@@ -280,7 +290,7 @@ def _expert_mlp_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, gate_up, down, index, weight, ctx.activation, _, *low_rank = inputs
+    x, gate_up, down, index, weight, ctx.activation, _, *low_rank, _ = inputs
     ctx.set_materialize_grads(False)  # gate and up and the plan have none
     keeps_x = any(ctx.needs_input_grad[i] for i in (1, 7, 8))
     ctx.save_for_backward(x if keeps_x else None, gate_up, down, index, weight, *low_rank, *output[1:])
@@ -288,11 +298,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _gradients(ctx: Any, grad_ND: Tensor | None, _h: None, _plan: None) -> tuple[Any, ...]:
     if grad_ND is None:
-        return (None,) * 13
+        return (None,) * 14
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 7, 8, 9, 10)]
     grads = _expert_mlp_backward(grad_ND, *ctx.saved_tensors, ctx.activation, needs)
     grad_x, grad_gate_up, grad_down, grad_weight, *of_low_rank = needed(grads, needs)
-    return grad_x, grad_gate_up, grad_down, None, grad_weight, None, None, *of_low_rank, None, None
+    return grad_x, grad_gate_up, grad_down, None, grad_weight, None, None, *of_low_rank, None, None, None
 
 
 _expert_mlp.register_autograd(_gradients, setup_context=_save)
@@ -314,12 +324,12 @@ def expert_mlp(
     activation_of(activation)
     if activation not in ACTIVATIONS:
         raise Unserved(f"{activation} has no Triton kernel, only the numbers of gpt-oss have")
-    x, gate_up, down, scales, low_rank = _inputs(x_ND, gate_up_EFD, down_EDF, low_rank)
+    x, gate_up, down, of_fp8, low_rank = _inputs(x_ND, gate_up_EFD, down_EDF, low_rank)
     inputs = (x, gate_up, down, expert_weight_Nk, *low_rank)
     keeps_h = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     matrices: list[Tensor | None] = [t.contiguous() for t in low_rank] or [None, None, None, None]
     of_tokens = expert_index_Nk, expert_weight_Nk, activation, keeps_h
-    return _expert_mlp(x, gate_up, down, *of_tokens, *matrices, *scales)[0]
+    return _expert_mlp(x, gate_up, down, *of_tokens, *matrices, *of_fp8)[0]
 
 
 def expert_slots(
@@ -333,15 +343,17 @@ def expert_slots(
 ) -> Slots:
     """What `expert_mlp` sums for each token, not summed and without gradient."""
     activation_of(activation)
-    x, gate_up, down, scales, low_rank = _inputs(x_ND, gate_up_EFD, down_EDF, low_rank)
+    x, gate_up, down, of_fp8, low_rank = _inputs(x_ND, gate_up_EFD, down_EDF, low_rank)
     matrices: list[Tensor | None] = [t.contiguous() for t in low_rank] or [None, None, None, None]
     of_experts = x, gate_up, down, expert_index_Nk, expert_weight_Nk
-    values = _expert_slots(*of_experts, activation, *matrices, *scales)
+    values = _expert_slots(*of_experts, activation, *matrices, *of_fp8)
     return Slots(values, expert_index_Nk.contiguous(), down.shape[0])
 
 
 def _inputs(x: Tensor, gate_up: Tensor | Fp8, down: Tensor | Fp8, low_rank: Sequence[Tensor]) -> Any:
-    """x, the matrices or their codes, the scales of these or (None, None), and the low-rank matrices, of one dtype."""
+    """x, the matrices or their codes, the scales of these or None and whether inputs are rounded, and the low-rank
+    matrices, of one dtype."""
+    rounds_inputs = isinstance(gate_up, Fp8) and gate_up.rounds_inputs
     (gate_up, *first), (down, *second) = parts_of(gate_up), parts_of(down)
     if first[0] is None:
         x, gate_up, down, *low_rank = in_autocast(x, gate_up, down, *low_rank)
@@ -350,4 +362,4 @@ def _inputs(x: Tensor, gate_up: Tensor | Fp8, down: Tensor | Fp8, low_rank: Sequ
         (x,) = in_autocast(x)
         low_rank = [matrix.to(x.dtype) for matrix in low_rank]
         check_dtypes("expert_mlp", x)
-    return x, gate_up, down, (*first, *second), low_rank
+    return x, gate_up, down, (*first, *second, rounds_inputs), low_rank
