@@ -35,8 +35,8 @@ from blockdiff.files import sync
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.pieces import local_of
 from blockdiff.training import state
+from blockdiff.training.checkpoint_tensors import pack, weights_of
 from blockdiff.training.saving import Saver
-from blockdiff.training.tensors import pack, weights_of
 
 SIDE = 1024  # of a matrix; with its moments 12 MiB
 FACTS = {"seed": 0}

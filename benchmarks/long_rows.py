@@ -31,7 +31,7 @@ from blockdiff.kernels import OPS, Kernels, triton_op
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.objective import Objective
 from blockdiff.training.activations import checkpoint_activations
-from blockdiff.training.live_bytes import planned_for
+from blockdiff.training.plan.live_bytes import planned_for
 
 CPU = torch.device("cpu")
 GROWTH = 1.05  # how much more memory per token a longer row may take than a shorter one

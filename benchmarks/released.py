@@ -30,7 +30,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.memory import size
 from blockdiff.models.family import family_of
 from blockdiff.sampling import Generation, Request, Sampler
-from blockdiff.training.plan_sampling import plan_sampling
+from blockdiff.training.plan.sampling import plan_sampling
 
 PROMPT = 64  # tokens of the fixed inputs
 # How far logits may be apart on average, as a share of their spread: rounding, and in bf16 experts that it changes.

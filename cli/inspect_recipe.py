@@ -17,11 +17,11 @@ from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example
 from blockdiff.terminal import printable
 from blockdiff.training.build import checked_data, corruption_of, read_base, without_weights
-from blockdiff.training.plan import dtypes_of
+from blockdiff.training.plan.spread import Spread
+from blockdiff.training.plan.training import dtypes_of
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.refuse import refuse, without_effect
-from blockdiff.training.spread import Spread
 
 LEGEND = "prompt dim; canvases coloured; corrupted tokens reversed; fill underlined"
 GLOSSARY = (

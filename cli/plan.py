@@ -51,12 +51,12 @@ def _training(
     device: str,
     rates: tuple[float, float, float],
 ) -> bool:
-    from blockdiff.training import plan as plans
     from blockdiff.training.build import read_base
-    from blockdiff.training.fits import what_fits
+    from blockdiff.training.plan import training as plans
+    from blockdiff.training.plan.changes import what_fits
+    from blockdiff.training.plan.work import Rates
     from blockdiff.training.recipe import read_recipe
     from blockdiff.training.refuse import refuse
-    from blockdiff.training.work import Rates
 
     recipe = read_recipe(target, overrides, needs_data=False)
     refuse(recipe, gpus)
@@ -82,7 +82,7 @@ def _sampling(target: str, limit: int | None, tokens: int, device: str, quantize
     from blockdiff import checkpoint
     from blockdiff.checkpoint.fp8 import is_fp8
     from blockdiff.memory import size
-    from blockdiff.training.plan_sampling import plan_sampling
+    from blockdiff.training.plan.sampling import plan_sampling
 
     config = checkpoint.read_config(target)
     made = plan_sampling(config, device=device, quantize=quantize)

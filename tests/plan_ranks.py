@@ -15,9 +15,9 @@ from blockdiff.models.adapters import draw_adapters
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
 from blockdiff.pieces import is_spread
-from blockdiff.training import plan as plans
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.build import computed_in, mesh_of, read_base, without_weights
+from blockdiff.training.plan import training as plans
 from blockdiff.training.recipe import Recipe, read_recipe
 
 CPU = torch.device("cpu")

@@ -1,1 +1,1 @@
-"""The objective and everything that trains it: optimiser, ranks, run state, metrics, the loop."""
+"""Everything that makes a run of a recipe: reading it, building, the loop, checkpoints, plans, what is written."""

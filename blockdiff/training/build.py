@@ -30,6 +30,7 @@ from blockdiff.sampling.choices import Choices
 from blockdiff.training import optimiser as optimisers
 from blockdiff.training import schedule, state
 from blockdiff.training.activations import checkpoint_activations
+from blockdiff.training.checkpoint_tensors import require_own_names
 from blockdiff.training.data import Data, read_data
 from blockdiff.training.ema import Ema
 from blockdiff.training.facts import facts_of, objective_record
@@ -39,7 +40,6 @@ from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.refuse import refuse_of_causal
 from blockdiff.training.sections import LoraSection
-from blockdiff.training.tensors import require_own_names
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     model = objective.model
     mesh = mesh_of(recipe, ranks)
     # these plan what this function builds
-    from blockdiff.training.room import require_kept, require_step
+    from blockdiff.training.plan.device_memory import require_kept, require_step
 
     require_kept(objective, recipe, base, ranks)
     if ranks.device.type == "cpu" and recipe.given.objective is None:

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from blockdiff.data.sources import Source
 from blockdiff.errors import RecipeError
-from blockdiff.training.foreign import FOREIGN
 from blockdiff.training.one_of import OneOf
+from blockdiff.training.other_toolkits import OTHER_TOOLKITS
 from blockdiff.training.sections import Columns, Recipe, Section
 
 Key = tuple[str, ...]
@@ -103,8 +103,8 @@ def _nearest(key: Key) -> str:
     It is a word of another toolkit, or near a key beside it, or else near one elsewhere.
     """
     *above, word = key
-    if word.lower() in FOREIGN:
-        meant, _, remark = FOREIGN[word.lower()].partition(": ")
+    if word.lower() in OTHER_TOOLKITS:
+        meant, _, remark = OTHER_TOOLKITS[word.lower()].partition(": ")
         if meant in PATHS or (meant,) in KEYS:
             return f"did you mean {meant}{f' ({remark})' if remark else ''}?"
         return meant

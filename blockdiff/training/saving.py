@@ -26,9 +26,9 @@ from blockdiff.files import digest, hidden_directory, publish, seal, sync, unwri
 from blockdiff.metrics import FILE_NAME, SAMPLES
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.pieces import Piece, is_spread, piece_of
+from blockdiff.training.checkpoint_tensors import pack, weights_of
 from blockdiff.training.ema import Ema
 from blockdiff.training.saved import AVERAGE, MODEL, OPTIMISER, PIECES, described, joined
-from blockdiff.training.tensors import pack, weights_of
 
 FOLDER, TRAINER = "checkpoints", "trainer.json"
 # Of trainer.json. Without a format it is 1, whose facts have the recipe keys of before. 2, and 3 with pieces of several

@@ -25,10 +25,10 @@ from blockdiff.files import digest, remove_directory, remove_leftovers, seal
 from blockdiff.metrics import FILE_NAME
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.pieces import is_spread
+from blockdiff.training.checkpoint_tensors import fill, unpack, weights_of
 from blockdiff.training.ema import Ema
 from blockdiff.training.saved import AVERAGE, MODEL, OPTIMISER, Saved
 from blockdiff.training.saving import FOLDER, FORMAT, READABLE, TRAINER, Facts, Saver, steps_saved
-from blockdiff.training.tensors import fill, unpack, weights_of
 
 ALONE = Ranks(torch.device("cpu"))
 # Facts that may differ when a run goes on; they say in which parts sums are made.

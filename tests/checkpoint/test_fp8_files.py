@@ -19,7 +19,7 @@ from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, draw_adapters, is_adapted, targets
 from blockdiff.models.fp8 import layers_in_fp8
 from blockdiff.training.freeze import count_parts
-from blockdiff.training.plan_sampling import plan_sampling
+from blockdiff.training.plan.sampling import plan_sampling
 from blockdiff.training.recipe import read_recipe
 from blockdiff.training.refuse import refuse
 from tests.families import CONFIGS

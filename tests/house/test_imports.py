@@ -42,7 +42,7 @@ LIGHT = {name for name, floor in FLOORS.items() if floor < 6} - {"data"}
 LIGHT_TRAINING = (
     *("training", "training.optimiser", "training.schedule", "training.freeze", "training.ema"),
     *("training.activations", "training.step", "training.state", "training.best", "training.clock"),
-    *("training.heldout", "training.tensors", "training.saved", "training.saving"),
+    *("training.heldout", "training.checkpoint_tensors", "training.saved", "training.saving"),
 )
 LIGHT_DATA = ("data", "data.control_tokens", "data.messages", "data.rows", "data.strict_json")
 THERE = {"blockdiff", "torch", "triton", "transformers", "safetensors", "tokenizers"}

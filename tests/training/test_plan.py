@@ -15,11 +15,11 @@ from blockdiff.cli.main import app
 from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.adapters import draw_adapters
-from blockdiff.training import fits
-from blockdiff.training import plan as plans
 from blockdiff.training.build import read_base, without_weights
-from blockdiff.training.live_bytes import planned_for
-from blockdiff.training.plan_sampling import plan_sampling
+from blockdiff.training.plan import changes
+from blockdiff.training.plan import training as plans
+from blockdiff.training.plan.live_bytes import planned_for
+from blockdiff.training.plan.sampling import plan_sampling
 from blockdiff.training.recipe import Recipe, read_recipe
 from blockdiff.training.step import autocast
 from tests.little_model import LITTLE, save_preset
@@ -140,11 +140,11 @@ def test_half_a_share_of_rows_needs_half_the_work(folder):
 def test_what_does_not_fit_gets_the_change_that_makes_it_fit(folder):
     recipe, base = recipe_of(folder), read_base(recipe_of(folder))
     made = plans.plan_training(recipe, device="cpu", base=base)
-    found = fits.what_fits(recipe, made.total * 2 // 3, base, ranks=1, device="cpu", tokens=None)
+    found = changes.what_fits(recipe, made.total * 2 // 3, base, ranks=1, device="cpu", tokens=None)
     assert found is not None and found[0][0] == "train.activation_checkpointing=true"
     assert found[1].total <= made.total * 2 // 3
     small = recipe_of(folder, FROM_BASE, LORA, "model.dtype=bfloat16")
-    assert fits.what_fits(small, 1000, base, ranks=1, device="cpu", tokens=None) is None
+    assert changes.what_fits(small, 1000, base, ranks=1, device="cpu", tokens=None) is None
 
 
 def test_sampling_is_planned_from_the_config_alone(folder):

@@ -11,9 +11,9 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.data.sudoku import alphabet
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.training import plan as plans
 from blockdiff.training.build import read_base
-from blockdiff.training.fits import what_fits
+from blockdiff.training.plan import training as plans
+from blockdiff.training.plan.changes import what_fits
 from blockdiff.training.recipe import read_recipe
 from tests.forked import run_ranks
 from tests.little_model import LITTLE, save_preset

@@ -1,8 +1,8 @@
-"""`plan`: how much memory a training needs on every rank, and at least how long a step takes, without loading anything.
+"""`plan_training`: what a rank holds at the peak of an optimiser step, and at least how long the step takes.
 
 The training step of the recipe is run on tensors without memory (`live_bytes`), so what is counted is what the code
 holds at its peak: with Triton's kernels for a GPU, with the native ones for a CPU. What sharded weights take is counted
-where they would be gathered (`gathered`). `fits` says what to change; `blockdiff.sampling_plan` plans a sampling.
+where they would be gathered (`gathering`). `changes` finds what makes a training fit.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from blockdiff.memory import size
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.build import Base, computed_in, read_base, without_weights
-from blockdiff.training.gathered import Gathering
-from blockdiff.training.live_bytes import planned_for
+from blockdiff.training.plan.gathering import Gathering
+from blockdiff.training.plan.live_bytes import planned_for
+from blockdiff.training.plan.spread import Spread
+from blockdiff.training.plan.tensor_parallel import one_rank
+from blockdiff.training.plan.work import Rates, Work
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.spread import Spread
-from blockdiff.training.spread_tensors import one_rank
-from blockdiff.training.work import Rates, Work
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.fp8 import is_fp8, rounds_inputs
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.fp8 import fp8_layers, put_in_fp8
-from blockdiff.training.live_bytes import planned_for
-from blockdiff.training.plan import kernels_for
+from blockdiff.training.plan.live_bytes import planned_for
+from blockdiff.training.plan.training import kernels_for
 
 
 @dataclass(frozen=True)

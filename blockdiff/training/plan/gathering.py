@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from blockdiff.training.live_bytes import LiveBytes
+from blockdiff.training.plan.live_bytes import LiveBytes
 
 PART = "gathered layer"
 

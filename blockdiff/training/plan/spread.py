@@ -17,8 +17,8 @@ from blockdiff.layers.experts import Experts
 from blockdiff.layers.fp8 import is_scale
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.training.plan.work import Work
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.work import Work
 
 
 class Spread:

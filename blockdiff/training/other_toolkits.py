@@ -8,7 +8,7 @@ _PRECISION = "train.autocast: bfloat16, or null for the model's own"
 _RESUME = "it is no key of a recipe; give --resume (from Python resume=True)"
 
 # A word, in lower case -> our key and, after a colon, a remark; or a sentence where there is no such key.
-FOREIGN: dict[str, str] = {
+OTHER_TOOLKITS: dict[str, str] = {
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs", "n_epochs"), "train.epochs"),
     **dict.fromkeys(("max_steps", "num_steps", "num_train_steps", "max_iters", "train_iters"), "train.steps"),
     **dict.fromkeys(("per_device_train_batch_size", "train_batch_size", "global_batch_size"), _ALL_ROWS),

@@ -13,12 +13,12 @@ from blockdiff.errors import BlockdiffError, DataError
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.build import Base
 from blockdiff.training.data import Data
-from blockdiff.training.fits import what_fits
-from blockdiff.training.plan import dtypes_of, plan_training
+from blockdiff.training.plan.changes import what_fits
+from blockdiff.training.plan.spread import Spread
+from blockdiff.training.plan.tensor_parallel import one_rank
+from blockdiff.training.plan.training import dtypes_of, plan_training
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.spread import Spread
-from blockdiff.training.spread_tensors import one_rank
 
 
 def require_kept(objective: nn.Module, recipe: Recipe, base: Base, ranks: Ranks) -> None:

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from blockdiff.kernels.launch import RUNS
-from blockdiff.training.on_device import OnDevice
-from blockdiff.training.work import Work
+from blockdiff.training.plan.on_device import OnDevice
+from blockdiff.training.plan.work import Work
 
 MASKED = ("index", "index_put", "index_put_", "_index_put_impl_")
 # What must run every time: its result depends on numbers, or shares the memory of an argument without saying so.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.models.family import family_of
+from blockdiff.training.plan.work import Work
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.work import Work
 
 
 def one_rank(objective: Any, recipe: Recipe, work: Work | None = None) -> Any:

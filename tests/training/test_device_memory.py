@@ -11,9 +11,9 @@ from blockdiff import checkpoint, memory
 from blockdiff.data.sudoku import alphabet
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import BlockdiffError
-from blockdiff.training import plan as plans
-from blockdiff.training import room
 from blockdiff.training.build import read_base, without_weights
+from blockdiff.training.plan import device_memory
+from blockdiff.training.plan import training as plans
 from blockdiff.training.recipe import Recipe, read_recipe
 from tests.little_model import LITTLE, save_preset
 
@@ -57,9 +57,9 @@ def test_what_is_taken_to_be_plenty_is_more_than_a_step_holds(tree, override):
     objective = without_weights(recipe, base, "torch")
     batch = plans.worst_batch(recipe, objective.model, 30, 8)
     plan = plans.plan_training(recipe, device="cpu", batch=batch, base=base)
-    assert room.plenty(objective, batch) > 2 * (plan.total - kept(recipe))
+    assert device_memory.plenty(objective, batch) > 2 * (plan.total - kept(recipe))
 
 
 def test_a_training_that_clearly_fits_is_not_planned(tree, tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "plan_training", None)
+    monkeypatch.setattr(device_memory, "plan_training", None)
     blockdiff.train(tree, output=tmp_path / "run")

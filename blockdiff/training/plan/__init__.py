@@ -1,0 +1,1 @@
+"""What memory a run will need on every rank, and at least how long a step takes, without loading anything."""
