@@ -155,6 +155,15 @@ class PagedRows:
         self._rows.discard(row)
         row.length, row.links, row.tail, row.stamp = 0, [], [], next(self._stamps)
 
+    def forget(self) -> None:
+        """Let no row share what rows before it have encoded, where the weights may be others; none may be open."""
+        assert not self._rows, "rows are open, whose pages are published"
+        for pool in self.pools.values():
+            pool.free += reversed(pool.cached)
+            pool.cached.clear()
+            pool.links.clear()
+        self._links.clear()
+
     # -- memory ------------------------------------------------------------------------------------------------
 
     def free_tokens(self) -> int:

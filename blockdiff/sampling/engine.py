@@ -18,6 +18,7 @@ from blockdiff.models.pages import Pages
 from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.context import NOT_FINITE, Context
 from blockdiff.sampling.control import CanvasControl
+from blockdiff.sampling.fixed_step import FixedStep
 from blockdiff.sampling.graphs import Graphs, capture_of
 from blockdiff.sampling.live import Finished, Live
 from blockdiff.sampling.request import Pending, Request, Result, draws_of
@@ -48,7 +49,8 @@ class Engine:
     capacity: of `Pages`; chunk_tokens: the pieces in which prompts are encoded; canvases: how many of a response are
     denoised side by side; exact: a request's tokens are the same to the bit whatever else runs, on a CPU, because each
     runs in calls of its own; buckets: row counts that calls are padded to (None: none on a CPU); graphs: whether steps
-    are captured in CUDA graphs and replayed where they can be (None: on a GPU, where attention reads pages).
+    are captured in CUDA graphs and replayed where they can be (None: on a GPU, where attention reads pages); fixed: the
+    `fixed` of an engine of the same context and pages that is closed, to go on with what that has captured.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Engine:
         buckets: Sequence[int] | None = None,
         pages: Pages | None = None,
         graphs: bool | None = None,
+        fixed: FixedStep | None = None,
     ):
         counts = dict(max_rows=max_rows, max_waiting=max_waiting, page_tokens=page_tokens, chunk_tokens=chunk_tokens)
         for name, count in {**counts, "canvases": canvases}.items():
@@ -107,7 +110,7 @@ class Engine:
         of_steps = None if capture is None or not self.pages.reads_tables else Graphs(capture)
         if graphs and of_steps is None:
             raise ValueError("graphs: no step of this model can be captured; that takes canvases, CUDA and Triton")
-        self._live = Live(self.context, self.pages, canvases, 1 if exact else max_rows, buckets, of_steps)
+        self._live = Live(self.context, self.pages, canvases, 1 if exact else max_rows, buckets, of_steps, fixed)
         self._rows: dict[str | int, Row] = {}  # the first draw of each submitted request
         self._unfinished = 0
         self._events: list[Event] = []
@@ -160,6 +163,7 @@ class Engine:
     def close(self) -> None:
         """Give up what is not answered, without results, and give its pages back to those who share them."""
         self._scheduler.close()
+        self._live.close()
         self._rows.clear()
         self._unfinished = 0
         self._has_changed = True
@@ -173,6 +177,11 @@ class Engine:
         """The rows that `enter` gave and that have a result since the last call, in the order of their ends."""
         answered, self._answered = self._answered, []
         return answered
+
+    @property
+    def fixed(self) -> FixedStep | None:
+        """What has captured steps; None where none can be."""
+        return self._live.fixed
 
     @property
     def unfinished(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.context import Context
 from blockdiff.sampling.draws import STEPS_AHEAD
-from blockdiff.sampling.graphs import Graphs, HostCopy
+from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy
 from blockdiff.sampling.live_state import State, ends
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.strategy import Strategy
@@ -27,7 +28,8 @@ class FixedStep:
     """
 
     def __init__(self, context: Context, pages: Pages, width: int, most: int, graphs: Graphs):
-        self.context, self.width, self.graphs = context, width, graphs
+        self.context, self.width, self.most, self.graphs = context, width, most, graphs
+        self._weights = _memory_of(context)
         L, B, device = context.canvas_length, most * width, context.model.device
         self.rows = FixedSteps(pages, most, width, L)
         self._now = torch.zeros((), dtype=torch.int64, device=device)
@@ -38,14 +40,29 @@ class FixedStep:
         self._told_BN = torch.zeros((B, 2 + L), dtype=torch.int64, device=device)
         self._on_host = HostCopy(self._told_BN)
         self._state: State | None = None
-        self._key: object = None
+        self._key: tuple[int, Strategy, object] | None = None
         self._may_stop: dict[Strategy, bool] = {}
         self._loaded = 0, 0  # rows, and their canvases without those of padding
 
     @property
+    def pages(self) -> Pages:
+        """Where the prefixes lie that the steps read."""
+        return self.rows.pages
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether weights lie elsewhere than they did: what was captured reads where they were."""
+        return self._weights != _memory_of(self.context)
+
+    def serves(self, context: Context, pages: Pages, width: int, most: int) -> bool:
+        """Whether an engine of these can go on with what is captured here."""
+        is_same = self.context is context and self.pages is pages and self.width == width
+        return is_same and self.most >= most and not self.is_stale
+
+    @property
     def is_ready(self) -> bool:
         """Whether there are pages to read: none before the first encode."""
-        return all(pool.tensors for pool in self.rows.pages.pools.values())
+        return all(pool.tensors for pool in self.pages.pools.values())
 
     def load(
         self, rows: Sequence[PagedRow], strategy: Strategy, state: State, start_BL: Tensor | None,
@@ -66,6 +83,9 @@ class FixedStep:
             buffer_BL[:count] = -1 if given_BL is None else given_BL
         self._pinned_BL[count:] = 0  # canvases of padding
         self._key, self._loaded = (len(rows), strategy, self.rows.load(rows)), (len(rows), count)
+        if len(self._may_stop) > MOST_GRAPHS:  # requests may bring any number of strategies
+            captured = {key[1] for key in self.graphs.keys}
+            self._may_stop = {each: stops for each, stops in self._may_stop.items() if each in captured}
         return self._state.part(slice(0, count))
 
     def set_temperatures(self, places: Sequence[int], temperatures: Sequence[Sequence[float]]) -> None:
@@ -119,3 +139,9 @@ class FixedStep:
                 buffer.copy_(x)
         self._start_BL[:B].fill_(-1)
         self._may_stop[strategy] = decision.stop_B is not None
+
+
+def _memory_of(context: Context) -> list[tuple[int, torch.dtype]]:
+    """Where the model's weights and buffers lie, and their dtypes."""
+    weights = itertools.chain(context.model.parameters(), context.model.buffers())
+    return [(x.data_ptr(), x.dtype) for x in weights]

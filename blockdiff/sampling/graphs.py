@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Protocol
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -79,6 +79,11 @@ class Graphs:
         self._capture, self._most = capture, most
         self._replays: OrderedDict[Hashable, Work | None] = OrderedDict()  # None: it ran once
         self._is_refused = False
+
+    @property
+    def keys(self) -> Collection[Any]:
+        """Of what ran before, or was captured."""
+        return self._replays.keys()
 
     def run(self, key: Hashable, work: Work) -> None:
         """Run work, or replay what was captured under this key."""

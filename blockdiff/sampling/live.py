@@ -43,7 +43,8 @@ class Live:
     """The batch of live canvases. `arrange` it whenever rows come, go or commit, then `step`.
 
     rows_per_call: how many rows one call of the model takes; buckets: row counts that such a call is padded up to, so
-    that its shapes are few (None: no padding); graphs: where steps that can be are captured and replayed (None: none).
+    that its shapes are few (None: no padding); graphs: where steps that can be are captured and replayed (None: none);
+    fixed: what has captured before, to go on with where it fits.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Live:
         rows_per_call: int,
         buckets: Sequence[int] | None = None,
         graphs: Graphs | None = None,
+        fixed: FixedStep | None = None,
     ):
         self.context, self.pages, self.width = context, pages, width
         self.rows_per_call, self.buckets = rows_per_call, buckets
@@ -70,9 +72,18 @@ class Live:
         self._shapes_B: list[list[Shape]] = []
         self._padding: list[PagedRow] = []  # empty rows
         most = rows_per_call + self._missing(rows_per_call)
-        self._fixed = None if graphs is None else FixedStep(context, pages, width, most, graphs)
+        self.fixed = None
+        if graphs is not None:
+            is_fit = fixed is not None and fixed.serves(context, pages, width, most)
+            self.fixed = fixed if is_fit else FixedStep(context, pages, width, most, graphs)
         self._captured: Strategy | None = None  # of the live canvases, where their steps can be captured
         self._is_loaded = False
+
+    def close(self) -> None:
+        """Give back the rows that pad calls."""
+        for row in self._padding:
+            self.pages.release(row)
+        self._padding.clear()
 
     # -- who is here -------------------------------------------------------------------------------------------
 
@@ -112,7 +123,7 @@ class Live:
 
     def _one_strategy(self) -> Strategy | None:
         """The strategy of all canvases, where their steps can be captured; None where they run as they are."""
-        if self._fixed is None or len(self._calls) != 1 or len(self._calls[0].groups) > 1 or not self._fixed.is_ready:
+        if self.fixed is None or len(self._calls) != 1 or len(self._calls[0].groups) > 1 or not self.fixed.is_ready:
             return None
         if any(row.is_watched for row in self.rows) or not all(c is None or c.is_plain for c in self._controls or ()):
             return None
@@ -158,19 +169,19 @@ class Live:
 
     def _run(self, strategy: Strategy, state: State, now: int, steps: Sequence[int]) -> Tensor | None:
         """Denoise every canvas once in fixed buffers; what the host is told, None where nothing can end."""
-        assert self._fixed is not None
+        assert self.fixed is not None
         if not self._is_loaded:
             rows = [row.paged for row in self.rows if row.paged is not None]
             rows += self._pads(len(rows))
-            state = self._state = self._fixed.load(rows, strategy, state, self._start_BL, self._pinned_BL)
+            state = self._state = self.fixed.load(rows, strategy, state, self._start_BL, self._pinned_BL)
             self._start_BL = None
         due = state.draw_on(steps, self.context)
         if places := due if self._is_loaded else range(len(steps)):
-            self._fixed.set_temperatures(places, [self._temperatures(place, steps[place]) for place in places])
+            self.fixed.set_temperatures(places, [self._temperatures(place, steps[place]) for place in places])
         self._is_loaded = True
-        self._fixed.run(strategy, now)
+        self.fixed.run(strategy, now)
         self.forwards += (len(self.rows) + self._missing(len(self.rows))) * self.width
-        return self._fixed.told() if self._fixed.may_stop(strategy) or self._is_last(steps) else None
+        return self.fixed.told() if self.fixed.may_stop(strategy) or self._is_last(steps) else None
 
     def _drawn(self, state: State, steps: Sequence[int], step_B: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers that pick this step's samples, and its noise."""

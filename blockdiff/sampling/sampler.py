@@ -13,10 +13,11 @@ from blockdiff.checkpoint.files import GENERATION, VOCABULARY_FILES, holding
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import RequestError
-from blockdiff.models.pages import Pages
+from blockdiff.models.pages import PAGE_TOKENS, Pages
 from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.context import Context
 from blockdiff.sampling.engine import Engine
+from blockdiff.sampling.fixed_step import FixedStep
 from blockdiff.sampling.loop import OnCanvas, OnStep
 from blockdiff.sampling.request import Pending, Prompt, Request, Result, as_request
 from blockdiff.sampling.strategies import as_strategy
@@ -34,8 +35,11 @@ class Sampler:
     """Answers prompts with a model; what may be left out is said at `Context`.
 
     Prompts that begin alike share their beginning within a call; with `pages` (of this model, while its weights stay as
-    they are) between calls, too.
+    they are) between calls, too. Where steps are captured in CUDA graphs, the memory that they read and write is kept
+    for the next call (`release` gives it back); weights may have changed in place or have moved by then.
     """
+
+    _kept: tuple[FixedStep, int] | None = None  # what has captured steps, and how many tokens its pages were asked for
 
     def __init__(
         self,
@@ -72,6 +76,10 @@ class Sampler:
     def strategy(self) -> Strategy:
         """How canvases are denoised."""
         return self.context.strategy
+
+    def release(self) -> None:
+        """Give back the memory that is kept from call to call."""
+        self._kept = None
 
     @classmethod
     def from_pretrained(
@@ -175,6 +183,9 @@ class Sampler:
         length = self.context.canvas_length
         longest = max(len(pending.prompt_tokens) + pending.canvases * length for pending, _ in asked)
         count = sum(best_of for _, best_of in asked)
+        rows = min(2 * batch_size, count) + 1
+        needed = rows * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+        fixed, needed = self._taken(needed, graphs is not False and not exact)
         engine = Engine(
             self.model,
             context=self.context,
@@ -182,8 +193,10 @@ class Sampler:
             max_waiting=count,
             exact=exact,
             graphs=graphs,
-            pages=self.pages or self._own_pages(longest, min(2 * batch_size, count)),
+            pages=self.pages or (self._own_pages(needed) if fixed is None else fixed.pages),
+            fixed=fixed,
         )
+        del fixed  # if it is not large enough the engine has a larger one
         places: dict[int, int] = {}
         for pending, best_of in asked:
             try:
@@ -204,11 +217,24 @@ class Sampler:
                     yield places[id(row)], row.result
         finally:
             engine.close()  # who stops listening leaves rows whose pages others may need
+            if engine.fixed is not None:
+                if self.pages is None:
+                    engine.pages.forget()
+                self._kept = engine.fixed, needed
 
-    def _own_pages(self, longest: int, rows: int) -> Pages:
-        """Pages for so many rows of the longest one's tokens, or as much of it as there is memory for."""
+    def _taken(self, needed: int, captures: bool) -> tuple[FixedStep | None, int]:
+        """What was kept, where a call that needs pages of so many tokens can use it, and how many these then are for.
+
+        It is kept no more: the call has its memory, and a call that runs beside this one has memory of its own.
+        """
+        kept, self._kept = self._kept, None
+        if kept is None or not captures or kept[0].is_stale or (self.pages is None and kept[1] < needed):
+            return None, needed
+        return kept
+
+    def _own_pages(self, needed: int) -> Pages:
+        """Pages for so many tokens, or for as many as there is memory for."""
         pages = Pages(self.model)
-        needed = (rows + 1) * -(-longest // pages.page_tokens) * pages.page_tokens
         return pages if needed > pages.free_tokens() else Pages(self.model, capacity=needed)
 
 

@@ -209,7 +209,7 @@ def test_a_strategy_that_reads_on_the_host_is_noticed(model, recorder):
 def test_graphs_are_refused_where_there_are_none_and_left_out_where_nobody_asks(model):
     with pytest.raises(ValueError, match=r"graphs: no step of this model can be captured"):
         Engine(model, None, LIVELY, graphs=True)
-    assert Engine(model, None, LIVELY)._live._fixed is None
+    assert Engine(model, None, LIVELY)._live.fixed is None
 
 
 class Broken(Recorder):
@@ -270,8 +270,8 @@ def test_graphs_on_a_gpu_give_the_tokens_of_steps_that_are_launched_anew(dtype):
     model = init(tiny_config(L, **TWO_LAYERS), seed=3, device="cuda", kernels="triton", dtype=dtype)
     engine = Engine(model, None, LIVELY, max_rows=5)
     replays = []
-    run = engine._live._fixed.graphs._captured
-    engine._live._fixed.graphs._captured = lambda work: replays.append(run(work)) or replays[-1]
+    run = engine._live.fixed.graphs._captured
+    engine._live.fixed.graphs._captured = lambda work: replays.append(run(work)) or replays[-1]
     found = [Engine(model, None, LIVELY, max_rows=5, graphs=False), engine]
     for each in found:
         for request in requests_of(7, 500):  # up to four pages, and so block tables of several widths

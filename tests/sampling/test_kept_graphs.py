@@ -1,0 +1,121 @@
+"""Calls of a sampler go on with steps that calls before them have captured, and answer as if there had been none."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from blockdiff.models.pages import Pages
+from blockdiff.sampling.request import Result
+from blockdiff.sampling.sampler import Sampler
+from tests.sampling.test_graphs import LIVELY, model, recorder, requests_of, small_model
+
+pytestmark = pytest.mark.quick
+__all__ = ["model", "recorder"]  # fixtures
+
+
+def sampler_of(model: Any, **given: Any) -> Sampler:
+    return Sampler(model, None, LIVELY, **given)
+
+
+def uncaptured(model: Any, count: int, **how: Any) -> list[Result]:
+    return sampler_of(model).generate(requests_of(count), graphs=False, **how)
+
+
+def kept_pages(sampler: Sampler) -> Pages:
+    assert sampler._kept is not None
+    return sampler._kept[0].pages
+
+
+def test_a_call_like_those_before_captures_nothing_and_answers_the_same(model, recorder):
+    expected, sampler = uncaptured(model, 3), sampler_of(model)
+    assert recorder.runs == 0
+    for _ in range(2):  # what came once in the first call is captured in the second
+        assert sampler.generate(requests_of(3)) == expected
+    assert recorder.captures > 1
+    done, pages = (recorder.runs, recorder.captures), kept_pages(sampler)
+    replays = recorder.replays
+    assert sampler.generate(requests_of(3)) == expected
+    assert (recorder.runs, recorder.captures) == done and recorder.replays > replays
+    assert kept_pages(sampler) is pages and not pages._rows and not pages._links and pages.statistics.reused_tokens == 0
+    pages.check()
+
+
+def test_smaller_calls_share_what_larger_ones_have_and_larger_ones_begin_anew(model, recorder):
+    sampler = sampler_of(model)
+    assert sampler.generate(requests_of(4)) == uncaptured(model, 4)
+    pages = kept_pages(sampler)
+    assert sampler.generate(requests_of(1)) == uncaptured(model, 1) and kept_pages(sampler) is pages
+    assert sampler.generate(requests_of(4)) == uncaptured(model, 4) and kept_pages(sampler) is pages
+    assert sampler.generate(requests_of(6)) == uncaptured(model, 6) and kept_pages(sampler) is not pages
+
+
+def test_other_weights_count_wherever_they_lie(recorder):
+    model, other = small_model(), small_model(seed=4)
+    sampler = sampler_of(model)
+    for _ in range(2):
+        sampler.generate(requests_of(2))
+    pages, captures = kept_pages(sampler), recorder.captures
+    model.load_state_dict(copy.deepcopy(other.state_dict()))
+    expected = uncaptured(other, 2)
+    assert sampler.generate(requests_of(2)) == expected and kept_pages(sampler) is pages  # in place
+    model.load_state_dict(small_model().state_dict(), assign=True)
+    captures = recorder.captures
+    assert sampler.generate(requests_of(2)) == uncaptured(small_model(), 2) != expected
+    assert kept_pages(sampler) is not pages and recorder.captures > captures
+
+
+def test_calls_in_turns_have_memory_of_their_own(model, recorder):
+    expected, sampler = uncaptured(model, 2, batch_size=1), sampler_of(model)
+    sampler.generate(requests_of(2), batch_size=1)
+    streams = [sampler.stream(requests_of(2), batch_size=1) for _ in range(2)]
+    for place in range(2):
+        for stream in streams:
+            assert next(stream) == (place, expected[place])
+    for stream in streams:
+        stream.close()
+    assert sampler.generate(requests_of(2), batch_size=1) == expected
+
+
+def test_memory_is_given_back_when_asked_and_for_calls_that_capture_nothing(model, recorder):
+    sampler = sampler_of(model)
+    sampler.generate(requests_of(1))
+    assert sampler._kept is not None
+    sampler.release()
+    assert sampler._kept is None
+    sampler.generate(requests_of(1))
+    sampler.generate(requests_of(1), graphs=False)
+    assert sampler._kept is None
+
+
+def test_pages_that_were_given_keep_prompts_and_steps_for_the_next_call(model, recorder):
+    pages = Pages(model, page_tokens=8, capacity=4096)
+    sampler, expected = sampler_of(model, pages=pages), uncaptured(model, 3)
+    for _ in range(3):
+        done = recorder.captures
+        assert sampler.generate(requests_of(3)) == expected
+    assert recorder.captures == done and not pages._rows and pages.statistics.reused_tokens > 0
+    pages.check()
+
+
+def test_where_nothing_is_captured_nothing_is_kept(model):
+    sampler = sampler_of(model)
+    assert sampler.generate(requests_of(1))[0].error is None and sampler._kept is None
+
+
+def test_nothing_is_shared_of_pages_that_were_forgotten(model):
+    pages, tokens = Pages(model, page_tokens=8, capacity=256), torch.arange(12, 36)
+    row = pages.open()
+    pages.encode([row], tokens[None], [24])
+    with pytest.raises(AssertionError, match="rows are open"):
+        pages.forget()
+    pages.release(row)
+    pages.forget()
+    pages.check()
+    row = pages.open()
+    assert pages.reuse(row, tokens.tolist()) == 0 and pages.free_tokens() == 256
+    pages.encode([row], tokens[None], [24])
+    pages.check()
