@@ -169,6 +169,14 @@ class Sweep:
         return self.clean.bounds_BT4.shape[1]
 
     @functools.cached_property
+    def joint_BT4(self) -> Tensor:
+        """Spans of all tokens of the call: in the first `columns` of its tokens, and in all of its tokens."""
+        clean, noisy = self.clean.bounds_BT4.clone(), self.noisy.bounds_BT4.clone()
+        clean[..., :2] = 0
+        noisy[..., 2:] += self.clean_tokens
+        return torch.cat([clean, noisy], 1)
+
+    @functools.cached_property
     def padding_BT(self) -> Tensor | None:
         """As in `Spans`, of all tokens of the call."""
         parts = [(each.padding_BT, each.bounds_BT4[..., 0]) for each in (self.clean, self.noisy)]

@@ -65,6 +65,7 @@ class Kernels:
     token_scores: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     log_sums: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     class_stats: Callable[..., Any]
+    sweep_attention: Callable[..., Tensor | None] | None = None  # what `span_attention` gives of a sweep, in one call
     fused: Any = None  # the module `fused.triton`, whose functions do the work of a method below in one launch
 
     # Compositions of the ops above, in one launch where that is there and no gradient is needed.
@@ -156,7 +157,10 @@ def _op(name: str, implementation: str) -> Callable[..., Any]:
 
 
 NATIVE = Kernels(**{name: _op(name, "native") for name in OPS})
-CPU = Kernels(**{name: _op(name, "cpu" if name in IN_C else "native") for name in OPS})
+CPU = Kernels(
+    **{name: _op(name, "cpu" if name in IN_C else "native") for name in OPS},
+    sweep_attention=importlib.import_module("blockdiff.kernels.span_attention.cpu").sweep_attention,
+)
 
 
 def resolve(kernels: str | Kernels = "auto") -> Kernels:

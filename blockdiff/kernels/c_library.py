@@ -71,8 +71,8 @@ def library() -> ctypes.CDLL | None:
     words = shlex.split(os.environ.get("CC", "")) or ["cc"]
     if shutil.which(words[0]) is None:
         return None
-    sources = sorted(HERE.glob("*/cpu.c"))
-    text = b"".join(path.read_bytes() for path in [HERE / "cpu.h", *sources])
+    sources = sorted(HERE.glob("*/cpu*.c"))
+    text = b"".join(path.read_bytes() for path in [*sorted(HERE.rglob("*.h")), *sources])
     for extra in TRIED:
         command = [*words, *FLAGS, *extra, f"-I{HERE}"]
         key = hashlib.sha256("\0".join([*words, *FLAGS, *extra, _machine()]).encode() + text).hexdigest()[:24]

@@ -111,6 +111,10 @@ def attend(
         prefix_k, prefix_v = past if past is not None else (None, None)
         spans = spans if written(past) is None else spans.in_one_run
         return kernels.span_attention(q_BThd, prefix_k, prefix_v, k, v, spans, scale)
+    if kernels.sweep_attention is not None:
+        out = kernels.sweep_attention(q_BThd, k, v, spans, scale)
+        if out is not None:
+            return out
     (clean_q, noisy_q), (clean_k, noisy_k), (clean_v, noisy_v) = (
         x.split([spans.clean_tokens, x.shape[1] - spans.clean_tokens], 1) for x in (q_BThd, k, v)
     )

@@ -1,64 +1,79 @@
-/* The softmax of attention scores within the two spans that each query sees, in place. */
+/* Attention over two spans of keys per query: only what is seen is computed, and no score is kept. */
 
-#include "cpu.h"
+#include "blocks.h"
 
-/* The ends of both spans among the keys of a call, of which `prefix` come before its own. */
-static inline void spans_of(const int32_t *bounds, int64_t prefix, int64_t keys, int64_t ends[4]) {
-    if (!bounds) {
-        ends[0] = 0, ends[1] = keys, ends[2] = ends[3] = keys;
-        return;
+/* Scores become weights relative to the highest score so far; factor: what earlier weights are to be multiplied by. */
+static int weigh(float *scores, int64_t keys, int64_t width, float *peak, float *sum, float *factor) {
+    int is_higher = 0;
+    for (int64_t i = keys; i % 4; i++)
+        for (int64_t l = 0; l < width; l++) scores[i * LANES + l] = NEVER;
+#pragma omp simd reduction(| : is_higher)
+    for (int64_t l = 0; l < width; l++) {
+        float high = peak[l], highs[4] = {high, high, high, high}; /* four, for one would wait for itself */
+        for (int64_t i = 0; i < keys; i += 4) {
+            const float *x = scores + i * LANES + l;
+            EACH(n, 4) highs[n] = highs[n] > x[n * LANES] ? highs[n] : x[n * LANES];
+        }
+        EACH(n, 4) high = high > highs[n] ? high : highs[n];
+        is_higher |= high > peak[l];
+        factor[l] = exp_of(peak[l] - high);
+        peak[l] = high;
     }
-    ends[0] = MAX(bounds[0], 0), ends[1] = MAX(MIN(bounds[1], prefix), ends[0]);
-    ends[2] = prefix + MAX(bounds[2], 0), ends[3] = MAX(MIN(prefix + bounds[3], keys), ends[2]);
-    ends[2] = MIN(ends[2], ends[3]);
-}
-
-static inline float peak_of(const float *x, int64_t lo, int64_t hi, float peak) {
-#pragma omp simd reduction(max : peak)
-    for (int64_t i = lo; i < hi; i++) peak = x[i] > peak ? x[i] : peak;
-    return peak;
-}
-
-static inline float exponentials(float *x, int64_t lo, int64_t hi, float peak, float scale) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = lo; i < hi; i++) {
-        x[i] = exp_of((x[i] - peak) * scale);
-        sum += x[i];
-    }
-    return sum;
-}
-
-/* scores [batch * kv heads, group * queries, keys] become weights; bounds [batch, queries, 4] in lines of the given
-   strides, or no memory where every query sees every key. A query that sees nothing has weights 0. */
-void span_softmax(float *scores, int64_t batch, int64_t kv_heads, int64_t group, int64_t queries, int64_t keys,
-                  int64_t prefix, const int32_t *bounds, int64_t batch_stride, int64_t query_stride, float scale) {
-    int64_t of_batch = kv_heads * group * queries;
-#pragma omp parallel for schedule(static) if (batch * of_batch * keys > MUCH)
-    for (int64_t r = 0; r < batch * of_batch; r++) {
-        float *x = scores + r * keys;
-        int64_t ends[4];
-        spans_of(bounds ? bounds + r / of_batch * batch_stride + r % queries * query_stride : NULL, prefix, keys, ends);
-        float peak = peak_of(x, ends[2], ends[3], peak_of(x, ends[0], ends[1], -INFINITY));
-        float sum = exponentials(x, ends[0], ends[1], peak, scale) + exponentials(x, ends[2], ends[3], peak, scale);
-        float factor = 1.0f / sum;
-        for (int64_t i = 0; i < ends[0]; i++) x[i] = 0;
-        for (int64_t i = ends[0]; i < ends[1]; i++) x[i] *= factor;
-        for (int64_t i = ends[1]; i < ends[2]; i++) x[i] = 0;
-        for (int64_t i = ends[2]; i < ends[3]; i++) x[i] *= factor;
-        for (int64_t i = ends[3]; i < keys; i++) x[i] = 0;
-    }
-}
-
-/* In place: the gradient of the scores from that of the weights. */
-void softmax_backward(float *grad, const float *weights, int64_t rows, int64_t keys, float scale) {
-#pragma omp parallel for schedule(static) if (rows * keys > MUCH)
-    for (int64_t r = 0; r < rows; r++) {
-        float *g = grad + r * keys, dot = 0;
-        const float *w = weights + r * keys;
-#pragma omp simd reduction(+ : dot)
-        for (int64_t i = 0; i < keys; i++) dot += g[i] * w[i];
 #pragma omp simd
-        for (int64_t i = 0; i < keys; i++) g[i] = (g[i] - dot) * w[i] * scale;
+    for (int64_t l = 0; l < width; l++) {
+        float total = 0, high = peak[l];
+        for (int64_t i = 0; i < keys; i++) {
+            float x = exp_of(scores[i * LANES + l] - high);
+            scores[i * LANES + l] = x;
+            total += x;
+        }
+        sum[l] = sum[l] * factor[l] + total;
     }
+    return is_higher;
+}
+
+static void attend_block(const Call *call, Block block, int64_t head, float *out, float *lse) {
+    const Shape *s = call->shape;
+    int64_t dim = s->dim;
+    float across[dim * LANES] __attribute__((aligned(64))), made[LANES * dim] __attribute__((aligned(64)));
+    float scores[(KEYS + SPARE) * LANES] __attribute__((aligned(64)));
+    float peak[LANES], sum[LANES] = {0}, factor[LANES];
+    Lanes lanes;
+    look(call, block, head, &lanes);
+    transpose_rows(lanes.at, lanes.width, dim, call->scale, across);
+    for (int l = 0; l < LANES; l++) peak[l] = NEVER;
+    int is_first = 1;
+    for (int i = 0; i < 2; i++) {
+        int64_t line = s->of[i].token, base = block.batch * s->of[i].batch + head * s->of[i].head;
+        for (int64_t n = lanes.begin[i], keys; n < lanes.end[i]; n += keys, is_first = 0) {
+            keys = MIN(KEYS, lanes.end[i] - n);
+            product_scores(call->k[i] + base + n * line, line, keys, across, lanes.width, dim, scores);
+            hide(&lanes, i, n, keys, scores);
+            if (weigh(scores, keys, lanes.width, peak, sum, factor) && !is_first)
+                for (int64_t r = 0; r < block.rows; r++)
+                    for (int64_t x = 0; x < dim; x++) made[r * dim + x] *= factor[r];
+            clear_spare(scores, keys, lanes.width);
+            product_rows(scores, block.rows, call->v[i] + base + n * line, line, keys, made, dim, !is_first);
+        }
+    }
+    for (int64_t r = 0; r < block.rows; r++) {
+        int64_t to = line_of(s, block, head, r);
+        float one = 1.0f / sum[r];
+        if (is_first) memset(out + to * dim, 0, dim * sizeof *out);
+        else
+            for (int64_t x = 0; x < dim; x++) out[to * dim + x] = made[r * dim + x] * one;
+        if (lse) lse[to] = is_first ? -INFINITY : peak[r] + logf(sum[r]);
+    }
+}
+
+/* out [batch, queries, heads, dim]; lse [batch, queries, heads], or no memory where no backward follows. */
+void span_attention(const int64_t *shape, const float *q, const float *prefix_k, const float *prefix_v, const float *own_k,
+                    const float *own_v, const int32_t *bounds, float scale, float *out, float *lse) {
+    Call call = {(const Shape *)shape, q, {prefix_k, own_k}, {prefix_v, own_v}, bounds, scale};
+    Plan plan = planned(&call);
+    int64_t heads = call.shape->kv_heads, tasks = plan.begin[call.shape->batch] * heads;
+#pragma omp parallel for schedule(dynamic) if (tasks > 1)
+    for (int64_t n = 0; n < tasks; n++) attend_block(&call, plan.blocks[n / heads], n % heads, out, lse);
+    free(plan.blocks);
+    free(plan.begin);
 }

@@ -1,4 +1,4 @@
-"""span_attention with the C functions of cpu.c for small fp32 calls on a CPU: no mask is ever made; else natively."""
+"""span_attention in fp32 on a CPU by the C functions of cpu.c, which touch what queries see and nothing else; else natively."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from blockdiff.kernels.c_library import call, serves
 from blockdiff.kernels.linear import cpu as tiles
 from blockdiff.kernels.span_attention import native
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
-from blockdiff.spans import Spans
+from blockdiff.spans import Spans, Sweep
+
+STEP, LARGEST = 16, 512  # a head has a multiple of so many numbers, and at most so many
+TASKS = 16  # a backward of fewer kv heads, rows times heads of a row, divides the queries of each
 
 
 def span_attention(
@@ -25,90 +28,126 @@ def span_attention(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `native.span_attention`."""
-    inputs = (q_BThd, prefix_k, prefix_v, own_k, own_v)
-    if return_lse or not serves(q_BThd, own_k, own_v):
-        return native.span_attention(*inputs, spans, scale, return_lse)
-    if torch.is_autocast_enabled("cpu"):
-        if not tiles.takes(q_BThd):
-            return native.span_attention(*inputs, spans, scale)
-        with torch.autocast("cpu", enabled=False):  # heads are fp32 here, and stay it
-            return span_attention(*inputs, spans, scale)
-    if isinstance(prefix_k, ReservedTensor):
-        assert isinstance(prefix_v, ReservedTensor)
-        if q_BThd.shape[0] * q_BThd.shape[1] * q_BThd.shape[2] * prefix_k.both_BKSd.shape[2] > native.SMALL_RESERVED:
-            return native.span_attention(*inputs, spans, scale)
-        k, v = prefix_k.joined(own_k), prefix_v.joined(own_v)
-        k_rows, v_rows = k.flatten(0, 1), v.flatten(0, 1)
-        q_rows = native._rows_of_queries(q_BThd, k.shape[1])
-        weights = _weights(q_rows, k_rows, spans, prefix_k.columns, q_BThd.shape, scale)
-        return native._heads_of_rows(torch.bmm(weights, v_rows), *q_BThd.shape[:2])
-    if isinstance(prefix_k, PagedTensor):
-        prefix_k = prefix_k.dense()
-    if isinstance(prefix_v, PagedTensor):
-        prefix_v = prefix_v.dense()
-    assert not isinstance(prefix_v, ReservedTensor)
-    prefix_tokens, (B, T, h, _) = 0 if prefix_k is None else prefix_k.shape[1], q_BThd.shape
-    if B * h * T * (prefix_tokens + own_k.shape[1]) > native.SMALL_SCORES:
-        return native.span_attention(q_BThd, prefix_k, prefix_v, own_k, own_v, spans, scale)
-    k, v = own_k.transpose(1, 2), own_v.transpose(1, 2)
-    if prefix_k is not None and prefix_v is not None and prefix_tokens:
-        k, v = torch.cat([prefix_k.transpose(1, 2), k], 2), torch.cat([prefix_v.transpose(1, 2), v], 2)
-    if torch.is_grad_enabled():
-        return _Attention.apply(q_BThd, k, v, spans, prefix_tokens, scale)
-    return _attend(q_BThd, k, v, spans, prefix_tokens, scale)[0]
+    dense_k, dense_v = _dense(prefix_k), _dense(prefix_v)
+    if return_lse or not _takes(q_BThd, own_k, own_v, dense_k, dense_v):
+        return native.span_attention(q_BThd, prefix_k, prefix_v, own_k, own_v, spans, scale, return_lse)
+    bounds = None if spans.sees_all else spans.bounds_BT4
+    return _attended(q_BThd, dense_k, dense_v, own_k, own_v, bounds, 0, scale, False)
+
+
+def sweep_attention(q_BThd: Tensor, k: Tensor, v: Tensor, sweep: Sweep, scale: float) -> Tensor | None:
+    """Attention of all tokens of a sweep [B, T, h, d] in one call; None where it has to be made of two."""
+    if not _takes(q_BThd, k, v):
+        return None
+    return _attended(q_BThd, None, None, k, v, sweep.joint_BT4, sweep.columns, scale, sweep.stop_gradient)
+
+
+def _takes(q_BThd: Tensor, *tensors: Tensor | None) -> bool:
+    if not serves(q_BThd, *tensors) or q_BThd.shape[-1] % STEP or q_BThd.shape[-1] > LARGEST:
+        return False
+    # under autocast heads are fp32 and stay it where the products around them give fp32
+    return not torch.is_autocast_enabled("cpu") or tiles.takes(q_BThd)
+
+
+def _dense(prefix: PrefixTensor | None) -> Tensor | None:
+    """A prefix as a tensor [B, columns, K, d]; None where there is none."""
+    if isinstance(prefix, ReservedTensor):
+        return prefix.both_BKSd[:, :, : prefix.columns].transpose(1, 2)
+    return prefix.dense() if isinstance(prefix, PagedTensor) else prefix
+
+
+def _attended(q: Tensor, *rest: Any) -> Tensor:
+    tensors = (q, *rest[:4])
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        out: Tensor = _Attention.apply(q, *rest)
+        return out
+    return _Call(q, *rest).forward(None)
+
+
+class _Call:
+    """One call of the C functions: tensors as these read them, and the array that says where what lies.
+
+    columns: how many of the own tokens are the prefix, too, in place of `prefix_k` and `prefix_v`.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        prefix_k: Tensor | None,
+        prefix_v: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        bounds: Tensor | None,
+        columns: int,
+        scale: float,
+        *_: Any,
+    ):
+        (B, T, h, d), K = q.shape, k.shape[2]
+        self.q, self.scale, self.bounds = q if q.stride(3) == 1 else q.contiguous(), scale, bounds
+        self.k, self.v = _alike(k, v)
+        self.prefix_k, self.prefix_v = self.k, self.v
+        self.tokens = columns, k.shape[1]
+        if prefix_k is not None and prefix_v is not None:
+            self.prefix_k, self.prefix_v = _alike(prefix_k, prefix_v)
+            self.tokens = prefix_k.shape[1], k.shape[1]
+        if bounds is not None and bounds.stride(2) != 1:
+            self.bounds = bounds.contiguous()
+        self.chunks = max(1, -(-TASKS // max(1, B * K)))
+        self.shape_B = B, K, d
+        self.places = torch.tensor(
+            [
+                *(B, T, K, h // K, d, self.chunks),
+                *self.q.stride()[:3],
+                *((0, 0) if self.bounds is None else self.bounds.stride()[:2]),
+                *(self.tokens[0], *self.prefix_k.stride()[:3], k.shape[1] if columns else self.tokens[0]),
+                *(self.tokens[1], *self.k.stride()[:3], self.tokens[1]),
+            ]
+        )
+
+    def inputs(self) -> tuple[Tensor | float | None, ...]:
+        """What both functions begin with."""
+        return (self.places, self.q, self.prefix_k, self.prefix_v, self.k, self.v, self.bounds, self.scale)
+
+    def forward(self, lse: Tensor | None) -> Tensor:
+        """The output [B, T, h, d]; `lse` [B, T, h] gets the log-sum-exp of the scores."""
+        out = self.q.new_empty(self.q.shape)
+        call("span_attention", *self.inputs(), out, lse)
+        return out
 
 
 class _Attention(torch.autograd.Function):
-    """Scores as one [B*K, g*T, keys] batched product: queries of a group share their key head without repeats."""
+    """Scores are not kept: the backward makes them again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q_BThd: Tensor, k: Tensor, v: Tensor, spans: Spans, prefix_tokens: int, scale: float
-    ) -> Tensor:
-        out, saved = _attend(q_BThd, k, v, spans, prefix_tokens, scale)
-        ctx.save_for_backward(*saved)
-        ctx.scale, ctx.shape = scale, q_BThd.shape
+    def forward(ctx: Any, q: Tensor, *rest: Any) -> Tensor:
+        made = _Call(q, *rest)
+        lse = q.new_empty(q.shape[:3])
+        out = made.forward(lse)
+        prefix_k, prefix_v, k, v, bounds, *ctx.rest = rest
+        ctx.save_for_backward(q, prefix_k, prefix_v, k, v, bounds, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_BThd: Tensor) -> tuple[Tensor | None, ...]:
-        q_rows, k_rows, v_rows, weights = ctx.saved_tensors
-        B, T, h, d = ctx.shape
-        K, keys = k_rows.shape[0] // B, k_rows.shape[1]
-        grad_rows = native._rows_of_queries(grad_BThd, K)
-        grad_v = torch.bmm(weights.transpose(1, 2), grad_rows)
-        grad_scores = torch.bmm(grad_rows, v_rows.transpose(1, 2))
-        call("softmax_backward", grad_scores, weights, weights.numel() // keys, keys, ctx.scale)
-        grad_q = torch.bmm(grad_scores, k_rows)
-        grad_k = torch.bmm(grad_scores.transpose(1, 2), q_rows)
-        grad_k, grad_v = (g.view(B, K, keys, d) for g in (grad_k, grad_v))
-        return grad_q.view(B, h, T, d).transpose(1, 2), grad_k, grad_v, None, None, None
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = ctx.saved_tensors
+        q, prefix_k, _, k, v, _ = inputs
+        columns, _, stop_gradient = ctx.rest
+        made = _Call(*inputs, *ctx.rest)
+        grad_q = torch.empty_like(out)
+        grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
+        of_prefix: tuple[Tensor | None, Tensor | None] = None, None
+        if columns and not stop_gradient:
+            of_prefix = grad_k, grad_v
+        elif prefix_k is not None and any(ctx.needs_input_grad[1:3]):
+            of_prefix = prefix_k.new_empty(prefix_k.shape), prefix_k.new_empty(prefix_k.shape)
+        B, K, d = made.shape_B
+        partial = q.new_empty(B * K * made.chunks * 2 * sum(made.tokens) * d) if made.chunks > 1 else None
+        grads = (grad_q, *of_prefix, grad_k, grad_v)
+        call("span_attention_backward", *made.inputs(), grad_out.contiguous(), out, lse, *grads, partial)
+        returned = of_prefix if prefix_k is not None else (None, None)
+        return grad_q, *returned, grad_k, grad_v, None, None, None, None
 
 
-def _attend(
-    q_BThd: Tensor, k: Tensor, v: Tensor, spans: Spans, prefix_tokens: int, scale: float
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output for keys and values [B, K, keys, d], and what its backward needs.
-
-    Queries that see nothing have zero weights and so zero gradients.
-    """
-    (B, T), K = q_BThd.shape[:2], k.shape[1]
-    q_rows = native._rows_of_queries(q_BThd, K)
-    k_rows, v_rows = (x.flatten(0, 1).contiguous() for x in (k, v))
-    weights = _weights(q_rows, k_rows, spans, prefix_tokens, q_BThd.shape, scale)
-    return native._heads_of_rows(torch.bmm(weights, v_rows), B, T), (q_rows, k_rows, v_rows, weights)
-
-
-def _weights(
-    q_rows: Tensor, k_rows: Tensor, spans: Spans, prefix_tokens: int, shape: tuple[int, ...], scale: float
-) -> Tensor:
-    """The weight of every key [B*K, group*T, keys]."""
-    (B, T, h, _), (heads, keys) = shape, k_rows.shape[:2]
-    weights, K = torch.bmm(q_rows, k_rows.transpose(1, 2)), heads // B
-    bounds: Tensor | None = None
-    strides = (0, 0)
-    if not spans.sees_all:
-        bounds = spans.bounds_BT4 if spans.bounds_BT4.stride(2) == 1 else spans.bounds_BT4.contiguous()
-        strides = (bounds.stride(0) if bounds.shape[0] > 1 else 0, bounds.stride(1) if bounds.shape[1] > 1 else 0)
-    call("span_softmax", weights, B, K, h // K, T, keys, prefix_tokens, bounds, *strides, scale)
-    return weights
+def _alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values whose tokens and heads lie equally far apart, with the numbers of a head side by side."""
+    return (k, v) if k.stride() == v.stride() and k.stride(3) == 1 else (k.contiguous(), v.contiguous())
