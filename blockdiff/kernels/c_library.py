@@ -1,7 +1,8 @@
 """The C functions of the ops: compiled once on each machine, kept in the user's cache, and called with bare pointers.
 
 A small model's step on a CPU is mostly walks over tensors that torch makes one operator at a time; the `cpu.c` of an op
-makes them in one. Nothing here is needed: without a C compiler the native ops run.
+makes them in one, and attention touches only what queries see. Nothing here is needed: without a C compiler the native
+ops run.
 """
 
 from __future__ import annotations

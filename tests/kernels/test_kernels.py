@@ -246,19 +246,18 @@ def attention_case(T: int, P: int, group: int, dtype: torch.dtype, d: int = 8) -
 PATHS = ["materialised", "sdpa", "pieces", "lse"]
 
 
-def attend(
-    kernels: Kernels, path: str, monkeypatch: Any, inputs: list[Tensor | None], spans: Spans, scale: float
-) -> Any:
+def attend(path: str, monkeypatch: Any, inputs: list[Tensor | None], spans: Spans, scale: float) -> Any:
+    """By the native op; the C functions have a file of their own."""
     monkeypatch.setattr(attention_native, "SMALL_SCORES", 1 << 40 if path == "materialised" else -1)
     for name in ("LONG_KEYS", "LONG_MASK"):
         monkeypatch.setattr(attention_native, name, -1 if path == "pieces" else 1 << 40)
     for name, small in (("MASK", 100), ("LEAST_QUERIES", 3), ("PROBED_QUERIES", 2)):
         monkeypatch.setattr(attention_pieces, name, small)
-    return kernels.span_attention(*inputs, spans, scale, return_lse=path == "lse")  # type: ignore[arg-type]
+    return NATIVE.span_attention(*inputs, spans, scale, return_lse=path == "lse")
 
 
 def compare_attention(
-    kernels: Kernels, path: str, monkeypatch: Any, inputs: list[Tensor], spans: Spans, scale: float, tolerance: float
+    path: str, monkeypatch: Any, inputs: list[Tensor], spans: Spans, scale: float, tolerance: float
 ) -> None:
     """Outputs and gradients in the inputs' dtype against the reference in fp64; empty rows exactly 0."""
     wide = [x.detach().double().requires_grad_() for x in inputs]
@@ -267,8 +266,8 @@ def compare_attention(
     if inputs[1].shape[1] == 0 and path != "lse":
         given[1] = given[2] = None  # no prefix may be given as None or as no keys
     with torch.no_grad():
-        quick = attend(kernels, path, monkeypatch, given, spans, scale)
-    result = attend(kernels, path, monkeypatch, given, spans, scale)
+        quick = attend(path, monkeypatch, given, spans, scale)
+    result = attend(path, monkeypatch, given, spans, scale)
     out, lse = result if path == "lse" else (result, None)
     is_empty = ~spans.dense(inputs[1].shape[1], inputs[3].shape[1]).any(-1)
     assert out.dtype == inputs[0].dtype and relative(out, truth) < tolerance
@@ -294,69 +293,69 @@ def compare_attention(
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("group", [1, 2, 8])
 @pytest.mark.parametrize("T,P", [(1, 0), (1, 9), (7, 0), (7, 5), (17, 40), (63, 31)])
-def test_span_attention_matches_its_reference_on_any_spans(kernels, T, P, group, path, monkeypatch):
+def test_span_attention_matches_its_reference_on_any_spans(T, P, group, path, monkeypatch):
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 5e-6)):
         spans = random_spans(2, T, P, seed=T + P)
         inputs = attention_case(T, P, group, dtype)
-        compare_attention(kernels, path, monkeypatch, inputs, spans, 0.7, tolerance)
+        compare_attention(path, monkeypatch, inputs, spans, 0.7, tolerance)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("T", [7, 63])
-def test_span_attention_of_packed_documents_in_windows(kernels, T, window, path, monkeypatch):
+def test_span_attention_of_packed_documents_in_windows(T, window, path, monkeypatch):
     inputs = attention_case(T, 0, 2, torch.float32)
-    compare_attention(kernels, path, monkeypatch, inputs, packed(2, T, window), 1.0, 5e-6)
+    compare_attention(path, monkeypatch, inputs, packed(2, T, window), 1.0, 5e-6)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_span_attention_without_a_mask_equals_seeing_everything(kernels, path, monkeypatch):
+def test_span_attention_without_a_mask_equals_seeing_everything(path, monkeypatch):
     inputs = attention_case(7, 5, 2, torch.float64)
     bounds = torch.tensor([0, 5, 0, 7], dtype=torch.int32).expand(2, 7, 4)
     whole = Spans(bounds, sees_all=True)
     truth, _ = attention_reference.span_attention(*inputs, Spans(bounds), 1.0)
-    out = attend(kernels, path, monkeypatch, list(inputs), whole, 1.0)
+    out = attend(path, monkeypatch, list(inputs), whole, 1.0)
     assert relative(out[0] if path == "lse" else out, truth) < 1e-12
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_rows_that_see_nothing_are_zero_even_when_all_of_them_do(kernels, path, monkeypatch):
+def test_rows_that_see_nothing_are_zero_even_when_all_of_them_do(path, monkeypatch):
     inputs = attention_case(7, 5, 2, torch.float32)
-    compare_attention(kernels, path, monkeypatch, inputs, Spans(torch.zeros(2, 7, 4, dtype=torch.int32)), 1.0, 1e-6)
+    compare_attention(path, monkeypatch, inputs, Spans(torch.zeros(2, 7, 4, dtype=torch.int32)), 1.0, 1e-6)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_unseen_keys_may_hold_anything_finite(kernels, path, monkeypatch):
+def test_unseen_keys_may_hold_anything_finite(path, monkeypatch):
     q, *kv = (x.detach() for x in attention_case(7, 5, 2, torch.float32))
     spans = Spans(torch.tensor([1, 3, 2, 6], dtype=torch.int32).expand(2, 7, 4))
-    before = attend(kernels, path, monkeypatch, [q, *kv], spans, 1.0)
+    before = attend(path, monkeypatch, [q, *kv], spans, 1.0)
     for prefix, own in (kv[0:3:2], kv[1:4:2]):
         prefix[:, [0, 3, 4]], own[:, [0, 1, 6]] = 1e4, 1e4
-    after = attend(kernels, path, monkeypatch, [q, *kv], spans, 1.0)
+    after = attend(path, monkeypatch, [q, *kv], spans, 1.0)
     for x, y in zip(before, after, strict=True):
         assert torch.equal(x, y)
 
 
-def test_span_attention_takes_strided_inputs(kernels, monkeypatch):
+def test_span_attention_takes_strided_inputs(monkeypatch):
     inputs = attention_case(17, 9, 2, torch.float64)
     spans = random_spans(2, 17, 9, seed=3)
-    truth = attend(kernels, "materialised", monkeypatch, list(inputs), spans, 1.0)
+    truth = attend("materialised", monkeypatch, list(inputs), spans, 1.0)
     strided = [torch.stack([x, x], -1)[..., 0] for x in inputs]
     strided[0] = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)
     assert not any(x.is_contiguous() for x in strided)
     for path in ("materialised", "sdpa", "pieces"):
-        assert relative(attend(kernels, path, monkeypatch, list(strided), spans, 1.0), truth) < 1e-12
+        assert relative(attend(path, monkeypatch, list(strided), spans, 1.0), truth) < 1e-12
 
 
-def test_span_attention_under_autocast_computes_in_one_dtype(kernels, monkeypatch):
+def test_span_attention_under_autocast_computes_in_one_dtype(monkeypatch):
     """There cos and sin leave q and k in fp32, while v comes from a projection in bf16."""
     inputs = attention_case(7, 5, 2, torch.float32)
     spans = random_spans(2, 7, 5, seed=1)
-    truth = attend(kernels, "materialised", monkeypatch, list(inputs), spans, 1.0)
+    truth = attend("materialised", monkeypatch, list(inputs), spans, 1.0)
     dtypes = [torch.float32, *[torch.float32, torch.bfloat16] * 2]
     mixed = [x.detach().to(dtype).requires_grad_() for x, dtype in zip(inputs, dtypes, strict=True)]
     with torch.autocast("cpu", torch.bfloat16):
-        out = attend(kernels, "materialised", monkeypatch, list(mixed), spans, 1.0)
+        out = attend("materialised", monkeypatch, list(mixed), spans, 1.0)
     out.float().sum().backward()
     assert out.dtype == torch.bfloat16
     assert relative(out, truth) < 0.02
@@ -666,7 +665,14 @@ def test_the_c_functions_are_built_where_there_is_a_compiler_and_left_out_where_
     assert torch.equal(CPU.rms_norms(x, (None,), EPS)[0], NATIVE.rms_norms(x, (None,), EPS)[0])
 
 
-def test_the_library_is_built_again_for_other_sources_and_kept_for_the_same(monkeypatch, tmp_path):
+@pytest.fixture
+def quick_builds(monkeypatch):
+    """The library without optimisation, for tests that build it and do not call it."""
+    flags = [flag for flag in c_library.FLAGS if flag != "-O3"]
+    monkeypatch.setattr(c_library, "FLAGS", (*flags, "-O0"))
+
+
+def test_the_library_is_built_again_for_other_sources_and_kept_for_the_same(monkeypatch, tmp_path, quick_builds):
     if c_library.library() is None:
         return
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -681,7 +687,7 @@ def test_the_library_is_built_again_for_other_sources_and_kept_for_the_same(monk
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
-def test_a_process_leaves_no_directory_of_its_own_behind(has_cache, tmp_path, monkeypatch):
+def test_a_process_leaves_no_directory_of_its_own_behind(has_cache, tmp_path, monkeypatch, quick_builds):
     if c_library.library() is None:
         return
     own = tmp_path / "own"

@@ -1,4 +1,7 @@
-"""span_attention in fp32 on a CPU by the C functions of cpu.c, which touch what queries see and nothing else; else natively."""
+"""span_attention in fp32 on a CPU by the C functions of cpu.c and cpu_backward.c, which touch only what queries see.
+
+Everything else runs natively.
+"""
 
 from __future__ import annotations
 

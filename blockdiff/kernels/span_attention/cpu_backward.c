@@ -40,24 +40,25 @@ static void turn_back_block(const Call *call, Block block, int64_t head, const f
     float made[LANES * dim] __attribute__((aligned(64)));
     float scores[(KEYS + SPARE) * LANES] __attribute__((aligned(64)));
     float grads[(KEYS + SPARE) * LANES] __attribute__((aligned(64)));
-    float sums[LANES] = {0}, dots[LANES] = {0};
-    const float *grad_at[LANES];
+    float sums[LANES], dots[LANES] = {0};
+    const float *grad_at[LANES], *out_at[LANES];
     Lanes lanes;
     look(call, block, head, &lanes);
     for (int64_t r = 0; r < lanes.width; r++) {
-        grad_at[r] = zeros;
-        if (r >= block.rows) continue;
-        int64_t at = line_of(s, block, head, r);
-        const float *g = grad_at[r] = grad_out + at * dim, *o = out + at * dim;
-        float dot = 0;
-#pragma omp simd reduction(+ : dot)
-        for (int64_t x = 0; x < dim; x++) dot += g[x] * o[x];
-        sums[r] = lse[at], dots[r] = dot;
+        int64_t at = r < block.rows ? line_of(s, block, head, r) : 0;
+        grad_at[r] = r < block.rows ? grad_out + at * dim : zeros;
+        out_at[r] = r < block.rows ? out + at * dim : zeros;
+        sums[r] = r < block.rows ? lse[at] : 0;
     }
     load_rows(lanes.at, lanes.width, dim, q);
     load_rows(grad_at, lanes.width, dim, grad);
-    transpose_rows(lanes.at, lanes.width, dim, call->scale, q_across);
     transpose_rows(grad_at, lanes.width, dim, 1.0f, grad_across);
+    transpose_rows(out_at, lanes.width, dim, 1.0f, q_across);
+    /* in the order of the products below: of a query that sees one key, both are the same to the bit */
+    for (int64_t x = 0; x < dim; x++)
+#pragma omp simd
+        for (int64_t l = 0; l < lanes.width; l++) dots[l] += q_across[x * LANES + l] * grad_across[x * LANES + l];
+    transpose_rows(lanes.at, lanes.width, dim, call->scale, q_across);
     int is_first = 1;
     for (int i = 0; i < 2; i++) {
         int64_t line = s->of[i].token, base = block.batch * s->of[i].batch + head * s->of[i].head;
