@@ -1,9 +1,9 @@
 """Chooses the tiles of blockdiff/kernels/tiles.json: `python -m benchmarks.tune`, on a GPU.
 
-For every line of the GPU's architecture the tiles around the present one that fit into its memory are timed, each
-kernel by itself, and the fastest is written. Without a GPU, `--architecture 86` chooses by what the kernels compile to:
-the largest tile, no larger than that of sm_90, that fits, spills nothing and executes no product twice. The file says
-of each architecture on what machine, when and how its lines were chosen.
+For every line of attention over spans and of experts the tiles around the present one that fit into the GPU's memory
+are timed, each kernel by itself, and the fastest is written. Without a GPU, `--architecture 86` chooses by what the
+kernels compile to: the largest tile, no larger than that of sm_90, that fits, spills nothing and executes no product
+twice. The file says of each architecture on what machine, when and how its lines were chosen.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def experts(tokens: int, dtype: torch.dtype) -> None:
 
 
 def problems() -> list[Problem]:
-    """Every line of the table, those first whose sizes others have to have."""
+    """The lines of the table that are chosen here, those first whose sizes others have to have."""
     found = []
     keys = "span_attention_backward_keys"
     for head, kv_heads in ((64, 8), (128, 8), (256, 8), (512, 2)):
