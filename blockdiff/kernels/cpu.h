@@ -42,3 +42,25 @@ static inline void add_up(const float *partial, int64_t width, float *out) {
     for (int64_t b = 0; b < BLOCKS; b++)
         for (int64_t i = 0; i < width; i++) out[i] += partial[b * width + i];
 }
+
+/* One side of a product: lines (rows of the left, columns of the right side) of numbers, one for each step of the sum.
+   A number stands at line * by_line + step * by_step; where there are slots, line or step n stands where slot[n] / k
+   would. */
+typedef struct {
+    const float *at;
+    int64_t by_line, by_step;
+    const int64_t *line_slot, *step_slot;
+    int64_t k;
+} Lines;
+
+/* out (row, column) = the sum over steps of left (row, step) right (column, step), or that added to what is there.
+   `more` is another product of the same size, which is added to it; only its sides and steps count. */
+typedef struct Product {
+    Lines left, right;
+    float *out;
+    int64_t stride, rows, columns, steps, adds;
+    const struct Product *more;
+} Product;
+
+/* Make all of them, in any order, shared out over the threads; every sum is made in an order of its own. */
+void multiply(const Product *products, int64_t count);

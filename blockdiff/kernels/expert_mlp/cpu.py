@@ -17,6 +17,7 @@ from blockdiff.kernels.c_library import BLOCKS, call, serves
 from blockdiff.kernels.expert_mlp import native
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.linear import cpu as tiles
+from blockdiff.kernels.linear import products
 
 KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that cpu.c has
 
@@ -48,44 +49,63 @@ class _Groups(native._Groups):
         call("combine_slots", y_M, self.place_Nk, N, self.k, self.rows, D, out)
         return out
 
-    def product(self, x_M: Tensor, weights_E: Any) -> Tensor:
-        """See `native._Groups.product`."""
-        if not isinstance(weights_E, Tensor) or not self.in_tiles:
-            return super().product(x_M, weights_E)
+    def rows_of(self, x_ND: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows of x for the slots as the products take them: a copy of each, or x and where they are to be gathered."""
+        return (x_ND, self.slot) if products.are_fast() and not self.in_tiles else (self.gather(x_ND), None)
+
+    def product(
+        self, x: Tensor, weights_E: Any, slot: Tensor | None = None, out_M: Tensor | None = None
+    ) -> Tensor:
+        """Rows of x (as `rows_of` gives them) times their expert's matrix [in, out]; with `out_M` added to that."""
         (E, depth, wide), (apart, *by) = weights_E.shape, weights_E.stride()
-        if not tiles.is_worth(self.of_expert, depth, wide) or 1 not in by:
-            return super().product(x_M, weights_E)
-        out = x_M.new_empty(x_M.shape[0], wide)
-        call("linear_grouped", x_M, self.ends_E, E, depth, weights_E, apart, *by, wide, out)
+        out = x.new_empty(self.rows, wide) if out_M is None else out_M
+        if out_M is None and self.in_tiles and tiles.is_worth(self.of_expert, depth, wide) and 1 in by:
+            call("linear_grouped", x, self.ends_E, E, depth, weights_E, apart, *by, wide, out)
+        elif products.are_fast():
+            of_weights = (weights_E, apart, *by, wide, int(out_M is not None))
+            call("product_grouped", x, slot, self.k, self.ends_E, E, depth, *of_weights, out)
+        else:
+            for e, lo, hi in self.bounds():
+                torch.addmm(out[lo:hi], x[lo:hi], weights_E[e], beta=int(out_M is not None), out=out[lo:hi])
         return out
 
     def add_low_rank(
-        self, out_M: Tensor | None, x_M: Tensor, first_E: Tensor | None, second_E: Tensor | None
+        self,
+        out_M: Tensor | None,
+        x: Tensor,
+        first_E: Tensor | None,
+        second_E: Tensor | None,
+        slot: Tensor | None = None,
     ) -> Tensor | None:
         """See `native._Groups.add_low_rank`: added where it stands; without `out_M` only A x is made."""
         if first_E is None or second_E is None:
             return None
-        between_M, first = self.product(x_M, first_E.transpose(1, 2)), 0
+        between_M = self.product(x, first_E.transpose(1, 2), slot)
         if out_M is not None:
-            for e, end in enumerate(self.ends):
-                if first < end:
-                    out_M[first:end].addmm_(between_M[first:end], second_E[e].t())
-                first = end
+            self.product(between_M, second_E.transpose(1, 2), None, out_M)
         return between_M
 
-    def outer(self, left_M: Tensor, right_M: Tensor, like: Tensor) -> Tensor:
-        """Per expert left^T right: the gradient of its matrix."""
-        grad, first = torch.empty_like(like), 0
+    def outer(
+        self,
+        left: Tensor,
+        right: Tensor,
+        like: Tensor,
+        left_slot: Tensor | None = None,
+        right_slot: Tensor | None = None,
+    ) -> Tensor:
+        """Per expert left^T right of rows as `rows_of` gives them: the gradient of its matrix."""
+        grad = torch.empty(like.shape, dtype=like.dtype)
         E, wide, depth = like.shape
         if self.in_tiles and tiles.is_worth(self.of_expert, wide, depth):
-            call("linear_grouped_backward", left_M, self.ends_E, E, wide, right_M, depth, grad)
-            return grad
-        for e, end in enumerate(self.ends):
-            if first < end:
-                torch.mm(left_M[first:end].t(), right_M[first:end], out=grad[e])
-            else:
-                grad[e].zero_()
-            first = end
+            call("linear_grouped_backward", left, self.ends_E, E, wide, right, depth, grad)
+        elif products.are_fast():
+            sides = (left, left_slot, right, right_slot, self.k)
+            call("product_grouped_outer", *sides, self.ends_E, E, wide, depth, grad)
+        else:
+            first = 0
+            for e, end in enumerate(self.ends):
+                torch.mm(left[first:end].t(), right[first:end], out=grad[e])
+                first = end
         return grad
 
 
@@ -108,10 +128,10 @@ class _ExpertMLP(torch.autograd.Function):
         down_B: Tensor | None,
     ) -> Tensor:
         groups = _Groups(index_Nk, gate_up_EFD.shape[0], in_tiles)
-        x_MD = groups.gather(x_ND)
-        h = groups.product(x_MD, gate_up_EFD.transpose(1, 2))
-        between_h = groups.add_low_rank(h, x_MD, gate_up_A, gate_up_B)
-        del x_MD
+        x, slot = groups.rows_of(x_ND)
+        h = groups.product(x, gate_up_EFD.transpose(1, 2), slot)
+        between_h = groups.add_low_rank(h, x, gate_up_A, gate_up_B, slot)
+        del x
         weight_M = weight_Nk.reshape(-1).index_select(0, groups.slot)
         a = _gated_halves(h, weight_M, kind)
         y = groups.product(a, down_EDF.transpose(1, 2))
@@ -127,18 +147,19 @@ class _ExpertMLP(torch.autograd.Function):
         gate_up_A, gate_up_B, down_A, down_B, between_h, between_y = low_rank
         groups: _Groups = ctx.groups
         grads: list[Tensor | None] = [None] * 11
-        grad_y = groups.gather(grad_ND.contiguous())
-        grad_a = groups.product(grad_y, down_EDF)
-        grad_between_y = groups.add_low_rank(grad_a, grad_y, _transposed(down_B), _transposed(down_A))
+        grad_y, slot = groups.rows_of(grad_ND.contiguous())
+        grad_a = groups.product(grad_y, down_EDF, slot)
+        grad_between_y = groups.add_low_rank(grad_a, grad_y, _transposed(down_B), _transposed(down_A), slot)
         grad_h, rows, width = torch.empty_like(h), h.shape[0], grad_a.shape[1]
         of_weight_M, a = torch.empty_like(weight_M), grad_a  # one row after the other takes the place of its gradient
         (gate, up), (of_gate, of_up) = h.chunk(2, -1), grad_h.chunk(2, -1)
         line = (rows, width, 2 * width, weight_M, ctx.kind)
         call("gated_backward", grad_a, gate, up, *line, of_gate, of_up, 2 * width, of_weight_M, a)
         if ctx.needs_input_grad[2]:
-            grads[2] = groups.outer(grad_y, a, down_EDF)
+            grads[2] = groups.outer(grad_y, a, down_EDF, slot)
         if grad_between_y is not None:
-            grads[9:11] = groups.outer(grad_between_y, a, down_A), groups.outer(grad_y, between_y, down_B)
+            grads[9] = groups.outer(grad_between_y, a, down_A)
+            grads[10] = groups.outer(grad_y, between_y, down_B, slot)
         del grad_y, grad_a, a, grad_between_y
         grad_rows = groups.product(grad_h, gate_up_EFD) if ctx.needs_input_grad[0] else None
         grad_between_h = groups.add_low_rank(grad_rows, grad_h, _transposed(gate_up_B), _transposed(gate_up_A))
@@ -146,11 +167,12 @@ class _ExpertMLP(torch.autograd.Function):
             grads[0] = groups.sum_of_slots(grad_rows)
             del grad_rows
         if ctx.needs_input_grad[1] or grad_between_h is not None:
-            x_MD = groups.gather(x_ND)
+            x, slot = groups.rows_of(x_ND)
             if ctx.needs_input_grad[1]:
-                grads[1] = groups.outer(grad_h, x_MD, gate_up_EFD)
+                grads[1] = groups.outer(grad_h, x, gate_up_EFD, None, slot)
             if grad_between_h is not None:
-                grads[7:9] = groups.outer(grad_between_h, x_MD, gate_up_A), groups.outer(grad_h, between_h, gate_up_B)
+                grads[7] = groups.outer(grad_between_h, x, gate_up_A, None, slot)
+                grads[8] = groups.outer(grad_h, between_h, gate_up_B)
         if ctx.needs_input_grad[4]:
             flat = weight_M.new_zeros(groups.slots).index_copy_(0, groups.slot, of_weight_M)
             grads[4] = flat.view_as(groups.place_Nk)
