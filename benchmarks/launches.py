@@ -28,6 +28,7 @@ from benchmarks.models import Size
 from blockdiff.kernels import launch as launching
 from blockdiff.kernels.span_attention import triton as attention
 from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.models.pages import Pages
 
 FREE = ("view", "reshape", "transpose", "t.", "unsqueeze", "expand", "slice", "select", "split", "detach", "empty",
@@ -84,15 +85,18 @@ def launches_left_out() -> Iterator[Counter[str]]:
 class DenoisingStep:
     """One step of one canvas, of a model with so many layers of one kind before its last one.
 
-    preset: whose sizes it has, without memory for them (None: sizes at which arithmetic takes no time).
+    preset: whose sizes it has, without memory for them (None: sizes at which arithmetic takes no time). quantize: "fp8"
+    or "fp8-dynamic", None = weights like others.
     """
 
-    def __init__(self, kind: str, layers: int, preset: str | None = None):
+    def __init__(self, kind: str, layers: int, preset: str | None = None, quantize: str | None = None):
         layer_types = [KINDS[kind]] * layers + [KINDS["full"]]
         dtype = torch.float32 if preset is None else torch.bfloat16
         with torch.device("cpu" if preset is None else "meta"):
             config = small_config(layer_types) if preset is None else config_of(preset, layer_types)
             self.model = DiffusionGemma(config, kernels="triton").to(dtype).eval()
+            if quantize is not None:
+                put_in_fp8(self.model, fp8_layers(self.model), rounds_inputs=quantize == "fp8-dynamic")
         self.pages = Pages(self.model, capacity=4096)
         self.row = self.pages.open()
         self.pages.encode([self.row], torch.arange(3, 24)[None], [21])
@@ -111,12 +115,14 @@ class Commit(DenoisingStep):
 
 
 @torch.no_grad()
-def counted(kind: str, work: type[DenoisingStep] = DenoisingStep) -> tuple[Counter[str], Counter[str]]:
+def counted(
+    kind: str, work: type[DenoisingStep] = DenoisingStep, quantize: str | None = None
+) -> tuple[Counter[str], Counter[str]]:
     """Launches, and torch's operations, that one layer more makes in a step."""
     counts = []
     with launches_left_out() as launched, patch.object(launching, "asks_torch", lambda: False):
         for layers in (1, 2):
-            step = work(kind, layers)
+            step = work(kind, layers, quantize=quantize)
             step()
             launched.clear()
             with Operations() as operations:

@@ -17,6 +17,7 @@ from blockdiff.checkpoint.adapter_config import config_of, low_rank_of, require_
 from blockdiff.checkpoint.adapter_names import PREFIX, WEIGHTS, Part, hub_module, parts_in, peft_names
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.checkpoint.files import GENERATION, find, read_json
+from blockdiff.checkpoint.fp8 import FORM, form_of
 from blockdiff.checkpoint.fused_adapters import apart, fused
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation
@@ -79,7 +80,8 @@ def save_adapter(
             with whole_directory(target) as fresh:
                 config = json.dumps(config_of(model, base), indent=2, sort_keys=True)
                 (fresh / CONFIG).write_text(config + "\n", encoding="utf-8")
-                write_stream(fresh / WEIGHTS, sources, {"format": "pt"})
+                form = form_of(model)
+                write_stream(fresh / WEIGHTS, sources, {"format": "pt"} | ({} if form is None else {FORM: form}))
                 if tokenizer is not None:
                     tokenizer.save_pretrained(fresh)
                 if generation is not None:

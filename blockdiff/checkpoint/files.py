@@ -244,6 +244,16 @@ def tensors_in(file: Path) -> dict[str, Stored]:
         raise CheckpointError(f"{file}: truncated or not a safetensors file ({first_line(error)})") from error
 
 
+def metadata_in(file: Path) -> Mapping[str, str]:
+    """What a safetensors file says of itself. Raises CheckpointError."""
+    require_regular(file)
+    try:
+        with safe_open(file, framework="pt", device="cpu") as handle:
+            return handle.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: truncated or not a safetensors file ({first_line(error)})") from error
+
+
 def _stored(file: Path, part: Any) -> Stored:
     shape, dtype = tuple(part.get_shape()), part.get_dtype()
     return Stored(file, shape, dtype, math.prod(shape) * WIDTH.get(dtype, 1))

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from blockdiff.checkpoint.adapter_names import WEIGHTS as ADAPTER_WEIGHTS
 from blockdiff.checkpoint.assembled import Assembled, assembled
-from blockdiff.checkpoint.files import stored_tensors
+from blockdiff.checkpoint.files import metadata_in, stored_tensors
 from blockdiff.checkpoint.stream import Source
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
@@ -25,6 +26,7 @@ from blockdiff.models.fp8 import fp8_layers, layers_in_fp8
 
 # What weights can be asked for in; None: as they are stored. With fp8-dynamic products take their inputs in fp8, too.
 FORMS = ("fp8", "fp8-dynamic", "none")
+FORM = "base_weights"  # the entry of an adapter's file that says it of the weights below
 
 
 def check_quantize(quantize: str | None) -> None:
@@ -77,6 +79,24 @@ def rounds_inputs(config: Any, quantize: str | None) -> bool:
 def _said(config: Any) -> Mapping[str, Any]:
     said = getattr(config, "quantization_config", None)
     return said if isinstance(said, Mapping) else {}
+
+
+def form_of(model: BlockDiffusionModel) -> str | None:
+    """What gives a model its weights as they are, all that can be in fp8; None of one with others in fp8, or none."""
+    layers = layers_in_fp8(model)
+    if not layers or not layers.keys() >= set(fp8_layers(model)):
+        return None
+    return "fp8-dynamic" if any(layer.rounds_inputs for layer in layers.values()) else "fp8"
+
+
+def form_below(directory: str | Path) -> str | None:
+    """The form of the weights that the adapter in a directory was trained over; None where it says nothing: as they are
+    stored, or it is not ours. Raises CheckpointError.
+    """
+    file = Path(directory).expanduser() / ADAPTER_WEIGHTS
+    form = metadata_in(file).get(FORM) if file.exists() else None
+    check_quantize(form)
+    return form
 
 
 def described(model: BlockDiffusionModel) -> dict[str, Any] | None:

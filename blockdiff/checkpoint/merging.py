@@ -15,13 +15,13 @@ from blockdiff.checkpoint.adapters import base_of, check_parts, has_adapter, loa
 from blockdiff.checkpoint.added import read_added
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import find
-from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers, rounds_inputs
+from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers, form_below, rounds_inputs
 from blockdiff.checkpoint.read import carried_by, empty, resolve_device, resolve_dtype, stored_fp8, stored_weights
 from blockdiff.checkpoint.stream import Source
 from blockdiff.checkpoint.write import save
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.native import quantised
+from blockdiff.kernels.fp8.native import decoded, quantised
 from blockdiff.layers.fp8 import SCALE
 from blockdiff.layers.lora import AdaptedExperts, merged
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapters_of
@@ -49,7 +49,8 @@ def export(
     checkpoint. peft: write the adapters alone, in PEFT's format, for the checkpoint `base` (None: the one that the
     adapter names). dtype: of what is written ("auto": as it is stored). device: where the sums are made. quantize: as
     in `load`; weights in fp8 that an adapter is added to are fp8 no more, unless it says so: much of what the adapter
-    has learnt would be rounded away. Raises CheckpointError.
+    has learnt would be rounded away. One that was trained over rounded weights is added to these. Raises
+    CheckpointError.
     """
     check_quantize(quantize)
     place = find(source)
@@ -58,9 +59,12 @@ def export(
     beside = find(adapter) if adapter is not None else place if has_adapter(place) else None
     weights = find(base_of(place)) if adapter is None and beside is not None else place
     model = empty(read_config(weights), "torch")
+    below = None if beside is None else form_below(beside)
     if peft:
         if beside is None:
             raise CheckpointError(f"{source}: has no adapters to write in PEFT's format; name some with --adapter")
+        if below is not None:
+            put_in_fp8(model, chosen_layers(model, weights, below), rounds_inputs(model.config, below))
         load_adapter(model, beside)
         return save_adapter(model, directory, base or (base_of(beside) if adapter is None else str(source)))
     stored = stored_weights(model, weights)
@@ -73,7 +77,8 @@ def export(
     sums: dict[str, Source] = {}
     if beside is not None:
         model.carried = model.carried.over(beside)
-        sums = _sums(empty(model.config, "torch"), stored, beside, kept, resolve_device(device))
+        rounded_below = {} if below is None else _rounded(model, weights, below)
+        sums = _sums(empty(model.config, "torch"), stored | rounded_below, beside, kept, resolve_device(device))
     sources = stored | sums
 
     @functools.lru_cache(maxsize=2)
@@ -86,7 +91,8 @@ def export(
         read = partial(latest, name) if is_in_pieces else lambda: sources[name].read().to(kept)
         return Source(sources[name].shape, kept, read)
 
-    layers = chosen_layers(model, weights, quantize)
+    asked = quantize or below
+    layers = chosen_layers(model, weights, asked)
     if quantize is None:
         layers = [layer for layer in layers if not any(name.startswith(layer + ".") for name in sums)]
     leaves = [f"{layer}.{leaf}" for layer in layers for leaf, _ in model.get_submodule(layer).named_parameters()]
@@ -96,13 +102,28 @@ def export(
     def rounded(name: str) -> Fp8:
         return quantised(sums[name].read()) if name in sums else read_fp8(name)
 
-    put_in_fp8(model, layers, rounds_inputs(model.config, quantize))
+    put_in_fp8(model, layers, rounds_inputs(model.config, asked))
     written = {name: source_of(name) for name in sources if name not in leaves}
     for name in leaves:
         shape = sources[name].shape
         written[name] = Source(shape, torch.uint8, partial(_part, rounded, name, 0))
         written[name + SCALE] = Source((*shape[:-1], 1), torch.float32, partial(_part, rounded, name, 1))
     return save(model, directory, weights=written)
+
+
+def _rounded(model: BlockDiffusionModel, directory: Path, form: str) -> dict[str, Source]:
+    """The weights that a form rounds to fp8, decoded, each when it is asked for."""
+    read, found = stored_fp8(model, directory), {}
+    for layer in chosen_layers(model, directory, form):
+        for leaf, parameter in model.get_submodule(layer).named_parameters(recurse=False):
+            name = f"{layer}.{leaf}"
+            value = partial(_decoded, read, name)
+            found[name] = Source(tuple(parameter.shape), torch.float32, value)
+    return found
+
+
+def _decoded(read: Callable[[str], Fp8], name: str) -> Tensor:
+    return decoded(read(name), torch.float32)
 
 
 def _part(read: Callable[[str], Fp8], name: str, part: int) -> Tensor:

@@ -18,7 +18,7 @@ from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shape
 from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_fp8
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_blocks, stored_tensors
-from blockdiff.checkpoint.fp8 import chosen_layers, rounds_inputs
+from blockdiff.checkpoint.fp8 import chosen_layers, form_below, rounds_inputs
 from blockdiff.checkpoint.stream import Source
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
@@ -47,12 +47,15 @@ def load(
     place of the model's, whose name it then brings. Settings and tokenizer beside the adapter go before the model's.
     quantize: "fp8" rounds the weights of linear layers and experts to fp8, one tensor after the other, and lets them
     stand still; with "fp8-dynamic" their products take inputs in fp8, too, every token with a scale of its own; "none"
-    makes what is stored in fp8 weights like others; None leaves each as it is stored.
+    makes what is stored in fp8 weights like others; None leaves each as it is stored, below an adapter as it was
+    trained over them.
     """
     directory = find(path_or_hub_id)
     if adapter is None and has_adapter(directory):
         directory, adapter = find(base_of(directory)), directory
     hollow = empty(read_config(directory), kernels, model)
+    if quantize is None and adapter is not None:
+        quantize = form_below(adapter)
     put_in_fp8(hollow, chosen_layers(hollow, directory, quantize), rounds_inputs(hollow.config, quantize))
     loaded = load_weights(hollow, directory, dtype, device)
     if adapter is not None:

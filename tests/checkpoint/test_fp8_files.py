@@ -127,6 +127,33 @@ def test_adapters_train_over_layers_that_round_their_inputs(base):
     assert grads and all(grad is not None and grad.isfinite().all() and grad.any() for grad in grads.values())
 
 
+@pytest.mark.parametrize("form", ["fp8", "fp8-dynamic"])
+def test_an_adapter_brings_the_form_of_the_weights_that_it_was_trained_over(base, tmp_path, form):
+    model = load(base, quantize=form)
+    adapt(model, targets(model, {"attention": LowRank(2, 4.0)}))
+    draw_adapters(model, 0, torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name))).mul_(0.1)
+    adapter = checkpoint.save_adapter(model, tmp_path / "adapter", str(base))
+    truth = hidden(model)
+    again = checkpoint.export(base, tmp_path / "peft", adapter, peft=True)
+    for loaded in (load(adapter), load(base, adapter=adapter), load(again)):
+        assert torch.equal(hidden(loaded), truth)
+    assert not layers_in_fp8(load(adapter, quantize="none"))
+    # what has an adapter is fp8 no more, the others are what they were trained as
+    merged = load(checkpoint.export(base, tmp_path / "merged", adapter))
+    layers = layers_in_fp8(merged)
+    assert layers and not any(".attention." in name for name in layers)
+    wanted = load(adapter)
+    blockdiff.merge(wanted)
+    assert torch.equal(merged.get_parameter(Q), wanted.get_parameter(Q))
+    assert torch.equal(hidden(merged), hidden(wanted))
+    plain = load(checkpoint.export(base, tmp_path / "none", adapter, quantize="none"))
+    assert not layers_in_fp8(plain) and torch.equal(plain.get_parameter(Q), wanted.get_parameter(Q))
+
+
 def test_what_is_in_fp8_can_be_weights_like_others_again(base, written, tmp_path):
     rounded, plain = load(base, quantize="fp8"), load(written, quantize="none")
     assert not layers_in_fp8(plain) and plain.state_dict().keys() == load(base).state_dict().keys()

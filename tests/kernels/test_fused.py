@@ -187,6 +187,16 @@ def test_a_layer_of_a_denoising_step_and_of_a_commit_is_eleven_launches_and_six_
             assert set(operations) == {"aten.mm.default"} and sum(operations.values()) <= 6, operations
 
 
+def test_a_layer_in_fp8_launches_as_much_as_one_in_bf16():
+    """What is torch's product there is one of our launches; rounding inputs adds one for each of them."""
+    (plain, products), (in_fp8, operations) = (counted("sliding", quantize=form) for form in (None, "fp8"))
+    assert sum(in_fp8.values()) + sum(operations.values()) == sum(plain.values()) + sum(products.values())
+    assert in_fp8 - plain == Counter(fp8_product=5) and not plain - in_fp8 and not operations
+    dynamic, operations = counted("sliding", quantize="fp8-dynamic")
+    assert dynamic - in_fp8 == Counter(fp8_round_rows=6, fp8_product=2)
+    assert in_fp8 - dynamic == Counter(gated_product=1)
+
+
 def test_a_layer_of_a_commit_copies_no_keys_and_values():
     """At the released model's sizes; they are written into their pages where they are normed and turned."""
     assert [copied_bytes(kind) for kind in ("sliding", "full")] == [0, 0]

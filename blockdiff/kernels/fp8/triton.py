@@ -26,9 +26,9 @@ DECODE = Tile(16, 256, warps=4)
 
 
 def parts_of(weight: Tensor | Fp8) -> tuple[Tensor, Tensor | None]:
-    """A weight as kernels take it: codes as int8 with their scales [..., out], or what is no fp8 and None."""
+    """A weight as kernels take it: codes as int8 with their scales, or what is no fp8 and None."""
     if isinstance(weight, Fp8):
-        return weight.codes.view(torch.int8), weight.scale.squeeze(-1)
+        return weight.codes.view(torch.int8), weight.scale
     return weight, None
 
 
@@ -67,7 +67,7 @@ def _fp8_linear(
     if of_x is not None and of_rows is not None and torch_multiplies_fp8(x, K, F):
         if N:
             pair = of_x.view(torch.float8_e4m3fn), codes.view(torch.float8_e4m3fn).t()
-            torch._scaled_mm(*pair, scale_a=of_rows[:, None], scale_b=scale[None], out_dtype=x.dtype, out=out)
+            torch._scaled_mm(*pair, scale_a=of_rows[:, None], scale_b=scale.view(1, F), out_dtype=x.dtype, out=out)
         return
     if of_x is None and N > FEW_ROWS:
         torch.mm(x, _decoded(codes, scale, x).t(), out=out)
