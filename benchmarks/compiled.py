@@ -137,10 +137,17 @@ def fused(dtype: torch.dtype) -> None:
     for d, kv_heads in ((256, 8), (512, 2)):
         q, keys = torch.zeros(1, N, 16, d, dtype=dtype), torch.zeros(1, N, kv_heads, d, dtype=dtype)
         cos = torch.zeros(1, N, d, dtype=dtype)
-        fused_ops.attention_heads(q, keys, keys, w[:d], w[:d], cos, cos, eps)
+        of_heads = q, keys, keys, w[:d], w[:d], cos, cos, eps, "plain", True
+        fused_ops.attention_heads(*of_heads)
         pages = BlockTable(torch.zeros(1, 2, dtype=torch.int32), torch.full((1,), N), N, 128, torch.arange(N))
         into = PagedTensor(torch.zeros(4, 128, kv_heads, d, dtype=dtype), pages)
-        fused_ops.attention_heads(q, keys, keys, w[:d], w[:d], cos, cos, eps, (into, into))
+        fused_ops.attention_heads(*of_heads, (into, into))
+    # MiniMax M3: half of a head turns; its heads, and those of its indexer; and heads of Qwen3 and Llama
+    q, keys, cos, whole = (torch.zeros(1, N, *shape, dtype=dtype) for shape in ((64, 128), (4, 128), (64,), (128,)))
+    for norm in ("cast", "none"):
+        fused_ops.attention_heads(q, keys, keys, w[:128], w[:128], whole, whole, eps, norm, False)
+    fused_ops.attention_heads(q, keys, keys, w[:128], w[:128], cos, cos, eps, "centred", False)
+    fused_ops.attention_heads(q[:, :, :4], keys[:, :, :1], None, w[:128], w[:128], cos, cos, eps, "centred", False)
     fused_ops.residual_norms(x, x, w, (w, w, None), eps)
     of_experts = torch.empty(E, D, dtype=dtype), torch.zeros(E, dtype=dtype)
     index, weight = fused_ops.routed_tokens(x[0], w, D**-0.5, *of_experts, k)

@@ -71,20 +71,13 @@ class Kernels:
     # Compositions of the ops above, in one launch where that is there and no gradient is needed.
 
     def attention_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
-        into: tuple[PagedTensor, ...] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Heads [B, T, heads, d]: queries and keys as `norm_rope` gives them, values normed without weight.
-
-        into: pages for the keys and for the values, which are written there; then none are returned, [B, 0, K, d].
-        """
+        self, q: Tensor, *rest: Any, into: tuple[PagedTensor, ...] | None
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """What `layers.attention.heads` gives, in one launch; None where that is not there."""
+        heads: tuple[Tensor, Tensor, Tensor | None] | None = None
         if self._is_fused(q):
-            heads: tuple[Tensor, Tensor, Tensor]
-            heads = self.fused.attention_heads(q, k, v, q_weight, k_weight, cos, sin, eps, into)
-            return heads
-        (v,) = self.rms_norms(v, (None,), eps)
-        q, k = self.norm_rope(q, q_weight, cos, sin, eps), self.norm_rope(k, k_weight, cos, sin, eps)
-        return (q, k, v) if into is None else (q, into[0].write(k), into[1].write(v))
+            heads = self.fused.attention_heads(q, *rest, into)
+        return heads
 
     def residual_norms(
         self, x: Tensor, y: Tensor, weight: Tensor, weights: Sequence[Tensor | None], eps: float

@@ -9,7 +9,7 @@ from blockdiff.kernels import Kernels
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, written
 from blockdiff.layers.linear import product, weight_of
 from blockdiff.layers.members import submodule
-from blockdiff.layers.norm import RMSNorm
+from blockdiff.layers.norm import RMSNorm, form_of
 from blockdiff.layers.rope import turned
 from blockdiff.spans import Spans, Sweep
 
@@ -83,18 +83,39 @@ class Attention(nn.Module):
         q = made[0].view(B, T, self.heads, self.head_dim)
         raw_k = made[1].view(B, T, self.kv_heads, self.head_dim)
         v = raw_k if self.v_proj is None else made[2].view(B, T, self.kv_heads, self.head_dim)
-        if self.norms_values and type(self.q_norm) is RMSNorm and type(self.k_norm) is RMSNorm:
-            weights = self.q_norm.weight, self.k_norm.weight
-            return self.kernels.attention_heads(q, raw_k, v, *weights, *rope, self.eps, into)
-        if self.norms_values:
-            (v,) = self.kernels.rms_norms(v, (None,), self.eps)
-        q, k = normed_and_turned(q, self.q_norm, rope), normed_and_turned(raw_k, self.k_norm, rope)
-        return (q, k, v) if into is None else (q, into[0].write(k), into[1].write(v))
+        norms, norms_values = (self.q_norm, self.k_norm), self.norms_values
+        q, k, values = heads(self.kernels, q, raw_k, v, norms, rope, self.eps, norms_values, into)
+        assert values is not None
+        return q, k, values
 
 
-def normed_and_turned(x_BThd: Tensor, norm: RMSNorm | None, rope: tuple[Tensor, Tensor]) -> Tensor:
+def heads(
+    kernels: Kernels, q_BThd: Tensor, k: Tensor, v: Tensor | None, norms: tuple[RMSNorm | None, RMSNorm | None],
+    rope: tuple[Tensor, Tensor], eps: float, norms_values: bool = False, into: tuple[PagedTensor, ...] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Queries and keys after their norms and RoPE, values as they are or normed without weight; in one op where it is
+    there.
+
+    k, v: [B, T, K, d] (v None: there are none); into: pages for keys and values, which are written there; then none are
+    returned, [B, 0, K, d].
+    """
+    forms = [form_of(norm) for norm in norms]
+    if forms[0] is not None and forms[0] == forms[1]:
+        weights = (None if norm is None else norm.weight for norm in norms)
+        made = kernels.attention_heads(q_BThd, k, v, *weights, *rope, eps, forms[0], norms_values, into=into)
+        if made is not None:
+            return made
+    if norms_values and v is not None:
+        (v,) = kernels.rms_norms(v, (None,), eps)
+    q, k = (_normed_and_turned(x, norm, rope) for x, norm in zip((q_BThd, k), norms, strict=True))
+    if into is None:
+        return q, k, v
+    return q, into[0].write(k), None if v is None else into[1].write(v)
+
+
+def _normed_and_turned(x_BThd: Tensor, norm: RMSNorm | None, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Heads after their norm and RoPE, in one op where that is there."""
-    if norm is not None and norm.is_plain:
+    if norm is not None and form_of(norm) == "plain":
         return norm.kernels.norm_rope(x_BThd, norm.weight, *rope, norm.eps)
     return turned(x_BThd if norm is None else norm(x_BThd), *rope)
 

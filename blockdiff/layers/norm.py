@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,6 @@ class RMSNorm(nn.Module):
     """RMSNorm over the last axis in fp32; the weight multiplies directly (no +1)."""
 
     neutral = 1.0  # the weight that changes nothing
-    is_plain = True  # whether the weight multiplies as it is, before the cast
     weight: Tensor = parameter()
 
     def __init__(self, dim: int, eps: float, kernels: Kernels):
@@ -32,8 +33,6 @@ class RMSNorm(nn.Module):
 class CastRMSNorm(RMSNorm):
     """RMSNorm as Llama has it: normed in fp32, cast to x's dtype, and then multiplied by the weight."""
 
-    is_plain = False
-
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:  # where casting changes nothing
             return super().forward(x)
@@ -44,7 +43,20 @@ class ZeroCentredRMSNorm(RMSNorm):
     """RMSNorm whose weight is added to 1: `x * rsqrt(mean(x^2) + eps) * (1 + w)`, all in fp32."""
 
     neutral = 0.0
-    is_plain = False
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norms(x, (1.0 + self.weight.float(),), self.eps)[0]
+
+
+# How a norm applies its weight, by what it computes with: whoever overrides that has none of these forms.
+FORMS: dict[Any, str] = {
+    RMSNorm.forward: "plain",
+    CastRMSNorm.forward: "cast",
+    ZeroCentredRMSNorm.forward: "centred",
+    None: "none",
+}
+
+
+def form_of(norm: RMSNorm | None) -> str | None:
+    """The form of a norm; "none" without one, None for a form of somebody's own."""
+    return FORMS.get(None if norm is None else type(norm).forward)

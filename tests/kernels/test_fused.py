@@ -14,6 +14,8 @@ from benchmarks.launches import Commit, DenoisingStep, copied_bytes, counted
 from blockdiff.kernels import NATIVE, Kernels, launch, resolve
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
+from blockdiff.layers.attention import heads
+from blockdiff.layers.norm import CastRMSNorm, RMSNorm, ZeroCentredRMSNorm
 from blockdiff.layers.rope import angles, default_frequencies
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,10 +44,25 @@ def assert_close(got: Any, truth: Any) -> None:
         assert error < FP32, float(error)
 
 
-@pytest.mark.parametrize(("h", "K", "d"), [(4, 2, 16), (3, 1, 6), (8, 2, 32)])
-@pytest.mark.parametrize("layout", ["own", "sliced", "shared"])
-def test_heads_are_normed_and_turned_in_one(fused, h, K, d, layout):
-    """Also as slices of one product, and where values are the raw keys."""
+class OwnNorm(RMSNorm):
+    """A norm of which the kernel knows nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def norms_of(norm: type[RMSNorm] | None, d: int, kernels: Kernels) -> tuple[RMSNorm | None, RMSNorm | None]:
+    """Norms of queries and of keys with weights that count."""
+    if norm is None:
+        return None, None
+    made = norm(d, EPS, kernels), norm(d, EPS, kernels)
+    for n, each in enumerate(made):
+        each.weight = torch.nn.Parameter(draw(d, seed=5 + n))
+    return made
+
+
+def drawn_heads(h: int, K: int, d: int, layout: str = "own", r: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    """Queries, keys and values of 2 rows of 5 tokens; and RoPE of their first r numbers (0: all)."""
     B, T = 2, 5
     if layout == "sliced":
         parts = draw(B, T, (h + 2 * K) * d).split([h * d, K * d, K * d], -1)
@@ -53,52 +70,76 @@ def test_heads_are_normed_and_turned_in_one(fused, h, K, d, layout):
     else:
         q, k, v = (draw(B, T, heads, d, seed=n) for n, heads in enumerate((h, K, K)))
         v = k if layout == "shared" else v
-    rope = angles(torch.arange(T).expand(B, T) + 3, default_frequencies(d, 1e4), torch.float32)
-    weights = draw(d, seed=5), draw(d, seed=6)
+    rope = angles(torch.arange(T).expand(B, T) + 3, default_frequencies(r or d, 1e4), torch.float32)
+    return [q, k, v], [x.to(DEVICE) for x in rope]
+
+
+@pytest.mark.parametrize(("h", "K", "d"), [(4, 2, 16), (3, 1, 6), (8, 2, 32)])
+@pytest.mark.parametrize("layout", ["own", "sliced", "shared"])
+def test_heads_are_normed_and_turned_in_one(fused, h, K, d, layout):
+    """Also as slices of one product, and where values are the raw keys."""
+    tensors, rope = drawn_heads(h, K, d, layout)
     got, truth = (
-        kernels.attention_heads(q, k, v, *weights, *(x.to(DEVICE) for x in rope), EPS) for kernels in (fused, NATIVE)
+        heads(kernels, *tensors, norms_of(RMSNorm, d, kernels), rope, EPS, True) for kernels in (fused, NATIVE)
     )
     assert_close(got, truth)
 
 
-@pytest.mark.parametrize(("h", "K", "d"), [(4, 2, 16), (3, 1, 6)])
-@pytest.mark.parametrize("layout", ["own", "shared"])
-def test_heads_are_written_into_their_pages_and_nowhere_else(fused, h, K, d, layout):
-    """As norm, RoPE and a copy to the tokens' places; tokens of padding share one place, which nobody reads."""
-    (B, T), P = (2, 5), 4
-    q, k, v = (draw(B, T, heads, d, seed=n) for n, heads in enumerate((h, K, K)))
-    v = k if layout == "shared" else v
-    rope = [x.to(DEVICE) for x in angles(torch.arange(T).expand(B, T), default_frequencies(d, 1e4), torch.float32)]
-    inputs = q, k, v, draw(d, seed=5), draw(d, seed=6), *rope, EPS
-    places = torch.tensor([22, 23, 24, 25, 26, 9, 8, 10, 4, 4], device=DEVICE)  # 4: a page that padding spills to
-    table = torch.zeros(B, 1, dtype=torch.int32, device=DEVICE)
+@pytest.mark.parametrize("norm", [None, CastRMSNorm, ZeroCentredRMSNorm, OwnNorm])
+@pytest.mark.parametrize(("d", "r"), [(16, 16), (16, 8), (24, 6)])
+@pytest.mark.parametrize("has_values", [True, False])
+def test_heads_of_every_family_are_one_launch(fused, norm, d, r, has_values, monkeypatch):
+    """Norms in all forms or none, part of a head turned, values as they are or none; but not a norm of one's own."""
+    launched: list[str] = []
+    start = launch.Launch.__call__
+
+    def noted(self: Any, *arguments: Any) -> None:
+        launched.append(self.kernel.__name__)
+        start(self, *arguments)
+
+    monkeypatch.setattr(launch.Launch, "__call__", noted)
+    (q, k, v), rope = drawn_heads(4, 2, d, r=r)
     found = []
     for kernels in (fused, NATIVE):
-        pages = BlockTable(table, table[:, 0], P, P, places)
-        pools = [torch.full((7, P, K, d), torch.nan, device=DEVICE) for _ in range(2)]
-        out, *own = kernels.attention_heads(*inputs, tuple(PagedTensor(pool, pages) for pool in pools))
-        assert [x.shape for x in own] == [(B, 0, K, d)] * 2
-        found.append([out, *pools])
-    kept = places[places != 4]
-    whole = NATIVE.attention_heads(*inputs)
-    for one, truth in zip(found[0][1:], whole[1:], strict=True):
-        assert_close([one.flatten(0, 1)[kept]], [truth.flatten(0, 1)[places != 4]])
-    assert_close([found[0][0], *(x.flatten(0, 1)[kept] for x in found[0][1:])],
-                 [found[1][0], *(x.flatten(0, 1)[kept] for x in found[1][1:])])  # fmt: skip
-    for pool in found[0][1:]:
-        rest = pool.flatten(0, 1)[[n for n in range(7 * P) if n not in places.tolist()]]
-        assert rest.isnan().all()
+        out = heads(kernels, q, k, v if has_values else None, norms_of(norm, d, kernels), rope, EPS)
+        assert (out[2] is None) is not has_values
+        found.append([x for x in out if x is not None])
+    assert_close(*found)
+    assert (launched == ["attention_heads"]) is (norm is not OwnNorm) and "attention_heads" not in launched[1:]
+
+
+@pytest.mark.parametrize("norm", [ZeroCentredRMSNorm, OwnNorm])
+@pytest.mark.parametrize("layout", ["own", "shared", "no values"])
+@pytest.mark.parametrize(("h", "K", "d", "r"), [(4, 2, 16, 16), (3, 1, 6, 6), (4, 2, 16, 8)])
+def test_heads_are_written_into_their_pages_and_nowhere_else(fused, h, K, d, r, layout, norm):
+    """As norm, RoPE and a copy to the tokens' places; tokens of padding share one place, which nobody reads."""
+    B, P, (tensors, rope) = 2, 4, drawn_heads(h, K, d, layout, r)
+    tensors = [*tensors[:2], None] if layout == "no values" else tensors
+    places = torch.tensor([22, 23, 24, 25, 26, 9, 8, 10, 4, 4], device=DEVICE)  # 4: a page that padding spills to
+    table = torch.zeros(B, 1, dtype=torch.int32, device=DEVICE)
+    pages, count = BlockTable(table, table[:, 0], P, P, places), 1 if tensors[2] is None else 2
+    pools = tuple(PagedTensor(torch.full((7, P, K, d), torch.nan, device=DEVICE), pages) for _ in range(count))
+    norms_values = norm is ZeroCentredRMSNorm
+    out, *own = heads(fused, *tensors, norms_of(norm, d, fused), rope, EPS, norms_values, pools)
+    truth, *whole = heads(NATIVE, *tensors, norms_of(norm, d, NATIVE), rope, EPS, norms_values)
+    assert_close([out], [truth])
+    rest = [n for n in range(7 * P) if n not in places.tolist()]
+    for nothing, pool, all_of in zip(own, pools, whole, strict=False):
+        assert nothing.shape == (B, 0, K, d)
+        held = pool.pool_NPKd.flatten(0, 1)
+        assert_close([held[places[places != 4]]], [all_of.flatten(0, 1)[places != 4]])
+        assert held[rest].isnan().all()
 
 
 def test_torch_knows_which_pages_are_written_to():
     (B, T, d), places = (1, 3, 16), torch.tensor([5, 6, 4])
-    heads = [draw(B, T, 2, d, seed=n).cpu() for n in range(3)]
-    inputs = *heads, draw(d).cpu(), draw(d).cpu(), *torch.zeros(2, B, T, d), EPS
-    checks = ("test_schema", "test_faketensor")
-    arguments = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in (*inputs, *torch.zeros(2, 2, 4, 2, d), places)]
-    torch.library.opcheck(torch.ops.blockdiff.attention_heads_into, tuple(arguments), test_utils=checks)
-    written = [a.alias_info is not None for a in torch.ops.blockdiff.attention_heads_into.default._schema.arguments]
-    assert written == [False] * 8 + [True, True, False]
+    inputs = [draw(B, T, 2, d, seed=n) for n in range(3)], draw(d), draw(d), torch.zeros(2, B, T, d, device=DEVICE)
+    pages = torch.zeros(2, 2, 4, 2, d, device=DEVICE)
+    arguments = *inputs[0], *inputs[1:3], *inputs[3], EPS, "plain", True, *pages, places.to(DEVICE)
+    op, checks = torch.ops.blockdiff.attention_heads_into, ("test_schema", "test_faketensor")
+    torch.library.opcheck(op, arguments, test_utils=checks)
+    written = [a.name for a in op.default._schema.arguments if a.alias_info is not None]
+    assert written == ["k_pages", "v_pages"]
 
 
 @pytest.mark.parametrize("D", [16, 44])

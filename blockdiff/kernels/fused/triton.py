@@ -7,6 +7,7 @@ does not serve.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,42 +41,48 @@ def serves(x: Tensor) -> bool:
 
 @op("attention_heads")
 def _attention_heads(
-    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Queries [B, T, h, d], keys and values [B, T, K, d], dense."""
-    outs = empty(q), empty(k), empty(v)
+    q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    eps: float, norm: str, norms_values: bool,
+) -> Iterator[list[Tensor]]:  # fmt: skip
+    """Queries [B, T, h, d], keys and values [B, T, K, d], dense; norm: as the kernel has it."""
+    heads = [x for x in (q, k, v) if x is not None]
+    outs = [empty(x) for x in heads]
     yield outs
-    _launch_heads((q, k, v), outs, None, q_weight, k_weight, cos, sin, eps)
+    _launch_heads(heads, outs, None, q_weight, k_weight, cos, sin, eps, norm, norms_values)
 
 
 @op("attention_heads_into", mutates=("k_pages", "v_pages"))
 def _attention_heads_into(
-    q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
-    k_pages: Tensor, v_pages: Tensor, places: Tensor,
+    q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    eps: float, norm: str, norms_values: bool, k_pages: Tensor, v_pages: Tensor | None, places: Tensor,
 ) -> Iterator[Tensor]:  # fmt: skip
     """Queries alone; keys and values go into pools [pages, P, K, d], to `places` int64 [B * T], counted in tokens."""
+    heads, pages = ([x for x in both if x is not None] for both in ((q, k, v), (k_pages, v_pages)))
     out = empty(q)
     yield out
-    _launch_heads((q, k, v), (out, k_pages, v_pages), places, q_weight, k_weight, cos, sin, eps)
+    _launch_heads(heads, [out, *pages], places, q_weight, k_weight, cos, sin, eps, norm, norms_values)
 
 
 def _launch_heads(
-    heads: tuple[Tensor, Tensor, Tensor], outs: tuple[Tensor, Tensor, Tensor], places: Tensor | None, q_weight: Tensor,
-    k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float,
+    heads: list[Tensor], outs: list[Tensor], places: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
+    cos: Tensor, sin: Tensor, eps: float, norm: str, norms_values: bool,
 ) -> None:  # fmt: skip
     """Fill what queries, keys and values are written to."""
-    (B, T, h, d), K = heads[0].shape, heads[1].shape[2]
+    (B, T, h, d), K, turned = heads[0].shape, heads[1].shape[2], cos.shape[-1]
     # a token's heads are neighbours in what a product gives, whole or sliced: rows and tokens are then one axis
     tensors, strides = zip(*map(_of_tokens, heads), strict=True)
-    arguments = tensors, strides, outs, places, q_weight, k_weight, cos.contiguous(), sin.contiguous(), B * T, eps
-    _attention_heads_of(B * T, h, K, d)(*arguments)
+    arguments = tensors, strides, tuple(outs), places, q_weight, k_weight, cos.contiguous(), sin.contiguous()
+    _attention_heads_of(B * T, h, K * (len(heads) - 1), K, d, turned, norm, norms_values)(*arguments, B * T, eps)
 
 
 @of_sizes
-def _attention_heads_of(N: int, h: int, K: int, d: int) -> Launch:
-    tile = elementwise(d // 2)
-    grid = tile.grid(N)[0], h + 2 * K
-    return Launch(kernels.attention_heads, grid, QUERIES=h, KEYS=K, D=d, **tile.options)
+def _attention_heads_of(
+    N: int, h: int, others: int, K: int, d: int, turned: int, norm: str, norms_values: bool
+) -> Launch:
+    rest = power_of_2(d - turned) if d > turned else 0
+    tile = replace(elementwise(max(turned // 2, rest)), columns=power_of_2(turned // 2))
+    constants = dict(QUERIES=h, KEYS=K, D=d, TURNED=turned, NORM=norm, NORMS_VALUES=norms_values, REST=rest)
+    return Launch(kernels.attention_heads, (tile.grid(N)[0], h + others), **constants, **tile.options)
 
 
 def _of_tokens(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -158,15 +165,18 @@ def _gated_product_of(
 
 
 def attention_heads(
-    q_BThd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, q_weight: Tensor, k_weight: Tensor, cos_BTd: Tensor,
-    sin_BTd: Tensor, eps: float, into: tuple[PagedTensor, ...] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Queries and keys normed and turned, values normed; keys and values into their pages, where these are given."""
-    inputs = q_BThd, k_BTKd, v_BTKd, q_weight, k_weight, cos_BTd, sin_BTd, eps
+    q_BThd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
+    cos_BTr: Tensor, sin_BTr: Tensor, eps: float, norm: str, norms_values: bool,
+    into: tuple[PagedTensor, ...] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """What `layers.attention.heads` gives, with a norm of that form; its values are None where it gets none."""
+    inputs = q_BThd, k_BTKd, v_BTKd, q_weight, k_weight, cos_BTr, sin_BTr, eps, norm, norms_values
     if into is None:
-        return _attention_heads(*inputs)
-    k_pages, v_pages, places = into[0].pool_NPKd, into[1].pool_NPKd, into[0].pages.own_N
-    return _attention_heads_into(*inputs, k_pages, v_pages, places), k_BTKd[:, :0], v_BTKd[:, :0]
+        q, k, *v = _attention_heads(*inputs)
+        return q, k, v[0] if v else None
+    k_pages, v_pages = into[0].pool_NPKd, None if v_BTKd is None else into[1].pool_NPKd
+    q = _attention_heads_into(*inputs, k_pages, v_pages, into[0].pages.own_N)
+    return q, k_BTKd[:, :0], None if v_BTKd is None else v_BTKd[:, :0]
 
 
 def residual_norms(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels, resolve
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor, written
-from blockdiff.layers.attention import KV, Attention, Past, normed_and_turned
+from blockdiff.layers.attention import KV, Attention, Past, heads
 from blockdiff.layers.experts import Experts, SigmoidRouter
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import ZeroCentredRMSNorm
@@ -68,12 +68,19 @@ class MiniMaxM3Indexer(nn.Module):
         self.k_norm = MiniMaxM3RMSNorm(self.head_dim, text.rms_norm_eps, kernels)
 
     @torch.no_grad()
-    def forward(self, x_BTD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Index queries [B, T, H, d] and keys [B, T, 1, d] of tokens, normed and turned, without gradient."""
+    def forward(
+        self, x_BTD: Tensor, rope: Rope, into: tuple[PagedTensor, ...] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Index queries [B, T, H, d] and keys [B, T, 1, d] of tokens, normed and turned, without gradient.
+
+        into: the page tensor that keys are written into; then none are returned, [B, 0, 1, d].
+        """
         B, T, _ = x_BTD.shape
         q = self.q_proj(x_BTD).view(B, T, self.heads, self.head_dim)
         k = self.k_proj(x_BTD).view(B, T, 1, self.head_dim)
-        return normed_and_turned(q, self.q_norm, rope), normed_and_turned(k, self.k_norm, rope)
+        norms = self.q_norm, self.k_norm
+        q, k, _ = heads(self.q_norm.kernels, q, k, None, norms, rope, self.q_norm.eps, into=into)
+        return q, k
 
 
 class MiniMaxM3Attention(Attention):
@@ -112,9 +119,7 @@ class MiniMaxM3Attention(Attention):
             return super().forward(x_BTD, rope, spans, past)
         into = written(past)
         q, k, v = self.heads_of(x_BTD, rope, into)
-        idx_q, idx_k = self.indexer(x_BTD, rope)
-        if into is not None:
-            idx_k = into[2].write(idx_k)
+        idx_q, idx_k = self.indexer(x_BTD, rope, None if into is None else into[2:])
         if isinstance(spans, Sweep):
             n = spans.clean_tokens
             prefix = [x[:, : min(n, spans.columns)] for x in (k, v, idx_k)]
