@@ -42,3 +42,15 @@ def buffer() -> Any:
 def submodule() -> Any:
     """A submodule that every call reads."""
     return Member("_modules")
+
+
+class _Searched:
+    """In place of a Member: nn.Module searches for it."""
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        raise AttributeError
+
+
+def searched(kind: type[nn.Module]) -> dict[str, Any]:
+    """Attributes for a subclass of a kind of module that has a `__getattr__` with a say in what members are."""
+    return {name: _Searched() for each in kind.__mro__ for name, x in vars(each).items() if isinstance(x, Member)}

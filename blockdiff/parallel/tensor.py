@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from blockdiff.errors import RunError
 from blockdiff.layers.attention import Attention
 from blockdiff.layers.experts import Experts, here
+from blockdiff.layers.members import searched
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
@@ -94,6 +95,8 @@ def _showing(kind: type[nn.Module]) -> type[nn.Module]:
                 seen = self.__dict__["_seen"].get(name) if _RUNNING.parts else None
                 return value if seen is None or value is None else seen(value)
 
+        for name, attribute in searched(kind).items():
+            setattr(Showing, name, attribute)
         Showing.__name__ = Showing.__qualname__ = kind.__name__
         _SHOWING[kind] = Showing
     return _SHOWING[kind]
