@@ -95,7 +95,10 @@ def words(
     counter[0] = torch.arange(blocks, device=device)
     for place, entry in enumerate(address[1:], start=1):
         word = entry & MASK32
-        counter[place] = word.to(device).unsqueeze(-1) if isinstance(word, Tensor) else word
+        if isinstance(word, Tensor):
+            counter[place] = word.to(device).unsqueeze(-1)
+        else:
+            counter[place].fill_(word)  # a CUDA graph can hold that, and no number that comes from the host
     if isinstance(mixed, Tensor):
         key = torch.stack((mixed & MASK32, (mixed >> 32) & MASK32)).to(device)
         key = key.view(2, *(1,) * (len(shape) - mixed.dim()), *mixed.shape, 1)
@@ -135,8 +138,7 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
     """Philox4x32-10 on 32-bit words held as int64: counter [4, *] and key [2, *] give [4, *]."""
     device = counter.device
     column = (2,) + (1,) * (counter.dim() - 1)
-    multipliers = torch.tensor(PHILOX_MULTIPLIERS, device=device).view(column)
-    weyl = torch.tensor(PHILOX_WEYL, device=device).view(column)
+    multipliers, weyl = (_pair(*both, device).view(column) for both in (PHILOX_MULTIPLIERS, PHILOX_WEYL))
     rounds = torch.arange(PHILOX_ROUNDS, device=device).view(-1, *(1,) * counter.dim())
     keys = (key + rounds * weyl) & MASK32
     # The two multiplications of a round run as one. Products wrap modulo 2^64, which keeps the bits of the
@@ -147,6 +149,11 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
         even = (product >> 32).bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(MASK32)
         odd = product
     return torch.stack((even, odd & MASK32), dim=1).flatten(0, 1)
+
+
+def _pair(first: int, second: int, device: torch.device) -> Tensor:
+    """Two numbers, int64 [2], that the device writes itself: it need not wait for the host."""
+    return torch.arange(first, 2 * second - first, second - first, device=device)
 
 
 def _splitmix64(x: Any) -> Any:

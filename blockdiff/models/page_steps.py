@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.models.page_rows import PagedRow
 
+LEAST_PAGES = 4  # of a block table: a wider one costs little, and each width has a CUDA graph of its own
 SPARE_COLUMNS = 16  # columns are taken in multiples of so many, so that growing rows seldom need another place
 
 
@@ -34,8 +35,8 @@ def table_of(rows: Sequence[PagedRow], pool: Pool, device: torch.device, width: 
 
 
 def bucket(rows: Sequence[PagedRow], pool: Pool) -> int:
-    """How wide the block tables of rows are made: the next power of two of the widest."""
-    return 1 << (max(1, *(len(row.tables[pool.kind.name]) for row in rows)) - 1).bit_length()
+    """How wide the block tables of rows are made: the next power of two of the widest, LEAST_PAGES at least."""
+    return 1 << (max(LEAST_PAGES, *(len(row.tables[pool.kind.name]) for row in rows)) - 1).bit_length()
 
 
 def first_columns(rows: Sequence[PagedRow], pool: Pool) -> list[int]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from blockdiff.kernels import CPU, NATIVE
 from blockdiff.models.page_buffers import FixedSteps
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
@@ -17,7 +18,7 @@ from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy
 from blockdiff.sampling.live_state import State, ends
 from blockdiff.sampling.predict import predict
-from blockdiff.sampling.strategy import Strategy
+from blockdiff.sampling.strategy import Shape, Strategy
 
 
 class FixedStep:
@@ -40,7 +41,7 @@ class FixedStep:
         self._told_BN = torch.zeros((B, 2 + L), dtype=torch.int64, device=device)
         self._on_host = HostCopy(self._told_BN)
         self._state: State | None = None
-        self._key: tuple[int, Strategy, object] | None = None
+        self._key: tuple[int, Strategy, Shape, object] | None = None
         self._may_stop: dict[Strategy, bool] = {}
         self._loaded = 0, 0  # rows, and their canvases without those of padding
 
@@ -54,6 +55,12 @@ class FixedStep:
         """Whether weights lie elsewhere than they did: what was captured reads where they were."""
         return self._weights != _memory_of(self.context)
 
+    def takes(self, shape: Shape) -> bool:
+        """Whether a step of this shape does nothing but launch: top_p natively looks how many tokens it needs."""
+        model = self.context.model
+        is_native = model.kernels.token_stats in (NATIVE.token_stats, CPU.token_stats)
+        return shape.top_p >= 1 or not (is_native or model.vocabulary.head is not None)
+
     def serves(self, context: Context, pages: Pages, width: int, most: int) -> bool:
         """Whether an engine of these can go on with what is captured here."""
         is_same = self.context is context and self.pages is pages and self.width == width
@@ -65,13 +72,13 @@ class FixedStep:
         return all(pool.tensors for pool in self.pages.pools.values())
 
     def load(
-        self, rows: Sequence[PagedRow], strategy: Strategy, state: State, start_BL: Tensor | None,
+        self, rows: Sequence[PagedRow], strategy: Strategy, shape: Shape, state: State, start_BL: Tensor | None,
         pinned_BL: Tensor | None,
     ) -> State:  # fmt: skip
         """Take canvases over, and give their state back as it stands in the buffers.
 
-        rows: those of the canvases, and then any that pad the call; start_BL, pinned_BL: tokens that are given at the
-        first step and at every one, -1 elsewhere.
+        rows: those of the canvases, and then any that pad the call; shape: the `captured_shape` of the strategy;
+        start_BL, pinned_BL: tokens that are given at the first step and at every one, -1 elsewhere.
         """
         count = len(state.seed_B)
         if self._state is None:
@@ -82,7 +89,7 @@ class FixedStep:
         for buffer_BL, given_BL in ((self._start_BL, start_BL), (self._pinned_BL, pinned_BL)):
             buffer_BL[:count] = -1 if given_BL is None else given_BL
         self._pinned_BL[count:] = 0  # canvases of padding
-        self._key, self._loaded = (len(rows), strategy, self.rows.load(rows)), (len(rows), count)
+        self._key, self._loaded = (len(rows), strategy, shape, self.rows.load(rows)), (len(rows), count)
         if len(self._may_stop) > MOST_GRAPHS:  # requests may bring any number of strategies
             captured = {key[1] for key in self.graphs.keys}
             self._may_stop = {each: stops for each, stops in self._may_stop.items() if each in captured}
@@ -109,7 +116,7 @@ class FixedStep:
 
     def _step(self, strategy: Strategy) -> None:
         """The step itself: what it launches follows from the key of what is loaded, and all else stands in buffers."""
-        assert self._state is not None
+        assert self._state is not None and self._key is not None
         B, L = self._loaded[0] * self.width, self.context.canvas_length
         state, every_B = self._state.part(slice(0, B)), self._every_B[:B]
         mask_id = self.context.choices.mask_id
@@ -121,7 +128,8 @@ class FixedStep:
         rows = self._loaded[0], self.width * L
         hidden_BTD = self.rows.denoise(tokens_BL.view(rows), state.soft_BLD.view(*rows, -1))
         hidden_BLD = hidden_BTD.reshape(B, L, -1)
-        stats = predict(self.context.model, hidden_BLD, tokens_BL, temperature_B, uniform_BL, mask_id)
+        shapes = [self._key[2]] * B
+        stats = predict(self.context.model, hidden_BLD, tokens_BL, temperature_B, uniform_BL, mask_id, shapes=shapes)
         told = (), step_B, temperature_B, tokens_BL, stats, self._pinned_BL[:B]
         canvases = state.canvases(self.context, *told)
         decision = strategy.decide(canvases)

@@ -21,7 +21,7 @@ from blockdiff.sampling.graphs import Graphs
 from blockdiff.sampling.live_state import State, ends
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.scheduler import Row, Slot
-from blockdiff.sampling.strategies import is_capturable
+from blockdiff.sampling.strategies import captured_shape
 from blockdiff.sampling.strategy import Decision, Shape, Strategy
 from blockdiff.sampling.trace import Step, step_records
 
@@ -76,7 +76,8 @@ class Live:
         if graphs is not None:
             is_fit = fixed is not None and fixed.serves(context, pages, width, most)
             self.fixed = fixed if is_fit else FixedStep(context, pages, width, most, graphs)
-        self._captured: Strategy | None = None  # of the live canvases, where their steps can be captured
+        # of the live canvases, where their steps can be captured: the strategy, and what it draws from
+        self._captured: tuple[Strategy, Shape] | None = None
         self._is_loaded = False
 
     def close(self) -> None:
@@ -121,15 +122,17 @@ class Live:
         self._start_BL = self._given([None if c is None else c.start_L for c in starting])
         self._captured, self._is_loaded = self._one_strategy(), False
 
-    def _one_strategy(self) -> Strategy | None:
+    def _one_strategy(self) -> tuple[Strategy, Shape] | None:
         """The strategy of all canvases, where their steps can be captured; None where they run as they are."""
         if self.fixed is None or len(self._calls) != 1 or len(self._calls[0].groups) > 1 or not self.fixed.is_ready:
             return None
         if any(row.is_watched for row in self.rows) or not all(c is None or c.is_plain for c in self._controls or ()):
             return None
         [(strategy, _)] = self._calls[0].groups
-        lengths = {row.asked.max_steps for row in self.rows}
-        return strategy if all(is_capturable(strategy, steps) for steps in lengths) else None
+        told = self.context.choices.prediction, self.context.choices.mask_id
+        shapes = {captured_shape(strategy, steps, *told) for steps in {row.asked.max_steps for row in self.rows}}
+        shape = shapes.pop()
+        return None if shapes or shape is None or not self.fixed.takes(shape) else (strategy, shape)
 
     def _given(self, rows: Sequence[Tensor | None]) -> Tensor | None:
         """Tokens that are given, int64 [B, L], -1 where none is; None where no canvas has any."""
@@ -146,7 +149,7 @@ class Live:
         state, steps = self._state, [now - slot.entered for slot in self.slots]
         assert state is not None
         if self._captured is not None:
-            return self._finished(self._run(self._captured, state, now, steps), steps), []
+            return self._finished(self._run(*self._captured, state, now, steps), steps), []
         state.draw_on(steps, self.context)
         step_B = now - state.entered_B
         uniform_BL, noise_BL = self._drawn(state, steps, step_B)
@@ -167,13 +170,13 @@ class Live:
         may_end = decision.stop_B is not None or self._is_last(steps)
         return self._finished(ends(stats, decision).cpu() if may_end else None, steps), told
 
-    def _run(self, strategy: Strategy, state: State, now: int, steps: Sequence[int]) -> Tensor | None:
+    def _run(self, strategy: Strategy, shape: Shape, state: State, now: int, steps: Sequence[int]) -> Tensor | None:
         """Denoise every canvas once in fixed buffers; what the host is told, None where nothing can end."""
         assert self.fixed is not None
         if not self._is_loaded:
             rows = [row.paged for row in self.rows if row.paged is not None]
             rows += self._pads(len(rows))
-            state = self._state = self.fixed.load(rows, strategy, state, self._start_BL, self._pinned_BL)
+            state = self._state = self.fixed.load(rows, strategy, shape, state, self._start_BL, self._pinned_BL)
             self._start_BL = None
         due = state.draw_on(steps, self.context)
         if places := due if self._is_loaded else range(len(steps)):

@@ -130,8 +130,7 @@ def _shaping(
         if other_BLD is None:
             raise ValueError("guidance needs the hidden states without the prompts, other_BLD")
         shaping = shaping._replace(other_ND=other_BLD, guidance=shape.guidance)
-    # Under mask noise a mask says nothing of its token, and what is visible is carried over.
-    if shape.alpha is not None and mask_id is None and shape.is_of_others != (prediction == "leave_one_out"):
+    if shape.alpha is not None and shape.corrects(prediction, mask_id):
         bonus = float(leave_one_out_bonus(Linear(), torch.tensor([[1 - shape.alpha]]), vocab_size))
         bonus_BL = torch.full(canvas_BL.shape, -bonus if shape.is_of_others else bonus, device=canvas_BL.device)
         shaping = shaping._replace(observed_N=canvas_BL, bonus_N=bonus_BL)

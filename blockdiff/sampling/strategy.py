@@ -47,6 +47,13 @@ class Shape:
         """Whether the tempered logits are drawn from as they are."""
         return self == Shape(self.temperature)
 
+    def corrects(self, prediction: str, mask_id: int | None) -> bool:
+        """Whether what a seen token says of itself is added to the logits, or taken from them, of a model so trained.
+
+        Under mask noise a mask says nothing of its token, and what is visible is carried over.
+        """
+        return self.alpha is not None and mask_id is None and self.is_of_others != (prediction == "leave_one_out")
+
 
 @dataclass
 class Canvases:

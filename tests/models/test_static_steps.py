@@ -23,6 +23,7 @@ from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.fixed_step import FixedStep
 from blockdiff.sampling.graphs import Graphs
 from blockdiff.sampling.live_state import State
+from blockdiff.sampling.strategies import captured_shape
 from tests.oracle import tiny_config
 from tests.recorder import Recorder
 
@@ -59,9 +60,11 @@ def rows_of(pages: Pages, lengths: list[int]) -> list[PagedRow]:
     return rows
 
 
-def step_of(model: DiffusionGemma, pages: Pages, rows: list[PagedRow]) -> Callable[[], None]:
-    """The step of canvases after these rows, by the default strategy, as a graph would hold it."""
-    context, B = Context(model, None, Generation()), len(rows)
+def step_of(
+    model: DiffusionGemma, pages: Pages, rows: list[PagedRow], strategy: str | None = None
+) -> Callable[[], None]:
+    """The step of canvases after these rows, by the default strategy or another, as a graph would hold it."""
+    context, B = Context(model, None, Generation(), strategy=strategy), len(rows)
     with torch.device(model.device):
         numbers, tokens_BL = torch.zeros(B, dtype=torch.int64), torch.zeros(B, L, dtype=torch.int64)
         draws_BTL, kept_BL = torch.zeros(B, STEPS_AHEAD, L), torch.zeros(B, L, dtype=torch.bool)
@@ -69,14 +72,17 @@ def step_of(model: DiffusionGemma, pages: Pages, rows: list[PagedRow]) -> Callab
             *[numbers] * 5, draws_BTL, draws_BTL.long(), tokens_BL, kept_BL, tokens_BL - 1, torch.zeros(B, L, D)
         )
     step = FixedStep(context, pages, 1, B, Graphs(Recorder()))
-    step.load(rows, context.strategy, state, None, None)
+    shape = captured_shape(context.strategy, 8)
+    assert shape is not None and step.takes(shape)
+    step.load(rows, context.strategy, shape, state, None, None)
     return lambda: step._step(context.strategy)
 
 
-def test_a_denoising_step_reads_nothing_and_brings_nothing_from_the_host():
+@pytest.mark.parametrize("strategy", [None, "ddim", "quota:sticky=true", "entropy_bound:top_k=20,top_p=0.9,min_p=0.01"])
+def test_a_denoising_step_reads_nothing_and_brings_nothing_from_the_host(strategy):
     model = model_on("meta")
     pages = Pages(model, page_tokens=PAGE, capacity=4096)
-    step = step_of(model, pages, rows_of(pages, [21, 30]))
+    step = step_of(model, pages, rows_of(pages, [21, 30]), strategy)
     with NothingFromTheHost():
         step()
 

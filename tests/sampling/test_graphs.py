@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks.soak import soak
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.kernels import NATIVE
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import engine as engines
 from blockdiff.sampling.choices import Choices
@@ -20,8 +21,8 @@ from blockdiff.sampling.control import Control
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.graphs import Graphs, HostCopy
 from blockdiff.sampling.request import Request, Result
-from blockdiff.sampling.strategies import Composed, EntropyBound, Never, Sticky, is_capturable
-from blockdiff.sampling.strategy import Canvases, Decision
+from blockdiff.sampling.strategies import Ancestral, Composed, EntropyBound, Never, Sticky, captured_shape
+from blockdiff.sampling.strategy import Canvases, Decision, Shape
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
 from tests.recorder import Recorder, Refused
 
@@ -101,6 +102,8 @@ RULES = (
     "quota:sticky=true,stopping=never",
     "confident:threshold=0.01,temperature=cosine,stopping=all_kept",
     "entropy_bound:stopping=stable,temperature=constant,t_max=0.7",
+    "ddim",
+    "confident:threshold=0.01,top_k=20,min_p=0.02",
 )
 
 
@@ -195,10 +198,39 @@ class Reading(EntropyBound):
 
 
 def test_only_a_strategy_that_says_so_itself_is_captured():
-    assert is_capturable(Composed(), 8) and is_capturable(Composed(Sticky(EntropyBound())), 8)
+    assert captured_shape(Composed(), 8) == captured_shape(Composed(acceptance=Sticky(EntropyBound())), 8) == Shape(1.0)
     for rule in (Own(), Sticky(Own())):
-        assert not is_capturable(Composed(rule), 8)
-    assert not is_capturable(Composed(top_k=3), 8) and not is_capturable(Composed(guidance=0.5), 8)
+        assert captured_shape(Composed(acceptance=rule), 8) is None
+
+
+@dataclass(frozen=True)
+class Narrowing(Composed):
+    """A strategy whose filter is another one in every step."""
+
+    is_capturable = True
+
+    def shape(self, step: int, steps: int) -> Shape:
+        """Fewer tokens in every step."""
+        return replace(super().shape(step, steps), top_k=steps - step)
+
+
+def test_what_is_the_same_in_every_step_but_for_the_temperature_is_captured():
+    filtered = Composed(top_k=3, top_p=0.9, min_p=0.01)
+    assert captured_shape(filtered, 8) == captured_shape(filtered, 9) == Shape(1.0, 3, 0.9, 0.01)
+    assert captured_shape(Narrowing(), 8) is None and captured_shape(Composed(guidance=0.5), 8) is None
+    assert captured_shape(Ancestral(), 8) == Shape(1.0) and captured_shape(Ancestral(corrections=1), 8) is None
+    # a model that was trained to predict from the other tokens is corrected by the noise level of each step
+    assert captured_shape(Ancestral(), 8, "leave_one_out") is None
+    assert captured_shape(Ancestral(), 8, "leave_one_out", mask_id=7) == Shape(1.0)
+
+
+def test_top_p_is_captured_where_a_kernel_finds_its_tokens(recorder):
+    model = init(tiny_config(L, **TWO_LAYERS), seed=3, kernels="triton")
+    top_p = Shape(1.0, top_p=0.9)
+    for kernels, is_taken in ((model.kernels, True), (replace(model.kernels, token_stats=NATIVE.token_stats), False)):
+        model.kernels = kernels
+        fixed = Engine(model, None, LIVELY, page_tokens=8, graphs=True).fixed
+        assert fixed.takes(top_p) is is_taken and fixed.takes(Shape(1.0, 20, min_p=0.1))
 
 
 def test_a_strategy_that_reads_on_the_host_is_noticed(model, recorder):

@@ -2,7 +2,7 @@
 
 from blockdiff.sampling.strategies.acceptance import Confident, EntropyBound, Quota, Sticky
 from blockdiff.sampling.strategies.ancestral import Ancestral
-from blockdiff.sampling.strategies.composed import Composed, is_capturable, is_guided, released
+from blockdiff.sampling.strategies.composed import Composed, captured_shape, is_guided, released
 from blockdiff.sampling.strategies.next_token import NextToken
 from blockdiff.sampling.strategies.stopping import AllKept, Never, StableAndConfident
 from blockdiff.sampling.strategies.temperature import ConstantTemperature, CosineTemperature, LinearTemperature
@@ -23,7 +23,7 @@ __all__ = [
     "StableAndConfident",
     "Sticky",
     "as_strategy",
-    "is_capturable",
+    "captured_shape",
     "is_guided",
     "parse_strategy",
     "released",

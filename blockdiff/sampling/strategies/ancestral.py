@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from blockdiff.sampling.strategies.acceptance import declares_capturable
 from blockdiff.sampling.strategies.composed import Rules
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
 
@@ -37,6 +38,11 @@ class Ancestral(Rules):
             given = f"{self.corrections} and {self.positions}"
             raise ValueError(f"corrections must be at least 0 and positions at least 1, got {given}")
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether the stopping is; corrections, which not every row is at in the same step, are not."""
+        return not self.corrections and declares_capturable(self.stopping)
+
     def shape(self, step: int, steps: int) -> Shape:
         """The model's posterior at the noise level of the step; in a correction, given the other tokens alone."""
         before, after, is_correction = (float(x) for x in self._levels(torch.tensor(step), torch.tensor(steps)))
@@ -54,7 +60,7 @@ class Ancestral(Rules):
         share_B1 = before_B1 / after_B1
         is_same_BL = stats.sample == seen_BL
         # Masses over pi, but where the prediction is what is seen, over 1: pi may be 0.
-        unit_BL = torch.where(is_same_BL, pi, 1.0)
+        unit_BL = torch.ones_like(is_same_BL, dtype=torch.float32).masked_fill_(is_same_BL, pi)
         clean_BL = unit_BL * after_B1 * (1 - share_B1) + before_B1 * is_same_BL
         stay_BL, noise_BL = unit_BL * share_B1 * (1 - after_B1), unit_BL * (1 - share_B1) * (1 - after_B1)
         place_BL = canvases.uniform_BL * (clean_BL + stay_BL + noise_BL)

@@ -69,9 +69,21 @@ def is_guided(strategy: Strategy, steps: int) -> bool:
 
 
 @lru_cache(maxsize=64)
-def is_capturable(strategy: Strategy, steps: int) -> bool:
-    """Whether so many steps can be captured in CUDA graphs: the strategy says so, and shapes but by temperature."""
-    return declares_capturable(strategy) and all(strategy.shape(step, steps).is_plain for step in range(steps))
+def captured_shape(
+    strategy: Strategy, steps: int, prediction: str = "posterior", mask_id: int | None = None
+) -> Shape | None:
+    """What all of so many steps draw from, at temperature 1, where they can be captured in CUDA graphs; else None.
+
+    That is where the strategy says so, and its shapes have the same filters, and nothing else but a temperature each.
+    """
+    if not declares_capturable(strategy):
+        return None
+    shapes = [strategy.shape(step, steps) for step in range(steps)]
+    alike = {replace(shape, temperature=1.0, alpha=None) for shape in shapes}
+    if len(alike) > 1 or any(shape.corrects(prediction, mask_id) for shape in shapes):
+        return None
+    [shape] = alike
+    return shape if shape == Shape(1.0, shape.top_k, shape.top_p, shape.min_p) else None
 
 
 def released(generation: Generation) -> Composed:
