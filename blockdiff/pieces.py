@@ -122,13 +122,18 @@ def like(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def keep_part(module: nn.Module, leaf: str, mesh: Any, dim: int) -> None:
-    """Leave this process its part of a parameter, cut along `dim` over a mesh of one dimension as torch.chunk does."""
+    """Leave this process its part of a parameter or buffer, cut along `dim` over a mesh of one dimension as torch.chunk
+    does."""
     from torch.distributed.tensor import DTensor, Shard
 
-    whole = module.get_parameter(leaf)
+    is_buffer = leaf in module._buffers
+    whole = module.get_buffer(leaf) if is_buffer else module.get_parameter(leaf)
     part = whole.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
     split = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
-    module.register_parameter(leaf, nn.Parameter(split, requires_grad=whole.requires_grad))
+    if is_buffer:
+        module.register_buffer(leaf, split)
+    else:
+        module.register_parameter(leaf, nn.Parameter(split, requires_grad=whole.requires_grad))
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -14,18 +14,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import blockdiff
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels import NATIVE
 from blockdiff.kernels.block_sparse import native as block_sparse
+from blockdiff.kernels.fp8.native import quantised
 from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, Stats, pack_allowed, reference
 from blockdiff.layers.experts import here
 from blockdiff.layers.lora import LowRank
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.fp8 import fp8_layers, layers_in_fp8, put_in_fp8
 from blockdiff.objective import Objective
+from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.shard import load_split
 from blockdiff.parallel.tensor import split_vocabulary, tensor_parallel
 from blockdiff.sampling import Generation, Request, Result, Sampler
 from blockdiff.training.freeze import freeze
@@ -68,6 +73,19 @@ def adapted(name: str) -> BlockDiffusionModel:
         for name, parameter in module.named_parameters(recurse=False):
             if name.endswith("lora_B"):
                 parameter.data.normal_(0.0, 0.1, generator=draw)
+    return model.double()
+
+
+def adapted_in_fp8() -> BlockDiffusionModel:
+    """A model with its weights in fp8 and adapters over them."""
+    model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))
+    for layer in fp8_layers(model):
+        weights = {leaf: weight.detach() for leaf, weight in model.get_submodule(layer).named_parameters()}
+        put_in_fp8(model, [layer])
+        for leaf, weight in weights.items():
+            layers_in_fp8(model)[layer].hold(leaf, quantised(weight))
+    adapt(model, targets(model, {"attention": LowRank(3, 6), "experts": LowRank(3, 6)}))
+    draw_adapters(model, 0, torch.device("cpu"), model.dtype)
     return model.double()
 
 
@@ -119,6 +137,7 @@ def cases() -> dict[str, tuple[Callable[[], BlockDiffusionModel], Callable[[Bloc
     split = [name for name, config in CONFIGS.items() if family_of(config()).tensor_parts]
     assert len(split) >= 5
     return {name: (partial(small_model, name), run_through) for name in split} | {
+        "diffusion_gemma, in fp8": (adapted_in_fp8, trained),
         "diffusion_gemma, adapted": (partial(adapted, "diffusion_gemma"), trained),
         "minimax_m3, adapted": (partial(adapted, "minimax_m3 denoising"), run_through),
     }
@@ -149,6 +168,21 @@ def whole_models(ranks: Ranks, directory: Path, alone: Path) -> None:
         seen = [key for key, x in expected.items() if x.numel() > 1 or float(x.abs()) > 1e-2]
         assert len(seen) > len(expected) - 3
         assert_same({key: got[key] for key in seen}, {key: expected[key] for key in seen}, 1e-10)
+
+
+@torch.no_grad()
+def read_in_fp8(ranks: Ranks, directory: Path, base: Path, stored: Path) -> None:
+    """A checkpoint that is rounded when it is read, and one that is in fp8: each rank holds its part of the codes."""
+    mesh = Mesh(ranks, tensor=ranks.world, tensors=init_device_mesh("cpu", (ranks.world,)))
+    tokens = torch.arange(3, 24)[None]
+    for path, quantize in ((base, "fp8"), (stored, None), (base, "fp8-dynamic")):
+        whole = blockdiff.load(path, dtype="float32", device="cpu", kernels="torch", quantize=quantize)
+        split = load_split(path, mesh, "float32", "torch", quantize=quantize)
+        held = sum(here(x).numel() for x in split.buffers() if x.dtype == torch.uint8)
+        assert 0 < held < sum(x.numel() for x in whole.buffers() if x.dtype == torch.uint8) * (1 / ranks.world + 0.25)
+        off = error(split.encode(tokens).hidden, whole.encode(tokens).hidden)
+        # each rank rounds its part of an input that is split with a scale of its own
+        assert 1e-4 < off < 0.3 if quantize == "fp8-dynamic" else off < 1e-5, (quantize, off)
 
 
 def vocabularies(ranks: Ranks, directory: Path) -> None:

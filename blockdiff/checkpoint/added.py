@@ -133,11 +133,11 @@ def draw_added(model: BlockDiffusionModel, seed: int, dtype: torch.dtype, device
 def fill(model: nn.Module, name: str, tensor: Tensor, is_local: bool = False) -> None:
     """Put `tensor` in the place of the parameter or buffer called `name`.
 
-    A parameter of a sharded model stays where it is and takes its part of `tensor`, or all of it where `is_local` says
+    One that is spread over ranks stays where it is and takes its part of `tensor`, or all of it where `is_local` says
     that this is the part already.
     """
     owner, leaf = _place(model, name)
-    there = owner._parameters.get(leaf)
+    there = owner._parameters.get(leaf, owner._buffers.get(leaf))
     if there is None or not is_spread(there):
         _put(model, name, tensor)
     elif is_local:

@@ -127,9 +127,10 @@ def load_weights(
             fill(model, ours, filling, is_local=True)
         sums[filled[hub, block][0]] = filling.sum(dtype=torch.float32 if target == torch.float16 else None)
     for ours in sorted(in_fp8, key=lambda name: (str(stored[source[name]].file), name)):
-        weight = _in_fp8(in_files, stored, source[ours], place)
+        # Of a tensor that is spread a device has room for this rank's part alone.
+        weight = _in_fp8(in_files, stored, source[ours], torch.device("cpu") if is_spread(state[ours]) else place)
         fill(model, ours, weight.codes)
-        fill(model, ours + SCALE, weight.scale)
+        fill(model, ours + SCALE, weight.scale.to(place))
         sums[ours + SCALE] = weight.scale.sum()
     _warn_of_not_finite(model, directory, sums, source)
 
@@ -210,7 +211,8 @@ def carried_by(directory: Path, names: Names, stored: Mapping[str, Stored] | Non
 def require_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Raises CheckpointError where a model was sharded in another dtype, which its parameters keep."""
     for name, tensor in model.state_dict().items():
-        if is_spread(tensor) and tensor.dtype != dtype and not is_adapter(name):
+        is_fixed = tensor.dtype == torch.uint8 or is_scale(name) or is_adapter(name)
+        if is_spread(tensor) and tensor.dtype != dtype and not is_fixed:
             asked = str(dtype).removeprefix("torch.")
             raise CheckpointError(f"{name} is sharded as {tensor.dtype}, {asked} was asked for; cast the model before")
 

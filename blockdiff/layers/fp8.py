@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.native import decoded
-from blockdiff.layers.experts import Experts
+from blockdiff.layers.experts import Experts, here
 from blockdiff.layers.lora import AdaptedExperts, AdaptedLinear, LowRank, merged
 
 SCALE = "_scale"  # follows the name of a tensor in fp8
@@ -52,14 +52,15 @@ class InFp8(nn.Module):
         return [name.removesuffix(SCALE) for name, _ in self.named_buffers(recurse=False) if is_scale(name)]
 
     def held(self, name: str) -> Fp8:
-        """The tensor of this name."""
-        return Fp8(getattr(self, name), getattr(self, name + SCALE), self.rounds_inputs)
+        """The tensor of this name; where it is split, the part that lies here."""
+        return Fp8(here(getattr(self, name)), here(getattr(self, name + SCALE)), self.rounds_inputs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = {name: scale for name, scale in self.named_buffers(recurse=False) if is_scale(name)}
         super()._apply(fn, recurse)
         for name, scale in scales.items():
-            setattr(self, name, scale.to(getattr(self, name).device))
+            made = getattr(self, name)
+            setattr(self, name, made.float() if scale.device.type == "meta" else scale.to(made.device))
         return self
 
 

@@ -36,7 +36,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, Experts):
             continue
-        for leaf, whole in list(module.named_parameters(recurse=False)):
+        for leaf, whole in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if whole.shape[0] % world:
                 raise RunError(
                     f"parallel.experts: {world} does not divide the {whole.shape[0]} experts of {name}; choose another "

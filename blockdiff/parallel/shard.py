@@ -23,10 +23,12 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.adapters import base_of, fill_adapters, has_adapter
 from blockdiff.checkpoint.added import fill
 from blockdiff.checkpoint.files import find
+from blockdiff.checkpoint.fp8 import chosen_layers, form_below, rounds_inputs
 from blockdiff.errors import RunError
 from blockdiff.layers.experts import Experts
 from blockdiff.models.adapters import adapt, is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.fp8 import layers_in_fp8, put_in_fp8
 from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.tensor import tensor_parallel
@@ -40,7 +42,10 @@ def split(model: BlockDiffusionModel, mesh: Mesh, dtype: torch.dtype, computes_i
     and run, None = their own; they stay the fp32 masters of the optimiser. Gradients are added up over the ranks in
     fp32 at least. With `mesh.offload` the pieces are on the host. Raises RunError for experts that do not divide.
     """
+    in_fp8 = [f"{name}.{leaf}" for name, held in layers_in_fp8(model).items() for leaf, _ in held.named_buffers()]
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in in_fp8:  # which have a dtype of their own
+            continue
         wide = torch.promote_types(dtype, torch.float32)
         fill(model, name, torch.empty_like(tensor, dtype=wide if is_adapter(name) else dtype))
     if mesh.places is not None:
@@ -49,7 +54,7 @@ def split(model: BlockDiffusionModel, mesh: Mesh, dtype: torch.dtype, computes_i
         tensor_parallel(model, mesh.tensors)
     if mesh.shard == "full":
         _shard(model, mesh, None if computes_in == dtype else computes_in)
-    buffers = [name for name, _ in model.named_buffers()]
+    buffers = [name for name, buffer in model.named_buffers() if not is_spread(buffer)]
     model.to_empty(device="cpu" if mesh.offload else mesh.ranks.device)
     for name in buffers:
         fill(model, name, model.get_buffer(name).to(mesh.ranks.device))
@@ -61,12 +66,19 @@ def load_split(
     dtype: str = "bfloat16",
     kernels: str = "auto",
     adapter: str | Path | None = None,
+    quantize: str | None = None,
 ) -> BlockDiffusionModel:
-    """A model from a checkpoint of which this rank reads and holds its pieces only: see `checkpoint.load`."""
+    """A model from a checkpoint of which this rank reads and holds its pieces only: see `checkpoint.load`.
+
+    Tensors in fp8 are read whole, one after the other on the host, and rounded there.
+    """
     directory = find(path_or_hub_id)
     if adapter is None and has_adapter(directory):
         directory, adapter = find(base_of(directory), with_weights=False), directory
     model = checkpoint.empty(checkpoint.read_config(directory), kernels)
+    if quantize is None and adapter is not None:
+        quantize = form_below(adapter)
+    put_in_fp8(model, chosen_layers(model, find(directory), quantize), rounds_inputs(model.config, quantize))
     adapted = None if adapter is None else checkpoint.read_adapter(adapter, model)
     if adapted is not None:
         adapt(model, adapted.modules, adapted.tokens)

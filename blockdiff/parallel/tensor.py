@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from blockdiff.errors import RunError
 from blockdiff.layers.attention import Attention
 from blockdiff.layers.experts import Experts, here
+from blockdiff.layers.fp8 import SCALE, InFp8
 from blockdiff.layers.members import searched
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.self_conditioning import SelfConditioning
@@ -115,6 +116,8 @@ def _split_out(linear: nn.Linear, mesh: DeviceMesh) -> None:
     keep_part(linear, "weight", mesh, 0)
     if linear.bias is not None:
         keep_part(linear, "bias", mesh, 0)
+    if isinstance(linear, InFp8):  # one scale for each output
+        keep_part(linear, "weight" + SCALE, mesh, 0)
     seen: dict[str, Seen] = {"weight": here, "bias": here}
     if hasattr(linear, "lora_B"):
         keep_part(linear, "lora_B", mesh, 0)
@@ -155,6 +158,8 @@ def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
 
         for each in kv_projections:
             seen: dict[str, Seen] = {"weight": of_head, "bias": of_head}
+            if isinstance(each, InFp8):  # which stand still
+                seen = dict.fromkeys(("weight", "weight" + SCALE), lambda x: x[head * width : (head + 1) * width])
             if hasattr(each, "lora_B"):
                 seen |= {"lora_B": of_head, "lora_A": functools.partial(copied, group=group)}
             show(each, seen)
@@ -214,7 +219,7 @@ def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     experts = module.gate_up_proj.shape[0]
     if experts % mesh.size():
         raise _Indivisible(f"{experts} experts")
-    for leaf, _ in list(module.named_parameters(recurse=False)):
+    for leaf in [*module._parameters, *module._buffers]:
         keep_part(module, leaf, mesh, 0)
     module.exchange = AllHere(mesh.get_group())
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from blockdiff.checkpoint import load
 from blockdiff.checkpoint.adapters import places_of
 from blockdiff.checkpoint.files import GENERATION, VOCABULARY_FILES, holding
-from blockdiff.checkpoint.fp8 import form_below
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import RequestError
@@ -105,11 +104,9 @@ class Sampler:
         tokenizer = load_tokenizer(holding(VOCABULARY_FILES, places))
         strategy = None if strategy is None else as_strategy(strategy, generation)
         if mesh is not None and mesh.is_split:
-            if (quantize or form_below(places[0]) or "none") != "none":
-                raise RequestError("weights in fp8 are not split over processes; give quantize none, or one process")
             from blockdiff.parallel.shard import load_split
 
-            split = load_split(path_or_hub_id, mesh, dtype, kernels, adapter)
+            split = load_split(path_or_hub_id, mesh, dtype, kernels, adapter, quantize)
             return cls(split, tokenizer, generation, strategy=strategy)
         model = load(path_or_hub_id, dtype=dtype, device=device, kernels=kernels, adapter=adapter, quantize=quantize)
         return cls(model, tokenizer, generation, strategy=strategy)

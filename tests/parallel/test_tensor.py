@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import blockdiff
+from blockdiff import checkpoint
+from tests.families import CONFIGS
 from tests.forked import run, run_ranks
-from tests.tensor_ranks import models_alone, sampled, sampled_alone, vocabularies, whole_models
+from tests.tensor_ranks import models_alone, read_in_fp8, sampled, sampled_alone, vocabularies, whole_models
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +26,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("world", [2, 4])
 def test_losses_and_gradients_are_those_of_one_process(world, alone: Path, tmp_path: Path):
     run_ranks(world, whole_models, tmp_path, alone)
+
+
+@pytest.mark.quick
+def test_a_checkpoint_in_fp8_is_read_in_parts(tmp_path: Path):
+    model = blockdiff.init(CONFIGS["diffusion_gemma"](), seed=1, device="cpu", kernels="torch")
+    base = blockdiff.save(model, tmp_path / "base")
+    stored = checkpoint.export(base, tmp_path / "stored", quantize="fp8")
+    run_ranks(2, read_in_fp8, tmp_path, base, stored)
 
 
 @pytest.mark.quick
