@@ -99,10 +99,10 @@ def heads(
     k, v: [B, T, K, d] (v None: there are none); into: pages for keys and values, which are written there; then none are
     returned, [B, 0, K, d].
     """
-    forms = [form_of(norm) for norm in norms]
-    if forms[0] is not None and forms[0] == forms[1]:
-        weights = (None if norm is None else norm.weight for norm in norms)
-        made = kernels.attention_heads(q_BThd, k, v, *weights, *rope, eps, forms[0], norms_values, into=into)
+    form = form_of(norms[0])
+    if form is not None and form == form_of(norms[1]):
+        weights = [None if norm is None else norm.weight for norm in norms]
+        made = kernels.attention_heads(q_BThd, k, v, *weights, *rope, eps, form, norms_values, into=into)
         if made is not None:
             return made
     if norms_values and v is not None:
