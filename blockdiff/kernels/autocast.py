@@ -8,9 +8,8 @@ from torch import Tensor
 
 def is_on(x: Tensor) -> bool:
     """Whether autocast is on for a tensor's device; torch's meta device has none."""
-    if x.is_cuda:
-        return torch.is_autocast_enabled("cuda")
-    return not x.is_meta and torch.is_autocast_enabled(_device_of(x))
+    device = _device_of(x)
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def _device_of(x: Tensor) -> str:
