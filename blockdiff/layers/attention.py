@@ -9,7 +9,7 @@ from blockdiff.kernels import Kernels
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, written
 from blockdiff.layers.linear import product, weight_of
 from blockdiff.layers.members import submodule
-from blockdiff.layers.norm import RMSNorm, form_of
+from blockdiff.layers.norm import RMSNorm, norm_form_of
 from blockdiff.layers.rope import turned
 from blockdiff.spans import Spans, Sweep
 
@@ -99,8 +99,8 @@ def heads(
     k, v: [B, T, K, d] (v None: there are none); into: pages for keys and values, which are written there; then none are
     returned, [B, 0, K, d].
     """
-    form = form_of(norms[0])
-    if form is not None and form == form_of(norms[1]):
+    form = norm_form_of(norms[0])
+    if form is not None and form == norm_form_of(norms[1]):
         weights = [None if norm is None else norm.weight for norm in norms]
         made = kernels.attention_heads(q_BThd, k, v, *weights, *rope, eps, form, norms_values, into=into)
         if made is not None:
@@ -115,7 +115,7 @@ def heads(
 
 def _normed_and_turned(x_BThd: Tensor, norm: RMSNorm | None, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Heads after their norm and RoPE, in one op where that is there."""
-    if norm is not None and form_of(norm) == "plain":
+    if norm is not None and norm_form_of(norm) == "plain":
         return norm.kernels.norm_rope(x_BThd, norm.weight, *rope, norm.eps)
     return turned(x_BThd if norm is None else norm(x_BThd), *rope)
 

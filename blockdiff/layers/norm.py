@@ -49,7 +49,7 @@ class ZeroCentredRMSNorm(RMSNorm):
 
 
 # How a norm applies its weight, by what it computes with: whoever overrides that has none of these forms.
-FORMS: dict[Any, str] = {
+NORM_FORMS: dict[Any, str] = {
     RMSNorm.forward: "plain",
     CastRMSNorm.forward: "cast",
     ZeroCentredRMSNorm.forward: "centred",
@@ -57,6 +57,6 @@ FORMS: dict[Any, str] = {
 }
 
 
-def form_of(norm: RMSNorm | None) -> str | None:
+def norm_form_of(norm: RMSNorm | None) -> str | None:
     """The form of a norm; "none" without one, None for a form of somebody's own."""
-    return FORMS.get(None if norm is None else type(norm).forward)
+    return NORM_FORMS.get(None if norm is None else type(norm).forward)

@@ -58,7 +58,7 @@ LARGEST = {"num_hidden_layers": 1000, "head_dim": 2**16}
 
 
 class Layer(nn.Module):
-    """One layer, pure: `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; it writes only where `past` asks."""
+    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`: pure, but for pages that `past` has places in."""
 
     def __init__(self, config: Any, denoises: bool, kernels: Kernels):
         super().__init__()

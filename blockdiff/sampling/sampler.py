@@ -194,7 +194,7 @@ class Sampler:
             pages=self.pages or (self._own_pages(needed) if fixed is None else fixed.pages),
             fixed=fixed,
         )
-        del fixed  # if it is not large enough the engine has a larger one
+        del fixed  # the engine made a larger one where this was too small, and its memory must not be held beside it
         places: dict[int, int] = {}
         for pending, best_of in asked:
             try:

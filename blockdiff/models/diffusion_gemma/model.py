@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Layer(nn.Module):
-    """One layer, pure: `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; it writes only where `past` asks."""
+    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`: pure, but for pages that `past` has places in."""
 
     input_norm: RMSNorm = submodule()
     attention: Attention = submodule()

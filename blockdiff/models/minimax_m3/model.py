@@ -176,7 +176,7 @@ class MiniMaxM3Attention(Attention):
 
 
 class Block(nn.Module):
-    """One layer, pure: `layer(x, rope, spans, past, is_noisy) -> (x, kv)`; it writes only where `past` asks."""
+    """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`: pure, but for pages that `past` has places in."""
 
     def __init__(
         self, text: Any, index: int, denoises: bool, kernels: Kernels, canvas_length: int | None = None
