@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +15,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 from blockdiff.errors import BlockdiffError
 from blockdiff.files import write_text
-from blockdiff.terminal import console, printable
+from blockdiff.terminal import printable
 
 if TYPE_CHECKING:
     from blockdiff.sampling import Request, Result
-
-BETWEEN_LINES = 10.0  # seconds between two lines about the progress, where no bar can be drawn
 
 
 def fingerprint(request: Request | Result, settings: Mapping[str, Any]) -> str:
@@ -146,38 +143,3 @@ def _append(file: IO[bytes], line: bytes, path: Path, result: Result) -> None:
         raise BlockdiffError(
             f"{path}: {error.strerror}; it has the answers before that of {result.id!r}, ask for the others elsewhere"
         ) from None
-
-
-class Progress:
-    """How many of a file's requests are answered, on stderr: a bar on a terminal, else a line now and then."""
-
-    def __init__(self, total: int, done: int, is_shown: bool = True):
-        self.total, self.done, self._first = total, done, done
-        self._start = self._said = time.monotonic()
-        self._bar: Any = None
-        self._is_shown = is_shown
-        if is_shown and sys.stderr.isatty() and done < total:
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            columns = TextColumn("answered"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-            self._bar = Bar(*columns, console=console(stderr=True), transient=True)
-            self._task = self._bar.add_task("", total=total, completed=done)
-            self._bar.start()
-
-    def add(self) -> None:
-        """One request more is answered."""
-        self.done += 1
-        now = time.monotonic()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self.done)
-        elif self._is_shown and now - self._said >= BETWEEN_LINES and self.done < self.total:
-            self._said = now
-            per_second = (self.done - self._first) / (now - self._start)
-            print(f"{self.done} of {self.total} answered, {per_second:.1f} a second", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None

@@ -27,12 +27,8 @@ def sudoku(
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for NAME.jsonl and tokenizer/.")],
     overwrite: options.Overwrite = False,
     size: Annotated[int, typer.Option(help="Side of the grid: 4 or 9.")] = 4,
-    count: Annotated[
-        int | None, typer.Option(help="Puzzles in all (default: what the splits add to).")
-    ] = None,
-    split: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=N", help="N puzzles in NAME.jsonl.")
-    ] = None,
+    count: Annotated[int | None, typer.Option(help="Puzzles in all (default: what the splits add to).")] = None,
+    split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N puzzles in NAME.jsonl.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The same seed gives the same puzzles.")] = 0,
 ) -> None:
     """Sudoku puzzles with one solution each, and the character tokenizer they are written in.
@@ -59,12 +55,8 @@ def countdown(
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for NAME.jsonl and tokenizer/.")],
     overwrite: options.Overwrite = False,
     numbers: Annotated[int, typer.Option(min=3, max=6, help="Numbers of a problem.")] = 4,
-    count: Annotated[
-        int | None, typer.Option(help="Problems in all (default: what the splits add to).")
-    ] = None,
-    split: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=N", help="N problems in NAME.jsonl.")
-    ] = None,
+    count: Annotated[int | None, typer.Option(help="Problems in all (default: what the splits add to).")] = None,
+    split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N problems in NAME.jsonl.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The same seed gives the same problems.")] = 0,
 ) -> None:
     """Countdown problems, a target to make of all the numbers, and the character tokenizer they are written in.
@@ -85,9 +77,7 @@ def countdown(
 def chat(
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for NAME.jsonl and tokenizer/.")],
     overwrite: options.Overwrite = False,
-    split: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=N", help="N conversations in NAME.jsonl.")
-    ] = None,
+    split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N conversations in NAME.jsonl.")] = None,
     seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The same seed gives the same rows.")] = 0,
 ) -> None:
     """Small talk: short conversations about a few facts, and a tokenizer made of them, for recipes/chat_cpu.yaml."""
@@ -106,9 +96,7 @@ def chat(
     "--vocab-size 4096 --output data/gsm8k/tokenizer"
 )
 def tokenizer(
-    sources: Annotated[
-        list[str], typer.Argument(metavar="SOURCE...", help="Files, directories, patterns or hub ids.")
-    ],
+    sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Files, directories, patterns or hub ids.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the tokenizer's files.")],
     overwrite: options.Overwrite = False,
     columns: options.Columns = None,

@@ -65,19 +65,18 @@ def evaluate(
 
     Both, because a fine-tune can win one and lose the other.
     """
-    own: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "strategy": strategy}
-    own |= {"quantize": quantize}
+    how: dict[str, Any] = dict(dtype=dtype, device=device, kernels=kernels, strategy=strategy, quantize=quantize)
     if task.startswith(HARNESS):
         if compare is not None or columns or best_of > 1 or tensor_parallel > 1:
             others = "--compare, --columns, --best-of and --tensor-parallel"
             raise typer.BadParameter(f"{task} goes without {others}", param_hint="--task")
         options.require_free(output, model, overwrite=overwrite)
         options.make_parent(output)
-        asked = {"seed": seed, "steps": steps, "batch_size": batch_size, "max_gen_toks": max_new_tokens}
-        how = {**own, "adapter": adapter}
-        numbers = _by_harness(model, task, data, how, chat=chat, limit=limit, thinking=thinking, **asked)
+        asked: dict[str, Any] = dict(seed=seed, steps=steps, batch_size=batch_size, max_gen_toks=max_new_tokens)
+        asked |= dict(chat=chat, limit=limit, thinking=thinking)
+        written = _by_harness(model, task, data, {**how, "adapter": adapter}, **asked)
         if output is not None:
-            output.write_text(json.dumps(numbers, indent=1, default=str) + "\n", encoding="utf-8")
+            output.write_text(json.dumps(written, indent=1, default=str) + "\n", encoding="utf-8")
         return
     if task not in TASKS:
         raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}", param_hint="--task")
@@ -87,63 +86,71 @@ def evaluate(
     if mesh is not None and not mesh.ranks.is_main:
         output = None
     from blockdiff.data.sources import Source, rows_of
-    from blockdiff.evals import compare as pairs
-    from blockdiff.evals import summary
     from blockdiff.evals.questions import questions_of
-    from blockdiff.evals.run import ALONE
-    from blockdiff.evals.run import evaluate as answer
-    from blockdiff.evals.settings import settings_of
-    from blockdiff.sampling import Sampler
     from blockdiff.terminal import quiet
 
     source = Source(data, subset=subset, split=split, columns=options.parse_columns(columns))
     rows = [row.as_conversation() if chat else row for row in islice(rows_of(source), limit)]
-    found = find_task(task)
-    questions_of(rows, found)  # refused now rather than after the weights are read
+    questions_of(rows, find_task(task))  # refused now rather than after the weights are read
     if thinking:
         _require_conversations(rows)
     options.require_free(output, model, compare, data, overwrite=overwrite)
     options.make_parent(output)
     quiet()
-
-    def report_of(path: str) -> dict[str, Any]:
-        """The report of one model, whose weights are gone afterwards."""
-        sampler = Sampler.from_pretrained(path, **own, adapter=adapter if path == model else None, mesh=mesh)
-        numbers = answer(
-            sampler,
-            rows,
-            found,
-            ranks=ALONE if mesh is None else mesh.ranks,
-            batch_size=batch_size,
-            seed=seed,
-            max_steps=steps,
-            max_new_tokens=max_new_tokens,
-            thinking=thinking,
-            best_of=best_of,
-            allow_control_tokens=allow_control_tokens,
-        )
-        failed = [record["error"] for record in numbers["records"] if "error" in record]
-        if len(failed) == numbers["count"]:
-            raise RequestError(f"{path}: no row could be answered: {failed[0]}")
-        return {"model": path, "data": data, "settings": settings_of(sampler), **numbers}
-
-    reports = [report_of(path) for path in ([model] if compare is None else [model, compare])]
-    for report in reports:
-        if compare is not None:
-            print(f"\n{report['model']}" if report is not reports[0] else report["model"])
-        print("\n".join(summary.lines(report)))
-        failed = [record["error"] for record in report["records"] if "error" in record]
-        if failed:
-            print(f"not answered      {len(failed)}, the first because {shown(failed[0], sys.stdout)}")
-    written = reports[0]
-    if compare is not None:
-        comparison = pairs.compare(reports[0], reports[1])
-        print("\n" + "\n".join(pairs.lines(reports[0], reports[1], comparison)))
-        records = comparison.pop("records")
-        alone = [{name: value for name, value in report.items() if name != "records"} for report in reports]
-        written = {"task": task, "data": data, "models": alone, "comparison": comparison, "records": records}
+    settings: dict[str, Any] = dict(batch_size=batch_size, seed=seed, max_steps=steps, max_new_tokens=max_new_tokens)
+    settings |= dict(thinking=thinking, best_of=best_of, allow_control_tokens=allow_control_tokens)
+    if mesh is not None:
+        how["mesh"], settings["ranks"] = mesh, mesh.ranks
+    written = _report(model, {**how, "adapter": adapter}, rows, task, data, settings)
+    if compare is None:
+        _print_report(written)
+    else:
+        written = _compared(written, _report(compare, how, rows, task, data, settings), task, data)
     if output is not None:
         output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+def _report(
+    model: str, how: dict[str, Any], rows: list[Row], task: str, data: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The report of one model, whose weights are gone afterwards; RequestError where it answers no row."""
+    from blockdiff.evals.run import evaluate as answer
+    from blockdiff.evals.settings import settings_of
+    from blockdiff.sampling import Sampler
+
+    sampler = Sampler.from_pretrained(model, **how)
+    numbers = answer(sampler, rows, find_task(task), **settings)
+    failed = _failures(numbers)
+    if len(failed) == numbers["count"]:
+        raise RequestError(f"{model}: no row could be answered: {failed[0]}")
+    return {"model": model, "data": data, "settings": settings_of(sampler), **numbers}
+
+
+def _failures(report: dict[str, Any]) -> list[str]:
+    """Why rows were not answered."""
+    return [record["error"] for record in report["records"] if "error" in record]
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    from blockdiff.evals import summary
+
+    print("\n".join(summary.lines(report)))
+    if failed := _failures(report):
+        print(f"not answered      {len(failed)}, the first because {shown(failed[0], sys.stdout)}")
+
+
+def _compared(first: dict[str, Any], second: dict[str, Any], task: str, data: str) -> dict[str, Any]:
+    """Print the reports of two models and their comparison; the numbers for the JSON."""
+    from blockdiff.evals import compare as pairs
+
+    for report in (first, second):
+        print(f"\n{report['model']}" if report is second else report["model"])
+        _print_report(report)
+    comparison = pairs.compare(first, second)
+    print("\n" + "\n".join(pairs.lines(first, second, comparison)))
+    records = comparison.pop("records")
+    models = [{name: value for name, value in report.items() if name != "records"} for report in (first, second)]
+    return {"task": task, "data": data, "models": models, "comparison": comparison, "records": records}
 
 
 def _by_harness(

@@ -11,9 +11,7 @@ from blockdiff.cli import options
 
 
 def inspect(
-    target: Annotated[
-        str, typer.Argument(metavar="MODEL|RECIPE", help="A checkpoint, a hub id, or a recipe.")
-    ],
+    target: Annotated[str, typer.Argument(metavar="MODEL|RECIPE", help="A checkpoint, a hub id, or a recipe.")],
     set_: options.Overrides = None,
     step: Annotated[int, typer.Option(min=1, help="A recipe: the optimiser step whose batch is drawn.")] = 1,
     rows: Annotated[int, typer.Option(min=1, help="A recipe: how many rows of that batch to show.")] = 3,

@@ -41,9 +41,7 @@ def show_model(target: str, show: Progress) -> None:
         )
 
 
-def show_shape(
-    model: BlockDiffusionModel, origin: str, show: Progress, needs: Mapping[str, int] | None = None
-) -> None:
+def show_shape(model: BlockDiffusionModel, origin: str, show: Progress, needs: Mapping[str, int] | None = None) -> None:
     """Print the shape of a model, its parameters by part, and the memory that they need.
 
     needs: what a recipe's training takes, bytes by what they hold; None: training all of it in fp32.

@@ -38,6 +38,8 @@ Quantize = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")]
+
+
 def _explained(value: str | None) -> str | None:
     if value == "help":
         from blockdiff.sampling.strategies import strategies_table

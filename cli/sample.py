@@ -6,9 +6,7 @@ import json
 import os
 import signal
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdiff.cli import options, together
-from blockdiff.cli.answers import Answers, Progress, fingerprint
+from blockdiff.cli.answers import Answers, fingerprint
+from blockdiff.cli.tally import Progress, Tally
 from blockdiff.errors import RequestError
-from blockdiff.metrics import at_limit
 from blockdiff.terminal import shown
 
 if TYPE_CHECKING:
@@ -78,69 +76,49 @@ def sample(
     per canvas) and what was asked for: reasoning, logprobs and score, draw. A bad line of a prompts file
     gets an error record and the others continue.
     """
-    if sum(given is not None for given in (prompt, chat, prompts)) != 1:
-        raise typer.BadParameter("give exactly one of --prompt, --chat and --prompts", param_hint="--prompt")
-    if trace is not None and trace.suffix not in TRACE_KINDS:
-        raise typer.BadParameter(f"{trace} ends in none of {', '.join(TRACE_KINDS)}", param_hint="--trace")
-    if trace is not None and trace == output:
-        raise typer.BadParameter(f"{trace} is the file of --output, too", param_hint="--trace")
-
+    _check_usage(prompt, chat, prompts, output, trace)
     mesh = together.join(tensor_parallel, device)
-    speaks = mesh is None or mesh.ranks.is_main
     from blockdiff.cli.live import Watcher
-    from blockdiff.sampling import Recorder, Request, Sampler, read_prompts
+    from blockdiff.sampling import Recorder, Request, Sampler
     from blockdiff.terminal import quiet
 
-    entries: list[Request | Result]
-    if prompts is not None:
-        entries = read_prompts(prompts)
-    elif prompt is not None:
-        entries = [Request(1, prompt=prompt)]
-    else:
-        entries = [Request(1, messages=[{"role": "user", "content": str(chat)}])]
-    # What holds the response; a line of a prompts file goes before the command's options.
-    held: dict[str, Any] = dict(template=template, regex=regex, draft=draft, noise=noise, banned=tuple(banned or ()))
-    held |= dict(stop=tuple(stop or ()))
-    held |= dict(json_schema=options.read_text(json_schema), repetition_penalty=repetition_penalty)
-    unheld = Request(1, prompt="")
-    held = {name: value for name, value in held.items() if value != getattr(unheld, name)}
-    replace(unheld, **held).check()
-    entries = [
-        replace(
-            entry,
-            thinking=thinking or entry.thinking,
-            scores=scores or entry.scores,
-            best_of=best_of if entry.best_of == 1 else entry.best_of,
-            allow_control_tokens=allow_control_tokens,
-            **{name: value for name, value in held.items() if getattr(entry, name) == getattr(unheld, name)},
-        )
-        if isinstance(entry, Request)
-        else entry
-        for entry in entries
-    ]
-    if not speaks:
+    entries = _entries(prompt, chat, prompts)
+    controls: dict[str, Any] = dict(template=template, regex=regex, json_schema=options.read_text(json_schema))
+    controls |= dict(draft=draft, noise=noise, banned=tuple(banned or ()), stop=tuple(stop or ()))
+    controls |= dict(repetition_penalty=repetition_penalty)
+    Request(1, prompt="", **controls).check()
+    asked = dict(thinking=thinking, scores=scores, best_of=best_of, allow_control_tokens=allow_control_tokens)
+    entries = [_with_options(entry, **asked, **controls) for entry in entries]
+
+    if mesh is not None and not mesh.ranks.is_main:
         output = trace = None
     options.require_free(trace, model, prompts, overwrite=overwrite)
     options.require_free(output, model, prompts, overwrite=True)  # what it has is gone on with
     for written in (output, trace):
         options.make_parent(written)
     quiet()
-    settings = dict(seed=seed, max_new_tokens=max_new_tokens, max_steps=steps, strategy=strategy, exact=exact)
-    place = Path(model).resolve() if Path(model).exists() else model
-    identity = {**settings, "model": str(place), "dtype": dtype} | ({"adapter": adapter} if adapter else {})
-    identity |= {"quantize": quantize} if quantize else {}
     ranks = _ranks(device, output, trace, stream) if mesh is None else mesh.ranks
-    asked = [fingerprint(entry, identity) for entry in entries]
-    answers = Answers(output, asked, ranks.rank, ranks.row_world == 1)
+    settings = dict(seed=seed, max_new_tokens=max_new_tokens, max_steps=steps, strategy=strategy, exact=exact)
+    named = Path(model).resolve() if Path(model).exists() else model
+    identity = {**settings, "model": str(named), "dtype": dtype} | ({"adapter": adapter} if adapter else {})
+    identity |= {"quantize": quantize} if quantize else {}
+    answers = Answers(
+        output, [fingerprint(entry, identity) for entry in entries], ranks.rank, is_alone=ranks.row_world == 1
+    )
     with ranks.main_first("reading the output file"):
         answers.keep(overwrite and ranks.is_main)
     before = len(answers.written)
-    missing = answers.missing if mesh is None else ranks.agree(answers.missing)
-    mine = missing[ranks.row_rank :: ranks.row_world]
-    chosen = str(ranks.device) if ranks.world > 1 else device
-    how: dict[str, Any] = dict(dtype=dtype, kernels=kernels, strategy=strategy, adapter=adapter, mesh=mesh)
-    how |= dict(quantize=quantize)
-    sampler = Sampler.from_pretrained(model, device=chosen, **how)
+    mine = ranks.agree(answers.missing)[ranks.row_rank :: ranks.row_world]
+    sampler = Sampler.from_pretrained(
+        model,
+        dtype=dtype,
+        device=str(ranks.device) if ranks.world > 1 else device,
+        kernels=kernels,
+        strategy=strategy,
+        adapter=adapter,
+        mesh=mesh,
+        quantize=quantize,
+    )
 
     recorder = view = None
     if trace is not None:
@@ -148,81 +126,113 @@ def sample(
         recorder = Recorder(ids if trace.suffix == ".jsonl" else ids[:DRAWN])
     if stream:
         view = Watcher(sampler.tokenizer, several=prompts is not None)
-    on_canvas = _each(recorder and recorder.canvas, view and view.canvas)
-    on_step = _each(recorder and recorder.step, view and view.is_live and view.step)
-
-    start, chunk = time.perf_counter(), max(CHUNK, 32 * batch_size)
-    counts: Counter[str] = Counter()
-    first_error = shown_result = None
+    found = _in_chunks(
+        sampler,
+        entries,
+        mine,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        max_steps=steps,
+        batch_size=batch_size,
+        on_canvas=_each(recorder and recorder.canvas, view and view.canvas),
+        on_step=_each(recorder and recorder.step, view and view.is_live and view.step),
+        exact=exact,
+        graphs=False if no_graphs else None,
+    )
     is_file = prompts is not None
-    progress = Progress(len(mine), 0, is_shown=is_file and view is None and ranks.is_main)
+    tally, progress = Tally(), Progress(len(mine), is_shown=is_file and view is None and ranks.is_main)
     try:
         with ranks.guarded("sampling"), ranks.at_own_pace("sampling") as look:
-            for first in range(0, len(mine), chunk):
-                own = mine[first : first + chunk]
-                found = sampler.stream(
-                    [entries[place] for place in own],
-                    seed=seed,
-                    max_new_tokens=max_new_tokens,
-                    max_steps=steps,
-                    batch_size=batch_size,
-                    on_canvas=on_canvas,
-                    on_step=on_step,
-                    exact=exact,
-                    graphs=False if no_graphs else None,
-                )
-                for place, result in found:
-                    counts["answered" if result.error is None else "failed"] += 1
-                    counts["tokens"] += len(result.tokens)
-                    counts["canvases"] += len(result.steps)
-                    counts["steps"] += sum(result.steps)
-                    first_error, shown_result = first_error or result.error, result
-                    if is_file or output is not None:
-                        answers.write(own[place], result)
-                    progress.add()
-                    look()
+            for place, result in found:
+                tally.add(result)
+                if is_file or output is not None:
+                    answers.write(place, result)
+                progress.add()
+                look()
     except KeyboardInterrupt:
         answers.flush()
         progress.close()
-        _say_where_it_stands(before + progress.done, len(entries), output)
+        goes_on = f" and in {output}; the same command goes on from there" if output is not None else ""
+        typer.echo(f"stopped: {before + progress.done} of {len(entries)} answered{goes_on}", err=True)
         raise typer.Exit(130) from None
     finally:
         progress.close()
         answers.close()
-    seconds = time.perf_counter() - start
+
     if view is not None:
         view.close()
     if trace is not None and recorder is not None:
-        write_trace(trace, recorder.traces, sampler)
-    if not speaks:
-        return
+        _write_trace(trace, recorder.traces, sampler)
     if ranks.row_world > 1:
-        counts = sum(ranks.gather(counts), Counter())
-        first_error = next((error for error in ranks.gather(first_error) if error), None)
+        tally = tally.with_those_of(ranks)
         if ranks.is_main:
             answers.merge()
         ranks.barrier()
-        if not ranks.is_main:
-            return
-    if not counts["answered"] and not before:
-        raise RequestError(first_error or "no request could be answered")
+    if not ranks.is_main:
+        return
+    if not tally.counts["answered"] and not before:
+        raise RequestError(tally.first_error or "no request could be answered")
     if is_file:
-        words = [f"{counts['answered']} answered", f"{counts['failed']} failed", f"{counts['tokens']} tokens"]
-        words += [f"{before} were there already"] if before else []
-        per_canvas = counts["steps"] / max(1, counts["canvases"])
-        limit = at_limit(per_canvas, steps or sampler.generation.max_steps)
-        typer.echo(f"{', '.join(words)} in {seconds:.1f} s, {per_canvas:.2f} steps per canvas{limit}", err=True)
-        if first_error:
-            typer.echo(f"first failure: {shown(first_error, sys.stderr)}", err=True)
-    elif output is None and view is None and shown_result is not None:
-        if shown_result.reasoning is not None:
-            typer.echo(shown(shown_result.reasoning, sys.stderr), err=True)
-        if shown_result.text or shown_result.tool_calls is None:
-            print(shown(shown_result.text, sys.stdout))
-        for call in shown_result.tool_calls or ():
-            print(shown(json.dumps(call["function"], ensure_ascii=False), sys.stdout))
-        if shown_result.score is not None:
-            typer.echo(f"mean log-probability per token {shown_result.score:.4f}", err=True)
+        tally.say(before, progress.seconds, steps or sampler.generation.max_steps)
+    elif output is None and view is None and tally.last is not None:
+        _say_answer(tally.last)
+
+
+def _check_usage(
+    prompt: str | None, chat: str | None, prompts: Path | None, output: Path | None, trace: Path | None
+) -> None:
+    """Raise typer.BadParameter for options that cannot stand together."""
+    if sum(given is not None for given in (prompt, chat, prompts)) != 1:
+        raise typer.BadParameter("give exactly one of --prompt, --chat and --prompts", param_hint="--prompt")
+    if trace is not None and trace.suffix not in TRACE_KINDS:
+        raise typer.BadParameter(f"{trace} ends in none of {', '.join(TRACE_KINDS)}", param_hint="--trace")
+    if trace is not None and trace == output:
+        raise typer.BadParameter(f"{trace} is the file of --output, too", param_hint="--trace")
+
+
+def _entries(prompt: str | None, chat: str | None, prompts: Path | None) -> list[Request | Result]:
+    """What is asked: one request, or those of a file with the failures of its bad lines."""
+    from blockdiff.sampling import Request, read_prompts
+
+    if prompts is not None:
+        return read_prompts(prompts)
+    if prompt is not None:
+        return [Request(1, prompt=prompt)]
+    return [Request(1, messages=[{"role": "user", "content": str(chat)}])]
+
+
+def _with_options(entry: Request | Result, **asked: Any) -> Request | Result:
+    """A request with the command's options where it says nothing itself; a line of a file goes before them."""
+    from blockdiff.sampling import Request
+
+    if not isinstance(entry, Request):
+        return entry
+    silent = Request(1)
+    changes = {name: value for name, value in asked.items() if getattr(entry, name) == getattr(silent, name)}
+    return replace(entry, **changes)
+
+
+def _in_chunks(
+    sampler: Sampler, entries: Sequence[Request | Result], places: Sequence[int], batch_size: int, **settings: Any
+) -> Iterator[tuple[int, Result]]:
+    """The results of the entries at these places as they come, each after its place."""
+    size = max(CHUNK, 32 * batch_size)
+    for first in range(0, len(places), size):
+        chunk = places[first : first + size]
+        found = sampler.stream([entries[place] for place in chunk], batch_size=batch_size, **settings)
+        yield from ((chunk[index], result) for index, result in found)
+
+
+def _say_answer(result: Result) -> None:
+    """Print the answer to the only request; what is not its text goes to stderr."""
+    if result.reasoning is not None:
+        typer.echo(shown(result.reasoning, sys.stderr), err=True)
+    if result.text or result.tool_calls is None:
+        print(shown(result.text, sys.stdout))
+    for call in result.tool_calls or ():
+        print(shown(json.dumps(call["function"], ensure_ascii=False), sys.stdout))
+    if result.score is not None:
+        typer.echo(f"mean log-probability per token {result.score:.4f}", err=True)
 
 
 def _ranks(device: str, output: Path | None, trace: Path | None, stream: bool) -> Ranks:
@@ -245,12 +255,7 @@ def _ranks(device: str, output: Path | None, trace: Path | None, stream: bool) -
     return from_accelerate()
 
 
-def _say_where_it_stands(done: int, total: int, output: Path | None) -> None:
-    place = f" and in {output}; the same command goes on from there" if output is not None else ""
-    typer.echo(f"stopped: {done} of {total} answered{place}", err=True)
-
-
-def write_trace(path: Path, traces: list[Trace], sampler: Sampler) -> None:
+def _write_trace(path: Path, traces: list[Trace], sampler: Sampler) -> None:
     """Write traces as the kind that the suffix names: a page, records, or a picture of the first request."""
     from blockdiff.checkpoint.tokenizer import decoder
 

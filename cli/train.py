@@ -13,9 +13,7 @@ from blockdiff.cli import options
 
 
 def train(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="A YAML recipe (recipes/README.md lists the keys).")
-    ],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe (recipes/README.md lists the keys).")],
     set_: options.Overrides = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The run directory.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,

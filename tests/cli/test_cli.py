@@ -195,7 +195,9 @@ CORPUS: dict[str, tuple[str, str, str | bytes]] = {
         GOOD,
     ),
     "prompts as trace": (
-        "sample {model} --prompts {here}/rows.jsonl --trace {here}/rows.jsonl", "is read by this command", GOOD
+        "sample {model} --prompts {here}/rows.jsonl --trace {here}/rows.jsonl",
+        "is read by this command",
+        GOOD,
     ),
     "rows as output": (EVAL + " --output {here}/rows.jsonl --overwrite", "rows.jsonl: is read by this command", PUZZLE),
     "an output in a directory of rows": (
@@ -215,7 +217,9 @@ CORPUS: dict[str, tuple[str, str, str | bytes]] = {
         GOOD,
     ),
     "puzzles that are there": (
-        "data sudoku --split new=9 --split test=9 --output {folder}/puzzles", "test.jsonl: is there already", ""
+        "data sudoku --split new=9 --split test=9 --output {folder}/puzzles",
+        "test.jsonl: is there already",
+        "",
     ),
     "rows of another task": (EVAL, "rows.jsonl:1: not a sudoku", GOOD),
     "a solution that is none": (
@@ -327,10 +331,7 @@ def test_the_recipe_in_a_run_directory_repeats_the_run(workshop: Path, tmp_path:
     assert recipe.output == str(workshop / "run")
     assert recipe.model_copy(update={"output": None}) == read_recipe(workshop / "recipe.yaml")
     works("train", workshop / "run" / "recipe.yaml", "--output", tmp_path / "again")
-    losses = [
-        [record.get("loss") for record in metrics(folder)]
-        for folder in (workshop / "run", tmp_path / "again")
-    ]
+    losses = [[record.get("loss") for record in metrics(folder)] for folder in (workshop / "run", tmp_path / "again")]
     assert losses[0] == losses[1]
 
 
@@ -375,9 +376,7 @@ def test_resuming_compares_the_model_and_the_rows_by_content_wherever_they_lie(w
 
 def test_a_resumed_run_ends_where_the_whole_one_does(workshop: Path, tmp_path: Path) -> None:
     stopped = ["train", str(workshop / "recipe.yaml"), "--output", str(tmp_path / "run")]
-    works(
-        *stopped, "--set", "optim.warmup_steps=0", "--set", "optim.schedule=constant", "--set", "train.steps=2"
-    )
+    works(*stopped, "--set", "optim.warmup_steps=0", "--set", "optim.schedule=constant", "--set", "train.steps=2")
     words = [*stopped, "--set", "optim.warmup_steps=0", "--set", "optim.schedule=constant", "--resume"]
     assert "resumed" in works(*words)
     works(
@@ -444,13 +443,9 @@ def test_sampling_imports_neither_a_compiler_nor_the_generation_of_transformers(
 
 
 @pytest.mark.quick
-def test_seeds_come_from_the_line_then_from_the_option_and_the_id(
-    workshop: Path, tmp_path: Path, prompt: str
-) -> None:
+def test_seeds_come_from_the_line_then_from_the_option_and_the_id(workshop: Path, tmp_path: Path, prompt: str) -> None:
     def texts(lines: list[dict[str, Any]], seed: int) -> list[str]:
-        (tmp_path / "p.jsonl").write_text(
-            "".join(json.dumps({"prompt": prompt, **line}) + "\n" for line in lines)
-        )
+        (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt, **line}) + "\n" for line in lines))
         words = ["sample", workshop / "run" / "model", "--prompts", tmp_path / "p.jsonl", "--steps", "1"]
         return [record["text"] for record in output_lines(works(*words, "--seed", str(seed)))]
 

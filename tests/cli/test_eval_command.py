@@ -14,7 +14,7 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint import init
 from blockdiff.cli.main import app
 from blockdiff.data.template import packaged_template
-from blockdiff.sampling import Generation
+from blockdiff.sampling import Generation, Sampler
 from tests.chat_tokenizer import chat_tokenizer
 from tests.oracle import TWO_LAYERS, tiny_config
 
@@ -117,6 +117,20 @@ def test_two_models_are_compared_on_the_same_rows(model, tmp_path):
     alone = tmp_path / "alone.json"
     assert run("eval", other, "--task", "exact", "--data", data, "--output", alone).exit_code == 0
     assert [r["text"] for r in json.loads(alone.read_text())["records"]] == [row["second"]["text"] for row in rows]
+
+
+def test_an_adapter_is_compared_with_the_model_under_it(model, tmp_path, monkeypatch):
+    read, loaded = Sampler.from_pretrained, []
+
+    def from_pretrained(path: str, adapter: str | None = None, **how: Any) -> Sampler:
+        loaded.append((path, adapter))
+        return read(path, **how)
+
+    monkeypatch.setattr(Sampler, "from_pretrained", from_pretrained)
+    data = write(tmp_path / "test.jsonl", [CHAT])
+    result = run("eval", model, "--adapter", "a", "--compare", model, "--task", "exact", "--data", data)
+    assert result.exit_code == 0, result.output
+    assert loaded == [(str(model), "a"), (str(model), None)]
 
 
 def test_thinking_is_asked_for_in_chats_only(model, tmp_path):

@@ -13,8 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 from blockdiff.checkpoint import init, load, save, save_adapter
-from blockdiff.cli.answers import Answers, Progress
+from blockdiff.cli.answers import Answers
 from blockdiff.cli.main import app
+from blockdiff.cli.tally import Progress
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import BlockdiffError
 from blockdiff.layers.lora import LowRank
@@ -118,8 +119,8 @@ def test_lines_that_are_no_answers_are_refused(tmp_path):
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, capsys):
     clock = iter(range(0, 100, 4))
-    monkeypatch.setattr("blockdiff.cli.answers.time.monotonic", lambda: float(next(clock)))
-    progress = Progress(8, 0)
+    monkeypatch.setattr("blockdiff.cli.tally.time.monotonic", lambda: float(next(clock)))
+    progress = Progress(8)
     for _ in range(8):
         progress.add()
     assert capsys.readouterr().err == "3 of 8 answered, 0.2 a second\n6 of 8 answered, 0.2 a second\n"
@@ -186,7 +187,5 @@ def test_processes_run_one_model_together_with_its_adapter_and_answer_as_one_doe
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("9 answered, 0 failed") == 1, done.stderr
-    tokens = [
-        [json.loads(line)["tokens"] for line in found.read_text().splitlines()] for found in (together, whole)
-    ]
+    tokens = [[json.loads(line)["tokens"] for line in found.read_text().splitlines()] for found in (together, whole)]
     assert tokens[0] == tokens[1]

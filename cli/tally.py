@@ -1,0 +1,89 @@
+"""What `blockdiff sample` says of a file of prompts on stderr: how far it is, and what it came to."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from blockdiff.metrics import at_limit
+from blockdiff.terminal import console, shown
+
+if TYPE_CHECKING:
+    from blockdiff.parallel.ranks import Ranks
+    from blockdiff.sampling import Result
+
+BETWEEN_LINES = 10.0  # seconds between two lines about the progress, where no bar can be drawn
+
+
+@dataclass
+class Tally:
+    """What has been answered: numbers by name, the reason of the first failure, and the last result."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first_error: str | None = None
+    last: Result | None = None
+
+    def add(self, result: Result) -> None:
+        """Count one result more."""
+        self.counts["answered" if result.error is None else "failed"] += 1
+        self.counts["tokens"] += len(result.tokens)
+        self.counts["canvases"] += len(result.steps)
+        self.counts["steps"] += sum(result.steps)
+        self.first_error, self.last = self.first_error or result.error, result
+
+    def with_those_of(self, ranks: Ranks) -> Tally:
+        """This tally and those of all other ranks, added up; every rank calls this."""
+        errors = ranks.gather(self.first_error)
+        counts = sum(ranks.gather(self.counts), Counter[str]())
+        return Tally(counts, next((error for error in errors if error), None))
+
+    def say(self, before: int, seconds: float, max_steps: int) -> None:
+        """Print it, with how many answers were there before and how long the others took."""
+        words = [f"{self.counts['answered']} answered", f"{self.counts['failed']} failed"]
+        words += [f"{self.counts['tokens']} tokens"] + [f"{before} were there already"] * bool(before)
+        per_canvas = self.counts["steps"] / max(1, self.counts["canvases"])
+        cost = f"{per_canvas:.2f} steps per canvas{at_limit(per_canvas, max_steps)}"
+        typer.echo(f"{', '.join(words)} in {seconds:.1f} s, {cost}", err=True)
+        if self.first_error:
+            typer.echo(f"first failure: {shown(self.first_error, sys.stderr)}", err=True)
+
+
+class Progress:
+    """How many of a file's requests are answered: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, total: int, is_shown: bool = True):
+        self.total, self.done, self.seconds = total, 0, 0.0
+        self._start = self._said = time.monotonic()
+        self._bar: Any = None
+        self._is_shown = is_shown
+        if is_shown and sys.stderr.isatty() and total > 0:
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = TextColumn("answered"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+            self._bar = Bar(*columns, console=console(stderr=True), transient=True)
+            self._task = self._bar.add_task("", total=total)
+            self._bar.start()
+
+    def add(self) -> None:
+        """One request more is answered."""
+        self.done += 1
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done)
+        elif self._is_shown and now - self._said >= BETWEEN_LINES and self.done < self.total:
+            self._said = now
+            per_second = self.done / (now - self._start)
+            print(f"{self.done} of {self.total} answered, {per_second:.1f} a second", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was; `seconds` says how long it took."""
+        self.seconds = time.monotonic() - self._start
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
