@@ -188,9 +188,7 @@ def _work(mix: Mix, inputs: Inputs, kind: str) -> Work:
     return forward if kind in (FORWARD, GRAPH) else both
 
 
-def _rates(
-    shape: Shape, kind: str, used: int, element_size: int, seconds: float, ceilings: Ceilings | None
-) -> str:
+def _rates(shape: Shape, kind: str, used: int, element_size: int, seconds: float, ceilings: Ceilings | None) -> str:
     rate = shape.flops(kind) / seconds
     words = f"{rate / 1e12:.3g} TFLOP/s"
     if ceilings is None:

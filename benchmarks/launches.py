@@ -80,8 +80,6 @@ def launches_left_out() -> Iterator[Counter[str]]:
     launching.forget_sizes()
 
 
-
-
 class DenoisingStep:
     """One step of one canvas, of a model with so many layers of one kind before its last one.
 

@@ -151,4 +151,3 @@ def _error_of(theirs: Any, reference: Any) -> float:
     mine, truth = _their_gradients(theirs), _their_gradients(reference)
     error = sum(float((mine[name].float() - grad).norm()) ** 2 for name, grad in truth.items())
     return math.sqrt(error / sum(float(grad.norm()) ** 2 for grad in truth.values()))
-

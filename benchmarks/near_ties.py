@@ -80,13 +80,9 @@ def read_requests(path: Path, limit: int | None) -> list[Request]:
 
 def main(words: Sequence[str] | None = None) -> list[Comparison]:
     """Print a line per dtype, and write the numbers with their circumstances where asked to."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.near_ties", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.near_ties", description=__doc__.split("\n")[0])
     parser.add_argument("model", help="a checkpoint directory or hub id")
-    parser.add_argument(
-        "--prompts", type=Path, required=True, help="JSONL: prompt or messages, optionally seed"
-    )
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL: prompt or messages, optionally seed")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--limit", type=int, help="only the first N lines")
     parser.add_argument("--max-new-tokens", type=int)

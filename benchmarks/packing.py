@@ -72,9 +72,7 @@ def measure(
     steps = range(1, options.steps + 1)
 
     def batches(layout: Layout, step: int) -> list[Batch]:
-        return micro_batches(
-            examples, plan, collator, step, pack=layout.pack, micro_batch_size=layout.micro_batch_size
-        )
+        return micro_batches(examples, plan, collator, step, pack=layout.pack, micro_batch_size=layout.micro_batch_size)
 
     def run(window: Sequence[Batch]) -> tuple[float, float]:
         objective.zero_grad(set_to_none=True)
@@ -157,9 +155,7 @@ def main(words: list[str] | None = None) -> None:
     columns = dict(pair.split("=", 1) for pair in options.columns.split(",") if pair)
     rows = list(rows_of(Source(options.rows, columns=columns)))
     tokenizer = byte_level_bpe((text for row in rows for text in texts_of(row)), options.vocab_size)
-    model = init(
-        fitted(preset_config(options.preset), tokenizer), seed=0, tokenizer=tokenizer, device=options.device
-    )
+    model = init(fitted(preset_config(options.preset), tokenizer), seed=0, tokenizer=tokenizer, device=options.device)
     rows = rows[: options.batch_size * options.steps]
     examples, made = Encoder(tokenizer, tokenizer.eos_token_id, model.canvas_length).encode(rows)
     canvases = AllCanvases() if options.canvases == "all" else RandomCanvases(int(options.canvases))

@@ -280,7 +280,8 @@ def told(line: dict[str, Any]) -> str:
     """A line for a person."""
     head = f"{line['workload']}, {line['requests']} requests, limit {line['limit']}:"
     if not line["agrees"]:
-        return f"{head} DISAGREES {({name: line[name] for name in line if name.startswith(('same', 'errors'))})}"
+        found = {name: value for name, value in line.items() if name.startswith(("same", "errors"))}
+        return f"{head} DISAGREES {found}"
     times = ", ".join(f"{name} {statistics.median(taken):.2f} s" for name, taken in line["seconds"].items())
     ratios = ", ".join(f"{ratio:.2f}x {name}" for name, ratio in line["speedup"].items())
     theirs = f"transformers {line['transformers_executed_over_needed']:.2f}"

@@ -136,14 +136,10 @@ class Batch:
 
         def pick(values: Tensor) -> Tensor:
             picked = values[rows][row_B1, order_BC]
-            return picked * is_present_BC.view(*is_present_BC.shape, *[1] * (picked.dim() - 2)).to(
-                picked.dtype
-            )
+            return picked * is_present_BC.view(*is_present_BC.shape, *[1] * (picked.dim() - 2)).to(picked.dtype)
 
         canvases = {name: pick(getattr(self, name)) for name in CANVAS_FIELDS}
-        row_fields = {
-            f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name not in CANVAS_FIELDS
-        }
+        row_fields = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name not in CANVAS_FIELDS}
         return replace(self, **row_fields, **canvases), rows
 
 

@@ -33,9 +33,7 @@ def everything(ranks: Ranks, directory: Path) -> None:
 
     def batches(step: int) -> list[Batch]:
         pack = None if step == 5 else 500 if step % 2 else 60
-        window = micro_batches(
-            examples, Plan(9, 6, seed=1), make, step, pack=pack, rank=ranks.rank, world=ranks.world
-        )
+        window = micro_batches(examples, Plan(9, 6, seed=1), make, step, pack=pack, rank=ranks.rank, world=ranks.world)
         rows.append(sum(int((batch.doc_start_BS[:, 0] >= 0).sum()) for batch in window))
         return window
 

@@ -49,9 +49,7 @@ class ScriptedModel:
         last_B = torch.full((B,), S) - 1 if lengths is None else lengths - 1
         return ScriptedPrefix(tokens_BS[torch.arange(B), last_B], 0)
 
-    def denoise(
-        self, canvas_BL: Tensor, prefix: ScriptedPrefix, soft_embedding: Tensor | None = None
-    ) -> Tensor:
+    def denoise(self, canvas_BL: Tensor, prefix: ScriptedPrefix, soft_embedding: Tensor | None = None) -> Tensor:
         """The next logits of every row's script."""
         assert canvas_BL.shape == (len(prefix.last_B), self.canvas_length)
         self.denoised.append(len(canvas_BL))

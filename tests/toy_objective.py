@@ -78,9 +78,7 @@ def toy_row(sample: int, epoch: int = 0, canvases: bool = True, coin: bool | Non
     return CleanRow(tokens, drawn if canvases else [], sample_id=sample)
 
 
-def toy_batch(
-    samples: range | list[int], epoch: int = 0, canvases: bool = True, coin: bool | None = None
-) -> Batch:
+def toy_batch(samples: range | list[int], epoch: int = 0, canvases: bool = True, coin: bool | None = None) -> Batch:
     return lay_out([toy_row(sample, epoch, canvases, coin) for sample in samples], CANVAS, pad_id=0)
 
 

@@ -133,9 +133,7 @@ def _differs(file: Path, key: str) -> CheckpointError:
     )
 
 
-def _read(
-    stored: Mapping[str, Stored], copies: Sequence[str], shape: tuple[int, ...], block: Block | None
-) -> Tensor:
+def _read(stored: Mapping[str, Stored], copies: Sequence[str], shape: tuple[int, ...], block: Block | None) -> Tensor:
     """A block of one of our tensors, which has these copies in the file.
 
     Of the As of all experts the rows of the experts asked for are read; of their Bs, where an expert's numbers lie
@@ -162,9 +160,7 @@ def _read(
     return found.unflatten(1, (-1, shape[0])).permute(2, 0, 1)[box.slices[0], :, box.slices[2]].contiguous()
 
 
-def _ours(
-    key: str, shape: tuple[int, ...], model: BlockDiffusionModel, file: Path
-) -> tuple[str, tuple[int, ...]]:
+def _ours(key: str, shape: tuple[int, ...], model: BlockDiffusionModel, file: Path) -> tuple[str, tuple[int, ...]]:
     """Our name and our shape of one tensor of the file."""
     names = family_of(model.config).names
     match = _KEY.fullmatch(key)

@@ -205,9 +205,7 @@ def _to_peft(model: BlockDiffusionModel) -> dict[str, Source]:
     return out
 
 
-def _complete(
-    parts: dict[str, Part], name: str, low_rank: LowRank, model: BlockDiffusionModel
-) -> None:
+def _complete(parts: dict[str, Part], name: str, low_rank: LowRank, model: BlockDiffusionModel) -> None:
     """Experts of which only one of the two products is adapted get a B of 0 for the other."""
     if not name.endswith(".experts"):
         return

@@ -184,9 +184,7 @@ def _warn_of_not_finite(
         warnings.warn(f"{directory}: {_are(wrong, 'not finite')}; the model answers nothing with them", stacklevel=3)
 
 
-def _in_fp8(
-    in_files: Mapping[str, Stored], stored: Mapping[str, Stored], hub: str, device: torch.device
-) -> Fp8:
+def _in_fp8(in_files: Mapping[str, Stored], stored: Mapping[str, Stored], hub: str, device: torch.device) -> Fp8:
     """A tensor in fp8 on a device: as a checkpoint has it, or rounded there from what it has."""
     place = stored[hub]
     if isinstance(place, Assembled) and place.is_fp8:

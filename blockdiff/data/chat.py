@@ -159,9 +159,7 @@ class Encoder:
             "raise data.max_length"
         )
 
-    def _fitted(
-        self, tokens: list[int], responses: list[Span], where: str
-    ) -> tuple[list[int], list[Span]] | None:
+    def _fitted(self, tokens: list[int], responses: list[Span], where: str) -> tuple[list[int], list[Span]] | None:
         if self.max_length is None or len(tokens) <= self.max_length:
             return tokens, responses
         if self.too_long == "refuse":
@@ -209,9 +207,7 @@ class Encoder:
             except ValueError as error:
                 raise DataError(f"{row.where}: {error}; change the chat template") from None
             if not responses:
-                raise DataError(
-                    f"{row.where}: the chat template marks no assistant turn; change the template"
-                )
+                raise DataError(f"{row.where}: the chat template marks no assistant turn; change the template")
             changes = self.alterations.count(row.messages or ())
             yield encoding.ids, responses, changes + Counter(spelt=bool(each.cuts))
 
@@ -255,9 +251,7 @@ class Encoder:
                 except DataError as error:
                     raise DataError(f"{row.where}: {error}") from None
                 except Exception as error:
-                    raise DataError(
-                        f"{row.where}: the tokenizer cannot encode it ({error}); change the row"
-                    ) from None
+                    raise DataError(f"{row.where}: the tokenizer cannot encode it ({error}); change the row") from None
             raise
 
     def _encode(self, texts: Sequence[str], rendered_cuts: Sequence[tuple[int, ...]] | None) -> list[Encoded]:

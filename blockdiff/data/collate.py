@@ -169,20 +169,15 @@ class Collator:
             return []
         epochs = [epoch] * len(examples) if isinstance(epoch, int) else list(epoch)
         pieces = [
-            [piece for span in example.responses for piece in cut(span, self.canvas_length)]
-            for example in examples
+            [piece for span in example.responses for piece in cut(span, self.canvas_length)] for example in examples
         ]
         samples = [example.sample_id for example in examples]
         chosen = self.canvases.choose([len(each) for each in pieces], self.seed, epochs, samples)
-        flat = [
-            (row, canvas, rank) for row, canvases in enumerate(chosen) for rank, canvas in enumerate(canvases)
-        ]
+        flat = [(row, canvas, rank) for row, canvases in enumerate(chosen) for rank, canvas in enumerate(canvases)]
         row_N, canvas_N, rank_N = torch.tensor(flat, dtype=torch.int64).reshape(-1, 3).unbind(1)
         epoch_N, slot_N = torch.tensor(epochs)[row_N], torch.tensor(list(slots))[row_N]
         sample_N = torch.tensor(samples)[row_N]
-        coin_N = (
-            uniform(self.seed, Stream.COIN, (epoch_N, sample_N, canvas_N), 1)[:, 0] < self.coin_probability
-        )
+        coin_N = uniform(self.seed, Stream.COIN, (epoch_N, sample_N, canvas_N), 1)[:, 0] < self.coin_probability
         t_N = self.time.draw(self.seed, step, slot_N, rank_N, total_slots)
         canvases_of: list[list[Canvas]] = [[] for _ in examples]
         for (row, canvas, _), t, coin in zip(flat, t_N.tolist(), coin_N.tolist(), strict=True):
@@ -193,9 +188,7 @@ class Collator:
             weight = 1.0 if self.normalisation == "token" else 1 / (len(chosen[row]) * self.canvas_length)
             canvases_of[row].append(Canvas(tokens, start, t=t, coin=coin, address=address, weight=weight))
         return [
-            CleanRow(
-                self._seen(example, canvases), canvases, example.sample_id, ar_weights=self._ar_weights(example)
-            )
+            CleanRow(self._seen(example, canvases), canvases, example.sample_id, ar_weights=self._ar_weights(example))
             for example, canvases in zip(examples, canvases_of, strict=True)
         ]
 

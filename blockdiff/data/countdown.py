@@ -141,9 +141,7 @@ def _combined(numbers: Sequence[int], keys: Sequence[int]) -> tuple[int, str]:
     parts = [(number, str(number), 3) for number in numbers]  # value, text, how tightly its last operation binds
     for step in range(len(numbers) - 1):
         first, second, choice = keys[3 * step : 3 * step + 3]
-        (a, left, left_binds), (b, right, right_binds) = (
-            parts.pop(key * len(parts) >> 31) for key in (first, second)
-        )
+        (a, left, left_binds), (b, right, right_binds) = (parts.pop(key * len(parts) >> 31) for key in (first, second))
         if a < b:
             (a, left, left_binds), (b, right, right_binds) = (b, right, right_binds), (a, left, left_binds)
         results = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if a % b == 0 else 0}

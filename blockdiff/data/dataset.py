@@ -86,7 +86,7 @@ def load_dataset(
     """
     parts: list[tuple[pa.Table, Statistics]] = []
     files, first_ids, hashes = [], [0], []
-    with (first if first is not None and cache is not None else nullcontext()):
+    with first if first is not None and cache is not None else nullcontext():
         for source in sources:
             opened = open_source(source)
             write = partial(_write, source=opened, encoder=encoder)

@@ -171,9 +171,7 @@ def deal_classes(counts: Mapping[str, int], seed: int) -> dict[str, list[int]]:
     """Deal the 12 classes of 4x4 grids out to the splits by size, at least two to each; DataError for too many."""
     total = len(classes4())
     if len(counts) * MIN_CLASSES > total:
-        raise DataError(
-            f"at most {total // MIN_CLASSES} splits of 4x4 sudoku: there are {total} classes of grids"
-        )
+        raise DataError(f"at most {total // MIN_CLASSES} splits of 4x4 sudoku: there are {total} classes of grids")
     whole = sum(counts.values())
     shares = {name: max(MIN_CLASSES, total * number // whole) for name, number in counts.items()}
     largest = max(counts, key=lambda name: counts[name])

@@ -39,9 +39,7 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
             "equal": len(differences) - fewer - more,
             "p_value": binomial_test(fewer, more),
         },
-        "records": [
-            {**{name: a[name] for name in OWN}, "first": _answer(a), "second": _answer(b)} for a, b in pairs
-        ],
+        "records": [{**{name: a[name] for name in OWN}, "first": _answer(a), "second": _answer(b)} for a, b in pairs],
     }
 
 

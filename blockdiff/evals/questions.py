@@ -130,5 +130,3 @@ def _tokens(sampler: Sampler, question: Question) -> int:
         return len(sampler.tokenizer(question.reference, add_special_tokens=False)["input_ids"])
     except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
         raise DataError(f"{question.where}: the tokenizer cannot encode the response ({error})") from None
-
-

@@ -117,9 +117,8 @@ class Kernels:
 
     def expert_slots(self, x_ND: Tensor, *of_experts: Any) -> Slots | Tensor:
         """What `expert_mlp` gives, for `layer_end`: where that is fused, before it is summed."""
-        slots: Slots | Tensor = (
-            self.fused.expert_slots if self._is_fused(x_ND) else self.expert_mlp
-        )(x_ND, *of_experts)
+        run = self.fused.expert_slots if self._is_fused(x_ND) else self.expert_mlp
+        slots: Slots | Tensor = run(x_ND, *of_experts)
         return slots
 
     def linear(self, x: Tensor, weight: Tensor | Fp8) -> Tensor:

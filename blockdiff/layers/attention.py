@@ -139,9 +139,7 @@ def attend(
     (clean_q, noisy_q), (clean_k, noisy_k), (clean_v, noisy_v) = (
         x.split([spans.clean_tokens, x.shape[1] - spans.clean_tokens], 1) for x in (q_BThd, k, v)
     )
-    prefix_k, prefix_v = (
-        (x.detach() if spans.stop_gradient else x)[:, : spans.columns] for x in (clean_k, clean_v)
-    )
+    prefix_k, prefix_v = ((x.detach() if spans.stop_gradient else x)[:, : spans.columns] for x in (clean_k, clean_v))
     clean = kernels.span_attention(clean_q, None, None, clean_k, clean_v, spans.clean, scale)
     noisy = kernels.span_attention(noisy_q, prefix_k, prefix_v, noisy_k, noisy_v, spans.noisy, scale)
     return torch.cat([clean, noisy], 1)

@@ -67,9 +67,7 @@ class Experts(nn.Module):
     gate_up_proj: Tensor = parameter()
     down_proj: Tensor = parameter()
 
-    def __init__(
-        self, experts: int, hidden: int, intermediate: int, kernels: Kernels, activation: str = "gelu_tanh"
-    ):
+    def __init__(self, experts: int, hidden: int, intermediate: int, kernels: Kernels, activation: str = "gelu_tanh"):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))

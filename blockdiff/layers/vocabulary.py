@@ -131,9 +131,7 @@ class Vocabulary(nn.Module):
         self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None = None, bonus_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """What `cross_entropy` gives, fp32 [N], and the argmax of the same logits, int64 [N]; no gradients."""
-        return self.kernels.token_scores(
-            hidden_ND, self.output_weights(), targets_N, self.softcap, observed_N, bonus_N
-        )
+        return self.kernels.token_scores(hidden_ND, self.output_weights(), targets_N, self.softcap, observed_N, bonus_N)
 
     @as_call
     def soft_embedding(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
@@ -142,9 +140,7 @@ class Vocabulary(nn.Module):
         A gradient flows to E, none through z: the signal is given, how it is embedded is learnt.
         """
         flat = hidden.reshape(-1, hidden.shape[-1])
-        soft = self.kernels.soft_embedding(
-            flat, self.output_weights(), self.softcap, temperature, **self._embedding()
-        )
+        soft = self.kernels.soft_embedding(flat, self.output_weights(), self.softcap, temperature, **self._embedding())
         return soft.view(hidden.shape).mul_(self._scale(self.table.dtype))
 
     @as_call

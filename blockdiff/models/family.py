@@ -165,9 +165,7 @@ class LayerKind:
         """The causal spans of clean tokens, see `spans.encode_spans`."""
         return encode_spans(doc_start_BT, self.window, past_B)
 
-    def denoise_spans(
-        self, start_BC: Tensor, doc_start_BC: Tensor, length_BC: Tensor, canvas_length: int
-    ) -> Spans:
+    def denoise_spans(self, start_BC: Tensor, doc_start_BC: Tensor, length_BC: Tensor, canvas_length: int) -> Spans:
         """The spans of canvases laid side by side, see `spans.denoise_spans`."""
         return denoise_spans(start_BC, doc_start_BC, length_BC, canvas_length, self.window)
 

@@ -87,9 +87,7 @@ class SharedVocabulary(Vocabulary):
             return loss.new_zeros(len(hidden_ND)).index_copy(0, kept, loss)
         return self._loss(hidden_ND, targets_N, observed_N, bonus_N)
 
-    def _loss(
-        self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None, bonus_N: Tensor | None
-    ) -> Tensor:
+    def _loss(self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None, bonus_N: Tensor | None) -> Tensor:
         """Log-sum-exp over all tokens less the target's logit."""
         table, hidden_ND = self.output_weights(), copied(hidden_ND, self.group)
         favoured = self._favoured(observed_N, bonus_N, table)

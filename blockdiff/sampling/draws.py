@@ -54,9 +54,7 @@ class Draws:
 
     def _draw(self, first: int) -> tuple[Tensor, Tensor]:
         """The numbers of STEPS_AHEAD steps from `first` on."""
-        return draw_ahead(
-            self.seed_B, self.canvas_B, torch.full_like(self.seed_B, first), self.length, self.vocab_size
-        )
+        return draw_ahead(self.seed_B, self.canvas_B, torch.full_like(self.seed_B, first), self.length, self.vocab_size)
 
 
 def signed(seed: int) -> int:

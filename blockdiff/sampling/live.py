@@ -159,8 +159,7 @@ class Live:
         temperature_B = torch.tensor([shape.temperature for shape in shapes], device=tokens_BL.device)
 
         parts = [
-            self._call(call, state, tokens_BL, uniform_BL, step_B, temperature_B, shapes, steps)
-            for call in self._calls
+            self._call(call, state, tokens_BL, uniform_BL, step_B, temperature_B, shapes, steps) for call in self._calls
         ]
         stats, unchanged_B, decision, standing_BL = parts[0] if len(parts) == 1 else joined(parts)
         told = self._told(tokens_BL, stats, decision, steps, shapes)

@@ -87,9 +87,7 @@ def _guard(tokenizer: PreTrainedTokenizerBase, request: Request) -> Guard:
 _guard_of = lru_cache(maxsize=4)(lambda tokenizer, size, template, control: guard_of(tokenizer, template, control))
 
 
-def _tokens(
-    text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenizerBase, guard: Guard
-) -> tuple[str, list[int]]:
+def _tokens(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenizerBase, guard: Guard) -> tuple[str, list[int]]:
     """A text and its tokens, in pieces where it is cut."""
     try:
         pieces = [list(tokenizer(piece, add_special_tokens=False)["input_ids"]) for piece in cut(text, cuts)]

@@ -26,9 +26,7 @@ class _Quoted:
     text: str
 
 
-def called(
-    tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[dict[str, Any]] | None, list[int]]:
+def called(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[dict[str, Any]] | None, list[int]]:
     """The calls in a response (None: there is none), in the form that messages have them, and the other tokens.
 
     What is no whole call stays among the other tokens.

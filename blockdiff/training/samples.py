@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from blockdiff.sampling.sampler import Sampler
 
 
-
 class Sampled(NamedTuple):
     """`record` for the metrics; `texts`, the records of the first few answers, for RUN/samples.jsonl."""
 

@@ -304,7 +304,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a pipe": (lambda d: ((d / "config.json").unlink(), os.mkfifo(d / "config.json")), ["config.json: not a regular"]),
     "a pipe beside": (lambda d: os.mkfifo(d / "tokenizer_config.json"), ["tokenizer_config.json", "not a regular"]),
     "a pipe as shard": (
-        lambda d: (index({PROJECTION: "p.safetensors"})(d), os.mkfifo(d / "p.safetensors")), ["not a regular"]
+        lambda d: (index({PROJECTION: "p.safetensors"})(d), os.mkfifo(d / "p.safetensors")),
+        ["not a regular"],
     ),
     "no weights": (lambda d: (d / WEIGHTS).rename(d / "pytorch_model.bin"), [WEIGHTS, "pytorch_model.bin"]),
     "bad index": (index(["part.safetensors"]), [INDEX, "weight_map"]),

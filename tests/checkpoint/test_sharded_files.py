@@ -37,9 +37,7 @@ def test_a_streamed_file_has_the_bytes_that_safetensors_writes(tmp_path, metadat
 
 
 @pytest.mark.parametrize(("world", "how"), [(2, "full"), (2, "experts"), (4, "both")])
-def test_each_rank_reads_its_parts_alone_and_together_they_write_the_files_of_one_process(
-    source, tmp_path, world, how
-):
+def test_each_rank_reads_its_parts_alone_and_together_they_write_the_files_of_one_process(source, tmp_path, world, how):
     forked.run_ranks(world, sharded_files.read_and_write, tmp_path, how)
     save(load(source, "auto", "cpu"), tmp_path / "alone", shard_bytes=200_000)
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")

@@ -135,9 +135,7 @@ def test_declarations_are_written_as_the_format_says(tokenizer):
 
 
 ARGUMENTS = {"n": 1, "f": 1.5, "t": True, "x": None, "s": "a b", "l": [1, "c"], "o": {"k": "v"}}
-CALLED = (
-    '<|tool_call>call:get{f:1.5,l:[1,<|"|>c<|"|>],n:1,o:{k:<|"|>v<|"|>},s:<|"|>a b<|"|>,t:true,x:null}<tool_call|>'
-)
+CALLED = '<|tool_call>call:get{f:1.5,l:[1,<|"|>c<|"|>],n:1,o:{k:<|"|>v<|"|>},s:<|"|>a b<|"|>,t:true,x:null}<tool_call|>'
 ANSWERED = '<|tool_response>response:get{value:<|"|>sun<|"|>}<tool_response|>'
 
 

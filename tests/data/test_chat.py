@@ -28,9 +28,7 @@ UNTAGGED = (
     "{{ m.content.strip() }}{{ '<turn|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|turn>model\n<|channel>thought\n<channel|>' }}{% endif %}"
 )
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-)
+CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +145,7 @@ def test_messages_without_a_template_are_refused_but_prompt_rows_are_not():
 
 def test_prompt_and_response_are_tokenised_apart():
     tokenizer = chat_tokenizer()
-    (example,), _ = Encoder(tokenizer, eos_id=1, canvas_length=8).encode(
-        [Row("f:1", prompt="us", response="er")]
-    )
+    (example,), _ = Encoder(tokenizer, eos_id=1, canvas_length=8).encode([Row("f:1", prompt="us", response="er")])
     ((start, _),) = example.responses
     assert tokenizer.decode(example.tokens[:start]) == "<bos>us"
     assert tokenizer.decode(example.tokens[start:]) == "er<eos>"

@@ -150,9 +150,7 @@ def test_ranks_get_about_the_same_work():
     plan = Plan(24, 24, seed=1)
     work = [
         sum(int((b.doc_start_BS >= 0).sum() + b.length_BC.sum()) for b in batches)
-        for batches in (
-            micro_batches(EXAMPLES, plan, collator(), 1, pack=64, rank=rank, world=3) for rank in range(3)
-        )
+        for batches in (micro_batches(EXAMPLES, plan, collator(), 1, pack=64, rank=rank, world=3) for rank in range(3))
     ]
     assert max(work) <= 1.1 * min(work)
 

@@ -34,14 +34,19 @@ dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
 test_split: test
 """
-WRITES = COMMON + """\
+WRITES = (
+    COMMON
+    + """\
 output_type: generate_until
 doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{answer}}}}"
 generation_kwargs: {{until: ["\\n", "0"], max_gen_toks: 16}}
 metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
 """
-CHOOSES = COMMON + """\
+)
+CHOOSES = (
+    COMMON
+    + """\
 output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
 doc_to_choice: "{{{{choices}}}}"
@@ -49,12 +54,16 @@ doc_to_target: gold
 target_delimiter: ""
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
-ROLLS = COMMON + """\
+)
+ROLLS = (
+    COMMON
+    + """\
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{{{question}}}}{{{{answer}}}}"
 metric_list: [{{metric: byte_perplexity, aggregation: weighted_perplexity, higher_is_better: false}}]
 """
+)
 
 
 @pytest.fixture(scope="module")

@@ -75,9 +75,7 @@ def test_gsm8k_compares_values_and_forgets_how_the_text_came_to_them():
     assert not gsm8k.is_solved(reference, "1200")
     strict = {"answer": "1300", "flexible_answer": "1300", "is_solved_flexibly": False}
     assert gsm8k.facts(reference, "#### 1,300") == strict
-    assert gsm8k.facts(reference, "nothing") == {
-        "answer": None, "flexible_answer": None, "is_solved_flexibly": False
-    }
+    assert gsm8k.facts(reference, "nothing") == {"answer": None, "flexible_answer": None, "is_solved_flexibly": False}
     loose = gsm8k.facts(reference, "2 * 600 makes $1,200.00.")
     assert loose == {"answer": None, "flexible_answer": "1200.00", "is_solved_flexibly": True}
 

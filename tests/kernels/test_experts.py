@@ -40,8 +40,7 @@ def compare(
     tensors: list[Tensor], index: Tensor, dtype: torch.dtype, tolerance: float, needs=ALL, activation="gelu_tanh"
 ) -> None:
     mine, truth = (
-        [t.to(d).requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
-        for d in (dtype, torch.float64)
+        [t.to(d).requires_grad_(need) for t, need in zip(tensors, needs, strict=True)] for d in (dtype, torch.float64)
     )
     outs = []
     for op, (x, gate_up, down, weight) in ((native.expert_mlp, mine), (reference.expert_mlp, truth)):

@@ -214,6 +214,7 @@ def test_nothing_is_fused_where_a_gradient_is_needed(fused, monkeypatch):
 
 # -- what a layer launches -----------------------------------------------------------------------------------------
 
+
 def test_a_layer_of_a_denoising_step_and_of_a_commit_is_eleven_launches_and_six_operations():
     """At batch 1 over pages, with splits; torch's own operations are its products."""
     expected = Counter(

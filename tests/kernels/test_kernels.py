@@ -370,8 +370,7 @@ DTYPES = [(torch.float64, 3e-7), (torch.float32, 3e-6)]  # norms compute in fp32
 def copies(tensors: list[Tensor | None], dtype: torch.dtype, needs: list[bool]) -> list[Tensor | None]:
     """The same values in another dtype, as leaves; a dense layout is kept."""
     return [
-        None if x is None else x.detach().to(dtype).requires_grad_(need)
-        for x, need in zip(tensors, needs, strict=True)
+        None if x is None else x.detach().to(dtype).requires_grad_(need) for x, need in zip(tensors, needs, strict=True)
     ]
 
 

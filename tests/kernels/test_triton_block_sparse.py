@@ -70,8 +70,10 @@ def whole(*shape: int, seed: int = 0, most: int = 3) -> Tensor:
 def test_blocks_are_those_of_the_native_op_ties_included(init, local, topk, score):
     """Scores are whole numbers times a power of two, so that most blocks tie by their maximum; sums do not tie."""
     B, T, H, d, block = 2, 19, 3, 16, 5
-    q, k = (whole(B, T, H, d), whole(B, T, d, seed=1, most=1)) if score == "max" else (
-        drawn(B, T, H, d, dtype=torch.float32), drawn(B, T, d, seed=1, dtype=torch.float32)
+    q, k = (
+        (whole(B, T, H, d), whole(B, T, d, seed=1, most=1))
+        if score == "max"
+        else (drawn(B, T, H, d, dtype=torch.float32), drawn(B, T, d, seed=1, dtype=torch.float32))
     )
     visible = torch.arange(1, T + 1).expand(B, T).clone()
     visible[1, -3:] = 0  # padding

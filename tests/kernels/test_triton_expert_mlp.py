@@ -65,9 +65,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-12))
 
 
-def compare(
-    tensors: list[Tensor], index: Tensor, needs: tuple[bool, ...] = ALL, activation: str = "gelu_tanh"
-) -> None:
+def compare(tensors: list[Tensor], index: Tensor, needs: tuple[bool, ...] = ALL, activation: str = "gelu_tanh") -> None:
     got = run(ours.expert_mlp, leaves(tensors, torch.float32, needs=needs), index, activation)
     truth = run(reference.expert_mlp, leaves(tensors, torch.float64, "cpu", needs), index, activation)
     for name, x, y in zip(("out", "x", "gate_up", "down", "weight"), got, truth, strict=True):

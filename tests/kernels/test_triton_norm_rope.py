@@ -115,9 +115,7 @@ def test_norm_rope_turns_pairs_of_halves(T, h, d):
 def test_any_layout_is_taken_in_both_directions(layout):
     x, y = draw(3, 5, 4, 24, seed=0, layout=layout), draw(3, 5, 4, 24, seed=1, layout=layout)
     assert x.is_contiguous() == (layout == "plain")
-    cos, sin = (
-        c.to(DEVICE) for c in angles(torch.arange(5).expand(3, 5), default_frequencies(24, 1e4), torch.float32)
-    )
+    cos, sin = (c.to(DEVICE) for c in angles(torch.arange(5).expand(3, 5), default_frequencies(24, 1e4), torch.float32))
 
     def through(norms: Any, add: Any, rope: Any) -> Any:
         def op(x: Tensor, y: Tensor, w: Tensor) -> list[Tensor]:

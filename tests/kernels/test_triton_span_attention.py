@@ -111,9 +111,7 @@ def documents(T: int, *starts: int, padding: int = 0) -> Tensor:
 
 def packed(T: int) -> Tensor:
     """Three documents in one row; a shorter row with padding; a row of padding only."""
-    return torch.stack(
-        [documents(T, T // 3, T // 2), documents(T, T // 4, padding=T // 4), documents(T, padding=T)]
-    )
+    return torch.stack([documents(T, T // 3, T // 2), documents(T, T // 4, padding=T // 4), documents(T, padding=T)])
 
 
 def canvases(window: int | None, L: int = 13) -> tuple[Spans, int, int]:
@@ -267,9 +265,7 @@ def test_keys_outside_every_hull_are_never_loaded():
     for x in keys[:2]:
         x[:, :83], x[:, 90:] = float("nan"), float("nan")
     got = outputs_and_gradients(with_lse, on([q, *keys], torch.float32), moved(spans), 1.0)
-    clean = outputs_and_gradients(
-        with_lse, on([q, *(x.nan_to_num() for x in keys)], torch.float32), moved(spans), 1.0
-    )
+    clean = outputs_and_gradients(with_lse, on([q, *(x.nan_to_num() for x in keys)], torch.float32), moved(spans), 1.0)
     for x, y in zip(got, clean, strict=True):
         assert torch.equal(x, y)
 

@@ -103,9 +103,7 @@ def test_cross_entropy_and_its_gradients(softcap, trains_table, N, V, D, scale, 
     hidden, table, target = case(N, V, D, scale)
     truth = loss_and_gradients(reference.linear_cross_entropy, hidden.double(), table.double(), target, softcap)
     chunks_of_rows(monkeypatch, 1000 if chunk == "whole" else 7, V)
-    got = loss_and_gradients(
-        triton.linear_cross_entropy, hidden, table, target, softcap, trains_table=trains_table
-    )
+    got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, target, softcap, trains_table=trains_table)
     for x, y in zip(got, truth, strict=False):
         assert relative(x, y) < FP32
 
@@ -204,9 +202,7 @@ def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(softcap,
     chunks_of_rows(monkeypatch, 7, V)
     hidden, table, target = case(N, V, D)
     favoured = bonus_case(target, V) if with_bonus else ()
-    loss, argmax = triton.token_scores(
-        hidden.requires_grad_(), table, target, softcap, *favoured
-    )
+    loss, argmax = triton.token_scores(hidden.requires_grad_(), table, target, softcap, *favoured)
     truth, best = native.token_scores(hidden, table, target, softcap, *favoured)
     assert not loss.requires_grad and relative(loss, truth) < 1e-6 and torch.equal(argmax, best)
 
@@ -263,9 +259,7 @@ def compare_stats(stats: native.Stats, log_p: Tensor, table: Tensor, token: Tens
 def test_stats_match_the_reference(softcap, is_given, N, V, small_tiles, monkeypatch):
     chunks_of_rows(monkeypatch, 13, V)
     hidden, table, given, temperature, uniform = stats_case(N, V)
-    stats = triton.token_stats(
-        hidden, table, softcap, temperature, uniform, given if is_given else None
-    )
+    stats = triton.token_stats(hidden, table, softcap, temperature, uniform, given if is_given else None)
     log_p = reference.log_probabilities(hidden.double(), table.double(), softcap, temperature)
     compare_stats(stats, log_p, table, given if is_given else stats.sample, uniform)
 

@@ -52,7 +52,7 @@ def test_a_nucleus_holds_its_share_and_would_not_without_its_least_likely_token(
         left = is_left(z, None, top_p, 0.0)
         held, least = (p * left).sum(-1), p.masked_fill(~left, 2.0).amin(-1)
         assert (held >= top_p - 1e-6).all()
-        is_alone = ((p == least[:, None]).sum(-1) == 1)
+        is_alone = (p == least[:, None]).sum(-1) == 1
         assert (held - least < top_p + 1e-6)[is_alone].all() and is_alone.sum() > 20
 
 

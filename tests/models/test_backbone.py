@@ -55,9 +55,7 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 380, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def transformers_run(
-    model: DiffusionGemmaForBlockDiffusion, prompt: Tensor, canvas: Tensor, **signal: Any
-) -> Truth:
+def transformers_run(model: DiffusionGemmaForBlockDiffusion, prompt: Tensor, canvas: Tensor, **signal: Any) -> Truth:
     seen: list[Tensor] = []
     hook = model.lm_head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     try:
@@ -224,9 +222,7 @@ def test_self_conditioning_on_off_and_mixed_per_row(pair, is_on):
     prompt, canvas = tokens(3, 20), tokens(3, L, seed=1)
     logits = transformers_run(model, prompt, tokens(3, L, seed=2)).logits
     mask = torch.tensor(is_on)
-    truth = transformers_run(
-        model, prompt, canvas, self_conditioning_logits=logits, self_conditioning_mask=mask
-    )
+    truth = transformers_run(model, prompt, canvas, self_conditioning_logits=logits, self_conditioning_mask=mask)
     prefix = mine.encode(prompt)
     soft = mine.soft_embedding(logits) * mask[:, None, None]
     hidden = mine.denoise(canvas, prefix, soft)
@@ -415,9 +411,7 @@ def test_gradients_flow_through_a_prefix_made_in_chunks(mine, lengths):
 def packed_batch() -> Batch:
     """Three rows: three canvases of one document, two packed documents, one canvas near the start."""
     document = tokens(20 + 3 * L, seed=1).tolist()
-    first = [
-        Canvas(tokens(L, seed=30 + n).tolist(), start, 0) for n, start in enumerate((5, 5 + L, 5 + 3 * L))
-    ]
+    first = [Canvas(tokens(L, seed=30 + n).tolist(), start, 0) for n, start in enumerate((5, 5 + L, 5 + 3 * L))]
     packed = tokens(30 + 45, seed=2).tolist()
     second = [
         Canvas(tokens(L, seed=40).tolist(), 3, 0),

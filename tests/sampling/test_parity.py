@@ -58,9 +58,7 @@ class SameDraws:
     @contextmanager
     def patched(self) -> Iterator[None]:
         """transformers draws from here."""
-        fake = SimpleNamespace(
-            **{name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")}
-        )
+        fake = SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch) if not name.startswith("__")})
         fake.randint, fake.multinomial = self.randint, self.multinomial
         with mock.patch.object(reference, "torch", fake):
             yield
@@ -157,9 +155,7 @@ def test_every_step_equals_transformers_on_scripted_logits(stability):
 
     traces = {trace.id: trace for trace in recorder.traces}
     steps_run = 0
-    for (canvas, step, tokens_BL, signal), mask, argmax in zip(
-        seen, Watched.masks, streamer.drafts, strict=True
-    ):
+    for (canvas, step, tokens_BL, signal), mask, argmax in zip(seen, Watched.masks, streamer.drafts, strict=True):
         for row, request in enumerate(requests):
             record = [s for s in traces[request.id].steps_of(canvas) if s.step == step]
             if not record:

@@ -69,9 +69,7 @@ def test_nothing_is_encoded_after_the_last_canvas_of_anyone():
 
 def test_max_new_tokens_rounds_up_to_whole_canvases():
     for asked, given in ((1, L), (L, L), (L + 1, 2 * L)):
-        [result] = sampler_for(scripted(), None, GENERATION).generate(
-            [Request(0, tokens=[9])], max_new_tokens=asked
-        )
+        [result] = sampler_for(scripted(), None, GENERATION).generate([Request(0, tokens=[9])], max_new_tokens=asked)
         assert len(result.tokens) == given and result.finish_reason == "length"
 
 
@@ -144,9 +142,7 @@ def test_without_settings_those_beside_the_weights_decide(tmp_path):
 
 def test_messages_go_through_the_chat_template_with_its_generation_prompt():
     model, words = scripted(), tokenizer()
-    words.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
-    )
+    words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     events = []
     conversation = [{"role": "user", "content": "01"}, {"role": "user", "content": "2"}]
     sampler_for(model, words, GENERATION).generate([conversation], on_canvas=events.append, max_new_tokens=L)
@@ -218,22 +214,17 @@ def test_draws_have_an_address_and_follow_their_rows():
     seeds = torch.tensor([5, 6, 7])
     draws, alone = Draws(seeds, 2, L, V), Draws(seeds[1:2], 2, L, V)
     for step in (0, 1, STEPS_AHEAD - 1):
-        assert all(
-            torch.equal(a[1:2], b) for a, b in zip(draws.of_step(step), alone.of_step(step), strict=True)
-        )
+        assert all(torch.equal(a[1:2], b) for a, b in zip(draws.of_step(step), alone.of_step(step), strict=True))
     draws.select(torch.tensor([1]))
     for step in (STEPS_AHEAD - 1, STEPS_AHEAD, 3 * STEPS_AHEAD + 1):
         assert all(torch.equal(a, b) for a, b in zip(draws.of_step(step), alone.of_step(step), strict=True))
     # A step read out of turn is the same as in turn.
     late = Draws(seeds[1:2], 2, L, V).of_step(STEPS_AHEAD + 1)
     assert all(
-        torch.equal(a, b)
-        for a, b in zip(late, Draws(seeds[1:2], 2, L, V).of_step(STEPS_AHEAD + 1), strict=True)
+        torch.equal(a, b) for a, b in zip(late, Draws(seeds[1:2], 2, L, V).of_step(STEPS_AHEAD + 1), strict=True)
     )
     other = Draws(seeds[1:2], 3, L, V).of_step(0)
-    assert not any(
-        torch.equal(a, b) for a, b in zip(other, Draws(seeds[1:2], 2, L, V).of_step(0), strict=True)
-    )
+    assert not any(torch.equal(a, b) for a, b in zip(other, Draws(seeds[1:2], 2, L, V).of_step(0), strict=True))
 
 
 def test_logits_that_are_not_finite_end_their_request_with_an_error_and_no_other():

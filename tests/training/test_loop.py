@@ -246,9 +246,7 @@ def test_the_real_objective_overfits_one_batch():
     lr = partial(learning_rate, CosineDecay(), peak=1e-2, steps=steps, warmup_steps=5)
     records: list[dict] = []
     options = Options(steps, log_every=1)
-    train(
-        objective, build(objective, lr=1e-2), lr, lambda _: [batch], options, ALONE, log=records.append
-    )
+    train(objective, build(objective, lr=1e-2), lr, lambda _: [batch], options, ALONE, log=records.append)
     assert records[0]["canvas_loss"] > 5.0
     assert records[-1]["canvas_loss"] < 0.02
     assert records[-1]["ar_loss"] < 0.2  # which of the four prompts this is, no model can tell: log(4) / 10

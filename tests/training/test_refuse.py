@@ -22,9 +22,7 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
         "data": {"train": "a.jsonl"},
         "train": {"steps": 9, "batch_size": 2},
     }
-    return Recipe.model_validate(
-        base | {name: base.get(name, {}) | section for name, section in sections.items()}
-    )
+    return Recipe.model_validate(base | {name: base.get(name, {}) | section for name, section in sections.items()})
 
 
 HELD = {"train": "a.jsonl", "heldout": "b.jsonl"}

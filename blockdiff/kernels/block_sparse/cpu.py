@@ -191,9 +191,7 @@ class _Chunk:
             start += count
 
 
-def _chunks(
-    q: Tensor, k: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, block: int
-) -> Iterator[_Chunk]:
+def _chunks(q: Tensor, k: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, block: int) -> Iterator[_Chunk]:
     H, (S, K), h = ids.shape[2], k.shape[1:3], q.shape[2]
     parts = max(H, K)
     share = h // parts

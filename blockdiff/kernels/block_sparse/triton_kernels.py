@@ -88,9 +88,7 @@ def _step(i, choices, query, keys, CHOICES: tl.constexpr, BLOCK: tl.constexpr, S
 
 
 @triton.jit
-def _load_step(
-    pointers, strides, in_block, place, sees, IS_RUN: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr
-):
+def _load_step(pointers, strides, in_block, place, sees, IS_RUN: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr):
     """The keys (or values) of a tile of the walk; pointers and strides: those of the blocks and of the own keys."""
     return _load_run(
         tl.where(in_block, pointers[0], pointers[1]), tl.where(in_block, strides[0][1], strides[1][1]), place, sees,

@@ -53,9 +53,7 @@ class _Groups(native._Groups):
         """Rows of x for the slots as the products take them: a copy of each, or x and where they are to be gathered."""
         return (x_ND, self.slot) if products.are_fast() and not self.in_tiles else (self.gather(x_ND), None)
 
-    def product(
-        self, x: Tensor, weights_E: Any, slot: Tensor | None = None, out_M: Tensor | None = None
-    ) -> Tensor:
+    def product(self, x: Tensor, weights_E: Any, slot: Tensor | None = None, out_M: Tensor | None = None) -> Tensor:
         """Rows of x (as `rows_of` gives them) times their expert's matrix [in, out]; with `out_M` added to that."""
         (E, depth, wide), (apart, *by) = weights_E.shape, weights_E.stride()
         out = x.new_empty(self.rows, wide) if out_M is None else out_M

@@ -142,9 +142,7 @@ def expert_mlp_narrow(
     row, slot, is_row = _rows(plan, tile, expert, ROWS)
     first = left + ((slot // TOP_K).to(tl.int64) if LEFT_BY_TOKEN else row) * K
     right = matrices + expert.to(tl.int64) * (K * N)
-    total, _ = _product(
-        first, right, None, 0, K, N, WEIGHT_K, WEIGHT_N, False, column, ROWS, COLUMNS, INNER, PRECISION
-    )
+    total, _ = _product(first, right, None, 0, K, N, WEIGHT_K, WEIGHT_N, False, column, ROWS, COLUMNS, INNER, PRECISION)
     is_there = is_row[:, None] & (column < N)[None, :]
     tl.store(out + row[:, None] * N + column[None, :], total.to(out.dtype.element_ty), mask=is_there)
 

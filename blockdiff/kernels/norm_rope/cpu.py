@@ -89,9 +89,7 @@ def _step(scalar: Tensor | None) -> int:
     return 0 if scalar is None or scalar.numel() == 1 else 1
 
 
-def _add_norm(
-    x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None, rstd: Tensor | None
-) -> Tensor:
+def _add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None, rstd: Tensor | None) -> Tensor:
     out = torch.empty_like(y)
     call("add_norm", x, y, *_rows(y), eps, weight, scalar, _step(scalar), rstd, out)
     return out

@@ -161,4 +161,3 @@ def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, 
     if torch.is_grad_enabled():
         return _NormRope.apply(x_BThd, weight, cos, sin, eps)
     return _rotate(_normed(x_BThd, eps).mul_(weight), cos, sin)
-

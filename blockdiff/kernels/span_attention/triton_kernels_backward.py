@@ -27,9 +27,7 @@ SCAN = tl.constexpr(1024)  # queries that the search for a key tile's interval l
 
 
 @triton.jit
-def span_attention_backward_delta(
-    out, grad_out, lse, grad_lse, delta, R, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def span_attention_backward_delta(out, grad_out, lse, grad_lse, delta, R, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """delta = sum(out * grad_out) - grad_lse of every row [R]: what the gradient of a row's scores is measured from.
 
     With p = exp(s - lse): ds = p * (grad_out v - delta). Rows that see nothing get 0, whatever their grad_lse.

@@ -30,9 +30,7 @@ def linear_cross_entropy(
     return loss_N if is_ignored_N is None else loss_N.masked_fill(is_ignored_N, 0.0)
 
 
-def log_sums(
-    hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float
-) -> tuple[Tensor, Tensor]:
+def log_sums(hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-sum-exp and maximum of z / T, [N] each."""
     z = logits(hidden_ND, table_VD, softcap) / temperature
     return z.logsumexp(-1), z.amax(-1)

@@ -68,9 +68,7 @@ class MiniMaxM3Indexer(nn.Module):
         self.k_norm = MiniMaxM3RMSNorm(self.head_dim, text.rms_norm_eps, kernels)
 
     @torch.no_grad()
-    def forward(
-        self, x_BTD: Tensor, rope: Rope, into: tuple[PagedTensor, ...] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTD: Tensor, rope: Rope, into: tuple[PagedTensor, ...] | None = None) -> tuple[Tensor, Tensor]:
         """Index queries [B, T, H, d] and keys [B, T, 1, d] of tokens, normed and turned, without gradient.
 
         into: the page tensor that keys are written into; then none are returned, [B, 0, 1, d].
@@ -112,9 +110,7 @@ class MiniMaxM3Attention(Attention):
             score=getattr(text, "index_score_type", "max"),
         )
 
-    def forward(
-        self, x_BTD: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None
-    ) -> tuple[Tensor, KV]:
+    def forward(self, x_BTD: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None) -> tuple[Tensor, KV]:
         if self.indexer is None:
             return super().forward(x_BTD, rope, spans, past)
         into = written(past)
@@ -178,9 +174,7 @@ class MiniMaxM3Attention(Attention):
 class Block(nn.Module):
     """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`: pure, but for pages that `past` has places in."""
 
-    def __init__(
-        self, text: Any, index: int, denoises: bool, kernels: Kernels, canvas_length: int | None = None
-    ):
+    def __init__(self, text: Any, index: int, denoises: bool, kernels: Kernels, canvas_length: int | None = None):
         super().__init__()
         hidden, eps = text.hidden_size, text.rms_norm_eps
         self.input_norm = MiniMaxM3RMSNorm(hidden, eps, kernels)

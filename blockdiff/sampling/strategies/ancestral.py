@@ -54,9 +54,7 @@ class Ancestral(Rules):
     def decide(self, canvases: Canvases) -> Decision:
         """What of the next noise level's canvas is predicted, what stays, and what is noise."""
         stats, seen_BL, pi = canvases.stats, canvases.tokens_BL, canvases.noise_probability
-        before_B1, after_B1, is_correction_B1 = (
-            x[:, None] for x in self._levels(canvases.step_B, canvases.steps_B)
-        )
+        before_B1, after_B1, is_correction_B1 = (x[:, None] for x in self._levels(canvases.step_B, canvases.steps_B))
         share_B1 = before_B1 / after_B1
         is_same_BL = stats.sample == seen_BL
         # Masses over pi, but where the prediction is what is seen, over 1: pi may be 0.

@@ -54,9 +54,7 @@ class Work:
             self._is_inside = False
 
     @staticmethod
-    def of(
-        name: str, tensors: Sequence[Tensor], outs: Sequence[Tensor], is_new: bool
-    ) -> tuple[float, float]:
+    def of(name: str, tensors: Sequence[Tensor], outs: Sequence[Tensor], is_new: bool) -> tuple[float, float]:
         """Operations and bytes of one of torch's operations; what only looks at memory in another way moves nothing."""
         if name.startswith(("empty", "new_empty")) or not (is_new or name.endswith("_") or name in PRODUCTS):
             return 0.0, 0.0
