@@ -16,7 +16,8 @@ from blockdiff.checkpoint.tokenizer import sequence_decoder
 from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example
 from blockdiff.terminal import printable
-from blockdiff.training.build import checked_data, corruption_of, read_base, without_weights
+from blockdiff.training.base import corruption_of, read_base, without_weights
+from blockdiff.training.build import checked_data
 from blockdiff.training.plan.spread import Spread
 from blockdiff.training.plan.training import dtypes_of
 from blockdiff.training.progress import Progress

@@ -51,7 +51,7 @@ def _training(
     device: str,
     rates: tuple[float, float, float],
 ) -> bool:
-    from blockdiff.training.build import read_base
+    from blockdiff.training.base import read_base
     from blockdiff.training.plan import training as plans
     from blockdiff.training.plan.changes import what_fits
     from blockdiff.training.plan.work import Rates

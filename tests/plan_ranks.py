@@ -16,7 +16,8 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
 from blockdiff.pieces import is_spread
 from blockdiff.training.activations import checkpoint_activations
-from blockdiff.training.build import computed_in, mesh_of, read_base, without_weights
+from blockdiff.training.base import computed_in, read_base, without_weights
+from blockdiff.training.build import mesh_of
 from blockdiff.training.plan import training as plans
 from blockdiff.training.recipe import Recipe, read_recipe
 

@@ -19,7 +19,7 @@ from blockdiff.models.adapters import adapter_tensors
 from blockdiff.models.family import family_of
 from blockdiff.sampling.choices import Choices
 from blockdiff.training import state
-from blockdiff.training.build import read_base, without_weights
+from blockdiff.training.base import read_base, without_weights
 from blockdiff.training.facts import objective_record
 from blockdiff.training.recipe import read_recipe
 from blockdiff.training.run import RECIPE

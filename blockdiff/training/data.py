@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from blockdiff.canvas import Batch
 from blockdiff.data.chat import Encoder, Example
@@ -20,10 +20,8 @@ from blockdiff.data.rows import Row
 from blockdiff.data.sources import Source, rows_of
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.parallel.ranks import Ranks
+from blockdiff.training.base import Base
 from blockdiff.training.recipe import Recipe
-
-if TYPE_CHECKING:
-    from blockdiff.training.build import Base
 
 FILL = "(fill: end-of-sequence tokens after a response, up to the end of its last canvas)"
 

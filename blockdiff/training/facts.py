@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from blockdiff.checkpoint.files import find, fingerprint
+from blockdiff.training.base import Base
 from blockdiff.training.data import Data
 from blockdiff.training.objects import described
 from blockdiff.training.recipe import Recipe
-
-if TYPE_CHECKING:
-    from blockdiff.training.build import Base
 
 # What may change when a run is resumed: its length, what is shown and kept, and where things lie.
 FREE = {

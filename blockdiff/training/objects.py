@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, PlainSerializer, WrapValidator
 
 from blockdiff.data.collate import AllCanvases, FirstCanvases, LastCanvases, RandomCanvases
+from blockdiff.data.rows import CONTENT_KEYS
+from blockdiff.data.sources import Source
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption, UniformCorruption
 from blockdiff.diffusion.schedule import Cosine, Linear, LogitNormalTime, Polynomial, StratifiedTime, UniformTime
 from blockdiff.diffusion.weight import ElboWeight, NoWeight
-from blockdiff.errors import RecipeError
+from blockdiff.errors import DataError, RecipeError
 from blockdiff.training.one_of import OneOf, by_class
 from blockdiff.training.schedule import Constant, CosineDecay, LinearDecay, StableDecay
 
@@ -117,3 +119,36 @@ def described(part: object) -> Any:
         if type(part) in choice.kinds.values():
             return choice.short(part)
     return by_class(part)
+
+
+def _as_list(value: Any) -> Any:
+    """One source may stand without a list, and from Python a list may be the rows of one."""
+    is_rows = isinstance(value, list) and value and isinstance(value[0], Mapping) and CONTENT_KEYS & value[0].keys()
+    return value if isinstance(value, list) and not is_rows else [value]
+
+
+def _read_source(value: Any, read: Callable[[Any], Source]) -> Source:
+    """A source that says no more than its path may be written as that; from Python it may be the rows themselves."""
+    if isinstance(value, str):
+        value = {"path": value}
+    elif not isinstance(value, Mapping | Source | bool | int | float | None):
+        value = {"rows": value}
+    if isinstance(value, Mapping) and isinstance(value.get("rows"), int):
+        raise ValueError(f"{value['rows']} rows were given from Python; give them again from Python")
+    try:
+        return read(value)
+    except DataError as error:
+        raise ValueError(str(error)) from None
+
+
+def _written_source(source: Source) -> Any:
+    """The fields of a source that differ from their defaults, or its path if that is all; rows as their number."""
+    if source.rows is not None:
+        return {"path": None, "name": source.title, "rows": len(source.rows)}
+    values = {field.name: getattr(source, field.name) for field in fields(source)}
+    changed = {field.name: values[field.name] for field in fields(source) if values[field.name] != field.default}
+    return source.path if changed.keys() == {"path"} else changed
+
+
+OneSource = Annotated[Source, WrapValidator(_read_source), PlainSerializer(_written_source)]
+Sources = Annotated[list[OneSource], Field(min_length=1), BeforeValidator(_as_list)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -15,16 +14,13 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationError,
-    WrapValidator,
     model_validator,
 )
 
 from blockdiff.data.collate import CanvasChoice, RandomCanvases
-from blockdiff.data.rows import CONTENT_KEYS
-from blockdiff.data.sources import Source
 from blockdiff.diffusion.schedule import Linear, Schedule, StratifiedTime, TimeDraw
 from blockdiff.diffusion.weight import NoWeight, Weight
-from blockdiff.errors import DataError, RecipeError, RequestError
+from blockdiff.errors import RecipeError, RequestError
 from blockdiff.layers.lora import LowRank
 from blockdiff.sampling.strategies.text import parse_strategy
 from blockdiff.training import objects
@@ -74,44 +70,11 @@ class Columns(Section):
     id: str | None = None
 
 
-def _sources(value: Any) -> Any:
-    """One source may stand without a list, and from Python a list may be the rows of one."""
-    is_rows = isinstance(value, list) and value and isinstance(value[0], Mapping) and CONTENT_KEYS & value[0].keys()
-    return value if isinstance(value, list) and not is_rows else [value]
-
-
-def _source(value: Any, read: Callable[[Any], Source]) -> Source:
-    """A source that says no more than its path may be written as that; from Python it may be the rows themselves."""
-    if isinstance(value, str):
-        value = {"path": value}
-    elif not isinstance(value, Mapping | Source | bool | int | float | None):
-        value = {"rows": value}
-    if isinstance(value, Mapping) and isinstance(value.get("rows"), int):
-        raise ValueError(f"{value['rows']} rows were given from Python; give them again from Python")
-    try:
-        return read(value)
-    except DataError as error:
-        raise ValueError(str(error)) from None
-
-
-def _written(source: Source) -> Any:
-    """The fields of a source that differ from their defaults, or its path if that is all; rows as their number."""
-    if source.rows is not None:
-        return {"path": None, "name": source.title, "rows": len(source.rows)}
-    values = {field.name: getattr(source, field.name) for field in fields(source)}
-    changed = {field.name: values[field.name] for field in fields(source) if values[field.name] != field.default}
-    return source.path if changed.keys() == {"path"} else changed
-
-
-OneSource = Annotated[Source, WrapValidator(_source), PlainSerializer(_written)]
-Sources = Annotated[list[OneSource], Field(min_length=1), BeforeValidator(_sources)]
-
-
 class DataSection(Section):
     """Which rows, how they become tokens, and how many canvases of each example an optimiser step scores."""
 
-    train: Sources
-    heldout: Sources | None = None
+    train: objects.Sources
+    heldout: objects.Sources | None = None
     split: str = "train"  # of hub data sets in data.train that name none
     heldout_split: str = "test"  # of those in data.heldout
     columns: Columns = Columns()
@@ -258,7 +221,7 @@ class EvaluationSection(Section):
 
     rows: Positive | None = None  # of data.heldout; null = all
     noise_levels: Positive = 5  # equal parts of t that losses and accuracies are reported for
-    prompts: Sources | None = None  # rows whose prompts are sampled and whose responses are the reference
+    prompts: objects.Sources | None = None  # rows whose prompts are sampled and whose responses are the reference
     prompts_every: Count = 0  # 0 = at the end only
     prompts_count: Positive = 32
     task: Literal["countdown", "exact", "gsm8k", "sudoku"] = "exact"

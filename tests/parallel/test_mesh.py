@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from blockdiff.errors import CheckpointError, RecipeError, RunError
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.training.build import corruption_of, read_base
+from blockdiff.training.base import corruption_of, read_base
 from blockdiff.training.recipe import read_recipe
 from blockdiff.training.refuse import refuse
 from tests.expert_ranks import error

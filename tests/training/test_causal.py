@@ -149,7 +149,7 @@ def test_the_loss_is_the_mean_over_next_tokens_packed_or_not():
     "change", ["objective.ar_loss=none", "objective.coin=0.2", "data.canvases=all", "objective.positions=corrupted"]
 )
 def test_what_is_of_canvases_is_refused(change: str, tmp_path: Path):
-    from blockdiff.training.build import read_base
+    from blockdiff.training.base import read_base
     from blockdiff.training.recipe import read_recipe
 
     save_preset(tmp_path / "causal.json", LITTLE)

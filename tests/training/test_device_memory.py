@@ -11,7 +11,7 @@ from blockdiff import checkpoint, memory
 from blockdiff.data.sudoku import alphabet
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import BlockdiffError
-from blockdiff.training.build import read_base, without_weights
+from blockdiff.training.base import read_base, without_weights
 from blockdiff.training.plan import device_memory
 from blockdiff.training.plan import training as plans
 from blockdiff.training.recipe import Recipe, read_recipe

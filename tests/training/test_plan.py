@@ -15,7 +15,7 @@ from blockdiff.cli.main import app
 from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.adapters import draw_adapters
-from blockdiff.training.build import read_base, without_weights
+from blockdiff.training.base import read_base, without_weights
 from blockdiff.training.plan import changes
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.live_bytes import planned_for

@@ -11,7 +11,7 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.data.sudoku import alphabet
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.training.build import read_base
+from blockdiff.training.base import read_base
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.changes import what_fits
 from blockdiff.training.recipe import read_recipe

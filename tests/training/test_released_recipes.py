@@ -19,7 +19,7 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import family_of
 from blockdiff.training.activations import checkpoint_activations
-from blockdiff.training.build import read_base, without_weights
+from blockdiff.training.base import read_base, without_weights
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.live_bytes import planned_for
 from blockdiff.training.recipe import read_recipe

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from blockdiff.data.collate import AllCanvases
 from blockdiff.models.family import family_of
-from blockdiff.training.build import Base
+from blockdiff.training.base import Base
 from blockdiff.training.plan.training import TrainingPlan, plan_training
 from blockdiff.training.recipe import Recipe, read_recipe
 

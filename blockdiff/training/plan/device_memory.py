@@ -11,7 +11,7 @@ from blockdiff.canvas import Batch
 from blockdiff.data.dataset import Dataset
 from blockdiff.errors import BlockdiffError, DataError
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.training.build import Base
+from blockdiff.training.base import Base
 from blockdiff.training.data import Data
 from blockdiff.training.plan.changes import what_fits
 from blockdiff.training.plan.spread import Spread

@@ -24,7 +24,7 @@ from blockdiff.kernels import OPS, Kernels, planned_op
 from blockdiff.memory import size
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.training.activations import checkpoint_activations
-from blockdiff.training.build import Base, computed_in, read_base, without_weights
+from blockdiff.training.base import Base, computed_in, read_base, without_weights
 from blockdiff.training.plan.gathering import Gathering
 from blockdiff.training.plan.live_bytes import planned_for
 from blockdiff.training.plan.spread import Spread

@@ -1,0 +1,170 @@
+"""What a run starts from, before any weight is read: config and tokenizer, the model without memory, its objective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from blockdiff import checkpoint
+from blockdiff.checkpoint.files import find
+from blockdiff.checkpoint.tokenizer import load_tokenizer
+from blockdiff.diffusion.corruption import Corruption, MaskCorruption
+from blockdiff.errors import CheckpointError, RecipeError
+from blockdiff.kernels import Kernels
+from blockdiff.models.adapters import adapt, targets
+from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.fp8 import fp8_layers, put_in_fp8
+from blockdiff.objective import Objective
+from blockdiff.sampling import Generation
+from blockdiff.training.checkpoint_tensors import require_own_names
+from blockdiff.training.freeze import freeze
+from blockdiff.training.objects import MaskToken, UniformTokens
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.refuse import refuse_of_causal
+from blockdiff.training.sections import LoraSection
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that a run starts from, as far as it is known without weights."""
+
+    config: Any
+    tokenizer: Any
+    generation: Generation  # what generation_config.json of the trained model will say
+    eos_id: int
+    pad_id: int
+
+    @property
+    def canvas_length(self) -> int:
+        """L of the model."""
+        return family_of(self.config).outline(self.config).canvas_length
+
+    @property
+    def denoises(self) -> bool:
+        """Whether the model has canvases, or is causal alone."""
+        return family_of(self.config).outline(self.config).denoises
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the model."""
+        return family_of(self.config).outline(self.config).vocab_size
+
+
+def read_base(recipe: Recipe) -> Base:
+    """Config, tokenizer and settings of the model a recipe starts from; reads no weights."""
+    m, generation = recipe.model, None
+    if m.path is not None:
+        config = checkpoint.read_config(m.path)
+        tokenizer = load_tokenizer(m.tokenizer or find(m.path, with_weights=False))
+        generation = Generation.from_pretrained(m.path)
+    elif m.tokenizer is not None:
+        tokenizer = load_tokenizer(m.tokenizer)
+        config = checkpoint.fitted(checkpoint.preset_config(str(m.preset)), tokenizer)
+    else:
+        raise RecipeError(
+            f"model.tokenizer: missing; the preset {m.preset} has random weights and no tokenizer, name one"
+        )
+    special = checkpoint.special_tokens(config, generation, tokenizer)
+    if not special.eos_ids:
+        raise RecipeError("model: neither generation_config.json nor the tokenizer names an eos token; set one")
+    settings = {key: value for key, value in recipe.generation.model_dump().items() if value is not None}
+    try:
+        generation = replace(generation or checkpoint.default_generation(config), **settings)
+    except ValueError as error:
+        raise RecipeError(f"generation: {error}") from None
+    base = Base(config, tokenizer, generation, special.eos_ids[0], special.pad_id)
+    if not base.denoises:
+        refuse_of_causal(recipe)
+    if len(tokenizer) > base.vocab_size:
+        raise RecipeError(
+            f"model.tokenizer: {len(tokenizer)} tokens, but the model has {base.vocab_size}; "
+            "use the tokenizer the weights were trained with"
+        )
+    return base
+
+
+def without_weights(
+    recipe: Recipe, base: Base, kernels: str | Kernels | None = None, dtype: torch.dtype | None = None
+) -> Any:
+    """The objective and its model with adapters, frozen as the recipe says, whose weights have no memory.
+
+    kernels: others than the recipe's; dtype: of the weights (None: they get theirs when they are filled).
+    """
+    corruption = corruption_of(recipe, base)
+    model = checkpoint.empty(base.config, kernels=kernels or recipe.model.kernels)
+    if recipe.model.quantize is not None:
+        put_in_fp8(model, fp8_layers(model), recipe.model.quantize == "fp8-dynamic")
+    if dtype is not None:
+        model.to(dtype)
+    objective = (recipe.given.objective or Objective)(
+        model,
+        recipe.objective.schedule,
+        corruption,
+        seed=recipe.seed,
+        weight=recipe.objective.weight,
+        prediction=recipe.objective.prediction,
+        positions=recipe.objective.positions,
+        stop_gradient=recipe.objective.stop_gradient,
+    )
+    if recipe.parallel.names != ("replicate",):
+        objective.one_sweep = True  # each layer is gathered three times in a step, not five times
+    require_own_names(objective)
+    choose_trained(model, recipe, base.tokenizer)
+    return objective
+
+
+def choose_trained(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -> None:
+    """Give a model without weights its adapters, and freeze what does not train."""
+    if recipe.lora.trains:
+        put_adapters(model, recipe.lora, tokenizer)
+    freeze(model, recipe.optim.freeze, trains_routers(recipe))
+
+
+def put_adapters(model: BlockDiffusionModel, lora: LoraSection, tokenizer: Any) -> None:
+    """Give a model without weights the adapters that a recipe asks for; RecipeError names what it lacks."""
+    tokens = []
+    for token in lora.tokens:
+        known = token if isinstance(token, int) else tokenizer.get_vocab().get(token)
+        if known is None:
+            raise RecipeError(f"lora.tokens: {token!r} is no token of the tokenizer; name one as it is spelt, or by id")
+        tokens.append(int(known))
+    if len(set(tokens)) < len(tokens):
+        raise RecipeError("lora.tokens: names a token twice")
+    try:
+        adapt(model, targets(model, lora.low_rank()), tokens)
+    except CheckpointError as error:
+        raise RecipeError(f"lora: {error}") from None
+
+
+def corruption_of(recipe: Recipe, base: Base) -> Corruption:
+    """What a corrupted token becomes, for this tokenizer; the recipe may hold one that was given from Python.
+
+    Raises CheckpointError where the family supports neither it nor the rest of the objective.
+    """
+    corruption: Any = recipe.objective.corruption
+    if isinstance(corruption, UniformTokens | MaskToken):
+        reserved = (base.eos_id, base.pad_id, base.tokenizer.bos_token_id)
+        corruption = corruption.for_tokenizer(base.tokenizer, base.vocab_size, reserved)
+    noise = "mask" if isinstance(corruption, MaskCorruption) else "uniform"
+    family = family_of(base.config)
+    family.require(predictions=recipe.objective.prediction, corruptions=noise)
+    for mesh in recipe.parallel.names:
+        family.require(meshes=mesh)
+    return corruption
+
+
+def trains_routers(recipe: Recipe) -> bool:
+    """Whether the routers train: by default only from scratch, where they have learnt nothing yet.
+
+    Adapters train alone, whatever this says.
+    """
+    if recipe.objective.router == "auto":
+        return recipe.model.path is None
+    return recipe.objective.router == "trained"
+
+
+def computed_in(recipe: Recipe) -> torch.dtype | None:
+    """The dtype in which sharded weights are gathered; None = their own."""
+    return None if recipe.train.autocast is None else getattr(torch, recipe.train.autocast)
