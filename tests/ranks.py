@@ -25,6 +25,7 @@ from blockdiff.metrics import MetricsLog
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.training import state
+from tests.closeness import relative_error
 from tests.oracle import tiny_config, widen_routers
 from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches, toy_row
 from tests.toy_trainer import Options, train
@@ -193,11 +194,6 @@ def gone_on(ranks: Ranks, run: Path) -> list[bool]:
 
 
 SCENARIOS = (toy, lopsided, short, real, real_short, real_double)
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """The norm of the difference as a share of the norm."""
-    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12))
 
 
 def differences(one: Path, other: Path) -> dict[str, dict[str, float]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from blockdiff.kernels import CPU, NATIVE, c_library
 from blockdiff.kernels.span_attention import cpu, reference
 from blockdiff.spans import Spans, Sweep, denoise_spans, encode_spans
+from tests.closeness import relative_error
 
 pytestmark = [
     pytest.mark.quick,
@@ -28,10 +29,6 @@ def leaves(B: int, T: int, P: int, K: int, group: int, d: int) -> list[Tensor]:
     return [drawn(*shape, seed=n).requires_grad_() for n, shape in enumerate(shapes)]
 
 
-def error(x: Tensor, truth: Tensor, floor: float = 1e-12) -> float:
-    return float((x.detach().double() - truth.detach()).norm() / truth.detach().norm().clamp(min=floor))
-
-
 def truth_of(inputs: list[Tensor], spans: Spans, direction: Tensor) -> tuple[Tensor, list[Tensor]]:
     wide = [x.detach().double().requires_grad_() for x in inputs]
     out, _ = reference.span_attention(wide[0], *wide[1:], spans, 0.4)
@@ -45,9 +42,9 @@ def compare(inputs: list[Tensor], spans: Spans) -> None:
     truth, truth_grads = truth_of(inputs, spans, direction)
     out = CPU.span_attention(*inputs, spans, 0.4)
     out.backward(direction)
-    assert error(out, truth) < FP32
+    assert relative_error(out, truth) < FP32
     for x, grad in zip(inputs, truth_grads, strict=True):
-        assert not x.numel() or error(x.grad, grad, floor=1.0) < FP32  # of queries that see one key it is 0
+        assert not x.numel() or relative_error(x.grad, grad, floor=1.0) < FP32  # of queries that see one key it is 0
     with torch.no_grad():
         assert torch.equal(CPU.span_attention(*inputs, spans, 0.4), out)
 
@@ -136,10 +133,10 @@ def test_a_sweep_in_one_call_is_that_of_two(stop_gradient):
     truth.backward(direction.double())
     assert CPU.sweep_attention is not None
     out = CPU.sweep_attention(q, k, v, sweep, 0.4)
-    assert out is not None and error(out, truth) < FP32
+    assert out is not None and relative_error(out, truth) < FP32
     out.backward(direction)
     for x, wide in ((q, wide_q), (k, wide_k), (v, wide_v)):
-        assert error(x.grad, wide.grad) < FP32
+        assert relative_error(x.grad, wide.grad) < FP32
 
 
 @pytest.mark.parametrize("K", [1, 9])

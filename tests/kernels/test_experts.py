@@ -14,6 +14,7 @@ from blockdiff.kernels.c_library import serves
 from blockdiff.kernels.expert_mlp import cpu, native, reference
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS
 from blockdiff.spans import Spans, denoise_spans, encode_spans
+from tests.closeness import relative_error
 from tests.oracle import oracle, ours
 
 pytestmark = pytest.mark.quick
@@ -31,11 +32,6 @@ def case(N: int, E: int, k: int, D: int = 12, F: int = 8) -> tuple[list[Tensor],
     return tensors, torch.where(torch.rand(N, 1, generator=g) < 0.3, E, index).clamp(max=E)
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp(min=1e-12))
-
-
 def compare(
     tensors: list[Tensor], index: Tensor, dtype: torch.dtype, tolerance: float, needs=ALL, activation="gelu_tanh"
 ) -> None:
@@ -47,9 +43,9 @@ def compare(
         outs.append(op(x, gate_up, down, index, weight, activation))
         direction = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
         (outs[-1] * direction).sum().backward()
-    assert outs[0].dtype == dtype and relative(*outs) < tolerance
+    assert outs[0].dtype == dtype and relative_error(*outs) < tolerance
     for x, y in zip(mine, truth, strict=True):
-        assert (x.grad is None) == (y.grad is None) and (x.grad is None or relative(x.grad, y.grad) < tolerance)
+        assert (x.grad is None) == (y.grad is None) and (x.grad is None or relative_error(x.grad, y.grad) < tolerance)
 
 
 # -- activations ---------------------------------------------------------------------------------------------------
@@ -71,7 +67,7 @@ def test_the_dense_path_has_every_activation(activation, monkeypatch):
     monkeypatch.setattr(native, "_ExpertMLP", None)
     with torch.no_grad():
         out = native.expert_mlp(x * 2, gate_up, down, index, weight, activation)
-    assert relative(out, reference.expert_mlp(x * 2, gate_up, down, index, weight, activation)) < 1e-12
+    assert relative_error(out, reference.expert_mlp(x * 2, gate_up, down, index, weight, activation)) < 1e-12
 
 
 def test_an_unknown_activation_names_the_known_ones():
@@ -180,7 +176,7 @@ def test_low_rank_matrices_are_added_to_the_weights_of_every_expert(module, rank
         results.append([out, *(tensor.grad for tensor in [*inputs, *low_rank] if tensor.requires_grad)])
     assert len(results[0]) == (9 if not is_frozen else 7)
     for mine, truth in zip(*results, strict=True):
-        assert relative(mine, truth) < tolerance * (1 if rank == 1 else 3)
+        assert relative_error(mine, truth) < tolerance * (1 if rank == 1 else 3)
 
 
 @pytest.mark.parametrize("module", [native, cpu])
@@ -192,8 +188,8 @@ def test_low_rank_matrices_count_in_the_dense_products_of_few_tokens_too(module,
     with torch.no_grad():
         mine = module.expert_mlp(x, gate_up, down, index, weight, low_rank=low_rank)
         truth = reference.expert_mlp(*tensors[:3], index, tensors[3], low_rank=[t.double() for t in low_rank])
-    assert relative(mine, truth) < tolerance
-    assert relative(mine, reference.expert_mlp(x, gate_up, down, index, weight)) > 0.1
+    assert relative_error(mine, truth) < tolerance
+    assert relative_error(mine, reference.expert_mlp(x, gate_up, down, index, weight)) > 0.1
 
 
 def test_frozen_tokens_get_no_gradient_and_the_matrices_over_them_do():
@@ -204,7 +200,7 @@ def test_frozen_tokens_get_no_gradient_and_the_matrices_over_them_do():
         op(x.float(), gate_up.float(), down.float(), index, weight.float(), low_rank=low_rank).square().sum().backward()
         grads.append([matrix.grad for matrix in low_rank])
     for mine, truth in zip(*grads, strict=True):
-        assert relative(mine, truth) < 1e-5
+        assert relative_error(mine, truth) < 1e-5
 
 
 @pytest.mark.parametrize("activation", cpu.KINDS)

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from blockdiff.kernels import CPU
 from blockdiff.kernels.expert_mlp import reference as experts
 from blockdiff.kernels.fp8 import Fp8, native, reference
+from tests.closeness import relative_error
 
 pytestmark = pytest.mark.quick
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    a, b = a.detach().double(), b.detach().double()
-    return float((a - b).norm() / b.norm().clamp(min=1e-12))
 
 
 def in_fp8(*shape: int, seed: int = 0) -> Fp8:
@@ -49,7 +43,7 @@ def test_a_code_is_the_nearest_one_to_its_number():
 def test_channels_without_finite_numbers_and_of_zeros():
     weight = torch.tensor([[0.0, 0.0], [1.0, float("nan")], [float("inf"), 1.0], [3.0, -1.0]])
     made = native.decoded(native.quantised(weight), torch.float32)
-    assert torch.equal(made[0], weight[0]) and relative(made[3], weight[3]) < 2**-4
+    assert torch.equal(made[0], weight[0]) and relative_error(made[3], weight[3]) < 2**-4
     assert not native.quantised(weight).scale[1:3].isfinite().any()
     assert not (made[1:3] @ torch.ones(2)).isfinite().any()
 
@@ -73,7 +67,7 @@ def test_a_product_with_its_gradient(shape, dtype, bound):
         outs.append((out, own.grad))
     (out, grad), (true_out, true_grad) = outs
     assert out.dtype == grad.dtype == dtype
-    assert relative(out, true_out) < bound and relative(grad, true_grad) < bound
+    assert relative_error(out, true_out) < bound and relative_error(grad, true_grad) < bound
 
 
 def test_every_row_is_rounded_to_the_nearest_codes_of_a_scale_of_its_own():
@@ -84,9 +78,9 @@ def test_every_row_is_rounded_to_the_nearest_codes_of_a_scale_of_its_own():
     assert made[4, 1:5].tolist() == [1.0, 1.25, 0.0, 2.0**-8]
     assert torch.equal(made[5:9], native.rounded(x[5:9]))  # whatever stands beside a row
     assert torch.equal(native.rounded(x.view(2, 20, 33)).view(40, 33), made)
-    assert 0.01 < relative(made, x) < 2**-4
+    assert 0.01 < relative_error(made, x) < 2**-4
     bad = native.rounded(torch.tensor([[1.0, float("nan")], [float("inf"), 1.0], [3.0, -1.0]]))
-    assert not bad[:2].isfinite().any() and relative(bad[2], torch.tensor([3.0, -1.0])) < 2**-4
+    assert not bad[:2].isfinite().any() and relative_error(bad[2], torch.tensor([3.0, -1.0])) < 2**-4
 
 
 def test_a_product_that_rounds_its_inputs_has_the_gradient_of_one_that_does_not():
@@ -100,8 +94,8 @@ def test_a_product_that_rounds_its_inputs_has_the_gradient_of_one_that_does_not(
         grads.append(own.grad)
     assert torch.equal(*grads)
     for out, true in zip(outs[0], reference.fp8_linears(x.double(), weights), strict=True):
-        assert relative(out, true) < 1e-6
-    assert relative(outs[0][0], outs[1][0]) > 0.01 and torch.equal(outs[0][1], outs[1][1])
+        assert relative_error(out, true) < 1e-6
+    assert relative_error(outs[0][0], outs[1][0]) > 0.01 and torch.equal(outs[0][1], outs[1][1])
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -118,7 +112,7 @@ def test_experts_round_their_tokens_and_what_is_activated(rank):
     of_tokens = index, weight.double(), "silu", [matrix.double() for matrix in low_rank]
     truth = experts.expert_mlp(x.double(), *dense, *of_tokens, taken=reference.rounded)
     plain = CPU.expert_mlp(x, Fp8(*gate_up[:2]), Fp8(*down[:2]), index, weight, "silu", low_rank)
-    assert relative(out, truth) < 1e-5 and relative(plain, truth) > 0.01
+    assert relative_error(out, truth) < 1e-5 and relative_error(plain, truth) > 0.01
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -144,7 +138,7 @@ def test_experts_with_all_gradients_that_there_are(N, E, k, empty, rank):
         (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype)).sum().backward()
         found.append([out, *(t.grad for t in own)])
     for ours, true in zip(*found, strict=True):
-        assert relative(ours, true) < 1e-5
+        assert relative_error(ours, true) < 1e-5
 
 
 def test_sums_of_fourteen_bits_cost_little_beside_the_rounding_to_fp8():
@@ -159,6 +153,6 @@ def test_sums_of_fourteen_bits_cost_little_beside_the_rounding_to_fp8():
         last = 2.0 ** (parts.abs().amax(-1, keepdim=True).frexp().exponent.double() - 1 - 13)
         total = (torch.trunc(parts / last) * last).sum(-1).float().double()
     truth = x.double() @ reference.decoded(weight, torch.float64).mT
-    cut = relative(total, a @ b.mT)
-    rounding = relative(reference.rounded(x).double() @ reference.decoded(weight, torch.float64).mT, truth)
+    cut = relative_error(total, a @ b.mT)
+    rounding = relative_error(reference.rounded(x).double() @ reference.decoded(weight, torch.float64).mT, truth)
     assert 1e-4 < cut < rounding / 10

@@ -12,6 +12,7 @@ from blockdiff.kernels.linear import cpu as tiles
 from blockdiff.layers.attention import Attention
 from blockdiff.layers.linear import product
 from blockdiff.layers.mlp import MLP
+from tests.closeness import relative_error
 
 pytestmark = pytest.mark.quick
 HAS_TILES = c_library.library() is not None and tiles.has_tiles()
@@ -20,10 +21,6 @@ FP32, BF16 = 5e-7, 8e-3  # relative errors in the 2-norm
 
 def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def error(value: Tensor, truth: Tensor) -> float:
-    return float((value.detach() - truth.detach()).norm() / truth.detach().norm())
 
 
 def values_and_gradients(x: Tensor, weights: list[Tensor], grads: list[Tensor], autocast: bool) -> list[Tensor]:
@@ -50,7 +47,7 @@ def test_autocast_rounds_what_is_multiplied_and_in_tiles_no_sum(rows, depth, wid
     values = 1 + len(widths)
     assert all(out.dtype == (torch.float32 if HAS_TILES else torch.bfloat16) for out in found[: len(widths)])
     for n, (value, true) in enumerate(zip(found, truth, strict=True)):
-        assert error(value, true) < (bound if n < values - 1 else BF16)
+        assert relative_error(value, true) < (bound if n < values - 1 else BF16)
 
 
 def test_without_autocast_products_are_those_of_torch():
@@ -100,13 +97,13 @@ def test_experts_with_many_tokens_are_those_of_the_reference(autocast, hidden, w
     found = [out, *torch.autograd.grad(out, (*inputs, weight), grad.to(out.dtype))]
     wanted = [truth, *torch.autograd.grad(truth, wide, grad.double())]
     bound = 3 * BF16 if autocast else 2 * FP32
-    assert all(error(value, true) < bound for value, true in zip(found, wanted, strict=True))
+    assert all(relative_error(value, true) < bound for value, true in zip(found, wanted, strict=True))
 
 
 def test_a_layer_with_hooks_is_called_as_a_module():
     layer, seen = nn.Linear(96, 64, bias=False), []
     x = drawn(256, 96)
-    assert error(product(layer, x, CPU), layer(x)) < FP32
+    assert relative_error(product(layer, x, CPU), layer(x)) < FP32
     layer.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
     assert product(layer, x, CPU).shape == seen.pop()
 

@@ -11,14 +11,12 @@ from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention import cpu, native, reference, triton
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor, ReservedTensor
 from blockdiff.spans import Spans, encode_spans, running_spans
+from tests.closeness import relative_error
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 3e-6  # relative
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    return float((a.cpu().double() - b.cpu().double()).norm() / b.double().norm().clamp(min=1e-12))
 
 
 def random(*shape: int) -> Tensor:
@@ -60,17 +58,6 @@ def inputs(lengths: list[int], T: int, h: int, K: int, d: int) -> tuple[Tensor, 
     return random(B, T, h, d) * 2 / d**0.5, prefix, [random(B, T, K, d), random(B, T, K, d) - 1]
 
 
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = torch.empty
-
-    def filled(*size: object, **named: object) -> Tensor:
-        out = make(*size, **named)  # type: ignore[call-overload]
-        return out.fill_(float("nan")) if out.is_floating_point() and out.device.type != "meta" else out
-
-    monkeypatch.setattr(torch, "empty", filled)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("geometry", ["causal", "window", "canvases"])
 @pytest.mark.parametrize("page_tokens", [7, 32, 64])  # the kernel's tiles have 32 keys: 32 and 64 are whole tiles
@@ -85,14 +72,14 @@ def test_a_prefix_in_pages_is_read_as_a_dense_one(geometry, page_tokens):
         assert torch.equal(pool.dense().cpu(), dense)
     for attend in (native.span_attention, triton.span_attention):
         out, its_lse = attend(moved[0], *pools, *moved[1:], moved_spans, 0.9, return_lse=True)
-        assert relative(out, truth) < FP32 and relative(its_lse.exp(), lse.exp()) < FP32
+        assert relative_error(out, truth) < FP32 and relative_error(its_lse.exp(), lse.exp()) < FP32
     for splits in (2, 3):  # the keys in several parts
         tensors = moved[0], *(pool.pool_NPKd for pool in pools), *moved[1:]
         table, columns = pools[0].pages.table_BM, pools[0].pages.columns
         paged, bounds = torch.ops.blockdiff.span_attention_paged, moved_spans.bounds_BT4
         out = paged(*tensors, bounds, table, columns, 0.9, splits)[0]
         dense = moved[0], *(x.to(DEVICE) for x in prefix), *moved[1:]
-        assert relative(out, truth) < FP32
+        assert relative_error(out, truth) < FP32
         assert torch.equal(out, torch.ops.blockdiff.span_attention(*dense, bounds, 0.9, splits)[0])
 
 
@@ -117,7 +104,7 @@ def test_own_keys_that_stand_in_the_pages_are_read_with_the_prefix(geometry, mon
         for attend in (native.span_attention, cpu.span_attention, triton.span_attention):
             one_run = Spans(spans.in_one_run.bounds_BT4.to(DEVICE))
             out = attend(q.to(DEVICE), *pools, *nothing, one_run, 0.9)
-            assert isinstance(out, Tensor) and relative(out, truth) < FP32
+            assert isinstance(out, Tensor) and relative_error(out, truth) < FP32
 
 
 @pytest.mark.parametrize("h,K,d", [(1, 1, 16), (8, 1, 32), (4, 4, 64), (2, 1, 512)])
@@ -129,7 +116,7 @@ def test_heads_of_any_number_and_size_are_read_from_pages(h, K, d):
     tensors = [x.to(DEVICE) for x in (q, *own)]
     pools = [in_pages(x, lengths, 16) for x in prefix]
     out = triton.span_attention(tensors[0], *pools, *tensors[1:], Spans(spans.bounds_BT4.to(DEVICE)), 1.0)
-    assert isinstance(out, Tensor) and relative(out, truth) < FP32
+    assert isinstance(out, Tensor) and relative_error(out, truth) < FP32
 
 
 def test_what_the_kernel_does_not_read_from_pages_is_made_dense_or_refused():
@@ -141,7 +128,7 @@ def test_what_the_kernel_does_not_read_from_pages_is_made_dense_or_refused():
     tensors, moved = [x.to(DEVICE) for x in (q, *own)], Spans(spans.bounds_BT4.to(DEVICE))
     pools = [in_pages(x, lengths, 16) for x in prefix]
     out = triton.span_attention(tensors[0], *pools, *tensors[1:], moved, 1.0)
-    assert isinstance(out, Tensor) and relative(out, truth) < FP32
+    assert isinstance(out, Tensor) and relative_error(out, truth) < FP32
     reserved = ReservedTensor(torch.zeros(2, 1, 25, 24, device=DEVICE), 20)
     with pytest.raises(Unserved, match="writes into no prefix"):
         triton.span_attention(tensors[0], reserved, reserved, *tensors[1:], moved, 1.0)
@@ -162,11 +149,11 @@ def test_a_prefix_with_room_for_own_keys_is_read_as_a_dense_one(canvases, limit,
     truth, _ = reference.span_attention(*(x.double() for x in (q, *prefix, *own)), spans, 0.9)
     room = [torch.cat([x, torch.full_like(own[0], float("nan"))], 1).transpose(1, 2).contiguous() for x in prefix]
     out = native.span_attention(q, *(ReservedTensor(x, 9) for x in room), *own, spans, 0.9)
-    assert isinstance(out, Tensor) and relative(out, truth) < FP32
+    assert isinstance(out, Tensor) and relative_error(out, truth) < FP32
     whole = Spans(torch.tensor([0, 9, 0, T]).int().expand(3, T, 4), sees_all=True)
     truth, _ = reference.span_attention(*(x.double() for x in (q, *prefix, *own)), whole, 0.9)
     out = native.span_attention(q, *(ReservedTensor(x, 9) for x in room), *own, whole, 0.9)
-    assert isinstance(out, Tensor) and relative(out, truth) < FP32
+    assert isinstance(out, Tensor) and relative_error(out, truth) < FP32
 
 
 @pytest.mark.gpu

@@ -26,31 +26,15 @@ from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.kernels.tiles import SHARED_MEMORY
 from blockdiff.models.pages import Pages
 from blockdiff.objective import Objective
+from tests.closeness import relative_error
 from tests.families import CONFIGS, small_model
 from tests.kernels.test_block_sparse import documents, drawn
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 3e-6  # relative
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    a, b = a.detach().cpu().double(), b.detach().cpu().double()
-    return float((a - b).norm() / b.norm().clamp(min=1e-12))
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = Tensor.new_empty
-
-    def filled(like: Tensor, *size: Any, **named: Any) -> Tensor:
-        out = make(like, *size, **named)
-        if out.device.type == "meta" or out.dtype == torch.bool:
-            return out
-        return out.fill_(float("nan") if out.is_floating_point() else -77)
-
-    monkeypatch.setattr(Tensor, "new_empty", filled)
 
 
 def on(*tensors: Tensor | None) -> list[Any]:
@@ -113,7 +97,7 @@ def test_scores_of_blocks_are_reduced_over_the_visible_keys(splits, uses_sum):
         for n in range(-(-seen // 40)):
             scores = torch.einsum("hd,sd->hs", q[0, t], k[0, 40 * n : min(40 * n + 40, seen), 0]) * 0.25
             truth = scores.logsumexp(-1) if uses_sum else scores.amax(-1)
-            assert relative(out[0, t, :, n], truth) < FP32
+            assert relative_error(out[0, t, :, n], truth) < FP32
 
 
 # -- attention -----------------------------------------------------------------------------------------------------
@@ -148,7 +132,7 @@ def compare(tensors: list[Tensor | None], *rest: Any) -> None:
     got = outputs_and_gradients(triton.block_sparse_attention, made(DEVICE, torch.float32), *moved)
     truth = outputs_and_gradients(native.block_sparse_attention, made("cpu", torch.float64), *rest)
     for x, y in zip(got, truth, strict=True):
-        assert x.isfinite().all() and relative(x, y) < FP32, relative(x, y)
+        assert x.isfinite().all() and relative_error(x, y) < FP32, relative_error(x, y)
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -196,7 +180,7 @@ def test_all_blocks_are_dense_attention():
     truth = torch.nn.functional.scaled_dot_product_attention(
         *(x.double().transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
     )
-    assert relative(out, truth.transpose(1, 2)) < FP32
+    assert relative_error(out, truth.transpose(1, 2)) < FP32
 
 
 @pytest.mark.parametrize("splits", [2, 5])
@@ -206,7 +190,7 @@ def test_splits_are_merged(splits):
     middle = *on(ids, visible.int()), None, own_k, own_v, own.int().to(DEVICE)
     one, many = (torch.ops.blockdiff.block_sparse_attention(q, k, v, *middle, block, scale, n) for n in (1, splits))
     for x, y in zip(one, many, strict=True):
-        assert relative(y, x) < FP32
+        assert relative_error(y, x) < FP32
 
 
 def in_pages(x_BSKd: Tensor, lengths: list[int], page: int) -> PagedTensor:
@@ -241,7 +225,7 @@ def test_blocks_in_pages_are_scored_and_read_where_they_stand(page, block, split
     assert torch.equal(ids.cpu(), truth_ids)
     rest = *on(visible), None, block, 0.3, *on(own_k.float(), own_v.float(), own)
     out = triton.block_sparse_attention(q.float().to(DEVICE), *pages[1:], ids, *rest)
-    assert relative(out, truth) < FP32
+    assert relative_error(out, truth) < FP32
 
 
 @pytest.mark.parametrize("row", ["whole", "packed", "in pages"])
@@ -257,7 +241,7 @@ def test_a_long_row_goes_from_block_to_block_and_gives_the_same(row, monkeypatch
     monkeypatch.setattr(triton.kernels, "block_sparse_forward", None)
     keys = [in_pages(x.float(), [T], 8) for x in (k, v)] if row == "in pages" else on(k.float(), v.float())
     out = triton.block_sparse_attention(*on(q.float()), *keys, *on(ids, visible, first), 16, 0.3)
-    assert relative(out, native.block_sparse_attention(q, k, v, ids, visible, first, 16, 0.3)) < FP32
+    assert relative_error(out, native.block_sparse_attention(q, k, v, ids, visible, first, 16, 0.3)) < FP32
 
 
 def test_rows_go_by_block_where_they_are_long_and_a_block_fits():
@@ -322,7 +306,7 @@ def test_a_step_of_the_model_has_the_losses_and_gradients_of_native_ops():
         found.append({"canvas": losses[0], "ar": losses[1]} | {n: p.grad for n, p in each.named_parameters()})
     for name, x in found[1].items():
         if x is not None and float(x.detach().norm()) > 1e-3:
-            assert relative(found[0][name], x) < 2e-4, name
+            assert relative_error(found[0][name], x) < 2e-4, name
 
 
 @torch.no_grad()
@@ -337,7 +321,7 @@ def test_canvases_over_pages_are_denoised_where_the_pages_stand(monkeypatch):
     found = pages.denoise(rows, canvas.to(DEVICE))
     for n, length in enumerate((12, 10)):
         alone = truth.denoise(canvas[n : n + 1], truth.encode(prompt[n : n + 1, :length]))
-        assert relative(found[n : n + 1], alone) < 1e-4
+        assert relative_error(found[n : n + 1], alone) < 1e-4
 
 
 # -- what it compiles to -------------------------------------------------------------------------------------------
@@ -388,7 +372,7 @@ def test_bf16_is_about_as_close_to_fp64_as_torch_in_bf16(name):
         )
     )
     for x, y, exact in zip(got, torchs, truth, strict=True):
-        assert x.isfinite().all() and relative(x, exact) <= 2 * relative(y, exact) + 1e-6
+        assert x.isfinite().all() and relative_error(x, exact) <= 2 * relative_error(y, exact) + 1e-6
 
 
 @pytest.mark.gpu

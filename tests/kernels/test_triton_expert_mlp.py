@@ -19,6 +19,9 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.expert_mlp import native, reference
 from blockdiff.kernels.expert_mlp import triton as ours
 from blockdiff.kernels.tiles import SHARED_MEMORY, table
+from tests.closeness import relative_error
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,32 +62,12 @@ def leaves(
     return [t.detach().to(device, dtype).requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    a, b = a.detach().cpu().double(), b.detach().cpu().double()
-    return float((a - b).norm() / b.norm().clamp(min=1e-12))
-
-
 def compare(tensors: list[Tensor], index: Tensor, needs: tuple[bool, ...] = ALL, activation: str = "gelu_tanh") -> None:
     got = run(ours.expert_mlp, leaves(tensors, torch.float32, needs=needs), index, activation)
     truth = run(reference.expert_mlp, leaves(tensors, torch.float64, "cpu", needs), index, activation)
     for name, x, y in zip(("out", "x", "gate_up", "down", "weight"), got, truth, strict=True):
         assert (x is None) == (y is None), name
-        assert x is None or (x.dtype == torch.float32 and relative(x, y) < FP32), name
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def filled(*size: Any, **named: Any) -> Tensor:
-        out = empty(*size, **named)
-        if out.device.type == "meta" or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return out
-        return out.fill_(float("nan") if out.is_floating_point() else -(2**20))
-
-    monkeypatch.setattr(torch, "empty", filled)
-    monkeypatch.setattr(torch, "empty_like", lambda x: filled(x.shape, dtype=x.dtype, device=x.device))
+        assert x is None or (x.dtype == torch.float32 and relative_error(x, y) < FP32), name
 
 
 # -- sorting -------------------------------------------------------------------------------------------------------
@@ -195,7 +178,7 @@ def test_low_rank_matrices_and_their_gradients_match_the_reference(rank, choice,
     truth = with_low_rank(reference.expert_mlp, tensors, index, rank, torch.float64, "cpu", needs)
     for x, y in zip(got, truth, strict=True):
         assert (x is None) == (y is None)
-        assert x is None or relative(x, y) < 2 * FP32
+        assert x is None or relative_error(x, y) < 2 * FP32
 
 
 @pytest.mark.gpu
@@ -206,7 +189,7 @@ def test_low_rank_matrices_in_bf16_are_about_as_close_to_fp64_as_torch_in_bf16()
     )
     truth = with_low_rank(reference.expert_mlp, tensors, index, 8, torch.float64, "cpu", ALL)
     for x, y, true in zip(mine, theirs, truth, strict=True):
-        assert relative(x, true) < 1.5 * relative(y, true) + 1e-3
+        assert relative_error(x, true) < 1.5 * relative_error(y, true) + 1e-3
 
 
 @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
@@ -255,7 +238,7 @@ def test_routing_weights_may_have_another_dtype():
     a = run(ours.expert_mlp, [x, gate_up, down, wide], index)
     b = run(ours.expert_mlp, leaves(tensors, torch.float32), index)
     assert a[0].dtype == torch.float32 and a[4].dtype == torch.float64
-    assert all(relative(x, y) < FP32 for x, y in zip(a, b, strict=True))
+    assert all(relative_error(x, y) < FP32 for x, y in zip(a, b, strict=True))
 
 
 def test_the_same_inputs_give_the_same_bits():
@@ -402,7 +385,7 @@ def test_bf16_is_about_as_close_to_fp64_as_torch_in_bf16(N, E, k, choice, activa
     truth = of(reference.expert_mlp, torch.float64)
     mine, torchs = of(ours.expert_mlp, torch.bfloat16), of(native.expert_mlp, torch.bfloat16)
     for x, y, exact in zip(mine, torchs, truth, strict=True):
-        assert x.isfinite().all() and relative(x, exact) <= 1.25 * relative(y, exact) + 1e-6
+        assert x.isfinite().all() and relative_error(x, exact) <= 1.25 * relative_error(y, exact) + 1e-6
 
 
 @pytest.mark.gpu

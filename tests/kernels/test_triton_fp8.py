@@ -14,15 +14,10 @@ from blockdiff.kernels.expert_mlp import triton as experts
 from blockdiff.kernels.fp8 import Fp8, native, reference
 from blockdiff.kernels.fp8 import triton as ours
 from blockdiff.kernels.fused import triton as fused
+from tests.closeness import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 3e-6  # relative
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    a, b = a.detach().cpu().double(), b.detach().cpu().double()
-    return float((a - b).norm() / b.norm().clamp(min=1e-12))
 
 
 def in_fp8(*shape: int, seed: int = 0) -> Fp8:
@@ -55,7 +50,7 @@ def test_a_product_with_its_gradient(shape, F, few, monkeypatch):
     (out,), truth = ours.fp8_linears(mine, (weight,)), true @ dense(weight).T
     (out.double() * direction.to(DEVICE)).sum().backward()
     (truth * direction).sum().backward()
-    assert relative(out, truth) < FP32 and relative(mine.grad, true.grad) < FP32
+    assert relative_error(out, truth) < FP32 and relative_error(mine.grad, true.grad) < FP32
 
 
 def test_the_gated_half_of_an_mlp():
@@ -64,7 +59,7 @@ def test_the_gated_half_of_an_mlp():
     with torch.no_grad():
         out = fused.gated_product(x.to(DEVICE), gate, up, "gelu_tanh")
     truth = expert_reference.gated(x.double() @ dense(gate).T, x.double() @ dense(up).T, "gelu_tanh")
-    assert relative(out, truth) < FP32
+    assert relative_error(out, truth) < FP32
 
 
 @pytest.mark.parametrize("rank", [0, 5])
@@ -91,12 +86,12 @@ def test_experts_with_all_gradients_that_there_are(N, E, k, choice, rank):
     got = run(experts.expert_mlp, DEVICE, torch.float32, gate_up, down)
     truth = run(expert_reference.expert_mlp, "cpu", torch.float64, dense(gate_up), dense(down))
     for mine, true in zip(got, truth, strict=True):
-        assert mine is not None and true is not None and relative(mine, true) < FP32
+        assert mine is not None and true is not None and relative_error(mine, true) < FP32
     with torch.no_grad():
         of_tokens = index.to(DEVICE), weight.to(DEVICE), "gelu_tanh", [m.to(DEVICE) for m in low_rank]
         slots = experts.expert_slots(x.to(DEVICE), gate_up, down, *of_tokens)
     counts = (slots.index_Nk < E)[..., None]
-    assert relative(torch.where(counts, slots.values_NkD, 0.0).sum(1), truth[0]) < FP32
+    assert relative_error(torch.where(counts, slots.values_NkD, 0.0).sum(1), truth[0]) < FP32
 
 
 # -- inputs in fp8, too --------------------------------------------------------------------------------------------
@@ -134,10 +129,10 @@ def test_products_of_fp8_with_fp8_round_once_and_have_the_gradient_of_inputs_as_
     outs = ours.fp8_linears(mine, weights)
     assert launched == ["fp8_round_rows", "fp8_product", "fp8_product"]
     for out, truth in zip(outs, reference.fp8_linears(x.double(), [cpu(w) for w in weights]), strict=True):
-        assert relative(out, truth) < FP32
+        assert relative_error(out, truth) < FP32
     sum(out.sum() for out in outs).backward()
     truth = sum(dense(weight).sum(0) for weight in weights)
-    assert relative(mine.grad, truth.expand(3, 17, 130)) < FP32
+    assert relative_error(mine.grad, truth.expand(3, 17, 130)) < FP32
 
 
 def test_the_product_of_torch_is_asked_for_as_it_takes_its_arguments(monkeypatch):
@@ -147,7 +142,7 @@ def test_the_product_of_torch_is_asked_for_as_it_takes_its_arguments(monkeypatch
     launched = launches(monkeypatch)
     (out,) = ours.fp8_linears(x.to(DEVICE), (weight,))
     assert launched == ["fp8_round_rows"] and out.dtype == torch.bfloat16
-    assert relative(out, reference.fp8_linears(x.double(), (cpu(weight),))[0]) < 4e-3
+    assert relative_error(out, reference.fp8_linears(x.double(), (cpu(weight),))[0]) < 4e-3
     assert ours.fp8_linears(x[:0].to(DEVICE), (weight,))[0].shape == (0, 48)
 
 
@@ -167,14 +162,14 @@ def test_experts_multiply_tokens_and_what_is_activated_in_fp8(rank):
         out = op(own[0], gate_up, down, index.to(DEVICE), own[1], "gelu_tanh", own[2:])
         out.sum().backward()
         found.append([out, *(t.grad for t in own)])
-    assert relative(found[0][0], truth) < FP32
+    assert relative_error(found[0][0], truth) < FP32
     for mine, true in zip(*found, strict=True):
-        assert mine is not None and true is not None and relative(mine, true) < FP32
+        assert mine is not None and true is not None and relative_error(mine, true) < FP32
     with torch.no_grad():
         slots = experts.expert_slots(x.to(DEVICE), gate_up, down, index.to(DEVICE), weight.to(DEVICE), "gelu_tanh",
                                      [matrix.to(DEVICE) for matrix in low_rank])  # fmt: skip
     counts = (slots.index_Nk < E)[..., None]
-    assert relative(torch.where(counts, slots.values_NkD, 0.0).sum(1), truth) < FP32
+    assert relative_error(torch.where(counts, slots.values_NkD, 0.0).sum(1), truth) < FP32
 
 
 def cpu(weight: Fp8) -> Fp8:

@@ -12,6 +12,9 @@ from blockdiff.kernels.norm_rope import native, reference
 from blockdiff.kernels.norm_rope import triton as ours
 from blockdiff.kernels.tiles import Tile
 from blockdiff.layers.rope import angles, default_frequencies, proportional_frequencies
+from tests.closeness import relative_error
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 EPS = 1e-6
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,12 +36,6 @@ def weight(d: int, seed: int) -> Tensor:
     return torch.rand(d, generator=torch.Generator().manual_seed(seed)) + 0.5
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    a, b = a.detach().cpu().double(), b.detach().cpu().double()
-    return float((a - b).norm() / b.norm().clamp(min=1e-12))
-
-
 def leaves(tensors: list[Tensor | None], dtype: torch.dtype, device: str = DEVICE) -> list[Tensor | None]:
     """The same values elsewhere, as leaves of the same layout."""
     return [None if t is None else t.detach().to(device, dtype).requires_grad_() for t in tensors]
@@ -56,18 +53,7 @@ def compare(op: Any, truth: Any, tensors: list[Tensor | None], tolerance: float 
     got = outputs_and_gradients(op, leaves(tensors, torch.float32))
     expected = outputs_and_gradients(truth, leaves(tensors, torch.float64, "cpu"))
     for x, y in zip(got, expected, strict=True):
-        assert x.dtype == torch.float32 and relative(x, y) < tolerance
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def filled(*size: Any, **named: Any) -> Tensor:
-        out = empty(*size, **named)
-        return out.fill_(float("nan")) if out.is_floating_point() and out.device.type != "meta" else out
-
-    monkeypatch.setattr(torch, "empty", filled)
+        assert x.dtype == torch.float32 and relative_error(x, y) < tolerance
 
 
 # -- against the references --------------------------------------------------------------------------------------
@@ -134,7 +120,7 @@ def test_any_layout_is_taken_in_both_directions(layout):
         leaves([x, y, weight(24, 2)], torch.float32, "cpu"),
     )
     for a, b in zip(got, truth, strict=True):
-        assert relative(a, b) < FP32
+        assert relative_error(a, b) < FP32
 
 
 def test_a_gradient_that_is_not_asked_for_is_not_made():
@@ -151,7 +137,7 @@ def test_a_norm_whose_output_is_not_used_gets_a_zero_gradient():
     ours.rms_norms(x, (a, b), EPS)[0].sum().backward()
     truth = x.detach().cpu().double().requires_grad_()
     reference.rms_norm(truth, a.detach().cpu().double(), EPS).sum().backward()
-    assert relative(x.grad, truth.grad) < 1e-5
+    assert relative_error(x.grad, truth.grad) < 1e-5
     assert b.grad is None or not b.grad.any()
 
 
@@ -197,7 +183,7 @@ def test_mixed_dtypes_give_what_torch_promotes_them_to(x_dtype, y_dtype):
         (ours.norm_rope(y, w, cos, sin, EPS), native.norm_rope(y, w, cos, sin, EPS)),
         (ours.rms_norms(y, (w,), EPS)[0], native.rms_norms(y, (w,), EPS)[0]),
     ]:
-        assert mine.dtype == torchs.dtype and relative(mine, torchs) < 0.01
+        assert mine.dtype == torchs.dtype and relative_error(mine, torchs) < 0.01
     x.requires_grad_(), y.requires_grad_()
     ours.add_rms_norm(x, y, w, EPS).float().sum().backward()
     assert x.grad.dtype == x_dtype and y.grad.dtype == y_dtype
@@ -262,4 +248,4 @@ def test_bf16_is_at_least_as_close_to_fp64_as_torch_in_bf16(shape):
     truth = all_of(native, torch.float32)  # its own error is 1e-4 of what bf16 rounds away
     for mine, torchs, exact in zip(all_of(ours, torch.bfloat16), all_of(native, torch.bfloat16), truth, strict=True):
         assert mine.isfinite().all() and mine.dtype == torch.bfloat16
-        assert relative(mine, exact) <= 1.1 * relative(torchs, exact)
+        assert relative_error(mine, exact) <= 1.1 * relative_error(torchs, exact)

@@ -22,17 +22,14 @@ from blockdiff.kernels.span_attention import native, reference, triton_kernels_b
 from blockdiff.kernels.span_attention.triton import span_attention, splits_of, tiles_for
 from blockdiff.kernels.tiles import Tile
 from blockdiff.spans import Spans, denoise_spans, encode_spans
+from tests.closeness import relative_error
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 STACK = 144  # bytes: what is kept there over a loop, not in it
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 3e-6  # relative
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    a, b = a.detach().cpu().double(), b.detach().cpu().double()
-    return float((a - b).norm() / b.norm().clamp(min=1e-12))
 
 
 def inputs(spans: Spans, prefix: int, own: int, h: int = 2, K: int = 1, d: int = 16) -> list[Tensor]:
@@ -79,22 +76,9 @@ def compare(spans: Spans, tensors: list[Tensor], op: Callable[..., Any] = with_l
     got = outputs_and_gradients(op, on(tensors, torch.float32), moved(spans), scale)
     truth = outputs_and_gradients(reference.span_attention, on(tensors, torch.float64, "cpu"), spans, scale)
     for x, y in zip(got, truth, strict=True):
-        assert x.isfinite().all() and relative(x, y) < FP32
+        assert x.isfinite().all() and relative_error(x, y) < FP32
     sees_nothing_BT = ~spans.dense(tensors[1].shape[1], tensors[3].shape[1]).any(-1)
     assert not got[0].cpu()[sees_nothing_BT].any() and not got[2].cpu()[sees_nothing_BT].any()
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def fill(*size: Any, **named: Any) -> Tensor:
-            out = make(*size, **named)
-            return out.fill_(float("nan")) if out.is_floating_point() and out.device.type != "meta" else out
-
-        return fill
-
-    monkeypatch.setattr(torch, "empty", filled(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
 
 
 # -- geometries ----------------------------------------------------------------------------------------------------
@@ -207,7 +191,7 @@ def test_views_and_gradients_of_any_layout():
     is_finite = lse.isfinite()
     ((out.transpose(1, 2).double().sin() * 3).sum() + lse[is_finite].double().cos().sum()).backward()
     for x, y in zip([out, lse.where(is_finite, 0), *(x.grad for x in leaves)], truth, strict=True):
-        assert relative(x, y) < FP32
+        assert relative_error(x, y) < FP32
 
 
 # -- splits and merges ---------------------------------------------------------------------------------------------
@@ -252,7 +236,7 @@ def test_halves_of_the_keys_merge_by_their_log_sum_exp_in_both_directions():
         out, lse = op(*tensors, moved(spans), 0.9)
         (out[is_seen].sin().sum() + lse[is_seen].cos().sum()).backward()
     for x, y in zip(halves, whole, strict=True):
-        assert relative(x.grad.nan_to_num(), y.grad) < 1e-5
+        assert relative_error(x.grad.nan_to_num(), y.grad) < 1e-5
 
 
 # -- what is loaded ------------------------------------------------------------------------------------------------
@@ -482,7 +466,7 @@ def test_bf16_is_about_as_close_to_fp64_as_torch_in_bf16(geometry, h, K, d):
     )
     truth = outputs_and_gradients(reference.span_attention, on(tensors, torch.float64), on_gpu, 1.0)
     for x, y, exact in zip(got, torchs, truth, strict=True):
-        assert x.isfinite().all() and relative(x, exact) <= 2 * relative(y, exact) + 1e-6
+        assert x.isfinite().all() and relative_error(x, exact) <= 2 * relative_error(y, exact) + 1e-6
 
 
 @pytest.mark.gpu

@@ -26,7 +26,10 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import Sampler
+from tests.closeness import relative_error
 from tests.oracle import oracle, ours, tiny_config
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,12 +53,6 @@ def bonus_case(target: Tensor, V: int) -> tuple[Tensor, Tensor]:
     return torch.where(n % 2 == 0, target, (target * 7 + 3) % V), torch.linspace(0.0, 30.0, len(target), device=DEVICE)
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    a, b = a.detach().double(), b.detach().double()
-    return float((a - b).norm() / b.norm().clamp(min=1e-12))
-
-
 def loss_and_gradients(op: Any, hidden: Tensor, table: Tensor, *rest: Any, **named: Any) -> list[Tensor]:
     """Losses and the gradients of a weighted sum; the table's only where `trains_table` is not False."""
     trains_table = named.pop("trains_table", True)
@@ -64,19 +61,6 @@ def loss_and_gradients(op: Any, hidden: Tensor, table: Tensor, *rest: Any, **nam
     weight = torch.linspace(0.5, 1.5, len(hidden), dtype=loss.dtype, device=DEVICE)
     (loss * weight).sum().backward()
     return [loss, hidden.grad, *([table.grad] if trains_table else [])]
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def filled(*size: Any, **named: Any) -> Tensor:
-        out = empty(*size, **named)
-        if out.device.type == "meta" or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return out
-        return out.fill_(float("nan") if out.is_floating_point() else -(2**20))
-
-    monkeypatch.setattr(torch, "empty", filled)
 
 
 def chunks_of_rows(monkeypatch: pytest.MonkeyPatch, rows: int, V: int) -> None:
@@ -105,7 +89,7 @@ def test_cross_entropy_and_its_gradients(softcap, trains_table, N, V, D, scale, 
     chunks_of_rows(monkeypatch, 1000 if chunk == "whole" else 7, V)
     got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, target, softcap, trains_table=trains_table)
     for x, y in zip(got, truth, strict=False):
-        assert relative(x, y) < FP32
+        assert relative_error(x, y) < FP32
 
 
 @pytest.mark.parametrize("N,V,D", [(257, 300, 40), (3, 4099, 2816), (2, 8192, 48)])
@@ -113,7 +97,7 @@ def test_cross_entropy_in_tiles_of_full_size(N, V, D):
     hidden, table, target = case(N, V, D, 0.1)
     truth = loss_and_gradients(reference.linear_cross_entropy, hidden.double(), table.double(), target, 30.0)
     got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, target, 30.0)
-    assert all(relative(x, y) < FP32 for x, y in zip(got, truth, strict=True))
+    assert all(relative_error(x, y) < FP32 for x, y in zip(got, truth, strict=True))
 
 
 @pytest.mark.parametrize("softcap", [30.0, None])
@@ -125,7 +109,7 @@ def test_without_targets_the_loss_is_the_log_sum(softcap, trains_table, small_ti
     truth = loss_and_gradients(reference.linear_cross_entropy, hidden.double(), table.double(), *arguments)
     chunks_of_rows(monkeypatch, 7, V)
     got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, *arguments, trains_table=trains_table)
-    assert all(relative(x, y) < FP32 for x, y in zip(got, truth, strict=False))
+    assert all(relative_error(x, y) < FP32 for x, y in zip(got, truth, strict=False))
 
 
 @pytest.mark.parametrize("softcap", [30.0, None])
@@ -155,7 +139,7 @@ def test_the_bonus_on_the_observed_token_and_its_gradients(softcap, chunk, small
     truth = loss_and_gradients(reference.linear_cross_entropy, hidden.double(), table.double(), *arguments)
     chunks_of_rows(monkeypatch, 1000 if chunk == "whole" else 7, V)
     got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, *arguments)
-    assert all(relative(x, y) < FP32 for x, y in zip(got, truth, strict=True))
+    assert all(relative_error(x, y) < FP32 for x, y in zip(got, truth, strict=True))
     assert (got[0] - truth[0]).abs().max() < 2e-5  # also of rows predicted with near certainty
 
 
@@ -170,7 +154,7 @@ def test_ignored_rows_have_no_loss_and_no_gradient_whatever_they_hold(chunk, sma
     chunks_of_rows(monkeypatch, 1000 if chunk == "whole" else 7, V)
     got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, target, *arguments)
     assert (got[0][is_ignored] == 0).all() and (got[1][is_ignored] == 0).all()
-    assert all(relative(x, y) < FP32 for x, y in zip(got, truth, strict=True))
+    assert all(relative_error(x, y) < FP32 for x, y in zip(got, truth, strict=True))
 
 
 def test_a_row_of_nan_and_a_target_that_is_no_token_have_a_loss_of_nan():
@@ -204,7 +188,7 @@ def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(softcap,
     favoured = bonus_case(target, V) if with_bonus else ()
     loss, argmax = triton.token_scores(hidden.requires_grad_(), table, target, softcap, *favoured)
     truth, best = native.token_scores(hidden, table, target, softcap, *favoured)
-    assert not loss.requires_grad and relative(loss, truth) < 1e-6 and torch.equal(argmax, best)
+    assert not loss.requires_grad and relative_error(loss, truth) < 1e-6 and torch.equal(argmax, best)
 
 
 # -- soft embedding -------------------------------------------------------------------------------------------
@@ -224,7 +208,7 @@ def test_the_soft_embedding_and_its_tables_gradient(temperature, chunk, small_ti
     chunks_of_rows(monkeypatch, 1000 if chunk == "whole" else 7, V)
     soft = triton.soft_embedding(hidden, table, 30.0, temperature)
     (soft * direction).sum().backward()
-    assert relative(soft, p @ truth) < FP32 and relative(table.grad, truth.grad) < FP32
+    assert relative_error(soft, p @ truth) < FP32 and relative_error(table.grad, truth.grad) < FP32
     assert hidden.grad is None
 
 
@@ -244,7 +228,7 @@ def compare_stats(stats: native.Stats, log_p: Tensor, table: Tensor, token: Tens
     p = log_p.exp()
     assert torch.allclose(stats.entropy.double(), torch.special.entr(p).sum(-1), rtol=0.0, atol=1e-5)
     assert torch.equal(stats.argmax, log_p.argmax(-1))
-    assert relative(stats.soft_embedding, p @ table.double()) < FP32
+    assert relative_error(stats.soft_embedding, p @ table.double()) < FP32
     its = log_p.gather(-1, token[:, None]).squeeze(-1)
     assert torch.allclose(stats.log_probability.double(), its, rtol=1e-5, atol=1e-5)
     cdf = torch.nn.functional.pad(p.cumsum(-1), (1, 0))
@@ -482,9 +466,9 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_parameters(
     with torch.autocast(DEVICE, torch.bfloat16):
         got = loss_and_gradients(triton.linear_cross_entropy, hidden, table, target, 30.0, trains_table=trains_table)
         soft = triton.soft_embedding(hidden, table, 30.0, 0.5)
-    assert soft.dtype == torch.float32 and relative(soft, triton.soft_embedding(hidden, table, 30.0, 0.5)) < 0.02
+    assert soft.dtype == torch.float32 and relative_error(soft, triton.soft_embedding(hidden, table, 30.0, 0.5)) < 0.02
     for x, y in zip(got, truth, strict=True):
-        assert x.dtype == torch.float32 and 1e-6 < relative(x, y) < 0.02
+        assert x.dtype == torch.float32 and 1e-6 < relative_error(x, y) < 0.02
 
 
 # -- in the trainer and the sampler ---------------------------------------------------------------------------
@@ -567,7 +551,7 @@ def test_bf16_cross_entropy_is_as_close_to_fp64_as_torch_in_bf16(trains_table, N
         mine = loss_and_gradients(triton.linear_cross_entropy, *arguments, **named)
         torchs = loss_and_gradients(native.linear_cross_entropy, *arguments, **named)
         for x, y, exact in zip(mine, torchs, truth, strict=True):
-            assert x.isfinite().all() and relative(x, exact) <= 1.2 * relative(y, exact) + 1e-6
+            assert x.isfinite().all() and relative_error(x, exact) <= 1.2 * relative_error(y, exact) + 1e-6
 
 
 @pytest.mark.gpu
@@ -580,7 +564,7 @@ def test_bf16_stats_are_as_close_to_fp64_as_torch_in_bf16(N, V, D):
     exact = native.token_stats(hidden.float(), table.float(), 30.0, 0.6, uniform, given)
     for name in ("entropy", "soft_embedding", "log_probability"):
         x, y, truth = (getattr(stats, name) for stats in (mine, torchs, exact))
-        assert relative(x, truth) <= 1.2 * relative(y, truth) + 1e-6
+        assert relative_error(x, truth) <= 1.2 * relative_error(y, truth) + 1e-6
     # chunks of other sizes may round a product otherwise, which moves an edge of the CDF or breaks a tie
     assert (mine.argmax == torchs.argmax).float().mean() >= 0.98
     assert (mine.sample == torchs.sample).float().mean() >= 0.98

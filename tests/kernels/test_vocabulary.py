@@ -11,6 +11,7 @@ from benchmarks import kernel_vocabulary
 from benchmarks.settings import Settings
 from blockdiff.kernels import CPU, NATIVE
 from blockdiff.kernels.vocabulary import logits, native, reference
+from tests.closeness import relative_error
 
 
 @pytest.fixture(params=["native", "cpu"])
@@ -32,10 +33,6 @@ def chunks_of_rows(monkeypatch: pytest.MonkeyPatch, rows: int, V: int) -> None:
         monkeypatch.setattr(logits, name, rows * 4 * V)
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp(min=1e-12))
-
-
 @pytest.mark.parametrize("softcap", [30.0, 50.0, None])
 @pytest.mark.parametrize("trains_table", [True, False])
 @pytest.mark.parametrize("N,V,D,scale", [(1, 3, 8, 1.0), (63, 101, 48, 0.3), (257, 1000, 31, 2.0)])
@@ -51,10 +48,10 @@ def test_cross_entropy_and_its_gradients(ops, softcap, trains_table, N, V, D, sc
     table.requires_grad_(trains_table)
     loss = ops.linear_cross_entropy(hidden, table, target, softcap)
     (loss * weight).sum().backward()
-    assert relative(loss, truth) < 1e-5
-    assert relative(hidden.grad, truth_h.grad) < 1e-5
+    assert relative_error(loss, truth) < 1e-5
+    assert relative_error(hidden.grad, truth_h.grad) < 1e-5
     if trains_table:
-        assert relative(table.grad, truth_t.grad) < 1e-5
+        assert relative_error(table.grad, truth_t.grad) < 1e-5
 
 
 @pytest.mark.parametrize("softcap", [30.0, 50.0, None])
@@ -72,8 +69,8 @@ def test_without_targets_the_loss_is_the_log_sum(softcap, trains_table, rows_per
     table.requires_grad_(trains_table)
     loss = native.linear_cross_entropy(hidden, table, None, *rest)
     loss.sum().backward()
-    assert relative(loss, truth) < 1e-5 and relative(hidden.grad, truth_h.grad) < 1e-5
-    assert not trains_table or relative(table.grad, truth_t.grad) < 1e-5
+    assert relative_error(loss, truth) < 1e-5 and relative_error(hidden.grad, truth_h.grad) < 1e-5
+    assert not trains_table or relative_error(table.grad, truth_t.grad) < 1e-5
 
 
 @pytest.mark.parametrize("softcap", [30.0, 50.0, None])
@@ -96,10 +93,10 @@ def test_the_bonus_on_the_observed_token_and_its_gradients(
     table.requires_grad_(trains_table)
     loss = ops.linear_cross_entropy(hidden, table, target, softcap, observed, bonus)
     (loss * weight).sum().backward()
-    assert relative(loss, truth) < 1e-5
-    assert relative(hidden.grad, truth_h.grad) < 1e-5
+    assert relative_error(loss, truth) < 1e-5
+    assert relative_error(hidden.grad, truth_h.grad) < 1e-5
     if trains_table:
-        assert relative(table.grad, truth_t.grad) < 1e-5
+        assert relative_error(table.grad, truth_t.grad) < 1e-5
     assert (loss - truth).abs().max() < 2e-5  # also of rows predicted with near certainty
 
 
@@ -138,9 +135,9 @@ def test_ignored_rows_have_no_loss_and_no_gradient_whatever_they_hold(ops, with_
     loss = ops.linear_cross_entropy(hidden, table, target, 30.0, observed, bonus, is_ignored)
     loss.sum().backward()
     assert (loss[is_ignored] == 0).all() and (hidden.grad[is_ignored] == 0).all()
-    assert relative(loss, truth) < 1e-5
-    assert relative(hidden.grad, truth_h.grad) < 1e-5
-    assert relative(table.grad, truth_t.grad) < 1e-5
+    assert relative_error(loss, truth) < 1e-5
+    assert relative_error(hidden.grad, truth_h.grad) < 1e-5
+    assert relative_error(table.grad, truth_t.grad) < 1e-5
 
 
 @pytest.mark.parametrize("softcap", [30.0, 50.0, None])
@@ -152,7 +149,7 @@ def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(ops, sof
     observed, bonus = (target * 5 % V, torch.linspace(0.0, 30.0, N)) if with_bonus else (None, None)
     loss, argmax = ops.token_scores(hidden.requires_grad_(), table, target, softcap, observed, bonus)
     assert not loss.requires_grad
-    assert relative(loss, ops.linear_cross_entropy(hidden, table, target, softcap, observed, bonus)) < 1e-6
+    assert relative_error(loss, ops.linear_cross_entropy(hidden, table, target, softcap, observed, bonus)) < 1e-6
     z = reference.logits(hidden, table, softcap).detach()
     if observed is not None:
         z[torch.arange(N), observed] += bonus
@@ -175,8 +172,8 @@ def test_stats_and_soft_embedding_match_the_reference(ops, temperature, monkeypa
     uniform = torch.rand(37)
     stats = ops.token_stats(hidden, table, 30.0, temperature, uniform)
     soft = reference.soft_embedding(hidden.double(), table.double(), 30.0, temperature)
-    assert relative(stats.soft_embedding, soft) < 1e-5
-    assert relative(ops.soft_embedding(hidden, table, 30.0, temperature), soft) < 1e-5
+    assert relative_error(stats.soft_embedding, soft) < 1e-5
+    assert relative_error(ops.soft_embedding(hidden, table, 30.0, temperature), soft) < 1e-5
     log_p = reference.log_probabilities(hidden.double(), table.double(), 30.0, torch.full((37,), temperature))
     assert torch.allclose(stats.entropy.double(), torch.special.entr(log_p.exp()).sum(-1), atol=1e-5)
     assert torch.equal(stats.argmax, reference.logits(hidden, table, 30.0).argmax(-1))
@@ -206,7 +203,7 @@ def test_the_soft_embedding_trains_its_table_with_the_logits_given(ops, rows_per
     table.requires_grad_()
     soft = ops.soft_embedding(hidden, table, 30.0, 0.8)
     (soft * direction).sum().backward()
-    assert relative(table.grad, truth.grad) < 1e-5
+    assert relative_error(table.grad, truth.grad) < 1e-5
     assert hidden.grad is None
 
 
@@ -256,7 +253,7 @@ def test_stats_of_the_allowed_tokens(ops, V, rows_per_chunk, monkeypatch):
     p = log_p.exp()
     assert torch.allclose(stats.entropy.double(), torch.special.entr(p).sum(-1), atol=1e-5)
     assert torch.equal(stats.argmax, log_p.argmax(-1))
-    assert relative(stats.soft_embedding, p @ table.double()) < 1e-5
+    assert relative_error(stats.soft_embedding, p @ table.double()) < 1e-5
     its = log_p.gather(-1, given[:, None]).squeeze(-1)
     assert torch.equal(stats.log_probability.isinf(), ~is_allowed.gather(-1, given[:, None]).squeeze(-1))
     assert torch.allclose(stats.log_probability.double(), its, rtol=1e-5, atol=1e-5)

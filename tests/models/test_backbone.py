@@ -18,6 +18,7 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.family import LayerKind
 from blockdiff.models.prefix import Prefix
 from blockdiff.spans import Spans
+from tests.closeness import relative_error, require_close
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
 
 L = 16  # canvas length; the window is 16 as well
@@ -65,18 +66,12 @@ def transformers_run(model: DiffusionGemmaForBlockDiffusion, prompt: Tensor, can
     return Truth(out.encoder_last_hidden_state, seen[0], out.logits)
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape
-    return float((a.double() - b.double()).norm() / b.double().norm())
-
-
-def close(a: Tensor, b: Tensor, tolerance: float = PARITY) -> None:
-    error = distance(a, b)
-    assert error <= tolerance, f"relative error {error:.2e}"
+def close(found: Tensor, truth: Tensor, tolerance: float = PARITY) -> None:
+    require_close(found, truth, tolerance)
 
 
 def differs(a: Tensor, b: Tensor) -> None:
-    assert distance(a, b) > 1e-4
+    assert relative_error(a, b) > 1e-4
 
 
 # -- both passes ---------------------------------------------------------------------------------------------
@@ -402,7 +397,7 @@ def test_gradients_flow_through_a_prefix_made_in_chunks(mine, lengths):
     mine.zero_grad()
     assert truth.keys() == got.keys()
     for name in truth:
-        assert distance(got[name], truth[name]) < 1e-6, name  # the norms sum in fp32
+        assert relative_error(got[name], truth[name]) < 1e-6, name  # the norms sum in fp32
 
 
 # -- several canvases per row, packed documents --------------------------------------------------------------
@@ -584,12 +579,12 @@ def test_a_canvas_sees_all_of_its_document_before_it_and_all_of_itself(mine, row
     first, start = int(batch.doc_start_BC[row, canvas]), int(batch.start_BC[row, canvas])
     for column in {first, start - 1}:
         after = canvas_hidden(mine, tokens_BS=changed(batch.tokens_BS, row, slice(column, column + 1)))
-        assert all(distance(after[row, canvas, j], before[j]) > 1e-6 for j in (0, L - 1))
+        assert all(relative_error(after[row, canvas, j], before[j]) > 1e-6 for j in (0, L - 1))
     for j in (0, L - 1):
         noisy = batch.canvas_BCL.clone()
         noisy[row, canvas, j] = 3 + (noisy[row, canvas, j] + 5) % 370
         after = canvas_hidden(mine, canvas_BCL=noisy)[row, canvas]
-        assert all(distance(after[i], before[i]) > 1e-6 for i in (0, L - 1))
+        assert all(relative_error(after[i], before[i]) > 1e-6 for i in (0, L - 1))
 
 
 @pytest.mark.parametrize("unseen", [1, 3, 10])
@@ -603,7 +598,7 @@ def test_a_sliding_layer_sees_window_minus_one_prefix_tokens_for_every_query(uns
     hidden = mine.denoise(canvas, mine.encode(changed(prompt, 0, slice(oldest - unseen, oldest))))
     close(hidden, before, EXACT)
     hidden = mine.denoise(canvas, mine.encode(changed(prompt, 0, slice(oldest, oldest + 1))))
-    assert all(distance(hidden[0, j], before[0, j]) > 1e-6 for j in range(L))
+    assert all(relative_error(hidden[0, j], before[0, j]) > 1e-6 for j in range(L))
 
 
 @pytest.mark.quick
@@ -612,7 +607,7 @@ def test_encode_is_causal(mine):
     before = mine.encode(prompt).hidden
     after = mine.encode(changed(prompt, 0, slice(25, 26))).hidden
     close(after[:, :25], before[:, :25], EXACT)
-    assert all(distance(after[0, i], before[0, i]) > 1e-6 for i in range(25, 40))
+    assert all(relative_error(after[0, i], before[0, i]) > 1e-6 for i in range(25, 40))
 
 
 # -- bf16 ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from blockdiff.checkpoint.added import added_to
 from blockdiff.errors import BlockdiffError, CheckpointError
 from blockdiff.models.family import BlockDiffusionModel, families, family_of
 from blockdiff.models.pages import Pages
+from tests.closeness import require_close
 from tests.families import CONFIGS, small_model
 
 pytestmark = pytest.mark.quick
@@ -41,10 +42,8 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def close(a: Tensor, b: Tensor, tolerance: float = CLOSE) -> None:
-    assert a.shape == b.shape
-    error = float((a.double() - b.double()).norm() / b.double().norm())
-    assert error <= tolerance, f"relative error {error:.2e}"
+def close(found: Tensor, truth: Tensor, tolerance: float = CLOSE) -> None:
+    require_close(found, truth, tolerance)
 
 
 def test_every_family_has_a_model_here():

@@ -16,6 +16,7 @@ from blockdiff.checkpoint.config import config_from
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.rope import llama3_frequencies, turned
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from tests.closeness import require_close
 from tests.families import LLAMA3, SLIDING, SMALL
 
 pytestmark = pytest.mark.quick
@@ -64,10 +65,8 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def close(a: Tensor, b: Tensor, tolerance: float = PARITY) -> None:
-    assert a.shape == b.shape
-    error = float(((a.double() - b.double()).norm() / b.double().norm()).detach())
-    assert error <= tolerance, f"relative error {error:.2e}"
+def close(found: Tensor, truth: Tensor, tolerance: float = PARITY) -> None:
+    require_close(found, truth, tolerance)
 
 
 def test_hidden_states_logits_and_every_gradient_are_those_of_transformers(pair):

@@ -23,6 +23,7 @@ from blockdiff.models.minimax_m3 import build_block_sparse_attn_bias, swiglu_oai
 from blockdiff.models.pages import Pages
 from blockdiff.objective import Objective
 from blockdiff.sampling import Generation, Request, Sampler
+from tests.closeness import require_close
 from tests.families import m3_config, small_model
 
 pytestmark = pytest.mark.quick
@@ -75,10 +76,8 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def close(a: Tensor, b: Tensor, tolerance: float = PARITY) -> None:
-    assert a.shape == b.shape
-    error = float(((a.double() - b.double()).norm() / b.double().norm()).detach())
-    assert error <= tolerance, f"relative error {error:.2e}"
+def close(found: Tensor, truth: Tensor, tolerance: float = PARITY) -> None:
+    require_close(found, truth, tolerance)
 
 
 def theirs(model: Any, prompt: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
 from blockdiff.models.prefix import Prefix
 from blockdiff.spans import Spans, denoise_spans, running_spans
+from tests.closeness import require_close
 from tests.oracle import oracle, ours
 
 pytestmark = pytest.mark.quick
@@ -45,10 +46,8 @@ def signal(rows: int, length: int = L) -> Tensor:
     return torch.randn(rows, length, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-def close(a: Tensor, b: Tensor, tolerance: float = EXACT) -> None:
-    assert a.shape == b.shape
-    error = float((a - b).norm() / b.norm())
-    assert error <= tolerance, f"relative error {error:.1e}"
+def close(found: Tensor, truth: Tensor, tolerance: float = EXACT) -> None:
+    require_close(found, truth, tolerance)
 
 
 def opened(pages: Pages, prompts: Sequence[Tensor], chunk: int = 1000) -> list[PagedRow]:

@@ -16,6 +16,7 @@ from blockdiff.kernels.span_attention.paged import written
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
+from tests.closeness import require_close
 from tests.families import CONFIGS, small_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,8 +72,8 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def close(a: Tensor, b: Tensor) -> None:
-    assert a.shape == b.shape and float((a - b).norm() / b.norm()) < 2e-5
+def close(found: Tensor, truth: Tensor, tolerance: float = 2e-5) -> None:
+    require_close(found, truth, tolerance)
 
 
 def held(pages: Pages, row: PagedRow) -> list[Tensor]:

@@ -1,0 +1,38 @@
+"""What tests of several kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdiff.kernels import CPU, NATIVE, Kernels
+
+
+@pytest.fixture(params=["native", "cpu"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Every op runs natively and, where it has one, by its C function."""
+    return NATIVE if request.param == "native" else CPU
+
+
+@pytest.fixture
+def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel should have written and has not, shows: floats are NaN, integers far below every index."""
+
+    def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def fill(*arguments: Any, **named: Any) -> Tensor:
+            out = make(*arguments, **named)
+            is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+            if is_fake or out.device.type == "meta" or out.dtype == torch.bool:
+                return out
+            if out.is_floating_point():
+                return out.fill_(float("nan"))
+            return out.fill_(max(-(2**20), torch.iinfo(out.dtype).min))
+
+        return fill
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
