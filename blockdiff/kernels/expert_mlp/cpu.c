@@ -8,10 +8,45 @@ enum { GELU_TANH, SILU };
 
 #define SLOPE 1.5957691216f   /* 2 sqrt(2 / pi): gelu_tanh(x) = x sigmoid(SLOPE (x + CUBE x^3)) */
 #define CUBE 0.044715f
+#define LOG2_E 1.4426950409f
+#define LN_2 0.6931471806f
+#define ROUNDS 12582912.0f    /* 1.5 * 2^23: a number added to it is rounded, and stands in its last bits */
+#define FARTHEST 125.0f       /* powers of two beyond which nothing is left of a share, or of what it lacks */
 
+/* 1 / x of x from 1 to 2^126, to about one unit in the last place and without a division: the exponent is turned round
+   in the bits, which is right to 12 %, and each step leaves the third power of the error. */
+static inline float reciprocal_of(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = 0x7EF311C7 - bits;
+    float y;
+    memcpy(&y, &bits, sizeof y);
+    float error = 1.0f - x * y;
+    y += y * (error + error * error);
+    error = 1.0f - x * y;
+    return y + y * (error + error * error);
+}
+
+/* The sigmoid that a gate is multiplied by: 1 / (1 + 2^-n e^r), where -n ln 2 + r is minus what the sigmoid is of. */
 static inline float share_of(float x, int kind) {
-    float z = kind == GELU_TANH ? SLOPE * (x + CUBE * x * x * x) : x;
-    return 1.0f / (1.0f + exp_of(-z));
+    float y = kind == GELU_TANH ? x * (SLOPE * LOG2_E + SLOPE * LOG2_E * CUBE * (x * x)) : x;
+    float most = kind == GELU_TANH ? FARTHEST : FARTHEST * LN_2;
+    y = y < -most ? -most : y;
+    y = y > most ? most : y;
+    float rounded = kind == GELU_TANH ? y + ROUNDS : y * LOG2_E + ROUNDS, n = rounded - ROUNDS;
+    float r = kind == GELU_TANH ? (n - y) * LN_2 : n * 0.693359375f - y - n * 2.12194440e-4f;
+    int32_t bits;
+    memcpy(&bits, &rounded, sizeof bits);
+    bits = (int32_t)((127u - (uint32_t)bits) << 23);
+    float power, p = 1.9875691500e-4f; /* Cephes' expf */
+    memcpy(&power, &bits, sizeof power);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + (r + 1.0f);
+    return reciprocal_of(p * power + 1.0f);
 }
 
 static inline float slope_of(float x, float share, int kind) {
