@@ -67,8 +67,9 @@ class Kernels:
     class_stats: Callable[..., Any]
     sweep_attention: Callable[..., Tensor | None] | None = None  # what `span_attention` gives of a sweep, in one call
     fused: Any = None  # the module `fused.triton`, whose functions do the work of a method below in one launch
+    joined: Any = None  # the module `fused.cpu`, whose functions do it in one call, also for gradients, or give None
 
-    # Compositions of the ops above, in one launch where that is there and no gradient is needed.
+    # Compositions of the ops above, in one launch where that is there and no gradient is needed, or in one call.
 
     def attention_heads(
         self, q: Tensor, *rest: Any, into: tuple[PagedTensor, ...] | None
@@ -77,6 +78,8 @@ class Kernels:
         heads: tuple[Tensor, Tensor, Tensor | None] | None = None
         if self._is_fused(q):
             heads = self.fused.attention_heads(q, *rest, into)
+        elif self.joined is not None:
+            heads = self.joined.attention_heads(q, *rest, into)
         return heads
 
     def residual_norms(
@@ -86,6 +89,8 @@ class Kernels:
         if self._is_fused(x):
             sums: tuple[Tensor, ...] = self.fused.residual_norms(x, y, weight, weights, eps)
             return sums
+        if self.joined is not None and (made := self.joined.residual_norms(x, y, weight, weights, eps)) is not None:
+            return tuple(made)
         x = self.add_rms_norm(x, y, weight, eps)
         return x, *self.rms_norms(x, weights, eps)
 
@@ -96,6 +101,9 @@ class Kernels:
         if self._is_fused(x_ND):
             routes: tuple[Tensor, Tensor] = self.fused.routed_tokens(x_ND, scale_D, root, weight_ED, expert_scale_E, k)
             return routes
+        of_tokens = x_ND, scale_D, root, weight_ED, expert_scale_E, k
+        if self.joined is not None and (made := self.joined.routed_tokens(*of_tokens)) is not None:
+            return made[0], made[1]
         if x_ND.dtype == torch.bfloat16:  # the released model rounds after each factor
             scores = F.linear(x_ND * scale_D * root, weight_ED)
         else:
@@ -111,6 +119,10 @@ class Kernels:
             end: Tensor = self.fused.layer_end(x, dense, routed, weights, eps, scalar)
             return end
         assert isinstance(routed, Tensor)
+        if self.joined is not None:
+            made: Tensor | None = self.joined.layer_end(x, dense, routed, weights, eps, scalar)
+            if made is not None:
+                return made
         (of_dense,) = self.rms_norms(dense, (weights[0],), eps)
         both = self.add_rms_norm(of_dense, routed.view_as(x), weights[1], eps)
         return self.add_rms_norm(x, both, weights[2], eps, scalar)
@@ -152,6 +164,7 @@ NATIVE = Kernels(**{name: _op(name, "native") for name in OPS})
 CPU = Kernels(
     **{name: _op(name, "cpu" if name in IN_C else "native") for name in OPS},
     sweep_attention=importlib.import_module("blockdiff.kernels.span_attention.cpu").sweep_attention,
+    joined=importlib.import_module("blockdiff.kernels.fused.cpu"),
 )
 
 

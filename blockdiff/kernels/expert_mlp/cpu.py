@@ -280,12 +280,17 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Any, grad_Nk: Tensor) -> tuple[Tensor | None, ...]:
         index_Nk, share_Nk, scale_E = ctx.saved_tensors
-        (N, k), E = index_Nk.shape, scale_E.shape[0]
-        of_scores, of_scale = share_Nk.new_empty(N, E), torch.empty_like(scale_E)
-        partial = share_Nk.new_empty(BLOCKS, E)
-        saved = (scale_E, index_Nk, share_Nk)
-        call("route_backward", grad_Nk.contiguous(), N, E, k, *saved, partial, of_scores, of_scale)
-        return of_scores, of_scale, None
+        return *_route_backward(grad_Nk, index_Nk, share_Nk, scale_E), None
+
+
+def _route_backward(grad_Nk: Tensor, index_Nk: Tensor, share_Nk: Tensor, scale_E: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of scores and of the scale per expert."""
+    (N, k), E = index_Nk.shape, scale_E.shape[0]
+    of_scores, of_scale = share_Nk.new_empty(N, E), torch.empty_like(scale_E)
+    partial = share_Nk.new_empty(BLOCKS, E)
+    saved = (scale_E, index_Nk, share_Nk)
+    call("route_backward", grad_Nk.contiguous(), N, E, k, *saved, partial, of_scores, of_scale)
+    return of_scores, of_scale
 
 
 def _route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

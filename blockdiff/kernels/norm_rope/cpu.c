@@ -1,33 +1,6 @@
 /* Norms, and norms followed by RoPE: every tensor is read and written once in each direction. */
 
-#include "cpu.h"
-
-static inline float rstd_of(const float *x, int64_t width, float eps) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < width; i++) sum += x[i] * x[i];
-    return 1.0f / sqrtf(sum / width + eps);
-}
-
-/* grad of x from that of n = x * rstd, which stands in `grad`: rstd (g - x rstd^2 mean(g x)). */
-static inline void through_norm(float *grad, const float *x, float rstd, int64_t width) {
-    float dot = 0;
-#pragma omp simd reduction(+ : dot)
-    for (int64_t i = 0; i < width; i++) dot += grad[i] * x[i];
-    float factor = dot / width * rstd * rstd * rstd;
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) grad[i] = grad[i] * rstd - x[i] * factor;
-}
-
-static inline void norm_into(float *out, const float *x, float rstd, const float *weight, int64_t width) {
-    if (weight) {
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) out[i] = x[i] * rstd * weight[i];
-    } else {
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) out[i] = x[i] * rstd;
-    }
-}
+#include "rows.h"
 
 /* Up to three norms of x; an output without memory is none, a weight without memory is 1. */
 void norms(const float *x, int64_t rows, int64_t width, float eps, float *rstd, const float *weight_0, float *out_0,
@@ -41,18 +14,6 @@ void norms(const float *x, int64_t rows, int64_t width, float eps, float *rstd, 
         if (out_1) norm_into(out_1 + r * width, of_row, scale, weight_1, width);
         if (out_2) norm_into(out_2 + r * width, of_row, scale, weight_2, width);
     }
-}
-
-static inline void add_weighted(float *sum, const float *grad, const float *weight, int64_t width, int first) {
-    if (first)
-        for (int64_t i = 0; i < width; i++) sum[i] = weight ? grad[i] * weight[i] : grad[i];
-    else
-        for (int64_t i = 0; i < width; i++) sum[i] += weight ? grad[i] * weight[i] : grad[i];
-}
-
-static inline void add_weight_grad(float *sum, const float *grad, const float *x, float rstd, int64_t width) {
-#pragma omp simd
-    for (int64_t i = 0; i < width; i++) sum[i] += grad[i] * x[i] * rstd;
 }
 
 /* grad of x, and of the weights where wanted; `partial` is [3, BLOCKS, width]. */
