@@ -245,7 +245,6 @@ class Chat:
             self._refused(result.error)
             return
         text = result.text.strip()  # a turn ends with a line break
-        self.messages.append({"role": "assistant", "content": text})
         self.answered += 1
         if result.reasoning is not None:
             self.note(result.reasoning)
@@ -256,6 +255,15 @@ class Chat:
             mean = sum(result.steps) / canvases
             words = f"{len(result.tokens)} tokens, {mean:.1f} steps per canvas{at_limit(mean, most)}"
             self.note(words + ", cut off: no room for more" * (result.finish_reason == "length"))
+        self._remember(text, "the answer is empty; the message is taken back")
+
+    def _remember(self, text: str, otherwise: str) -> None:
+        """Put an answer into the conversation. No template takes an empty one: its message is taken back, and said."""
+        if text:
+            self.messages.append({"role": "assistant", "content": text})
+        else:
+            self.messages.pop()
+            self.note(otherwise)
 
     def _refused(self, reason: str) -> None:
         """A message that cannot be answered is not part of the conversation."""
@@ -266,9 +274,7 @@ class Chat:
     def _ended(self, view: Watcher) -> None:
         """Ctrl-C: what was committed so far is the answer; where nothing was, the message is taken back."""
         view.close()
-        if view.text:
-            self.messages.append({"role": "assistant", "content": view.text.strip()})
+        text = view.text.strip()
+        self._remember(text, "ended before anything was committed; the message is taken back")
+        if text:
             self.note("ended; what stands there is the answer")
-        else:
-            self.messages.pop()
-            self.note("ended before anything was committed; the message is taken back")

@@ -102,6 +102,20 @@ def test_an_answer_that_is_ended_keeps_what_was_committed_else_the_message_is_ta
 
 
 @pytest.mark.quick
+def test_a_message_whose_answer_is_empty_is_taken_back_so_that_the_next_one_is_answered(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answers = Answers("Hello.", " \n", KeyboardInterrupt(" "), "Fine.")
+    talk = chat(answers)
+    for text in ("Hi", "Well?", "And now?", "How are you?"):
+        talk.say(text)
+    assert answers.asked[3] == [("user", "Hi"), ("assistant", "Hello."), ("user", "How are you?")]
+    printed = capsys.readouterr()
+    assert printed.out == "Hello.\n\nFine.\n"  # through a pipe every message has its line
+    assert printed.err.count("the message is taken back") == 2
+
+
+@pytest.mark.quick
 def test_a_message_that_cannot_be_answered_is_taken_back(capsys: pytest.CaptureFixture[str]) -> None:
     answers = Answers(Result.failed(1, "not finite"), RequestError("no"), "fine")
     talk = chat(answers)
