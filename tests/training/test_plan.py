@@ -158,6 +158,15 @@ def test_sampling_is_planned_from_the_config_alone(folder):
     assert made.rows(limit, 1000) >= 3
 
 
+def test_weights_in_fp8_are_planned_for_a_gpu_that_multiplies_fp8(folder, monkeypatch):
+    monkeypatch.setattr("blockdiff.kernels.fp8.triton.decodes_fp8", lambda x: True)  # the interpreter does not
+    config = checkpoint.read_config(folder / "base")
+    plain, dynamic = (plan_sampling(config, quantize=each) for each in ("fp8", "fp8-dynamic"))
+    assert dynamic.weights == plain.weights < plan_sampling(config).weights
+    recipe = recipe_of(folder, FROM_BASE, LORA, "model.dtype=bfloat16", "model.quantize=fp8-dynamic")
+    assert plans.plan_training(recipe).parts["weights"] == dynamic.weights
+
+
 def test_the_command_says_what_fits_and_exits_with_1_where_nothing_does(folder, tmp_path):
     path = tmp_path / "recipe.yaml"
     rows = tmp_path / "rows.jsonl"

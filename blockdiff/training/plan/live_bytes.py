@@ -68,7 +68,8 @@ class LiveBytes(TorchDispatchMode):
         if function.namespace == "blockdiff" and is_meta:
             with self, self.work.of_one(name, given):  # not only what an op gives back, but what it needs meanwhile
                 return RUNS[name](*args, **named)
-        out = _grouped(*args, **named) if name == "_grouped_mm" and args[0].is_meta else function(*args, **named)
+        stand_in = _STAND_INS.get(name) if args and isinstance(args[0], Tensor) and args[0].is_meta else None
+        out = (stand_in or function)(*args, **named)
         if name == "topk" and out[0].is_meta:
             # which experts: real numbers, evenly spread, for the code sorts by them
             shape = out[1].shape
@@ -190,6 +191,14 @@ def _grouped(left: Tensor, right: Tensor, offs: Tensor, *rest: Any, **named: Any
     if right.dim() == 3:
         return left.new_empty(left.shape[0], right.shape[2])
     return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])
+
+
+def _scaled(left: Tensor, right: Tensor, *scales: Any, out: Tensor, **named: Any) -> Tensor:
+    """A product of fp8 into a given tensor, which has no form for the meta device."""
+    return out
+
+
+_STAND_INS = {"_grouped_mm": _grouped, "_scaled_mm": _scaled}
 
 
 def _places(indices: Any) -> list[Any]:
