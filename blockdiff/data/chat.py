@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from jinja2 import TemplateError
 
 from blockdiff.data.alterations import Alterations, alterations_of
-from blockdiff.data.control_tokens import ControlTokens, Guard, cut, guard_of
+from blockdiff.data.control_tokens import ControlTokens, Guard, cut, guard_of, why_not_encoded
 from blockdiff.data.rows import Row
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.template import TOOL_TOKENS, Rendered, Span, render, token_spans, training_template
@@ -251,7 +251,9 @@ class Encoder:
                 except DataError as error:
                     raise DataError(f"{row.where}: {error}") from None
                 except Exception as error:
-                    raise DataError(f"{row.where}: the tokenizer cannot encode it ({error}); change the row") from None
+                    raise DataError(
+                        f"{row.where}: the tokenizer cannot encode it ({why_not_encoded(error)}); change the row"
+                    ) from None
             raise
 
     def _encode(self, texts: Sequence[str], rendered_cuts: Sequence[tuple[int, ...]] | None) -> list[Encoded]:

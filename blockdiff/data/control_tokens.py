@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ControlTokens = Literal["text", "allow"]
 PRIVATE = range(0xE000, 0xF900)  # characters that stand for nothing, of which stand-ins are taken
 WORD_STARTS = ("▁", "Ġ")
+NO_UNKNOWN = "Missing [UNK] token"  # what tokenizers says where a character has no token
 REMEDY = "change the text, or allow control tokens in it"
 
 
@@ -161,6 +162,11 @@ def guard_of(tokenizer: PreTrainedTokenizerBase, template: str | None, control_t
     }
     is_exact = not any(normalized for _, normalized in found.values())
     return Guard({text: id for text, (id, _) in found.items()}, is_exact)
+
+
+def why_not_encoded(error: Exception) -> str:
+    """Why a tokenizer raised at a text, in words for who wrote the text."""
+    return "no token stands for one of its characters" if NO_UNKNOWN in str(error) else str(error)
 
 
 def cut(text: str, cuts: Sequence[int]) -> list[str]:

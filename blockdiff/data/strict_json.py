@@ -41,9 +41,10 @@ def parsed(text: str, where: str, decode: Callable[..., Any] = DECODER.decode, *
     try:
         return decode(text, *begin)
     except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if begin else ""
+        place = f"line {error.lineno}, " * bool(begin) + f"column {error.colno}"
+        reason = error.msg.removesuffix(" at")  # as some of Python's end
         remedy = "repair it" if begin else "write one object per line"
-        raise DataError(f"{where}: not valid JSON ({error.msg} at {line}column {error.colno}); {remedy}") from None
+        raise DataError(f"{where}: not valid JSON ({reason} at {place}); {remedy}") from None
     except RecursionError:
         raise DataError(f"{where}: JSON is nested too deeply; write flat objects") from None
     except ValueError as error:  # a key that appears twice, NaN, an integer of thousands of digits

@@ -16,6 +16,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from blockdiff.data.control_tokens import why_not_encoded
 from blockdiff.errors import RequestError
 from blockdiff.evals.summary import costs
 from blockdiff.sampling.request import Request, Result
@@ -121,7 +122,7 @@ class BlockdiffLM(TemplateLM):
         try:
             tokens = list(self.tokenizer(string, add_special_tokens=False)["input_ids"])
         except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
-            raise RequestError(f"the tokenizer cannot encode {string!r:.80}: {error}") from error
+            raise RequestError(f"the tokenizer cannot encode {string!r:.80}: {why_not_encoded(error)}") from error
         bos = self.tokenizer.bos_token_id
         return tokens if bos is None or add_special_tokens is False or tokens[:1] == [bos] else [bos, *tokens]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from blockdiff.data.control_tokens import why_not_encoded
 from blockdiff.data.rows import Row
 from blockdiff.errors import DataError
 from blockdiff.sampling.request import Request
@@ -129,4 +130,5 @@ def _tokens(sampler: Sampler, question: Question) -> int:
     try:
         return len(sampler.tokenizer(question.reference, add_special_tokens=False)["input_ids"])
     except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
-        raise DataError(f"{question.where}: the tokenizer cannot encode the response ({error})") from None
+        why = why_not_encoded(error)
+        raise DataError(f"{question.where}: the tokenizer cannot encode the response ({why})") from None

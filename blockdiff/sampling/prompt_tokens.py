@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.data.control_tokens import Guard, cut, guard_of
+from blockdiff.data.control_tokens import Guard, cut, guard_of, why_not_encoded
 from blockdiff.data.messages import BadRow, checked_messages, checked_tools, left_out_tool
 from blockdiff.errors import DataError, RequestError
 from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
@@ -92,7 +92,7 @@ def _tokens(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenizerBase, 
     try:
         pieces = [list(tokenizer(piece, add_special_tokens=False)["input_ids"]) for piece in cut(text, cuts)]
     except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
-        raise DataError(str(error)) from error
+        raise DataError(why_not_encoded(error)) from error
     tokens = [token for piece in pieces for token in piece]
     guard.check(text, cuts, tokens, tokenizer.convert_ids_to_tokens([piece[0] for piece in pieces[1:] if piece]))
     return text, tokens

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -14,6 +15,8 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -39,6 +42,23 @@ class Section(BaseModel):
     """One level of a recipe: frozen, and every key is known."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, key: ValidationInfo) -> Any:
+        if isinstance(value, bool):  # which pydantic would take for 0 or 1
+            kinds = _kinds(cls.model_fields[str(key.field_name)].annotation)
+            if kinds & {int, float} and bool not in kinds:
+                raise ValueError("input should be a number, not a switch")
+        return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types of which a key's value may be, below unions and what is annotated."""
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        inner = get_args(annotation)
+        return set().union(*map(_kinds, inner[:1] if get_origin(annotation) is Annotated else inner))
+    return {annotation}
 
 
 class ModelSection(Section):

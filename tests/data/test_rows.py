@@ -139,6 +139,7 @@ def test_the_texts_of_a_row_are_all_that_somebody_wrote():
     [
         ('{"prompt": "a", "response"', "not valid JSON"),
         ("{'prompt': 'a'}", "not valid JSON"),
+        ('{"prompt": "a', r"not valid JSON \(Invalid control character at column 14\)"),
         (GOOD + GOOD, "not valid JSON"),
         ("[" * 100_000, "nested too deeply"),
         ('{"prompt": "a", "response": NaN}', "NaN is not JSON"),

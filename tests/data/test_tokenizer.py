@@ -13,8 +13,10 @@ from blockdiff.cli.main import app
 from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import Row
 from blockdiff.data.template import packaged_template, training_template
-from blockdiff.data.tokenizer import MASK, TURN_TOKENS, byte_level_bpe
-from blockdiff.errors import DataError
+from blockdiff.data.tokenizer import MASK, TURN_TOKENS, byte_level_bpe, character_tokenizer
+from blockdiff.errors import DataError, RequestError
+from blockdiff.sampling import Request
+from blockdiff.sampling.prompt_tokens import raw_tokens
 
 pytestmark = pytest.mark.quick
 
@@ -73,6 +75,14 @@ def test_what_gives_no_tokenizer_is_refused(texts, size, reason):
 
 def run(*words: str | Path):
     return CliRunner().invoke(app, ["data", "tokenizer", *map(str, words)])
+
+
+def test_a_character_without_a_token_is_said_in_plain_words():
+    tokenizer = character_tokenizer("12=")
+    with pytest.raises(RequestError, match=r"^the prompt cannot be tokenised: no token stands for one of its char"):
+        raw_tokens(Request(1, prompt="1x="), tokenizer)
+    with pytest.raises(DataError, match=r"^a:1: the tokenizer cannot encode it \(no token stands for one of its char"):
+        Encoder(tokenizer, eos_id=1, canvas_length=4).encode([Row("a:1", prompt="1=", response="x")])
 
 
 def test_the_command_learns_from_the_texts_of_all_sources(tmp_path):

@@ -163,6 +163,10 @@ def test_a_wrong_source_or_column_is_named(folder: Path) -> None:
         ("train: {steps: {a: 1}}", "train.steps: input should be a valid integer (got {'a': 1})"),
         ("train: {steps: 0}", "train.steps: input should be greater than 0 (got 0)"),
         ("train: {steps: many}", "train.steps: input should be a valid integer"),
+        ("train: {save_every: true}", "train.save_every: input should be a number, not a switch (got True)"),
+        ("optim: {ema: yes}", "optim.ema: input should be a number, not a switch (got True)"),
+        ("objective: {coin: off}", "objective.coin: input should be a number, not a switch (got False)"),
+        ("seed: true", "seed: input should be a number, not a switch (got True)"),
         ("train: {steps: 1, steps: 2}", "not valid YAML: the key 'steps' appears twice"),
         ("data: {canvases: some}", "data.canvases: "),
         (
