@@ -27,7 +27,8 @@ class Spans:
     kept: KeptSelection | None = None
 
     def __init__(self, bounds_BT4: Tensor, sees_all: bool = False, is_padded: bool = True, is_causal: bool = False):
-        self.bounds_BT4, self.is_causal = bounds_BT4, is_causal
+        self.bounds_BT4 = bounds_BT4 if bounds_BT4.dtype is torch.int32 else bounds_BT4.to(torch.int32)
+        self.is_causal = is_causal
         self.sees_all, self.is_padded = sees_all, is_padded and not sees_all
         self._dense: dict[tuple[int, int], Tensor] = {}
         self._written_BT4: Tensor | None = None

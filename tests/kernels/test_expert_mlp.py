@@ -87,6 +87,19 @@ def test_expert_mlp_trains_whatever_is_not_frozen(kernels, needs, dtype, toleran
     compare_experts(kernels, tensors, index, list(needs), dtype, tolerance)
 
 
+def test_experts_take_indices_of_other_integers_and_routing_weights_of_any_layout(kernels):
+    tensors, index = expert_case(37, 3, 2, "padding")
+    given = [x.float().requires_grad_() for x in tensors]
+    given[3] = tensors[3].float().t().contiguous().t().requires_grad_()
+    plain = [x.float().requires_grad_() for x in tensors]
+    outs = [kernels.expert_mlp(*plain[:3], index, plain[3]), kernels.expert_mlp(*given[:3], index.int(), given[3])]
+    for out in outs:
+        out.square().sum().backward()
+    assert relative_error(*outs) < 1e-6
+    for x, y in zip(given, plain, strict=True):
+        assert relative_error(x.grad, y.grad) < 1e-6
+
+
 @pytest.mark.parametrize("dtype,tolerance", EXPERT_DTYPES)
 @pytest.mark.parametrize("choice", ["random", "one", "some empty", "none", "padding"])
 def test_the_dense_path_equals_the_grouped_one(kernels, choice, dtype, tolerance, monkeypatch):

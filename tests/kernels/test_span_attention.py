@@ -153,6 +153,24 @@ def test_span_attention_takes_strided_inputs(monkeypatch):
         assert relative_error(attend(path, monkeypatch, list(strided), spans, 1.0), truth) < 1e-12
 
 
+@pytest.mark.parametrize(("B", "T"), [(0, 5), (2, 0), (0, 0)])
+def test_span_attention_of_no_rows_or_no_queries_is_empty_and_has_gradients(kernels, B, T):
+    for d, P in ((8, 3), (16, 3)):  # natively and by the C functions
+        shapes = [(B, T, 4, d), *[(B, P, 2, d)] * 2, *[(B, T, 2, d)] * 2]
+        inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
+        spans = Spans(torch.tensor([0, P, 0, T], dtype=torch.int32).repeat(B, T, 1))
+        out = kernels.span_attention(*inputs, spans, 1.0)
+        assert out.shape == shapes[0]
+        out.sum().backward()
+        assert all(x.grad.shape == x.shape and not x.grad.any() for x in inputs)
+
+
+def test_bounds_may_come_as_other_integers(kernels):
+    inputs, spans = attention_case(17, 9, 2, torch.float32, d=16), random_spans(2, 17, 9, seed=3)
+    outs = [kernels.span_attention(*inputs, each, 1.0) for each in (spans, Spans(spans.bounds_BT4.long()))]
+    assert torch.equal(*outs)
+
+
 def test_span_attention_under_autocast_computes_in_one_dtype(monkeypatch):
     """There cos and sin leave q and k in fp32, while v comes from a projection in bf16."""
     inputs = attention_case(7, 5, 2, torch.float32)

@@ -227,7 +227,8 @@ def expert_mlp(
         return native.expert_mlp(x_ND, gate_up_EFD, down_EDF, *of_tokens)
     inputs = (x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)
     is_autocast = torch.is_autocast_enabled("cpu")
-    is_served = activation in KINDS and x_ND.shape[0] > 0 and serves(*inputs[:3], expert_weight_Nk, *low_rank)
+    is_served = activation in KINDS and x_ND.shape[0] > 0 and expert_index_Nk.dtype is torch.int64
+    is_served = is_served and serves(*inputs[:3], expert_weight_Nk, *low_rank)
     if not is_served or (is_autocast and (low_rank or not tiles.takes(x_ND))):
         return native.expert_mlp(*inputs, activation, low_rank)
     x_ND = x_ND.contiguous()

@@ -114,7 +114,7 @@ class _Groups:
 
     def to_slots(self, values_M: Tensor, like_Nk: Tensor) -> Tensor:
         """One number for each row as one for each slot, 0 for slots without an expert."""
-        out_Nk = torch.zeros_like(like_Nk)
+        out_Nk = like_Nk.new_zeros(like_Nk.shape)  # contiguous, whatever the weights are
         out_Nk.view(-1)[self.slot] = values_M.to(out_Nk.dtype)
         return out_Nk if self.has_expert_Nk is None else torch.where(self.has_expert_Nk, out_Nk, 0.0)
 

@@ -90,14 +90,13 @@ class _Materialised(torch.autograd.Function):
     def forward(ctx: Any, q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float) -> Tensor:
         out, saved = _attend(q_BThd, k, v, is_seen, scale)
         ctx.save_for_backward(*saved)
-        ctx.scale, ctx.shape = scale, q_BThd.shape
+        ctx.scale, ctx.shape, ctx.key_heads = scale, q_BThd.shape, k.shape[2]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_BThd: Tensor) -> tuple[Tensor | None, ...]:
         q_rows, k_rows, v_rows, weights = ctx.saved_tensors
-        B, T, h, d = ctx.shape
-        K, keys = k_rows.shape[0] // B, k_rows.shape[1]
+        (B, T, h, d), K, keys = ctx.shape, ctx.key_heads, k_rows.shape[1]
         grad_rows = _rows_of_queries(grad_BThd, K)
         grad_v = torch.bmm(weights.transpose(1, 2), grad_rows)
         grad_weights = torch.bmm(grad_rows, v_rows.transpose(1, 2))
@@ -131,15 +130,15 @@ def _attend(
         if bool(is_empty_BT.any()):
             grouped = weights.view(B, K, h // K, T, keys)
             grouped.masked_fill_(is_empty_BT[:, None, None, :, None], 0.0)
-    out = _heads_of_rows(torch.bmm(weights, v_rows), B, T)
+    out = _heads_of_rows(torch.bmm(weights, v_rows), q_BThd.shape)
     return out, (q_rows, k_rows, v_rows, weights)
 
 
-def _heads_of_rows(rows: Tensor, B: int, T: int) -> Tensor:
-    """The inverse of `_rows_of_queries`: [B, T, h, d]."""
-    d = rows.shape[-1]
-    K = rows.shape[0] // B
-    return rows.view(B, K, -1, T, d).permute(0, 3, 1, 2, 4).reshape(B, T, -1, d)
+def _heads_of_rows(rows: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of `_rows_of_queries`: `shape` is [B, T, h, d]."""
+    B, T, h, d = shape
+    K = rows.shape[0] // max(B, 1)
+    return rows.view(B, K, h // max(K, 1), T, d).permute(0, 3, 1, 2, 4).reshape(shape)
 
 
 def _weights(
@@ -151,7 +150,8 @@ def _weights(
         scores.mul_(scale)
     if is_seen is not None:
         B, keys = is_seen.shape[0], scores.shape[-1]
-        scores.view(B, -1, group, scores.shape[1] // group, keys).masked_fill_(~is_seen[:, None, None], NEVER)
+        K, T = scores.shape[0] // max(B, 1), scores.shape[1] // group
+        scores.view(B, K, group, T, keys).masked_fill_(~is_seen[:, None, None], NEVER)
     return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(dtype)
 
 
@@ -169,12 +169,12 @@ def _over_reserved(q_BThd: Tensor, k: Tensor, v: Tensor, spans: Spans, columns: 
     is_wide = q_BThd.dtype in (torch.float32, torch.float64)
     if q_BThd.is_cpu and is_wide and B * h * T * keys <= SMALL_RESERVED:
         weights = _weights(q_rows, k.flatten(0, 1), is_seen, scale, h // K, v.dtype)
-        return _heads_of_rows(torch.bmm(weights, v.flatten(0, 1)), B, T)
+        return _heads_of_rows(torch.bmm(weights, v.flatten(0, 1)), q_BThd.shape)
     if is_seen is not None:
         is_seen = (is_seen if is_seen.shape[1] == 1 else is_seen.repeat(1, h // K, 1))[:, None]
     q_rows = q_rows.view(B, K, h // K * T, d)
     out = F.scaled_dot_product_attention(q_rows, k, v, attn_mask=is_seen, scale=scale)
-    return _heads_of_rows(out.reshape(B * K, -1, d), B, T)
+    return _heads_of_rows(out.reshape(B * K, h // K * T, d), q_BThd.shape)
 
 
 def _with_lse(q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
