@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -229,12 +230,16 @@ class _Ended(Exception):
 
 @contextmanager
 def launches_compile(
-    architecture: int, found: list[dict[str, Any]], wanted: Wanted | None = None, sizes_only: bool = False
+    architecture: int,
+    found: list[dict[str, Any]],
+    wanted: Wanted | None = None,
+    sizes_only: bool = False,
+    loops: bool = True,
 ) -> Iterator[None]:
     """Within it a launch compiles its kernel instead, if it is wanted, and adds the figures of a new one to `found`.
 
     Kernels that do not fit have no more figures than their sizes, with sizes_only none has: most of the time goes
-    into what comes after these are known.
+    into what comes after these are known. loops: whether what stands in the loop of the products is counted.
     """
     seen: set[Any] = set()
     launch, make_ptx = JITFunction.run, CUDABackend.make_ptx
@@ -246,7 +251,7 @@ def launches_compile(
         try:
             compiled = launch(kernel, *arguments, grid=grid, warmup=True, **named)
             identity: Any = id(compiled)
-            figures = _sizes(compiled.metadata._asdict()) | _code(compiled)
+            figures = _sizes(compiled.metadata._asdict()) | _code(compiled, loops)
         except _Ended as ended:
             identity, figures = str(values), _sizes(ended.args[0])
         if identity not in seen:  # Triton keeps one for equal specialisations
@@ -276,12 +281,12 @@ def _sizes(metadata: dict[str, Any]) -> dict[str, Any]:
     return dict(shared=metadata["shared"], tensor_memory=metadata.get("tmem_size") or 0)
 
 
-def _code(compiled: Any) -> dict[str, Any]:
+def _code(compiled: Any, loops: bool) -> dict[str, Any]:
     """Registers of a thread, bytes of its stack, how many operations of products are executed for each useful one
     (None where there are no products), and what stands in the loop of the products."""
     useful, executed = _useful(compiled.asm["ttir"]), _executed(compiled.asm["ptx"], compiled.metadata.num_warps)
     products, cubin = executed / useful if useful and executed else None, compiled.asm["cubin"]
-    return dict(products=products, **_resources(cubin), **(_loop(cubin) if products else {}))
+    return dict(products=products, **_resources(cubin), **(_loop(cubin) if products and loops else {}))
 
 
 def _useful(ttir: str) -> int:
@@ -313,11 +318,12 @@ def _resources(cubin: bytes) -> dict[str, int]:
     return {} if usage is None else dict(registers=int(usage[1]), stack=int(usage[2]))
 
 
+@lru_cache(maxsize=256)
 def _loop(cubin: bytes) -> dict[str, int]:
     """What stands in the loop that has most products: instructions in all, and those that read or write the stack,
     that issue a product (wgmma, mma; of fp8 with a Q) and that wait for products. As many waits as products: none runs
     beside others."""
-    lines, labels, loop = _said_of(cubin, "nvdisasm", "-c").splitlines(), {}, ""
+    lines, labels, loop = _said_of(cubin, "nvdisasm", "-c", "-ndf").splitlines(), {}, ""
     products = r"\b[HQ]?G?MMA\b"
     for place, line in enumerate(lines):
         if label := re.match(r"\s*(\.L\S+):", line):
@@ -330,21 +336,25 @@ def _loop(cubin: bytes) -> dict[str, int]:
     return {name: len(re.findall(pattern, loop)) for name, pattern in counted.items()}
 
 
-def _said_of(cubin: bytes, tool: str, option: str) -> str:
+def _said_of(cubin: bytes, tool: str, *options: str) -> str:
     """What one of the tools that come with Triton prints of a compiled kernel."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def compiled(
-    call: Callable[[], None], architecture: int, wanted: Wanted | None = None, sizes_only: bool = False
+    call: Callable[[], None],
+    architecture: int,
+    wanted: Wanted | None = None,
+    sizes_only: bool = False,
+    loops: bool = True,
 ) -> list[dict[str, Any]]:
     """The figures of the wanted kernels that a call launches on an architecture (90: sm_90); default: of all."""
     found: list[dict[str, Any]] = []
-    with launches_compile(architecture, found, wanted, sizes_only):
+    with launches_compile(architecture, found, wanted, sizes_only, loops):
         call()
     return found
 
@@ -363,6 +373,7 @@ def main() -> int:
         "--architecture", action="append", type=int, choices=tiles.SHARED_MEMORY, help="default: all of the table"
     )
     parser.add_argument("--sizes", action="store_true", help="shared and tensor memory only, in a third of the time")
+    parser.add_argument("--no-loops", action="store_true", help="do not count what stands in the loop of the products")
     parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args()
     if not options.json:
@@ -372,7 +383,7 @@ def main() -> int:
     all_fit = True
     for architecture in options.architecture or tiles.SHARED_MEMORY:
         for name in options.only or OPS:
-            for line in compiled(OPS[name], architecture, sizes_only=options.sizes):
+            for line in compiled(OPS[name], architecture, sizes_only=options.sizes, loops=not options.no_loops):
                 all_fit &= fits(line)
                 print(json.dumps(dict(op=name, **line)) if options.json else _row(name, line), flush=True)
     return 0 if all_fit else 1
@@ -382,7 +393,7 @@ def _row(name: str, line: dict[str, Any]) -> str:
     constants = ", ".join(f"{key} {value}" for key, value in line["constants"].items())
     shared = f"{line['shared'] / 1024:.0f}{'' if fits(line) else ': TOO LARGE'}"
     products = f"{line['products']:.2f}" if line.get("products") else ""
-    loop = (line["loop_stack"], f"{line['issued']}, {line['waits']}") if products else ("", "")
+    loop = (line["loop_stack"], f"{line['issued']}, {line['waits']}") if "issued" in line else ("", "")
     figures = (shared, line.get("registers"), line.get("stack"), products, *loop)
     return f"| {' | '.join(map(str, (line['architecture'], name, line['kernel'], constants, *figures)))} |"
 
