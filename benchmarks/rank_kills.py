@@ -11,7 +11,6 @@ killed.
 from __future__ import annotations
 
 import argparse
-import atexit
 import importlib
 import json
 import os
@@ -31,9 +30,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.kills import IN_A_CHAIN, LONGEST, Kill, die_at, differences, make_inputs, stage_of, train_words
+from benchmarks.kills import IN_A_CHAIN
 from benchmarks.machine import describe
-from blockdiff.training import export
+from benchmarks.tiny_run import Kill, become, differences, make_inputs, stage_of, train_words
 
 PATIENCE = 30.0  # seconds that torchrun gives the others
 LOST = re.compile(
@@ -223,37 +222,16 @@ def end_all(children: dict[int, int]) -> None:
 
 def be_rank(folder: Path, words: list[str], mesh: Mesh, rank: int, port: int, kill: Kill | None) -> int:
     """The process id of a rank, forked after the imports."""
-    from blockdiff.cli import main as cli
-
     counted = folder / f"operations-{rank}"
     counted.unlink(missing_ok=True)
     (folder / f"said-{rank}").write_text("")
-    if child := os.fork():
-        return child
-    atexit._clear()  # what the parent would do at its end is not this process's to do
-    code = 1
-    export.draw_curves = lambda *_, **__: None  # would take longer than the run, and nothing comes of it
-    try:
-        handle = os.open(folder / f"said-{rank}", os.O_WRONLY | os.O_TRUNC)
-        os.dup2(handle, 1), os.dup2(handle, 2)
+    child = os.fork()
+    if not child:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": mesh.world, "LOCAL_WORLD_SIZE": mesh.world}
         os.environ |= {name: str(number) for name, number in (numbers | {"MASTER_PORT": port}).items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-        if kill and kill.kind == "time":
-            threading.Timer(kill.at, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        signal.alarm(LONGEST)
-        operations = die_at(folder, kill)
-        sys.argv[1:] = words
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        atexit._run_exitfuncs()
-        counted.write_text(json.dumps(operations))
-        (folder / "modules").write_text("\n".join(sorted(sys.modules)))
-    finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
+        become(folder, words, folder / f"said-{rank}", counted, kill)
+    return child
 
 
 if __name__ == "__main__":
