@@ -69,6 +69,10 @@ class Kernels:
     fused: Any = None  # the module `fused.triton`, whose functions do the work of a method below in one launch
     joined: Any = None  # the module `fused.cpu`, whose functions do it in one call, also for gradients, or give None
 
+    def __deepcopy__(self, memo: Any) -> Kernels:
+        """A copy of a model has the same functions; modules among them cannot be copied."""
+        return self
+
     # Compositions of the ops above, in one launch where that is there and no gradient is needed, or in one call.
 
     def attention_heads(

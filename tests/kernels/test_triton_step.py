@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields
 
 import pytest
@@ -43,6 +44,12 @@ def test_the_folder_of_an_op_stays_a_module():
     import blockdiff.kernels.span_attention.triton as attention
 
     assert all(callable(op) for op in (experts.expert_mlp, norms.norm_rope, attention.span_attention))
+
+
+@pytest.mark.parametrize("name", ["auto", "torch", "triton"])
+def test_a_copied_model_has_the_functions_of_the_first(name):
+    chosen = resolve(name)
+    assert copy.deepcopy(chosen) is chosen
 
 
 def test_a_kernels_object_is_taken_as_it_is():
