@@ -59,7 +59,11 @@ class Launch:
         self._is_empty = 0 in grid
 
     def __call__(self, *arguments: Any) -> None:
-        x = arguments[0] if isinstance(arguments[0], Tensor) else _first_tensor(arguments)
+        x = arguments[0]
+        if type(x) is tuple:
+            x = x[0]
+        if not isinstance(x, Tensor):
+            x = _first_tensor(arguments)
         if x.is_meta or self._is_empty:
             return
         if x.is_cuda and x.get_device() != torch.cuda.current_device():
@@ -94,11 +98,7 @@ def op(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Iterat
 
     def register(make: Callable[..., Iterator[Any]]) -> Any:
         def run(*inputs: Any) -> Any:
-            making = make(*inputs)
-            outputs = next(making)
-            for _ in making:
-                pass
-            return outputs
+            return _made(make(*inputs))
 
         RUNS[name] = run
         types = typing.get_type_hints(make)
@@ -108,7 +108,7 @@ def op(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Iterat
         schema = torch.library.infer_schema(run, mutates_args=mutates)
         registered = torch.library.custom_op(f"blockdiff::{name}", run, mutates_args=mutates, schema=schema)
         registered.register_fake(lambda *inputs: next(make(*inputs)))
-        return Op(registered, run)
+        return Op(registered, make)
 
     return register
 
@@ -116,25 +116,35 @@ def op(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Iterat
 class Op:
     """An op that torch knows, called past torch where nothing asks for it: on the host that costs a third."""
 
-    def __init__(self, registered: Any, run: Callable[..., Any]):
-        self.registered, self.run = registered, run
+    def __init__(self, registered: Any, make: Callable[..., Iterator[Any]]):
+        self.registered, self.make = registered, make
         self.register_autograd = registered.register_autograd
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.registered(*inputs) if asks_torch() else self.run(*inputs)
+        return self.registered(*inputs) if asks_torch() else _made(self.make(*inputs))
+
+
+def _made(making: Iterator[Any]) -> Any:
+    """The outputs of an op, filled."""
+    outputs = next(making)
+    for _ in making:
+        pass
+    return outputs
 
 
 def asks_torch() -> bool:
     """Whether torch has to see each op: it compiles, records gradients, or a mode (fake tensors, say) looks on."""
-    return torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of that shape, by default of `like`'s, on its device and in its dtype or another; dense, not filled."""
+    # sizes one by one, and a dtype only if there is one: torch reads a tuple of them, or None, for half a microsecond
+    if dtype is not None:
+        return like.new_empty(*(shape or like.shape), dtype=dtype)
     if shape:
-        return like.new_empty(shape, dtype=dtype)
-    is_like = dtype is None and like.is_contiguous()
-    return torch.empty_like(like) if is_like else like.new_empty(like.shape, dtype=dtype)
+        return like.new_empty(*shape)
+    return torch.empty_like(like) if like.is_contiguous() else like.new_empty(*like.shape)
 
 
 def wanted(tensors: Iterable[Tensor], needs: Sequence[bool]) -> list[Tensor]:
@@ -147,9 +157,16 @@ def needed(grads: Iterable[Tensor], needs: Sequence[bool]) -> list[Any]:
     return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
+def are_of(dtype: torch.dtype, tensors: Iterable[Tensor]) -> bool:
+    """Whether all tensors have that dtype."""
+    for x in tensors:  # noqa: SIM110 (twice as fast as `all`, and every launch asks)
+        if x.dtype is not dtype:
+            return False
+    return True
+
+
 def check_dtypes(op: str, *tensors: Tensor) -> None:
     """Raise Unserved unless all tensors have the same one of DTYPES."""
-    dtype = tensors[0].dtype
-    if dtype not in DTYPES or any(x.dtype is not dtype for x in tensors):
+    if (dtype := tensors[0].dtype) not in DTYPES or not are_of(dtype, tensors):
         names = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in tensors}))
         raise Unserved(f"{op} in Triton takes tensors of one dtype, float32, bfloat16 or float16, not {names}")

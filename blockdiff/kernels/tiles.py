@@ -97,6 +97,7 @@ def tile_of(kernel: str, x: Tensor, size: float) -> Tile:
     return tile_for(kernel, x.dtype, x.device, size)
 
 
+@of_sizes
 def tile_for(kernel: str, dtype: torch.dtype, device: torch.device, size: float) -> Tile:
     """The same for numbers of a dtype on a device."""
     return chosen(kernel, architecture(device), dtype.itemsize, size)

@@ -69,25 +69,21 @@ def plan_lengths(slots: int, experts: int, rows: int) -> list[int]:
 def _sort(index: Tensor, experts: int, rows: int, plan: Plan) -> None:
     """Fill the plan: each program places its part of the slots, after all are counted."""
     slots, counts = index.numel(), None
-    programs, sizes = _sorting_of(slots, experts)
+    count, sort, tiles, programs = _sorting_of(slots, experts, rows)
     if slots > FEW_SLOTS:
-        counts = empty(plan.order, programs, sizes["EXPERTS"])
-        launch(slot_kernels.expert_mlp_count_slots, (programs,), index, counts, slots, experts, **sizes)
-    numbers = slots, experts, plan_lengths(slots, experts, rows)[-1], programs
-    _sort_slots_of(slots, experts, rows)(index, counts, plan, *numbers)
+        counts = empty(plan.order, programs, count.constants["EXPERTS"])
+        count(index, counts, slots, experts)
+    sort(index, counts, plan, slots, experts, tiles, programs)
 
 
 @of_sizes
-def _sorting_of(slots: int, experts: int) -> tuple[int, dict[str, int]]:
-    """The programs that sort so many slots, and their constants."""
+def _sorting_of(slots: int, experts: int, rows: int) -> tuple[Launch, Launch, int, int]:
+    """The launches that count and sort so many slots, the row tiles of the plan, and the programs of a launch."""
     chunk = min(LONGEST_CHUNK, max(PART, power_of_2(slots) // 128))
-    return -(-slots // chunk), dict(CHUNK=chunk, PART=PART, EXPERTS=max(LEAST, power_of_2(experts)))
-
-
-@of_sizes
-def _sort_slots_of(slots: int, experts: int, rows: int) -> Launch:
-    programs, sizes = _sorting_of(slots, experts)
-    return Launch(slot_kernels.expert_mlp_sort_slots, (programs,), ROWS=rows, **sizes)
+    sizes, programs = dict(CHUNK=chunk, PART=PART, EXPERTS=max(LEAST, power_of_2(experts))), -(-slots // chunk)
+    count = Launch(slot_kernels.expert_mlp_count_slots, (programs,), **sizes)
+    sort = Launch(slot_kernels.expert_mlp_sort_slots, (programs,), ROWS=rows, **sizes)
+    return count, sort, plan_lengths(slots, experts, rows)[-1], programs
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -181,8 +177,8 @@ def _fill_slots(
     ranks = (0 if gate_up_A is None else gate_up_A.shape[1]), (0 if down_A is None else down_A.shape[1])
     hardware = scales[0] is not None and decodes_fp8(x)
     sizes = slots, k, E, D, F, ranks, activation, rounds_inputs
-    tile, lengths, gate_up_launch, down_launch = _forward_of(*sizes, hardware, x.dtype, x.device)
-    memory = empty(x, sum(lengths), dtype=torch.int32) if memory is None else memory
+    tile, lengths, length, gate_up_launch, down_launch = _forward_of(*sizes, hardware, x.dtype, x.device)
+    memory = empty(x, length, dtype=torch.int32) if memory is None else memory
     plan = Plan(*torch.split_with_sizes(memory, lengths))
     _sort(index, E, tile.rows, plan)
     a, narrow = empty(x, slots, F), None
@@ -199,8 +195,8 @@ def _fill_slots(
 def _forward_of(
     slots: int, k: int, E: int, D: int, F: int, ranks: tuple[int, int], activation: str, rounds_inputs: bool,
     hardware: bool, dtype: torch.dtype, device: torch.device,
-) -> tuple[Tile, list[int], Launch, Launch]:  # fmt: skip
-    """The tile that the plan is made for, the plan's lengths, and the launches of the two products."""
+) -> tuple[Tile, list[int], int, Launch, Launch]:  # fmt: skip
+    """The tile that the plan is made for, the plan's lengths and their sum, and the launches of the two products."""
 
     def tile_in(left: torch.dtype, name: str) -> Tile:
         return tile_for(f"expert_mlp_{name}", left, device, slots / max(1, E))
@@ -216,7 +212,7 @@ def _forward_of(
     constants = dict(K=F, N=D, WEIGHT_K=1, WEIGHT_N=F, R=ranks[1], MATRIX_R=1, MATRIX_N=ranks[1], BY_K=False)
     constants |= both | tile.options
     down = Launch(kernels.expert_mlp_product, (lengths[-1] * tile.grid(1, D)[1],), **constants)
-    return of_plan, lengths, gate_up, down
+    return of_plan, lengths, sum(lengths), gate_up, down
 
 
 Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -353,13 +349,12 @@ def expert_slots(
 def _inputs(x: Tensor, gate_up: Tensor | Fp8, down: Tensor | Fp8, low_rank: Sequence[Tensor]) -> Any:
     """x, the matrices or their codes, the scales of these or None and whether inputs are rounded, and the low-rank
     matrices, of one dtype."""
-    rounds_inputs = isinstance(gate_up, Fp8) and gate_up.rounds_inputs
-    (gate_up, *first), (down, *second) = parts_of(gate_up), parts_of(down)
-    if first[0] is None:
-        x, gate_up, down, *low_rank = in_autocast(x, gate_up, down, *low_rank)
+    if not isinstance(gate_up, Fp8):
+        x, gate_up, down, *low_rank = in_autocast(x, gate_up, parts_of(down)[0], *low_rank)
         check_dtypes("expert_mlp", x, gate_up, down, *low_rank)
-    else:
-        (x,) = in_autocast(x)
-        low_rank = [matrix.to(x.dtype) for matrix in low_rank]
-        check_dtypes("expert_mlp", x)
-    return x, gate_up, down, (*first, *second, rounds_inputs), low_rank
+        return x, gate_up, down, (None, None, False), low_rank
+    (gate_up_codes, gate_up_scale), (down, down_scale) = parts_of(gate_up), parts_of(down)
+    (x,) = in_autocast(x)
+    low_rank = [matrix.to(x.dtype) for matrix in low_rank]
+    check_dtypes("expert_mlp", x)
+    return x, gate_up_codes, down, (gate_up_scale, down_scale, gate_up.rounds_inputs), low_rank

@@ -70,7 +70,7 @@ def _launch_heads(
     """Fill what queries, keys and values are written to."""
     (B, T, h, d), K, turned = heads[0].shape, heads[1].shape[2], cos.shape[-1]
     # a token's heads are neighbours in what a product gives, whole or sliced: rows and tokens are then one axis
-    tensors, strides = zip(*map(_of_tokens, heads), strict=True)
+    tensors, strides = zip(*[_of_tokens(x) for x in heads], strict=True)
     arguments = tensors, strides, tuple(outs), places, q_weight, k_weight, cos.contiguous(), sin.contiguous()
     _attention_heads_of(B * T, h, K * (len(heads) - 1), K, d, turned, norm, norms_values)(*arguments, B * T, eps)
 
@@ -183,7 +183,7 @@ def residual_norms(
     x: Tensor, y: Tensor, weight: Tensor, weights: Sequence[Tensor | None], eps: float
 ) -> tuple[Tensor, ...]:
     """`x + rms_norm(y)`, and its norms under up to three weights."""
-    return tuple(_residual_norms(x, y, weight, *weights, *[None] * (3 - len(weights)), len(weights), eps))
+    return tuple(_residual_norms(x, y, weight, *weights, *(None,) * (3 - len(weights)), len(weights), eps))
 
 
 def layer_end(
@@ -208,5 +208,8 @@ def gated_product(x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activat
     """The gated half of a dense MLP, whose weights may be in fp8."""
     activation_of(activation)
     (gate, gate_scale), (up, up_scale) = parts_of(gate_FD), parts_of(up_FD)
-    check_dtypes("gated_product", x, *((gate, up) if gate_scale is None else ()))
+    if gate_scale is None:
+        check_dtypes("gated_product", x, gate, up)
+    else:
+        check_dtypes("gated_product", x)
     return _gated_product(x, gate, up, gate_scale, up_scale, activation)

@@ -174,6 +174,8 @@ _norm_rope.register_autograd(_norm_rope_gradients, setup_context=_save_norm_rope
 
 def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:
     """RMSNorm of x once for each weight (None: no weight), over the last axis; x is read once for three of them."""
+    if len(weights) <= NORMS:
+        return tuple(_rms_norms(x, *weights, *(None,) * (NORMS - len(weights)), len(weights), eps))
     outs: list[Tensor] = []
     for i in range(0, len(weights), NORMS):
         some = weights[i : i + NORMS]

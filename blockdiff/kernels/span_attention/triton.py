@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast, is_on
-from blockdiff.kernels.launch import Launch, Unserved, check_dtypes, empty, launch, needed, of_sizes, op, wanted
+from blockdiff.kernels.launch import Launch, Unserved, are_of, check_dtypes, empty, launch, needed, of_sizes, op, wanted
 from blockdiff.kernels.span_attention import triton_kernels as kernels
 from blockdiff.kernels.span_attention import triton_kernels_backward as backward
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
@@ -68,7 +68,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def _dense_heads(x: Tensor) -> Tensor:
     """The tensor itself where the numbers of a head are neighbours, else a copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if x.stride()[-1] == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _heads(h: int, K: int, d: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _span_attention_paged(
     """The same over a prefix in pages, without gradient; pk, pv: pools [N, P, K, d]; table: int32 [B, pages];
     columns: the most that a row's prefix may have."""
     # pages follow one another, so that a column of a page is one of the pool
-    pk, pv = (x if x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous() for x in (pk, pv))
+    pk, pv = [x if x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous() for x in (pk, pv)]
     yield from _forward(q, (pk, pv, ok, ov), bounds, scale, splits, columns, table.contiguous(), pk.shape[1])
 
 
@@ -125,7 +125,7 @@ def _forward(
     if splits > 1:
         parts = empty(q, splits, B, T, h, d, dtype=torch.float32)
         part_lse = empty(q, splits, B, T, h, dtype=torch.float32)
-    q, pk, pv, ok, ov = map(_dense_heads, (q, *sources))
+    q, pk, pv, ok, ov = [_dense_heads(x) for x in (q, *sources)]
     of_q, of_pk, of_pv, of_ok, of_ov = _strides(q, pk, pv, ok, ov)
     if table is not None:  # every row's prefix begins with the first page
         of_pk, of_pv = (0, *of_pk[1:]), (0, *of_pv[1:])
@@ -219,9 +219,15 @@ _span_attention.register_autograd(_gradients, setup_context=_save)
 
 def _is_read_as_it_is(*tensors: Tensor) -> bool:
     """Whether tensors with heads need neither padding nor casting, which would copy whole pools."""
-    d, q = tensors[0].shape[-1], tensors[0]
-    is_cast = is_on(q) or any(x.dtype != q.dtype for x in tensors)
-    return d == max(LEAST, power_of_2(d)) <= LARGEST_HEAD and not is_cast
+    q = tensors[0]
+    is_cast = is_on(q) or not are_of(q.dtype, tensors)
+    return _padding(d := q.shape[-1]) == 0 and d <= LARGEST_HEAD and not is_cast
+
+
+@of_sizes
+def _padding(d: int) -> int:
+    """How many numbers a head of d lacks for one that kernels take."""
+    return max(LEAST, power_of_2(d)) - d
 
 
 # -- the public function: signature and meaning as in native.py ------------------------------------------------
@@ -242,16 +248,16 @@ def span_attention(
     Head sizes that are no power of two are padded. Keys that no query sees are not loaded, except where they stand
     between seen ones: there they must be finite. Pages are read where they stand, if their heads need no padding.
     """
-    if isinstance(prefix_k, ReservedTensor) or isinstance(prefix_v, ReservedTensor):
-        raise Unserved("span_attention in Triton writes into no prefix")
     if isinstance(prefix_k, PagedTensor) and isinstance(prefix_v, PagedTensor):
         paged = q_BThd, prefix_k.pool_NPKd, prefix_v.pool_NPKd, own_k, own_v
         if _is_read_as_it_is(*paged):
-            check_dtypes("span_attention", *paged)
+            check_dtypes("span_attention", q_BThd)
             table, columns = prefix_k.pages.table_BM, prefix_k.pages.columns
             out, lse = _span_attention_paged(*paged, spans.written_BT4, table, columns, scale, 0)
             return (out, lse) if return_lse else out
         prefix_k, prefix_v = prefix_k.dense(), prefix_v.dense()
+    if isinstance(prefix_k, ReservedTensor) or isinstance(prefix_v, ReservedTensor):
+        raise Unserved("span_attention in Triton writes into no prefix")
     assert not isinstance(prefix_k, PagedTensor) and not isinstance(prefix_v, PagedTensor)
     if prefix_k is None or prefix_v is None:
         prefix_k, prefix_v = own_k[:, :0], own_v[:, :0]
@@ -259,7 +265,7 @@ def span_attention(
     check_dtypes("span_attention", *tensors)
     if (d := q_BThd.shape[-1]) > LARGEST_HEAD:
         raise Unserved(f"span_attention in Triton takes heads of up to {LARGEST_HEAD}, not {d}")
-    padding = max(LEAST, power_of_2(d)) - d
+    padding = _padding(d)
     if padding:
         tensors = tuple(F.pad(x, (0, padding)) for x in tensors)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
