@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import DiffusionGemmaGenerationConfig
 
 import blockdiff.checkpoint.read
 import blockdiff.checkpoint.write
 from blockdiff.checkpoint import (
-    draw_weights,
-    empty,
     init,
     load,
-    load_weights,
-    preset_config,
-    presets,
     read_config,
     save,
 )
@@ -35,57 +27,15 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import CheckpointError
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.diffusion_gemma.names import NAMES
-from tests.oracle import oracle, tiny_config
+from tests.hub_files import PROJECTION, assert_same, drop, edit, in_transformers
+from tests.oracle import tiny_config
 
 SCALAR = "model.encoder.language_model.layers.1.layer_scalar"
-PROJECTION = "model.decoder.layers.0.self_attn.q_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def theirs() -> DiffusionGemmaForBlockDiffusion:
-    config = tiny_config(final_logit_softcapping=20.0)
-    config.vision_config.position_embedding_size = 32
-    return oracle(config, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def written_by_transformers(theirs, tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("hub") / "model"
-    theirs.save_pretrained(directory)
-    (directory / "generation_config.json").write_text('{"max_denoising_steps": 7}\n')
-    (directory / "tokenizer.json").write_text('{"any": "bytes"}')
-    return directory
-
-
-@pytest.fixture
-def damaged(written_by_transformers, tmp_path) -> Path:
-    """A copy to damage."""
-    return Path(shutil.copytree(written_by_transformers, tmp_path / "damaged"))
-
-
-def edit(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(directory / WEIGHTS)
-    change(tensors)
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
 
 
 def all_tensors(directory: Path) -> dict[str, Tensor]:
     files = sorted({place.file for place in stored_tensors(directory).values()})
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def in_transformers(directory: Path) -> DiffusionGemmaForBlockDiffusion:
-    """transformers' model from `directory`, which must hold every key and no other."""
-    model, report = DiffusionGemmaForBlockDiffusion.from_pretrained(directory, output_loading_info=True)
-    assert not any(report.values()), report
-    return model
-
-
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype, name
-        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
 
 
 @pytest.mark.quick
@@ -254,100 +204,6 @@ def test_a_loaded_model_does_not_depend_on_its_files_staying_as_they_are(damaged
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def drop(name: str) -> Callable[[Path], None]:
-    return lambda d: edit(d, lambda tensors: tensors.pop(name))
-
-
-def put(name: str, tensor: Tensor) -> Callable[[Path], None]:
-    return lambda d: edit(d, lambda tensors: tensors.update({name: tensor}))
-
-
-def configure(**values: object) -> Callable[[Path], None]:
-    def change(directory: Path) -> None:
-        file = directory / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-    return change
-
-
-def truncate(directory: Path) -> None:
-    weights = (directory / WEIGHTS).read_bytes()
-    (directory / WEIGHTS).write_bytes(weights[: len(weights) // 2])
-
-
-def index(weight_map: object) -> Callable[[Path], None]:
-    def change(directory: Path) -> None:
-        (directory / WEIGHTS).rename(directory / "part.safetensors")
-        (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-
-    return change
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
-    "missing": (drop(PROJECTION), [PROJECTION, "is missing"]),
-    "extra": (put("model.decoder.layers.9.mystery", torch.ones(1)), ["layers.9.mystery", "not part of"]),
-    "misshapen": (put(PROJECTION, torch.ones(3, 64)), [WEIGHTS, PROJECTION, "[3, 64]", "[64, 64]"]),
-    "misshapen tie": (put("lm_head.weight", torch.ones(2, 64)), ["lm_head.weight", "[2, 64]", "[384, 64]"]),
-    "quantized": (put(PROJECTION, torch.ones(64, 64, dtype=torch.int8)), [PROJECTION, "I8"]),
-    "truncated": (truncate, [WEIGHTS, "truncated"]),
-    "empty file": (lambda d: (d / WEIGHTS).write_bytes(b""), [WEIGHTS, "truncated"]),
-    "no config": (lambda d: (d / "config.json").unlink(), ["no config.json"]),
-    "bad json": (lambda d: (d / "config.json").write_text('{"model_type": '), ["config.json", "JSON"]),
-    "json list": (lambda d: (d / "config.json").write_text("[]"), ["config.json", "list"]),
-    "model type": (configure(model_type="gpt2"), ["config.json", "'gpt2'", "'diffusion_gemma'"]),
-    "no text config": (configure(text_config=None), ["config.json", "text_config"]),
-    "bad value": (configure(text_config={"hidden_size": "wide"}), ["config.json", "hidden_size"]),
-    "untied": (configure(tie_word_embeddings=False), ["config.json", "tie_word_embeddings"]),
-    "endless layers": (configure(text_config={"num_hidden_layers": 10**9}), ["num_hidden_layers is 1000000000"]),
-    "an endless head": (configure(text_config={"head_dim": 10**9}), ["head_dim is 1000000000"]),
-    "an endless vocabulary": (configure(text_config={"vocab_size": 10**20}), ["vocab_size is 1"]),
-    "a pipe": (lambda d: ((d / "config.json").unlink(), os.mkfifo(d / "config.json")), ["config.json: not a regular"]),
-    "a pipe beside": (lambda d: os.mkfifo(d / "tokenizer_config.json"), ["tokenizer_config.json", "not a regular"]),
-    "a pipe as shard": (
-        lambda d: (index({PROJECTION: "p.safetensors"})(d), os.mkfifo(d / "p.safetensors")),
-        ["not a regular"],
-    ),
-    "no weights": (lambda d: (d / WEIGHTS).rename(d / "pytorch_model.bin"), [WEIGHTS, "pytorch_model.bin"]),
-    "bad index": (index(["part.safetensors"]), [INDEX, "weight_map"]),
-    "shard gone": (index({PROJECTION: "gone.safetensors"}), [INDEX, "gone.safetensors"]),
-    "not in shard": (index({"a.b": "part.safetensors"}), ["part.safetensors", "a.b", "missing"]),
-    "outside": (index({PROJECTION: "../part.safetensors"}), [INDEX, "../part.safetensors"]),
-}
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("what", DAMAGE)
-def test_damage_is_refused_in_one_line_that_names_it(damaged, what):
-    damage, words = DAMAGE[what]
-    damage(damaged)
-    with pytest.raises(CheckpointError) as refusal:
-        load(damaged, "float32", "cpu")
-    message = str(refusal.value)
-    assert "\n" not in message and str(damaged) in message
-    assert all(word in message for word in words), message
-
-
-def test_a_place_that_is_no_checkpoint_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for place, word in [
-        (tmp_path / "file", "is a file"),
-        (tmp_path / "nowhere", "no such directory"),
-        ("nobody/no-such-model", "Hub"),
-    ]:
-        with pytest.raises(CheckpointError, match=word) as refusal:
-            load(place, device="cpu")
-        assert "\n" not in str(refusal.value) and str(place) in str(refusal.value)
-
-
-def test_an_unknown_device_or_dtype_is_refused(written_by_transformers):
-    with pytest.raises(CheckpointError, match="abacus"):
-        load(written_by_transformers, device="abacus")
-    for dtype in ("float12", "int8", torch.int64):
-        with pytest.raises(CheckpointError, match=str(dtype)):
-            load(written_by_transformers, dtype, "cpu")
-
-
 # -- writing ---------------------------------------------------------------------------------------
 
 
@@ -430,88 +286,6 @@ def test_a_generation_config_given_or_default_is_what_transformers_reads(written
 
 
 # -- random weights --------------------------------------------------------------------------------
-
-
-@pytest.mark.quick
-def test_random_weights_follow_the_seed_and_load_in_transformers_complete(tmp_path):
-    model = init("tiny", seed=3, device="cpu")
-    again, other = init("tiny", seed=3, device="cpu"), init("tiny", seed=4, device="cpu")
-    assert_same(model.state_dict(), again.state_dict())
-    assert_same(dict(model.carried.tensors), dict(again.carried.tensors))
-    assert not torch.equal(model.vocabulary.table, other.vocabulary.table)
-    spread = model.config.text_config.initializer_range
-    for name, tensor in model.state_dict().items():
-        if tensor.dim() == 1:
-            assert (tensor == 1).all(), name
-        else:
-            assert tensor.std().item() == pytest.approx(spread, rel=0.1), name
-    out = save(model, tmp_path / "out")
-    in_transformers(out)
-    assert_same(load(out, "auto", "cpu").state_dict(), model.state_dict())
-
-
-def test_what_is_frozen_in_an_empty_model_is_frozen_in_the_filled_one(written_by_transformers):
-    for fill, whole in (
-        (lambda model: load_weights(model, written_by_transformers, "float32", "cpu"), load(written_by_transformers)),
-        (lambda model: draw_weights(model, 3, "float32", "cpu"), init(read_config(written_by_transformers), 3)),
-    ):
-        model = empty(read_config(written_by_transformers), "torch")
-        assert all(tensor.is_meta for tensor in model.state_dict().values())
-        frozen = {name for name, _ in model.named_parameters() if ".attention." in name}
-        for name in frozen:
-            model.get_parameter(name).requires_grad_(False)
-        assert fill(model) is model and not model.training
-        assert {name for name, p in model.named_parameters() if not p.requires_grad} == frozen
-        assert_same(model.to(whole.dtype).state_dict(), {k: t.cpu() for k, t in whole.state_dict().items()})
-
-
-def test_drawing_weights_leaves_torchs_own_random_state_alone():
-    state = torch.get_rng_state()
-    init("tiny", seed=3, device="cpu")
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_tokenizer_sets_the_vocabulary_and_the_special_tokens():
-    class Tokenizer:
-        bos_token_id, eos_token_id, pad_token_id = 7, 8, 9
-
-        def __len__(self) -> int:
-            return 23
-
-    class Bare:
-        eos_token_id = 5
-
-        def __len__(self) -> int:
-            return 23
-
-    text = init("tiny", tokenizer=Bare(), device="cpu").config.text_config
-    assert (text.bos_token_id, text.eos_token_id, text.pad_token_id) == (None, 5, None)
-    text = init("tiny", tokenizer=Tokenizer(), device="cpu").config.text_config
-    assert (text.vocab_size, text.bos_token_id, text.eos_token_id, text.pad_token_id) == (23, 7, 8, 9)
-    assert text.per_layer_config[3].head_dim == 32
-
-
-@pytest.mark.quick
-def test_the_presets_have_the_sizes_they_say():
-    sizes = {}
-    for name in presets():
-        sizes[name] = sum(p.numel() for p in empty(preset_config(name), "torch").parameters())
-    causal = {"sudoku4-causal", "sudoku4-m3", "minimax-m3-tiny", "minimax-m3"}
-    assert sizes.keys() == {"tiny", "sudoku4", "chat", "gsm8k", "15m", "diffusiongemma-26b-a4b"} | causal
-    assert 0.4e6 < sizes["sudoku4-causal"] < 0.5e6
-    assert 0.9e6 < sizes["sudoku4-m3"] < 1.1e6
-    assert 420e9 < sizes["minimax-m3"] < 430e9
-    assert 0.8e6 < sizes["sudoku4"] < 1.3e6
-    assert 0.4e6 < sizes["chat"] < 1e6
-    assert 4.5e6 < sizes["gsm8k"] < 5.5e6
-    assert 13e6 < sizes["15m"] < 17e6
-    assert sizes["diffusiongemma-26b-a4b"] * 2 / 1e9 == pytest.approx(50.5, abs=0.01)  # GB of text in bf16
-
-
-@pytest.mark.quick
-def test_an_unknown_preset_is_refused_with_the_nearest_name():
-    with pytest.raises(CheckpointError, match="did you mean sudoku4"):
-        init("sudoko4")
 
 
 @pytest.mark.gpu

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint import init
-from blockdiff.cli.main import app
 from blockdiff.data.template import packaged_template
 from blockdiff.sampling import Generation, Sampler
 from tests.chat_tokenizer import chat_tokenizer
+from tests.commands import run
 from tests.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
@@ -25,10 +24,6 @@ GSM8K = [
     {"question": "What is 2 * 3?", "answer": "#### 6"},
 ]
 CHAT = {"messages": [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]}
-
-
-def run(*words: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def refusal(*words: str | Path) -> str:

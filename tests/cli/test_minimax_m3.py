@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from blockdiff import checkpoint
-from blockdiff.cli.main import app
 from blockdiff.data.tokenizer import character_tokenizer
+from tests.commands import run, works
 
 RECIPE = """\
 seed: 1
@@ -23,29 +21,23 @@ train: {{steps: 2, batch_size: 4, log_every: 1}}
 """
 
 
-def command(*words: str | Path) -> str:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == 0, (words, result.output)
-    return str(result.stdout)
-
-
 @pytest.mark.quick
 def test_a_tiny_model_goes_from_its_preset_to_a_merged_export(tmp_path):
-    command("data", "sudoku", "--split", "train=8", "--output", tmp_path / "puzzles")
-    said = command("init", "minimax-m3-tiny", tmp_path / "causal", "--tokenizer", tmp_path / "puzzles" / "tokenizer")
+    works("data", "sudoku", "--split", "train=8", "--output", tmp_path / "puzzles")
+    said = works("init", "minimax-m3-tiny", tmp_path / "causal", "--tokenizer", tmp_path / "puzzles" / "tokenizer")
     assert "parameters, float32" in said
-    command("init", "--from", tmp_path / "causal", "--canvas-length", "8", tmp_path / "base")
-    assert "experts" in command("inspect", tmp_path / "base")
+    works("init", "--from", tmp_path / "causal", "--canvas-length", "8", tmp_path / "base")
+    assert "experts" in works("inspect", tmp_path / "base")
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(here=tmp_path))
-    planned = command("plan", tmp_path / "recipe.yaml", "--device", "cpu")
+    planned = works("plan", tmp_path / "recipe.yaml", "--device", "cpu")
     assert re.search(r"adapters +\d", planned) and re.search(r"[\d,]+ of [\d,]+ numbers train", planned)
-    command("train", tmp_path / "recipe.yaml", "--output", tmp_path / "run")
+    works("train", tmp_path / "recipe.yaml", "--output", tmp_path / "run")
     asked = "--prompt", "1.34", "--max-new-tokens", "8", "--steps", "2", "--device", "cpu", "--dtype", "float32"
-    of_run = command("sample", tmp_path / "run", *asked)
-    command("export", tmp_path / "run", "--output", tmp_path / "merged")
-    assert command("sample", tmp_path / "merged", *asked) == of_run
-    assert command("sample", tmp_path / "base", "--adapter", tmp_path / "run" / "adapter", *asked) == of_run
-    command("export", tmp_path / "run", "--output", tmp_path / "peft", "--peft")
+    of_run = works("sample", tmp_path / "run", *asked)
+    works("export", tmp_path / "run", "--output", tmp_path / "merged")
+    assert works("sample", tmp_path / "merged", *asked) == of_run
+    assert works("sample", tmp_path / "base", "--adapter", tmp_path / "run" / "adapter", *asked) == of_run
+    works("export", tmp_path / "run", "--output", tmp_path / "peft", "--peft")
     names = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     layer = "base_model.model.model.language_model.layers.1."
     assert {f"{layer}mlp.experts.lora_A.weight", f"{layer}mlp.shared_experts.gate_up_proj.lora_B.weight"} <= {*names}
@@ -58,11 +50,11 @@ def test_the_released_shape_is_inspected_and_planned_without_its_weights(tmp_pat
         directory = tmp_path / name
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(config | {"canvas_length": length}))
-        said = command("plan", directory, "--gpu-memory", "1000", "--tokens", "100000")
+        said = works("plan", directory, "--gpu-memory", "1000", "--tokens", "100000")
         weights, cache = re.findall(r"(?:bf16|tokens) +([\d.]+) [GM]iB", said)[:2]
         assert float(weights) == pytest.approx(2 * 426.3e9 / 2**30, rel=2e-3)
         assert float(cache) == pytest.approx(1000 * 2 * (60 * 2 * 4 * 128 + 57 * 128) / 2**20, rel=1e-2)
-        said = CliRunner().invoke(app, ["inspect", str(directory)]).stdout  # which misses the files of the weights
+        said = run("inspect", directory).stdout  # which misses the files of the weights
         assert "60 layers (57 sparse: 16 blocks of 128 keys)" in said
 
 
@@ -79,7 +71,7 @@ def test_a_training_of_the_released_layers_is_planned_over_every_mesh(tmp_path):
     held = {}
     for mesh in ("experts=8", "tensor=8"):
         changes = "--set", f"parallel.{mesh}", "--set", "model.dtype=bfloat16", "--set", "train.batch_size=8"
-        said = command("plan", tmp_path / "recipe.yaml", "--gpus", "8", "--tokens", "2048", *changes)
+        said = works("plan", tmp_path / "recipe.yaml", "--gpus", "8", "--tokens", "2048", *changes)
         held[mesh] = {part: float(size) for part, size in re.findall(r"(weights|gathered layer) +([\d.]+) GiB", said)}
     numbers = float(re.search(r"of ([\d,]+) numbers", said)[1].replace(",", ""))  # type: ignore[index]
     for found in held.values():

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint import init
-from blockdiff.cli.main import app
 from blockdiff.data.template import packaged_template
 from blockdiff.sampling import Generation
 from tests.chat_tokenizer import chat_tokenizer
+from tests.commands import run
 from tests.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
-
-
-def run(*words: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.fixture(scope="module")

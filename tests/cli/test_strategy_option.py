@@ -7,11 +7,9 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint import init
-from blockdiff.cli.main import app
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RecipeError
 from blockdiff.sampling import Generation, Sampler
@@ -19,6 +17,7 @@ from blockdiff.sampling.strategies import Composed, Never, Quota, Sticky, parse_
 from blockdiff.training import trainer
 from blockdiff.training.recipe import read_recipe
 from blockdiff.training.samples import Sampled
+from tests.commands import run
 from tests.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
@@ -33,10 +32,6 @@ def model(tmp_path_factory):
     settings = Generation(max_steps=5, max_new_tokens=8, confidence=9e9, stability=0)
     checkpoint.save(made, folder, tokenizer=character_tokenizer("0123456789+="), generation=settings)
     return str(folder)
-
-
-def run(*words: str):
-    return CliRunner().invoke(app, [*words])
 
 
 def test_sample_and_eval_denoise_by_the_strategy_that_is_named(model, tmp_path):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels import CPU, NATIVE, Kernels
+from blockdiff.kernels.vocabulary import triton_launch as launch
 
 
 @pytest.fixture(params=["native", "cpu"])
@@ -36,3 +37,10 @@ def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tiles of the vocabulary kernels for a small vocabulary, and several programs for a few rows."""
+    monkeypatch.setattr(launch, "TILE", 32)
+    monkeypatch.setattr(launch, "ELEMENTS", 512)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from blockdiff.models.pages import Pages
 from tests.closeness import require_close
 from tests.families import CONFIGS, small_model
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("without_gradients")]
 CLOSE = 1e-6  # final norms round to fp32, whatever the weights are
 DENOISING = [name for name, config in CONFIGS.items() if getattr(config(), "canvas_length", None)]
 
@@ -30,12 +28,6 @@ def model(request) -> BlockDiffusionModel:
 @pytest.fixture(scope="module", params=DENOISING)
 def denoiser(request) -> BlockDiffusionModel:
     return small_model(request.param)
-
-
-@pytest.fixture(autouse=True)
-def without_gradients(request) -> Iterator[None]:
-    with torch.set_grad_enabled("gradient" in request.node.name):
-        yield
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from benchmarks.timing import peak_memories
 from blockdiff import checkpoint
 from blockdiff.checkpoint.tokenizer import load_tokenizer
-from blockdiff.cli.main import app
 from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.adapters import draw_adapters
@@ -22,6 +20,7 @@ from blockdiff.training.plan.live_bytes import planned_for
 from blockdiff.training.plan.sampling import plan_sampling
 from blockdiff.training.recipe import Recipe, read_recipe
 from blockdiff.training.step import autocast
+from tests.commands import run
 from tests.little_model import LITTLE, save_preset
 
 CPU = torch.device("cpu")
@@ -47,10 +46,6 @@ def recipe_of(folder: Any, *overrides: str) -> Recipe:
         "train": {"steps": 4, "batch_size": 6},
     }
     return read_recipe(tree, [text.replace("path: base", f"path: {folder / 'base'}") for text in overrides])
-
-
-def run(*words: Any) -> Any:
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def held(recipe: Recipe, kernels: str = "torch", steps: int = 1) -> int:

@@ -1,0 +1,102 @@
+"""Random weights and presets: what a fresh model has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from blockdiff.checkpoint import (
+    draw_weights,
+    empty,
+    init,
+    load,
+    load_weights,
+    preset_config,
+    presets,
+    read_config,
+    save,
+)
+from blockdiff.errors import CheckpointError
+from tests.hub_files import assert_same, in_transformers
+
+
+@pytest.mark.quick
+def test_random_weights_follow_the_seed_and_load_in_transformers_complete(tmp_path):
+    model = init("tiny", seed=3, device="cpu")
+    again, other = init("tiny", seed=3, device="cpu"), init("tiny", seed=4, device="cpu")
+    assert_same(model.state_dict(), again.state_dict())
+    assert_same(dict(model.carried.tensors), dict(again.carried.tensors))
+    assert not torch.equal(model.vocabulary.table, other.vocabulary.table)
+    spread = model.config.text_config.initializer_range
+    for name, tensor in model.state_dict().items():
+        if tensor.dim() == 1:
+            assert (tensor == 1).all(), name
+        else:
+            assert tensor.std().item() == pytest.approx(spread, rel=0.1), name
+    out = save(model, tmp_path / "out")
+    in_transformers(out)
+    assert_same(load(out, "auto", "cpu").state_dict(), model.state_dict())
+
+
+def test_what_is_frozen_in_an_empty_model_is_frozen_in_the_filled_one(written_by_transformers):
+    for fill, whole in (
+        (lambda model: load_weights(model, written_by_transformers, "float32", "cpu"), load(written_by_transformers)),
+        (lambda model: draw_weights(model, 3, "float32", "cpu"), init(read_config(written_by_transformers), 3)),
+    ):
+        model = empty(read_config(written_by_transformers), "torch")
+        assert all(tensor.is_meta for tensor in model.state_dict().values())
+        frozen = {name for name, _ in model.named_parameters() if ".attention." in name}
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        assert fill(model) is model and not model.training
+        assert {name for name, p in model.named_parameters() if not p.requires_grad} == frozen
+        assert_same(model.to(whole.dtype).state_dict(), {k: t.cpu() for k, t in whole.state_dict().items()})
+
+
+def test_drawing_weights_leaves_torchs_own_random_state_alone():
+    state = torch.get_rng_state()
+    init("tiny", seed=3, device="cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_tokenizer_sets_the_vocabulary_and_the_special_tokens():
+    class Tokenizer:
+        bos_token_id, eos_token_id, pad_token_id = 7, 8, 9
+
+        def __len__(self) -> int:
+            return 23
+
+    class Bare:
+        eos_token_id = 5
+
+        def __len__(self) -> int:
+            return 23
+
+    text = init("tiny", tokenizer=Bare(), device="cpu").config.text_config
+    assert (text.bos_token_id, text.eos_token_id, text.pad_token_id) == (None, 5, None)
+    text = init("tiny", tokenizer=Tokenizer(), device="cpu").config.text_config
+    assert (text.vocab_size, text.bos_token_id, text.eos_token_id, text.pad_token_id) == (23, 7, 8, 9)
+    assert text.per_layer_config[3].head_dim == 32
+
+
+@pytest.mark.quick
+def test_the_presets_have_the_sizes_they_say():
+    sizes = {}
+    for name in presets():
+        sizes[name] = sum(p.numel() for p in empty(preset_config(name), "torch").parameters())
+    causal = {"sudoku4-causal", "sudoku4-m3", "minimax-m3-tiny", "minimax-m3"}
+    assert sizes.keys() == {"tiny", "sudoku4", "chat", "gsm8k", "15m", "diffusiongemma-26b-a4b"} | causal
+    assert 0.4e6 < sizes["sudoku4-causal"] < 0.5e6
+    assert 0.9e6 < sizes["sudoku4-m3"] < 1.1e6
+    assert 420e9 < sizes["minimax-m3"] < 430e9
+    assert 0.8e6 < sizes["sudoku4"] < 1.3e6
+    assert 0.4e6 < sizes["chat"] < 1e6
+    assert 4.5e6 < sizes["gsm8k"] < 5.5e6
+    assert 13e6 < sizes["15m"] < 17e6
+    assert sizes["diffusiongemma-26b-a4b"] * 2 / 1e9 == pytest.approx(50.5, abs=0.01)  # GB of text in bf16
+
+
+@pytest.mark.quick
+def test_an_unknown_preset_is_refused_with_the_nearest_name():
+    with pytest.raises(CheckpointError, match="did you mean sudoku4"):
+        init("sudoko4")

@@ -1,0 +1,109 @@
+"""Checkpoints that are damaged or none: each is refused in one line that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockdiff.checkpoint import (
+    load,
+)
+from blockdiff.checkpoint.files import INDEX, WEIGHTS
+from blockdiff.errors import CheckpointError
+from tests.hub_files import PROJECTION, drop, edit
+
+
+def index(weight_map: object) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        (directory / WEIGHTS).rename(directory / "part.safetensors")
+        (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+    return change
+
+
+def put(name: str, tensor: Tensor) -> Callable[[Path], None]:
+    return lambda d: edit(d, lambda tensors: tensors.update({name: tensor}))
+
+
+def configure(**values: object) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        file = directory / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return change
+
+
+def truncate(directory: Path) -> None:
+    weights = (directory / WEIGHTS).read_bytes()
+    (directory / WEIGHTS).write_bytes(weights[: len(weights) // 2])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "missing": (drop(PROJECTION), [PROJECTION, "is missing"]),
+    "extra": (put("model.decoder.layers.9.mystery", torch.ones(1)), ["layers.9.mystery", "not part of"]),
+    "misshapen": (put(PROJECTION, torch.ones(3, 64)), [WEIGHTS, PROJECTION, "[3, 64]", "[64, 64]"]),
+    "misshapen tie": (put("lm_head.weight", torch.ones(2, 64)), ["lm_head.weight", "[2, 64]", "[384, 64]"]),
+    "quantized": (put(PROJECTION, torch.ones(64, 64, dtype=torch.int8)), [PROJECTION, "I8"]),
+    "truncated": (truncate, [WEIGHTS, "truncated"]),
+    "empty file": (lambda d: (d / WEIGHTS).write_bytes(b""), [WEIGHTS, "truncated"]),
+    "no config": (lambda d: (d / "config.json").unlink(), ["no config.json"]),
+    "bad json": (lambda d: (d / "config.json").write_text('{"model_type": '), ["config.json", "JSON"]),
+    "json list": (lambda d: (d / "config.json").write_text("[]"), ["config.json", "list"]),
+    "model type": (configure(model_type="gpt2"), ["config.json", "'gpt2'", "'diffusion_gemma'"]),
+    "no text config": (configure(text_config=None), ["config.json", "text_config"]),
+    "bad value": (configure(text_config={"hidden_size": "wide"}), ["config.json", "hidden_size"]),
+    "untied": (configure(tie_word_embeddings=False), ["config.json", "tie_word_embeddings"]),
+    "endless layers": (configure(text_config={"num_hidden_layers": 10**9}), ["num_hidden_layers is 1000000000"]),
+    "an endless head": (configure(text_config={"head_dim": 10**9}), ["head_dim is 1000000000"]),
+    "an endless vocabulary": (configure(text_config={"vocab_size": 10**20}), ["vocab_size is 1"]),
+    "a pipe": (lambda d: ((d / "config.json").unlink(), os.mkfifo(d / "config.json")), ["config.json: not a regular"]),
+    "a pipe beside": (lambda d: os.mkfifo(d / "tokenizer_config.json"), ["tokenizer_config.json", "not a regular"]),
+    "a pipe as shard": (
+        lambda d: (index({PROJECTION: "p.safetensors"})(d), os.mkfifo(d / "p.safetensors")),
+        ["not a regular"],
+    ),
+    "no weights": (lambda d: (d / WEIGHTS).rename(d / "pytorch_model.bin"), [WEIGHTS, "pytorch_model.bin"]),
+    "bad index": (index(["part.safetensors"]), [INDEX, "weight_map"]),
+    "shard gone": (index({PROJECTION: "gone.safetensors"}), [INDEX, "gone.safetensors"]),
+    "not in shard": (index({"a.b": "part.safetensors"}), ["part.safetensors", "a.b", "missing"]),
+    "outside": (index({PROJECTION: "../part.safetensors"}), [INDEX, "../part.safetensors"]),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_refused_in_one_line_that_names_it(damaged, what):
+    damage, words = DAMAGE[what]
+    damage(damaged)
+    with pytest.raises(CheckpointError) as refusal:
+        load(damaged, "float32", "cpu")
+    message = str(refusal.value)
+    assert "\n" not in message and str(damaged) in message
+    assert all(word in message for word in words), message
+
+
+def test_a_place_that_is_no_checkpoint_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for place, word in [
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "nowhere", "no such directory"),
+        ("nobody/no-such-model", "Hub"),
+    ]:
+        with pytest.raises(CheckpointError, match=word) as refusal:
+            load(place, device="cpu")
+        assert "\n" not in str(refusal.value) and str(place) in str(refusal.value)
+
+
+def test_an_unknown_device_or_dtype_is_refused(written_by_transformers):
+    with pytest.raises(CheckpointError, match="abacus"):
+        load(written_by_transformers, device="abacus")
+    for dtype in ("float12", "int8", torch.int64):
+        with pytest.raises(CheckpointError, match=str(dtype)):
+            load(written_by_transformers, dtype, "cpu")

@@ -1,0 +1,210 @@
+"""Commands that train and that look at recipes and models: what a run directory has, and what train and inspect say."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blockdiff import checkpoint
+from blockdiff.checkpoint.files import stored_tensors
+from blockdiff.metrics import METRICS, decisive_metrics
+from blockdiff.models.diffusion_gemma import DiffusionGemma
+from blockdiff.training.recipe import read_recipe
+from tests.commands import refusal, works
+from tests.little_model import LITTLE, save_preset
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.quick
+def test_a_run_directory_is_complete(workshop: Path) -> None:
+    folder = workshop / "run"
+    names = {path.name for path in folder.iterdir()}
+    files = {"recipe.yaml", "metrics.jsonl", "data.json", "curves.png", "report.json"}
+    assert names == files | {"checkpoints", "model"}
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-2", "step-3"}
+    logged = [record for record in metrics(folder) if "loss" in record]
+    assert [record["step"] for record in logged] == [1, 2, 3]
+    keys = {"step", "loss", "canvas_loss", "ar_loss", "grad_norm", "lr", "tokens_per_second", "seconds"}
+    assert all(keys <= set(record) for record in logged)
+    held = [record["step"] for record in metrics(folder) if "heldout_canvas_loss" in record]
+    assert held == [0, 2, 3]
+    files = {path.name for path in (folder / "model").iterdir()}
+    assert {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json"} <= files
+    assert checkpoint.load(folder / "model", dtype="auto").canvas_length == 9
+
+
+def test_the_metrics_that_can_decide_are_those_that_are_measured(workshop: Path) -> None:
+    records = metrics(workshop / "run")
+    measured = {key for record in records if record["kind"] == "heldout" for key in record}
+    decisive = {key for key in decisive_metrics() if METRICS[key].kind == "heldout"}
+    assert measured == {*decisive, "step", "kind", "heldout_levels"}
+    assert {record["kind"] for record in records} == {"train", "heldout"}
+    logged = {key for record in records if record["kind"] == "train" for key in record} - {"step", "kind"}
+    assert {METRICS[key].kind for key in logged - {"skipped"}} == {"train"}
+
+
+def test_the_recipe_in_a_run_directory_repeats_the_run(workshop: Path, tmp_path: Path) -> None:
+    recipe = read_recipe(workshop / "run" / "recipe.yaml")
+    assert recipe.output == str(workshop / "run")
+    assert recipe.model_copy(update={"output": None}) == read_recipe(workshop / "recipe.yaml")
+    works("train", workshop / "run" / "recipe.yaml", "--output", tmp_path / "again")
+    losses = [[record.get("loss") for record in metrics(folder)] for folder in (workshop / "run", tmp_path / "again")]
+    assert losses[0] == losses[1]
+
+
+def test_training_says_what_trains_and_what_the_data_are(workshop: Path, tmp_path: Path) -> None:
+    row = json.loads((workshop / "puzzles" / "train.jsonl").read_text().splitlines()[0])
+    long = {"prompt": row["prompt"] * 3, "response": row["response"]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (row, row, long)))
+    text = works(
+        "train", workshop / "recipe.yaml", "--set", f"data.train={tmp_path / 'rows.jsonl'}",
+        "--set", "train.steps=1",
+        "--set", "data.max_length=30", "--set", "objective.router=frozen", "--output", tmp_path / "run",
+    )  # fmt: skip
+    assert "3 rows (1 dropped, 2 truncated: 16 tokens cut)" in text
+    assert re.search(r"router +\d+ +- +[\d,]+\n", text)
+
+
+def test_resuming_compares_the_model_and_the_rows_by_content_wherever_they_lie(workshop: Path, tmp_path: Path) -> None:
+    for name in ("run", "puzzles"):
+        shutil.copytree(workshop / name, tmp_path / name)
+    again = ["train", workshop / "recipe.yaml", "--resume", "--output", tmp_path / "run"]
+    moved = [*again, "--set", f"data.train={tmp_path}/puzzles/train.jsonl"]
+    assert "resumed" in works(*moved)
+    rows = (tmp_path / "puzzles" / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "puzzles" / "train.jsonl").write_text("".join([*rows[1:], rows[0]]))
+    assert "data.train" in refusal(*moved)
+    (tmp_path / "puzzles" / "train.jsonl").write_text("".join(rows))
+    vocabulary = tmp_path / "puzzles" / "tokenizer" / "tokenizer.json"
+    swapped = {'"1": 5': '"1": 6', '"2": 6': '"2": 5'}
+    text = vocabulary.read_text()
+    vocabulary.write_text(re.sub("|".join(swapped), lambda found: swapped[found[0]], text))
+    assert vocabulary.read_text() != text
+    tokenizer = f"model.tokenizer={vocabulary.parent}"
+    assert "started with another tokenizer (model.tokenizer); keep" in refusal(*moved, "--set", tokenizer)
+    other = json.loads(json.dumps(LITTLE))
+    other["text_config"]["sliding_window"] = 4
+    try:
+        save_preset(workshop / "little.json", other)
+        assert "with a model of another shape (model); keep" in refusal(*again)
+    finally:
+        save_preset(workshop / "little.json", LITTLE)
+
+
+def test_a_resumed_run_ends_where_the_whole_one_does(workshop: Path, tmp_path: Path) -> None:
+    stopped = ["train", str(workshop / "recipe.yaml"), "--output", str(tmp_path / "run")]
+    works(*stopped, "--set", "optim.warmup_steps=0", "--set", "optim.schedule=constant", "--set", "train.steps=2")
+    words = [*stopped, "--set", "optim.warmup_steps=0", "--set", "optim.schedule=constant", "--resume"]
+    assert "resumed" in works(*words)
+    works(
+        "train", workshop / "recipe.yaml", "--output", tmp_path / "whole",
+        "--set", "optim.warmup_steps=0", "--set", "optim.schedule=constant",
+    )  # fmt: skip
+    last = [metrics(tmp_path / name)[-2] for name in ("run", "whole")]
+    assert last[0]["step"] == last[1]["step"] == 3
+    assert last[0]["loss"] == last[1]["loss"] and last[0]["grad_norm"] == last[1]["grad_norm"]
+    assert "optim.lr" in refusal(*words, "--set", "optim.lr=1")
+
+
+@pytest.mark.quick
+def test_init_from_a_causal_model_adds_what_denoising_needs(tmp_path: Path) -> None:
+    from tests.families import small_model
+
+    checkpoint.save(small_model("qwen3", dtype=torch.float32), tmp_path / "causal")
+    text = works("init", "--from", tmp_path / "causal", tmp_path / "m", "--canvas-length", "8")
+    assert "canvases of 8 tokens" in text and "no tokenizer in it" in text
+    model = checkpoint.load(tmp_path / "m", dtype="auto")
+    assert model.denoises and model.canvas_length == 8
+    assert "give PRESET DIR, or --from MODEL DIR" in refusal("init", "--from", tmp_path / "causal", code=2)
+    assert "with canvases already" in refusal("init", "--from", tmp_path / "m", tmp_path / "n")
+    for name, said in (("causal", "causal"), ("m", "canvas 8")):
+        assert said in works("inspect", tmp_path / name)
+
+
+def test_init_writes_a_model_that_loads(workshop: Path, tmp_path: Path) -> None:
+    text = works("init", workshop / "little.json", tmp_path / "m", "--seed", "3", "--tokenizer",
+                 workshop / "puzzles" / "tokenizer")  # fmt: skip
+    model = checkpoint.load(tmp_path / "m", dtype="auto")
+    assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in text
+    assert len(works("sample", tmp_path / "m", "--prompt", "1=", "--steps", "1")) > 0
+
+
+@pytest.mark.quick
+def test_inspect_counts_every_tensor_of_a_model(workshop: Path) -> None:
+    model = checkpoint.load(workshop / "run" / "model", dtype="auto")
+    stored = stored_tensors(workshop / "run" / "model")
+    text = works("inspect", workshop / "run" / "model")
+    carried = [math.prod(place.shape) for name, place in stored.items() if "vision" in name]
+    assert f"{len(stored)} tensors as F32" in text
+    assert f"{len(carried)} of them, {sum(carried):,} numbers, are carried" in text
+    routers = sum(parameter.numel() for parameter in model.parameters_of("router"))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert re.search(rf"router +\d+ +- +{routers:,}\n", text)
+    assert re.search(rf"total +\d+ +{count - routers:,} +{routers:,}\n", text)
+    assert f"of {count:,} parameters" in text
+
+
+@pytest.mark.quick
+def test_inspect_draws_the_batch_that_training_sees(workshop: Path) -> None:
+    text = works("inspect", workshop / "recipe.yaml", "--step", "2", "--rows", "6")
+    for word in ("(fill: ", "t: the noise level", "signal: the model's first prediction"):
+        assert word in text, word
+    assert "batch of optimiser step 2: 6 rows, 35 columns, 0 of them padding" in text
+    # 17 response tokens in canvases of 9: the first is full, the second has one position of fill.
+    assert "54 positions scored" in text
+    firsts, seconds = (text.count(f"canvas at column {start}: ") for start in (18, 27))
+    assert firsts + seconds == 6
+    assert f"{seconds} of them fill" in text and text.count("1 fill") >= seconds
+    assert "24 rows (0 dropped" in text and re.search(r"router +\d+ +[\d,]+ +-\n", text)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("setting", ["optim.freeze=['layers.*.mlp.*']", "objective.router=frozen", "lora.rank=2"])
+def test_inspect_and_train_name_and_count_the_same_parts(workshop: Path, tmp_path: Path, setting: str) -> None:
+    def table(text: str) -> str:
+        return re.search(r"part +tensors.*total [^\n]*\n", text, re.DOTALL)[0]  # type: ignore[index]
+
+    words = [workshop / "recipe.yaml", "--set", setting, "--set", "optim.warmup_steps=9", "--set", "train.steps=1"]
+    if setting == "lora.rank=2":
+        words += ["--set", f"model.path={workshop}/run/model", "--set", "model.tokenizer=null"]
+    looked, trained = works("inspect", *words), works("train", *words, "--output", tmp_path / "run")
+    assert "training as the recipe says" in looked
+    assert table(looked) == table(trained)
+    note = "note      optim.warmup_steps: the warm-up of 9 steps does not end within the 1 steps of the run\n"
+    assert note in looked and note in trained
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "setting", ["optim.freeze=[nothing.*]", "optim.freeze=['*']", "evaluation.patience=2", "evaluation.task=gsm8k"]
+)
+def test_inspect_refuses_what_train_refuses_in_the_same_words(workshop: Path, tmp_path: Path, setting: str) -> None:
+    prompts = f"evaluation.prompts={workshop}/puzzles/test.jsonl"
+    words = [workshop / "recipe.yaml", "--set", setting, "--set", prompts]
+    assert refusal("inspect", *words) == refusal("train", *words, "--output", tmp_path / "run")
+
+
+@pytest.mark.quick
+def test_inspect_names_what_a_model_class_of_ones_own_adds(workshop: Path, tmp_path: Path) -> None:
+    class Scaled(DiffusionGemma):
+        def __init__(self, config: Any, kernels: str = "auto") -> None:
+            super().__init__(config, kernels)
+            self.gain = torch.nn.Linear(3, 2)
+
+    checkpoint.save(checkpoint.init(workshop / "little.json", model=Scaled), tmp_path / "m")
+    text = works("inspect", tmp_path / "m")
+    added = "gain.weight [2, 3], gain.bias [2]"
+    assert re.search(r"added     blockdiff\.safetensors: 2 tensors of the model class \S*Scaled, 8 numbers: ", text)
+    assert all(each in text for each in added.split(", g"))

@@ -1,0 +1,20 @@
+"""What tests of recipes share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.recipes import MINIMAL
+
+
+@pytest.fixture
+def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe `base.yaml` beside its data, and a current directory elsewhere."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "recipes" / "base.yaml").write_text(MINIMAL)
+    (tmp_path / "recipes" / "train.jsonl").write_text("")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "recipes"
