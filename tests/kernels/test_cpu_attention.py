@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blockdiff.kernels import CPU, NATIVE, c_library
 from blockdiff.kernels.span_attention import cpu, reference
+from blockdiff.kernels.span_attention.paged import ReservedTensor
 from blockdiff.spans import Spans, Sweep, denoise_spans, encode_spans
 from tests.closeness import relative_error
 
@@ -62,6 +63,23 @@ def any_spans(B: int, T: int, P: int) -> Spans:
 @pytest.mark.parametrize(("T", "P"), [(1, 9), (17, 40), (130, 110)])
 def test_outputs_and_gradients_are_those_of_the_reference_over_any_spans(T, P, K, group, d):
     compare(leaves(2, T, P, K, group, d), any_spans(2, T, P))
+
+
+@pytest.mark.parametrize("d", [16, 112, 256])
+@pytest.mark.parametrize(("T", "group"), [(1, 1), (2, 1), (1, 3), (2, 4), (7, 1)])
+def test_few_queries_over_a_prefix_with_room_behind_it_are_exact(T, group, d):
+    B, K, P = 3, 2, 501
+    q, k, v = drawn(B, T, K * group, d), drawn(B, T, K, d, seed=1), drawn(B, T, K, d, seed=2)
+    room = [drawn(B, K, P + T, d, seed=n) for n in (3, 4)]
+    bounds = torch.tensor([0, P, 0, 1], dtype=torch.int32).repeat(B, T, 1)
+    bounds[1, :, 1], bounds[2, :, :2] = 3, 0  # the other rows see three tokens of the prefix, and none
+    bounds[..., 3] += torch.arange(T, dtype=torch.int32)
+    for x in room:
+        x[1, :, 3:] = x[2] = torch.nan
+    out = CPU.span_attention(q, *(ReservedTensor(x, P) for x in room), k, v, Spans(bounds), 0.4)
+    inputs = [x.double() for x in (q, *(x[:, :, :P].transpose(1, 2).nan_to_num() for x in room), k, v)]
+    truth, _ = reference.span_attention(*inputs, Spans(bounds), 0.4)
+    assert relative_error(out, truth) < FP32 / 2
 
 
 @pytest.mark.parametrize("window", [None, 1, 30])

@@ -1,33 +1,31 @@
 /* Attention over two spans of keys per query: only what is seen is computed, and no score is kept. */
 
-#include "blocks.h"
+#include "few.h"
 
 /* Scores become weights relative to the highest score so far; factor: what earlier weights are to be multiplied by. */
 static int weigh(float *scores, int64_t keys, int64_t width, float *peak, float *sum, float *factor) {
+    float high[LANES], total[LANES] = {0};
     int is_higher = 0;
-    for (int64_t i = keys; i % 4; i++)
-        for (int64_t l = 0; l < width; l++) scores[i * LANES + l] = NEVER;
+    memcpy(high, peak, sizeof high);
+    for (int64_t i = 0; i < keys; i++) {
+        const float *x = scores + i * LANES;
+#pragma omp simd
+        for (int64_t l = 0; l < width; l++) high[l] = high[l] > x[l] ? high[l] : x[l];
+    }
+    for (int64_t i = 0; i < keys; i++) {
+        float *x = scores + i * LANES;
+#pragma omp simd
+        for (int64_t l = 0; l < width; l++) {
+            x[l] = exp_of(x[l] - high[l]);
+            total[l] += x[l];
+        }
+    }
 #pragma omp simd reduction(| : is_higher)
     for (int64_t l = 0; l < width; l++) {
-        float high = peak[l], highs[4] = {high, high, high, high}; /* four, for one would wait for itself */
-        for (int64_t i = 0; i < keys; i += 4) {
-            const float *x = scores + i * LANES + l;
-            EACH(n, 4) highs[n] = highs[n] > x[n * LANES] ? highs[n] : x[n * LANES];
-        }
-        EACH(n, 4) high = high > highs[n] ? high : highs[n];
-        is_higher |= high > peak[l];
-        factor[l] = exp_of(peak[l] - high);
-        peak[l] = high;
-    }
-#pragma omp simd
-    for (int64_t l = 0; l < width; l++) {
-        float total = 0, high = peak[l];
-        for (int64_t i = 0; i < keys; i++) {
-            float x = exp_of(scores[i * LANES + l] - high);
-            scores[i * LANES + l] = x;
-            total += x;
-        }
-        sum[l] = sum[l] * factor[l] + total;
+        is_higher |= high[l] > peak[l];
+        factor[l] = exp_of(peak[l] - high[l]);
+        peak[l] = high[l];
+        sum[l] = sum[l] * factor[l] + total[l];
     }
     return is_higher;
 }
@@ -56,14 +54,7 @@ static void attend_block(const Call *call, Block block, int64_t head, float *out
             product_rows(scores, block.rows, call->v[i] + base + n * line, line, keys, made, dim, !is_first);
         }
     }
-    for (int64_t r = 0; r < block.rows; r++) {
-        int64_t to = line_of(s, block, head, r);
-        float one = 1.0f / sum[r];
-        if (is_first) memset(out + to * dim, 0, dim * sizeof *out);
-        else
-            for (int64_t x = 0; x < dim; x++) out[to * dim + x] = made[r * dim + x] * one;
-        if (lse) lse[to] = is_first ? -INFINITY : peak[r] + logf(sum[r]);
-    }
+    write_out(call, block, head, is_first, made, peak, sum, out, lse);
 }
 
 /* out [batch, queries, heads, dim]; lse [batch, queries, heads], or no memory where no backward follows. */
@@ -72,8 +63,14 @@ void span_attention(const int64_t *shape, const float *q, const float *prefix_k,
     Call call = {(const Shape *)shape, q, {prefix_k, own_k}, {prefix_v, own_v}, bounds, scale};
     Plan plan = planned(&call);
     int64_t heads = call.shape->kv_heads, tasks = plan.begin[call.shape->batch] * heads;
+    int is_few = call.shape->queries * call.shape->group <= FEW;
 #pragma omp parallel for schedule(dynamic) if (tasks > 1)
-    for (int64_t n = 0; n < tasks; n++) attend_block(&call, plan.blocks[n / heads], n % heads, out, lse);
+    for (int64_t n = 0; n < tasks; n++) {
+        /* one head of a batch element after the other, for its keys and values may then stay in a cache */
+        int64_t b = plan.blocks[n / heads].batch, first = plan.begin[b], blocks = plan.begin[b + 1] - first;
+        int64_t head = (n - first * heads) / blocks, block = first + (n - first * heads) % blocks;
+        (is_few ? attend_few : attend_block)(&call, plan.blocks[block], head, out, lse);
+    }
     free(plan.blocks);
     free(plan.begin);
 }

@@ -5,6 +5,7 @@ Everything else runs natively.
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import torch
@@ -97,19 +98,21 @@ class _Call:
             self.bounds = bounds.contiguous()
         self.chunks = max(1, -(-TASKS // max(1, B * K)))
         self.shape_B = B, K, d
-        self.places = torch.tensor(
+        self.places = array(
+            "q",
             [
                 *(B, T, K, h // K, d, self.chunks),
                 *self.q.stride()[:3],
                 *((0, 0) if self.bounds is None else self.bounds.stride()[:2]),
                 *(self.tokens[0], *self.prefix_k.stride()[:3], k.shape[1] if columns else self.tokens[0]),
                 *(self.tokens[1], *self.k.stride()[:3], self.tokens[1]),
-            ]
+            ],
         )
 
-    def inputs(self) -> tuple[Tensor | float | None, ...]:
+    def inputs(self) -> tuple[Tensor | int | float | None, ...]:
         """What both functions begin with."""
-        return (self.places, self.q, self.prefix_k, self.prefix_v, self.k, self.v, self.bounds, self.scale)
+        address, _ = self.places.buffer_info()
+        return (address, self.q, self.prefix_k, self.prefix_v, self.k, self.v, self.bounds, self.scale)
 
     def forward(self, lse: Tensor | None) -> Tensor:
         """The output [B, T, h, d]; `lse` [B, T, h] gets the log-sum-exp of the scores."""
