@@ -57,6 +57,7 @@ def write_text(path: str | Path, text: str) -> None:
         sync(beside)
         beside.replace(path)
     except OSError as error:
+        beside.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

@@ -90,7 +90,7 @@ def save_adapter(
                     choices.save(fresh)
         except (OSError, SafetensorError) as error:
             needed = sum(source.nbytes for source in sources.values())
-            raise CheckpointError(f"{unwritten(target, error, needed)}; choose a place with room") from error
+            raise CheckpointError(f"{unwritten(target, error, needed)}; make room, or choose another place") from error
 
     gathering.run(write)
     return target

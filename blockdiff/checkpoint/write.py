@@ -82,7 +82,9 @@ def save(
         except (OSError, SafetensorError) as error:
             needed = sum(source.nbytes for sources in files.values() for source in sources.values())
             kept = "what stood there is as it was" if target.exists() else "nothing is left of it"
-            raise CheckpointError(f"{unwritten(target, error, needed)}; {kept}, choose a place with room") from error
+            raise CheckpointError(
+                f"{unwritten(target, error, needed)}; {kept}; make room, or choose another place"
+            ) from error
 
     gathering.run(write)
     if model.carried is not None and target in model.carried.directories():

@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blockdiff.files import write_text
 from blockdiff.plots.moments import (
     Cell,
     Decode,
@@ -42,7 +43,7 @@ STATES = ("noise", "guess", "committed", "given")  # denoising.js has the same, 
 
 def draw_page(traces: Sequence[Trace], path: str | Path, decode: Decode, title: str) -> None:
     """Write traces as one HTML page; `decode` turns one token id into its text."""
-    Path(path).write_text(page(traces, decode, title), encoding="utf-8")
+    write_text(path, page(traces, decode, title))
 
 
 def page(traces: Sequence[Trace], decode: Decode, title: str, limit: int = LIMIT) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from blockdiff.files import write_text
 from blockdiff.kernels.vocabulary import Stats
 
 
@@ -122,4 +123,4 @@ class Recorder:
 def write_traces(path: str | Path, traces: Iterable[Trace]) -> None:
     """Write traces as JSON lines, one request per line."""
     lines = (json.dumps(asdict(trace), ensure_ascii=False) for trace in traces)
-    Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    write_text(path, "".join(f"{line}\n" for line in lines))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint.files import ADAPTER, MODEL
 from blockdiff.data.dataset import Dataset
+from blockdiff.errors import RESUME, CheckpointError, RunError
 from blockdiff.files import remove_leftovers, write_text
 from blockdiff.metrics import FILE_NAME, SAMPLES, MetricsLog, Record
 from blockdiff.plots.curves import draw_curves
@@ -50,18 +53,26 @@ def write_model(trainer: Trainer) -> str:
     if built.average is not None:
         which += " (averaged)"
     base, beside = built.base, {"tokenizer": built.base.tokenizer, "choices": built.choices, "overwrite": True}
-    with trainer.averaged():
-        if trainer.recipe.lora.trains:
-            name = ADAPTER
+    name = ADAPTER if trainer.recipe.lora.trains else MODEL
+    with trainer.averaged(), _refused(trainer):
+        if name == ADAPTER:
             checkpoint.save_adapter(
                 built.model, directory / name, trainer.recipe.model.path, generation=base.generation, **beside
             )
         else:
-            name = MODEL
             checkpoint.save(built.model, directory / name, generation=base.generation, **beside)
     if trainer.ranks.is_main:
         remove_leftovers(directory, name)  # of an export that was killed
     return f"{directory / name}: {which}"
+
+
+@contextmanager
+def _refused(trainer: Trainer) -> Iterator[None]:
+    """What cannot be written at the end of a run is a line that says what is saved."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise RunError(f"{error}; the run is saved at step {trainer.saved}, {RESUME}") from error
 
 
 def write_results(trainer: Trainer, which: str) -> None:

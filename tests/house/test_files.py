@@ -23,6 +23,18 @@ from blockdiff.files import (
 pytestmark = pytest.mark.quick
 
 
+def test_a_file_that_cannot_be_written_is_named_and_nothing_is_left_beside_it(tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    write_text(tmp_path / "page.html", "old")
+    monkeypatch.setattr(files, "sync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_text(tmp_path / "page.html", "new")
+    assert caught.value.filename == str(tmp_path / "page.html")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("page.html", "old")]
+
+
 def killed_at(moment: int, action) -> bool:
     """Run `action` in a child that dies before its `moment`-th file operation; whether it died."""
     child = os.fork()

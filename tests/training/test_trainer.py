@@ -162,6 +162,22 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(inputs, plain, tmp
 
 
 @pytest.mark.quick
+def test_a_disk_without_room_for_the_model_is_a_line_with_what_is_saved_and_the_run_goes_on(
+    inputs, plain, tmp_path, monkeypatch
+):
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("blockdiff.checkpoint.write._write", full)
+        words = r"model: cannot be written \(No space left .*; make room, .*; the run is saved at step 4, go on with "
+        with pytest.raises(RunError, match=words):
+            blockdiff.train(inputs, (), tmp_path / "run")
+    run = blockdiff.train(inputs, (), tmp_path / "run", resume=True)
+    assert torch.equal(weights_of(run), weights_of(plain))
+
+
+@pytest.mark.quick
 def test_epochs_say_how_long_a_run_is(inputs, plain, tmp_path, capsys):
     # 24 examples in batches of 6: four steps are an epoch
     run = blockdiff.train(inputs, ("train.epochs=1",), tmp_path / "run")
