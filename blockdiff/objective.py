@@ -232,10 +232,13 @@ class Objective(nn.Module):
         if self.positions == "corrupted":
             has_loss_BCL = has_loss_BCL & is_corrupted_BCL
         weight_BCL = self.weight.weigh(self.schedule, batch.t_BC, batch.canvas_BCL, is_corrupted_BCL)
-        if weight_BCL.dim() != 3 or any(
-            n not in (1, size) for n, size in zip(weight_BCL.shape, has_loss_BCL.shape, strict=True)
+        if (
+            not isinstance(weight_BCL, Tensor)
+            or weight_BCL.dim() != 3
+            or any(n not in (1, size) for n, size in zip(weight_BCL.shape, has_loss_BCL.shape, strict=True))
         ):
-            shapes = f"{[*weight_BCL.shape]} instead of {[*has_loss_BCL.shape]} or {[*batch.t_BC.shape, 1]}"
+            shape = [*weight_BCL.shape] if isinstance(weight_BCL, Tensor) else f"as a {type(weight_BCL).__name__}"
+            shapes = f"{shape} instead of {[*has_loss_BCL.shape]} or {[*batch.t_BC.shape, 1]}"
             raise RecipeError(f"objective.weight: {type(self.weight).__name__} gave weights {shapes}; reshape them")
         return batch.weight_BC[..., None] * weight_BCL * has_loss_BCL
 

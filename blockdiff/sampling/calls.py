@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.vocabulary import Stats
-from blockdiff.sampling.strategy import Canvases, Decision, Strategy
+from blockdiff.sampling.strategy import Canvases, Decision, Strategy, decision_of
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ def decided(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | None]]
     """What becomes of canvases, those of each strategy decided by it."""
     strategy, places = groups[0]
     if places is None:
-        return strategy.decide(canvases)
+        return decision_of(strategy, canvases)
     keep_BL = torch.zeros_like(canvases.kept_BL)
     stay_BL, stop_B = torch.zeros_like(keep_BL), torch.zeros_like(keep_BL[:, 0])
     final_BL: Tensor | None = None
     for strategy, places in groups:
         assert places is not None
-        decision = strategy.decide(_some(canvases, places))
+        decision = decision_of(strategy, _some(canvases, places))
         keep_BL[places] = decision.keep_BL
         if decision.stay_BL is not None:
             stay_BL[places] = decision.stay_BL

@@ -19,7 +19,7 @@ from blockdiff.sampling.draws import Draws, signed
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.request import Pending
 from blockdiff.sampling.strategies import is_guided
-from blockdiff.sampling.strategy import Canvases
+from blockdiff.sampling.strategy import Canvases, decision_of
 from blockdiff.sampling.trace import CommittedCanvas, Step, step_records
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _denoise(
             noise_probability=1 / model.vocab_size if mask_id is None else 0.0,
             draw=partial(draws.second, step),
         )
-        decision = strategy.decide(canvases)
+        decision = decision_of(strategy, canvases)
         kept_BL, standing_BL = decision.kept_BL, decision.standing(canvases)
         if on_step is not None:
             at = [(id, number, step, shape.temperature) for id in canvases.ids]

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from blockdiff.errors import RequestError
 from blockdiff.kernels.vocabulary import Stats
 
 
@@ -106,6 +108,27 @@ class Decision:
     def kept_BL(self) -> Tensor:
         """`Canvases.kept_BL` of the next step."""
         return self.keep_BL if self.stay_BL is None else self.keep_BL | self.stay_BL
+
+
+def decision_of(strategy: Strategy, canvases: Canvases) -> Decision:
+    """What a strategy decides; RequestError where that is no decision about these canvases."""
+    decision = strategy.decide(canvases)
+    if not isinstance(decision, Decision):
+        raise _refusal(strategy, f"a {type(decision).__name__}, not a Decision")
+    of_positions = canvases.kept_BL.shape
+    wanted = {"keep_BL": of_positions, "stay_BL": of_positions, "stop_B": of_positions[:1]}
+    for name, shape in wanted.items():
+        value: Any = getattr(decision, name)
+        if value is None and name != "keep_BL":
+            continue
+        if not isinstance(value, Tensor) or value.dtype is not torch.bool or value.shape != shape:
+            given = f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise _refusal(strategy, f"{name} as {given}, not torch.bool {[*shape]}")
+    return decision
+
+
+def _refusal(strategy: Strategy, given: str) -> RequestError:
+    return RequestError(f"strategy {type(strategy).__name__}: decide() gave {given}; change it (docs/extending.md)")
 
 
 class Strategy(Protocol):

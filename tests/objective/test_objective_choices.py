@@ -185,6 +185,15 @@ def test_a_weight_without_positions_is_refused(model):
         Objective(model, Linear(), UNIFORM, SEED, weight=ByCanvas())(batch())
 
 
+def test_a_weight_that_is_no_tensor_is_refused(model):
+    class One:
+        def weigh(self, *_):
+            return 1.0
+
+    with pytest.raises(RecipeError, match=r"objective\.weight: One gave weights as a float instead of \[2, 2, \d+\]"):
+        Objective(model, Linear(), UNIFORM, SEED, weight=One())(batch())
+
+
 def test_leave_one_out_is_refused_where_its_bonus_is_no_posterior(model):
     with pytest.raises(RecipeError, match=r"objective\.prediction: leave_one_out .* use posterior"):
         Objective(model, Linear(), MaskCorruption(MASK), prediction="leave_one_out")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from transformers.models.diffusion_gemma import generation_diffusion_gemma as reference
 
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.errors import RequestError
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.strategies import (
@@ -36,6 +39,7 @@ from tests.scripted import ScriptedModel, random_script, sampler_for
 pytestmark = pytest.mark.quick
 
 L, V = 8, 40
+HALF = Shape(0.5)
 
 
 def with_entropy(entropy_BL: Tensor) -> Canvases:
@@ -161,6 +165,52 @@ def test_a_request_may_bring_its_own_strategy_and_a_mistake_in_it_is_its_own_err
     assert [result.steps for result in answered] == [[2], [4], [4]]
     assert "pace takes one of linear, cosine" in misspelt.error
     assert "an object with shape() and decide()" in no_object.error
+
+
+@dataclass(frozen=True)
+class Given:
+    """A strategy that gives whatever it was given."""
+
+    shaped: Any = HALF
+    made: Callable[[Tensor], Any] = Decision
+
+    def shape(self, step: int, steps: int) -> Any:
+        return self.shaped
+
+    def decide(self, canvases: Canvases) -> Any:
+        return self.made(canvases.stats.entropy < 1)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda keep_BL: keep_BL, "gave a Tensor, not a Decision"),
+        (lambda keep_BL: Decision(keep_BL.float()), r"gave keep_BL as torch.float32 \[1, 8\], not torch.bool \[1, 8\]"),
+        (lambda keep_BL: Decision(keep_BL[0]), r"gave keep_BL as torch.bool \[8\], not torch.bool \[1, 8\]"),
+        (lambda keep_BL: Decision(keep_BL, stay_BL=keep_BL[:, :3]), r"gave stay_BL as torch.bool \[1, 3\]"),
+        (lambda keep_BL: Decision(keep_BL, True), r"gave stop_B as a bool, not torch.bool \[1\]"),
+    ],
+)
+def test_a_decision_that_is_none_of_these_canvases_is_one_line(made, words):
+    with pytest.raises(RequestError, match=rf"^strategy Given: decide\(\) {words}.*; change it"):
+        sampler_of(Given(made=made)).generate([Request(0, tokens=[5])])
+
+
+@pytest.mark.parametrize("shaped", [0.5, Shape(-1.0), Shape(math.nan)])
+def test_a_shape_that_is_none_is_the_error_of_its_request(shaped):
+    wrong, right = sampler_of(None).generate(
+        [Request(0, tokens=[5], strategy=Given(shaped)), Request(1, tokens=[5], strategy=Given())]
+    )
+    assert wrong.error.startswith("strategy Given: shape() gave ") and right.error is None
+
+
+def test_a_strategy_that_is_not_frozen_says_so():
+    @dataclass
+    class Thawed:
+        shape = decide = print
+
+    with pytest.raises(RequestError, match=r"strategy Thawed cannot be looked up .*@dataclass\(frozen=True\)"):
+        sampler_of(Thawed())
 
 
 def test_equal_strategies_are_one_strategy():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.errors import RequestError
 from blockdiff.sampling.strategies.acceptance import Acceptance, EntropyBound, declares_capturable
 from blockdiff.sampling.strategies.stopping import StableAndConfident, Stopping
 from blockdiff.sampling.strategies.temperature import LinearTemperature, Temperature
@@ -64,8 +65,17 @@ class Composed(Rules):
 
 @lru_cache(maxsize=64)
 def is_guided(strategy: Strategy, steps: int) -> bool:
-    """Whether any of so many steps wants guidance, and with it a prefix without the prompt."""
-    return any(strategy.shape(step, steps).guidance for step in range(steps))
+    """Whether any of so many steps wants guidance, and with it a prefix without the prompt.
+
+    Raises RequestError where a strategy gives something else than shapes with a temperature.
+    """
+    shapes = [strategy.shape(step, steps) for step in range(steps)]
+    for step, shape in enumerate(shapes):
+        if not isinstance(shape, Shape) or not 0 <= shape.temperature < math.inf:
+            given = f"temperature {shape.temperature}" if isinstance(shape, Shape) else f"a {type(shape).__name__}"
+            wanted = "not a Shape with a temperature that is finite and not below 0; change it (docs/extending.md)"
+            raise RequestError(f"strategy {type(strategy).__name__}: shape() gave {given} for step {step}, {wanted}")
+    return any(shape.guidance for shape in shapes)
 
 
 @lru_cache(maxsize=64)

@@ -167,6 +167,11 @@ def as_strategy(given: Strategy | str | None, generation: Generation, denoises: 
         return parse_strategy(given, generation)
     if isinstance(given, type) or not all(callable(getattr(given, verb, None)) for verb in ("shape", "decide")):
         raise RequestError(f"strategy must be text or an object with shape() and decide(), got {given!r:.80}")
+    try:
+        hash(given)
+    except TypeError as error:
+        words = "make it and the rules in it frozen, @dataclass(frozen=True), for canvases of equal ones go together"
+        raise RequestError(f"strategy {type(given).__name__} cannot be looked up ({error}); {words}") from None
     return given
 
 
