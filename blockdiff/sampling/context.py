@@ -137,15 +137,8 @@ class Context:
         )
         if asked.control is not None:
             asked.canvases = self.canvases(asked.control.canvases * length)
-            strategy = asked.strategy or self.strategy
-            shapes = [strategy.shape(step, asked.max_steps) for step in range(asked.max_steps)]
-            if self.choices.prediction == "posterior":  # of what this model predicts the noise level changes nothing
-                shapes = [replace(shape, alpha=None) for shape in shapes]
-            if asked.control.holds_distributions and not all(shape.is_plain for shape in shapes):
-                raise RequestError(
-                    "a strategy with top_k, top_p, min_p, guidance, corrections or a race changes the draws that a "
-                    "template, a constraint, banned texts or a penalty hold; leave one of the two out"
-                )
+            if asked.control.holds_distributions:
+                self._require_plain(asked.strategy or self.strategy, asked.max_steps)
         if self.positions is not None and len(asked.prompt_tokens) > self.positions - asked.canvases * length:
             raise RequestError(
                 f"the prompt has {len(asked.prompt_tokens)} tokens, but the model's {self.positions} positions leave "
@@ -153,6 +146,17 @@ class Context:
                 "shorten it or lower max_new_tokens"
             )
         return asked
+
+    def _require_plain(self, strategy: Strategy, max_steps: int) -> None:
+        """Raise RequestError for a strategy that changes the distributions of a step."""
+        shapes = [strategy.shape(step, max_steps) for step in range(max_steps)]
+        if self.choices.prediction == "posterior":  # of what this model predicts the noise level changes nothing
+            shapes = [replace(shape, alpha=None) for shape in shapes]
+        if not all(shape.is_plain for shape in shapes):
+            raise RequestError(
+                "a strategy with top_k, top_p, min_p, guidance, corrections or a race changes the draws that a "
+                "template, a constraint, banned texts or a penalty hold; leave one of the two out"
+            )
 
     def result(self, answered: Pending) -> Result:
         """The answer as the asker gets it."""

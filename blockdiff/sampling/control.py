@@ -7,7 +7,6 @@ there, which may depend on what stands before and after it. `predict` makes dist
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -195,19 +194,8 @@ def control_of(
     pins = None
     if request.template is not None:
         assert tokenizer is not None
-        pins = template_tokens(request, tokenizer)
-        if any(token in eos_ids for token in pins):
-            raise RequestError("the template has the token that ends a response; leave it out, it comes by itself")
-        if mask_id in pins:
-            raise RequestError("the template has the mask token of the model's noise; write a hole instead")
-        canvases = math.ceil(len(pins) / canvas_length)
-        missing = canvases * canvas_length - len(pins)
-        if missing and not eos_ids:
-            raise RequestError(
-                f"the template has {len(pins)} tokens, and no eos is known that could follow them; "
-                f"make it fill canvases of {canvas_length}"
-            )
-        pins += [eos_ids[0]] * missing if missing else []
+        pins = _pins(request, tokenizer, canvas_length, eos_ids, mask_id)
+        canvases = len(pins) // canvas_length
 
     automaton = classes = None
     if is_constrained or texts:
@@ -220,19 +208,12 @@ def control_of(
     draft: list[int] = []
     if request.draft is not None:
         assert tokenizer is not None
-        draft = spelt(request.draft, request, tokenizer, "the draft")
-        if len(draft) > canvases * canvas_length:
-            raise RequestError(
-                f"the draft has {len(draft)} tokens, but the response at most {canvases * canvas_length}; "
-                "shorten it or raise max_new_tokens"
-            )
         if mask_id is not None and automaton is not None:
             raise RequestError(
                 "a model of mask noise never changes what is not masked, so a draft may break a constraint; "
                 "give one of the two"
             )
-        fill = -len(draft) % canvas_length
-        draft += ([eos_ids[0]] if eos_ids else [FREE]) * fill
+        draft = _draft(request.draft, request, tokenizer, canvases, canvas_length, eos_ids)
 
     control = Control(
         canvas_length=canvas_length,
@@ -256,6 +237,47 @@ def control_of(
             f"no text of at most {canvases * canvas_length} tokens satisfies the constraint; raise max_new_tokens"
         )
     return control
+
+
+def _pins(
+    request: Request,
+    tokenizer: PreTrainedTokenizerBase,
+    canvas_length: int,
+    eos_ids: Sequence[int],
+    mask_id: int | None,
+) -> list[int]:
+    """The tokens of a template over whole canvases, -1 in its holes, eos after its end."""
+    pins = template_tokens(request, tokenizer)
+    if any(token in eos_ids for token in pins):
+        raise RequestError("the template has the token that ends a response; leave it out, it comes by itself")
+    if mask_id in pins:
+        raise RequestError("the template has the mask token of the model's noise; write a hole instead")
+    missing = -len(pins) % canvas_length
+    if missing and not eos_ids:
+        raise RequestError(
+            f"the template has {len(pins)} tokens, and no eos is known that could follow them; "
+            f"make it fill canvases of {canvas_length}"
+        )
+    return pins + ([eos_ids[0]] * missing if missing else [])
+
+
+def _draft(
+    text: str,
+    request: Request,
+    tokenizer: PreTrainedTokenizerBase,
+    canvases: int,
+    canvas_length: int,
+    eos_ids: Sequence[int],
+) -> list[int]:
+    """The tokens of a draft over whole canvases, eos (-1 where there is none) after its end."""
+    draft = spelt(text, request, tokenizer, "the draft")
+    if len(draft) > canvases * canvas_length:
+        raise RequestError(
+            f"the draft has {len(draft)} tokens, but the response at most {canvases * canvas_length}; "
+            "shorten it or raise max_new_tokens"
+        )
+    fill = -len(draft) % canvas_length
+    return draft + ([eos_ids[0]] if eos_ids else [FREE]) * fill
 
 
 def _one(id: int | None) -> set[int]:

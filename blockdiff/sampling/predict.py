@@ -13,6 +13,7 @@ from torch import Tensor
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels.vocabulary import Penalty, Shaping, Stats, pack_allowed
+from blockdiff.sampling.constraints.automaton import TokenAutomaton
 from blockdiff.sampling.constraints.paths import paths
 from blockdiff.sampling.control import CanvasControl
 from blockdiff.sampling.draws import signed
@@ -194,14 +195,8 @@ def _held(
         best_BL1 = random_BL1 = pinned_BL.new_zeros(B, L, 1)
         entropy_BL, of_class_BL = stats.entropy[..., 0], torch.zeros_like(stats.entropy[..., 0])
     else:
-        log_sum, maximum = stats.log_sum, stats.maximum
-        C = log_sum.shape[-1]
         is_text_BL = torch.stack([_is_text(control, L, device) for control in controls])
-        is_closed_BLC = is_text_BL[..., None] & automaton.is_end_C
-        log_sum, maximum = (each.masked_fill(is_closed_BLC, -torch.inf) for each in (log_sum, maximum))
-        place_BL = automaton.class_V[pinned_BL.clamp(min=0)].clamp_(max=C - 1)
-        certain_BLC = torch.full_like(log_sum, -torch.inf).scatter_(-1, place_BL[..., None], 0.0)
-        log_sum, maximum = (certain_BLC.where(is_pinned_BL[..., None], each) for each in (log_sum, maximum))
+        log_sum, maximum = _given((stats.log_sum, stats.maximum), automaton, pinned_BL, is_text_BL)
         found = paths(
             automaton,
             log_sum,
@@ -229,6 +224,19 @@ def _held(
         soft_embedding=stats.soft_embedding,
         log_probability=(of_class_BL + log_p_BL).masked_fill(is_pinned_BL, 0.0).float(),
     )
+
+
+def _given(
+    weights: tuple[Tensor, Tensor], automaton: TokenAutomaton, pinned_BL: Tensor, is_text_BL: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logarithmic weights of classes [B, L, C], without ends where text stands, and at pins of their class alone."""
+    first_BLC, second_BLC = (
+        each.masked_fill(is_text_BL[..., None] & automaton.is_end_C, -torch.inf) for each in weights
+    )
+    place_BL = automaton.class_V[pinned_BL.clamp(min=0)].clamp_(max=first_BLC.shape[-1] - 1)
+    certain_BLC = torch.full_like(first_BLC, -torch.inf).scatter_(-1, place_BL[..., None], 0.0)
+    is_pinned_BL1 = (pinned_BL >= 0)[..., None]
+    return certain_BLC.where(is_pinned_BL1, first_BLC), certain_BLC.where(is_pinned_BL1, second_BLC)
 
 
 def _is_text(control: CanvasControl, length: int, device: torch.device) -> Tensor:

@@ -115,27 +115,7 @@ def of_bytes(
     V = tokens.vocab_size
     ends = {*eos_ids} | ({pad_id} if pad_id is not None else set())
     without_text = [id for id in range(V) if not tokens.texts[id] and id not in ends and id not in banned]
-    # Which states the tokens lead to from the start, and a number of each token that says where it leads from them.
-    place = torch.full((automaton.states + 1,), -1, dtype=torch.int64)
-    place[0] = 0
-    order = [0]
-    generator = torch.Generator().manual_seed(_RANDOM_SEED)
-    number_of_state = torch.randint(-(2**62), 2**62, (automaton.states + 1,), generator=generator)
-    number_of_state[automaton.states] = 0  # so that a token that can stand nowhere has the number 0
-    number_N = torch.zeros(len(tokens.ids), dtype=torch.int64)
-    for at, state in enumerate(order):  # which grows
-        if at >= MOST_STATES:
-            raise too_large(at)
-        following_N = tokens.after(automaton, torch.tensor([state]))[0].long()
-        factor = int(torch.randint(-(2**62), 2**62, (), generator=generator)) | 1
-        number_N += number_of_state[following_N] * factor
-        is_met = torch.zeros(automaton.states + 1, dtype=torch.bool)
-        is_met[following_N] = True
-        is_met[automaton.states] = False
-        for following in is_met.nonzero().squeeze(-1).tolist():
-            if place[following] < 0:
-                place[following] = len(order)
-                order.append(following)
+    order, place, number_N = _reached(automaton, tokens)
 
     # Classes: the tokens of a number, the last one of which says where they lead; then eos, fill and special ones.
     numbers, class_N = number_N.unique(return_inverse=True)
@@ -186,6 +166,33 @@ def of_bytes(
         raise RequestError("only the empty text satisfies the constraint, and no eos is known that could end it")
     classes = Classes.of(class_V, next_SC.shape[1])
     return TokenAutomaton(classes, class_V, next_SC, is_accepting_S, is_end_C, *_pairs(next_SC))
+
+
+def _reached(automaton: ByteAutomaton, tokens: Tokens) -> tuple[list[int], Tensor, Tensor]:
+    """The states that the tokens with a text lead to from the start, the place of each state among them (int64
+    [states + 1], -1 for others), and a number of each token that says where it leads from all of them, 0 for a token
+    that can stand nowhere. RequestError for too many states."""
+    place = torch.full((automaton.states + 1,), -1, dtype=torch.int64)
+    place[0] = 0
+    order = [0]
+    generator = torch.Generator().manual_seed(_RANDOM_SEED)
+    number_of_state = torch.randint(-(2**62), 2**62, (automaton.states + 1,), generator=generator)
+    number_of_state[automaton.states] = 0  # so that a token that can stand nowhere has the number 0
+    number_N = torch.zeros(len(tokens.ids), dtype=torch.int64)
+    for at, state in enumerate(order):  # which grows
+        if at >= MOST_STATES:
+            raise too_large(at)
+        following_N = tokens.after(automaton, torch.tensor([state]))[0].long()
+        factor = int(torch.randint(-(2**62), 2**62, (), generator=generator)) | 1
+        number_N += number_of_state[following_N] * factor
+        is_met = torch.zeros(automaton.states + 1, dtype=torch.bool)
+        is_met[following_N] = True
+        is_met[automaton.states] = False
+        for following in is_met.nonzero().squeeze(-1).tolist():
+            if place[following] < 0:
+                place[following] = len(order)
+                order.append(following)
+    return order, place, number_N
 
 
 def _after(automaton: ByteAutomaton, texts: Sequence[bytes], order: Sequence[int], place: Tensor) -> Tensor:
