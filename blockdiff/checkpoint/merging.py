@@ -71,29 +71,44 @@ def export(
     kept = stored["vocabulary.table"].dtype if dtype == "auto" else resolve_dtype(dtype)
     model.to(kept)
     read_added(model, weights, kept, torch.device("cpu"))
-    names = family_of(model.config).names
-    model.carried = carried_by(weights, names)
+    model.carried = carried_by(weights, family_of(model.config).names)
     stored |= {name: Source.of(tensor) for name, tensor in model.state_dict().items() if name not in stored}
     sums: dict[str, Source] = {}
     if beside is not None:
         model.carried = model.carried.over(beside)
         rounded_below = {} if below is None else _rounded(model, weights, below)
         sums = _sums(empty(model.config, "torch"), stored | rounded_below, beside, kept, resolve_device(device))
-    sources = stored | sums
+    written = _written(model, weights, stored | sums, sums, kept, quantize or below, keeps_sums=quantize is None)
+    return save(model, directory, weights=written)
+
+
+def _written(
+    model: BlockDiffusionModel,
+    weights: Path,
+    sources: Mapping[str, Source],
+    sums: Mapping[str, Source],
+    dtype: torch.dtype,
+    form: str | None,
+    keeps_sums: bool,
+) -> dict[str, Source]:
+    """What a checkpoint is to hold: every weight in `dtype`, or in fp8 in the layers that `form` names.
+
+    The model gets these layers in fp8. keeps_sums: weights in `sums` stay in `dtype` all the same.
+    """
+    names = family_of(model.config).names
 
     @functools.lru_cache(maxsize=2)
     def latest(name: str) -> Tensor:
         """What a file has in pieces, which are asked for one after the other, those of two tensors in turn."""
-        return sources[name].read().to(kept)
+        return sources[name].read().to(dtype)
 
     def source_of(name: str) -> Source:
         is_in_pieces = bool(names.pieces_of(names.to_hub(name) or ""))
-        read = partial(latest, name) if is_in_pieces else lambda: sources[name].read().to(kept)
-        return Source(sources[name].shape, kept, read)
+        read = partial(latest, name) if is_in_pieces else lambda: sources[name].read().to(dtype)
+        return Source(sources[name].shape, dtype, read)
 
-    asked = quantize or below
-    layers = chosen_layers(model, weights, asked)
-    if quantize is None:
+    layers = chosen_layers(model, weights, form)
+    if keeps_sums:
         layers = [layer for layer in layers if not any(name.startswith(layer + ".") for name in sums)]
     leaves = [f"{layer}.{leaf}" for layer in layers for leaf, _ in model.get_submodule(layer).named_parameters()]
     read_fp8 = stored_fp8(model, weights)
@@ -102,13 +117,13 @@ def export(
     def rounded(name: str) -> Fp8:
         return quantised(sums[name].read()) if name in sums else read_fp8(name)
 
-    put_in_fp8(model, layers, rounds_inputs(model.config, asked))
+    put_in_fp8(model, layers, rounds_inputs(model.config, form))
     written = {name: source_of(name) for name in sources if name not in leaves}
     for name in leaves:
         shape = sources[name].shape
         written[name] = Source(shape, torch.uint8, partial(_part, rounded, name, 0))
         written[name + SCALE] = Source((*shape[:-1], 1), torch.float32, partial(_part, rounded, name, 1))
-    return save(model, directory, weights=written)
+    return written
 
 
 def _rounded(model: BlockDiffusionModel, directory: Path, form: str) -> dict[str, Source]:
