@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from transformers import DynamicCache
 
 from benchmarks import machine, peer
 from benchmarks.models import Pair, pair, sizes
-from benchmarks.timing import interleaved, once, quartiles
+from benchmarks.timing import Stopwatch, Times, interleaved, once, quartiles
 from benchmarks.training_step import GRADIENT_BOUND, LOSS_BOUND, loss_error
 from blockdiff.canvas import Batch
 from blockdiff.data.chat import Example
@@ -116,95 +117,130 @@ class PaddedStep:
         ).logits
 
 
-def run(options: argparse.Namespace) -> int:
-    """Compare, time, print; 1 where the sides disagree."""
-    device = torch.device("cpu")
-    models = pair(sizes(device)["15m"], device)
-    vocabulary, L = models.ours.vocab_size, models.ours.canvas_length
-    objective = Objective(models.ours, Linear(), UniformCorruption(vocabulary), seed=0, one_sweep=True)
-    examples = examples_of(options.batch_size * options.steps, vocabulary)
-    plan = Plan(len(examples), options.batch_size, seed=0)
-    collator = Collator(L, 0, 1, 0, StratifiedTime(), canvases=AllCanvases())
-    steps = range(1, options.steps + 1)
+class Ours:
+    """Our side: rows become batches, and these an optimiser step, as a training makes them."""
 
-    def laid_out(step: int, pack: int | None, rows: int | None = None) -> list[Batch]:
-        made = micro_batches(examples, plan, collator, step, pack=pack, micro_batch_size=rows)
+    def __init__(self, models: Pair, options: argparse.Namespace):
+        self.objective = Objective(models.ours, Linear(), UniformCorruption(models.ours.vocab_size), one_sweep=True)
+        self.options, self.optimiser = options, build(self.objective, lr=0.0)
+        self.examples = examples_of(options.batch_size * options.steps, models.ours.vocab_size)
+        self.plan = Plan(len(self.examples), options.batch_size, seed=0)
+        self.collator = Collator(models.ours.canvas_length, 0, 1, 0, StratifiedTime(), canvases=AllCanvases())
+
+    def padded(self, step: int) -> Batch:
+        """The examples of an optimiser step as one batch, an example a row."""
+        return with_coins_of_rows(micro_batches(self.examples, self.plan, self.collator, step)[0])
+
+    def packed(self, step: int) -> list[Batch]:
+        """The same examples as they are trained on."""
+        rows = self.options.micro_batch_size
+        made = micro_batches(
+            self.examples, self.plan, self.collator, step, pack=self.options.pack or None, micro_batch_size=rows
+        )
         return [with_coins_of_rows(batch) for batch in made]
 
-    updates = [
-        build(objective, lr=0.0),
-        torch.optim.AdamW([p for n, p in models.peer.named_parameters() if "vision" not in n], lr=0.0, fused=True),
-    ]
+    def noise(self, batch: Batch) -> Tensor:
+        """The noisy canvases [B, C, L] of a batch."""
+        alpha_BC = self.objective.schedule.alpha(batch.t_BC)
+        return self.objective.corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, 0)[0]
 
-    def ours(window: Sequence[Batch], counts: tuple[float, float]) -> tuple[float, float]:
-        objective.zero_grad(set_to_none=True)
+    def step(self, step: int, counts: tuple[float, float]) -> tuple[float, float]:
+        """Take an optimiser step, from the rows on: both losses."""
+        self.objective.zero_grad(set_to_none=True)
         totals = torch.zeros(2)
-        for batch in window:
-            losses = objective(batch)
+        for batch in self.packed(step):
+            losses = self.objective(batch)
             both = torch.stack([losses.canvas_sum / counts[0], losses.ar_sum / counts[1]])
             both.sum().backward()
             totals += both.detach()
-        updates[0].step()
+        self.optimiser.step()
         return float(totals[0]), float(totals[1])
 
-    def theirs(step: PaddedStep, counts: tuple[float, float]) -> tuple[float, float]:
-        models.peer.zero_grad(set_to_none=True)
-        canvas_sum, ar_sum = step()
+
+class Theirs:
+    """transformers' side: padded batches that are there already."""
+
+    def __init__(self, models: Pair, batches: Sequence[Batch], noisy: Sequence[Tensor]):
+        self.peer = models.peer
+        trained = [p for name, p in models.peer.named_parameters() if "vision" not in name]
+        self.optimiser = torch.optim.AdamW(trained, lr=0.0, fused=True)
+        self.variants = {
+            experts: [PaddedStep(models, b, n, experts) for b, n in zip(batches, noisy, strict=True)]
+            for experts in peer.EXPERTS
+        }
+
+    def step(self, experts: str, step: int, counts: tuple[float, float]) -> tuple[float, float]:
+        """Take an optimiser step: both losses."""
+        self.peer.zero_grad(set_to_none=True)
+        canvas_sum, ar_sum = self.variants[experts][step - 1]()
         canvas, ar = canvas_sum / counts[0], ar_sum / counts[1]
         (canvas + ar).backward()
-        updates[1].step()
+        self.optimiser.step()
         return float(canvas.detach()), float(ar.detach())
 
-    padded = [laid_out(step, None)[0] for step in steps]
-    counts = [(batch.canvas_count(), batch.ar_count()) for batch in padded]
-    noisy = [
-        objective.corruption.corrupt(b.canvas_BCL, objective.schedule.alpha(b.t_BC), b.address_BC3, 0)[0]
-        for b in padded
-    ]
-    variants = {
-        experts: [PaddedStep(models, b, n, experts) for b, n in zip(padded, noisy, strict=True)]
-        for experts in peer.EXPERTS
-    }
-    ours_loss = ours(laid_out(1, options.pack or None, options.micro_batch_size), counts[0])
-    loss = loss_error(ours_loss, theirs(variants["grouped_mm"][0], counts[0]))
+
+def gradient_error(models: Pair) -> float:
+    """How far the gradients of both sides are apart, as a share of the peer's norm."""
     squares = [0.0, 0.0]
     for name, parameter in models.ours.named_parameters():
         truth = models.peer_parameter(name).grad
         assert parameter.grad is not None and truth is not None
         squares[0] += float((parameter.grad - truth).norm()) ** 2
         squares[1] += float(truth.norm()) ** 2
-    gradient = math.sqrt(squares[0] / squares[1])
+    return math.sqrt(squares[0] / squares[1])
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare, time, print; 1 where the sides disagree."""
+    device = torch.device("cpu")
+    models = pair(sizes(device)["15m"], device)
+    ours, steps = Ours(models, options), range(1, options.steps + 1)
+    padded = [ours.padded(step) for step in steps]
+    counts = [(batch.canvas_count(), batch.ar_count()) for batch in padded]
+    theirs = Theirs(models, padded, [ours.noise(batch) for batch in padded])
+
+    loss = loss_error(ours.step(1, counts[0]), theirs.step("grouped_mm", 1, counts[0]))
+    gradient = gradient_error(models)
     if not (loss <= LOSS_BOUND and gradient <= GRADIENT_BOUND):
         print(f"losses differ by {loss:.1e}, gradients by {gradient:.1e}: no times are given", file=sys.stderr)
         return 1
 
-    def our_pass() -> None:
-        for step, count in zip(steps, counts, strict=True):  # the data path is in our time
-            ours(laid_out(step, options.pack or None, options.micro_batch_size), count)
-
-    def their_pass(of: Sequence[PaddedStep]) -> Callable[[], None]:
+    def whole_pass(step_of: Callable[[int, tuple[float, float]], object]) -> Stopwatch:
         def work() -> None:
-            for step, count in zip(of, counts, strict=True):
-                theirs(step, count)
+            for step, count in zip(steps, counts, strict=True):
+                step_of(step, count)
 
-        return work
+        return once(work, device)
 
-    work = {"ours": once(our_pass, device)} | {name: once(their_pass(of), device) for name, of in variants.items()}
+    work = {"ours": whole_pass(ours.step)}  # the data path is in our time
+    work |= {experts: whole_pass(partial(theirs.step, experts)) for experts in peer.EXPERTS}
     times = interleaved(work, options.repeats, warmup=1)
     began = time.perf_counter()
     for step in steps:
-        laid_out(step, options.pack or None, options.micro_batch_size)
+        ours.packed(step)
     data_path = time.perf_counter() - began
+    write(options, padded, times, data_path, {"losses": loss, "gradients": gradient})
+    return 0
+
+
+def write(
+    options: argparse.Namespace,
+    padded: Sequence[Batch],
+    times: dict[str, Times],
+    data_path: float,
+    errors: dict[str, float],
+) -> None:
+    """Print the table, and write it and the figures where a file is named."""
+    device = torch.device("cpu")
     tokens = sum(int((b.doc_start_BS >= 0).sum() + b.length_BC.sum()) for b in padded)
     fastest = min(peer.EXPERTS, key=lambda name: times[name].median)
-    pairs = zip(times[fastest].seconds, times["ours"].seconds, strict=True)
-    ratios = tuple(a / b for a, b in pairs)
+    ratios = tuple(a / b for a, b in zip(times[fastest].seconds, times["ours"].seconds, strict=True))
     low, high = quartiles(ratios)
     padding = [1 - sum(int(n) for n in part) / total for part, total in _shares(padded)]
     record = {
         **machine.describe(device),
         "options": {k: str(v) for k, v in vars(options).items()},
-        "errors": {"losses": loss, "gradients": gradient},
+        "errors": errors,
         "tokens": tokens,
         "seconds": {name: each.seconds for name, each in times.items()},
         "data_path_seconds": data_path,
@@ -224,13 +260,12 @@ def run(options: argparse.Namespace) -> int:
         f"{times['ours'].median / data_path:.0f} times the steps' speed |",
         "",
         f"{options.steps} optimiser steps of {options.batch_size} examples, {tokens} tokens; "
-        f"losses differ by {loss:.0e}, gradients by {gradient:.0e}.",
+        f"losses differ by {errors['losses']:.0e}, gradients by {errors['gradients']:.0e}.",
     ]
     print("\n".join(lines))
     if options.output is not None:
         options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         options.output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return 0
 
 
 def _shares(batches: Sequence[Batch]) -> list[tuple[list[int], int]]:
