@@ -41,8 +41,9 @@ quickstart: $(INSTALLED) ## make sudoku data, train a small model, evaluate it, 
 test: $(INSTALLED) ## run the tests (PYTEST_ARGS="-m quick" for a first answer, "-k name" for some of them)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-lint: $(INSTALLED) ## ruff
+lint: $(INSTALLED) ## ruff: its rules, and the form of every file (`.venv/bin/ruff format` gives it)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 types: $(INSTALLED) ## mypy
 	$(PY) -m mypy blockdiff cli benchmarks
