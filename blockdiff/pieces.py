@@ -65,8 +65,11 @@ def is_spread(tensor: Any) -> bool:
 
 def local_of(tensor: Tensor) -> Tensor:
     """The part of a tensor that is in this process's memory, which it shares."""
-    spread: Any = tensor.detach()
-    local: Tensor = spread.to_local() if is_spread(tensor) else spread
+    own = tensor.detach()
+    if type(tensor) in (Tensor, nn.Parameter):  # quicker to see than what a tensor does not have
+        return own
+    spread: Any = own
+    local: Tensor = spread.to_local() if is_spread(tensor) else own
     return local
 
 

@@ -267,7 +267,8 @@ def micro_batches(
         total_slots=total,
     )
     row_of = dict(zip(slots, rows, strict=True))
-    laid_out = [joined([row_of[slot] for slot in row]) for row in groups] or [PADDING_ROW]
+    laid_out = [row_of[row[0]] if len(row) == 1 else joined([row_of[slot] for slot in row]) for row in groups]
+    laid_out = laid_out or [PADDING_ROW]
     size = micro_batch_size or len(laid_out)
     if len(laid_out) > size:  # less padding; the largest first, so that memory peaks early
         laid_out.sort(key=lambda row: -len(row.tokens) - len(row.canvases) * collator.canvas_length)

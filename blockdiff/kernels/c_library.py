@@ -34,14 +34,13 @@ TRIED = (
 )
 BLOCKS = 16  # partial sums of the gradient of a weight, as in cpu.h
 LONGEST = 300  # seconds that a compiler may take
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def serves(*tensors: Tensor | None) -> bool:
     """Whether the C functions take these: plain fp32 tensors in the memory of a CPU, outside of torch.compile."""
     for x in tensors:
-        if x is not None and not (
-            x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
-        ):
+        if x is not None and not (type(x) in _PLAIN and x.dtype is torch.float32 and x.is_cpu):
             return False
     return not torch.compiler.is_compiling() and library() is not None
 

@@ -7,8 +7,9 @@ over all ranks of the losses that the training step has divided by global counts
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from pathlib import Path
@@ -244,14 +245,15 @@ class _TouchEveryParameter(nn.Module):
         super().__init__()
         self.objective = objective
 
-    def _trainable(self) -> Iterator[nn.Parameter]:
+    @functools.cached_property
+    def _trainable(self) -> tuple[nn.Parameter, ...]:
         parameters = self.objective.parameters()
-        return (parameter for parameter in parameters if parameter.requires_grad and not is_spread(parameter))
+        return tuple(parameter for parameter in parameters if parameter.requires_grad and not is_spread(parameter))
 
     def forward(self, batch: Any) -> Any:
         """The losses of a batch; of None a 0, from which a backward reaches every parameter, too."""
         if batch is None:
-            return _Touch.apply(torch.zeros((), device=next(self._trainable()).device), *self._trainable())
+            return _Touch.apply(torch.zeros((), device=self._trainable[0].device), *self._trainable)
         losses = self.objective(batch)
         require_sums(losses)
-        return losses._replace(canvas_sum=_Touch.apply(losses.canvas_sum, *self._trainable()))
+        return losses._replace(canvas_sum=_Touch.apply(losses.canvas_sum, *self._trainable))

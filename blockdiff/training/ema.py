@@ -32,8 +32,16 @@ class Ema:
     def update(self, step: int) -> None:
         """Take in the weights after optimiser step `step`, counted from 1."""
         weight = 1 - min(self.decay, (1 + step) / (10 + step))
-        for name, average in self._average.items():
-            local_of(average).lerp_(local_of(self._parameters[name]).to(average.dtype), weight)
+        averages, weights = list[Tensor](), list[Tensor]()
+        for name, parameter in self._parameters.items():
+            average, trained = local_of(self._average[name]), local_of(parameter)
+            if trained.dtype == average.dtype:
+                averages.append(average)
+                weights.append(trained)
+            else:  # one after the other, so that no second copy of all weights is made
+                average.lerp_(trained.to(average.dtype), weight)
+        if averages:
+            torch._foreach_lerp_(averages, weights, weight)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
