@@ -128,9 +128,13 @@ class Objective(nn.Module):
         vocabulary = self.model.vocabulary
         if self.one_sweep:
             noisy, is_corrupted_BCL = self._corrupted(batch)
-            hidden_BSD, hidden_BTD = self._sweep(noisy, self._signal(noisy, None))
+            has_pairs = bool(batch.is_ar_scored_BS.any())
+            clean_BSD, hidden_BTD = self._sweep(noisy, self._signal(noisy, None), has_pairs)
             scored = self._scored(hidden_BTD, batch, noisy, is_corrupted_BCL)
-            return _both_losses(vocabulary, scored, _pairs(hidden_BSD, batch))
+            if clean_BSD is None:
+                canvas_sum = _loss(vocabulary, scored)
+                return Losses(canvas_sum, canvas_sum.new_zeros(()))
+            return _both_losses(vocabulary, scored, _pairs(clean_BSD, batch))
         hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
         ar_sum = _loss(vocabulary, _pairs(hidden_BSD, batch))
         hidden_BTD = self._denoise(noisy, past, self._signal(noisy, past))
@@ -188,7 +192,7 @@ class Objective(nn.Module):
             if past is None:
                 columns = max(1, _columns_seen(noisy))
                 seen = {name: getattr(noisy, name)[:, :columns] for name in ROW_FIELDS}
-                _, hidden_BTD = self._sweep(replace(noisy, **seen), None)
+                _, hidden_BTD = self._sweep(replace(noisy, **seen), None, False)
             else:
                 hidden_BTD = self._denoise(noisy, past, None)
         soft_BTD = self.model.vocabulary.soft_embedding(hidden_BTD)
@@ -200,12 +204,19 @@ class Objective(nn.Module):
         hidden_BTD, _ = self.model(noisy.canvas_BCL.flatten(1), _positions(noisy), spans, past, True, soft_BTD)
         return hidden_BTD
 
-    def _sweep(self, noisy: Batch, soft_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Run the clean rows and the noisy canvases in one call: hidden states [B, S, D] and [B, C * L, D]."""
+    def _sweep(self, noisy: Batch, soft_BTD: Tensor | None, wants_clean: bool) -> tuple[Tensor | None, Tensor]:
+        """Run the clean rows and the noisy canvases in one call: hidden states [B, S, D] and [B, C * L, D].
+
+        Without `wants_clean` there are none of the clean rows.
+        """
         columns = _columns_seen(noisy)
         spans = {
             name: Sweep(
-                kind.encode_spans(noisy.doc_start_BS), kind.denoise_spans(*_places(noisy)), columns, self.stop_gradient
+                kind.encode_spans(noisy.doc_start_BS),
+                kind.denoise_spans(*_places(noisy)),
+                columns,
+                self.stop_gradient,
+                wants_clean,
             )
             for name, kind in self.model.kinds.items()
         }
@@ -213,7 +224,8 @@ class Objective(nn.Module):
         positions_BT = torch.cat([noisy.positions_BS, _positions(noisy)], 1)
         hidden_BTD, _ = self.model(tokens_BT, positions_BT, spans, soft_BTD=soft_BTD)
         S = noisy.tokens_BS.shape[1]
-        return hidden_BTD[:, :S], hidden_BTD[:, S:]
+        clean_BSD = hidden_BTD[:, :S] if wants_clean else None
+        return clean_BSD, hidden_BTD[:, hidden_BTD.shape[1] - noisy.canvas_BCL[0].numel() :]
 
     def _scored(self, hidden_BTD: Tensor, batch: Batch, noisy: Batch, is_corrupted_BCL: Tensor) -> _Scored:
         """What the canvas loss is taken of: every position of the canvases whose factor is not 0."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -157,29 +157,40 @@ class Sweep:
 
     clean: of the clean tokens over one another. noisy: of the canvases' tokens; their prefix are the first
     `columns` clean tokens of the same call. stop_gradient: whether no gradient flows from the canvases to those.
+    wants_clean: whether the result is wanted of the clean tokens, too; else they are what canvases see and no more.
     """
 
     clean: Spans
     noisy: Spans
     columns: int
     stop_gradient: bool = False
+    wants_clean: bool = True
 
     @property
     def clean_tokens(self) -> int:
         """How many tokens of each row of the call are clean."""
         return self.clean.bounds_BT4.shape[1]
 
+    def with_clean(self) -> Sweep:
+        """The same call, with the result of the clean tokens, too."""
+        return replace(self, wants_clean=True)
+
     @functools.cached_property
     def joint_BT4(self) -> Tensor:
-        """Spans of all tokens of the call: in the first `columns` of its tokens, and in all of its tokens."""
-        clean, noisy = self.clean.bounds_BT4.clone(), self.noisy.bounds_BT4.clone()
-        clean[..., :2] = 0
+        """Spans of all wanted tokens of the call: in the first `columns` of its tokens, and in all of its tokens."""
+        noisy = self.noisy.bounds_BT4.clone()
         noisy[..., 2:] += self.clean_tokens
+        if not self.wants_clean:
+            return noisy
+        clean = self.clean.bounds_BT4.clone()
+        clean[..., :2] = 0
         return torch.cat([clean, noisy], 1)
 
     @functools.cached_property
     def padding_BT(self) -> Tensor | None:
-        """As in `Spans`, of all tokens of the call."""
+        """As in `Spans`, of all wanted tokens of the call."""
+        if not self.wants_clean:
+            return self.noisy.padding_BT
         parts = [(each.padding_BT, each.bounds_BT4[..., 0]) for each in (self.clean, self.noisy)]
         if all(padding_BT is None for padding_BT, _ in parts):
             return None

@@ -58,29 +58,39 @@ class Attention(nn.Module):
     def forward(
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], spans: Spans | Sweep, past: Past | None
     ) -> tuple[Tensor, KV]:
-        B, T, _ = x_BTD.shape
         into = written(past)
-        q, k, v = self.heads_of(x_BTD, rope, into)
+        first = spans.clean_tokens if isinstance(spans, Sweep) and not spans.wants_clean else 0
+        q, k, v = self.heads_of(x_BTD, rope, into, first)
+        B, T = q.shape[:2]
         out = attend(self.kernels, q, k, v, spans, past, self.scale)
         out = product(self.o_proj, out.reshape(B, T, self.heads * self.head_dim), self.kernels)
         return out, (k, v) if into is None else ()
 
     def heads_of(
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], into: tuple[PagedTensor, ...] | None = None
+        self,
+        x_BTD: Tensor,
+        rope: tuple[Tensor, Tensor],
+        into: tuple[PagedTensor, ...] | None = None,
+        first: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, T, h, d], keys and values [B, T, K, d] of tokens, normed and turned.
+        """Queries [B, T - first, h, d], keys and values [B, T, K, d] of tokens, normed and turned.
 
-        into: pages that keys and values are written into; then none are returned, [B, 0, K, d].
+        into: pages that keys and values are written into; then none are returned, [B, 0, K, d]; first: the first token
+        whose queries are wanted.
         """
         B, T, _ = x_BTD.shape
         projections = (self.q_proj, self.k_proj) if self.v_proj is None else (self.q_proj, self.k_proj, self.v_proj)
         matrices = [weight_of(projection) for projection in projections]
         there = [matrix for matrix in matrices if matrix is not None]
-        if len(there) == len(projections):
+        if first:
+            made = tuple(
+                product(each, x_BTD[:, first:] if n == 0 else x_BTD, self.kernels) for n, each in enumerate(projections)
+            )
+        elif len(there) == len(projections):
             made = self.kernels.products(x_BTD, there)
         else:
             made = tuple(projection(x_BTD) for projection in projections)
-        q = made[0].view(B, T, self.heads, self.head_dim)
+        q = made[0].view(B, T - first, self.heads, self.head_dim)
         raw_k = made[1].view(B, T, self.kv_heads, self.head_dim)
         v = raw_k if self.v_proj is None else made[2].view(B, T, self.kv_heads, self.head_dim)
         norms, norms_values = (self.q_norm, self.k_norm), self.norms_values
@@ -96,18 +106,19 @@ def heads(
     """Queries and keys after their norms and RoPE, values as they are or normed without weight; in one op where it is
     there.
 
-    k, v: [B, T, K, d] (v None: there are none); into: pages for keys and values, which are written there; then none are
-    returned, [B, 0, K, d].
+    k, v: [B, T, K, d] (v None: there are none), of whose tokens the queries' are the last ones or all; into: pages for
+    keys and values, which are written there; then none are returned, [B, 0, K, d].
     """
-    form = norm_form_of(norms[0])
-    if form is not None and form == norm_form_of(norms[1]):
+    form, first = norm_form_of(norms[0]), k.shape[1] - q_BThd.shape[1]
+    if form is not None and form == norm_form_of(norms[1]) and not first:
         weights = [None if norm is None else norm.weight for norm in norms]
         made = kernels.attention_heads(q_BThd, k, v, *weights, *rope, eps, form, norms_values, into=into)
         if made is not None:
             return made
     if norms_values and v is not None:
         (v,) = kernels.rms_norms(v, (None,), eps)
-    q, k = (_normed_and_turned(x, norm, rope) for x, norm in zip((q_BThd, k), norms, strict=True))
+    q = _normed_and_turned(q_BThd, norms[0], (rope[0][:, first:], rope[1][:, first:]) if first else rope)
+    k = _normed_and_turned(k, norms[1], rope)
     if into is None:
         return q, k, v
     return q, into[0].write(k), None if v is None else into[1].write(v)
@@ -126,7 +137,7 @@ def attend(
     """What every query of a call gathers [B, T, h, d] over the tokens before the call and its own ones.
 
     k, v: [B, T, K, d] of this call, without tokens where these were written into the pages of `past`. In a sweep the
-    clean tokens see one another, and the canvases see them as a prefix.
+    clean tokens see one another, and the canvases see them as a prefix; queries are those of the wanted tokens.
     """
     if not isinstance(spans, Sweep):
         prefix_k, prefix_v = past if past is not None else (None, None)
@@ -136,10 +147,13 @@ def attend(
         out = kernels.sweep_attention(q_BThd, k, v, spans, scale)
         if out is not None:
             return out
-    (clean_q, noisy_q), (clean_k, noisy_k), (clean_v, noisy_v) = (
-        x.split([spans.clean_tokens, x.shape[1] - spans.clean_tokens], 1) for x in (q_BThd, k, v)
+    (clean_k, noisy_k), (clean_v, noisy_v) = (
+        x.split([spans.clean_tokens, x.shape[1] - spans.clean_tokens], 1) for x in (k, v)
     )
     prefix_k, prefix_v = ((x.detach() if spans.stop_gradient else x)[:, : spans.columns] for x in (clean_k, clean_v))
-    clean = kernels.span_attention(clean_q, None, None, clean_k, clean_v, spans.clean, scale)
+    clean_q, noisy_q = q_BThd[:, : -noisy_k.shape[1]], q_BThd[:, -noisy_k.shape[1] :]
     noisy = kernels.span_attention(noisy_q, prefix_k, prefix_v, noisy_k, noisy_v, spans.noisy, scale)
+    if not spans.wants_clean:
+        return noisy
+    clean = kernels.span_attention(clean_q, None, None, clean_k, clean_v, spans.clean, scale)
     return torch.cat([clean, noisy], 1)

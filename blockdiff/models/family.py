@@ -191,6 +191,7 @@ class BlockDiffusionModel(nn.Module):
 
     config: Any
     denoises: bool = True
+    leaves_clean_out: bool = False  # whether a layer gives the wanted tokens of a sweep alone
     canvas_length: int
     vocab_size: int
     kernels: Kernels
@@ -224,20 +225,26 @@ class BlockDiffusionModel(nn.Module):
         nothing ever sees those tokens again. A layer that wrote its kv into the pages of `past` has an empty tuple.
 
         In one sweep over clean rows and their canvases, T = S + C * L, `spans` are `Sweep`s and say which tokens are
-        noisy; `soft_BTD` is of the canvases only, and no kv is given back.
+        noisy; `soft_BTD` is of the canvases only, and no kv is given back. Where these do not want the clean tokens'
+        hidden states, the last layer may make keys and values of them alone; then the result is [B, C * L, D].
         """
         rope = self.rope(positions_BT) if rope is None else rope
         x, kv = self.vocabulary.embed(tokens_BT), list[KV]()
-        sweep = next(iter(spans.values()))
+        sweep, spans_of_last = next(iter(spans.values())), None
         if isinstance(sweep, Sweep):
             clean, noisy = x[:, : sweep.clean_tokens], x[:, sweep.clean_tokens :]
             x = torch.cat([clean, self._conditioned(noisy, soft_BTD)], 1)
             is_noisy = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]) >= sweep.clean_tokens
+            if not sweep.wants_clean:
+                spans_of_last = spans if self.leaves_clean_out else None
+                spans = {name: each.with_clean() if isinstance(each, Sweep) else each for name, each in spans.items()}
         elif isinstance(is_noisy, Tensor):
             x = torch.where(is_noisy[..., None], self._conditioned(x, soft_BTD), x)
         elif is_noisy:
             x = self._conditioned(x, soft_BTD)
         for n, (kind, layer) in enumerate(zip(self.layer_kinds, self.layers, strict=True)):
+            if n == len(self.layers) - 1 and spans_of_last is not None:
+                spans = spans_of_last
             x, layer_kv = layer(x, rope[kind], spans[kind], None if past is None else past[n], is_noisy)
             if is_noisy is not True and not isinstance(sweep, Sweep):
                 kv.append(layer_kv)
@@ -309,6 +316,13 @@ class BlockDiffusionModel(nn.Module):
     def soft_embedding(self, logits: Tensor) -> Tensor:
         """Soft embedding [..., D] of logits [..., V]: a convenience, see `vocabulary.soft_embedding`."""
         return self.vocabulary.soft_embedding_of(logits)
+
+
+def wanted(x: Tensor, is_noisy: bool | Tensor, tokens: int) -> tuple[Tensor, bool | Tensor]:
+    """The last `tokens` of the residual x [B, T, D], and which of them are noisy: those that attention has answered."""
+    if tokens == x.shape[1]:
+        return x, is_noisy
+    return x[:, -tokens:], is_noisy[:, -tokens:] if isinstance(is_noisy, Tensor) else is_noisy
 
 
 def layer_scalar(layer: Any, is_noisy: bool | Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -32,7 +32,16 @@ from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.layers.rope import default_frequencies, llama3_frequencies
 from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.family import BlockDiffusionModel, Capabilities, Family, LayerKind, Outline, Rope, layer_scalar
+from blockdiff.models.family import (
+    BlockDiffusionModel,
+    Capabilities,
+    Family,
+    LayerKind,
+    Outline,
+    Rope,
+    layer_scalar,
+    wanted,
+)
 from blockdiff.models.names import Names
 from blockdiff.spans import Spans, Sweep
 
@@ -89,6 +98,7 @@ class Layer(nn.Module):
         is_noisy: as `BlockDiffusionModel.forward` takes it; noisy tokens are multiplied by the decoder scalar.
         """
         attended, kv = self.attention(self.input_norm(x), rope, spans, past)
+        x, is_noisy = wanted(x, is_noisy, attended.shape[1])
         x = x + attended
         x = x + self.mlp(self.post_attention_norm(x))
         scalar = layer_scalar(self, is_noisy, x.dtype)
@@ -112,7 +122,7 @@ class Llama(BlockDiffusionModel):
         if self.denoises:
             sizes = hidden, config.intermediate_size, config.rms_norm_eps, self.kernels
             self.self_conditioning = SelfConditioning(*sizes, ACTIVATIONS[config.hidden_act], is_normed=False)
-        layers = config.num_hidden_layers
+        layers, self.leaves_clean_out = config.num_hidden_layers, self.layer_class is Layer
         self.layers = nn.ModuleList(self.layer_class(config, self.denoises, self.kernels) for _ in range(layers))
         self.norm = CastRMSNorm(hidden, config.rms_norm_eps, self.kernels)
         self.layer_kinds = tuple(KINDS[each] for each in layer_types(config))

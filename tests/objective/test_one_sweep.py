@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,13 @@ def batches() -> dict[str, Batch]:
         "no coin": batch_of(rows(COINS["off"])),
         "a row without canvases": batch_of([some[0], CleanRow(tokens(50, 9), [], 7), some[1]]),
         "no canvas": batch_of([CleanRow(tokens(9, 1), [])]),
+        "no next token scored": without_pairs(batch_of(some)),
     }
+
+
+def without_pairs(batch: Batch) -> Batch:
+    """A batch as `objective.ar_loss: none` makes it."""
+    return replace(batch, is_ar_scored_BS=torch.zeros_like(batch.is_ar_scored_BS))
 
 
 def objective_of(model: DiffusionGemma, one_sweep: bool, **options: Any) -> Objective:
@@ -183,6 +190,57 @@ def test_pass_one_encodes_what_its_canvases_see_and_nothing_else(exact):
     assert calls(exact, batch) == [(False, 2 * (28 + L)), (True, batch.tokens_BS.numel() + batch.canvas_BCL.numel())]
 
 
+FAMILIES = ["llama tied, denoising", "qwen3 sliding, denoising", "minimax_m3 denoising"]
+
+
+def little_batch() -> Batch:
+    """A row with two canvases, of which one has a coin, and a row without any, in the vocabulary of every family."""
+    canvases = [Canvas([*range(9, 17)], 6 + 8 * n, t=0.5, coin=n == 1, address=(0, 0, n)) for n in range(2)]
+    return lay_out([CleanRow([*range(3, 40)], canvases), CleanRow([*range(3, 20)], [])], 8, pad_id=0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["diffusion_gemma", *FAMILIES[:2]])
+def test_where_no_next_token_is_scored_the_last_layer_answers_canvases_alone(name):
+    """Its MLP has the canvases' tokens; those of the layers before it have the clean ones, too."""
+    model = single(**TWO_LAYERS) if name == "diffusion_gemma" else small_model(name, dtype=torch.float32)
+    batch = little_batch()
+    seen: list[int] = []
+    hooks = [
+        layer.mlp.down_proj.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
+        for layer in model.layers
+    ]
+    noisy, clean = batch.canvas_BCL[0].numel(), batch.tokens_BS.shape[1]
+    for scored, last in ((batch, clean + noisy), (without_pairs(batch), noisy)):
+        seen.clear()
+        Objective(model, Linear(), UniformCorruption(model.vocab_size), 5, one_sweep=True)(scored)
+        assert seen[-len(model.layers) :] == [*[clean + noisy] * (len(model.layers) - 1), last]
+    assert len(hooks) > 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("stop_gradient", [False, True])
+def test_every_family_has_the_losses_and_gradients_of_three_passes_without_next_tokens(name, stop_gradient):
+    """A gradient that is nothing but rounding, as that of a scalar before a norm, is held against all of them."""
+    model, batch = small_model(name, dtype=torch.float32), without_pairs(little_batch())
+    one, three = (
+        found(
+            Objective(
+                model, Linear(), UniformCorruption(model.vocab_size), 5, one_sweep=each, stop_gradient=stop_gradient
+            ),
+            batch,
+        )
+        for each in (True, False)
+    )
+    assert one[0] == pytest.approx(three[0], rel=1e-6)
+    assert one[1].keys() == three[1].keys()
+    largest = max(float(gradient.norm()) for gradient in three[1].values())
+    for parameter, expected in three[1].items():
+        error = float((one[1][parameter] - expected).norm())
+        assert error <= 1e-5 * max(float(expected.norm()), 0.05 * largest), parameter
+
+
 @pytest.fixture
 def world_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -221,7 +279,7 @@ def test_each_layer_is_gathered_three_times_a_step_whatever_the_coins(name, worl
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["llama tied, denoising", "qwen3 sliding, denoising", "minimax_m3 denoising"])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("coins", [True, False])
 def test_layers_of_every_family_are_gathered_three_times_a_step_with_and_without_a_coin(name, coins, world_of_one):
     rows = [CleanRow([*range(3, 40)], [Canvas([*range(9, 17)], 6, t=0.5, coin=coins, address=(0, 0, 0))])]

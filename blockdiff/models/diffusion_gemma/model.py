@@ -31,7 +31,7 @@ from blockdiff.layers.rope import default_frequencies, proportional_frequencies
 from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.diffusion_gemma.config import ACTIVATIONS, KINDS, check
-from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope, layer_scalar
+from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope, layer_scalar, wanted
 from blockdiff.spans import Spans, Sweep
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ class Layer(nn.Module):
         is_noisy: as `BlockDiffusionModel.forward` takes it; it says which of the layer scalars counts.
         """
         attended, kv = self.attention(self.input_norm(x), rope, spans, past)
+        x, is_noisy = wanted(x, is_noisy, attended.shape[1])
         # x + norm(attended), and its three norms: for the MLP, the experts, and (without weight) the router
         weights = (self.pre_mlp_norm.weight, self.pre_experts_norm.weight, None)
         norm = self.post_attention_norm
@@ -129,6 +130,7 @@ class DiffusionGemma(BlockDiffusionModel):
             self.kernels,
             ACTIVATIONS[text.hidden_activation],
         )
+        self.leaves_clean_out = self.layer_class is Layer
         self.layers = nn.ModuleList(self.layer_class(text, n, self.kernels) for n in range(text.num_hidden_layers))
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps, self.kernels)
         self.layer_kinds = tuple(KINDS[layer_type] for layer_type in text.layer_types)
