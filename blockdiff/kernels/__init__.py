@@ -67,7 +67,7 @@ class Kernels:
     class_stats: Callable[..., Any]
     sweep_attention: Callable[..., Tensor | None] | None = None  # what `span_attention` gives of a sweep, in one call
     fused: Any = None  # the module `fused.triton`, whose functions do the work of a method below in one launch
-    joined: Any = None  # the module `fused.cpu`, whose functions do it in one call, also for gradients, or give None
+    joined: Any = None  # the functions of `fused.cpu`, which do it in one call, also for gradients, or give None
 
     def __deepcopy__(self, memo: Any) -> Kernels:
         """A copy of a model has the same functions; modules among them cannot be copied."""
@@ -168,7 +168,7 @@ NATIVE = Kernels(**{name: _op(name, "native") for name in OPS})
 CPU = Kernels(
     **{name: _op(name, "cpu" if name in IN_C else "native") for name in OPS},
     sweep_attention=importlib.import_module("blockdiff.kernels.span_attention.cpu").sweep_attention,
-    joined=importlib.import_module("blockdiff.kernels.fused.cpu"),
+    joined=importlib.import_module("blockdiff.kernels.fused.cpu").JOINED,
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -123,3 +125,8 @@ def test_the_scores_and_the_choice_of_a_router_in_one_node(E, k, trains, monkeyp
 
     inputs = drawn((N, D), 0), *(drawn(shape, 1 + n, trains) for n, shape in enumerate([(D,), (E, D), (E,)]))
     assert_joined(routed, inputs, "routed_tokens", monkeypatch)
+
+
+def test_a_model_that_is_copied_computes_with_the_same_functions():
+    norm = copy.deepcopy(RMSNorm(8, EPS, CPU))
+    assert norm.kernels.joined.layer_end is CPU.joined.layer_end

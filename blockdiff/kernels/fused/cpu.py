@@ -7,6 +7,7 @@ gives None.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -216,3 +217,9 @@ def routed_tokens(
         return None
     routes: tuple[Tensor, Tensor] = _RoutedTokens.apply(*given)
     return routes
+
+
+# Not the module itself, which no copy of a model could hold.
+JOINED = SimpleNamespace(
+    attention_heads=attention_heads, residual_norms=residual_norms, routed_tokens=routed_tokens, layer_end=layer_end
+)
