@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from blockdiff.checkpoint import load
 from blockdiff.checkpoint.adapters import places_of
 from blockdiff.checkpoint.files import GENERATION, VOCABULARY_FILES, holding
@@ -36,7 +38,8 @@ class Sampler:
 
     Prompts that begin alike share their beginning within a call; with `pages` (of this model, while its weights stay as
     they are) between calls, too. Where steps are captured in CUDA graphs, the memory that they read and write is kept
-    for the next call (`release` gives it back); weights may have changed in place or have moved by then.
+    for the next call (`release` gives it back); weights may have changed in place or have moved by then. Under autocast
+    nothing is kept: steps read the weights as torch has cast them, which are gone when autocast ends.
     """
 
     _kept: tuple[FixedStep, int] | None = None  # what has captured steps, and how many tokens its pages were asked for
@@ -183,7 +186,8 @@ class Sampler:
         count = sum(best_of for _, best_of in asked)
         rows = min(2 * batch_size, count) + 1
         needed = rows * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
-        fixed, needed = self._taken(needed, graphs is not False and not exact)
+        is_cast = torch.is_autocast_enabled(self.model.device.type)
+        fixed, needed = self._taken(needed, graphs is not False and not exact and not is_cast)
         engine = Engine(
             self.model,
             context=self.context,
@@ -218,7 +222,7 @@ class Sampler:
             if engine.fixed is not None:
                 if self.pages is None:
                     engine.pages.forget()
-                self._kept = engine.fixed, needed
+                self._kept = None if is_cast else (engine.fixed, needed)
 
     def _taken(self, needed: int, captures: bool) -> tuple[FixedStep | None, int]:
         """What was kept, where a call that needs pages of so many tokens can use it, and how many these then are for.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from blockdiff.data.rows import Row
 from blockdiff.evals.questions import Task
@@ -15,6 +18,9 @@ from blockdiff.training.step import autocast
 if TYPE_CHECKING:
     from blockdiff.data.chat import Encoder
     from blockdiff.sampling.sampler import Sampler
+
+
+SPARE = 1.25  # times the memory that a training step takes for a while, since free memory is in pieces
 
 
 class Sampled(NamedTuple):
@@ -40,10 +46,11 @@ def sample_prompts(
 
     The record has `sample_accuracy, sample_steps_per_canvas, sample_max_steps, sample_tokens_per_forward, sample_count,
     sample_errors` and `sample_seconds` (until the last rank is done). Weights, modes, gradients and torch's generators
-    stay as they are. Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank
+    stay as they are, and what the sampler keeps for its next call is given back where a training step would not fit
+    beside it. Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank
     is to stop.
     """
-    with autocast(ranks.device, precision):
+    with _room_after(sampler, ranks.device), autocast(ranks.device, precision):
         found = evaluate(sampler, rows, task, ranks=ranks, batch_size=batch_size, seed=seed, encoder=encoder)
     record = {
         "sample_accuracy": found["solved_share"],
@@ -55,3 +62,17 @@ def sample_prompts(
         "sample_seconds": round(found["seconds"], 3),
     }
     return Sampled(record, found["records"][:texts])
+
+
+@contextmanager
+def _room_after(sampler: Sampler, device: torch.device) -> Iterator[None]:
+    """Surrounds sampling, after which the memory of a training step has to be free on a GPU, as it was before."""
+    if device.type != "cuda":  # only there a sampler keeps anything
+        yield
+        return
+    passing = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    yield
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    if free < SPARE * passing:
+        sampler.release()

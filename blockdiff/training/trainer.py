@@ -246,11 +246,12 @@ class Trainer:
     def sample(self, step: int) -> Record:
         """The figures of the sampled prompts; some of their texts go to samples.jsonl."""
         base, data = self.built.base, self.built.data
-        strategy = self.recipe.evaluation.strategy
-        sampler = Sampler(self.built.model, base.tokenizer, base.generation, self.built.choices, strategy)
+        if self.sampler is None:  # one for all evaluations: it keeps what it captured, and weights change in place
+            strategy = self.recipe.evaluation.strategy
+            self.sampler = Sampler(self.built.model, base.tokenizer, base.generation, self.built.choices, strategy)
         with self.averaged():
             sampled = sample_prompts(
-                sampler,
+                self.sampler,
                 data.prompts,
                 evals.task(self.recipe.evaluation.task),
                 self.ranks,
@@ -401,6 +402,7 @@ class Trainer:
     def begin(self, built: Built, records: list[Record]) -> None:
         """Take what was built, and count the skipped steps and the seconds on from what the log says."""
         self.built, self.records = built, records
+        self.sampler: Sampler | None = None
         self.step = self.saved = built.step
         self.steps = self.show.steps = built.steps
         self.saver = Saver(self.directory, self.ranks, self.recipe.train.save_async)

@@ -119,3 +119,16 @@ def test_nothing_is_shared_of_pages_that_were_forgotten(model):
     assert pages.reuse(row, tokens.tolist()) == 0 and pages.free_tokens() == 256
     pages.encode([row], tokens[None], [24])
     pages.check()
+
+
+def test_under_autocast_no_call_reads_weights_that_one_before_has_cast(recorder):
+    model, other = small_model().float(), small_model(seed=4).float()
+    sampler, found, expected = sampler_of(model), [], []
+    for weights in (model, other):
+        model.load_state_dict(copy.deepcopy(weights.state_dict()))
+        for each, answers in ((sampler, found), (sampler_of(model), expected)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                answers.append(each.generate(requests_of(1)))
+    assert found == expected and found[0] != found[1] and recorder.replays
+    outside = sampler_of(model).generate(requests_of(1))
+    assert sampler.generate(requests_of(1)) == outside  # nor in what was captured under autocast
