@@ -68,6 +68,7 @@ class Trainer:
     show: Progress  # what is printed
     trackers: Trackers
     saver: Saver
+    sampler: Sampler | None  # of all evaluations, once there was one
 
     def __init__(
         self,
@@ -402,7 +403,7 @@ class Trainer:
     def begin(self, built: Built, records: list[Record]) -> None:
         """Take what was built, and count the skipped steps and the seconds on from what the log says."""
         self.built, self.records = built, records
-        self.sampler: Sampler | None = None
+        self.sampler = None
         self.step = self.saved = built.step
         self.steps = self.show.steps = built.steps
         self.saver = Saver(self.directory, self.ranks, self.recipe.train.save_async)
