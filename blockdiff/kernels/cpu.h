@@ -64,3 +64,9 @@ typedef struct Product {
 
 /* Make all of them, in any order, shared out over the threads; every sum is made in an order of its own. */
 void multiply(const Product *products, int64_t count);
+
+/* Rows [begin, end) and columns [first, last) of one; the first column is a multiple of 16. */
+void multiply_part(const Product *product, int64_t begin, int64_t end, int64_t first_column, int64_t last_column);
+
+/* Make all of them by the tile unit, of numbers in so many pieces (1 or 3: linear/cpu.c). */
+void multiply_in_tiles(const Product *products, int64_t count, int64_t pieces);

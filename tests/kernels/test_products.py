@@ -8,6 +8,7 @@ from torch import Tensor
 
 from blockdiff.kernels.c_library import call, library
 from blockdiff.kernels.expert_mlp import cpu
+from blockdiff.kernels.linear import cpu as tiles
 from blockdiff.kernels.linear import products
 
 pytestmark = pytest.mark.quick
@@ -23,6 +24,11 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def has(pieces: int) -> bool:
+    """Whether this machine makes products of so many pieces; without a compiler it makes none."""
+    return HAS_C and (pieces == 0 or tiles.has_tiles())
+
+
 def grouped(tokens: int, k: int, experts: int) -> cpu._Groups:
     """Slots spread over the experts; every seventh goes to none."""
     index = torch.randint(0, experts, (tokens, k), generator=torch.Generator().manual_seed(tokens))
@@ -30,25 +36,26 @@ def grouped(tokens: int, k: int, experts: int) -> cpu._Groups:
     return cpu._Groups(index, experts)
 
 
-def results(tokens: int, k: int, experts: int, depth: int, width: int) -> list[Tensor]:
+def results(tokens: int, k: int, experts: int, depth: int, width: int, pieces: int) -> list[Tensor]:
     """What the C functions make of gathered rows and of rows that stand in order, in all four kinds of use."""
     groups, x, of_rows = grouped(tokens, k, experts), drawn(tokens, depth), drawn(tokens * k, width)[: tokens * k]
     rows, weights, ends = groups.rows, drawn(experts, width, depth), groups.ends_E
     forward, added = torch.full((rows, width), torch.nan), torch.ones(rows, depth)
     outer, turned = torch.full((experts, width, depth), torch.nan), torch.full((experts, depth, width), torch.nan)
     sizes = (ends, experts, depth, weights, width * depth, 1, depth, width, 0)
-    call("product_grouped", x, groups.slot, k, *sizes, forward)
+    call("product_grouped", x, groups.slot, k, *sizes, forward, pieces)
     back = (ends, experts, width, weights, width * depth, depth, 1, depth, 1)
-    call("product_grouped", of_rows, None, k, *back, added)
-    call("product_grouped_outer", of_rows, None, x, groups.slot, k, ends, experts, width, depth, outer)
-    call("product_grouped_outer", x, groups.slot, of_rows, None, k, ends, experts, depth, width, turned)
+    call("product_grouped", of_rows, None, k, *back, added, pieces)
+    call("product_grouped_outer", of_rows, None, x, groups.slot, k, ends, experts, width, depth, outer, pieces)
+    call("product_grouped_outer", x, groups.slot, of_rows, None, k, ends, experts, depth, width, turned, pieces)
     return [forward, added, outer, turned]
 
 
+@pytest.mark.parametrize("pieces", [0, tiles.EXACT])
 @pytest.mark.parametrize("case", CASES)
-def test_products_of_every_expert_are_those_of_its_own_rows(case):
-    if not HAS_C:
-        return  # without a compiler nothing of this is called
+def test_products_of_every_expert_are_those_of_its_own_rows(case, pieces):
+    if not has(pieces):
+        return  # nothing of this is called
     tokens, k, experts, depth, width = case
     groups, x = grouped(tokens, k, experts), drawn(tokens, depth).double()
     of_rows, weights = drawn(tokens * k, width).double(), drawn(experts, width, depth).double()
@@ -59,18 +66,19 @@ def test_products_of_every_expert_are_those_of_its_own_rows(case):
         mine = x[groups.slot[lo:hi] // k]
         wanted[0][lo:hi], wanted[1][lo:hi] = mine @ weights[e].t(), 1 + of_rows[lo:hi] @ weights[e]
         wanted[2][e], wanted[3][e] = of_rows[lo:hi].t() @ mine, mine.t() @ of_rows[lo:hi]
-    for found, true in zip(results(*case), wanted, strict=True):
+    for found, true in zip(results(*case, pieces), wanted, strict=True):
         assert float((found - true).norm()) <= BOUND * float(true.norm())
 
 
-def test_products_have_the_same_bits_whatever_the_threads():
-    if not HAS_C:
+@pytest.mark.parametrize("pieces", [0, tiles.EXACT])
+def test_products_have_the_same_bits_whatever_the_threads(pieces):
+    if not has(pieces):
         return
     threads, found = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(results(700, 2, 2, 203, 300))
+            found.append(results(700, 2, 2, 203, 300, pieces))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))

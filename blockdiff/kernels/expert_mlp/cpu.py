@@ -25,7 +25,7 @@ KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that cpu.c has
 class _Groups(native._Groups):
     """The grouping of native.py, made by one call; rows are gathered and added up without a copy for each slot."""
 
-    def __init__(self, expert_index_Nk: Tensor, experts: int, in_tiles: bool = False):
+    def __init__(self, expert_index_Nk: Tensor, experts: int, pieces: int = 0):
         self.k, self.slots, self.has_expert_Nk = expert_index_Nk.shape[1], expert_index_Nk.numel(), None
         self.ends_E = torch.empty(experts, dtype=torch.int32)
         slot, self.place_Nk = torch.empty(2, *expert_index_Nk.shape, dtype=torch.int64).unbind(0)
@@ -34,7 +34,7 @@ class _Groups(native._Groups):
         self.ends = self.ends_E.tolist()
         self.rows = self.ends[-1]
         self.slot = slot.view(-1)[: self.rows]
-        self.in_tiles, self.of_expert = in_tiles, self.rows // experts
+        self.pieces, self.of_expert = pieces, self.rows // experts
 
     def gather(self, x_ND: Tensor) -> Tensor:
         """The rows of x that stand for the slots, expert by expert."""
@@ -51,17 +51,20 @@ class _Groups(native._Groups):
 
     def rows_of(self, x_ND: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rows of x for the slots as the products take them: a copy of each, or x and where they are to be gathered."""
-        return (x_ND, self.slot) if products.are_fast() and not self.in_tiles else (self.gather(x_ND), None)
+        return (x_ND, self.slot) if products.are_fast() else (self.gather(x_ND), None)
+
+    def pieces_for(self, depth: int, width: int) -> int:
+        """The pieces that the tile unit makes such a product in; 0: the vector unit makes it."""
+        return self.pieces if tiles.is_worth(self.of_expert, depth, width) else 0
 
     def product(self, x: Tensor, weights_E: Any, slot: Tensor | None = None, out_M: Tensor | None = None) -> Tensor:
         """Rows of x (as `rows_of` gives them) times their expert's matrix [in, out]; with `out_M` added to that."""
         (E, depth, wide), (apart, *by) = weights_E.shape, weights_E.stride()
         out = x.new_empty(self.rows, wide) if out_M is None else out_M
-        if out_M is None and self.in_tiles and tiles.is_worth(self.of_expert, depth, wide) and 1 in by:
-            call("linear_grouped", x, self.ends_E, E, depth, weights_E, apart, *by, wide, out)
-        elif products.are_fast():
+        if products.are_fast():
+            pieces = self.pieces_for(depth, wide) if 1 in by else 0
             of_weights = (weights_E, apart, *by, wide, int(out_M is not None))
-            call("product_grouped", x, slot, self.k, self.ends_E, E, depth, *of_weights, out)
+            call("product_grouped", x, slot, self.k, self.ends_E, E, depth, *of_weights, out, pieces)
         else:
             for e, lo, hi in self.bounds():
                 torch.addmm(out[lo:hi], x[lo:hi], weights_E[e], beta=int(out_M is not None), out=out[lo:hi])
@@ -94,11 +97,9 @@ class _Groups(native._Groups):
         """Per expert left^T right of rows as `rows_of` gives them: the gradient of its matrix."""
         grad = torch.empty(like.shape, dtype=like.dtype)
         E, wide, depth = like.shape
-        if self.in_tiles and tiles.is_worth(self.of_expert, wide, depth):
-            call("linear_grouped_backward", left, self.ends_E, E, wide, right, depth, grad)
-        elif products.are_fast():
+        if products.are_fast():
             sides = (left, left_slot, right, right_slot, self.k)
-            call("product_grouped_outer", *sides, self.ends_E, E, wide, depth, grad)
+            call("product_grouped_outer", *sides, self.ends_E, E, wide, depth, grad, self.pieces_for(wide, depth))
         else:
             first = 0
             for e, end in enumerate(self.ends):
@@ -119,13 +120,13 @@ class _ExpertMLP(torch.autograd.Function):
         index_Nk: Tensor,
         weight_Nk: Tensor,
         kind: int,
-        in_tiles: bool,
+        pieces: int,
         gate_up_A: Tensor | None,
         gate_up_B: Tensor | None,
         down_A: Tensor | None,
         down_B: Tensor | None,
     ) -> Tensor:
-        groups = _Groups(index_Nk, gate_up_EFD.shape[0], in_tiles)
+        groups = _Groups(index_Nk, gate_up_EFD.shape[0], pieces)
         x, slot = groups.rows_of(x_ND)
         h = groups.product(x, gate_up_EFD.transpose(1, 2), slot)
         between_h = groups.add_low_rank(h, x, gate_up_A, gate_up_B, slot)
@@ -229,13 +230,14 @@ def expert_mlp(
     is_autocast = torch.is_autocast_enabled("cpu")
     is_served = activation in KINDS and x_ND.shape[0] > 0 and expert_index_Nk.dtype is torch.int64
     is_served = is_served and serves(*inputs[:3], expert_weight_Nk, *low_rank)
-    if not is_served or (is_autocast and (low_rank or not tiles.takes(x_ND))):
+    pieces = tiles.pieces_of(x_ND) if is_served else 0
+    if not is_served or (is_autocast and (low_rank or not pieces)):
         return native.expert_mlp(*inputs, activation, low_rank)
     x_ND = x_ND.contiguous()
     with torch.autocast("cpu", enabled=False) if is_autocast else nullcontext():
         if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= native.DENSE_FLOPS:
             return _dense(x_ND, *inputs[1:], KINDS[activation], low_rank)
-        return _ExpertMLP.apply(x_ND, *inputs[1:], KINDS[activation], is_autocast, *(low_rank or (None,) * 4))
+        return _ExpertMLP.apply(x_ND, *inputs[1:], KINDS[activation], pieces, *(low_rank or (None,) * 4))
 
 
 class _Gated(torch.autograd.Function):

@@ -1,14 +1,17 @@
 /* Products of matrices by the tile unit (AMX) of x86 processors; where there is none nothing here is called.
 
-   The unit multiplies bf16 numbers and adds up in fp32: inputs are fp32 and rounded to bf16 on their way into tiles,
-   results are fp32 and never rounded. Every element of a result is summed in an order that the depth of the product
-   alone decides. */
+   The unit multiplies bf16 numbers and adds up in fp32. With one piece, numbers are rounded to bf16 on their way into
+   tiles. With three pieces each number is the sum of three of bf16 (8 + 8 + 8 bits), which is exact but below about
+   1e-33, and six of the nine products are made: what is left out is no larger than what fp32 rounds. Every element of
+   a result is summed in an order that the depth of the product alone decides. Three pieces of a number that is not
+   finite mean nothing: what is packed with one is multiplied by the vector unit. */
 
 #include <stdlib.h>
 
 #include "cpu.h"
 
-#if defined(__linux__) && defined(__x86_64__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(__linux__) && defined(__x86_64__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && \
+    defined(__AVX512DQ__)
 
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -23,27 +26,16 @@
 #define TILE_DATA 18              /* XFEATURE_XTILEDATA */
 #define TILE 512                  /* numbers of a tile of 16 lines x 32 steps */
 #define SIDE 32                   /* lines of a panel: two tiles */
-#define DEEP 256                  /* steps of a panel */
-#define STEP (2 * TILE)           /* numbers of a panel for 32 steps */
-#define PANEL (DEEP / 32 * STEP)
-#define PANELS 16                 /* panels of the right side that are made at once: 256 KiB, for the second cache */
-#define PARTS 3
+#define STEPS 32                  /* steps of a tile */
+#define DEEP 256                  /* steps of a panel, at most */
+#define PIECES 3                  /* of a number, at most */
+#define PANEL (DEEP / STEPS * PIECES * 2 * TILE)
+#define LEFT 8   /* panels of rows that are made at once: with those of the columns they lie in the second cache */
+#define RIGHT 16 /* panels of columns of a task, at most */
+#define QUEUE 4  /* tile steps after which one tile is stored; without that a later store waits 300 ns */
 
 /* Whether this machine has the unit and the system lets this process use it. */
 void tiles_are_there(int64_t *answer) { *answer = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0; }
-
-/* Numbers x(line, step): lines are rows or columns of the result, steps are what is summed over. One stride is 1. */
-typedef struct {
-    const float *at;
-    int64_t line, step, lines;
-} Side;
-
-/* The right side of a product, and where the columns that it makes stand, in lines of `stride` elements. */
-typedef struct {
-    Side right;
-    float *out;
-    int64_t stride;
-} Part;
 
 typedef struct {
     uint8_t palette, start, reserved[14];
@@ -67,26 +59,29 @@ static void give_back(TileConfig before) {
         _tile_release();
 }
 
-/* 16 x 16 numbers of 32 bits. */
-static inline void transpose(__m512i r[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 8; i++) {
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+/* 16 x 16 numbers. */
+INLINE void turn(__m512 numbers[16]) {
+    __m512i t[16], *r = (__m512i *)numbers;
+    UNROLL for (int i = 0; i < 8; i++) {
         t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
         t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
     }
-    for (int i = 0; i < 4; i++) {
+    UNROLL for (int i = 0; i < 4; i++) {
         r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
         r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
         r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
         r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
     }
-    for (int i = 0; i < 4; i++) {
+    UNROLL for (int i = 0; i < 4; i++) {
         t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
         t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
         t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
         t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
     }
-    for (int i = 0; i < 4; i++) {
+    UNROLL for (int i = 0; i < 4; i++) {
         r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
         r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
         r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
@@ -94,66 +89,133 @@ static inline void transpose(__m512i r[16]) {
     }
 }
 
+static inline int64_t parts_of(int64_t size, int64_t most) { return (size + most - 1) / most; }
+
+static inline int64_t place(const int64_t *slot, int64_t k, int64_t n) { return slot ? slot[n] / k : n; }
+
 static inline __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : n > 0 ? (1u << n) - 1 : 0; }
 
 /* Numbers rounded to bf16, each in the lower half of a word. */
 static inline __m512i rounded(__m512 x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
 
-/* One tile: [line][pair of steps], or [pair][line] for the right side; beyond the edges 0. */
-static inline void pack_tile(Side x, int64_t line, int64_t step, int64_t steps, int is_right, uint16_t *out) {
-    __m512i made[16];
-    int64_t lines = x.lines - line, left = steps - step;
-    int by_line = x.step == 1;
-    for (int i = 0; i < 16; i++) {
-        __m512 a = _mm512_setzero_ps(), b = a;
-        if (by_line) { /* 32 steps of a line, as they stand */
-            const float *at = x.at + (line + i) * x.line + step;
-            if (i < lines) a = _mm512_maskz_loadu_ps(first(left), at), b = _mm512_maskz_loadu_ps(first(left - 16), at + 16);
-            made[i] = (__m512i)_mm512_cvtne2ps_pbh(b, a);
-        } else { /* two steps of 16 lines, in pairs */
-            const float *at = x.at + (step + 2 * i) * x.step + line;
-            if (2 * i < left) a = _mm512_maskz_loadu_ps(first(lines), at);
-            if (2 * i + 1 < left) b = _mm512_maskz_loadu_ps(first(lines), at + x.step);
-            made[i] = _mm512_or_si512(rounded(a), _mm512_slli_epi32(rounded(b), 16));
+/* A tile of each piece: [line][pair of steps], or [pair][line] for the right side; beyond the edges 0. Steps n and
+   n + 16 are a pair. Returns whether a number is not finite. */
+INLINE int pack_tile(const Lines *x, int64_t line, int64_t lines, int64_t step, int64_t steps, int is_right, int pieces,
+                     uint16_t *out) {
+    __m512 low[16], high[16];
+    int by_line = x->by_step == 1 && !x->step_slot;
+    if (by_line)
+        UNROLL for (int i = 0; i < 16; i++) { /* 32 steps of a line */
+            const float *at = x->at + place(x->line_slot, x->k, line + MIN(i, lines - 1)) * x->by_line + step;
+            low[i] = _mm512_maskz_loadu_ps(i < lines ? first(steps) : 0, at);
+            high[i] = _mm512_maskz_loadu_ps(i < lines ? first(steps - 16) : 0, at + 16);
+        }
+    else
+        UNROLL for (int i = 0; i < 16; i++) { /* two steps of 16 lines */
+            const float *at = x->at + line;
+            int64_t one = place(x->step_slot, x->k, step + MIN(i, steps - 1));
+            int64_t other = place(x->step_slot, x->k, step + MIN(i + 16, steps - 1));
+            low[i] = _mm512_maskz_loadu_ps(i < steps ? first(lines) : 0, at + one * x->by_step);
+            high[i] = _mm512_maskz_loadu_ps(i + 16 < steps ? first(lines) : 0, at + other * x->by_step);
+        }
+    if (by_line == is_right) turn(low), turn(high);
+    if (pieces == 1) {
+        UNROLL for (int i = 0; i < 16; i++)
+            _mm512_store_si512(out + i * 32, _mm512_or_si512(rounded(low[i]), _mm512_slli_epi32(rounded(high[i]), 16)));
+        return 0;
+    }
+    __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+    __mmask16 is_odd = 0;
+    UNROLL for (int i = 0; i < 16; i++) {
+        is_odd |= _mm512_fpclass_ps_mask(low[i], 0x99) | _mm512_fpclass_ps_mask(high[i], 0x99); /* infinite or NaN */
+        UNROLL for (int piece = 0; piece < PIECES; piece++) { /* its upper half, and then what is left */
+            __m512i a = (__m512i)low[i], b = _mm512_and_si512((__m512i)high[i], upper);
+            _mm512_store_si512(out + piece * 2 * TILE + i * 32, _mm512_or_si512(_mm512_srli_epi32(a, 16), b));
+            low[i] = _mm512_sub_ps(low[i], (__m512)_mm512_and_si512(a, upper));
+            high[i] = _mm512_sub_ps(high[i], (__m512)b);
         }
     }
-    if (by_line == is_right) transpose(made);
-    for (int i = 0; i < 16; i++) _mm512_store_si512(out + i * 32, made[i]);
+    return is_odd != 0;
 }
 
-static inline void pack_panel(Side x, int64_t line, int64_t step, int64_t steps, int is_right, uint16_t *out) {
-    for (int64_t k = step; k < MIN(step + DEEP, steps); k += 32, out += STEP)
-        for (int half = 0; half < 2; half++)
-            pack_tile(x, line + 16 * half, k, steps, is_right, out + half * TILE);
+/* Panels [step of tiles][piece][half] of lines, in the order in which numbers lie in memory. */
+INLINE int pack(const Lines *x, int64_t line, int64_t lines, int64_t step, int64_t steps, int is_right, int pieces,
+                uint16_t *out) {
+    int64_t depth = parts_of(steps, STEPS), panels = parts_of(lines, SIDE), is_odd = 0;
+    int by_step = x->by_line == 1 && !x->line_slot;
+    for (int64_t n = 0; n < depth * panels; n++) {
+        int64_t l = (by_step ? n % panels : n / depth), k = (by_step ? n / panels : n % depth);
+        uint16_t *to = out + (l * depth + k) * pieces * 2 * TILE;
+        for (int half = 0; half < 2; half++) {
+            int64_t from = l * SIDE + half * 16;
+            if (from < lines)
+                is_odd |= pack_tile(x, line + from, lines - from, step + k * STEPS, steps - k * STEPS, is_right, pieces,
+                                    to + half * TILE);
+            else /* its products are not looked at */
+                for (int piece = 0; piece < pieces; piece++)
+                    memset(to + half * TILE + piece * 2 * TILE, 0, TILE * sizeof *to);
+        }
+    }
+    return is_odd != 0;
 }
 
 /* The compiler does not know that tiles read memory. */
 #define FENCE() __asm__ volatile("" ::: "memory")
+#define LOAD_ROWS(piece)                                     \
+    do {                                                     \
+        _tile_loadd(4, left + (piece) * 2 * TILE, 64);       \
+        _tile_loadd(5, left + ((piece) * 2 + 1) * TILE, 64); \
+    } while (0)
+#define LOAD_COLUMNS(piece)                                   \
+    do {                                                      \
+        _tile_loadd(6, right + (piece) * 2 * TILE, 64);       \
+        _tile_loadd(7, right + ((piece) * 2 + 1) * TILE, 64); \
+    } while (0)
+#define ADD()                    \
+    do {                         \
+        _tile_dpbf16ps(0, 4, 6); \
+        _tile_dpbf16ps(1, 4, 7); \
+        _tile_dpbf16ps(2, 5, 6); \
+        _tile_dpbf16ps(3, 5, 7); \
+    } while (0)
 
-/* Add the product of two panels to the 32 x 32 numbers of tiles 0 to 3. */
-static inline void add_product(const uint16_t *left, const uint16_t *right, int64_t depth) {
+/* The product of two panels into tiles 0 to 3; meanwhile the lines of the result come near. */
+INLINE void make_sums(const uint16_t *left, const uint16_t *right, int64_t depth, int pieces, const float *out,
+                      int64_t stride, int64_t rows) {
+    float unused[TILE / 2] __attribute__((aligned(64)));
+    int64_t late = MAX(depth - 2, 0), row = 0;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     FENCE();
-    for (int64_t k = 0; k < depth; k++, left += STEP, right += STEP) {
-        _tile_loadd(6, right, 64);
-        _tile_loadd(7, right + TILE, 64);
-        _tile_loadd(4, left, 64);
-        _tile_loadd(5, left + TILE, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+    for (int64_t k = 0; k < depth; k++, left += pieces * 2 * TILE, right += pieces * 2 * TILE) {
+        if (pieces > 1 && k && k % QUEUE == 0) _tile_stored(0, unused, 64);
+        for (int64_t last = k < late ? 0 : rows * (k + 1 - late) / (depth - late); row < last; row++) {
+            __builtin_prefetch(out + row * stride, 1);
+            __builtin_prefetch(out + row * stride + 16, 1);
+        }
+        LOAD_COLUMNS(0);
+        if (pieces > 1) { /* the small products come first, as far as few loads allow it */
+            LOAD_ROWS(2);
+            ADD();
+            LOAD_ROWS(1);
+            ADD();
+        }
+        LOAD_ROWS(0);
+        ADD();
+        if (pieces > 1) {
+            LOAD_COLUMNS(2);
+            ADD();
+            LOAD_COLUMNS(1);
+            ADD();
+            LOAD_ROWS(1);
+            ADD();
+        }
     }
 }
 
-static void load_block(const float *at, int64_t stride) {
-    FENCE();
-    _tile_loadd(0, at, stride * 4);
-    _tile_loadd(1, at + 16, stride * 4);
-    _tile_loadd(2, at + 16 * stride, stride * 4);
-    _tile_loadd(3, at + 16 * stride + 16, stride * 4);
-}
-
-static void store_block(float *at, int64_t stride) {
+static inline void store_block(float *at, int64_t stride) {
     _tile_stored(0, at, stride * 4);
     _tile_stored(1, at + 16, stride * 4);
     _tile_stored(2, at + 16 * stride, stride * 4);
@@ -161,126 +223,132 @@ static void store_block(float *at, int64_t stride) {
     FENCE();
 }
 
-static inline void copy_block(float *to, int64_t to_stride, const float *from, int64_t stride, int64_t rows,
-                              int64_t width) {
-    for (int64_t r = 0; r < rows; r++) memcpy(to + r * to_stride, from + r * stride, width * sizeof *to);
-}
-
-/* A block of the result: columns from `column` on of a part. */
-static inline void make_block(const uint16_t *left, const uint16_t *right, int64_t depth, Part part,
-                              int64_t row, int64_t rows, int64_t column, int adds) {
-    float edge[SIDE * SIDE] __attribute__((aligned(64)));
-    float *out = part.out + row * part.stride + column, *to = out;
-    int64_t width = MIN(part.right.lines - column, SIDE), stride = part.stride;
-    int is_edge = rows < SIDE || width < SIDE;
-    if (is_edge) {
-        to = edge, stride = SIDE;
-        if (adds) copy_block(edge, SIDE, out, part.stride, rows, width);
+/* A block of the result, written or added to what is there. */
+INLINE void make_block(const uint16_t *left, const uint16_t *right, int64_t depth, int pieces, float *out,
+                       int64_t stride, int64_t rows, int64_t width, int64_t adds) {
+    make_sums(left, right, depth, pieces, out, stride, rows);
+    if (!adds && rows == SIDE && width == SIDE) {
+        store_block(out, stride);
+        return;
     }
-    if (adds)
-        load_block(to, stride);
-    else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    add_product(left, right, depth);
-    store_block(to, stride);
-    if (is_edge) copy_block(out, part.stride, edge, SIDE, rows, width);
-}
-
-static __thread uint16_t *room; /* the panels of the right side, kept by a thread from one product to the next */
-
-/* out = left right^T of every part, or that is added to it. Without steps there is nothing to add. */
-static void product(Side left, const Part *parts, int count, int64_t steps, int adds) {
-    int64_t rows = left.lines, panels = (rows + SIDE - 1) / SIDE, all = 0, width = 0;
-    for (int p = 0; p < count; p++) all += (parts[p].right.lines + SIDE - 1) / SIDE, width += parts[p].right.lines;
-    if (!room && !(room = aligned_alloc(64, PANELS * PANEL * sizeof *room))) abort();
-    uint16_t *right = room;
-    for (int64_t step = 0; step < steps; step += DEEP)
-        for (int64_t from = 0; from < all; from += PANELS) {
-            int64_t here = MIN(all - from, PANELS), depth = (MIN(steps - step, DEEP) + 31) / 32;
-            /* few panels of rows are shared out by columns, too */
-            int64_t shares = panels < 8 && omp_get_max_threads() > 1 ? MIN(here, 4) : 1;
-#pragma omp parallel if (rows * width * steps > MUCH * 16)
-            {
-                TileConfig before = configured();
-                uint16_t mine[PANEL] __attribute__((aligned(64)));
-#pragma omp for schedule(static)
-                for (int64_t j = 0; j < here; j++) {
-                    int64_t panel = from + j;
-                    const Part *part = parts;
-                    for (; panel >= (part->right.lines + SIDE - 1) / SIDE; part++)
-                        panel -= (part->right.lines + SIDE - 1) / SIDE;
-                    pack_panel(part->right, panel * SIDE, step, steps, 1, right + j * PANEL);
-                }
-#pragma omp for schedule(static)
-                for (int64_t task = 0; task < panels * shares; task++) {
-                    int64_t row = task / shares * SIDE, share = task % shares;
-                    pack_panel(left, row, step, steps, 0, mine);
-                    for (int64_t j = here * share / shares; j < here * (share + 1) / shares; j++) {
-                        int64_t panel = from + j;
-                        const Part *part = parts;
-                        for (; panel >= (part->right.lines + SIDE - 1) / SIDE; part++)
-                            panel -= (part->right.lines + SIDE - 1) / SIDE;
-                        make_block(mine, right + j * PANEL, depth, *part, row, MIN(rows - row, SIDE),
-                                   panel * SIDE, adds || step > 0);
-                    }
-                }
-                give_back(before);
-            }
+    float block[SIDE * SIDE] __attribute__((aligned(64)));
+    store_block(block, SIDE);
+    for (int64_t r = 0; r < rows; r++, out += stride)
+        for (int64_t c = 0; c < SIDE; c += 16) {
+            __m512 sum = _mm512_load_ps(block + r * SIDE + c);
+            if (adds) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(first(width - c), out + c));
+            _mm512_mask_storeu_ps(out + c, first(width - c), sum);
         }
 }
 
-/* x [rows, depth] times each weight [wide, depth], transposed; a weight of no width is none. */
-void linear(const float *x, int64_t rows, int64_t depth, const float *weight_0, int64_t wide_0,
-            float *out_0, const float *weight_1, int64_t wide_1, float *out_1, const float *weight_2, int64_t wide_2,
-            float *out_2) {
-    Side left = {x, depth, 1, rows};
-    Part parts[PARTS] = {{{weight_0, depth, 1, wide_0}, out_0, wide_0},
-                         {{weight_1, depth, 1, wide_1}, out_1, wide_1},
-                         {{weight_2, depth, 1, wide_2}, out_2, wide_2}};
-    product(left, parts, PARTS, depth, 0);
+static __thread uint16_t *room; /* panels, kept by a thread from one product to the next */
+
+/* Some steps of a product by the vector unit: its rows [begin, end) and columns [first, last). */
+static void make_plainly(const Product *product, const Product *sides, int64_t step, int64_t steps, int64_t begin,
+                         int64_t end, int64_t first_column, int64_t last_column, int64_t adds) {
+    Product part = *sides;
+    part.more = NULL, part.steps = steps, part.adds = adds;
+    part.out = product->out, part.stride = product->stride, part.columns = product->columns;
+    Lines *both[] = {&part.left, &part.right};
+    for (int n = 0; n < 2; n++)
+        if (both[n]->step_slot)
+            both[n]->step_slot += step;
+        else
+            both[n]->at += step * both[n]->by_step;
+    multiply_part(&part, begin, end, first_column, last_column);
 }
 
-/* grad [rows, wide] times weight [wide, depth]: written, or added to what others gave. */
-void linear_backward_x(const float *grad, int64_t rows, int64_t wide, const float *weight,
-                       int64_t depth, int64_t adds, float *grad_x) {
-    Side left = {grad, wide, 1, rows};
-    Part part = {{weight, 1, depth, depth}, grad_x, depth};
-    product(left, &part, 1, wide, adds);
-}
-
-/* The gradient of a weight: grad [rows, wide] transposed times x [rows, depth]. */
-void linear_backward_weight(const float *grad, int64_t rows, int64_t wide, const float *x,
-                            int64_t depth, float *grad_weight) {
-    Side left = {grad, 1, wide, wide};
-    Part part = {{x, 1, depth, depth}, grad_weight, depth};
-    if (rows == 0) memset(grad_weight, 0, wide * depth * sizeof *grad_weight);
-    product(left, &part, 1, rows, 0);
-}
-
-/* Rows of x [M, depth] times the matrix of their expert, which holds element (d, w) at d * by_depth + w * by_width. */
-void linear_grouped(const float *x, const int32_t *ends, int64_t experts, int64_t depth,
-                    const float *weights, int64_t apart, int64_t by_depth, int64_t by_width, int64_t wide, float *out) {
-    for (int64_t e = 0, begin = 0; e < experts; begin = ends[e++]) {
-        Side left = {x + begin * depth, depth, 1, ends[e] - begin};
-        Part part = {{weights + e * apart, by_width, by_depth, wide}, out + begin * wide, wide};
-        if (begin < ends[e]) product(left, &part, 1, depth, 0);
+/* Rows [begin, end) and columns [first, last) of a product. */
+INLINE void make_tiles(const Product *product, int64_t begin, int64_t end, int64_t first_column, int64_t last_column,
+                       int pieces) {
+    if (!room && !(room = aligned_alloc(64, (LEFT + RIGHT) * PANEL * sizeof *room))) abort();
+    uint16_t *left = room, *right = room + LEFT * PANEL;
+    int64_t adds = product->adds, columns = last_column - first_column, stride = product->stride;
+    for (const Product *p = product; p; p = p->more) {
+        int64_t all = parts_of(p->steps, STEPS), depths = parts_of(p->steps, DEEP);
+        for (int64_t d = 0; d < depths; d++, adds = 1) {
+            int64_t step = all * d / depths * STEPS, steps = MIN(p->steps, all * (d + 1) / depths * STEPS) - step;
+            int64_t depth = parts_of(steps, STEPS), panel = depth * pieces * 2 * TILE;
+            int is_odd = pack(&p->right, first_column, columns, step, steps, 1, pieces, right);
+            for (int64_t from = begin; from < end; from += LEFT * SIDE) {
+                int64_t rows = MIN(end - from, LEFT * SIDE);
+                if (pack(&p->left, from, rows, step, steps, 0, pieces, left) || is_odd) {
+                    make_plainly(product, p, step, steps, from, from + rows, first_column, last_column, adds);
+                    continue;
+                }
+                float *out = product->out + from * stride + first_column;
+                for (int64_t r = 0; r < rows; r += SIDE)
+                    for (int64_t c = 0; c < columns; c += SIDE)
+                        make_block(left + r / SIDE * panel, right + c / SIDE * panel, depth, pieces,
+                                   out + r * stride + c, stride, MIN(rows - r, SIDE), MIN(columns - c, SIDE), adds);
+            }
+        }
     }
+    for (int64_t r = begin; r < end && !adds; r++)
+        memset(product->out + r * stride + first_column, 0, columns * sizeof *product->out);
 }
 
-/* Per expert left [M, wide] transposed times right [M, depth]: the gradients of their matrices. */
-void linear_grouped_backward(const float *left, const int32_t *ends, int64_t experts, int64_t wide,
-                             const float *right, int64_t depth, float *grads) {
-    for (int64_t e = 0, begin = 0; e < experts; begin = ends[e++])
-        linear_backward_weight(left + begin * wide, ends[e] - begin, wide, right + begin * depth, depth,
-                               grads + e * wide * depth);
+/* The parts that a product is divided into, by rows and by columns. */
+typedef struct {
+    int64_t by_row, by_column;
+} Division;
+
+/* At least `wanted` parts where there are so many panels. Both sides of a part are packed: it should be square. */
+static Division divided(const Product *p, int64_t wanted) {
+    int64_t rows = MAX(parts_of(p->rows, SIDE), 1), columns = MAX(parts_of(p->columns, SIDE), 1);
+    Division made = {1, parts_of(columns, RIGHT)};
+    while (made.by_row * made.by_column < wanted && (made.by_row < rows || made.by_column < columns))
+        if (made.by_column == columns || (made.by_row < rows && rows * made.by_column >= columns * made.by_row))
+            made.by_row++;
+        else
+            made.by_column++;
+    return made;
+}
+
+static int64_t work_of(const Product *p) {
+    int64_t work = 0;
+    for (const Product *each = p; each; each = each->more) work += p->rows * p->columns * each->steps;
+    return work;
+}
+
+void multiply_in_tiles(const Product *products, int64_t count, int64_t pieces) {
+    int64_t tasks = 0, work = 0, threads = omp_get_max_threads();
+    Division *divisions = malloc(MAX(count, 1) * sizeof *divisions);
+    if (!divisions) abort();
+    for (int64_t n = 0; n < count; n++) work += work_of(products + n);
+    for (int64_t n = 0; n < count; n++) { /* several products are divided so that no thread waits long for another */
+        int64_t share = count == 1 ? threads : parts_of(2 * threads * work_of(products + n), MAX(work, 1));
+        divisions[n] = divided(products + n, work > MUCH * 16 ? share : 1);
+        tasks += divisions[n].by_row * divisions[n].by_column;
+    }
+#pragma omp parallel for schedule(dynamic) if (work > MUCH * 16)
+    for (int64_t task = 0; task < tasks; task++) {
+        int64_t n = 0, left = task;
+        for (; left >= divisions[n].by_row * divisions[n].by_column; n++)
+            left -= divisions[n].by_row * divisions[n].by_column;
+        const Product *p = products + n;
+        int64_t row = left / divisions[n].by_column, by_row = divisions[n].by_row, rows = parts_of(p->rows, SIDE);
+        int64_t column = left % divisions[n].by_column, by_column = divisions[n].by_column;
+        int64_t columns = parts_of(p->columns, SIDE), begin = rows * row / by_row * SIDE;
+        int64_t end = MIN(rows * (row + 1) / by_row * SIDE, p->rows), from = columns * column / by_column * SIDE;
+        int64_t to = MIN(columns * (column + 1) / by_column * SIDE, p->columns);
+        TileConfig before = configured();
+        if (pieces == 1)
+            make_tiles(p, begin, end, from, to, 1);
+        else
+            make_tiles(p, begin, end, from, to, PIECES);
+        give_back(before);
+    }
+    free(divisions);
 }
 
 #else
 
 void tiles_are_there(int64_t *answer) { *answer = 0; }
+
+void multiply_in_tiles(const Product *products, int64_t count, int64_t pieces) {
+    (void)pieces;
+    multiply(products, count);
+}
 
 #endif

@@ -162,8 +162,8 @@ static void add_block(const float *left, const float *right, int64_t steps, int 
 
 static __thread float *room; /* panels, kept by a thread from one product to the next */
 
-/* Rows [begin, end) of the columns that stand in vectors [first, last) of a product. */
-static void make_part(const Product *product, int64_t begin, int64_t end, int64_t first, int64_t last) {
+void multiply_part(const Product *product, int64_t begin, int64_t end, int64_t first_column, int64_t last_column) {
+    int64_t first = first_column / LANES, last = parts_of(last_column, LANES);
     if (!room && !(room = aligned_alloc(64, (CHUNK + WIDE) * DEEP * sizeof *room))) abort();
     float *right = room, *left = room + WIDE * DEEP, *out = product->out + begin * product->stride;
     int64_t panels = parts_of(last - first, VECTORS), adds = product->adds, stride = product->stride;
@@ -207,38 +207,7 @@ void multiply(const Product *products, int64_t count) {
         }
         int64_t chunk = left / groups, group = left % groups, vectors = parts_of(p->columns, LANES);
         int64_t blocks = parts_of(p->rows, ROWS), end = MIN(p->rows, blocks * (chunk + 1) / chunks * ROWS);
-        make_part(p, blocks * chunk / chunks * ROWS, end, vectors * group / groups, vectors * (group + 1) / groups);
+        int64_t from = vectors * group / groups * LANES, to = MIN(vectors * (group + 1) / groups * LANES, p->columns);
+        multiply_part(p, blocks * chunk / chunks * ROWS, end, from, to);
     }
-}
-
-/* Rows of x [M, depth], or those of the slots' tokens, times the matrix of their expert, which holds element (d, w) at
-   d * by_depth + w * by_width: written, or added to what is there. */
-void product_grouped(const float *x, const int64_t *slot, int64_t k, const int32_t *ends, int64_t experts, int64_t depth,
-                     const float *weights, int64_t apart, int64_t by_depth, int64_t by_width, int64_t wide, int64_t adds,
-                     float *out) {
-    Product *each = malloc(experts * sizeof *each);
-    if (!each) abort();
-    for (int64_t e = 0, begin = 0; e < experts; begin = ends[e++])
-        each[e] = (Product){
-            .left = {slot ? x : x + begin * depth, depth, 1, .line_slot = slot ? slot + begin : NULL, .k = k},
-            .right = {weights + e * apart, by_width, by_depth},
-            .out = out + begin * wide, wide, ends[e] - begin, wide, depth, adds};
-    multiply(each, experts);
-    free(each);
-}
-
-/* Per expert left [M, wide] transposed times right [M, depth]; rows of either side can be those of the slots' tokens. */
-void product_grouped_outer(const float *left, const int64_t *left_slot, const float *right, const int64_t *right_slot,
-                           int64_t k, const int32_t *ends, int64_t experts, int64_t wide, int64_t depth, float *out) {
-    Product *each = malloc(experts * sizeof *each);
-    if (!each) abort();
-    for (int64_t e = 0, begin = 0; e < experts; begin = ends[e++])
-        each[e] = (Product){
-            .left = {left_slot ? left : left + begin * wide, 1, wide, .step_slot = left_slot ? left_slot + begin : NULL,
-                     .k = k},
-            .right = {right_slot ? right : right + begin * depth, 1, depth,
-                      .step_slot = right_slot ? right_slot + begin : NULL, .k = k},
-            .out = out + e * wide * depth, depth, wide, depth, ends[e] - begin};
-    multiply(each, experts);
-    free(each);
 }

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves
+from blockdiff.kernels.linear.cpu import mm
 from blockdiff.kernels.vocabulary import cross_entropy, native
 from blockdiff.kernels.vocabulary.logits import chunks
 from blockdiff.kernels.vocabulary.native import Stats
@@ -26,7 +27,7 @@ def _cross_entropy_chunk(
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As in cross_entropy.py: the logits become their gradient in place, where there is room in `into`."""
-    z = torch.mm(hidden, table.t()) if into is None else torch.mm(hidden, table.t(), out=into)
+    z = mm(hidden, table.t(), into)
     loss, total = z.new_empty(2, z.shape[0]).unbind(0)
     observed, bonus = (None, None) if favoured is None else (x.contiguous() for x in favoured)
     extra = (float(softcap or 0), observed, bonus, int(with_gradient))
@@ -45,13 +46,14 @@ def linear_cross_entropy(
 ) -> Tensor:
     """See `native.linear_cross_entropy`."""
     is_served = target_N is not None and _serves(hidden_ND, table_VD, bonus_N)
-    of_chunk = _cross_entropy_chunk if is_served else cross_entropy.cross_entropy_chunk
     given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, is_ignored_N
-    return cross_entropy.cross_entropy_by(of_chunk, *given)
+    if not is_served:
+        return native.linear_cross_entropy(*given)
+    return cross_entropy.cross_entropy_by(_cross_entropy_chunk, mm, *given)
 
 
 def _probabilities(hidden: Tensor, table: Tensor, softcap: float | None, temperature: float) -> Tensor:
-    z = torch.mm(hidden, table.t())
+    z = mm(hidden, table.t())
     call("capped_softmax", z, *z.shape, float(softcap or 0), 1 / temperature)
     return z
 
@@ -64,8 +66,10 @@ def soft_embedding(
     embedding_VD: Tensor | None = None,
 ) -> Tensor:
     """See `native.soft_embedding`."""
-    probabilities = _probabilities if _serves(hidden_ND, table_VD) else native._probabilities
-    return native.soft_embedding_by(probabilities, hidden_ND, table_VD, softcap, temperature, embedding_VD)
+    given = hidden_ND, table_VD, softcap, temperature, embedding_VD
+    if not _serves(hidden_ND, table_VD):
+        return native.soft_embedding(*given)
+    return native.soft_embedding_by(_probabilities, mm, *given)
 
 
 def token_stats(
@@ -96,12 +100,12 @@ def token_stats(
     soft, uniform_N, step = hidden_ND.new_empty(N, embedding.shape[1]), uniform_N.contiguous(), int(len(factor) > 1)
     with torch.no_grad():
         for rows in chunks(hidden_ND, table_VD.shape[0]):
-            z = torch.mm(hidden_ND[rows], table_VD.t())
+            z = mm(hidden_ND[rows], table_VD.t())
             own = factor[rows] if step else factor
             allowed = allowed_NW if line == 0 or allowed_NW is None else allowed_NW[rows]
             given = None if given_N is None else given_N[rows].contiguous()
             asked = (own, step, uniform_N[rows], given, allowed, line)
             outs = (entropy[rows], argmax[rows], sample[rows], log_probability[rows])
             call("token_stats", z, *z.shape, float(softcap or 0), *asked, *outs)
-            torch.mm(z, embedding, out=soft[rows])
+            mm(z, embedding, soft[rows])
     return Stats(entropy, argmax, sample, soft, log_probability)
