@@ -1,0 +1,76 @@
+"""Launching what Triton has compiled without Triton's own search for it, which is most of what a launch costs.
+
+A kernel's first launch of a kind goes through Triton, which gives back what it compiled; later ones of the same kind
+call that. Launches are of a kind where Triton cannot tell them apart when it compiles: on the same device and with the
+same constants, tensors of the same dtypes, whose addresses are alike multiples of 16 or not, and equal whole numbers.
+What Triton is told to do otherwise between two launches (`triton.knobs`) counts for what was not launched before.
+With BLOCKDIFF_RELAUNCH=0 in the environment every launch goes through Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+IS_ON = os.environ.get("BLOCKDIFF_RELAUNCH", "1") != "0"
+MOST_KINDS = 64  # of launches of a kernel with a grid and constants; those after them go through Triton
+
+
+def starter(kernel: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> Callable[..., Any]:
+    """What launches a kernel with a grid and the values of its constants, when it is called with its arguments."""
+    is_known = IS_ON and type(kernel) is JITFunction and not kernel.pre_run_hooks
+    return Relaunch(kernel, grid, constants) if is_known else functools.partial(kernel[grid], **constants)
+
+
+class Relaunch:
+    """A kernel of Triton's with a grid and the values of its constants: called with its arguments, it is launched."""
+
+    def __init__(self, kernel: JITFunction[Any], grid: tuple[int, ...], constants: dict[str, Any]):
+        self.kernel, self.grid, self.constants = kernel, grid, constants
+        self.through_triton = functools.partial(kernel[grid], **constants)
+        self.compiled: dict[Any, Callable[..., Any]] = {}
+        self.is_new = True
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.is_new:  # many are launched only once
+            self.is_new = False
+            self.through_triton(*arguments)
+            return
+        kind = driver.active.get_current_device(), kind_of(arguments)
+        run = self.compiled.get(kind)
+        if run is not None:
+            run(*arguments)
+            return
+        compiled = self.through_triton(*arguments)
+        names = self.kernel.arg_names[len(arguments) :]
+        is_whole = type(compiled) is CompiledKernel and all(name in self.constants for name in names)
+        if is_whole and len(self.compiled) < MOST_KINDS:
+            self.compiled[kind] = self._run_of(compiled, [self.constants[name] for name in names])
+
+    def _run_of(self, compiled: CompiledKernel, constants: list[Any]) -> Callable[..., Any]:
+        """What launches a compiled kernel: it takes all parameters in their order, and skips the constants itself."""
+        run = compiled[(*self.grid, 1, 1)[:3]]
+        return lambda *arguments: run(*arguments, *constants)
+
+
+def kind_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that Triton asks of arguments when it looks for what it has compiled for such, and more."""
+    kind: list[Any] = [type(arguments)]  # the names of a NamedTuple count
+    for x in arguments:
+        if isinstance(x, Tensor):
+            kind.append(x.dtype)
+            kind.append(x.data_ptr() % 16)
+        elif type(x) is int or x is None:
+            kind.append(x)
+        elif isinstance(x, tuple):
+            kind.append(kind_of(x))
+        else:
+            kind.append(float if type(x) is float else (type(x), x))
+    return tuple(kind)
