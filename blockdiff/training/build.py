@@ -106,6 +106,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         lr=recipe.optim.lr,
         betas=recipe.optim.betas,
         eps=recipe.optim.eps,
+        momentum=recipe.optim.momentum,
         weight_decay=recipe.optim.weight_decay,
         layer_decay=recipe.optim.layer_decay,
         make=recipe.given.optimiser,

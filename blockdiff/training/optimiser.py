@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import Parameter, signature
@@ -18,8 +19,11 @@ from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.pieces import is_spread, local_of
+from blockdiff.training.adamw import AdamWOfPieces
+from blockdiff.training.muon import Muon
 
 EMBEDDING_TABLE = "vocabulary.table"
+TRAINED_ROWS = "vocabulary.token_rows"
 _LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
 
 
@@ -46,18 +50,33 @@ def lr_scale(name: str, layers: int, layer_decay: float) -> float:
     return float(layer_decay ** (layers - 1 - int(layer[1]))) if layer else 1.0
 
 
-def parameter_groups(module: nn.Module, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
+def matrices_of(name: str, parameter: Tensor) -> int:
+    """How many matrices lie one above the other in the last two dimensions of a parameter; 0 = it is no matrix.
+
+    The projections to gate and up of routed experts are two in one. Rows of the embedding table are vectors.
+    """
+    if not decays(name, parameter) or name.endswith(TRAINED_ROWS):
+        return 0
+    return 2 if name.endswith(("gate_up_proj", "gate_up_lora_B")) else 1
+
+
+def parameter_groups(
+    module: nn.Module, weight_decay: float, layer_decay: float = 1.0, by_matrices: bool = False
+) -> list[dict[str, Any]]:
     """An optimiser's groups of trainable parameters, by decay and by `lr_scale`, which `set_lr` multiplies with.
 
-    Without layer decay these are two: decayed and not decayed. Empty ones are left out.
+    Without layer decay these are two: decayed and not decayed. by_matrices: also by `matrices_of`, which they then
+    hold, too. Empty ones are left out.
     """
     numbers = [int(layer[1]) for name, _ in module.named_parameters() if (layer := _LAYER.search(name))]
     layers = max(numbers, default=-1) + 1
-    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    groups: dict[tuple[float, bool, int], dict[str, Any]] = {}
     for name, parameter in trainable(module).items():
         scale, is_decayed = lr_scale(name, layers, layer_decay), decays(name, parameter)
+        matrices = matrices_of(name, parameter) if by_matrices else 0
         empty = {"params": [], "weight_decay": weight_decay if is_decayed else 0.0, "lr_scale": scale}
-        groups.setdefault((scale, is_decayed), empty)["params"].append(parameter)
+        empty |= {"matrices": matrices} if by_matrices else {}
+        groups.setdefault((scale, is_decayed, matrices), empty)["params"].append(parameter)
     return [groups[key] for key in sorted(groups, reverse=True)]
 
 
@@ -68,18 +87,19 @@ def build(
     lr: float,
     betas: tuple[float, float] = (0.95, 0.99),
     eps: float = 1e-8,
+    momentum: float = 0.95,
     weight_decay: float = 1e-4,
     layer_decay: float = 1.0,
     make: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimiser over what trains in `module`: "adamw", or "adamw_8bit" from bitsandbytes.
+    """The optimiser over what trains in `module`: "adamw", "muon", or "adamw_8bit" from bitsandbytes.
 
-    AdamW (arXiv 1711.05101) runs in one fused kernel where torch has it (CPU and CUDA). Decay leaves norms, scales
-    and the embedding table alone; `layer_decay` < 1 lowers the rate of earlier layers (see `lr_scale`). make: makes
+    AdamW (arXiv 1711.05101) runs in one fused kernel where torch has it (CPU and CUDA). Muon has it for all but
+    matrices, whose momentum is `momentum`. Decay leaves norms, scales and the embedding table alone; `layer_decay` < 1 lowers the rate of earlier layers (see `lr_scale`). make: makes
     another optimiser from the parameters, with its own settings; the rates of its groups are the peaks of the schedule.
     Raises RunError when nothing trains, or the 8-bit one is not installed.
     """
-    groups = parameter_groups(module, weight_decay, layer_decay)
+    groups = parameter_groups(module, weight_decay, layer_decay, by_matrices=name == "muon")
     if not groups:
         raise RunError("no parameter trains; look at optim.freeze")
     if make is not None:
@@ -96,30 +116,16 @@ def build(
         return optimiser
     if name == "adamw_8bit":
         optimiser = adamw_8bit(groups, lr, betas, eps)
-    elif name == "adamw":
+    elif name in ("adamw", "muon"):
         devices = {parameter.device.type for group in groups for parameter in group["params"]}
-        fused = devices <= {"cpu", "cuda"}
+        fused = devices <= {"cpu", "cuda"} or None
         is_split = any(is_spread(parameter) for group in groups for parameter in group["params"])
-        kind = _AdamWOfPieces if is_split else torch.optim.AdamW
-        optimiser = kind(groups, lr=lr, betas=betas, eps=eps, fused=fused or None)
+        kind = partial(Muon, momentum=momentum) if name == "muon" else AdamWOfPieces if is_split else torch.optim.AdamW
+        optimiser = kind(groups, lr=lr, betas=betas, eps=eps, fused=fused)
     else:
-        raise RunError(f"optim.name: there is no optimiser {name!r}; choose adamw or adamw_8bit")
+        raise RunError(f"optim.name: there is no optimiser {name!r}; choose adamw, muon or adamw_8bit")
     set_lr(optimiser, lr)
     return optimiser
-
-
-class _AdamWOfPieces(torch.optim.AdamW):
-    """AdamW of which each rank steps what it holds: elementwise, so that pieces of tensors are as good as whole ones.
-
-    torch's kernels take no DTensors beside other tensors; here they get the local ones of all. The state consists of
-    DTensors where the parameters do.
-    """
-
-    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
-        is_complex: bool = super()._init_group(group, *lists)
-        for tensors in lists:  # parameters, gradients, moments, and counters of steps
-            tensors[:] = [local_of(tensor) for tensor in tensors]
-        return is_complex
 
 
 def adamw_8bit(

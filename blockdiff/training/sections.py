@@ -166,12 +166,13 @@ def _no_lora(value: Any) -> Any:
 
 
 class OptimSection(Section):
-    """AdamW, and the learning rate as a function of the optimiser step."""
+    """AdamW or Muon, and the learning rate as a function of the optimiser step."""
 
-    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    name: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
     lr: AboveZero = 1.5e-4
     betas: tuple[Beta, Beta] = (0.95, 0.99)
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    momentum: Beta = 0.95  # of matrices under muon
     weight_decay: Amount = 1e-4
     clip: Amount = 1.0  # largest gradient norm; 0 = no clipping
     schedule: Annotated[LearningRateSchedule, objects.LR_SCHEDULE] = CosineDecay()

@@ -1,0 +1,149 @@
+"""Muon: steps of matrices by their orthogonalised momentum, and of everything else by AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from blockdiff.pieces import gathered, is_spread, like, local_of, piece_of
+from blockdiff.training.adamw import AdamWOfPieces
+
+# Of the quintic iteration and the number of times (arXiv 2502.16982 section 2.1): singular values end in 0.7 to 1.2.
+A, B, C = 3.4445, -4.7750, 2.0315
+ITERATIONS = 5
+RMS = 0.2  # of a step at a learning rate of 1, as AdamW's steps have it (arXiv 2502.16982 equation 4)
+AT_ONCE = 2**27  # numbers of the matrices that are brought together and orthogonalised at once
+
+
+class Muon(AdamWOfPieces):
+    """Muon (arXiv 2502.16982) in the groups that say how many `matrices` a parameter has, AdamW in the others.
+
+    A step moves a matrix of m rows and n columns by lr * 0.2 * sqrt(max(m, n)) along its orthogonalised Nesterov
+    momentum, so that one learning rate and one weight decay suit both kinds of groups. A parameter is a batch of
+    matrices over its leading dimensions; in a group with `matrices: 2` each of them is two, one above the other.
+    Ranks share the work: each orthogonalises a part of the matrices and hands the results to the others. Of parameters
+    that are split over ranks between matrices, each rank orthogonalises those that it holds.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], momentum: float = 0.95, **options: Any) -> None:
+        super().__init__(groups, **options)
+        for group in self.param_groups:
+            if group.get("matrices"):
+                group["momentum"] = momentum
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's wants a count of steps in the state of matrices, too
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
+        return False if group.get("matrices") else super()._init_group(group, *lists)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step along the gradients that are there. closure: computes them, and the loss, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        moves: dict[tuple[int, int, bool], list[_Move]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"] if group.get("matrices") else ():
+                if parameter.grad is not None:
+                    move = self._move(parameter, group)
+                    moves.setdefault(move.kind, []).append(move)
+        for (_, _, is_apart), of_a_size in moves.items():
+            for some in _at_once(of_a_size):
+                matrices = [move.matrices() for move in some]
+                steps = orthogonalised(torch.cat(matrices), is_shared=not is_apart)
+                for move, step in zip(some, steps.split([len(each) for each in matrices]), strict=True):
+                    move.apply(step)
+        super().step()
+        return loss
+
+    def _move(self, parameter: Tensor, group: dict[str, Any]) -> _Move:
+        """Take the gradient into a parameter's momentum, and say where it is to go."""
+        state = self.state[parameter]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(parameter)
+        gradient, momentum = local_of(parameter.grad), local_of(state["momentum"])
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        return _Move(parameter, gradient.lerp(momentum, group["momentum"]), group)
+
+
+class _Move:
+    """A parameter and the direction in which this process's part of it is to go.
+
+    rows, columns: of each of its matrices. is_apart: whether ranks hold whole matrices of their own.
+    """
+
+    def __init__(self, parameter: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
+        self.parameter, self.direction, self.group = parameter, direction, group
+        self.rows, self.columns = parameter.shape[-2] // group["matrices"], parameter.shape[-1]
+        placements = getattr(parameter, "placements", ())
+        self.is_apart = is_spread(parameter) and all(
+            each.is_replicate() or each.dim < parameter.dim() - 2 for each in placements
+        )
+
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """What matrices that are orthogonalised together have in common."""
+        return min(self.rows, self.columns), max(self.rows, self.columns), self.is_apart
+
+    def matrices(self) -> Tensor:
+        """The directions of all its matrices, or where they lie apart of this rank's: [N, m, n] with m <= n."""
+        direction = self.direction if self.is_apart else gathered(like(self.parameter, self.direction))
+        direction = direction.reshape(-1, self.rows, self.columns)
+        return direction.mT if self.rows > self.columns else direction
+
+    def apply(self, steps: Tensor) -> None:
+        """Decay the weights and take the steps, which are as `matrices` gave their directions."""
+        steps = (steps.mT if self.rows > self.columns else steps).reshape(-1, *self.parameter.shape[1:])
+        piece, lr = piece_of(self.parameter), self.group["lr"]
+        if not self.is_apart:
+            steps = steps[piece.block.slices]
+        piece.local.mul_(1 - lr * self.group["weight_decay"])
+        piece.local.add_(steps.to(piece.local), alpha=-lr * RMS * max(self.rows, self.columns) ** 0.5)
+
+
+def _at_once(moves: list[_Move]) -> Iterator[list[_Move]]:
+    """The same moves in turns of at most AT_ONCE numbers, or one."""
+    turn: list[_Move] = []
+    for move in moves:
+        if turn and sum(each.parameter.numel() for each in turn) + move.parameter.numel() > AT_ONCE:
+            yield turn
+            turn = []
+        turn.append(move)
+    yield turn
+
+
+def orthogonalised(matrices: Tensor, is_shared: bool = False) -> Tensor:
+    """Matrices [N, m, n], m <= n, with the same singular vectors and all singular values near 1.
+
+    is_shared: all ranks of the process group have the same matrices; each does a part of them. On a GPU the products
+    are in bf16, on a CPU in fp32 at least.
+    """
+    ranks = dist.get_world_size() if is_shared and dist.is_initialized() else 1
+    if ranks == 1:
+        return _iterated(matrices)
+    part = -(-len(matrices) // ranks)
+    own = matrices[part * dist.get_rank() : part * (dist.get_rank() + 1)]
+    result = _iterated(own)
+    if len(own) < part:
+        result = torch.cat([result, result.new_zeros(part - len(own), *matrices.shape[1:])])
+    everyone = result.new_empty(part * ranks, *matrices.shape[1:])
+    dist.all_gather_into_tensor(everyone, result.contiguous())
+    return everyone[: len(matrices)]
+
+
+def _iterated(matrices: Tensor) -> Tensor:
+    """The Newton-Schulz iteration from each matrix divided by its norm, so that singular values begin in [0, 1]."""
+    matrices = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
+    x = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=1e-7)
+    x = x.bfloat16() if x.is_cuda else x
+    for _ in range(ITERATIONS):
+        squares = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(squares, squares, squares, beta=B, alpha=C), x, beta=A)
+    return x

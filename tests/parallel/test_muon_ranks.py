@@ -1,0 +1,68 @@
+"""Muon over every mesh moves weights as one process does, whether matrices are whole on a rank or split over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from blockdiff.parallel.mesh import Mesh
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.pieces import fill_piece
+from blockdiff.training import optimiser as optim
+from tests.forked import run_ranks
+from tests.mesh_ranks import MESHES, made, whole
+
+MESHES_OF = {
+    2: ("DDP", "FSDP2", "experts", "tensor"),
+    4: ("FSDP2", "FSDP2 x experts", "FSDP2 x tensor"),
+}
+KINDS = {"all weights": False, "adapters": True}
+
+
+def moved(mesh: Mesh, is_adapted: bool) -> dict[str, torch.Tensor]:
+    """The weights that train after three steps along gradients that are drawn, the same ones over any mesh."""
+    objective = made(mesh, "diffusion_gemma", torch.float64, is_adapted, True)
+    optimiser = optim.build(objective, name="muon", lr=0.1, weight_decay=0.3)
+    weights, generator = optim.trainable(objective), torch.Generator().manual_seed(2)
+    for _ in range(3):
+        for name in sorted(weights):
+            parameter = weights[name]
+            parameter.grad = torch.empty_like(parameter)
+            fill_piece(parameter.grad, torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+        optimiser.step()
+    return {name: whole(parameter).contiguous() for name, parameter in weights.items()}
+
+
+def over_meshes(ranks: Ranks, directory: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        for kind, is_adapted in KINDS.items():
+            mesh = Mesh.of(replace(ranks, alike=MESHES[name].get("tensor", 1)), **MESHES[name])
+            found = moved(mesh, is_adapted)
+            sums = [float(x.double().sum()) for x in found.values()]
+            assert ranks.gather(sums) == [sums] * ranks.world  # to the bit
+            if ranks.is_main:
+                save_file(found, directory / f"{name}: {kind}")
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    found = {}
+    for world, names in MESHES_OF.items():
+        found[world] = tmp_path_factory.mktemp(str(world))
+        run_ranks(world, partial(over_meshes, names=names), found[world])
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("world", "mesh"), [(n, mesh) for n, meshes in MESHES_OF.items() for mesh in meshes])
+def test_any_mesh_moves_the_weights_as_one_process_does(several, world, mesh, kind):
+    expected = moved(Mesh(Ranks(torch.device("cpu"))), KINDS[kind])
+    got = load_file(several[world] / f"{mesh}: {kind}")
+    assert got.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert float((got[name] - wanted).norm()) <= 1e-9 * float(wanted.norm()), name
