@@ -44,6 +44,8 @@ def facts_of(recipe: Recipe, base: Base, data: Data, objective: Any) -> dict[str
         del sections["lora"]  # runs of before it have none
     if recipe.model.quantize is None:
         del sections["model"]["quantize"]  # nor this
+    if recipe.optim.name != "muon":
+        del sections["optim"]["momentum"]  # nor this
     del sections["parallel"]  # a run may go on with another number of processes, and spread otherwise
     known: dict[str, Any] = {}
     for name, section in sections.items():

@@ -94,9 +94,10 @@ def build(
 ) -> torch.optim.Optimizer:
     """The optimiser over what trains in `module`: "adamw", "muon", or "adamw_8bit" from bitsandbytes.
 
-    AdamW (arXiv 1711.05101) runs in one fused kernel where torch has it (CPU and CUDA). Muon has it for all but
-    matrices, whose momentum is `momentum`. Decay leaves norms, scales and the embedding table alone; `layer_decay` < 1 lowers the rate of earlier layers (see `lr_scale`). make: makes
-    another optimiser from the parameters, with its own settings; the rates of its groups are the peaks of the schedule.
+    AdamW (arXiv 1711.05101) runs in one fused kernel where torch has it (CPU and CUDA). Muon, with its `momentum`,
+    moves matrices, and AdamW the rest. Decay leaves norms, scales and the embedding table alone; `layer_decay` < 1
+    lowers the rate of earlier layers (see `lr_scale`). make: makes another optimiser from the parameters, with its own
+    settings; the rates of its groups are the peaks of the schedule.
     Raises RunError when nothing trains, or the 8-bit one is not installed.
     """
     groups = parameter_groups(module, weight_decay, layer_decay, by_matrices=name == "muon")

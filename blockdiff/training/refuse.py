@@ -114,9 +114,10 @@ def without_effect(recipe: Recipe, steps: int) -> list[str]:
 
     A warm-up that never ends gets a line, too.
     """
-    d, t, e = recipe.data, recipe.train, recipe.evaluation
+    d, t, e, o = recipe.data, recipe.train, recipe.evaluation, recipe.optim
     keeps_some = not t.keep_every or (t.save_every > 0 and t.keep_every % t.save_every == 0)
     needs = [
+        (o, "optim", ("momentum",), o.name == "muon", "optim.name: muon"),
         (t, "train", ("eval_every",), d.heldout is not None, "data.heldout"),
         (t, "train", ("keep_every",), keeps_some, "to be a multiple of train.save_every"),
         (e, "evaluation", ("rows", "noise_levels"), d.heldout is not None, "data.heldout"),

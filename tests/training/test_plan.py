@@ -14,6 +14,7 @@ from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.adapters import draw_adapters
 from blockdiff.training.base import read_base, without_weights
+from blockdiff.training.optimiser import matrices_of, trainable
 from blockdiff.training.plan import changes
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.live_bytes import planned_for
@@ -120,6 +121,10 @@ def test_a_plan_counts_what_does_not_change_with_the_step(folder):
     numbers = made.trained
     assert made.parts["weights"] == 4 * made.numbers and made.parts["gradients"] == 4 * numbers
     assert made.parts["average"] == 4 * numbers and made.parts["optimiser"] == 2 * numbers
+    muon = plans.plan_training(recipe_of(folder, "optim.name=muon"), device="cpu")
+    weights = trainable(checkpoint.init(str(folder / "little.json"), seed=0))
+    vectors = sum(x.numel() for name, x in weights.items() if not matrices_of(name, x))
+    assert muon.parts["optimiser"] == 4 * numbers + 4 * vectors  # a moment of matrices, two of the rest
     lora = plans.plan_training(recipe_of(folder, FROM_BASE, LORA, "model.dtype=bfloat16"), device="cpu")
     assert lora.parts["adapters"] == 4 * lora.trained
     assert lora.parts["weights"] == 2 * (lora.numbers - lora.trained)

@@ -70,10 +70,12 @@ def test_a_mask_token_that_texts_contain_is_refused(token: str) -> None:
 def test_keys_that_need_those_of_another_section_are_named() -> None:
     assert without_effect(recipe(optim={"warmup_steps": 8}), 9) == []
     changed = recipe(
-        train={"keep_every": 7, "save_every": 5, "eval_every": 3, "steps": 30}, evaluation={"prompts_every": 4}
+        train={"keep_every": 7, "save_every": 5, "eval_every": 3, "steps": 30},
+        evaluation={"prompts_every": 4},
+        optim={"momentum": 0.9},
     )
     keys = [line.split()[0] for line in without_effect(changed, 30)]
-    assert keys == ["train.eval_every", "train.keep_every", "evaluation.prompts_every"]
+    assert keys == ["optim.momentum", "train.eval_every", "train.keep_every", "evaluation.prompts_every"]
 
 
 def test_a_warm_up_that_never_ends_is_named() -> None:

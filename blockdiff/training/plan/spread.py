@@ -17,6 +17,7 @@ from blockdiff.layers.experts import Experts
 from blockdiff.layers.fp8 import is_scale
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.training.optimiser import matrices_of
 from blockdiff.training.plan.work import Work
 from blockdiff.training.recipe import Recipe
 
@@ -61,7 +62,8 @@ class Spread:
             masters = parameter.requires_grad and dtype != computed and not is_ours
             kept = {"adapters" if is_ours else "masters" if masters else "weights": count * dtype.itemsize}
             if parameter.requires_grad:
-                moments = 2 * (1 if optim.name == "adamw_8bit" else dtype.itemsize)
+                one_moment = optim.name == "muon" and matrices_of(name, parameter) > 0
+                moments = (1 if one_moment else 2) * (1 if optim.name == "adamw_8bit" else dtype.itemsize)
                 kept |= {"gradients": count * dtype.itemsize, "optimiser": count * moments}
                 kept |= {"average": count * 4} if optim.ema is not None else {}
             for part, more in kept.items():
