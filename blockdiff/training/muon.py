@@ -51,8 +51,8 @@ class Muon(AdamWOfPieces):
         moves: dict[tuple[int, int, bool], list[_Move]] = {}
         for group in self.param_groups:
             for parameter in group["params"] if group.get("matrices") else ():
-                if parameter.grad is not None:
-                    move = self._move(parameter, group)
+                if (gradient := parameter.grad) is not None:
+                    move = self._move(parameter, gradient, group)
                     moves.setdefault(move.kind, []).append(move)
         for (_, _, is_apart), of_a_size in moves.items():
             for some in _at_once(of_a_size):
@@ -63,12 +63,12 @@ class Muon(AdamWOfPieces):
         super().step()
         return loss
 
-    def _move(self, parameter: Tensor, group: dict[str, Any]) -> _Move:
+    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> _Move:
         """Take the gradient into a parameter's momentum, and say where it is to go."""
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
-        gradient, momentum = local_of(parameter.grad), local_of(state["momentum"])
+        gradient, momentum = local_of(gradient), local_of(state["momentum"])
         momentum.lerp_(gradient, 1 - group["momentum"])
         return _Move(parameter, gradient.lerp(momentum, group["momentum"]), group)
 
