@@ -40,7 +40,8 @@ FLOORS = {
 # What a bare GPU machine imports, and all it may import beside the standard library when it does.
 LIGHT = {name for name, floor in FLOORS.items() if floor < 6} - {"data"}
 LIGHT_TRAINING = (
-    *("training", "training.optimiser", "training.schedule", "training.freeze", "training.ema"),
+    *("training", "training.adamw", "training.muon", "training.optimiser", "training.schedule"),
+    *("training.freeze", "training.ema"),
     *("training.activations", "training.step", "training.state", "training.best", "training.clock"),
     *("training.heldout", "training.checkpoint_tensors", "training.saved", "training.saving"),
 )
