@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from blockdiff.training import export
-from tests.commands import works
-from tests.little_model import LITTLE, save_preset
 
 RECIPE = """\
 seed: 1
@@ -24,6 +21,10 @@ train: {steps: 3, batch_size: 6, micro_batch_size: 4, log_every: 1, eval_every: 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with puzzles, a recipe, and the run trained from it."""
+    # These need packages that a bare GPU machine lacks, where these tests are looked through for those of a GPU.
+    from tests.commands import works
+    from tests.little_model import LITTLE, save_preset
+
     folder = tmp_path_factory.mktemp("workshop")
     works("data", "sudoku", "--split", "train=24", "--split", "test=6", "--output", folder / "puzzles")
     save_preset(folder / "little.json", LITTLE)
@@ -41,7 +42,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the run of the workshop draws its curves: they take longer than the training."""
-    monkeypatch.setattr(export, "draw_curves", lambda *_, **__: None)
+    monkeypatch.setattr("blockdiff.training.export.draw_curves", lambda *_, **__: None)
 
 
 @pytest.fixture

@@ -80,7 +80,8 @@ def test_a_run_samples_its_prompts_by_the_strategy_of_its_recipe(model, monkeypa
     built = SimpleNamespace(model=given.model, choices=given.choices, base=base, data=data, precision=None)
     recipe = SimpleNamespace(seed=0, train=SimpleNamespace(autocast=None))
     recipe.evaluation = SimpleNamespace(strategy=TEXT, task="exact")
-    run = SimpleNamespace(built=built, recipe=recipe, averaged=nullcontext, ranks=SimpleNamespace(is_main=False))
+    alone = SimpleNamespace(is_main=False)
+    run = SimpleNamespace(built=built, recipe=recipe, averaged=nullcontext, ranks=alone, sampler=None)
     seen = []
     sampled = Sampled({}, [])
     monkeypatch.setattr(trainer, "sample_prompts", lambda sampler, *rest, **named: seen.append(sampler) or sampled)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes import MINIMAL
-
 
 @pytest.fixture
 def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe `base.yaml` beside its data, and a current directory elsewhere."""
+    from tests.recipes import MINIMAL  # which needs packages that a bare GPU machine lacks
+
     (tmp_path / "recipes").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "recipes" / "base.yaml").write_text(MINIMAL)

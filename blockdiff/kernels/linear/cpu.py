@@ -46,8 +46,12 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def pieces_of(*tensors: Tensor) -> int:
-    """The pieces that tiles multiply these tensors in, of fp32 in the memory of a CPU; 0: they do not."""
-    if torch.is_autocast_enabled("cpu") and not is_rounding():
+    """The pieces that tiles multiply these tensors in, of fp32 in the memory of a CPU; 0: they do not.
+
+    Without autocast they do where gradients are wanted only. What is sampled has torch's products, since its bits must
+    not depend on how many rows stand together, and few rows are not worth tiles.
+    """
+    if not is_rounding() and (torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled()):
         return 0
     if not serves(*tensors) or not has_tiles():
         return 0

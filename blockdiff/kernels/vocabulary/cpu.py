@@ -53,7 +53,7 @@ def linear_cross_entropy(
 
 
 def _probabilities(hidden: Tensor, table: Tensor, softcap: float | None, temperature: float) -> Tensor:
-    z = mm(hidden, table.t())
+    z = torch.mm(hidden, table.t())
     call("capped_softmax", z, *z.shape, float(softcap or 0), 1 / temperature)
     return z
 
@@ -69,7 +69,8 @@ def soft_embedding(
     given = hidden_ND, table_VD, softcap, temperature, embedding_VD
     if not _serves(hidden_ND, table_VD):
         return native.soft_embedding(*given)
-    return native.soft_embedding_by(_probabilities, mm, *given)
+    product = mm if torch.is_grad_enabled() else native.mm  # as in `linear.cpu.pieces_of`
+    return native.soft_embedding_by(_probabilities, product, *given)
 
 
 def token_stats(
@@ -100,12 +101,12 @@ def token_stats(
     soft, uniform_N, step = hidden_ND.new_empty(N, embedding.shape[1]), uniform_N.contiguous(), int(len(factor) > 1)
     with torch.no_grad():
         for rows in chunks(hidden_ND, table_VD.shape[0]):
-            z = mm(hidden_ND[rows], table_VD.t())
+            z = torch.mm(hidden_ND[rows], table_VD.t())
             own = factor[rows] if step else factor
             allowed = allowed_NW if line == 0 or allowed_NW is None else allowed_NW[rows]
             given = None if given_N is None else given_N[rows].contiguous()
             asked = (own, step, uniform_N[rows], given, allowed, line)
             outs = (entropy[rows], argmax[rows], sample[rows], log_probability[rows])
             call("token_stats", z, *z.shape, float(softcap or 0), *asked, *outs)
-            mm(z, embedding, soft[rows])
+            torch.mm(z, embedding, out=soft[rows])
     return Stats(entropy, argmax, sample, soft, log_probability)
