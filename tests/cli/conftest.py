@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-
 RECIPE = """\
 seed: 1
 model: {preset: little.json, tokenizer: puzzles/tokenizer}
