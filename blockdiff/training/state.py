@@ -1,7 +1,8 @@
 """What a run keeps on disk to go on: `checkpoints/step-N` directories, written beside, fsynced, renamed.
 
 A checkpoint holds weights, optimiser state, averaged weights and step, and no random state: every draw is addressed.
-No pickle: tensors are safetensors, the rest is JSON. Models in Hub layout are written by `blockdiff.checkpoint`.
+Its tensors are safetensors files and the rest is JSON, so no file is a pickle. Models in Hub layout are written by
+`blockdiff.checkpoint`.
 """
 
 from __future__ import annotations

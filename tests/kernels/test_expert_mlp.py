@@ -16,6 +16,7 @@ from blockdiff.kernels.expert_mlp import native as expert_native
 from blockdiff.kernels.expert_mlp import reference as expert_reference
 from blockdiff.layers.experts import Router
 from tests.closeness import compare_gradients, copies, relative_error
+from tests.expert_choices import chosen
 
 pytestmark = pytest.mark.quick
 
@@ -32,15 +33,7 @@ def expert_case(N: int, E: int, k: int, choice: str = "random") -> tuple[list[Te
     gate_up = torch.randn(E, 2 * F_, D, generator=g, dtype=torch.float64)
     down = torch.randn(E, D, F_, generator=g, dtype=torch.float64)
     weight = torch.rand(N, k, generator=g, dtype=torch.float64)
-    order = torch.rand(N, max(E, k), generator=g).argsort(-1)[:, :k]
-    index = {
-        "random": order,
-        "one": torch.full_like(order, E // 2) + torch.arange(k) * E,  # the others of a token: no expert
-        "some empty": torch.rand(N, max(E // 2, k), generator=g).argsort(-1)[:, :k] * 2,  # only even ones
-        "none": torch.full_like(order, E),
-        "padding": torch.where(torch.rand(N, 1, generator=g) < 0.4, E, order),
-    }[choice].clamp(max=E)
-    return [x, gate_up, down, weight], index
+    return [x, gate_up, down, weight], chosen(N, E, k, choice, g)
 
 
 def compare_experts(

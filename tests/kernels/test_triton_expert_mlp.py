@@ -20,6 +20,7 @@ from blockdiff.kernels.expert_mlp import native, reference
 from blockdiff.kernels.expert_mlp import triton as ours
 from blockdiff.kernels.tiles import SHARED_MEMORY, table
 from tests.closeness import relative_error
+from tests.expert_choices import chosen
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
@@ -35,15 +36,7 @@ def case(N: int, E: int, k: int, D: int = 44, F: int = 20, choice: str = "random
     x, weight = torch.randn(N, D, generator=g), torch.rand(N, k, generator=g)
     gate_up = torch.randn(E, 2 * F, D, generator=g) * 2 / D**0.5
     down = torch.randn(E, D, F, generator=g) / F**0.5
-    order = torch.rand(N, max(E, k), generator=g).argsort(-1)[:, :k]
-    index = {
-        "random": order,
-        "one": torch.full_like(order, E // 2) + torch.arange(k) * E,  # the others of a token: no expert
-        "some empty": torch.rand(N, max(E // 2, k), generator=g).argsort(-1)[:, :k] * 2,  # only even ones
-        "none": torch.full_like(order, E),
-        "padding": torch.where(torch.rand(N, 1, generator=g) < 0.4, E, order),
-    }[choice].clamp(max=E)
-    return [x, gate_up, down, weight], index
+    return [x, gate_up, down, weight], chosen(N, E, k, choice, g)
 
 
 def run(op: Callable[..., Tensor], tensors: list[Tensor], index: Tensor, activation: str = "gelu_tanh") -> list[Any]:

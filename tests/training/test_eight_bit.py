@@ -5,32 +5,14 @@ from __future__ import annotations
 import sys
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blockdiff.errors import RunError
 from blockdiff.training import optimiser as optim
 from blockdiff.training import state
+from tests.little_net import learn, net
 
 pytestmark = pytest.mark.quick
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128, bias=False), nn.Tanh(), nn.Linear(128, 64))
-
-
-def learn(module, optimiser, steps):
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
-    losses = []
-    for step in steps:
-        optim.set_lr(optimiser, 1e-2 * min(1, step / 5))
-        optimiser.zero_grad()
-        loss = (module(x) - x.roll(1, 1)).square().mean()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    return losses
 
 
 def test_it_learns_like_adamw_with_a_quarter_of_the_moments():

@@ -14,26 +14,11 @@ from blockdiff.layers.experts import Experts
 from blockdiff.training import optimiser as optim
 from blockdiff.training import state
 from blockdiff.training.muon import orthogonalised
+from tests.little_net import learn, net
 from tests.oracle import tiny_config
 
 pytestmark = pytest.mark.quick
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(48, 96, bias=False), nn.Tanh(), nn.Linear(96, 48))
-
-
-def learn(module, optimiser, steps):
-    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(3))
-    losses = []
-    for _ in steps:
-        optimiser.zero_grad()
-        loss = (module(x) - x.roll(1, 1)).square().mean()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    return losses
+LR = 3e-2
 
 
 def test_singular_values_come_near_one_and_singular_vectors_stay():
@@ -98,16 +83,16 @@ def test_norms_scales_and_the_embedding_table_take_adamws_steps():
 
 def test_it_learns_and_from_a_checkpoint_goes_on_to_the_bit(tmp_path):
     whole = net()
-    expected = learn(whole, optim.build(whole, name="muon", lr=3e-2), range(30))
+    expected = learn(whole, optim.build(whole, name="muon", lr=LR), range(1, 31), LR)
     assert expected[-1] < 0.1 * expected[0]
     module = net()
-    optimiser = optim.build(module, name="muon", lr=3e-2)
-    learn(module, optimiser, range(15))
+    optimiser = optim.build(module, name="muon", lr=LR)
+    learn(module, optimiser, range(1, 16), LR)
     saved = state.save(tmp_path, 15, module, optimiser, {})
     again = net()
-    fresh = optim.build(again, name="muon", lr=3e-2)
+    fresh = optim.build(again, name="muon", lr=LR)
     assert state.restore(saved, again, fresh, {}) == 15
-    assert learn(again, fresh, range(15)) == expected[15:]
+    assert learn(again, fresh, range(16, 31), LR) == expected[15:]
 
 
 def test_a_matrix_without_gradient_stays_and_one_of_zeros_only_decays():
