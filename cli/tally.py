@@ -39,7 +39,7 @@ class Tally:
     def with_those_of(self, ranks: Ranks) -> Tally:
         """This tally and those of all other ranks, added up; every rank calls this."""
         errors = ranks.gather(self.first_error)
-        counts = sum(ranks.gather(self.counts), Counter[str]())
+        counts = sum(map(Counter, ranks.gather(self.counts)), Counter[str]())
         return Tally(counts, next((error for error in errors if error), None))
 
     def say(self, before: int, seconds: float, max_steps: int) -> None:

@@ -193,6 +193,15 @@ def gone_on(ranks: Ranks, run: Path) -> list[bool]:
     return [torch.equal(whole[name], rest[name]) for name in whole]
 
 
+def told(ranks: Ranks) -> list[Any]:
+    """What every rank has heard of the others: values of unequal length, odd letters, numbers that are not finite."""
+    own = [{"ids": [ranks.rank] * 1000 ** (ranks.rank % 2)}, 'a "ü" \ud800 \0', 0.1 + ranks.rank, 5e-324, None, True]
+    heard = ranks.gather([*own, float("inf"), float("nan")])
+    endless, missing = heard[ranks.world - 1][-2:]
+    said = [[each[0]["ids"] == [rank] * len(each[0]["ids"]), *each[1:-2]] for rank, each in enumerate(heard)]
+    return [*said, len(heard[-1][0]["ids"]), endless > 1e308, missing != missing, ranks.gather(None), ranks.agree("")]
+
+
 SCENARIOS = (toy, lopsided, short, real, real_short, real_double)
 
 
@@ -235,6 +244,7 @@ def everything(ranks: Ranks, directory: Path) -> None:
     found["failing"] = failing(ranks)
     found["resumed"] = resumed(ranks, directory / "run")
     found["gone_on"] = gone_on(ranks, directory / "other")
+    found["told"] = told(ranks)
     found["world"], found["device"] = ranks.world, str(ranks.device)
     (directory / f"found-{ranks.rank}.json").write_text(json.dumps(found))
 

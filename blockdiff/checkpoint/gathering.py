@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from blockdiff.checkpoint.stream import Source
 from blockdiff.errors import CheckpointError
 from blockdiff.pieces import gathered, is_spread
+from blockdiff.plain import from_all
 
 
 class Gathering:
@@ -21,7 +23,9 @@ class Gathering:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.is_sharded = any(map(is_spread, tensors))
+        spread: Any = next(filter(is_spread, tensors), None)
+        self.is_sharded = spread is not None
+        self._device = spread.device_mesh.device_type if self.is_sharded else "cpu"  # where the ranks exchange
         self.is_writer = not self.is_sharded or dist.get_rank() == 0
         self.order: Sequence[Source] = ()
         self._spread: set[int] = set()
@@ -56,8 +60,7 @@ class Gathering:
         for source in self.order:
             if id(source) in self._spread and id(source) not in self._read:
                 source.read()
-        said = [None if problem is None else str(problem)]
-        dist.broadcast_object_list(said, src=0)
+        said = from_all(None if problem is None else str(problem), device=self._device)
         if problem is not None:
             raise problem
         if said[0] is not None:

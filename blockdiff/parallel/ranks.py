@@ -22,6 +22,7 @@ from torch import Tensor
 
 from blockdiff.errors import RESUME, RunError
 from blockdiff.parallel.signals import Interrupted
+from blockdiff.plain import from_all
 
 BEAT = 2.0  # seconds between two signs of life of a rank that the others wait for
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|socket|gloo|nccl", re.IGNORECASE)
@@ -81,19 +82,15 @@ class Ranks:
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value` (plain Python data), by rank."""
-        if self.world == 1:
-            return [value]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.beats)
-        return values
+        """Every rank's `value` (what JSON can say, see `plain`), by rank."""
+        return [value] if self.world == 1 else from_all(value, self.beats)
 
     def gather_rows(self, value: Any) -> list[Any]:
-        """The `value` (plain Python data) of every rank with rows of its own, by row rank."""
+        """The `value` (what JSON can say) of every rank with rows of its own, by row rank."""
         return self.gather(value)[:: self.alike]
 
     def agree(self, value: Any) -> Any:
-        """Rank 0's `value` (plain Python data), on all ranks."""
+        """Rank 0's `value` (what JSON can say), on all ranks."""
         return self.gather(value)[0]
 
     def barrier(self) -> None:

@@ -151,7 +151,7 @@ def _connected(ranks: Ranks) -> list[socket.socket]:
             return _accepted(ranks)
         port, token = ranks.agree(None)
         peer = socket.create_connection((os.environ.get("MASTER_ADDR", "localhost"), port), ranks.timeout)
-        peer.sendall(token)
+        peer.sendall(bytes.fromhex(token))
         return [peer]
     except OSError as error:
         raise RunError(
@@ -167,7 +167,7 @@ def _accepted(ranks: Ranks) -> list[socket.socket]:
     peers: list[socket.socket] = []
     with socket.create_server(("", 0), family=family, backlog=ranks.world, dualstack_ipv6=is_dual) as server:
         token = secrets.token_bytes(16)
-        ranks.agree((server.getsockname()[1], token))
+        ranks.agree((server.getsockname()[1], token.hex()))
         server.settimeout(ranks.timeout)
         while len(peers) < ranks.world - 1:
             peer, _ = server.accept()

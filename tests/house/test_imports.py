@@ -23,6 +23,7 @@ FLOORS = {
     "spans": 0,
     "canvas": 0,
     "pieces": 0,
+    "plain": 0,
     "kernels": 1,
     "diffusion": 1,
     "data": 2,
@@ -172,8 +173,9 @@ def test_the_public_names_resolve_on_first_use():
     assert not loaded & {"datasets", "pydantic", "matplotlib", "accelerate"}
 
 
-def test_no_model_is_ever_unpickled_or_run_from_the_hub():
+def test_nothing_is_ever_unpickled_or_run_from_the_hub():
     forbidden = ("torch.load(", "torch.save(", "import pickle", "from pickle", "trust_remote_code=True")
+    forbidden += ("gather_object(", "_object_list(")  # pickle
     for module, file in MODULES.items():
         text = file.read_text(encoding="utf-8")
         assert not [word for word in forbidden if word in text], module

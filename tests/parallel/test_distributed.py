@@ -92,6 +92,13 @@ def test_a_gradient_that_one_rank_spoils_stops_both_with_the_sample_named(one, t
     assert [found(two, rank)["failing"] for rank in (0, 1)] == [expected] * 2
 
 
+def test_ranks_hear_the_values_of_all_as_they_were_said(several):
+    world = found(several)["world"]
+    said = [[True, 'a "ü" \ud800 \0', 0.1 + rank, 5e-324, None, True] for rank in range(world)]
+    for rank in range(world):
+        assert found(several, rank)["told"] == [*said, 1000, True, True, [None] * world, ""]
+
+
 def test_ranks_save_refuse_and_resume_together(two):
     for rank in (0, 1):
         assert found(two, rank)["resumed"] == ["None", "refused", "2", "same weights True"]
