@@ -33,6 +33,7 @@ class FixedStep:
         self._weights = _memory_of(context)
         L, B, device = context.canvas_length, most * width, context.model.device
         self.rows = FixedSteps(pages, most, width, L)
+        self.others = FixedSteps(pages, most, width, L)  # of guided rows, without their prompts
         self._now = torch.zeros((), dtype=torch.int64, device=device)
         self._every_B = torch.arange(B, device=device)
         self._temperature_BT = torch.ones(B, STEPS_AHEAD, device=device)
@@ -59,7 +60,7 @@ class FixedStep:
         """Whether a step of this shape does nothing but launch: top_p natively looks how many tokens it needs."""
         model = self.context.model
         is_native = model.kernels.token_stats in (NATIVE.token_stats, CPU.token_stats)
-        return shape.top_p >= 1 or not (is_native or model.vocabulary.head is not None)
+        return shape.top_p >= 1 or not (is_native or shape.guidance or model.vocabulary.head is not None)
 
     def serves(self, context: Context, pages: Pages, width: int, most: int) -> bool:
         """Whether an engine of these can go on with what is captured here."""
@@ -72,13 +73,14 @@ class FixedStep:
         return all(pool.tensors for pool in self.pages.pools.values())
 
     def load(
-        self, rows: Sequence[PagedRow], strategy: Strategy, shape: Shape, state: State, start_BL: Tensor | None,
-        pinned_BL: Tensor | None,
+        self, rows: Sequence[PagedRow], others: Sequence[PagedRow], strategy: Strategy, shape: Shape, state: State,
+        start_BL: Tensor | None, pinned_BL: Tensor | None,
     ) -> State:  # fmt: skip
         """Take canvases over, and give their state back as it stands in the buffers.
 
-        rows: those of the canvases, and then any that pad the call; shape: the `captured_shape` of the strategy;
-        start_BL, pinned_BL: tokens that are given at the first step and at every one, -1 elsewhere.
+        rows: those of the canvases, and then any that pad the call; others: the same without their prompts, where the
+        shape asks for guidance; shape: the `captured_shape` of the strategy; start_BL, pinned_BL: tokens that are given
+        at the first step and at every one, -1 elsewhere.
         """
         count = len(state.seed_B)
         if self._state is None:
@@ -89,7 +91,8 @@ class FixedStep:
         for buffer_BL, given_BL in ((self._start_BL, start_BL), (self._pinned_BL, pinned_BL)):
             buffer_BL[:count] = -1 if given_BL is None else given_BL
         self._pinned_BL[count:] = 0  # canvases of padding
-        self._key, self._loaded = (len(rows), strategy, shape, self.rows.load(rows)), (len(rows), count)
+        read = self.rows.load(rows), self.others.load(others) if shape.guidance else None
+        self._key, self._loaded = (len(rows), strategy, shape, read), (len(rows), count)
         if len(self._may_stop) > MOST_GRAPHS:  # requests may bring any number of strategies
             captured = {key[1] for key in self.graphs.keys}
             self._may_stop = {each: stops for each, stops in self._may_stop.items() if each in captured}
@@ -125,11 +128,12 @@ class FixedStep:
         uniform_BL, noise_BL = state.uniform_BTL[every_B, place_B], state.noise_BTL[every_B, place_B]
         temperature_B = self._temperature_BT[every_B, place_B]
         tokens_BL = state.seen(noise_BL, mask_id, self._start_BL[:B], self._pinned_BL[:B])
-        rows = self._loaded[0], self.width * L
-        hidden_BTD = self.rows.denoise(tokens_BL.view(rows), state.soft_BLD.view(*rows, -1))
-        hidden_BLD = hidden_BTD.reshape(B, L, -1)
-        shapes = [self._key[2]] * B
-        stats = predict(self.context.model, hidden_BLD, tokens_BL, temperature_B, uniform_BL, mask_id, shapes=shapes)
+        rows, shape = (self._loaded[0], self.width * L), self._key[2]
+        seen = tokens_BL.view(rows), state.soft_BLD.view(*rows, -1)
+        hidden_BLD = self.rows.denoise(*seen).reshape(B, L, -1)
+        other_BLD = self.others.denoise(*seen).reshape(B, L, -1) if shape.guidance else None
+        of_step = tokens_BL, temperature_B, uniform_BL, mask_id
+        stats = predict(self.context.model, hidden_BLD, *of_step, shapes=[shape] * B, other_BLD=other_BLD)
         told = (), step_B, temperature_B, tokens_BL, stats, self._pinned_BL[:B]
         canvases = state.canvases(self.context, *told)
         decision = strategy.decide(canvases)

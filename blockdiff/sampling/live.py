@@ -173,16 +173,19 @@ class Live:
         """Denoise every canvas once in fixed buffers; what the host is told, None where nothing can end."""
         assert self.fixed is not None
         if not self._is_loaded:
-            rows = [row.paged for row in self.rows if row.paged is not None]
-            rows += self._pads(len(rows))
-            state = self._state = self.fixed.load(rows, strategy, shape, state, self._start_BL, self._pinned_BL)
+            rows, others = (
+                [row for row in rows if row is not None] + self._pads(len(rows))
+                for rows in ([row.paged for row in self.rows], [row.other for row in self.rows])
+            )
+            given = self._start_BL, self._pinned_BL
+            state = self._state = self.fixed.load(rows, others, strategy, shape, state, *given)
             self._start_BL = None
         due = state.draw_on(steps, self.context)
         if places := due if self._is_loaded else range(len(steps)):
             self.fixed.set_temperatures(places, [self._temperatures(place, steps[place]) for place in places])
         self._is_loaded = True
         self.fixed.run(strategy, now)
-        self.forwards += (len(self.rows) + self._missing(len(self.rows))) * self.width
+        self.forwards += (len(self.rows) + self._missing(len(self.rows))) * self.width * (2 if shape.guidance else 1)
         return self.fixed.told() if self.fixed.may_stop(strategy) or self._is_last(steps) else None
 
     def _drawn(self, state: State, steps: Sequence[int], step_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,12 +254,16 @@ class Live:
         if self.context.is_next_token:
             before = [row.before_D for row in self.rows[call.rows] if row.before_D is not None]
             return torch.stack(before)[:, None]
-        rows: list[PagedRow] = [row.paged for row in self.rows[call.rows] if row.paged is not None]
+        rows = [row.paged for row in self.rows[call.rows] if row.paged is not None]
+        return self._after(rows, tokens_BL, soft_BLD)
+
+    def _after(self, rows: Sequence[PagedRow], tokens_BL: Tensor, soft_BLD: Tensor | None) -> Tensor:
+        """Hidden states [B, L, D] of canvases, `width` side by side after each of these rows, by one call."""
         count, width, L = len(rows), self.width, tokens_BL.shape[1]
         tokens_BT = tokens_BL.reshape(count, width * L)
         soft_BTD = None if soft_BLD is None else soft_BLD.reshape(count, width * L, -1)
         if missing := self._missing(count):
-            rows += self._pads(count)
+            rows = [*rows, *self._pads(count)]
             tokens_BT = torch.cat([tokens_BT, tokens_BT.new_zeros(missing, width * L)])
             if soft_BTD is not None:
                 soft_BTD = torch.cat([soft_BTD, soft_BTD.new_zeros(missing, *soft_BTD.shape[1:])])
@@ -276,17 +283,14 @@ class Live:
 
     def _without_prompts(self, call: Call, tokens_BL: Tensor, soft_BLD: Tensor | None) -> Tensor | None:
         """Hidden states [B, L, D] of the canvases of a call without their prompts, 0 in rows that are not guided."""
-        guided = [(place, row.other) for place, row in enumerate(self.rows[call.rows]) if row.other is not None]
+        guided = {place: row.other for place, row in enumerate(self.rows[call.rows]) if row.other is not None}
         if not guided:
             return None
-        count, T = len(self.rows[call.rows]), self.width * tokens_BL.shape[1]
-        places = torch.tensor([place for place, _ in guided], device=tokens_BL.device)
-        soft_BTD = None if soft_BLD is None else soft_BLD.reshape(count, T, -1)[places]
-        hidden_BTD = self.pages.denoise(
-            [row for _, row in guided], tokens_BL.reshape(count, T)[places], soft_BTD, canvases=self.width
-        )
-        all_BTD = hidden_BTD.new_zeros(count, T, hidden_BTD.shape[2]).index_copy(0, places, hidden_BTD)
-        return all_BTD.reshape(len(tokens_BL), tokens_BL.shape[1], -1)
+        of_rows = [place * self.width + n for place in guided for n in range(self.width)]
+        places = torch.tensor(of_rows, device=tokens_BL.device)
+        soft = None if soft_BLD is None else soft_BLD[places]
+        hidden_BLD = self._after(list(guided.values()), tokens_BL[places], soft)
+        return hidden_BLD.new_zeros(*tokens_BL.shape, hidden_BLD.shape[2]).index_copy(0, places, hidden_BLD)
 
     def _finished(self, told_BN: Tensor | None, steps: Sequence[int]) -> list[Finished]:
         """What is finished by a step, as `ends` tells it; None: nothing is."""

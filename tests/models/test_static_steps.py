@@ -6,6 +6,7 @@ On torch's meta device tensors have no values: whatever reads one, or makes a te
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.kernels import NATIVE
 from blockdiff.kernels import launch as launching
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_rows import PagedRow
@@ -74,13 +76,26 @@ def step_of(
     step = FixedStep(context, pages, 1, B, Graphs(Recorder()))
     shape = captured_shape(context.strategy, 8)
     assert shape is not None and step.takes(shape)
-    step.load(rows, context.strategy, shape, state, None, None)
+    others = rows_of(pages, [1 + L * n for n in range(B)]) if shape.guidance else []
+    step.load(rows, others, context.strategy, shape, state, None, None)
     return lambda: step._step(context.strategy)
 
 
-@pytest.mark.parametrize("strategy", [None, "ddim", "quota:sticky=true", "entropy_bound:top_k=20,top_p=0.9,min_p=0.01"])
+STRATEGIES = (
+    None,
+    "ddim",
+    "quota:sticky=true",
+    "entropy_bound:top_k=20,top_p=0.9,min_p=0.01",
+    "entropy_bound:guidance=0.5",
+    "ddim:guidance=0.5,top_k=20,min_p=0.01",
+)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_denoising_step_reads_nothing_and_brings_nothing_from_the_host(strategy):
     model = model_on("meta")
+    if strategy is not None and "guidance" in strategy:  # which has no kernel
+        model.vocabulary.kernels = replace(model.kernels, token_stats=NATIVE.token_stats)
     pages = Pages(model, page_tokens=PAGE, capacity=4096)
     step = step_of(model, pages, rows_of(pages, [21, 30]), strategy)
     with NothingFromTheHost():

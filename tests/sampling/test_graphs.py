@@ -117,6 +117,22 @@ def test_canvases_side_by_side_are_replayed_with_what_those_before_them_became(m
     assert recorder.replays > 10
 
 
+def test_guided_rows_are_replayed_with_both_their_prefixes(model, recorder):
+    requests = [
+        replace(each, max_new_tokens=(2 + n % 4) * L, max_steps=8 - n % 3) for n, each in enumerate(requests_of(5))
+    ]
+    guided = dict(strategy="entropy_bound:guidance=0.6,top_k=30", generation=replace(LIVELY, eos_ids=()))
+    found = same_answers(model, requests, recorder, **guided)
+    assert len({len(result.steps) for result in found.values()}) > 3
+    assert found != answers(model, requests, True, **guided | {"strategy": "entropy_bound:top_k=30"})
+
+
+def test_guided_canvases_side_by_side_are_replayed(model, recorder):
+    # six canvases outgrow the block tables of their prefix without the prompt
+    requests = requests_of(3, max_new_tokens=6 * L, max_steps=5)
+    same_answers(model, requests, recorder, canvases=2, strategy="quota:guidance=0.5,sticky=true", max_rows=2)
+
+
 def test_masks_are_replayed(model, recorder):
     same_answers(model, requests_of(2), recorder, choices=Choices(corruption="mask", mask_id=7))
 
@@ -214,10 +230,22 @@ class Narrowing(Composed):
         return replace(super().shape(step, steps), top_k=steps - step)
 
 
+@dataclass(frozen=True)
+class Easing(Composed):
+    """A strategy that is guided less in every step."""
+
+    is_capturable = True
+
+    def shape(self, step: int, steps: int) -> Shape:
+        """Less guidance in every step."""
+        return replace(super().shape(step, steps), guidance=self.guidance * (1 - step / steps))
+
+
 def test_what_is_the_same_in_every_step_but_for_the_temperature_is_captured():
     filtered = Composed(top_k=3, top_p=0.9, min_p=0.01)
     assert captured_shape(filtered, 8) == captured_shape(filtered, 9) == Shape(1.0, 3, 0.9, 0.01)
-    assert captured_shape(Narrowing(), 8) is None and captured_shape(Composed(guidance=0.5), 8) is None
+    assert captured_shape(Composed(guidance=0.5), 8) == Shape(1.0, guidance=0.5)
+    assert captured_shape(Narrowing(), 8) is None and captured_shape(Easing(guidance=0.5), 8) is None
     assert captured_shape(Ancestral(), 8) == Shape(1.0) and captured_shape(Ancestral(corrections=1), 8) is None
     # a model that was trained to predict from the other tokens is corrected by the noise level of each step
     assert captured_shape(Ancestral(), 8, "leave_one_out") is None
@@ -230,7 +258,8 @@ def test_top_p_is_captured_where_a_kernel_finds_its_tokens(recorder):
     for kernels, is_taken in ((model.kernels, True), (replace(model.kernels, token_stats=NATIVE.token_stats), False)):
         model.kernels = kernels
         fixed = Engine(model, None, LIVELY, page_tokens=8, graphs=True).fixed
-        assert fixed.takes(top_p) is is_taken and fixed.takes(Shape(1.0, 20, min_p=0.1))
+        assert fixed.takes(top_p) is is_taken and fixed.takes(Shape(1.0, 20, min_p=0.1, guidance=0.5))
+        assert not fixed.takes(replace(top_p, guidance=0.5))  # the logits of both prefixes are filtered natively
 
 
 def test_a_strategy_that_reads_on_the_host_is_noticed(model, recorder):

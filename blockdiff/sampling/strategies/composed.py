@@ -84,7 +84,8 @@ def captured_shape(
 ) -> Shape | None:
     """What all of so many steps draw from, at temperature 1, where they can be captured in CUDA graphs; else None.
 
-    That is where the strategy says so, and its shapes have the same filters, and nothing else but a temperature each.
+    That is where the strategy says so, and its shapes have the same filters and the same guidance, and nothing else but
+    a temperature each.
     """
     if not declares_capturable(strategy):
         return None
@@ -93,7 +94,7 @@ def captured_shape(
     if len(alike) > 1 or any(shape.corrects(prediction, mask_id) for shape in shapes):
         return None
     [shape] = alike
-    return shape if shape == Shape(1.0, shape.top_k, shape.top_p, shape.min_p) else None
+    return shape if shape == Shape(1.0, shape.top_k, shape.top_p, shape.min_p, shape.guidance) else None
 
 
 def released(generation: Generation) -> Composed:
