@@ -111,7 +111,7 @@ def tokenizer(
     """
     from blockdiff.data.rows import texts_of
     from blockdiff.data.sources import Source, rows_of
-    from blockdiff.data.tokenizer import byte_level_bpe
+    from blockdiff.data.tokenizer import byte_level_bpe, write_tokenizer
     from blockdiff.terminal import quiet
 
     options.require_free(output / "tokenizer.json", *sources, overwrite=overwrite)
@@ -128,7 +128,7 @@ def tokenizer(
 
     made = byte_level_bpe(texts(), vocab_size)
     options.make_parent(output / "tokenizer.json")
-    made.save_pretrained(output)
+    write_tokenizer(made, output)
     print(f"{len(made):,} tokens from {counts['rows']:,} rows, {counts['characters']:,} characters")
     if len(made) < vocab_size:
         print(f"these texts give no more than that, fewer than the {vocab_size:,} of --vocab-size")

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff import checkpoint
+from blockdiff.checkpoint.adapters import apart_from_adapter, base_of
 from blockdiff.checkpoint.added import added_in
-from blockdiff.checkpoint.files import ADDED, find, first_line, stored_tensors
+from blockdiff.checkpoint.files import ADDED, first_line, stored_tensors
 from blockdiff.errors import CheckpointError
 from blockdiff.memory import of_training, size
+from blockdiff.models.adapters import adapt, is_adapted
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.fp8 import fp8_layers
 from blockdiff.training.freeze import count_parts, freeze
@@ -19,13 +21,22 @@ from blockdiff.training.progress import Progress
 
 
 def show_model(target: str, show: Progress) -> None:
-    """Print what a checkpoint directory or hub id holds, and what fine-tuning would train of it."""
-    directory = find(target, with_weights=False)
+    """Print what a checkpoint directory or hub id holds, and what fine-tuning would train of it.
+
+    Of an adapter the model that it adapts is shown, too.
+    """
+    directory, adapter = apart_from_adapter(target)
     model = checkpoint.empty(checkpoint.read_config(directory))
-    freeze(model, (), trains_routers=False)
-    show_shape(model, target, show)
-    show.line("frozen    as fine-tuning does by default: the routers, which train only from random weights")
-    tensors = _headers(directory, target)
+    if adapter is None:
+        freeze(model, (), trains_routers=False)
+        show_shape(model, target, show)
+        show.line("frozen    as fine-tuning does by default: the routers, which train only from random weights")
+    else:
+        found = checkpoint.read_adapter(adapter, model)
+        adapt(model, found.modules, found.tokens)
+        show_shape(model, f"{target}, an adapter of {base_of(adapter)}", show)
+        show.line("frozen    all but the adapter")
+    tensors = _headers(directory, target if adapter is None else base_of(adapter))
     is_carried = family_of(model.config).names.is_carried
     carried = [math.prod(shape) for name, (shape, _) in tensors.items() if is_carried(name)]
     dtypes = ", ".join(sorted({dtype for _, dtype in tensors.values()}))
@@ -44,7 +55,7 @@ def show_model(target: str, show: Progress) -> None:
 def show_shape(model: BlockDiffusionModel, origin: str, show: Progress, needs: Mapping[str, int] | None = None) -> None:
     """Print the shape of a model, its parameters by part, and the memory that they need.
 
-    needs: what a recipe's training takes, bytes by what they hold; None: training all of it in fp32.
+    needs: what a recipe's training takes, bytes by what they hold; None: training all of it, or its adapter, in fp32.
     """
     outline = family_of(model.config).outline(model.config)
     for line in (origin, *outline.lines):
@@ -56,7 +67,8 @@ def show_shape(model: BlockDiffusionModel, origin: str, show: Progress, needs: M
     count = trained + sum(row.frozen for row in parts)
     active = count - experts + experts * outline.experts_per_token // max(1, outline.experts)
     show.line(f"a token meets {active:,} of {count:,} parameters")
-    what = "full training in fp32 with AdamW" if needs is None else "training as the recipe says"
+    what = "training the adapter" if is_adapted(model) else "full training"
+    what = f"{what} in fp32 with AdamW" if needs is None else "training as the recipe says"
     needs = of_training(count, trained) if needs is None else needs
     parts_of_it = ", ".join(f"{name} {size(bytes_)}" for name, bytes_ in needs.items())
     rounded = sum(x.numel() for name in fp8_layers(model) for x in model.get_submodule(name).parameters(recurse=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import warnings
 from collections.abc import Sequence
@@ -72,7 +73,8 @@ def report(error: Exception) -> int:
         message = "stopped"
     elif isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename else ""
-        message = f"{place}{error.strerror}"
+        remedy = "; make room there and start again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        message = f"{place}{error.strerror}{remedy}"
     else:
         message = f"{type(error).__name__}: {error} (run again with --debug for the traceback)"
     say_error(message)

@@ -80,12 +80,16 @@ def _training(
 
 def _sampling(target: str, limit: int | None, tokens: int, device: str, quantize: str | None) -> bool:
     from blockdiff import checkpoint
-    from blockdiff.checkpoint.fp8 import is_fp8
+    from blockdiff.checkpoint.adapters import apart_from_adapter
+    from blockdiff.checkpoint.fp8 import form_below, is_fp8
     from blockdiff.memory import size
     from blockdiff.training.plan.sampling import plan_sampling
 
-    config = checkpoint.read_config(target)
-    made = plan_sampling(config, device=device, quantize=quantize)
+    directory, adapter = apart_from_adapter(target)
+    config = checkpoint.read_config(directory)
+    if quantize is None and adapter is not None:
+        quantize = form_below(adapter)
+    made = plan_sampling(config, device=device, quantize=quantize, adapter=adapter)
     print(f"weights in {'fp8 and bf16' if is_fp8(config, quantize) else 'bf16':<16}{size(made.weights):>12}")
     print(f"cache of 1,000 tokens      {size(made.cache):>12} a row")
     print(f"a denoising step           {size(made.step[0]):>12}, and {size(made.step[1])} for each further row")

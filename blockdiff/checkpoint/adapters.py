@@ -174,6 +174,17 @@ def base_of(directory: str | Path) -> str:
     return str(beside if not Path(base).exists() and beside.is_dir() else base)
 
 
+def apart_from_adapter(path_or_hub_id: str | Path) -> tuple[Path, Path | None]:
+    """The directory of a model's config, and that of the adapter which was named in the model's place, if it was.
+
+    Of a repository on the Hub only the small files are fetched. Raises CheckpointError for what is not there.
+    """
+    directory = find(path_or_hub_id, with_weights=False)
+    if not has_adapter(directory):
+        return directory, None
+    return find(base_of(directory), with_weights=False), directory
+
+
 def places_of(path_or_hub_id: str | Path, adapter: str | Path | None = None) -> tuple[Path, ...]:
     """Where the tokenizer and the settings of a model may lie, nearest first: beside its adapter, beside its weights.
 

@@ -146,7 +146,7 @@ class Encoder:
             statistics.count_row(row.messages is not None, turns - len(responses), changes)
             fitted = self._fitted(tokens, responses, row.where)
             if fitted is None:
-                statistics.dropped += 1
+                statistics.count_dropped(row.where)
                 continue
             statistics.count_example(fitted[0], fitted[1], cut_tokens=len(tokens) - len(fitted[0]))
             yield Example(sample_id, fitted[0], fitted[1], len(fitted[0]) < len(tokens), row.where)

@@ -172,12 +172,12 @@ def write_splits(directory: str | Path, size: int, counts: Mapping[str, int], se
 
     Returns a line for each split that says what it holds. Raises DataError as `make_splits`.
     """
-    from blockdiff.data.tokenizer import character_tokenizer
+    from blockdiff.data.tokenizer import character_tokenizer, write_tokenizer
 
     splits = make_splits(size, counts, seed)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    character_tokenizer(ALPHABET).save_pretrained(directory / "tokenizer")
+    write_tokenizer(character_tokenizer(ALPHABET), directory / "tokenizer")
     lines = []
     for name, rows in splits.items():
         write_text(directory / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))

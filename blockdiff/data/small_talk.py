@@ -99,12 +99,12 @@ def write_conversations(directory: str | Path, counts: Mapping[str, int], seed: 
 
     Returns a line for each split that says what it holds. Raises DataError as `make_conversations`.
     """
-    from blockdiff.data.tokenizer import byte_level_bpe
+    from blockdiff.data.tokenizer import byte_level_bpe, write_tokenizer
 
     splits, directory = make_conversations(counts, seed), Path(directory)
     texts = (message["content"] for rows in splits.values() for row in rows for message in row["messages"])
     directory.mkdir(parents=True, exist_ok=True)
-    byte_level_bpe(texts, VOCABULARY).save_pretrained(directory / "tokenizer")
+    write_tokenizer(byte_level_bpe(texts, VOCABULARY), directory / "tokenizer")
     lines = []
     for name, rows in splits.items():
         write_text(directory / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))

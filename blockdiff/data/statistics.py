@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from blockdiff.data.alterations import WORDS
@@ -15,15 +16,17 @@ NOTHING: Mapping[str, int] = MappingProxyType({})
 class Statistics:
     """Counts over the rows of one source, made while they are encoded; tokens are those of the rows that stay.
 
-    `dropped` rows were too long (or had no room for a canvas within max_length), `truncated` ones were cut at a
-    canvas boundary and lost `cut_tokens`. `clean_tokens` are in rows (prompts too), `response_tokens` in responses.
-    Of the `conversations` among the rows, `unscored_turns` of the assistant are context only. The last six say what
-    became of messages (`blockdiff.data.alterations.WORDS`), and how many rows spell control tokens.
+    `dropped` rows were too long (or had no room for a canvas within max_length), the first of them at `first_dropped`
+    (file and line, without its directory); `truncated` ones were cut at a canvas boundary and lost `cut_tokens`.
+    `clean_tokens` are in rows (prompts too), `response_tokens` in responses. Of the `conversations` among the rows,
+    `unscored_turns` of the assistant are context only. The last six say what became of messages
+    (`blockdiff.data.alterations.WORDS`), and how many rows spell control tokens.
     """
 
     canvas_length: int
     rows: int = 0
     dropped: int = 0
+    first_dropped: str = ""
     truncated: int = 0
     cut_tokens: int = 0
     responses: int = 0
@@ -47,6 +50,11 @@ class Statistics:
         self.unscored_turns += unscored_turns
         for name, count in changes.items():
             setattr(self, name, getattr(self, name) + count)
+
+    def count_dropped(self, where: str) -> None:
+        """Count a row that is left out; `where` is its file and line."""
+        self.dropped += 1
+        self.first_dropped = self.first_dropped or Path(where).name
 
     def count_example(self, tokens: list[int], responses: list[tuple[int, int]], *, cut_tokens: int) -> None:
         """Count an example, which lost `cut_tokens` to the limit."""
@@ -79,10 +87,11 @@ class Statistics:
         if self.canvas_length != other.canvas_length:
             raise ValueError(f"canvases of {self.canvas_length} and of {other.canvas_length} do not add up")
         sums = {name: value + getattr(other, name) for name, value in asdict(self).items()}
-        return Statistics(**{**sums, "longest": max(self.longest, other.longest), "canvas_length": self.canvas_length})
+        sums |= {"canvas_length": self.canvas_length, "longest": max(self.longest, other.longest)}
+        return Statistics(**sums | {"first_dropped": self.first_dropped or other.first_dropped})
 
-    def to_record(self) -> dict[str, int | float]:
-        """All numbers, for JSON."""
+    def to_record(self) -> dict[str, int | float | str]:
+        """All of it, for JSON."""
         derived = {"examples": self.examples, "scored_tokens": self.scored_tokens, "fill_share": self.fill_share}
         return {**asdict(self), **derived}
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from blockdiff.data.template import TOOL_TOKENS, TURN_TOKENS
 from blockdiff.errors import DataError
+from blockdiff.files import sync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -71,6 +76,27 @@ def byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
     if not seen:
         raise DataError("the texts have no characters, so nothing can be learnt from them; give other rows")
     return _wrapped(tokenizer, specials.index("<bos>"), mask_token=MASK)
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: str | Path) -> None:
+    """Write the files of a tokenizer into a directory, each of them whole or not at all; others there stay.
+
+    Raises OSError with the name of the file that cannot be written.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".tokenizer.", dir=directory) as beside:
+        try:
+            tokenizer.save_pretrained(beside)
+            for file in sorted(Path(beside).iterdir()):
+                sync(file)
+                file.replace(directory / file.name)
+        except Exception as error:  # tokenizers raises nothing narrower, with the number of the error in its text
+            said = re.search(r"os error (\d+)", str(error))
+            number = int(said[1]) if said else getattr(error, "errno", None)
+            if number is None:
+                raise
+            raise OSError(number, os.strerror(number), str(directory / "tokenizer.json")) from error
 
 
 def _wrapped(tokenizer: Tokenizer, bos_id: int, **special: str) -> PreTrainedTokenizerFast:

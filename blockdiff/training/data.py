@@ -18,6 +18,7 @@ from blockdiff.data.dataset import TOTAL, Dataset, load_dataset
 from blockdiff.data.plan import AnyPlan, Plan, SequentialPlan
 from blockdiff.data.rows import Row
 from blockdiff.data.sources import Source, rows_of
+from blockdiff.data.statistics import Statistics
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.base import Base
@@ -89,6 +90,7 @@ class Data:
             for title, statistics in dataset.statistics
             for line in (
                 f"{name:<9} {'' if title == TOTAL else title + ': '}{statistics}",
+                f"          {'' if title == TOTAL else _why_dropped(statistics, self.encoder)}",
                 f"          {statistics.altered}",
             )
             if line.strip()
@@ -100,6 +102,20 @@ class Data:
         """What became of the rows, per source: for data.json in the run directory."""
         sets = {"train": self.train, "heldout": self.heldout}
         return {name: dataset.to_record() for name, dataset in sets.items() if isinstance(dataset, Dataset)}
+
+
+def _why_dropped(statistics: Statistics, encoder: Encoder) -> str:
+    """Why rows of a source were left out, and which was the first; empty where none was."""
+    if not statistics.dropped:
+        return ""
+    limit, first = encoder.max_length, statistics.first_dropped
+    why, remedy = "have no room for a canvas within", "raise it"
+    if encoder.too_long == "drop":
+        why, remedy = "are longer than", f"raise it, or write {{truncate: {limit}}},"
+    return (
+        f"dropped: {statistics.dropped:,} rows {why} the {limit} tokens of data.max_length, {first} the first; "
+        f"{remedy} to keep them"
+    )
 
 
 def sources(listed: Sequence[Source], recipe: Recipe, split: str) -> list[Source]:

@@ -95,7 +95,7 @@ def test_rows_in_memory_become_the_same_examples_as_those_of_a_file(rows, tmp_pa
         assert [replace(example, where="") for example in found.examples] == [
             replace(example, where="") for example in expected.examples
         ]
-        assert found.total == expected.total
+        assert found.total == replace(expected.total, first_dropped="rows:3")
     with forbidden(monkeypatch):
         load_dataset([Source(rows=ROWS)], ENCODER, cache=tmp_path / "cache")
 

@@ -13,7 +13,7 @@ from blockdiff.cli.main import app
 from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import Row
 from blockdiff.data.template import packaged_template, training_template
-from blockdiff.data.tokenizer import MASK, TURN_TOKENS, byte_level_bpe, character_tokenizer
+from blockdiff.data.tokenizer import MASK, TURN_TOKENS, byte_level_bpe, character_tokenizer, write_tokenizer
 from blockdiff.errors import DataError, RequestError
 from blockdiff.sampling import Request
 from blockdiff.sampling.prompt_tokens import raw_tokens
@@ -115,3 +115,31 @@ def test_the_command_refuses_in_one_line(tmp_path):
         (line,) = result.stderr.splitlines()
         assert result.exit_code in (1, 2) and reason in line, line
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.quick
+def test_a_full_disk_is_said_with_the_file_and_leaves_what_was_there(tmp_path):
+    class Full:
+        def save_pretrained(self, directory: str) -> None:
+            (Path(directory) / "tokenizer.json").write_text("{")
+            raise Exception("No space left on device (os error 28)")  # as tokenizers says it
+
+    write_tokenizer(character_tokenizer("12="), tmp_path / "t")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "t").iterdir()}
+    assert "tokenizer.json" in before
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write_tokenizer(Full(), tmp_path / "t")
+    assert (caught.value.errno, caught.value.filename) == (28, str(tmp_path / "t" / "tokenizer.json"))
+    assert {file.name: file.read_bytes() for file in (tmp_path / "t").iterdir()} == before
+
+
+@pytest.mark.quick
+def test_the_command_that_makes_data_says_what_to_do_on_a_full_disk(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "there/tokenizer.json")
+
+    monkeypatch.setattr("blockdiff.data.tokenizer.write_tokenizer", full)
+    result = CliRunner().invoke(app, ["data", "sudoku", "--count", "4", "--output", str(tmp_path / "d")])
+    assert result.exit_code == 1
+    said = "blockdiff: error: there/tokenizer.json: No space left on device; make room there and start again"
+    assert result.stderr.splitlines() == [said]

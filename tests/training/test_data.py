@@ -60,3 +60,21 @@ def test_rows_from_python_are_one_source_with_or_without_saying_so():
             assert source.rows is rows and source.title == "rows"
     both = DataSection.model_validate({"train": ["a.jsonl", {"rows": [PAIR], "weight": 2.0}]}).train
     assert [(source.path, source.weight) for source in both] == [("a.jsonl", 1.0), (None, 2.0)]
+
+
+@pytest.mark.parametrize("limit", [6, {"drop": 6}], ids=["no room", "too long"])
+def test_rows_that_are_left_out_are_counted_with_the_reason_and_the_first_of_them(tmp_path, limit):
+    for name, rows in (("a", [PAIR, {**PAIR, "prompt": "a" * 9}]), ("b", [PAIR] * 2)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    section = {"train": sources, "max_length": limit, "cache": str(tmp_path / "cache")}
+    recipe = Recipe.model_validate(
+        {"model": {"preset": "tiny"}, "data": section, "train": {"steps": 1, "batch_size": 1}}
+    )
+    why = "have no room for a canvas within" if limit == 6 else "are longer than"
+    also = "" if limit == 6 else ", or write {truncate: 6},"
+    line = f"dropped: 1 rows {why} the 6 tokens of data.max_length, a.jsonl:2 the first; raise it{also} to keep them"
+    for _ in range(2):  # the second time from the cache
+        base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=4, denoises=True)
+        lines = read_data(recipe, base).lines()
+        assert [each.strip() for each in lines if "dropped:" in each] == [line]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,8 +14,10 @@ from blockdiff import checkpoint
 from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import CheckpointError, RecipeError, RunError
-from blockdiff.models.adapters import is_adapted
+from blockdiff.models.adapters import adapter_tensors, is_adapted
 from blockdiff.sampling import Sampler
+from blockdiff.training.plan.sampling import plan_sampling
+from tests.commands import works
 from tests.little_model import LITTLE, save_preset
 
 NO_RANKS = "{attention: 0, mlp: 0, experts: 0, self_conditioning: 0}"
@@ -65,6 +69,20 @@ def test_a_run_writes_the_adapter_alone_and_checkpoints_hold_no_weights_of_the_b
 def test_the_config_of_an_adapter_is_that_of_the_model_it_names(trained, inputs):
     with pytest.raises(CheckpointError, match=f"holds an adapter of {inputs['model']['path']}; name that model"):
         checkpoint.read_config(trained.directory)
+
+
+def test_inspect_and_plan_show_a_run_of_adapters_with_the_model_below_them(trained, inputs):
+    said = works("inspect", trained.directory)
+    model = trained.model()
+    count = sum(x.numel() for x in adapter_tensors(model).values())
+    assert said.startswith(f"{trained.directory}, an adapter of {inputs['model']['path']}\n")
+    assert re.search(rf"total +\d+ +{count:,} +", said) and "training the adapter in fp32" in said
+    with_it, without = (
+        plan_sampling(checkpoint.read_config(inputs["model"]["path"]), torch.float32, "cpu", adapter=adapter).weights
+        for adapter in (trained.directory / "adapter", None)
+    )
+    assert with_it == sum(x.nbytes for x in (*model.parameters(), *model.buffers())) == without + 4 * count
+    assert works("plan", trained.directory, "--device", "cpu").startswith("weights in bf16")
 
 
 def test_the_loss_falls_although_only_adapters_train(inputs, tmp_path):

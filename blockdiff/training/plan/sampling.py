@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint.fp8 import is_fp8, rounds_inputs
+from blockdiff.models.adapters import adapt
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.training.plan.live_bytes import planned_for
@@ -35,12 +37,22 @@ class SamplingPlan:
 
 
 def plan_sampling(
-    config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", quantize: str | None = None
+    config: Any,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+    quantize: str | None = None,
+    adapter: Path | None = None,
 ) -> SamplingPlan:
-    """The memory of sampling with a model of this config; quantize: as in `load`, None is what the config says."""
+    """The memory of sampling with a model of this config; quantize: as in `load`, None is what the config says.
+
+    adapter: the directory of one that the model gets, unmerged.
+    """
     model = checkpoint.empty(config, kernels_for(device)).to(dtype).eval()
     if is_fp8(config, quantize):
         put_in_fp8(model, fp8_layers(model), rounds_inputs(config, quantize))
+    if adapter is not None:
+        found = checkpoint.read_adapter(adapter, model)
+        adapt(model, found.modules, found.tokens)
     cached = family_of(config).outline(config).cached_per_token
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     one, two = (_step(model, device, rows) for rows in (1, 2))
