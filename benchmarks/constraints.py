@@ -29,6 +29,7 @@ from blockdiff.sampling.constraints.byte_automaton import of_regex
 from blockdiff.sampling.constraints.json_schema import regex_of_schema
 from blockdiff.sampling.constraints.paths import completable, paths
 from blockdiff.sampling.control import CanvasControl
+from blockdiff.sampling.held import held_canvases
 from blockdiff.sampling.predict import predict
 
 SCHEMA = {
@@ -84,7 +85,8 @@ def measure(vocab: int, hidden: int, length: int, rows: int, repeats: int, devic
 
     def held(count: int) -> Callable[[], object]:
         inputs = hidden_BLD[:count], canvas_BL[:count], 0.7, uniform_BL[:count]
-        return lambda: predict(model, *inputs, controls=controls[:count], steps=[0] * count)
+        together, step_B = held_canvases(controls[:count], length, vocab, device), torch.zeros_like(start_B[:count])
+        return lambda: predict(model, *inputs, held=together, step_B=step_B)
 
     parts = {
         "free": lambda: predict(model, hidden_BLD, canvas_BL, 0.7, uniform_BL),

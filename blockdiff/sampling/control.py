@@ -58,11 +58,6 @@ class CanvasControl:
     penalty: float = 1.0
     seen_V: Tensor | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the distributions are the model's own: a draft only says where a canvas starts."""
-        return self.classes is None
-
 
 @dataclass(frozen=True, eq=False)
 class Control:
@@ -203,7 +198,8 @@ def control_of(
         automaton = _automaton(tokenizer, vocab_size, regex, tuple(texts), tuple(eos_ids), pad_id, forbidden)
     elif pins is not None or forbidden or request.repetition_penalty != 1.0:
         is_text = pins is not None
-        classes = _one_class(tokenizer if is_text else None, vocab_size, is_text, tuple(eos_ids), forbidden)
+        of_tokens = tokenizer if is_text else None, vocab_size, is_text, tuple(eos_ids), forbidden
+        classes = _one_class(*of_tokens, torch.device(device))
 
     draft: list[int] = []
     if request.draft is not None:
@@ -226,7 +222,7 @@ def control_of(
         pins=pins,
         draft=draft,
         noise=NOISE if request.noise is None else request.noise,
-        classes=None if classes is None else classes.to(torch.device(device)),
+        classes=classes,
         automaton=automaton,
         penalty=request.repetition_penalty,
     )
@@ -317,8 +313,12 @@ def _one_class(
     is_text: bool,
     eos_ids: tuple[int, ...],
     forbidden: tuple[int, ...],
+    device: torch.device,
 ) -> Classes:
-    """The tokens that can stand anywhere, as one class: all, or those of a text, but the forbidden ones."""
+    """The tokens that can stand anywhere, as one class: all, or those of a text, but the forbidden ones.
+
+    Requests of the same tokens have the same object: their canvases are held together.
+    """
     class_V = torch.zeros(vocab_size, dtype=torch.int64)
     if is_text:
         assert tokenizer is not None
@@ -328,4 +328,4 @@ def _one_class(
     class_V[list(forbidden)] = 1
     if bool(class_V.all()):
         raise RequestError("every token is banned; allow some")
-    return Classes.of(class_V, 1)
+    return Classes.of(class_V, 1).to(device)

@@ -16,13 +16,14 @@ from blockdiff.models.pages import Pages
 from blockdiff.sampling.context import Context
 from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy
+from blockdiff.sampling.held import FixedHeld, Held
 from blockdiff.sampling.live_state import State, ends
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.strategy import Shape, Strategy
 
 
 class FixedStep:
-    """The step of canvases that one strategy decides and that nothing constrains: `load` them, then `run` their steps.
+    """The step of canvases that one strategy decides: `load` them, then `run` their steps.
 
     most: rows at most, `width` canvases of each. What changes from step to step is the number of the step, which the
     host writes, and what a step leaves for the next; draws and temperatures stand there for several steps ahead.
@@ -34,6 +35,7 @@ class FixedStep:
         L, B, device = context.canvas_length, most * width, context.model.device
         self.rows = FixedSteps(pages, most, width, L)
         self.others = FixedSteps(pages, most, width, L)  # of guided rows, without their prompts
+        self.held = FixedHeld(B)
         self._now = torch.zeros((), dtype=torch.int64, device=device)
         self._every_B = torch.arange(B, device=device)
         self._temperature_BT = torch.ones(B, STEPS_AHEAD, device=device)
@@ -74,13 +76,13 @@ class FixedStep:
 
     def load(
         self, rows: Sequence[PagedRow], others: Sequence[PagedRow], strategy: Strategy, shape: Shape, state: State,
-        start_BL: Tensor | None, pinned_BL: Tensor | None,
+        start_BL: Tensor | None, pinned_BL: Tensor | None, held: Held | None,
     ) -> State:  # fmt: skip
         """Take canvases over, and give their state back as it stands in the buffers.
 
         rows: those of the canvases, and then any that pad the call; others: the same without their prompts, where the
         shape asks for guidance; shape: the `captured_shape` of the strategy; start_BL, pinned_BL: tokens that are given
-        at the first step and at every one, -1 elsewhere.
+        at the first step and at every one, -1 elsewhere; held: what holds all canvases.
         """
         count = len(state.seed_B)
         if self._state is None:
@@ -90,9 +92,9 @@ class FixedStep:
                 buffer[:count] = x
         for buffer_BL, given_BL in ((self._start_BL, start_BL), (self._pinned_BL, pinned_BL)):
             buffer_BL[:count] = -1 if given_BL is None else given_BL
-        self._pinned_BL[count:] = 0  # canvases of padding
+        self._pinned_BL[count:], self._state.steps_B[count:] = 0, 1  # canvases of padding, by which rules divide
         read = self.rows.load(rows), self.others.load(others) if shape.guidance else None
-        self._key, self._loaded = (len(rows), strategy, shape, read), (len(rows), count)
+        self._key, self._loaded = (len(rows), strategy, shape, (*read, self.held.load(held))), (len(rows), count)
         if len(self._may_stop) > MOST_GRAPHS:  # requests may bring any number of strategies
             captured = {key[1] for key in self.graphs.keys}
             self._may_stop = {each: stops for each, stops in self._may_stop.items() if each in captured}
@@ -132,8 +134,9 @@ class FixedStep:
         seen = tokens_BL.view(rows), state.soft_BLD.view(*rows, -1)
         hidden_BLD = self.rows.denoise(*seen).reshape(B, L, -1)
         other_BLD = self.others.denoise(*seen).reshape(B, L, -1) if shape.guidance else None
-        of_step = tokens_BL, temperature_B, uniform_BL, mask_id
-        stats = predict(self.context.model, hidden_BLD, *of_step, shapes=[shape] * B, other_BLD=other_BLD)
+        held = self.held.read(B)
+        of_step = tokens_BL, temperature_B, uniform_BL, mask_id, [] if held is None else [held], step_B, [shape] * B
+        stats = predict(self.context.model, hidden_BLD, *of_step, other_BLD=other_BLD)
         told = (), step_B, temperature_B, tokens_BL, stats, self._pinned_BL[:B]
         canvases = state.canvases(self.context, *told)
         decision = strategy.decide(canvases)

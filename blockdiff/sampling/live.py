@@ -18,6 +18,7 @@ from blockdiff.sampling.context import Context
 from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.fixed_step import FixedStep
 from blockdiff.sampling.graphs import Graphs
+from blockdiff.sampling.held import Held, held_canvases
 from blockdiff.sampling.live_state import State, ends
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.scheduler import Row, Slot
@@ -27,7 +28,6 @@ from blockdiff.sampling.trace import Step, step_records
 
 if TYPE_CHECKING:
     from blockdiff.models.pages import PagedRow, Pages
-    from blockdiff.sampling.control import CanvasControl
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Live:
         self.forwards = 0  # canvases that the model has run, padding included
         self._state: State | None = None
         self._calls: list[Call] = []
-        self._controls: list[CanvasControl | None] | None = None  # None where nothing holds any canvas
+        self._held: list[list[Held]] = []  # what holds the canvases of each call
         self._pinned_BL: Tensor | None = None
         self._start_BL: Tensor | None = None
         self._every_B = torch.empty(0)
@@ -116,7 +116,8 @@ class Live:
         self._calls = calls_of(strategies, len(rows), self.rows_per_call, device)
         self._every_B = torch.arange(len(slots), device=device)
         controls = [slot.control for slot in slots]
-        self._controls = controls if any(control is not None for control in controls) else None
+        of_all = self.context.canvas_length, self.context.model.vocab_size, device
+        self._held = [held_canvases(controls[call.slots], *of_all) for call in self._calls]
         self._pinned_BL = self._given([None if c is None else c.pinned_L for c in controls])
         starting = [None if slot.has_begun else slot.control for slot in slots]
         self._start_BL = self._given([None if c is None else c.start_L for c in starting])
@@ -126,7 +127,7 @@ class Live:
         """The strategy of all canvases, where their steps can be captured; None where they run as they are."""
         if self.fixed is None or len(self._calls) != 1 or len(self._calls[0].groups) > 1 or not self.fixed.is_ready:
             return None
-        if any(row.is_watched for row in self.rows) or not all(c is None or c.is_plain for c in self._controls or ()):
+        if any(row.is_watched for row in self.rows) or not all(held.rows is None for held in self._held[0]):
             return None
         [(strategy, _)] = self._calls[0].groups
         told = self.context.choices.prediction, self.context.choices.mask_id
@@ -159,7 +160,8 @@ class Live:
         temperature_B = torch.tensor([shape.temperature for shape in shapes], device=tokens_BL.device)
 
         parts = [
-            self._call(call, state, tokens_BL, uniform_BL, step_B, temperature_B, shapes, steps) for call in self._calls
+            self._call(call, held, state, tokens_BL, uniform_BL, step_B, temperature_B, shapes)
+            for call, held in zip(self._calls, self._held, strict=True)
         ]
         stats, unchanged_B, decision, standing_BL = parts[0] if len(parts) == 1 else joined(parts)
         told = self._told(tokens_BL, stats, decision, steps, shapes)
@@ -178,7 +180,8 @@ class Live:
                 for rows in ([row.paged for row in self.rows], [row.other for row in self.rows])
             )
             given = self._start_BL, self._pinned_BL
-            state = self._state = self.fixed.load(rows, others, strategy, shape, state, *given)
+            held = next(iter(self._held[0]), None)
+            state = self._state = self.fixed.load(rows, others, strategy, shape, state, *given, held)
             self._start_BL = None
         due = state.draw_on(steps, self.context)
         if places := due if self._is_loaded else range(len(steps)):
@@ -218,13 +221,13 @@ class Live:
     def _call(
         self,
         call: Call,
+        held: Sequence[Held],
         state: State,
         tokens_BL: Tensor,
         uniform_BL: Tensor,
         step_B: Tensor,
         temperature_B: Tensor,
         shapes: Sequence[Shape],
-        steps: Sequence[int],
     ) -> tuple[Stats, Tensor, Decision, Tensor]:
         """Denoise and decide the canvases of one call."""
         of, model, context = call.slots, self.context.model, self.context
@@ -239,9 +242,8 @@ class Live:
         hidden_BLD = self._denoised(call, tokens_BL, soft_BLD)
         first = shapes[of.start].temperature
         temperature = first if all(s.temperature == first for s in shapes[of]) else temperature_B
-        controls = None if self._controls is None else self._controls[of]
         others_BLD = self._without_prompts(call, tokens_BL, soft_BLD)
-        of_rows = context.choices.mask_id, controls, steps[of], shapes[of], context.choices.prediction
+        of_rows = context.choices.mask_id, held, step_B, shapes[of], context.choices.prediction
         stats = predict(model, hidden_BLD, tokens_BL, temperature, uniform_BL, *of_rows, others_BLD)
         ids = [slot.row.asked.id for slot in self.slots[of]]
         pinned_BL = None if self._pinned_BL is None else self._pinned_BL[of]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blockdiff.sampling.context import NOT_FINITE, Context
 from blockdiff.sampling.draws import Draws, signed
+from blockdiff.sampling.held import held_canvases
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.request import Pending
 from blockdiff.sampling.strategies import is_guided
@@ -136,7 +137,15 @@ def _denoise(
             canvas_BL = pinned_BL.where(pinned_BL >= 0, canvas_BL)
         hidden_BLD = model.denoise(canvas_BL, prefix, soft_BLD)
         other_BLD = None if other is None else model.denoise(canvas_BL, other, soft_BLD)
-        of_rows = mask_id, controls, [step] * len(live), [shape] * len(live), context.choices.prediction, other_BLD
+        held = held_canvases(controls, model.canvas_length, model.vocab_size, device)
+        of_rows = (
+            mask_id,
+            held,
+            torch.full_like(steps_B, step),
+            [shape] * len(live),
+            context.choices.prediction,
+            other_BLD,
+        )
         stats = predict(model, hidden_BLD, canvas_BL, shape.temperature, uniform_BL, *of_rows)
         unchanged_B = (unchanged_B + 1) * (stats.argmax == previous_BL).all(-1)
         canvases = Canvases(
@@ -157,8 +166,8 @@ def _denoise(
         kept_BL, standing_BL = decision.kept_BL, decision.standing(canvases)
         if on_step is not None:
             at = [(id, number, step, shape.temperature) for id in canvases.ids]
-            held = (canvases.is_pinned_BL, decision.stay_BL)
-            for record in step_records(at, canvas_BL, stats, decision.keep_BL, *held):
+            given = (canvases.is_pinned_BL, decision.stay_BL)
+            for record in step_records(at, canvas_BL, stats, decision.keep_BL, *given):
                 on_step(record)
 
         is_last = step + 1 == max_steps

@@ -15,16 +15,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.kernels import NATIVE
 from blockdiff.kernels import launch as launching
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.context import Context
+from blockdiff.sampling.control import control_of
 from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.fixed_step import FixedStep
 from blockdiff.sampling.graphs import Graphs
+from blockdiff.sampling.held import FixedHeld, Held, held_canvases, held_stats
 from blockdiff.sampling.live_state import State
+from blockdiff.sampling.request import Request
 from blockdiff.sampling.strategies import captured_shape
 from tests.oracle import tiny_config
 from tests.recorder import Recorder
@@ -63,7 +67,7 @@ def rows_of(pages: Pages, lengths: list[int]) -> list[PagedRow]:
 
 
 def step_of(
-    model: DiffusionGemma, pages: Pages, rows: list[PagedRow], strategy: str | None = None
+    model: DiffusionGemma, pages: Pages, rows: list[PagedRow], strategy: str | None = None, held: Held | None = None
 ) -> Callable[[], None]:
     """The step of canvases after these rows, by the default strategy or another, as a graph would hold it."""
     context, B = Context(model, None, Generation(), strategy=strategy), len(rows)
@@ -77,7 +81,7 @@ def step_of(
     shape = captured_shape(context.strategy, 8)
     assert shape is not None and step.takes(shape)
     others = rows_of(pages, [1 + L * n for n in range(B)]) if shape.guidance else []
-    step.load(rows, others, context.strategy, shape, state, None, None)
+    step.load(rows, others, context.strategy, shape, state, None, None, held)
     return lambda: step._step(context.strategy)
 
 
@@ -100,6 +104,32 @@ def test_a_denoising_step_reads_nothing_and_brings_nothing_from_the_host(strateg
     step = step_of(model, pages, rows_of(pages, [21, 30]), strategy)
     with NothingFromTheHost():
         step()
+
+
+HOLDS = (
+    {"template": "ab<?9>c<?8>"},
+    {"banned": (5, 7), "repetition_penalty": 1.3},
+    {"regex": "(ab|c){1,20}", "repetition_penalty": 1.3},
+)
+
+
+@pytest.mark.parametrize("mask_id", [None, 9])
+@pytest.mark.parametrize("asked", HOLDS, ids=str)
+def test_what_holds_canvases_reads_nothing_and_brings_nothing_from_the_host(asked, mask_id):
+    """Nor does the dynamic program over an automaton."""
+    tokenizer, device = character_tokenizer("abcd"), torch.device("meta")
+    model = model_on("meta")
+    tokens_BL, step_B = torch.zeros(2, L, dtype=torch.int64, device=device), torch.zeros(2, device=device).long()
+    uniform_BL, hidden_BLD = torch.zeros(2, L, device=device), torch.zeros(2, L, D, device=device)
+    control = control_of(
+        Request(0, tokens=[3], **asked), [3], tokenizer, canvas_length=L, canvases=2, max_steps=4, eos_ids=(1,),
+        vocab_size=model.vocab_size, pad_id=0, mask_id=mask_id, device=device,
+    )  # fmt: skip
+    [held] = held_canvases([control.begin(0, [], n) for n in range(2)], L, model.vocab_size, device)
+    fixed = FixedHeld(4)
+    fixed.load(held)
+    with NothingFromTheHost():
+        held_stats(model, hidden_BLD, tokens_BL, 0.8, uniform_BL, step_B, mask_id, fixed.read(2))
 
 
 def test_what_is_refused_is_noticed():

@@ -13,9 +13,10 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Choices, Recorder, Request, Sampler
-from blockdiff.sampling import predict as predict_module
+from blockdiff.sampling import held as held_module
 from blockdiff.sampling.control import Control, control_of
 from blockdiff.sampling.draws import Draws
+from blockdiff.sampling.held import held_canvases
 from blockdiff.sampling.loop import generate_in_lockstep
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.template import FREE, parse_template
@@ -181,7 +182,8 @@ def test_statistics_under_a_constraint_are_those_of_all_canvases_that_satisfy_it
     controls = [held.begin(0, [], seed) for seed in range(n)]
     uniform = torch.rand(n, length, generator=torch.Generator().manual_seed(1))
     canvas = torch.zeros(n, length, dtype=torch.int64)
-    stats = predict(model, z.expand(n, -1, -1), canvas, 0.7, uniform, controls=controls, steps=[0] * n)
+    together = held_canvases(controls, length, V, canvas.device)
+    stats = predict(model, z.expand(n, -1, -1), canvas, 0.7, uniform, None, together, torch.zeros(n).long())
     assert stats.argmax[0].tolist() == list(canvases[int(truth.argmax())])
     torch.testing.assert_close(stats.entropy[0], torch.special.entr(marginal).sum(-1).float(), atol=1e-4, rtol=1e-4)
     of_sample = marginal[torch.arange(length), stats.sample].log()
@@ -329,7 +331,7 @@ def test_the_engine_answers_as_the_loop_in_lockstep_does_and_groups_of_rows_chan
     asked = [engine.context.pending(request, place, 0) for place, request in enumerate(requests)]
     generate_in_lockstep(engine.context, asked)
     assert results == [engine.context.result(each) for each in asked]
-    monkeypatch.setattr(predict_module, "NUMBERS", 1)
+    monkeypatch.setattr(held_module, "NUMBERS", 1)
     assert results == sampler().generate(requests)
 
 

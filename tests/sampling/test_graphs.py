@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks.soak import soak
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.kernels import NATIVE
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import engine as engines
@@ -71,7 +72,7 @@ def requests_of(count: int, longest: int = 60, **settings: Any) -> list[Request]
 def answers(model: Any, requests: list[Request], graphs: bool, **options: Any) -> dict[str | int, Result]:
     """What an engine answers to requests that come one after the other while others run."""
     options = dict(generation=LIVELY, page_tokens=8, max_rows=5, buckets=BUCKETS) | options
-    engine = Engine(model, None, graphs=graphs, **options)
+    engine = Engine(model, options.pop("tokenizer", None), graphs=graphs, **options)
     results = {}
     for request in requests:
         engine.submit(request)
@@ -131,6 +132,41 @@ def test_guided_canvases_side_by_side_are_replayed(model, recorder):
     # six canvases outgrow the block tables of their prefix without the prompt
     requests = requests_of(3, max_new_tokens=6 * L, max_steps=5)
     same_answers(model, requests, recorder, canvases=2, strategy="quota:guidance=0.5,sticky=true", max_rows=2)
+
+
+HOLDS = {
+    "templates": [{"template": "ab<?20>c<?7>"}, {"template": "c<?9>"}],
+    "banned tokens and penalties": [{"banned": (20, 21), "repetition_penalty": 1.3}, {"banned": (21, 20)}],
+    "constraints": [{"regex": "(ab|c){12,30}"}, {"regex": "(ab|c){12,30}", "repetition_penalty": 3.0}],
+    "constraints of several sizes": [{"regex": "(abc?){9}d"}, {"regex": "[ab]+", "template": "<?12>"}],
+}
+
+
+@pytest.mark.parametrize("choices", [None, Choices(corruption="mask", mask_id=13)], ids=["uniform noise", "mask noise"])
+@pytest.mark.parametrize("kind", HOLDS)
+def test_rows_that_are_held_alike_are_replayed_with_what_holds_each(model, recorder, kind, choices):
+    tokenizer = character_tokenizer("abcd")
+    requests = [
+        replace(each, max_steps=6 - n % 2, max_new_tokens=4 * L, **HOLDS[kind][n // 2 % 2])
+        for n, each in enumerate(requests_of(5))
+    ]
+    settings = replace(LIVELY, eos_ids=(1,), pad_id=0)
+    found = same_answers(
+        model,
+        requests,
+        recorder,
+        tokenizer=tokenizer,
+        generation=settings,
+        choices=choices,
+        strategy="quota:stopping=never",
+    )
+    assert len({tuple(result.tokens) for result in found.values()}) == 5
+
+
+def test_rows_that_are_held_by_several_things_run_as_they_are(model, recorder):
+    requests = [replace(each, banned=(30 + each.seed,), max_steps=4) for each in requests_of(2)]
+    assert len(answers(model, [replace(each, max_new_tokens=L) for each in requests], True, max_rows=2)) == 2
+    assert recorder.runs < 8  # only where one was left
 
 
 def test_masks_are_replayed(model, recorder):

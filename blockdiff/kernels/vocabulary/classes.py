@@ -6,13 +6,15 @@ Tokens that an automaton treats alike form a class, so a program over (position,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class Classes(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Classes:
     """Disjoint classes of token ids, none of them empty; tokens of no class are not allowed."""
 
     token_M: Tensor  # int64, the tokens that have a class: by class, then by id
@@ -29,7 +31,7 @@ class Classes(NamedTuple):
 
     def to(self, device: torch.device) -> Classes:
         """The same on another device."""
-        return Classes(*(column.to(device) for column in self))
+        return Classes(self.token_M.to(device), self.class_M.to(device), self.end_C.to(device))
 
 
 class ClassStats(NamedTuple):
@@ -61,7 +63,7 @@ def of_logits(z: Tensor, uniform_N: Tensor, classes: Classes) -> tuple[Tensor, .
     Sums are differences of one running sum in fp64 over the tokens in the order of their classes. Each class is shifted
     by its own maximum, so it sums to at least 1, and the difference keeps eleven digits.
     """
-    (token_M, class_M, end_C), N = classes, len(z)
+    token_M, class_M, end_C, N = classes.token_M, classes.class_M, classes.end_C, len(z)
     start_C = torch.cat((end_C.new_zeros(1), end_C[:-1]))
     z = z[:, token_M]
     peak_NC = z.new_full((N, len(end_C)), -torch.inf).scatter_reduce_(1, class_M.expand(N, -1), z, "amax")

@@ -225,7 +225,7 @@ def class_stats(
         for rows in chunks(hidden_ND, table_VD.shape[0]):
             z = logits(hidden_ND[rows], table_VD, softcap)
             if excluded is not None:
-                z[:, excluded] = -torch.inf
+                z[:, excluded].fill_(-torch.inf)
             temperature = temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N
             own = (z if penalty is None else z.clone()).div_(temperature)
             embedding = table_VD if embedding_VD is None else embedding_VD

@@ -68,7 +68,7 @@ def _all_but(token: int, table: Tensor) -> Tensor:
     """A mask of one row, as `pack_allowed` gives it, that leaves one token out."""
     words = torch.full((-(-len(table) // 32),), -1, dtype=torch.int32, device=table.device)
     bits = ~(1 << token % 32)
-    words[token // 32] = bits if token % 32 < 31 else 2**31 - 1
+    words[token // 32].fill_(bits if token % 32 < 31 else 2**31 - 1)
     return words
 
 
@@ -87,7 +87,7 @@ def class_stats(
     if embedding_VD is not None:
         raise Unserved(UNTIED)
     hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))
-    token, _, end = (column.contiguous() for column in classes)
+    token, end = classes.token_M.contiguous(), classes.end_C.contiguous()
     seen = factor = row = None
     if penalty is not None:
         seen, factor, row = (t.contiguous() for t in (penalty.seen_RV, penalty.factor_R.float(), penalty.row_N))

@@ -1,0 +1,210 @@
+"""What may stand in canvases, as tensors, and the statistics of a denoising step over that alone."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Stats
+from blockdiff.sampling.constraints.automaton import MOST_STATES, TokenAutomaton
+from blockdiff.sampling.constraints.paths import paths
+from blockdiff.sampling.control import CanvasControl
+from blockdiff.sampling.draws import signed
+from blockdiff.seeding import Stream, uniform
+
+if TYPE_CHECKING:
+    from blockdiff.models.family import BlockDiffusionModel
+
+NUMBERS = 4 << 20  # of (position, class): as many live at once in each column of the statistics of classes
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What holds B canvases whose controls tell the same classes of tokens apart; `CanvasControl` says the rest.
+
+    rows: which canvases of a step they are (None: all). pinned_BL: tokens that are given, -1 elsewhere. is_seen_BV,
+    factor_B: the tokens that a penalty makes less likely, and by how much (None: no canvas has one). What stands
+    after the automaton comes with it: the states before and, as is_final_BS, after the canvases, the positions at which
+    no response can end, and where their draws are.
+    """
+
+    rows: list[int] | None
+    classes: Classes
+    pinned_BL: Tensor
+    is_seen_BV: Tensor | None = None
+    factor_B: Tensor | None = None
+    automaton: TokenAutomaton | None = None
+    state_B: Tensor | None = None
+    is_final_BS: Tensor | None = None
+    is_text_BL: Tensor | None = None
+    seed_B: Tensor | None = None
+    number_B: Tensor | None = None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of canvases, by name."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                yield field.name, value
+
+
+def held_canvases(
+    controls: Sequence[CanvasControl | None], length: int, vocab_size: int, device: torch.device
+) -> list[Held]:
+    """What holds canvases: together where the same classes of tokens are told apart, but not too many of them.
+
+    Canvases that are in none of these are free.
+    """
+    groups: dict[int, list[int]] = {}
+    for row, control in enumerate(controls):
+        if control is not None and control.classes is not None:
+            groups.setdefault(id(control.classes), []).append(row)
+    found = []
+    for rows in groups.values():
+        some = [control for control in (controls[row] for row in rows) if control is not None]
+        assert some[0].classes is not None
+        most = max(1, NUMBERS // (length * len(some[0].classes.end_C)))
+        for lo in range(0, len(rows), most):
+            held = _held(rows[lo : lo + most], some[lo : lo + most], length, vocab_size, device)
+            found.append(replace(held, rows=None) if held.rows == list(range(len(controls))) else held)
+    return found
+
+
+def _held(
+    rows: list[int], controls: Sequence[CanvasControl], length: int, vocab_size: int, device: torch.device
+) -> Held:
+    classes, automaton, parts = controls[0].classes, controls[0].automaton, dict[str, Any]()
+    assert classes is not None
+    free_L = torch.full((length,), -1, device=device)
+    if any(control.seen_V is not None for control in controls):
+        nothing_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        seen = [nothing_V if control.seen_V is None else control.seen_V for control in controls]
+        factors = torch.tensor([control.penalty for control in controls], device=device)
+        parts |= dict(is_seen_BV=torch.stack(seen), factor_B=factors)
+    if automaton is not None:
+        nowhere_L = torch.zeros(length, dtype=torch.bool, device=device)
+        numbers = [[signed(control.seed), control.number, control.state] for control in controls]
+        seed_B, number_B, state_B = torch.tensor(numbers, device=device).unbind(-1)
+        parts |= dict(
+            state_B=state_B,
+            is_final_BS=torch.stack([control.is_final_S for control in controls if control.is_final_S is not None]),
+            is_text_BL=torch.stack([nowhere_L if c.is_text_L is None else c.is_text_L for c in controls]),
+            seed_B=seed_B,
+            number_B=number_B,
+        )
+    pinned_BL = torch.stack([free_L if control.pinned_L is None else control.pinned_L for control in controls])
+    return Held(rows, classes, pinned_BL, automaton=automaton, **parts)
+
+
+class FixedHeld:
+    """What holds canvases, at most `most`, in buffers that stay where they are: `load` it, then `read` it."""
+
+    def __init__(self, most: int):
+        self.most = most
+        self._buffers: dict[str, Tensor] = {}
+        self._loaded: Held | None = None
+
+    def load(self, held: Held | None) -> Hashable:
+        """Write what holds canvases; the same answer means the same launches, for as many of them."""
+        self._loaded = held
+        if held is None:
+            return None
+        for name, x in held.tensors():
+            if name not in self._buffers:
+                widest = [MOST_STATES + 1] if name == "is_final_BS" else x.shape[1:]
+                self._buffers[name] = x.new_zeros(self.most, *widest)
+            self._buffers[name][len(x) :] = 0  # canvases of padding
+            self._buffers[name][tuple(map(slice, x.shape))] = x
+        return held.classes, held.automaton, held.factor_B is None
+
+    def read(self, count: int) -> Held | None:
+        """What holds the first `count` canvases, of which there may be more than were loaded."""
+        if self._loaded is None:
+            return None
+        parts = dict[str, Any]()
+        for name, x in self._loaded.tensors():
+            parts[name] = self._buffers[name][(slice(count), *map(slice, x.shape[1:]))]
+        return replace(self._loaded, **parts)
+
+
+def held_stats(
+    model: BlockDiffusionModel,
+    hidden_BLD: Tensor,
+    canvas_BL: Tensor,
+    temperature: Tensor | float,
+    uniform_BL: Tensor,
+    step_B: Tensor,
+    mask_id: int | None,
+    held: Held,
+) -> Stats:
+    """The statistics of canvases that are held, and nothing but launches.
+
+    Under a constraint argmax is the best canvas that satisfies it, the sample a canvas drawn from the model's
+    distribution given that it is satisfied, and the entropy that of each position's marginal of that distribution.
+    """
+    stats = model.vocabulary.class_stats(hidden_BLD, temperature, uniform_BL, held.classes, _penalty(held), mask_id)
+    pinned_BL = held.pinned_BL
+    if mask_id is not None:  # under mask noise what is visible is given, too
+        pinned_BL = pinned_BL.where(pinned_BL >= 0, canvas_BL.where(canvas_BL != mask_id, -1))
+    if held.automaton is None:
+        best_BL = random_BL = torch.zeros_like(pinned_BL)
+        entropy_BL, of_class_BL = stats.entropy[..., 0], torch.zeros_like(stats.entropy[..., 0])
+    else:
+        best_BL, random_BL, entropy_BL, of_class_BL = _constrained(stats, held, held.automaton, pinned_BL, step_B)
+    argmax_BL, sample_BL, log_p_BL = (
+        column.gather(-1, place_BL[..., None]).squeeze(-1)
+        for column, place_BL in (
+            (stats.argmax, best_BL), (stats.sample, random_BL), (stats.log_probability, random_BL)
+        )
+    )  # fmt: skip
+    is_pinned_BL = pinned_BL >= 0
+    return Stats(
+        entropy=(entropy_BL * ~is_pinned_BL).float(),
+        argmax=pinned_BL.where(is_pinned_BL, argmax_BL),
+        sample=pinned_BL.where(is_pinned_BL, sample_BL),
+        soft_embedding=stats.soft_embedding,
+        log_probability=(of_class_BL + log_p_BL).masked_fill(is_pinned_BL, 0.0).float(),
+    )
+
+
+def _penalty(held: Held) -> Penalty | None:
+    if held.is_seen_BV is None or held.factor_B is None:
+        return None
+    B, L = held.pinned_BL.shape
+    row_BL = torch.arange(B, device=held.factor_B.device)[:, None].expand(B, L)
+    return Penalty(held.is_seen_BV, held.factor_B, row_BL.reshape(-1))
+
+
+def _constrained(
+    stats: ClassStats, held: Held, automaton: TokenAutomaton, pinned_BL: Tensor, step_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The classes of the best and of a random canvas [B, L], the entropies, and the random ones' log-probabilities."""
+    B, L = pinned_BL.shape
+    assert held.is_text_BL is not None and held.state_B is not None and held.is_final_BS is not None
+    assert held.seed_B is not None and held.number_B is not None
+    log_sum, maximum = _given((stats.log_sum, stats.maximum), automaton, pinned_BL, held.is_text_BL)
+    # two numbers for each position, that pick the way of the random canvas through the automaton
+    uniform_BL2 = uniform(held.seed_B, Stream.CONSTRAINT, (held.number_B, step_B), 2 * L).view(B, L, 2)
+    found = paths(automaton, log_sum, maximum, held.state_B, held.is_final_BS, uniform_BL2)
+    share = found.share_BLC
+    entropy_BL = torch.special.entr(share).sum(-1) + (share * stats.entropy).where(share > 0, 0.0).sum(-1)
+    entropy_BL = entropy_BL.masked_fill(~found.is_possible_B[:, None], torch.nan)  # logits that are not finite
+    of_class_BL = share.gather(-1, found.random_BL[..., None]).squeeze(-1).log()
+    return found.best_BL, found.random_BL, entropy_BL, of_class_BL
+
+
+def _given(
+    weights: tuple[Tensor, Tensor], automaton: TokenAutomaton, pinned_BL: Tensor, is_text_BL: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logarithmic weights of classes [B, L, C], without ends where text stands, and at pins of their class alone."""
+    first_BLC, second_BLC = (
+        each.masked_fill(is_text_BL[..., None] & automaton.is_end_C, -torch.inf) for each in weights
+    )
+    place_BL = automaton.class_V[pinned_BL.clamp(min=0)].clamp_(max=first_BLC.shape[-1] - 1)
+    certain_BLC = torch.full_like(first_BLC, -torch.inf).scatter_(-1, place_BL[..., None], 0.0)
+    is_pinned_BL1 = (pinned_BL >= 0)[..., None]
+    return certain_BLC.where(is_pinned_BL1, first_BLC), certain_BLC.where(is_pinned_BL1, second_BLC)
