@@ -1,0 +1,114 @@
+"""Which kernels a choice gives: by name, by machine, and call by call."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from blockdiff import kernels
+from blockdiff.errors import BlockdiffError
+from blockdiff.kernels import CPU, NATIVE, NATIVE_ONLY, OPS, Kernels, resolve, triton_op
+from blockdiff.kernels.launch import Unserved
+from blockdiff.kernels.norm_rope import triton as norms
+
+
+def test_every_op_has_a_folder_and_two_implementations():
+    assert OPS.keys() == {op.name for op in fields(Kernels)} - {"fused", "joined", "sweep_attention"}
+    chosen = resolve("triton")
+    for op in OPS:
+        assert getattr(chosen, op).__name__ == op == getattr(NATIVE, op).__name__
+        assert (getattr(chosen, op) is getattr(NATIVE, op)) == (op in NATIVE_ONLY)
+
+
+def test_the_folder_of_an_op_stays_a_module():
+    """An op of the same name must not take its place in the package."""
+    import blockdiff.kernels.expert_mlp.triton as experts
+    import blockdiff.kernels.norm_rope.triton as norms
+    import blockdiff.kernels.span_attention.triton as attention
+
+    assert all(callable(op) for op in (experts.expert_mlp, norms.norm_rope, attention.span_attention))
+
+
+@pytest.mark.parametrize("name", ["auto", "torch", "triton"])
+def test_a_copied_model_has_the_functions_of_the_first(name):
+    chosen = resolve(name)
+    assert copy.deepcopy(chosen) is chosen
+
+
+def test_a_kernels_object_is_taken_as_it_is():
+    assert resolve(NATIVE) is NATIVE and resolve("torch") is NATIVE
+
+
+def test_an_unknown_choice_names_the_known_ones():
+    with pytest.raises(BlockdiffError, match='"auto", "torch" or "triton"'):
+        resolve("cuda")
+
+
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+
+
+def with_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+
+
+def test_triton_is_refused_where_it_cannot_run(monkeypatch):
+    without_a_gpu(monkeypatch)
+    with pytest.raises(BlockdiffError, match="needs a CUDA device"):
+        resolve("triton")
+    assert resolve("auto") is CPU
+    with_a_gpu(monkeypatch, (7, 5))
+    with pytest.raises(BlockdiffError, match=r"compute capability 8\.0, this GPU has 7\.5"):
+        resolve("triton")
+    with pytest.warns(UserWarning, match="native ops only"):
+        assert resolve("auto") is CPU
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BlockdiffError, match="triton package is not installed"):
+        resolve("triton")
+
+
+def test_a_rocm_build_runs_natively_with_one_warning(monkeypatch):
+    """Its capability numbers mean something else."""
+    with_a_gpu(monkeypatch)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(BlockdiffError, match="built for ROCm"):
+        resolve("triton")
+    with pytest.warns(UserWarning, match="native ops only: this torch is built for ROCm") as warned:
+        assert resolve("auto") is CPU
+    assert len(warned) == 1
+
+
+class OnGPU(Tensor):
+    """A tensor of this machine that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_auto_runs_a_call_that_has_no_kernel_natively_and_says_so_once(monkeypatch):
+    def refuse(x: Tensor, weights: object, eps: float) -> None:
+        raise Unserved("rms_norms in Triton has no tile for it")
+
+    with_a_gpu(monkeypatch)
+    monkeypatch.setattr(norms, "rms_norms", refuse)
+    chosen, x = resolve("auto"), torch.randn(3, 8).as_subclass(OnGPU)
+    with pytest.warns(UserWarning, match="rms_norms runs natively: rms_norms in Triton has no tile for it$") as warned:
+        outs = [chosen.rms_norms(x, (None,), 1e-6)[0] for _ in range(2)]
+    assert len(warned) == 1 and torch.equal(*outs) and torch.equal(outs[0], NATIVE.rms_norms(x, (None,), 1e-6)[0])
+    with pytest.raises(BlockdiffError, match='has no tile for it; kernels="torch" has no such limit'):
+        triton_op("rms_norms")(x, (None,), 1e-6)
+
+
+def test_auto_on_a_gpu_machine_leaves_cpu_tensors_and_fp64_to_the_ops_of_a_cpu(monkeypatch):
+    with_a_gpu(monkeypatch)
+    chosen = resolve("auto")
+    x = torch.randn(3, 8)
+    assert torch.equal(chosen.rms_norms(x, (None,), 1e-6)[0], CPU.rms_norms(x, (None,), 1e-6)[0])
+    assert chosen.rms_norms(x.double(), (None,), 1e-6)[0].dtype == torch.float64
