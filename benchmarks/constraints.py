@@ -126,7 +126,7 @@ def measure(vocab: int, hidden: int, length: int, rows: int, repeats: int, devic
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.constraints", description=str(__doc__).split("\n")[0])
     parser.add_argument("--vocab", type=int, default=262_144)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--length", type=int, default=256)

@@ -118,7 +118,7 @@ def seconds_of(work: Callable[[], object], repeats: int) -> float:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print the figures as JSON."""
-    parser = argparse.ArgumentParser(description="The cost of evaluating beside training, on the CPU.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.evaluation", description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=256, help="held-out rows (256)")
     parser.add_argument("--prompts", type=int, default=32, help="prompts sampled (32)")
     parser.add_argument("--every", type=int, default=250, help="optimiser steps between evaluations (250)")

@@ -6,10 +6,10 @@ targets; with a results file of the benchmarks, what was measured.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import statistics
-import sys
 from typing import NamedTuple
 
 from benchmarks.kernel_expert_mlp import FORWARD, Shape
@@ -83,6 +83,8 @@ def draw(path: str, measured: list[Point]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3):
-        sys.exit("usage: python -m benchmarks.expert_roofline FILE.png [RESULTS.json]")
-    draw(sys.argv[1], points(sys.argv[2]) if len(sys.argv) == 3 else [])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.expert_roofline", description=__doc__)
+    parser.add_argument("path", metavar="FILE.png", help="the picture to write")
+    parser.add_argument("results", metavar="RESULTS.json", nargs="?", help="of the benchmarks: what was measured")
+    options = parser.parse_args()
+    draw(options.path, points(options.results) if options.results else [])

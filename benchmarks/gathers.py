@@ -112,7 +112,7 @@ def in_process(rank: int, world: int, port: int, size: str, recomputation: bool,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each mesh and way; 1 if one sweep does not gather less."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gathers", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--size", default="15m", choices=list(sizes(CPU)))
     parser.add_argument("--recomputation", action="store_true")

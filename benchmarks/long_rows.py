@@ -120,7 +120,7 @@ def run(recomputation: bool, one_sweep: bool, tokens: int) -> tuple[int, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each length and each way of computing it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_rows", description=__doc__)
     parser.add_argument("--tokens", default="2048,8192,32768", help="lengths of the row")
     parser.add_argument("--kernels", default="torch,triton", help="Triton's are planned only")
     parser.add_argument("--run", type=int, default=0, help="the longest row whose step is run, too")

@@ -84,7 +84,7 @@ def measure(sampler: Sampler, puzzles: Sequence[str]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pins", description=str(__doc__).split("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=200)

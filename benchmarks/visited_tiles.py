@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 from torch import Tensor
@@ -67,4 +67,6 @@ def draw(path: str, queries: int = 8, N: int = 8) -> None:
 
 
 if __name__ == "__main__":
-    draw(sys.argv[1])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.visited_tiles", description=__doc__)
+    parser.add_argument("path", metavar="FILE.png", help="the picture to write")
+    draw(parser.parse_args().path)

@@ -21,6 +21,7 @@ from benchmarks.training_step import Case
 from tests.house.test_imports import LIGHT_DATA
 
 CPU = torch.device("cpu")
+FOLDER = Path(command.__file__).parent
 OUTSIDE = ("blockdiff.cli", "blockdiff.training.recipe", "blockdiff.data")  # what a benchmark has no business with
 # prompts longer than the window of 16: the peer cannot crop its cache and must encode in two calls
 TINY = models.Size("tiny", "tiny", rows=3, prompt=24, steps=(2, 4))
@@ -49,6 +50,17 @@ def test_one_command_compares_times_and_writes_all_suites(only_tiny, tmp_path, c
     printed = capsys.readouterr().out
     assert printed == file.with_suffix(".md").read_text() + "\n"
     assert printed.count("| tiny |") == 3
+
+
+def test_every_command_answers_help_under_its_name_and_every_measurement_is_documented():
+    documented = (FOLDER / "README.md").read_text(encoding="utf-8")
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.py")}
+    commands = {name for name, text in texts.items() if 'if __name__ == "__main__":' in text} - {"__main__"}
+    assert len(commands) > 20
+    assert [name for name in commands if f'ArgumentParser(prog="python -m benchmarks.{name}"' not in texts[name]] == []
+    assert [name for name in commands if f"`{name}`" not in documented and f"`{name}.py`" not in documented] == []
+    suites = {run.__module__.partition(".")[2] for run in command.SUITES.values()}
+    assert [name for name in suites if f"`{name}.py`" not in documented] == []
 
 
 @pytest.mark.quick
