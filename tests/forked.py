@@ -9,14 +9,16 @@ import contextlib
 import multiprocessing
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from blockdiff.cli.main import main
 from blockdiff.parallel.ranks import from_accelerate
 
 ROOT = Path(__file__).parents[1]
@@ -54,15 +56,22 @@ def run(target: Callable[..., None], *arguments: Any, log: Path) -> None:
 
 def run_ranks(world: int, target: Callable[..., None], directory: Path, *arguments: Any) -> None:
     """Run `target(ranks, directory, *arguments)` in `world` processes; raises AssertionError when one of them fails."""
-    with _ranks(world, target, directory, *arguments) as (processes, logs):
+    with _ranks(world, directory, _join, target, directory, *arguments) as (processes, logs):
         _finish(processes, logs)
+
+
+def run_command(world: int, words: Sequence[str], directory: Path) -> list[str]:
+    """Run `blockdiff WORDS` in `world` processes, as a launcher starts them; returns what each said on stderr."""
+    with _ranks(world, directory, _command, words) as (processes, logs):
+        _finish(processes, logs)
+        return [log.read_text() for log in logs]
 
 
 def wait_for_ranks(
     world: int, target: Callable[..., None], directory: Path, *arguments: Any, seconds: float = 300
 ) -> list[int | None]:
     """The same for ranks of which some are killed: wait for all, and return how each ended; None: not at all."""
-    with _ranks(world, target, directory, *arguments) as (processes, _):
+    with _ranks(world, directory, _join, target, directory, *arguments) as (processes, _):
         for process in processes:
             process.join(seconds)
         return [process.exitcode for process in processes]
@@ -70,7 +79,7 @@ def wait_for_ranks(
 
 @contextlib.contextmanager
 def _ranks(
-    world: int, target: Callable[..., None], directory: Path, *arguments: Any
+    world: int, directory: Path, target: Callable[..., None], *arguments: Any
 ) -> Iterator[tuple[list[ForkServerProcess], list[Path]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -78,9 +87,7 @@ def _ranks(
     with contextlib.ExitStack() as stack:
         logs = [directory / f"rank-{rank}.log" for rank in range(world)]
         processes = [
-            stack.enter_context(
-                started(_join, target, directory, *arguments, log=log, **rank_variables(rank, world, port))
-            )
+            stack.enter_context(started(target, *arguments, log=log, **rank_variables(rank, world, port)))
             for rank, log in enumerate(logs)
         ]
         yield processes, logs
@@ -104,6 +111,11 @@ def _join(target: Callable[..., None], *arguments: Any) -> None:
     ranks = from_accelerate()
     target(ranks, *arguments)
     ranks.close()
+
+
+def _command(words: Sequence[str]) -> None:
+    sys.argv = ["blockdiff", *words]
+    main()
 
 
 def _finish(processes: list[ForkServerProcess], logs: list[Path], seconds: float = HUNG) -> None:

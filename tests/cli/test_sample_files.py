@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from blockdiff.checkpoint import init, load, save, save_adapter
+from blockdiff.cli import together
 from blockdiff.cli.answers import Answers
 from blockdiff.cli.main import app
 from blockdiff.cli.tally import Progress
@@ -21,6 +20,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
 from blockdiff.sampling import Result
+from tests import forked
 from tests.oracle import tiny_config
 
 TOKENIZER = character_tokenizer("abcdefgh")
@@ -147,16 +147,8 @@ def test_processes_share_the_prompts_and_write_one_file(model, tmp_path):
     works(words(model, whole))
     lines = whole.read_text().splitlines(keepends=True)
     (tmp_path / ".shared.jsonl.part-3").write_text(lines[0])  # of processes that were killed
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "blockdiff"]
-    done = subprocess.run(
-        [*launch, *words(model, shared, "--device", "cpu")],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "8 answered, 0 failed" in done.stderr and "1 were there already" in done.stderr
+    first, other = forked.run_command(2, words(model, shared, "--device", "cpu"), tmp_path)
+    assert "8 answered, 0 failed" in first and "1 were there already" in first and "answered" not in other
     tokens = [[json.loads(line)["tokens"] for line in found] for found in (shared.read_text().splitlines(), lines)]
     assert tokens[0] == tokens[1]
     assert not list(tmp_path.glob(".*part*"))
@@ -172,20 +164,24 @@ def adapter_of(model: Path, directory: Path) -> Path:
     return save_adapter(adapted, directory)
 
 
+def test_a_process_that_is_to_share_the_model_becomes_the_launcher_of_all(monkeypatch):
+    became = []
+    monkeypatch.setattr(sys, "argv", ["blockdiff", "sample", "model", "--tensor-parallel", "2"])
+    monkeypatch.setattr("os.execv", lambda *given: became.append(given) or sys.exit())
+    with pytest.raises(SystemExit):
+        together.join(2, "cpu")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "blockdiff"]
+    assert became == [(sys.executable, [sys.executable, *launcher, *sys.argv[1:]])]
+
+
 def test_processes_run_one_model_together_with_its_adapter_and_answer_as_one_does(model, tmp_path):
-    whole, together, plain = (tmp_path / f"{name}.jsonl" for name in ("whole", "together", "plain"))
+    whole, shared, plain = (tmp_path / f"{name}.jsonl" for name in ("whole", "shared", "plain"))
     how = "--adapter", str(adapter_of(model, tmp_path / "adapter")), "--strategy", "entropy_bound:top_k=9"
     works(words(model, whole, *how))
     works(words(model, plain, *how[2:]))
     assert plain.read_text() != whole.read_text()
-    done = subprocess.run(
-        [sys.executable, "-m", "blockdiff", *words(model, together, *how, "--device", "cpu", "--tensor-parallel", "2")],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("9 answered, 0 failed") == 1, done.stderr
-    tokens = [[json.loads(line)["tokens"] for line in found.read_text().splitlines()] for found in (together, whole)]
+    given = words(model, shared, *how, "--device", "cpu", "--tensor-parallel", "2")
+    first, other = forked.run_command(2, given, tmp_path)
+    assert first.count("9 answered, 0 failed") == 1 and "answered" not in other, (first, other)
+    tokens = [[json.loads(line)["tokens"] for line in found.read_text().splitlines()] for found in (shared, whole)]
     assert tokens[0] == tokens[1]

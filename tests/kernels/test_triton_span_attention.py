@@ -310,11 +310,12 @@ def test_queries_that_need_no_mask_are_those_that_see_a_whole_tile_if_they_are_n
     if order == "shuffled":
         spans = Spans(spans.bounds_BT4[:, torch.randperm(40, generator=torch.Generator().manual_seed(1))])
     sees_all_BTN = spans.dense(0, 40).unflatten(-1, (10, 4)).all(-1)
+    intervals = seeing(spans, 2, 40, 4)
     found = []
     for b, tile in itertools.product(range(len(sees_all_BTN)), range(10)):
         queries = sees_all_BTN[b, :, tile].nonzero().flatten().tolist()
         are_neighbours = queries == list(range(queries[0], queries[-1] + 1)) if queries else False
-        begin, end = seeing(spans, 2, 40, 4)[b, tile, 2:].tolist()
+        begin, end = intervals[b, tile, 2:].tolist()
         assert list(range(begin, end)) == (queries if are_neighbours else [])
         found.append(end > begin)
     assert order == "shuffled" or any(found)
