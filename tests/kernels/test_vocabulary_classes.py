@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from blockdiff.kernels.vocabulary import Classes, Penalty, logits, native, reference, triton
+from blockdiff.kernels.tiles import Tile
+from blockdiff.kernels.vocabulary import Classes, Penalty, logits, native, reference, triton, triton_classes
 
 pytestmark = pytest.mark.quick
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,8 +50,9 @@ def test_classes_match_the_reference(ops, softcap, N, V, D, count, rows, monkeyp
     assert torch.equal(stats.soft_embedding, plain.soft_embedding), "the signal is the model's own"
 
 
-def test_draws_within_a_class_have_its_probabilities(ops):
-    n, V = 40_000 if ops is native else 80, 12
+def test_draws_within_a_class_have_its_probabilities(ops, monkeypatch):
+    monkeypatch.setattr(triton_classes, "TILE", Tile(2, 2, warps=4))  # a class of more tokens than a program takes
+    n, V = 40_000 if ops is native else 80, 24
     hidden, table, class_V, _ = case(1, V, 4, 3)
     classes = Classes.of(class_V, 3)
     uniform = (torch.arange(n, device=DEVICE) + 0.5) / n
