@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
+import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -122,4 +125,27 @@ def options(
 def main() -> None:
     """Entry point of the console script and of `python -m blockdiff`."""
     warnings.showwarning = _show_warning
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if _is_in_a_process_group():
+            _end_at_once(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise
+
+
+def _is_in_a_process_group() -> bool:
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End the process as usual, but leave Python's memory to the system.
+
+    A thread of gloo may not have let go of the tensors of its last exchange yet, for which it needs Python; it cannot
+    have it while Python is taken down, and would abort a process whose work is done.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads any more
+            stream.flush()
+    os._exit(code)

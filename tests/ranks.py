@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint import init
+from blockdiff.cli.main import main
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RunError
@@ -229,6 +231,17 @@ def differences(one: Path, other: Path) -> dict[str, dict[str, float]]:
             "weight": relative_error(together(got, weights), together(expected, weights)),
         }
     return table
+
+
+def leaving(ranks: Ranks, directory: Path) -> None:
+    """Let the command end this rank with an error; what is left to do at the end is done, and nothing after it."""
+    atexit.register((directory / f"done-{ranks.rank}").touch)
+    sys.argv = ["blockdiff", "init", "no-such-preset", str(directory / "model")]
+    ranks.gather(ranks.rank)
+    try:
+        main()
+    finally:
+        (directory / f"back-{ranks.rank}").touch()
 
 
 def everything(ranks: Ranks, directory: Path) -> None:

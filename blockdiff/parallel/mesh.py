@@ -50,8 +50,10 @@ class Mesh:
         return self.shard == "full" or self.experts > 1 or self.tensor > 1
 
     def __str__(self) -> str:
-        of_all = "a piece of every tensor on each" if self.shard == "full" else "all weights but the experts' on each"
-        parts = [f"{self.ranks.world} processes", of_all]
+        parts = [f"{self.ranks.world} processes"]
+        parts += [f"every layer split over {self.tensor}"] * (self.tensor > 1)
+        parts += ["a piece of every tensor on each"] * (self.shard == "full")
+        parts += ["all weights but the experts' on each"] * (self.shard == "none" and self.experts > 1)
         parts += [f"experts split over {self.experts}"] * (self.experts > 1)
         return ", ".join(parts + ["kept on the host"] * self.offload)
 

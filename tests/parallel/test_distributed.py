@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks, from_accelerate
-from tests.forked import ROOT, run, run_ranks
-from tests.ranks import differences, everything
+from tests.forked import ROOT, run, run_ranks, wait_for_ranks
+from tests.ranks import differences, everything, leaving
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,14 @@ def test_ranks_save_refuse_and_resume_together(two):
 def test_a_run_that_goes_on_with_as_many_ranks_is_equal_to_the_bit(several):
     for rank in range(found(several)["world"]):
         assert found(several, rank)["gone_on"] and all(found(several, rank)["gone_on"])
+
+
+def test_a_command_of_several_ranks_ends_in_order_and_at_once(tmp_path):
+    # Python is not taken down, in which a thread of gloo that had not let go of its tensors yet aborted the process.
+    assert wait_for_ranks(2, leaving, tmp_path) == [1, 1]
+    assert {path.name for path in tmp_path.iterdir()} == {"done-0", "done-1", "rank-0.log", "rank-1.log"}
+    for rank in (0, 1):
+        assert "no-such-preset" in (tmp_path / f"rank-{rank}.log").read_text()
 
 
 @pytest.fixture

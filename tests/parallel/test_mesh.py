@@ -121,6 +121,18 @@ def test_what_does_not_divide_or_does_not_split_is_refused_in_one_line(tmp_path)
 
 
 @pytest.mark.quick
+def test_a_mesh_says_what_each_process_holds():
+    ranks = Ranks(CPU, world=4)
+    assert str(Mesh(ranks, "full", offload=True)) == ("4 processes, a piece of every tensor on each, kept on the host")
+    assert str(Mesh(ranks, experts=2)) == "4 processes, all weights but the experts' on each, experts split over 2"
+    assert str(Mesh(ranks, "full", 2)) == "4 processes, a piece of every tensor on each, experts split over 2"
+    assert str(Mesh(ranks, tensor=4)) == "4 processes, every layer split over 4"
+    assert str(Mesh(ranks, "full", tensor=2)) == (
+        "4 processes, every layer split over 2, a piece of every tensor on each"
+    )
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("changes", [["parallel.experts=2"], ["parallel.shard=full", "parallel.experts=2"]])
 def test_a_mesh_that_a_family_does_not_have_is_refused_also_beside_one_that_it_has(tmp_path, changes):
     write_recipes(tmp_path)
