@@ -68,7 +68,7 @@ def rms_norms_backward(
     """grad_x, and the partial sums of the gradients of the weights."""
     program = tl.program_id(0)
     sums = ()
-    for _i in tl.static_range(len(weights)):
+    for _i in tl.static_range(len(grads)):
         sums += (tl.zeros([COLUMNS], tl.float32),)
     for block in range(program, tl.cdiv(N, ROWS), tl.num_programs(0)):
         _, at, is_there = _tile(block, N, D, ROWS, COLUMNS)
@@ -77,7 +77,7 @@ def rms_norms_backward(
         normed = wide * rstd
         grad_normed = tl.zeros_like(wide)
         new_sums = ()
-        for i in tl.static_range(len(weights)):
+        for i in tl.static_range(len(grads)):
             grad = _load(grads[i], at, is_there)
             if weights[i] is None:
                 grad_normed += grad
@@ -88,7 +88,7 @@ def rms_norms_backward(
         sums = new_sums
         along = tl.sum(grad_normed * normed, 1)[:, None] / D
         tl.store(grad_x + at, (grad_normed - normed * along) * rstd, mask=is_there)
-    for i in tl.static_range(len(weights)):
+    for i in tl.static_range(len(grads)):
         if weights[i] is not None:
             _store_partial(partials[i], program, sums[i], D, D, COLUMNS)
 

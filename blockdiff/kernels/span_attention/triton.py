@@ -171,8 +171,9 @@ def _span_attention_backward(
         tile = tiles.queries.fitted(rows=T * h // K)
         grid = tile.grid(T * h // K)[0], B * K
         tensors = q, *_strides(q), *_keys(*sources), bounds, lse, delta, grad_out, grads[0]
-        arguments, heads = (*tensors, T, (pk.shape[1], ok.shape[1]), scale), _heads(h, ok.shape[2], d, q.dtype)
-        launch(backward.span_attention_backward_queries, grid, *arguments, **heads, **tile.options)
+        arguments = *tensors, T, (pk.shape[1], ok.shape[1]), scale
+        constants = _backward_constants(q, K, tile)
+        launch(backward.span_attention_backward_queries, grid, *arguments, **constants)
     _, *grads_kv = needed(grads, needs)
     for first in (0, 2):  # where a source's span stands in `bounds`, and its keys and values among the sources
         (k, v), (grad_k, grad_v) = sources[first : first + 2], grads_kv[first : first + 2]
@@ -194,9 +195,14 @@ def _backward_keys(
     for tile, some in zip(tiles, launches, strict=True):
         if some != (None, None):
             tensors = q, *_strides(q), k, *_strides(k), v, *_strides(v), bounds, first, *numbers, interval, *some
-            heads = _heads(q.shape[2], K, q.shape[3], q.dtype)
-            constants = dict(AWAITS=tile.stages > 1 and runs_products_aside(q), **heads, **tile.options)
+            constants = _backward_constants(q, K, tile)
             launch(backward.span_attention_backward_keys, (key_tiles, B * K), *tensors, T, keys, scale, **constants)
+
+
+def _backward_constants(q: Tensor, K: int, tile: Tile) -> dict[str, Any]:
+    """The constants of a backward kernel with products: it waits for each of them where its loop is pipelined."""
+    heads = _heads(q.shape[2], K, q.shape[3], q.dtype)
+    return dict(AWAITS=tile.stages > 1 and runs_products_aside(q), **heads, **tile.options)
 
 
 # -- gradient --------------------------------------------------------------------------------------------------

@@ -44,10 +44,12 @@ def span_attention_backward_delta(out, grad_out, lse, grad_lse, delta, R, ROWS: 
 
 @triton.jit
 def _awaited(total, AWAITS: tl.constexpr):
-    """The sum of a product and those before it, once it is there; what a pipelined loop needs on sm_90.
+    """A product (or the sum of one and those before it), once it is there; what a pipelined loop needs on sm_90.
 
-    Triton would leave the product running until the next one is added. With a branch in between ptxas takes that for
-    a use of registers in flight, and then waits after each single instruction of every product of the loop.
+    Of a sum: Triton would leave the product running until the next one is added. With a branch in between ptxas takes
+    that for a use of registers in flight, and then waits after each single instruction of every product of the loop.
+    Of a product that is used in the branches alone: Triton 3.6 does not compile the loop, since the wait stands within
+    the branch then.
     """
     if AWAITS:
         total = tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=True, pack=1)
@@ -64,7 +66,7 @@ def _load_row_numbers(lse, delta, at, is_row):
 @triton.jit
 def span_attention_backward_queries(
     q, q_strides, k, k_strides, v, v_strides, bounds, lse, delta, grad_out, grad_q, T, keys, scale,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, AWAITS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """grad_q [B, T, h, D]: the forward's walk over the hull of a row tile."""
@@ -85,8 +87,8 @@ def span_attention_backward_queries(
         in_prefix, start, is_near, is_full = _step(i, prefix, own, COLUMNS)
         k_ND = _load_step(k, k_strides, in_prefix, start, is_near, COLUMNS, D, 0)
         v_ND = _load_step(v, v_strides, in_prefix, start, is_near, COLUMNS, D, 0)
-        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION) * (scale * LOG2E)
-        grad_p_MN = tl.dot(grad_MD, tl.trans(v_ND), input_precision=PRECISION)
+        s_MN = _awaited(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), AWAITS) * (scale * LOG2E)
+        grad_p_MN = _awaited(tl.dot(grad_MD, tl.trans(v_ND), input_precision=PRECISION), AWAITS)
         # Used in the branches alone: a product that reaches another one directly is divided among warps by rows only,
         # so that two warp groups would both compute the same 64 rows.
         if is_full:
@@ -160,10 +162,10 @@ def span_attention_backward_keys(
         at = (b * T + t) * (K * G) + kh * G + g
         grad_MD = _load_rows(grad_out, i, T, K * G * D, D, G, ROWS, D)
         lse_M, delta_M = _load_row_numbers(lse, delta, at, is_row)
-        s_NM = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION) * (scale * LOG2E)
+        s_NM = _awaited(tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION), AWAITS) * (scale * LOG2E)
         grad_p_NM = tl.zeros_like(s_NM)
         if grad_k is not None:
-            grad_p_NM = tl.dot(v_ND, tl.trans(grad_MD), input_precision=PRECISION)
+            grad_p_NM = _awaited(tl.dot(v_ND, tl.trans(grad_MD), input_precision=PRECISION), AWAITS)
         # used in the branches alone, as in span_attention_backward_queries
         if (i * ROWS >= full_begin) & (i * ROWS + ROWS <= full_end):
             p_NM = tl.exp2(s_NM - lse_M[None, :])
