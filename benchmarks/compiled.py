@@ -254,6 +254,9 @@ def launches_compile(
             figures = _sizes(compiled.metadata._asdict()) | _code(compiled, loops)
         except _Ended as ended:
             identity, figures = str(values), _sizes(ended.args[0])
+        except Exception as error:  # what this Triton does not compile: the others are worth knowing all the same
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            identity, figures = str(values), dict(shared=0, tensor_memory=0, error=reason)
         if identity not in seen:  # Triton keeps one for equal specialisations
             seen.add(identity)
             constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
@@ -360,7 +363,9 @@ def compiled(
 
 
 def fits(line: dict[str, Any]) -> bool:
-    """Whether a kernel can be launched on its architecture."""
+    """Whether a kernel compiles and can be launched on its architecture."""
+    if "error" in line:
+        return False
     limit = tiles.SHARED_MEMORY[line["architecture"]]
     return line["shared"] <= limit and line["tensor_memory"] <= TENSOR_MEMORY
 
@@ -392,6 +397,8 @@ def main() -> int:
 def _row(name: str, line: dict[str, Any]) -> str:
     constants = ", ".join(f"{key} {value}" for key, value in line["constants"].items())
     shared = f"{line['shared'] / 1024:.0f}{'' if fits(line) else ': TOO LARGE'}"
+    if "error" in line:
+        shared = f"DOES NOT COMPILE: {line['error']}"
     products = f"{line['products']:.2f}" if line.get("products") else ""
     loop = (line["loop_stack"], f"{line['issued']}, {line['waits']}") if "issued" in line else ("", "")
     figures = (shared, line.get("registers"), line.get("stack"), products, *loop)
