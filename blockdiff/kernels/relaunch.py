@@ -4,13 +4,15 @@ A kernel's first launch of a kind goes through Triton, which gives back what it 
 call that. Launches are of a kind where Triton cannot tell them apart when it compiles: on the same device and with the
 same constants, tensors of the same dtypes, whose addresses are alike multiples of 16 or not, and equal whole numbers.
 What Triton is told to do otherwise between two launches (`triton.knobs`) counts for what was not launched before.
-With BLOCKDIFF_RELAUNCH=0 in the environment every launch goes through Triton.
+With BLOCKDIFF_RELAUNCH=0 in the environment every launch goes through Triton, and so it does, with one warning, where a
+compiled kernel cannot be called as the Triton versions are that this was written for.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 IS_ON = os.environ.get("BLOCKDIFF_RELAUNCH", "1") != "0"
 MOST_KINDS = 64  # of launches of a kernel with a grid and constants; those after them go through Triton
+_is_said = False  # that something of Triton's cannot be called
 
 
 def starter(kernel: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> Callable[..., Any]:
@@ -45,8 +48,14 @@ class Relaunch:
             return
         kind = driver.active.get_current_device(), kind_of(arguments)
         run = self.compiled.get(kind)
-        if run is not None:
-            run(*arguments)
+        try:
+            if run is not None:
+                run(*arguments)
+                return
+        except Exception as error:
+            self.compiled[kind] = self.through_triton
+            self.through_triton(*arguments)  # raises what is not our fault
+            _say(error)
             return
         compiled = self.through_triton(*arguments)
         names = self.kernel.arg_names[len(arguments) :]
@@ -56,8 +65,25 @@ class Relaunch:
 
     def _run_of(self, compiled: CompiledKernel, constants: list[Any]) -> Callable[..., Any]:
         """What launches a compiled kernel: it takes all parameters in their order, and skips the constants itself."""
-        run = compiled[(*self.grid, 1, 1)[:3]]
+        try:
+            run = compiled[(*self.grid, 1, 1)[:3]]
+        except Exception as error:
+            _say(error)
+            return self.through_triton
         return lambda *arguments: run(*arguments, *constants)
+
+
+def _say(error: Exception) -> None:
+    """Warn, once, that a kernel is launched through Triton because of an error."""
+    global _is_said
+    if not _is_said:
+        _is_said = True
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        warnings.warn(
+            f"this Triton's kernels cannot be launched past its own search, which costs the host time ({reason}); "
+            "BLOCKDIFF_RELAUNCH=0 says that none shall be",
+            stacklevel=2,
+        )
 
 
 def kind_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -185,3 +185,51 @@ def test_a_kernel_that_somebody_watches_goes_through_triton(gpu, kernel, through
     for _ in range(3):
         launch(*argument_lists()[0])
     assert len(seen) == len(through_triton) == 3
+
+
+def refuses(*_: Any, **__: Any) -> Any:
+    raise TypeError("launch takes 9 arguments")
+
+
+@pytest.fixture
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relaunch, "_is_said", False)
+
+
+@pytest.mark.quick
+def test_compiled_kernels_that_give_no_launch_go_through_triton_with_one_warning(
+    gpu, kernel, through_triton, unsaid, monkeypatch
+):
+    monkeypatch.setattr(relaunch.CompiledKernel, "__getitem__", refuses)
+    launch, lists = Launch(kernel, (1,), D=16, BY=2), argument_lists()[:2]
+    with pytest.warns(UserWarning, match="TypeError: launch takes 9 arguments") as warned:
+        for arguments in lists * 3:
+            launch(*arguments)
+    assert len(warned) == 1 and len(through_triton) == len(gpu.launched) == 6
+
+
+@pytest.mark.quick
+def test_a_launch_past_triton_that_fails_is_made_through_triton_with_one_warning(
+    gpu, kernel, through_triton, unsaid, monkeypatch
+):
+    monkeypatch.setattr(relaunch.CompiledKernel, "__getitem__", lambda *_: refuses)
+    launch, lists = Launch(kernel, (1,), D=16, BY=2), argument_lists()[:2]
+    with pytest.warns(UserWarning, match="TypeError: launch takes 9 arguments") as warned:
+        for arguments in lists * 3:
+            launch(*arguments)
+    assert len(warned) == 1 and len(through_triton) == len(gpu.launched) == 6
+
+
+@pytest.mark.quick
+def test_what_a_gpu_refuses_is_raised_without_a_warning(gpu, kernel, monkeypatch, recwarn):
+    launch, arguments = Launch(kernel, (1,), D=16, BY=2), argument_lists()[0]
+    for _ in range(3):
+        launch(*arguments)
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu.launcher_cls, "__call__", failing)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        launch(*arguments)
+    assert not recwarn
