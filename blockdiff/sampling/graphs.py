@@ -54,8 +54,13 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         # Other threads may do what is forbidden while this one captures.
         how = dict(pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self.device), torch.cuda.graph(graph, **how):  # type: ignore[arg-type]
-            work()
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            try:
+                with torch.cuda.graph(graph, **how):  # type: ignore[arg-type]
+                    work()
+            finally:
+                torch.cuda.set_stream(current)  # torch leaves the stream that captures where a capture fails at its end
         return graph.replay
 
 
@@ -104,7 +109,10 @@ class Graphs:
             return self._capture.capture(work)
         except RuntimeError as error:
             self._is_refused = True
-            reason = str(error).strip().partition("\n")[0]
+            first: BaseException = error
+            while first.__context__ is not None:  # what invalidated the capture, and not that it was invalid at its end
+                first = first.__context__
+            reason = str(first).strip().partition("\n")[0]
             warnings.warn(f"denoising steps run without CUDA graphs: {reason}; graphs=False says so", stacklevel=2)
             return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from blockdiff.sampling import engine as engines
 from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.control import Control
 from blockdiff.sampling.engine import Engine
-from blockdiff.sampling.graphs import Graphs, HostCopy
+from blockdiff.sampling.graphs import CudaCapture, Graphs, HostCopy
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.strategies import Ancestral, Composed, EntropyBound, Never, Sticky, captured_shape
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
@@ -358,6 +359,31 @@ def test_a_recording_changes_nothing_and_a_replay_sees_buffers_and_no_numbers():
             recorder.capture(forbidden)
 
 
+def test_the_stream_is_the_one_of_before_when_a_capture_fails_at_its_end(monkeypatch):
+    """torch's own context ends the capture first and does not come to the stream where that raises."""
+    streams = ["of the thread"]
+
+    class Capturing:
+        def __init__(self, graph: Any, stream: str, **_: Any) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            streams.append(self.stream)
+
+        def __exit__(self, *_: Any) -> None:
+            raise RuntimeError("the capture was invalidated")
+
+    stood_in = dict(
+        device=lambda _: contextlib.nullcontext(), Stream=lambda: "captures", graph_pool_handle=lambda: (0, 0),
+        CUDAGraph=object, graph=Capturing, current_stream=lambda: streams[-1], set_stream=streams.append,
+    )  # fmt: skip
+    for name, value in stood_in.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        CudaCapture(torch.device("cuda")).capture(lambda: None)
+    assert streams == ["of the thread", "captures", "of the thread"]
+
+
 # -- the kernels of a GPU ------------------------------------------------------------------------------------------
 
 
@@ -365,11 +391,12 @@ def test_a_recording_changes_nothing_and_a_replay_sees_buffers_and_no_numbers():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_on_a_gpu_give_the_tokens_of_steps_that_are_launched_anew(dtype):
     model = init(tiny_config(L, **TWO_LAYERS), seed=3, device="cuda", kernels="triton", dtype=dtype)
-    engine = Engine(model, None, LIVELY, max_rows=5)
+    options = dict(max_rows=5, capacity=8192)  # else the pages of the first would take the memory of the second
+    engine = Engine(model, None, LIVELY, **options)
     replays = []
     run = engine._live.fixed.graphs._captured
     engine._live.fixed.graphs._captured = lambda work: replays.append(run(work)) or replays[-1]
-    found = [Engine(model, None, LIVELY, max_rows=5, graphs=False), engine]
+    found = [Engine(model, None, LIVELY, graphs=False, **options), engine]
     for each in found:
         for request in requests_of(7, 500):  # up to four pages, and so block tables of several widths
             each.submit(request)
