@@ -59,6 +59,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 1, "ema": 0.5},
         "train": {"steps": 2, "batch_size": 4, "log_every": 1},
         "evaluation": {"prompts": rows["test"], "prompts_every": 1},
+        "generation": {"max_steps": 16},
     }
 
 
