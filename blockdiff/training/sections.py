@@ -24,6 +24,7 @@ from blockdiff.data.collate import CanvasChoice, RandomCanvases
 from blockdiff.diffusion.schedule import Linear, Schedule, StratifiedTime, TimeDraw
 from blockdiff.diffusion.weight import NoWeight, Weight
 from blockdiff.errors import RecipeError, RequestError
+from blockdiff.evals import TASKS
 from blockdiff.layers.lora import LowRank
 from blockdiff.sampling.strategies.text import parse_strategy
 from blockdiff.training import objects
@@ -245,7 +246,7 @@ class EvaluationSection(Section):
     prompts: objects.Sources | None = None  # rows whose prompts are sampled and whose responses are the reference
     prompts_every: Count = 0  # 0 = at the end only
     prompts_count: Positive = 32
-    task: Literal["countdown", "exact", "gsm8k", "sudoku"] = "exact"
+    task: Literal[TASKS] = "exact"  # type: ignore[valid-type]
     strategy: Annotated[str, AfterValidator(_strategy)] | None = None  # of the sampling: NAME:key=value,...
     best: str | None = None  # the metric whose best checkpoint is kept and becomes model/
     patience: Positive | None = None  # evaluations without a better `best` before training ends
