@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdiff.cli import options
-from blockdiff.errors import RequestError
+from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.metrics import at_limit
 from blockdiff.terminal import shown
 
@@ -69,6 +69,11 @@ def chat(
     }
     settings = changed(Generation.from_pretrained(directory), temperature, asked)
     tokenizer = load_tokenizer(directory)
+    if not tokenizer.chat_template:
+        raise CheckpointError(
+            f"{directory}: the tokenizer has no chat template, so there is no conversation to continue; train on "
+            "messages (or with data.chat: true), or ask by `blockdiff sample --prompt`"
+        )
     weights = load(directory, dtype=dtype, device=device, kernels=kernels, quantize=quantize)
     # The pages keep what was said before, so that a turn encodes only what is new.
     sampler = Sampler(weights, tokenizer, settings, strategy=strategy, pages=Pages(weights))

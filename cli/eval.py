@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import sys
 import time
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -79,7 +80,9 @@ def evaluate(
             output.write_text(json.dumps(written, indent=1, default=str) + "\n", encoding="utf-8")
         return
     if task not in TASKS:
-        raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}", param_hint="--task")
+        near = get_close_matches(task, [*TASKS, f"{HARNESS}NAME"], 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}, {HARNESS}NAME{meant}", param_hint="--task")
     if data is None:
         raise typer.BadParameter("name the rows to answer", param_hint="--data")
     mesh = together.join(tensor_parallel, device)
@@ -162,7 +165,7 @@ def _by_harness(
     except ImportError as error:
         if error.name not in ("lm_eval", "blockdiff.evals.lm_eval"):
             raise
-        raise BlockdiffError("lm-evaluation-harness is not there; pip install 'blockdiff[lm-eval]'") from None
+        raise BlockdiffError("lm-evaluation-harness is not there; pip install 'lm_eval>=0.4.13'") from None
     from blockdiff.evals.settings import settings_of
     from blockdiff.evals.summary import cost_lines
     from blockdiff.sampling import Sampler

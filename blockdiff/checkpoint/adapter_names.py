@@ -84,6 +84,8 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
     shapes: dict[str, tuple[int, ...]] = {}
     found: dict[str, Part] = {}
     for key, place in sorted(stored.items()):
+        if _is_left_out(key, stored, model):
+            continue
         if fused_parts := _of_whole(key, stored, model):
             found |= fused_parts
             continue
@@ -100,6 +102,23 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
     return found | {
         ours: Part(shapes[ours], partial(_read, stored, copies, shapes[ours])) for ours, copies in keys.items()
     }
+
+
+def _is_left_out(key: str, stored: Mapping[str, Stored], model: BlockDiffusionModel) -> bool:
+    """Whether a tensor adapts a module that is not run here, and has learnt nothing.
+
+    PEFT's `all-linear` adapts the image encoder as well; where texts alone were trained on, its B stays 0. Raises
+    CheckpointError for a B that has learnt something.
+    """
+    names, match = family_of(model.config).names, _KEY.fullmatch(key)
+    if match is None or not names.is_carried(f"{names.of_module(match[1])}.weight"):
+        return False
+    if match[3] == "lora_B" and next(read_blocks(stored, [(key, None)]))[2].any():
+        raise CheckpointError(
+            f"{stored[key].file}: {key} adapts the image encoder, which is not run here; "
+            "train an adapter of the language model alone"
+        )
+    return True
 
 
 def _of_whole(key: str, stored: Mapping[str, Stored], model: BlockDiffusionModel) -> dict[str, Part]:

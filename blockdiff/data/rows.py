@@ -149,7 +149,8 @@ def _neither(value: Mapping[str, Any], pair_of: str) -> str:
     near = ((key, get_close_matches(str(key), known, 1, cutoff=0.75)) for key in value if key not in known)
     meant = "".join(f"; did you mean {found[0]!r} by {key!r}?" for key, found in near if found)
     keys = ", ".join(map(repr, value)) or "none"
-    return f"neither messages nor {pair_of} (keys: {keys}){meant}; add them, or say with columns what they are"
+    remedy = "add them, or name the columns that have them, such as prompt=question,response=answer"
+    return f"neither messages nor {pair_of} (keys: {keys}){meant}; {remedy}"
 
 
 def _missing(value: Mapping[str, Any], key: str) -> str:

@@ -2,7 +2,7 @@
 
 Texts are written by the sampler; log-likelihoods are exact, by next-token prediction of the encode pass (see
 `sampling/scores.py`), and as good as the model's next-token loss. The harness is an optional package:
-`pip install blockdiff[lm-eval]`.
+`pip install 'lm_eval>=0.4.13'`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from blockdiff.checkpoint.files import first_line
 from blockdiff.data.control_tokens import why_not_encoded
 from blockdiff.errors import RequestError
 from blockdiff.evals.summary import costs
@@ -220,14 +221,22 @@ def evaluate(
 
     own = {name: settings.pop(name, None) for name in ("seed", "steps", "batch_size", "max_gen_toks", "thinking")}
     model = BlockdiffLM(sampler=sampler, **{name: value for name, value in own.items() if value is not None})
+    if directory is not None and not Path(directory).is_dir():
+        raise RequestError(f"{directory}: no such directory; name that of the tasks' YAML files")
     where = {} if directory is None else {"include_path": str(directory), "include_defaults": False}
     manager = TaskManager(**where)
     missing = [name for name in names if not manager.match_tasks([name])]
     if missing:
         place = "lm-evaluation-harness" if directory is None else str(directory)
         raise RequestError(f"{place} has no task {missing[0]!r}; `lm-eval ls tasks` lists those of the harness")
-    found = simple_evaluate(
-        model, tasks=list(names), task_manager=manager, apply_chat_template=chat, bootstrap_iters=0, **settings
-    )
+    try:
+        found = simple_evaluate(
+            model, tasks=list(names), task_manager=manager, apply_chat_template=chat, bootstrap_iters=0, **settings
+        )
+    except OSError as error:  # of `datasets`: no network, no such file
+        raise RequestError(
+            f"the rows of {', '.join(names)} cannot be read ({first_line(error)}); be online once, or name files of "
+            "yours in a task's YAML (--data)"
+        ) from error
     assert found is not None  # it is None only on the other ranks of several
     return {**found, "costs": model.costs if model.answers else None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ Exchange = Callable[[Tensor, Tensor, Tensor, int, Callable[[Tensor, Tensor, Tens
 class Router(nn.Module):
     """Top-k routing of normed tokens: scale, projection in model dtype, fp32 softmax, renormalised top k."""
 
-    proj: nn.Linear = submodule()
+    proj: Any = submodule()  # a linear layer, with or without an adapter
     scale: Tensor = parameter()
     per_expert_scale: Tensor = parameter()
 
@@ -33,7 +34,11 @@ class Router(nn.Module):
 
     def forward(self, normed_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Expert index int64 [N, k] and weight [N, k] of tokens normed without weight, per-expert scale applied."""
-        of_scores = self.scale, self.root, self.proj.weight
+        weight: Tensor = self.proj.weight
+        if "lora_A" in self.proj._parameters:  # an adapter that PEFT has put there
+            A, B, scale = self.proj.lora_A, self.proj.lora_B, self.proj.low_rank.scale
+            weight = (weight + scale * (B @ A)).to(weight.dtype)
+        of_scores = self.scale, self.root, weight
         return self.kernels.routed_tokens(normed_ND, *of_scores, self.per_expert_scale, self.top_k)
 
 

@@ -148,7 +148,8 @@ def test_a_pipe_gets_an_answer_to_each_line_as_sample_gives_it(model: Path) -> N
     assert again.stdout == run.stdout  # the same seed, the same conversation
 
 
-def test_a_talk_in_which_nothing_could_be_answered_says_why_once_and_fails(model: Path, tmp_path: Path) -> None:
+@pytest.mark.quick
+def test_a_model_without_a_chat_template_is_refused_before_the_first_message(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, bare := tmp_path / "bare")
     for file in bare.glob("chat_template*"):
         file.unlink()
@@ -157,6 +158,16 @@ def test_a_talk_in_which_nothing_could_be_answered_says_why_once_and_fails(model
     (bare / "tokenizer_config.json").write_text(json.dumps(settings))
     run = CliRunner().invoke(app, ["chat", str(bare), *OPTIONS], input="Hi\n")
     assert run.exit_code == 1 and run.stdout == "" and len(run.stderr.splitlines()) == 1, run.output
+    assert run.stderr.startswith(f"blockdiff: error: {bare}: the tokenizer has no chat template")
+    assert "train on messages" in run.stderr
+
+
+def test_a_talk_in_which_nothing_could_be_answered_says_why_once_and_fails(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, broken := tmp_path / "broken")
+    (broken / "chat_template.jinja").write_text("{{ raise_exception('no talk') }}")
+    run = CliRunner().invoke(app, ["chat", str(broken), *OPTIONS], input="Hi\n")
+    assert run.exit_code == 1 and run.stdout == "" and len(run.stderr.splitlines()) == 1, run.output
+    assert "no talk" in run.stderr
 
 
 @pytest.mark.quick

@@ -62,7 +62,11 @@ def test_help_imports_nothing_heavy() -> None:
         (["init", "tiny", "d", "--seed", str(2**64)], "--seed"),
         (["sample", "m", "--prompt", "a", "-o", "x.png", "--trace", "x.png"], "x.png is the file of --output, too"),
         (["sample", "m", "--prompt", "a", "--trace", "x.svg"], "x.svg ends in none of .html, .jsonl, .png, .gif"),
-        (["eval", "m", "--task", "chess", "--data", "d.jsonl"], "'chess' is none of countdown, exact, gsm8k, sudoku"),
+        (
+            ["eval", "m", "--task", "chess", "--data", "d.jsonl"],
+            "countdown, exact, gsm8k, sudoku, lm-eval:NAME",
+        ),
+        (["eval", "m", "--task", "suduko", "--data", "d.jsonl"], "did you mean sudoku?"),
         (["data", "sudoku", "--size", "5", "--count", "3", "--output", "o"], "5 is neither 4 nor 9"),
         (["data", "sudoku", "--output", "o"], "say how many rows"),
         (["data", "sudoku", "--split", "train", "--output", "o"], "'train' is not NAME=N"),

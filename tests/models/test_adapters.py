@@ -240,6 +240,39 @@ def test_an_adapter_that_peft_made_is_read(tmp_path):
     assert (our_logits(model) - transformers_logits(wrapped.eval())).abs().max() < 1e-5
 
 
+def test_what_peft_put_on_all_linear_layers_is_read_where_the_image_encoder_has_learnt_nothing(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    wrapped = get_peft_model(oracle(), LoraConfig(r=4, lora_alpha=6, target_modules="all-linear"))
+    state = {name: parameter for name, parameter in wrapped.named_parameters() if "lora" in name}
+    images = [name for name in state if "vision" in name and "lora_B" in name]
+    with torch.no_grad():
+        for name, parameter in state.items():
+            if name not in images and "lora_B" in name:
+                parameter.normal_(std=0.01)
+        for name, parameter in state.items():  # PEFT trains the copies apart; ours are one
+            if "encoder.language_model" in name:
+                parameter.copy_(state[name.replace("encoder.language_model", "decoder")])
+    wrapped.save_pretrained(tmp_path / "a")
+    model = ours(oracle())
+    checkpoint.load_adapter(model, tmp_path / "a")
+    theirs = transformers_logits(wrapped.eval())
+    assert images and (our_logits(model) - theirs).abs().max() < 1e-5
+    assert (theirs - our_logits(ours(oracle()))).abs().max() > 0.01
+    assert any("router" in name for name in adapters_of(model))
+    checkpoint.save(ours(oracle()), tmp_path / "base")
+    checkpoint.export(tmp_path / "base", tmp_path / "merged", tmp_path / "a", dtype="float64")
+    merged = checkpoint.load(tmp_path / "merged", dtype="float64")
+    beside = checkpoint.load(tmp_path / "base", dtype="float64", adapter=tmp_path / "a")
+    assert (our_logits(merged) - our_logits(beside)).abs().max() < 1e-10
+    with torch.no_grad():
+        state[images[0]].fill_(0.1)
+    wrapped.save_pretrained(tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"adapts the image encoder, which is not run here"):
+        checkpoint.load_adapter(ours(oracle()), tmp_path / "b")
+
+
 def test_copies_that_differ_are_refused(tmp_path):
     checkpoint.save_adapter(adapted({"attention": LowRank(4, 8)}), tmp_path / "a")
     file = tmp_path / "a" / "adapter_model.safetensors"
