@@ -144,7 +144,7 @@ class Objective(nn.Module):
         """The batch with noise in its canvases, and where it was put [B, C, L]."""
         alpha_BC = self.schedule.alpha(batch.t_BC)
         made = self.corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, self.seed)
-        noisy_BCL, is_corrupted_BCL = _noise(made, batch.canvas_BCL, self.corruption)
+        noisy_BCL, is_corrupted_BCL = _noise(made, batch.canvas_BCL, self.corruption, self.model.vocab_size)
         return replace(batch, canvas_BCL=noisy_BCL), is_corrupted_BCL
 
     def _encode(self, batch: Batch) -> _Encoded:
@@ -330,8 +330,13 @@ def _positions(noisy: Batch) -> Tensor:
     return ((noisy.start_BC - noisy.doc_start_BC)[..., None] + place_L).flatten(1)
 
 
-def _noise(made: tuple[Tensor, Tensor], canvas_BCL: Tensor, corruption: Corruption) -> tuple[Tensor, Tensor]:
-    """What a corruption made of canvases; RecipeError where it is not noisy tokens and marks of their shape."""
+def _noise(
+    made: tuple[Tensor, Tensor], canvas_BCL: Tensor, corruption: Corruption, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """What a corruption made of canvases; RecipeError where it is not noisy tokens and marks of their shape.
+
+    Whether the vocabulary has the tokens is looked at on a CPU, where nothing has to wait for the answer.
+    """
     wanted = [(canvas_BCL.shape, canvas_BCL.dtype), (canvas_BCL.shape, torch.bool)]
     if not isinstance(made, tuple) or [(getattr(x, "shape", ()), getattr(x, "dtype", None)) for x in made] != wanted:
         parts = made if isinstance(made, tuple) else (made,)
@@ -341,6 +346,13 @@ def _noise(made: tuple[Tensor, Tensor], canvas_BCL: Tensor, corruption: Corrupti
             f"objective.corruption: {type(corruption).__name__} gave {given}, not noisy tokens torch.int64 {shape} and "
             f"marks torch.bool {shape}; change its corrupt()"
         )
+    if canvas_BCL.is_cpu and canvas_BCL.numel():
+        ends = [int(token) for token in made[0].aminmax()]
+        if outside := [token for token in ends if not 0 <= token < vocab_size]:
+            raise RecipeError(
+                f"objective.corruption: {type(corruption).__name__} gave token {outside[0]}, which is none of the "
+                f"model's {vocab_size}; change its corrupt()"
+            )
     return made
 
 

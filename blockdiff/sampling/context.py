@@ -100,7 +100,7 @@ class Context:
         asked.canvases = self.canvases(request.max_new_tokens or self.generation.max_new_tokens)
         asked.max_steps = request.max_steps or self.generation.max_steps
         asked.strategy = None if request.strategy is None else as_strategy(request.strategy, self.generation)
-        if self.bos_id is None and is_guided(asked.strategy or self.strategy, asked.max_steps):
+        if is_guided(asked.strategy or self.strategy, asked.max_steps) and self.bos_id is None:
             raise RequestError("guidance needs a bos token as an empty prompt, and neither model nor tokenizer has one")
         asked.is_scored = request.scores or request.best_of > 1
         if asked.is_scored and self.choices.objective.get("ar_loss", "not said") in ("none", None):

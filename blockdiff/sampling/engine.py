@@ -302,6 +302,12 @@ class Engine:
             row.asked.error = f"{NOT_FINITE} (canvas {(slot.number or 0) + 1}, step {slot.first_step + slot.steps})"
             self._leave(row)
             return
+        V = self.context.model.vocab_size
+        if outside := [token for token in finished.tokens if not 0 <= token < V]:
+            given = f"decide() gave token {outside[0]} in final_BL, which is none of the model's {V}"
+            row.asked.error = f"strategy {type(row.strategy).__name__}: {given}; change it (docs/extending.md)"
+            self._leave(row)
+            return
         slot.final = finished.tokens
         if row.slots[0] is not slot:  # what comes after it sees what it will be
             final_L = torch.tensor(slot.final, device=self.context.model.device)

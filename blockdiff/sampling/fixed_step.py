@@ -19,7 +19,7 @@ from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy
 from blockdiff.sampling.held import FixedHeld, Held
 from blockdiff.sampling.live_state import State, ends
 from blockdiff.sampling.predict import predict
-from blockdiff.sampling.strategy import Shape, Strategy
+from blockdiff.sampling.strategy import Shape, Strategy, decision_of
 
 
 class FixedStep:
@@ -139,7 +139,7 @@ class FixedStep:
         stats = predict(self.context.model, hidden_BLD, *of_step, other_BLD=other_BLD)
         told = (), step_B, temperature_B, tokens_BL, stats, self._pinned_BL[:B]
         canvases = state.canvases(self.context, *told)
-        decision = strategy.decide(canvases)
+        decision = decision_of(strategy, canvases)
         left = replace(
             state,
             unchanged_B=canvases.unchanged_B,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,7 +116,7 @@ class Sampler:
 
     def generate(
         self,
-        prompts: Sequence[Prompt | Result],
+        prompts: Iterable[Prompt | Result],
         seed: int = 0,
         max_new_tokens: int | None = None,
         max_steps: int | None = None,
@@ -135,11 +135,11 @@ class Sampler:
         """
         settings = (seed, max_new_tokens, max_steps, batch_size, on_canvas, on_step, exact, graphs)
         results = dict(self.stream(prompts, *settings))
-        return [results[place] for place in range(len(prompts))]
+        return [results[place] for place in range(len(results))]
 
     def stream(
         self,
-        prompts: Sequence[Prompt | Result],
+        prompts: Iterable[Prompt | Result],
         seed: int = 0,
         max_new_tokens: int | None = None,
         max_steps: int | None = None,
@@ -150,8 +150,11 @@ class Sampler:
         graphs: bool | None = None,
     ) -> Iterator[tuple[int, Result]]:
         """What `generate` gives, as it comes: the place of a prompt and its result."""
-        if isinstance(prompts, str):
-            raise RequestError("prompts must be a list, got one text; write [prompt]")
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+            given = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
+            raise RequestError(f"prompts must be a list, got {given}; write [prompt]")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise RequestError(f"batch_size must be an integer of at least 1, got {batch_size!r:.80}")
         settings = self.generation
         if max_new_tokens is not None:
             settings = replace(settings, max_new_tokens=max_new_tokens)

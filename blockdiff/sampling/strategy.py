@@ -116,14 +116,15 @@ def decision_of(strategy: Strategy, canvases: Canvases) -> Decision:
     if not isinstance(decision, Decision):
         raise _refusal(strategy, f"a {type(decision).__name__}, not a Decision")
     of_positions = canvases.kept_BL.shape
-    wanted = {"keep_BL": of_positions, "stay_BL": of_positions, "stop_B": of_positions[:1]}
+    wanted = {"keep_BL": of_positions, "stay_BL": of_positions, "stop_B": of_positions[:1], "final_BL": of_positions}
     for name, shape in wanted.items():
         value: Any = getattr(decision, name)
         if value is None and name != "keep_BL":
             continue
-        if not isinstance(value, Tensor) or value.dtype is not torch.bool or value.shape != shape:
+        dtype = torch.int64 if name == "final_BL" else torch.bool
+        if not isinstance(value, Tensor) or value.dtype is not dtype or value.shape != shape:
             given = f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise _refusal(strategy, f"{name} as {given}, not torch.bool {[*shape]}")
+            raise _refusal(strategy, f"{name} as {given}, not {dtype} {[*shape]}")
     return decision
 
 

@@ -201,9 +201,15 @@ def test_a_result_among_the_prompts_is_returned_as_it_is():
     assert results == [failed, *sampler_for(scripted(), tokenizer(), GENERATION).generate([Request(1, prompt="a")])]
 
 
-def test_one_text_is_not_taken_for_a_list_of_letters():
-    with pytest.raises(RequestError, match=r"prompts must be a list, got one text; write \[prompt\]"):
-        sampler_for(scripted(), tokenizer(), GENERATION).generate("abc")
+def test_what_is_no_list_of_prompts_is_one_line():
+    sampler = sampler_for(scripted(), tokenizer(), GENERATION)
+    for given, said in (("abc", "one text"), (Request(0, prompt="a"), r"Request\(id=0, .*"), (5, "5")):
+        with pytest.raises(RequestError, match=rf"prompts must be a list, got {said}; write \[prompt\]"):
+            sampler.generate(given)
+    for rows in (0, 2.5, "4"):
+        with pytest.raises(RequestError, match=r"batch_size must be an integer of at least 1, got "):
+            sampler.generate(["a"], batch_size=rows)
+    assert sampler.generate(each for each in ["a", "b"]) == sampler.generate(["a", "b"])
 
 
 def test_no_prompts_give_no_results():

@@ -189,6 +189,8 @@ class Given:
         (lambda keep_BL: Decision(keep_BL[0]), r"gave keep_BL as torch.bool \[8\], not torch.bool \[1, 8\]"),
         (lambda keep_BL: Decision(keep_BL, stay_BL=keep_BL[:, :3]), r"gave stay_BL as torch.bool \[1, 3\]"),
         (lambda keep_BL: Decision(keep_BL, True), r"gave stop_B as a bool, not torch.bool \[1\]"),
+        (lambda keep_BL: Decision(keep_BL, final_BL=keep_BL), r"gave final_BL as torch.bool \[1, 8\], not torch.int64"),
+        (lambda keep_BL: Decision(keep_BL, final_BL=keep_BL[:, :3].long()), r"gave final_BL as torch.int64 \[1, 3\]"),
     ],
 )
 def test_a_decision_that_is_none_of_these_canvases_is_one_line(made, words):
@@ -196,12 +198,43 @@ def test_a_decision_that_is_none_of_these_canvases_is_one_line(made, words):
         sampler_of(Given(made=made)).generate([Request(0, tokens=[5])])
 
 
-@pytest.mark.parametrize("shaped", [0.5, Shape(-1.0), Shape(math.nan)])
-def test_a_shape_that_is_none_is_the_error_of_its_request(shaped):
+WRONG_SHAPES = {
+    "a float, not a Shape": 0.5,
+    "temperature -1.0, which must be a number more than 0": Shape(-1.0),
+    "temperature 0.0, which": Shape(0.0),
+    "temperature nan, which": Shape(math.nan),
+    "temperature inf, which": Shape(math.inf),
+    "temperature '1', which": Shape("1"),
+    "top_k 0, which must be an integer of at least 1": Shape(1.0, top_k=0),
+    "top_k 2.5, which": Shape(1.0, top_k=2.5),
+    "top_p 0.0, which must be a number more than 0 and at most 1": Shape(1.0, top_p=0.0),
+    "min_p 2, which must be a number at least 0 and at most 1": Shape(1.0, min_p=2),
+    "guidance -2, which must be a number at least -1": Shape(1.0, guidance=-2),
+}
+
+
+@pytest.mark.parametrize("held", [{}, {"repetition_penalty": 1.5}], ids=["free", "held"])
+@pytest.mark.parametrize("said", WRONG_SHAPES)
+def test_a_shape_that_no_step_can_draw_from_is_the_error_of_its_request(said, held):
     wrong, right = sampler_of(None).generate(
-        [Request(0, tokens=[5], strategy=Given(shaped)), Request(1, tokens=[5], strategy=Given())]
+        [
+            Request(0, tokens=[5], strategy=Given(WRONG_SHAPES[said]), **held),
+            Request(1, tokens=[5], strategy=Given(), **held),
+        ]
     )
-    assert wrong.error.startswith("strategy Given: shape() gave ") and right.error is None
+    assert wrong.error.startswith(f"strategy Given: shape() gave {said}") and right.error is None
+
+
+@pytest.mark.parametrize("token", [-1, 9999])
+def test_a_committed_token_that_the_model_has_not_is_the_error_of_its_request(token):
+    def ended(keep_BL: Tensor) -> Decision:
+        return Decision(keep_BL, torch.ones_like(keep_BL[:, 0]), final_BL=torch.full(keep_BL.shape, token))
+
+    wrong, right = sampler_of(None).generate(
+        [Request(0, tokens=[5], strategy=Given(made=ended)), Request(1, tokens=[5], strategy=Given())]
+    )
+    assert f"decide() gave token {token} in final_BL, which is none of the model's" in wrong.error
+    assert right.error is None
 
 
 def test_a_strategy_that_is_not_frozen_says_so():

@@ -368,6 +368,14 @@ WRONG_PARTS = {
         {"corruption": Noise(lambda x: (x.float(), x > 0))},
         r"gave torch\.float32 \[6, 1, 9\] and torch\.bool \[6, 1, 9\], not noisy tokens torch\.int64 \[6, 1, 9\]",
     ),
+    "a corruption of tokens that there are none of": (
+        {"corruption": Noise(lambda x: (x + 100_000, x >= 0))},
+        r"objective\.corruption: Noise gave token 100\d{3}, which is none of the model's \d+; change its corrupt\(\)",
+    ),
+    "a corruption of negative tokens": (
+        {"corruption": Noise(lambda x: (x * 0 - 1, x >= 0))},
+        "Noise gave token -1, which",
+    ),
     "a weight of another shape": ({"weight": TooMany()}, r"TooMany gave weights \[6, 1, 7\] instead of \[6, 1, 9\]"),
     "one loss": ({"objective": OneLoss}, "objective: its forward gave a Tensor whose canvas_sum is NoneType"),
     "losses by position": ({"objective": LossesByPosition}, r"whose canvas_sum is \[2\] and ar_sum \[\]; return"),

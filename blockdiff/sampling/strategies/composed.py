@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from numbers import Integral, Real
 
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import RequestError
@@ -67,15 +68,33 @@ class Composed(Rules):
 def is_guided(strategy: Strategy, steps: int) -> bool:
     """Whether any of so many steps wants guidance, and with it a prefix without the prompt.
 
-    Raises RequestError where a strategy gives something else than shapes with a temperature.
+    Raises RequestError where a strategy gives something else than shapes that a step can draw from.
     """
     shapes = [strategy.shape(step, steps) for step in range(steps)]
     for step, shape in enumerate(shapes):
-        if not isinstance(shape, Shape) or not 0 <= shape.temperature < math.inf:
-            given = f"temperature {shape.temperature}" if isinstance(shape, Shape) else f"a {type(shape).__name__}"
-            wanted = "not a Shape with a temperature that is finite and not below 0; change it (docs/extending.md)"
-            raise RequestError(f"strategy {type(strategy).__name__}: shape() gave {given} for step {step}, {wanted}")
+        if obstacle := _obstacle(shape):
+            said = f"shape() gave {obstacle} for step {step}; change it (docs/extending.md)"
+            raise RequestError(f"strategy {type(strategy).__name__}: {said}")
     return any(shape.guidance for shape in shapes)
+
+
+def _obstacle(shape: object) -> str | None:
+    """What of a shape no step can draw from; None where there is nothing."""
+    if not isinstance(shape, Shape):
+        return f"a {type(shape).__name__}, not a Shape,"
+    between = {
+        "temperature": (math.ulp(0.0), math.inf, "more than 0 and finite"),
+        "top_p": (math.ulp(0.0), 1, "more than 0 and at most 1"),
+        "min_p": (0, 1, "at least 0 and at most 1"),
+        "guidance": (-1, math.inf, "at least -1 and finite"),
+    }
+    for name, (least, most, wanted) in between.items():
+        value = getattr(shape, name)
+        if not isinstance(value, Real) or not least <= float(value) <= most or math.isinf(value):
+            return f"{name} {value!r:.80}, which must be a number {wanted},"
+    if shape.top_k is not None and (not isinstance(shape.top_k, Integral) or shape.top_k < 1):
+        return f"top_k {shape.top_k!r:.80}, which must be an integer of at least 1,"
+    return None
 
 
 @lru_cache(maxsize=64)
