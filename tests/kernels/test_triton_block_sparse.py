@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +18,6 @@ from blockdiff.kernels import FOLDERS, NATIVE, triton_op
 from blockdiff.kernels.block_sparse import native, triton, triton_selection
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
-from blockdiff.kernels.tiles import SHARED_MEMORY
 from blockdiff.models.pages import Pages
 from blockdiff.objective import Objective
 from tests.closeness import relative_error
@@ -32,7 +26,6 @@ from tests.kernels.test_block_sparse import documents, drawn
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 3e-6  # relative
 
@@ -322,26 +315,6 @@ def test_canvases_over_pages_are_denoised_where_the_pages_stand(monkeypatch):
     for n, length in enumerate((12, 10)):
         alone = truth.denoise(canvas[n : n + 1], truth.encode(prompt[n : n + 1, :length]))
         assert relative_error(found[n : n + 1], alone) < 1e-4
-
-
-# -- what it compiles to -------------------------------------------------------------------------------------------
-
-
-def test_the_kernels_compile_for_an_h200_and_fit():
-    """Compiled, not run: MiniMax M3's heads in bf16, packed rows, canvases and pages."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", "--architecture", "90", "--json"]
-    command += ["--only", "block_sparse"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    lines = [json.loads(line) for line in run.stdout.splitlines()]
-    names = {"scores", "choose", "forward", "forward_keys", "backward_queries", "backward_keys"}
-    assert {line["kernel"] for line in lines} >= {f"block_sparse_{name}" for name in names}
-    for line in lines:
-        assert line["shared"] <= SHARED_MEMORY[90] and line["stack"] == 0, line
-    for line in [line for line in lines if line["products"] is not None]:
-        assert line["products"] == 1.0 and line["loop_stack"] == 0, line
-        assert line["waits"] < 0.5 * line["issued"], line
 
 
 # -- on a GPU, in the model's dtype --------------------------------------------------------------------------------

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +21,6 @@ from tests.closeness import relative_error
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
-STACK = 144  # bytes: what is kept there over a loop, not in it
-ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 3e-6  # relative
 
@@ -414,30 +407,6 @@ def test_a_checkpointed_layer_recomputes_the_same_gradients():
         for op in (checkpointed, with_lse)
     )
     assert all(torch.equal(a, b) for a, b in zip(got, truth, strict=True))
-
-
-# -- what it compiles to -------------------------------------------------------------------------------------------
-
-
-def test_the_released_models_kernels_compile_for_an_h200_and_fit():
-    """Compiled, not run: every kernel of both layer kinds, forward, split and backward, in bf16."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", "--architecture", "90", "--json"]
-    command += ["--only", "span_attention, d = 256", "--only", "span_attention, d = 512", "--only", "norms"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    lines = [json.loads(line) for line in run.stdout.splitlines()]
-    heads = {(line["kernel"], line["constants"].get("D")) for line in lines}
-    names = {"forward", "backward_queries", "backward_keys"}
-    assert heads >= {(f"span_attention_{name}", d) for name in names for d in (256, 512)}
-    for line in lines:
-        assert line["shared"] <= 227 * 1024, line
-        assert line["stack"] <= (0 if line["op"] == "norms" else STACK), line
-    for line in [line for line in lines if line["products"] is not None]:
-        assert line["products"] == 1.0, line  # nothing is computed by two warp groups
-        assert line["waits"] < 0.5 * line["issued"], line  # products run on while others are issued
-        is_widest = line["kernel"] == "span_attention_backward_queries" and line["constants"]["D"] == 512
-        assert line["loop_stack"] <= (20 if is_widest else 0), line  # reads and writes of the stack in the loop
 
 
 def test_tiles_of_few_rows_are_small():

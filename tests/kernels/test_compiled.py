@@ -1,0 +1,91 @@
+"""What the Triton kernels compile to for an H200, which none is needed for: they fit, and nothing is spilled or waits.
+
+Compiled, not run, in bf16 and at the sizes of the released models. A process of its own compiles, for Triton
+interprets in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from blockdiff.kernels.tiles import SHARED_MEMORY, table
+
+ROOT = Path(__file__).resolve().parents[2]
+STACK = 144  # bytes that attention keeps there over a loop, not in it
+
+
+def compiled(*ops: str, loops: bool = True) -> list[dict[str, Any]]:
+    """What `benchmarks.compiled` says of the kernels of some ops, none of which takes too much shared memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", "--architecture", "90", "--json"]
+    command += [word for op in ops for word in ("--only", op)] + ["--no-loops"] * (not loops)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert lines and all(line["shared"] <= SHARED_MEMORY[90] for line in lines)
+    return lines
+
+
+def test_attention_and_norms():
+    """Every kernel of both layer kinds, forward, split and backward."""
+    lines = compiled("span_attention, d = 256", "span_attention, d = 512", "norms")
+    heads = {(line["kernel"], line["constants"].get("D")) for line in lines}
+    names = {"forward", "backward_queries", "backward_keys"}
+    assert heads >= {(f"span_attention_{name}", d) for name in names for d in (256, 512)}
+    for line in lines:
+        assert line["stack"] <= (0 if line["op"] == "norms" else STACK), line
+    for line in [line for line in lines if line["products"] is not None]:
+        assert line["products"] == 1.0, line  # nothing is computed by two warp groups
+        assert line["waits"] < 0.5 * line["issued"], line  # products run on while others are issued
+        is_widest = line["kernel"] == "span_attention_backward_queries" and line["constants"]["D"] == 512
+        assert line["loop_stack"] <= (20 if is_widest else 0), line  # reads and writes of the stack in the loop
+
+
+def test_block_sparse_attention():
+    """MiniMax M3's heads: packed rows, canvases and pages."""
+    lines = compiled("block_sparse")
+    names = {"scores", "choose", "forward", "forward_keys", "backward_queries", "backward_keys"}
+    assert {line["kernel"] for line in lines} >= {f"block_sparse_{name}" for name in names}
+    assert all(line["stack"] == 0 for line in lines)
+    for line in [line for line in lines if line["products"] is not None]:
+        assert line["products"] == 1.0 and line["loop_stack"] == 0, line
+        assert line["waits"] < 0.5 * line["issued"], line
+
+
+def test_the_vocabulary():
+    names = {"tiles", "rows", "tokens", "filters", "classes", "probabilities", "gradients"}
+    lines = compiled("vocabulary")
+    assert {line["kernel"] for line in lines} == {f"vocabulary_{name}" for name in names}
+    assert all(line["stack"] == 0 for line in lines)
+
+
+def test_experts_and_what_is_fused_around_them():
+    """Forward and backward with every line of the table, hardly a register spilled.
+
+    And where every size is 1, which Triton then makes a constant.
+    """
+    ops = [f"expert_mlp, {tokens} tokens" for tokens in (256, 2048, 4096)]
+    others = ["expert_mlp, all ones", "expert_mlp, low rank", "fused", "fp8, 256 tokens", "fp8 inputs, 4096 tokens"]
+    lines = compiled(*ops, *others, loops=False)
+    assert sum(line["op"] == "expert_mlp, all ones" for line in lines) >= 6
+    names = {"gate_up", "product", "activation_backward", "outer_product", "sort_slots", "sum_slots"}
+    for op, (_, tile) in zip(ops, table()["expert_mlp_gate_up", 90, 2], strict=True):
+        of_op = [line for line in lines if line["op"] == op]
+        counts = set() if op == ops[0] else {"expert_mlp_count_slots"}  # few slots are counted and sorted in one
+        assert {line["kernel"] for line in of_op} == {f"expert_mlp_{name}" for name in names} | counts
+        gate_up = next(line["constants"] for line in of_op if line["kernel"] == "expert_mlp_gate_up")
+        assert gate_up["ROWS"] == tile.rows and gate_up["COLUMNS"] == tile.columns
+    kernels = {op: {line["kernel"] for line in lines if line["op"] == op} for op in others}
+    assert kernels["expert_mlp, low rank"] == {f"expert_mlp_{name}" for name in (*names, "narrow", "count_slots")}
+    fused = {"attention_heads", "residual_norms", "routed_tokens", "gated_product", "layer_end"}
+    assert kernels["fused"] >= fused
+    in_fp8 = {"expert_mlp_gate_up", "expert_mlp_product", "fp8_product"}
+    assert kernels["fp8, 256 tokens"] >= in_fp8 | {"gated_product"}
+    assert kernels["fp8 inputs, 4096 tokens"] >= in_fp8 | {"fp8_round_rows"}
+    for line in lines:
+        assert line["stack"] <= 8, line  # Triton 3.6 spills two registers
