@@ -1,4 +1,4 @@
-"""Checkpoints of a run: complete or absent, exact, and never a way into another run."""
+"""Checkpoints of a run: complete or absent, and exact."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import json
 import os
 import shutil
 import signal
-import warnings
-from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,73 +15,14 @@ from safetensors.torch import load_file
 
 from blockdiff.errors import RunError
 from blockdiff.files import digest, seal
-from blockdiff.metrics import MetricsLog, read, reproducible
-from blockdiff.parallel.ranks import Ranks
+from blockdiff.metrics import MetricsLog
 from blockdiff.training import saving, state
 from blockdiff.training.ema import Ema
 from blockdiff.training.optimiser import build
-from blockdiff.training.schedule import CosineDecay, learning_rate
 from tests import forked
 from tests.toy_objective import ToyObjective, slots, toy_batches
+from tests.toy_run import ALONE, FACTS, enter, numbers, run_to, saved, tensors_of
 from tests.toy_trainer import Options, train
-
-ALONE = Ranks(torch.device("cpu"))
-FACTS = {"seed": 3, "optim.lr": 0.1}
-
-
-class OneOfFour(Ranks):
-    """A rank that thinks the others see what it sees."""
-
-    def gather(self, value):
-        return [value] * 4
-
-    def at_own_pace(self, doing):
-        return nullcontext()
-
-
-def saved(run, step, objective, optimiser, keep=2, **kept):
-    """Save a step and remove the checkpoints that are not kept, as the trainer does."""
-    path = state.save(run, step, objective, optimiser, FACTS)
-    state.prune(run, keep, **kept)
-    return path
-
-
-def enter(run: Path, resume: bool = True) -> Path | None:
-    """Enter a run directory and leave it; returns the checkpoint to go on from."""
-    with state.entered(run, resume, ALONE) as checkpoint:
-        return checkpoint
-
-
-def run_to(run: Path, stop: int, resume: bool = False, seed: int = 0, keep: int = 2):
-    """Train a toy run of 9 steps up to step `stop`, saving every 2, as the command line would."""
-    objective = ToyObjective(seed)
-    optimiser = build(objective, lr=0.1)
-    log = MetricsLog(run / "metrics.jsonl")
-    checkpoint = enter(run, resume)
-    start = state.restore(checkpoint, objective, optimiser, FACTS) if checkpoint else 0
-    log.cut(start)
-    lr = partial(learning_rate, CosineDecay(), peak=0.1, steps=9, warmup_steps=3)
-    train(
-        objective,
-        optimiser,
-        lr,
-        toy_batches(slots(ALONE, 4, 2), 4),
-        Options(steps=stop, log_every=1, save_every=2),
-        ALONE,
-        log=log.append,
-        save=lambda step: saved(run, step, objective, optimiser, keep),
-        start=start,
-    )
-    return objective, optimiser
-
-
-def numbers(run: Path) -> list[dict]:
-    return reproducible(read(run / "metrics.jsonl"))
-
-
-def tensors_of(run: Path, step: int) -> dict[str, torch.Tensor]:
-    folder = run / "checkpoints" / f"step-{step}"
-    return {**load_file(folder / "model.safetensors"), **load_file(folder / "optimiser.safetensors")}
 
 
 @pytest.mark.quick
@@ -111,25 +48,6 @@ def test_a_run_killed_before_its_first_checkpoint_resumes_at_step_0(tmp_path):
     MetricsLog(broken / "metrics.jsonl").append({"step": 1, "loss": 123.0})
     run_to(broken, 3, resume=True)
     assert numbers(broken) == numbers(whole)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("sign", ["recipe.yaml", "metrics.jsonl", "checkpoints"])
-def test_an_existing_run_is_not_started_over(tmp_path, sign):
-    (tmp_path / sign).mkdir() if sign == "checkpoints" else (tmp_path / sign).write_text("")
-    with pytest.raises(RunError, match="already holds a run with no checkpoint yet; go on with --resume"):
-        enter(tmp_path, resume=False)
-
-
-def test_the_refusal_says_how_far_the_run_got(tmp_path):
-    run_to(tmp_path, 4)
-    with pytest.raises(RunError, match="saved up to step 4"):
-        enter(tmp_path, resume=False)
-
-
-def test_a_directory_with_other_files_can_be_used(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    assert enter(tmp_path, resume=False) is None
 
 
 @pytest.mark.quick
@@ -171,41 +89,6 @@ def test_the_average_is_saved_and_goes_on_to_the_bit(tmp_path):
     state.restore_weights(path, other, average)
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), objective.parameters(), strict=True))
     assert all(torch.equal(ema.state()[name], average.state()[name]) for name in whole)
-
-
-def test_a_run_that_kept_no_average_cannot_go_on_with_one(tmp_path):
-    objective, optimiser = run_to(tmp_path, 2)
-    with pytest.raises(RunError, match=r"step-2: cannot be read .*ema\.safetensors"):
-        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, average=Ema(objective, 0.9))
-
-
-def test_an_average_asked_for_since_is_refused_by_its_key_not_by_a_missing_file(tmp_path):
-    objective, optimiser = run_to(tmp_path, 2)
-    facts = {**FACTS, "optim.ema": 0.9}
-    with pytest.raises(RunError, match=r"was started with optim\.ema null, not 0\.9; keep what it was started with"):
-        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, facts, average=Ema(objective, 0.9))
-
-
-@pytest.mark.quick
-def test_every_fact_that_differs_is_named_with_both_values(tmp_path):
-    objective, optimiser = run_to(tmp_path, 2)
-    changed = {"seed": 4, "optim.lr": 0.1, "optim.clip": 2.0}
-    words = r"started with optim\.clip null, not 2\.0; seed 3, not 4; keep what it was started with"
-    with pytest.raises(RunError, match=words):
-        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, changed)
-
-
-def test_another_number_of_processes_is_one_warning(tmp_path):
-    objective, optimiser = run_to(tmp_path, 2)
-    checkpoint = tmp_path / "checkpoints" / "step-2"
-    four = OneOfFour(torch.device("cpu"), rank=0, world=4)
-    with pytest.warns(UserWarning, match="saved by 1 process, resumed by 4") as told:
-        assert state.restore(checkpoint, objective, optimiser, FACTS, ranks=four) == 2
-    assert len(told) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        state.restore(checkpoint, objective, optimiser, FACTS, ranks=ALONE)
-        state.restore(checkpoint, objective, optimiser, FACTS, ranks=replace(four, rank=1))
 
 
 def test_step_10_is_newer_than_step_9(tmp_path):
@@ -278,57 +161,6 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path):
     assert set(reached) == {4, 6}
 
 
-def test_a_run_does_not_resume_into_another_one(tmp_path):
-    objective, optimiser = run_to(tmp_path, 2)
-    checkpoint = tmp_path / "checkpoints" / "step-2"
-    with pytest.raises(RunError, match="was started with seed 3, not 4"):
-        state.restore(checkpoint, objective, optimiser, {**FACTS, "seed": 4})
-    with pytest.raises(RunError, match="was started with world null, not 2"):
-        state.restore(checkpoint, objective, optimiser, {**FACTS, "world": 2})
-
-
-def test_another_model_is_refused_by_the_name_of_a_tensor_and_left_alone(tmp_path):
-    run_to(tmp_path, 2)
-    checkpoint = tmp_path / "checkpoints" / "step-2"
-    wider = ToyObjective()
-    wider.mix = torch.nn.Linear(8, 9, bias=False)
-    before = {name: tensor.clone() for name, tensor in wider.state_dict().items()}
-    with pytest.raises(RunError, match=r"mix\.weight is .*\[8, 8\] there and .*\[9, 8\] in the model"):
-        state.restore(checkpoint, wider, build(wider, lr=0.1), FACTS)
-    assert all(torch.equal(before[name], tensor) for name, tensor in wider.state_dict().items())
-
-
-def test_a_parameter_frozen_since_is_named(tmp_path):
-    run_to(tmp_path, 2)
-    frozen = ToyObjective()
-    frozen.mix.requires_grad_(False)
-    with pytest.raises(RunError, match=r"mix\.weight was trained in the run to resume"):
-        state.restore(tmp_path / "checkpoints" / "step-2", frozen, build(frozen, lr=0.1), FACTS)
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
-        ("optimiser.safetensors", lambda content: content[:-4096] + bytes(4096)),
-        ("trainer.json", lambda content: b"{}"),
-        ("trainer.json", lambda content: b"[]"),
-        ("trainer.json", lambda content: content.replace(b'"facts"', b'"fact"')),
-        ("trainer.json", lambda content: content.replace(b'"digests": {', b'"digests": 7, "others": {')),
-        ("trainer.json", lambda content: content.replace(b'"step": 2', b'"step": 4')),
-        ("trainer.json", lambda content: content.replace(b'"weight_decay": 0.0001', b'"weight_decay": 0.0007')),
-    ],
-)
-def test_what_was_changed_in_a_checkpoint_is_noticed_in_one_line(tmp_path, name, damage):
-    objective, optimiser = run_to(tmp_path, 2)
-    file = tmp_path / "checkpoints" / "step-2" / name
-    before = file.read_bytes()
-    file.write_bytes(damage(before))
-    assert file.read_bytes() != before
-    with pytest.raises(RunError, match=r"step-2: (cannot be read .* remove it|the run was started by an earlier)"):
-        state.restore(file.parent, objective, optimiser, FACTS)
-
-
 def test_a_checkpoint_of_an_earlier_version_has_digests_of_whole_files_and_is_verified(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
     checkpoint = tmp_path / "checkpoints" / "step-2"
@@ -344,33 +176,6 @@ def test_a_checkpoint_of_an_earlier_version_has_digests_of_whole_files_and_is_ve
     (checkpoint / "model.safetensors").write_bytes(content)
     with pytest.raises(RunError, match=r"model\.safetensors has changed since it was written"):
         state.restore(checkpoint, objective, optimiser, FACTS)
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, lambda log: log.write_text(log.read_text().replace("1", "2"))])
-def test_a_log_that_was_removed_or_edited_is_one_warning(tmp_path, damage):
-    objective, optimiser = run_to(tmp_path, 2)
-    damage(tmp_path / "metrics.jsonl")
-    with pytest.warns(UserWarning, match=r"metrics\.jsonl: was removed or edited since step 2 was saved"):
-        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # one rank says it for all
-        other = OneOfFour(torch.device("cpu"), rank=1, world=4)
-        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, ranks=other)
-
-
-def test_two_processes_do_not_train_into_one_directory(tmp_path):
-    run = tmp_path / "run"
-    with state.entered(run, True, ALONE):
-        unfinished = run / "checkpoints" / ".step-2.1234.tmp"  # what the first one is just saving
-        unfinished.mkdir()
-        file = run / "checkpoints" / ".step-7.5678.tmp"
-        file.write_text("")
-        words = "run: another process trains into this directory; wait for its end or stop it"
-        with pytest.raises(AssertionError, match=words):
-            forked.run(enter, run, log=tmp_path / "log")
-        assert unfinished.is_dir()
-    assert enter(run) is None
-    assert not unfinished.exists() and not file.exists()
 
 
 @pytest.mark.parametrize(
@@ -402,17 +207,6 @@ def test_what_an_objective_trains_beside_its_model_is_saved_too(tmp_path):
     assert {"weight", "norm", "mix.weight"} <= load_file(path / "model.safetensors").keys()
     state.restore(path, other, build(other, lr=0.1), FACTS)
     assert other.weight.tolist() == [2.0]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", ["model.safetensors", "optimiser.safetensors", "trainer.json"])
-def test_a_damaged_checkpoint_is_one_line_with_what_to_do(tmp_path, name):
-    objective, optimiser = run_to(tmp_path, 2)
-    checkpoint = tmp_path / "checkpoints" / "step-2"
-    whole = (checkpoint / name).read_bytes()
-    (checkpoint / name).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RunError, match=r"step-2: cannot be read .* remove it to go on from an earlier one"):
-        state.restore(checkpoint, objective, optimiser, FACTS)
 
 
 def test_the_state_of_another_optimiser_kind_survives_too(tmp_path):
