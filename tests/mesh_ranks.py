@@ -138,7 +138,7 @@ TRAINED: dict[str, tuple[str, ...] | None] = {
 }
 SCENARIOS = {
     "all weights, fp64": (torch.float64, False, False, 2),
-    "adapters, packed, fp32": (torch.float32, True, True, 3),
+    "adapters, packed, fp32": (torch.float32, True, True, 2),
 }
 MESHES: dict[str, dict[str, Any]] = {
     "DDP": {},
@@ -193,6 +193,8 @@ def write_recipes(directory: Path) -> None:
     (directory / "all.yaml").write_text(json.dumps(recipe))
     lora = {"parts": {"attention": 4, "experts": 2}, "tokens": ["1"]}
     (directory / "adapters.yaml").write_text(json.dumps({**recipe, "model": {"path": "base"}, "lora": lora}))
+    in_fp8 = {"path": "base", "quantize": "fp8"}
+    (directory / "adapters over fp8.yaml").write_text(json.dumps({**recipe, "model": in_fp8, "lora": lora}))
 
 
 def train_runs(directory: Path, runs: dict[str, list[str]]) -> None:

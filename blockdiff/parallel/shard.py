@@ -155,7 +155,8 @@ def replicate(objective: nn.Module, mesh: Mesh) -> nn.Module:
     leave: dict[str, Any] = {name: False}
     touched = _TouchEveryParameter(objective)
     if mesh.experts > 1:
-        apart = [name for name, parameter in touched.named_parameters() if is_spread(parameter)]
+        held = [*touched.named_parameters(), *touched.named_buffers()]
+        apart = [name for name, tensor in held if is_spread(tensor)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(touched, apart)
     replicated = DistributedDataParallel(touched, gradient_as_bucket_view=True, **leave)
     _settle(replicated)

@@ -33,8 +33,11 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
     _refuse_unasked(recipe)
     if recipe.model.quantize is not None and not recipe.lora.trains:
         raise RecipeError("model.quantize: weights in fp8 stand still; train adapters over them (`lora: {rank: 16}`)")
-    if recipe.model.quantize is not None and recipe.parallel.names != ("replicate",):
-        raise RecipeError("model.quantize: weights in fp8 are not split over ranks; leave parallel out")
+    if recipe.model.quantize is not None and recipe.parallel.shard == "full":
+        raise RecipeError(
+            "model.quantize: parallel.shard: full splits parameters, and weights in fp8 are buffers, which every "
+            "process would hold whole; split them with parallel.tensor or parallel.experts alone"
+        )
     metric, patience = recipe.evaluation.best, recipe.evaluation.patience
     if metric is None:
         if patience is not None:

@@ -35,6 +35,8 @@ RUNS = {
     "adapters, experts split": ["parallel.experts=2"],
     "adapters, sharded, experts split": ["parallel.shard=full", "parallel.experts=2"],
     "adapters, together": ["parallel.tensor=2"],
+    "adapters over fp8, experts split": ["parallel.experts=2"],
+    "adapters over fp8, together": ["parallel.tensor=2"],
 }
 TIMES = ("seconds", "tokens_per_second", "scored_tokens_per_second", "memory_gib", "sample_seconds")
 
@@ -77,7 +79,7 @@ def test_any_mesh_has_the_losses_gradients_and_weights_of_one_process(one, sever
 @pytest.fixture(scope="module")
 def alone(several):
     """The directory in which one process has trained both recipes, too."""
-    train_runs(several[2], {"all": [], "adapters": []})
+    train_runs(several[2], {"all": [], "adapters": [], "adapters over fp8": []})
     return several[2]
 
 
@@ -116,6 +118,8 @@ def test_what_does_not_divide_or_does_not_split_is_refused_in_one_line(tmp_path)
         read_recipe(tmp_path / "all.yaml", ["parallel.offload=true"])
     with pytest.raises(RecipeError, match=r"optim\.name: adamw_8bit keeps its state in blocks"):
         refuse(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "optim.name=adamw_8bit"]))
+    with pytest.raises(RecipeError, match=r"model\.quantize: parallel.shard: full splits parameters"):
+        refuse(read_recipe(tmp_path / "adapters over fp8.yaml", ["parallel.shard=full"]))
     with pytest.raises(RecipeError, match=r"model\.compile: gathering weights within a layer"):
         refuse(read_recipe(tmp_path / "all.yaml", ["parallel.shard=full", "model.compile=true"]))
 

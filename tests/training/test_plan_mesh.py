@@ -11,7 +11,9 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.data.sudoku import alphabet
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.training.base import read_base
+from blockdiff.layers.experts import Experts
+from blockdiff.models.fp8 import layers_in_fp8
+from blockdiff.training.base import read_base, without_weights
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.changes import what_fits
 from blockdiff.training.recipe import read_recipe
@@ -56,6 +58,24 @@ def test_a_rank_of_a_mesh_holds_what_is_planned(tree: dict[str, Any], tmp_path):
         kept = sum(n for name, n in plan.parts.items() if name in ("weights", "masters", "adapters", "optimiser"))
         assert plan.total - kept == pytest.approx(bytes_, rel=0.1), (case, (plan.total - kept) / bytes_)
         assert ("gathered layer" in plan.parts) == any("full" in each for each in case)
+
+
+@pytest.mark.quick
+def test_a_rank_holds_its_part_of_the_weights_in_fp8_and_of_their_scales(tree: dict[str, Any]):
+    in_fp8 = "model={path: " + tree["model"]["path"] + ", quantize: fp8}"
+
+    def weights(parallel: str) -> int:
+        recipe = read_recipe(tree, [LORA, in_fp8, f"parallel={parallel}"])
+        return plans.plan_training(recipe, ranks=2, device="cpu").parts["weights"]
+
+    recipe = read_recipe(tree, [LORA, in_fp8])
+    model = without_weights(recipe, read_base(recipe), "torch").model
+    experts = [x for held in layers_in_fp8(model).values() if isinstance(held, Experts) for x in held.buffers()]
+    assert experts and weights("{}") - weights("{experts: 2}") == sum(x.nbytes for x in experts) // 2
+    assert weights("{tensor: 2}") < weights("{experts: 2}")
+    limit = plans.plan_training(read_recipe(tree, [LORA, in_fp8, "parallel={experts: 2}"]), ranks=2, device="cpu").total
+    found = what_fits(recipe, limit, read_base(recipe), ranks=2, device="cpu", tokens=None)
+    assert found is not None and not [change for change in found[0] if change.startswith("parallel.shard")]
 
 
 def test_what_does_not_fit_on_a_rank_is_sharded_where_that_helps(tree: dict[str, Any]):

@@ -29,10 +29,10 @@ class Change:
 CHANGES = (
     Change("train.activation_checkpointing", "true", False, lambda r, _: not r.train.activation_checkpointing),
     Change("train.micro_batch_size", "1", False, lambda r, ranks: _rows(r, ranks) > 1),
-    Change("parallel.shard", "full", True, lambda r, ranks: ranks > 1 and r.parallel.shard == "none"),
+    Change("parallel.shard", "full", True, lambda r, ranks: ranks > 1 and _can_be_sharded(r)),
     Change("model.dtype", "bfloat16", True, lambda r, _: r.model.dtype == "float32" and r.lora.trains),
     Change("train.autocast", "bfloat16", False, lambda r, _: r.parallel.shard == "full" and not _is_narrow(r)),
-    Change("optim.name", "adamw_8bit", True, lambda r, _: r.optim.name == "adamw" and r.parallel.shard == "none"),
+    Change("optim.name", "adamw_8bit", True, lambda r, _: r.optim.name == "adamw" and _is_replicated(r)),
     Change("parallel.offload", "true", True, lambda r, _: r.parallel.shard == "full" and not r.parallel.offload),
     Change("lora", "{rank: 16}", True, lambda r, _: not r.lora.trains and r.model.path is not None),
     Change("data.canvases", "1", False, lambda r, _: isinstance(r.data.canvases, AllCanvases)),
@@ -71,7 +71,7 @@ def _candidates(
         if change.applies(made, ranks):
             made = read_recipe(made, [f"{change.key}={change.value}"], needs_data=False)
             yield change.key, change.value, None
-    can_split = made.parallel.shard == "full" and made.parallel.tensor == 1
+    can_split = (made.parallel.shard == "full" or made.model.quantize is not None) and made.parallel.tensor == 1
     if can_split and (experts := _expert_ranks(base, ranks)) > made.parallel.experts:
         yield "parallel.experts", str(experts), None
     key = "data.max_length" if recipe.data.pack is None else "data.pack"  # rows are as long as what is packed
@@ -83,6 +83,14 @@ def _candidates(
 def _rows(recipe: Recipe, ranks: int) -> int:
     share = -(-recipe.train.batch_size * recipe.parallel.tensor // ranks)
     return min(share, recipe.train.micro_batch_size or share)
+
+
+def _can_be_sharded(recipe: Recipe) -> bool:
+    return recipe.parallel.shard == "none" and recipe.model.quantize is None
+
+
+def _is_replicated(recipe: Recipe) -> bool:
+    return recipe.parallel.names == ("replicate",)
 
 
 def _is_narrow(recipe: Recipe) -> bool:

@@ -54,7 +54,9 @@ class Spread:
 
         stored: the dtype of its weights; computed: the one they run in. Adapters have fp32 at least.
         """
-        parts: dict[str, int] = {"weights": sum(_size(name, x, stored) for name, x in objective.named_buffers())}
+        of_experts = {id(x) for module in self.model.modules() if isinstance(module, Experts) for x in module.buffers()}
+        buffers = [(_size(name, x, stored), id(x) in of_experts) for name, x in objective.named_buffers()]
+        parts = {"weights": sum(size // self.splits if is_split else size for size, is_split in buffers)}
         optim, wide = self.recipe.optim, torch.promote_types(stored, torch.float32)
         for name, parameter, count in self._pieces(objective):
             is_ours = is_adapter(name)
@@ -91,9 +93,9 @@ class Spread:
         whole = experts.gate_up_proj.shape[0]
         if whole % self.splits:
             raise RecipeError(f"parallel.experts: {self.splits} does not divide the {whole} experts of a layer")
-        for name, x in list(experts.named_parameters(recurse=False)):
+        for name, x in [*experts.named_parameters(recurse=False), *experts.named_buffers(recurse=False)]:
             piece = torch.empty(whole // self.splits, *x.shape[1:], dtype=x.dtype, device=x.device)
-            setattr(experts, name, nn.Parameter(piece, x.requires_grad))
+            setattr(experts, name, nn.Parameter(piece, x.requires_grad) if isinstance(x, nn.Parameter) else piece)
         experts.exchange = partial(self._exchanged, work)
 
     def _exchanged(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockdiff.layers.fp8 import SCALE
 from blockdiff.models.family import family_of
 from blockdiff.training.plan.work import Work
 from blockdiff.training.recipe import Recipe
@@ -42,15 +43,18 @@ def _count(work: Work, out: Any, size: int) -> None:
 
 
 def _cut(module: nn.Module, leaf: str, dim: int, length: int) -> None:
-    """Leave the first `length` rows or columns of a parameter."""
-    whole = module.get_parameter(leaf)
+    """Leave the first `length` rows or columns of a parameter, or of a buffer in fp8."""
+    whole = getattr(module, leaf)
     part = torch.empty_like(whole.narrow(dim, 0, length))
-    module.register_parameter(leaf, nn.Parameter(part, requires_grad=whole.requires_grad))
+    if leaf in module._buffers:
+        module.register_buffer(leaf, part)
+    else:
+        module.register_parameter(leaf, nn.Parameter(part, requires_grad=whole.requires_grad))
 
 
 def _out(linear: Any, length: int) -> None:
     linear.out_features = length
-    for leaf in ("weight", "lora_B"):
+    for leaf in ("weight", "weight" + SCALE, "lora_B"):
         if hasattr(linear, leaf):
             _cut(linear, leaf, 0, length)
 
@@ -85,7 +89,7 @@ def _mlp(module: Any, size: int) -> None:
 
 def _experts(module: Any, size: int) -> None:
     held = module.gate_up_proj.shape[0] // size
-    for leaf, _ in list(module.named_parameters(recurse=False)):
+    for leaf in [*module._parameters, *module._buffers]:
         _cut(module, leaf, 0, held)
 
 
