@@ -35,7 +35,7 @@ from benchmarks.training_step import GRADIENT_BOUND, LOSS_BOUND, loss_error
 from blockdiff.canvas import Batch
 from blockdiff.data.chat import Example
 from blockdiff.data.collate import AllCanvases, Collator, micro_batches
-from blockdiff.data.plan import Plan
+from blockdiff.data.order import Order
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.objective import Objective
@@ -124,18 +124,18 @@ class Ours:
         self.objective = Objective(models.ours, Linear(), UniformCorruption(models.ours.vocab_size), one_sweep=True)
         self.options, self.optimiser = options, build(self.objective, lr=0.0)
         self.examples = examples_of(options.batch_size * options.steps, models.ours.vocab_size)
-        self.plan = Plan(len(self.examples), options.batch_size, seed=0)
+        self.order = Order(len(self.examples), options.batch_size, seed=0)
         self.collator = Collator(models.ours.canvas_length, 0, 1, 0, StratifiedTime(), canvases=AllCanvases())
 
     def padded(self, step: int) -> Batch:
         """The examples of an optimiser step as one batch, an example a row."""
-        return with_coins_of_rows(micro_batches(self.examples, self.plan, self.collator, step)[0])
+        return with_coins_of_rows(micro_batches(self.examples, self.order, self.collator, step)[0])
 
     def packed(self, step: int) -> list[Batch]:
         """The same examples as they are trained on."""
         rows = self.options.micro_batch_size
         made = micro_batches(
-            self.examples, self.plan, self.collator, step, pack=self.options.pack or None, micro_batch_size=rows
+            self.examples, self.order, self.collator, step, pack=self.options.pack or None, micro_batch_size=rows
         )
         return [with_coins_of_rows(batch) for batch in made]
 

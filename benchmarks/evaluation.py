@@ -21,7 +21,7 @@ from benchmarks import machine
 from blockdiff.checkpoint import fitted, init, preset_config
 from blockdiff.data.chat import Encoder
 from blockdiff.data.collate import Collator, heldout_batches, micro_batches
-from blockdiff.data.plan import Plan
+from blockdiff.data.order import Order
 from blockdiff.data.rows import Row
 from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
@@ -57,13 +57,13 @@ def measure(
     collator = Collator(int(config.canvas_length), 0, 1, seed=0, time=StratifiedTime(1e-4), scores_ar=False)
     objective = Objective(model, Linear(), UniformCorruption(model.vocab_size))
     optimiser, weights = build(objective, lr=3e-3, betas=(0.9, 0.99)), list(trainable(objective).values())
-    plan = Plan(len(examples["train"]), batch, 0)
+    order = Order(len(examples["train"]), batch, 0)
     ends = [0.0]
 
     def learn() -> None:
         began = time.perf_counter()
         for number in range(1, steps + 1):
-            window = micro_batches(examples["train"], plan, collator, number)
+            window = micro_batches(examples["train"], order, collator, number)
             optimiser.zero_grad(set_to_none=True)
             counts = Counts.over_ranks(window, False, False, alone)
             gradient = backpropagate(objective, weights, window, counts, 0.0, None, Mesh(alone))

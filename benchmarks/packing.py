@@ -27,7 +27,7 @@ from blockdiff.canvas import Batch
 from blockdiff.checkpoint import fitted, init, preset_config
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.collate import AllCanvases, Collator, RandomCanvases, micro_batches
-from blockdiff.data.plan import Plan
+from blockdiff.data.order import Order
 from blockdiff.data.rows import texts_of
 from blockdiff.data.sources import Source, rows_of
 from blockdiff.data.tokenizer import byte_level_bpe
@@ -68,11 +68,13 @@ def measure(
 ) -> list[Line]:
     """Every layout over the same optimiser steps, timed in turns; tokens are clean and canvas ones, no padding."""
     device = objective.model.device
-    plan = Plan(len(examples), options.batch_size, seed=0)
+    order = Order(len(examples), options.batch_size, seed=0)
     steps = range(1, options.steps + 1)
 
     def batches(layout: Layout, step: int) -> list[Batch]:
-        return micro_batches(examples, plan, collator, step, pack=layout.pack, micro_batch_size=layout.micro_batch_size)
+        return micro_batches(
+            examples, order, collator, step, pack=layout.pack, micro_batch_size=layout.micro_batch_size
+        )
 
     def run(window: Sequence[Batch]) -> tuple[float, float]:
         objective.zero_grad(set_to_none=True)

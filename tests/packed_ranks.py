@@ -11,7 +11,7 @@ from blockdiff.canvas import Batch
 from blockdiff.checkpoint import init
 from blockdiff.data.chat import Example
 from blockdiff.data.collate import AllCanvases, Collator, micro_batches
-from blockdiff.data.plan import Plan
+from blockdiff.data.order import Order
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.objective import Objective
@@ -33,7 +33,7 @@ def everything(ranks: Ranks, directory: Path) -> None:
 
     def batches(step: int) -> list[Batch]:
         pack = None if step == 5 else 500 if step % 2 else 60
-        window = micro_batches(examples, Plan(9, 6, seed=1), make, step, pack=pack, rank=ranks.rank, world=ranks.world)
+        window = micro_batches(examples, Order(9, 6, seed=1), make, step, pack=pack, rank=ranks.rank, world=ranks.world)
         rows.append(sum(int((batch.doc_start_BS[:, 0] >= 0).sum()) for batch in window))
         return window
 

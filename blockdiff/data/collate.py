@@ -15,8 +15,8 @@ import torch
 
 from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, cut, fill, joined, lay_out
 from blockdiff.data.chat import Example
+from blockdiff.data.order import AnyOrder
 from blockdiff.data.packing import best_fit, deal
-from blockdiff.data.plan import AnyPlan
 from blockdiff.diffusion.schedule import TimeDraw
 from blockdiff.errors import DataError
 from blockdiff.seeding import Stream, uniform
@@ -220,7 +220,7 @@ def slots_of(rank: int, world: int, total: int) -> range:
 
 def micro_batches(
     examples: Sequence[Example],
-    plan: AnyPlan,
+    order: AnyOrder,
     collator: Collator,
     step: int,
     *,
@@ -232,14 +232,14 @@ def micro_batches(
 ) -> list[Batch]:
     """This rank's part of the global batch of an optimiser step (from 1), in micro-batches on the CPU.
 
-    `plan(step)` gives (epoch, index of the example) for every slot. A micro-batch has `micro_batch_size` rows (None:
+    `order(step)` gives (epoch, index of the example) for every slot. A micro-batch has `micro_batch_size` rows (None:
     all). With `pack`, examples share rows of at most so many tokens (`best_fit`), dealt to the ranks by their work; the
     optimiser step sees the same examples with the same draws, so losses and gradients are those of the unpacked one.
     `lengths`: tokens of every example, where that is cheaper to know than to read them. Several micro-batches are made
     of rows of similar size. A rank for which no packed row is left gets a batch of padding.
     Raises DataError when there are fewer examples than ranks.
     """
-    taken = plan(step)
+    taken = order(step)
     total = len(taken)
     if total < world:
         raise DataError(f"batch_size {total} is less than {world} processes; raise train.batch_size")

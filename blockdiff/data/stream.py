@@ -14,7 +14,7 @@ import numpy as np
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.dataset import check_conversations, with_total
 from blockdiff.data.formats import Skip
-from blockdiff.data.plan import BLOCK, mixture_block, mixture_counts
+from blockdiff.data.order import BLOCK, mixture_block, mixture_counts
 from blockdiff.data.sources import TRAIN, Files, Source, open_source, titles
 from blockdiff.data.statistics import Statistics
 from blockdiff.seeding import Stream, permutation

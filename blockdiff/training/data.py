@@ -15,7 +15,7 @@ from blockdiff.canvas import Batch
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.collate import Collator, NoCanvases, heldout_batches, micro_batches
 from blockdiff.data.dataset import TOTAL, Dataset, load_dataset
-from blockdiff.data.plan import AnyPlan, Plan, SequentialPlan
+from blockdiff.data.order import AnyOrder, Order, StreamOrder
 from blockdiff.data.rows import Row
 from blockdiff.data.sources import Source, rows_of
 from blockdiff.data.statistics import Statistics
@@ -37,13 +37,13 @@ class Data:
     heldout: Dataset | None
     prompts: list[Row]
     collator: Collator
-    plan: AnyPlan
+    order: AnyOrder
 
     def batches(self, step: int, rank: int = 0, world: int = 1, rows: int | None = None) -> list[Batch]:
         """The micro-batches of one rank and optimiser step, counted from 1, of at most `rows` rows (None: all)."""
         return micro_batches(
             self.indexed,
-            self.plan,
+            self.order,
             self.collator,
             step,
             micro_batch_size=rows,
@@ -64,7 +64,7 @@ class Data:
 
     @property
     def indexed(self) -> Any:
-        """The training examples by the plan's index: a sequence, or a stream that is read in rising order."""
+        """The training examples by the order's index: a sequence, or a stream that is read in rising order."""
         return self.train.examples if isinstance(self.train, Dataset) else self.train
 
     def heldout_batches(self, rank: int, world: int) -> Iterator[Batch]:
@@ -78,7 +78,7 @@ class Data:
 
     def examples_of(self, step: int) -> dict[int, Example]:
         """The examples of an optimiser step by sample id."""
-        return {example.sample_id: example for example in (self.indexed[index] for _, index in self.plan(step))}
+        return {example.sample_id: example for example in (self.indexed[index] for _, index in self.order(step))}
 
     def lines(self) -> list[str]:
         """What there is to train on and measured on, a line per source."""
@@ -182,13 +182,13 @@ def read_data(recipe: Recipe, base: Base, ranks: Ranks | None = None) -> Data:
 
     specs = sources(d.train, recipe, d.split)
     train: Dataset | StreamedExamples
-    order: AnyPlan
+    order: AnyOrder
     if d.streaming is not None:
         train = StreamedExamples(specs, encode, d.streaming.shuffle_buffer, recipe.seed)
-        order = SequentialPlan(recipe.train.batch_size)
+        order = StreamOrder(recipe.train.batch_size)
     else:
         train = load_dataset(specs, encode, cache=cache, first=one_first())
-        order = Plan(train.sizes, recipe.train.batch_size, recipe.seed, train.weights)
+        order = Order(train.sizes, recipe.train.batch_size, recipe.seed, train.weights)
     heldout = None
     if d.heldout is not None:
         specs = sources(d.heldout, recipe, d.heldout_split)

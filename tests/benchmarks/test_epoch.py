@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.epoch import PROMPT, RESPONSE, examples_of, with_coins_of_rows
 from blockdiff.data.collate import AllCanvases, Collator, micro_batches
-from blockdiff.data.plan import Plan
+from blockdiff.data.order import Order
 from blockdiff.diffusion.schedule import StratifiedTime
 
 pytestmark = pytest.mark.quick
@@ -27,10 +27,10 @@ def test_lengths_are_spread_as_said_and_the_same_for_a_seed():
 
 def test_packed_and_padded_batches_hold_the_same_tokens_canvases_and_coins():
     examples = examples_of(6, 50)
-    plan, collator = Plan(6, 6, seed=0), Collator(64, 0, 1, 0, StratifiedTime(), canvases=AllCanvases())
+    order, collator = Order(6, 6, seed=0), Collator(64, 0, 1, 0, StratifiedTime(), canvases=AllCanvases())
     sides = []
     for pack in (None, 1024):
-        batches = [with_coins_of_rows(b) for b in micro_batches(examples, plan, collator, 1, pack=pack)]
+        batches = [with_coins_of_rows(b) for b in micro_batches(examples, order, collator, 1, pack=pack)]
         there = [batch.length_BC > 0 for batch in batches]
         canvases = sorted(
             (*address, length, coin)

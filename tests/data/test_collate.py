@@ -19,7 +19,7 @@ from blockdiff.data.collate import (
     micro_batches,
     slots_of,
 )
-from blockdiff.data.plan import Plan
+from blockdiff.data.order import Order
 from blockdiff.diffusion.schedule import StratifiedTime, UniformTime
 from blockdiff.errors import DataError
 
@@ -66,13 +66,13 @@ def by_address(batches):
 @pytest.mark.parametrize("time", [StratifiedTime(), UniformTime()])
 def test_draws_do_not_depend_on_ranks_or_micro_batches(canvases, time):
     # Trap 5: the same global batch of 8 rows on 1, 2 and 4 ranks, and on one rank in pieces of 3.
-    plan, make = Plan(len(EXAMPLES), 8, seed=3), collator(canvases, time=time)
+    order, make = Order(len(EXAMPLES), 8, seed=3), collator(canvases, time=time)
     for step in (1, 2, 3):
-        whole = by_address(micro_batches(EXAMPLES, plan, make, step))
+        whole = by_address(micro_batches(EXAMPLES, order, make, step))
         assert len({draw[4] for draw in whole.values()}) == len(whole), "every canvas has its own t"
         for world, size in [(2, None), (4, None), (1, 3), (2, 1)]:
             parts = chain.from_iterable(
-                micro_batches(EXAMPLES, plan, make, step, micro_batch_size=size, rank=rank, world=world)
+                micro_batches(EXAMPLES, order, make, step, micro_batch_size=size, rank=rank, world=world)
                 for rank in range(world)
             )
             assert by_address(parts) == whole
@@ -80,9 +80,9 @@ def test_draws_do_not_depend_on_ranks_or_micro_batches(canvases, time):
 
 def test_coins_and_canvas_choice_differ_between_ranks_and_epochs():
     examples = [example(i, responses=(40,)) for i in range(64)]
-    plan, make = Plan(64, 64, seed=3), collator()
+    order, make = Order(64, 64, seed=3), collator()
     choices = [
-        [(a[1], a[2], draw[5]) for a, draw in by_address(micro_batches(examples, plan, make, step)).items()]
+        [(a[1], a[2], draw[5]) for a, draw in by_address(micro_batches(examples, order, make, step)).items()]
         for step in (1, 2)
     ]
     first, second = (sorted(choice) for choice in choices)
@@ -100,7 +100,7 @@ def test_stratified_times_cover_the_range_evenly_over_all_ranks():
                 batch.t_BC.flatten()
                 for rank in range(4)
                 for batch in micro_batches(
-                    examples, Plan(32, 16, 0), collator(), step, micro_batch_size=2, rank=rank, world=4
+                    examples, Order(32, 16, 0), collator(), step, micro_batch_size=2, rank=rank, world=4
                 )
             ]
         )
@@ -116,7 +116,7 @@ def test_heldout_draws_are_fixed_whatever_the_batch_size():
     assert whole == again == small
     assert len({draw[4] for draw in whole.values()}) == len(whole) > 20
     assert {address[0] for address in whole} == {-1}
-    training = by_address(micro_batches(EXAMPLES, Plan(20, 20, 3), make, 1))
+    training = by_address(micro_batches(EXAMPLES, Order(20, 20, 3), make, 1))
     assert {a[1:]: draw[4] for a, draw in whole.items()} != {a[1:]: draw[4] for a, draw in training.items()}
 
 
@@ -227,19 +227,19 @@ def test_the_coin_probability_reaches_its_ends(coin, share):
 
 
 def test_an_epoch_shows_every_example_once_and_steps_cross_epochs():
-    plan = Plan(examples=10, batch_size=4, seed=1)
-    taken = list(chain.from_iterable(plan(step) for step in range(1, 6)))
+    order = Order(examples=10, batch_size=4, seed=1)
+    taken = list(chain.from_iterable(order(step) for step in range(1, 6)))
     assert [epoch for epoch, _ in taken] == [0] * 10 + [1] * 10
     first, second = taken[:10], taken[10:]
     assert sorted(i for _, i in first) == sorted(i for _, i in second) == list(range(10))
     assert [i for _, i in first] != [i for _, i in second]
-    assert {epoch for epoch, _ in plan(3)} == {0, 1}
+    assert {epoch for epoch, _ in order(3)} == {0, 1}
 
 
-def test_the_plan_of_a_step_needs_no_history_and_depends_on_the_seed():
-    assert Plan(10, 4, seed=1)(57) == Plan(10, 4, seed=1)(57)
-    assert Plan(10, 4, seed=1)(57) != Plan(10, 4, seed=2)(57)
-    assert len(Plan(3, 8, seed=1)(1)) == 8
+def test_the_order_of_a_step_needs_no_history_and_depends_on_the_seed():
+    assert Order(10, 4, seed=1)(57) == Order(10, 4, seed=1)(57)
+    assert Order(10, 4, seed=1)(57) != Order(10, 4, seed=2)(57)
+    assert len(Order(3, 8, seed=1)(1)) == 8
 
 
 def test_slots_are_dealt_out_evenly_and_completely():
@@ -251,7 +251,7 @@ def test_slots_are_dealt_out_evenly_and_completely():
 
 def test_fewer_rows_than_ranks_are_refused():
     with pytest.raises(DataError, match=r"batch_size 2 is less than 3 processes; raise train.batch_size"):
-        micro_batches(EXAMPLES, Plan(20, 2, 0), collator(), 1, rank=0, world=3)
+        micro_batches(EXAMPLES, Order(20, 2, 0), collator(), 1, rank=0, world=3)
 
 
 def test_without_an_ar_loss_rows_end_where_the_last_canvas_starts():

@@ -18,8 +18,8 @@ from blockdiff.canvas import Batch
 from blockdiff.checkpoint import init
 from blockdiff.data.chat import Example
 from blockdiff.data.collate import AllCanvases, Collator, RandomCanvases, micro_batches
+from blockdiff.data.order import Order
 from blockdiff.data.packing import best_fit, deal
-from blockdiff.data.plan import Plan
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, StratifiedTime
 from blockdiff.diffusion.weight import ElboWeight
@@ -43,7 +43,7 @@ def example(sample: int) -> Example:
 
 
 EXAMPLES = [example(sample) for sample in range(24)]
-PLAN = Plan(24, 13, seed=1)
+ORDER = Order(24, 13, seed=1)
 
 
 def collator(**options) -> Collator:
@@ -129,12 +129,12 @@ OPTIONS = [
 @pytest.mark.parametrize("world, size", [(1, None), (1, 2), (2, None), (4, 1)])
 def test_packed_rows_hold_the_same_examples_with_the_same_draws(options, world, size):
     make = collator(**options)
-    whole = micro_batches(EXAMPLES, PLAN, make, STEP)
+    whole = micro_batches(EXAMPLES, ORDER, make, STEP)
     lengths = torch.tensor([len(each.tokens) for each in EXAMPLES]).numpy()
     for given in (None, lengths):
         parts = [
             micro_batches(
-                EXAMPLES, PLAN, make, STEP, pack=80, micro_batch_size=size, rank=rank, world=world, lengths=given
+                EXAMPLES, ORDER, make, STEP, pack=80, micro_batch_size=size, rank=rank, world=world, lengths=given
             )
             for rank in range(world)
         ]
@@ -147,23 +147,23 @@ def test_packed_rows_hold_the_same_examples_with_the_same_draws(options, world, 
 
 
 def test_ranks_get_about_the_same_work():
-    plan = Plan(24, 24, seed=1)
+    order = Order(24, 24, seed=1)
     work = [
         sum(int((b.doc_start_BS >= 0).sum() + b.length_BC.sum()) for b in batches)
-        for batches in (micro_batches(EXAMPLES, plan, collator(), 1, pack=64, rank=rank, world=3) for rank in range(3))
+        for batches in (micro_batches(EXAMPLES, order, collator(), 1, pack=64, rank=rank, world=3) for rank in range(3))
     ]
     assert max(work) <= 1.1 * min(work)
 
 
 def test_an_example_longer_than_a_packed_row_has_one_to_itself():
-    batches = micro_batches(EXAMPLES, Plan(24, 24, seed=1), collator(), 1, pack=20, micro_batch_size=1)
+    batches = micro_batches(EXAMPLES, Order(24, 24, seed=1), collator(), 1, pack=20, micro_batch_size=1)
     wide = [batch for batch in batches if batch.tokens_BS.shape[1] > 20]
     assert wide and all((batch.doc_start_BS == 0).all() for batch in wide)
 
 
 @pytest.mark.parametrize("pack", [None, 64])
 def test_rows_of_one_micro_batch_have_similar_sizes(pack):
-    batches = micro_batches(EXAMPLES, PLAN, collator(canvases=AllCanvases()), STEP, micro_batch_size=2, pack=pack)
+    batches = micro_batches(EXAMPLES, ORDER, collator(canvases=AllCanvases()), STEP, micro_batch_size=2, pack=pack)
     sizes = [sorted(((batch.doc_start_BS >= 0).sum(1) + batch.length_BC.sum(1)).tolist()) for batch in batches]
     assert len(sizes) > 1 and all(after[-1] <= before[0] for before, after in pairwise(sizes))
 
@@ -227,9 +227,9 @@ OBJECTIVES = [{}, {"weight": ElboWeight(5.0), "positions": "corrupted", "predict
 
 def layouts(objective: Objective, choice: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Sums and gradients of a step without packing, packed, and packed in micro-batches of two rows."""
-    make, plan = collator(**(OPTIONS[2] if choice else {})), Plan(24, 9, seed=1)
+    make, order = collator(**(OPTIONS[2] if choice else {})), Order(24, 9, seed=1)
     for pack, size in ((None, None), (80, None), (80, 2)):
-        batches = micro_batches(EXAMPLES, plan, make, STEP, pack=pack, micro_batch_size=size)
+        batches = micro_batches(EXAMPLES, order, make, STEP, pack=pack, micro_batch_size=size)
         assert pack is None or sum(len(batch.tokens_BS) for batch in batches) <= 5
         yield sums_and_gradients(objective, batches)
 
@@ -285,7 +285,7 @@ def wide_soft_embedding(model, hidden) -> Tensor:
 def test_documents_of_a_packed_row_do_not_see_each_other(model):
     """Changing one example changes nothing of another's losses, token by token."""
     objective = Objective(model, Linear(), UniformCorruption(V), 5)
-    [batch] = micro_batches(EXAMPLES, PLAN, collator(), STEP, pack=400)
+    [batch] = micro_batches(EXAMPLES, ORDER, collator(), STEP, pack=400)
     doc = int(batch.doc_start_BS[0].unique()[2])
     other = replace(batch, tokens_BS=torch.where(batch.doc_start_BS == doc, (batch.tokens_BS + 5) % V, batch.tokens_BS))
     one, two = objective.evaluate(batch), objective.evaluate(other)
@@ -303,7 +303,7 @@ def test_documents_of_a_packed_row_do_not_see_each_other(model):
 
 @pytest.mark.quick
 def test_a_rank_without_rows_gets_padding_that_counts_nothing_and_trains_nothing(model):
-    parts = [micro_batches(EXAMPLES, PLAN, collator(), STEP, pack=1000, rank=rank, world=3) for rank in range(3)]
+    parts = [micro_batches(EXAMPLES, ORDER, collator(), STEP, pack=1000, rank=rank, world=3) for rank in range(3)]
     assert [len(part) for part in parts] == [1, 1, 1]
     assert [batch.canvas_count() > 0 for [batch] in parts] == [True, False, False]
     [nothing] = parts[2]

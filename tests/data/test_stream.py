@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from blockdiff.data.chat import Encoder
-from blockdiff.data.plan import SequentialPlan
+from blockdiff.data.order import StreamOrder
 from blockdiff.data.sources import Files, Source
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.errors import DataError
@@ -93,7 +93,7 @@ def test_a_restart_far_away_looks_at_no_row_it_does_not_need(path, monkeypatch):
 
 def test_a_batch_over_the_edge_of_a_window_may_be_taken_in_any_order(path):
     whole = stream(path)
-    slots = [index for _, index in SequentialPlan(6)(2)]
+    slots = [index for _, index in StreamOrder(6)(2)]
     assert slots == [6, 7, 8, 9, 10, 11]
     expected = [stream(path)[place] for place in slots]
     assert [whole[place] for place in (10, 7, 11, 6, 9, 8)] == [expected[place - 6] for place in (10, 7, 11, 6, 9, 8)]

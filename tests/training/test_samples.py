@@ -13,7 +13,7 @@ import torch
 from blockdiff.checkpoint import init
 from blockdiff.data.chat import Example
 from blockdiff.data.collate import Collator, heldout_batches, micro_batches
-from blockdiff.data.plan import Plan
+from blockdiff.data.order import Order
 from blockdiff.data.rows import Row
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
@@ -118,14 +118,14 @@ def test_a_run_that_evaluates_and_samples_ends_with_the_same_weights_to_the_bit(
         optimiser = torch.optim.AdamW([p for p in objective.parameters() if p.requires_grad], lr=1e-2)
         examples = [Example(n, [2, *range(3 + n, 14 + n)], [(3, 12)]) for n in range(4)]
         collator = Collator(8, pad_id=0, eos_id=1, seed=0, time=UniformTime(1e-4))
-        plan = Plan(4, 4, 0)
+        order = Order(4, 4, 0)
         sampler = Sampler(model, LETTERS, Generation(max_steps=2, eos_ids=(1,)))
         records: list = []
         train(
             objective,
             optimiser,
             lambda _: 1e-2,
-            lambda step: micro_batches(examples, plan, collator, step),
+            lambda step: micro_batches(examples, order, collator, step),
             Options(3, log_every=1, eval_every=1, sample_every=1),
             ALONE,
             log=records.append,

@@ -1,4 +1,4 @@
-"""Which examples each optimiser step takes. A plan is a function of the step, so resuming needs nothing else."""
+"""Which examples each optimiser step takes. An order is a function of the step, so resuming needs nothing else."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from blockdiff.seeding import Stream, permutation
 BLOCK = 10_000  # places of a mixture in which every source has exactly its share
 EPOCHS = 2  # of each source whose orders are kept, for a global batch may reach over the edge of one
 
-# `plan(step)` gives (epoch, index of the example) for every slot of the global batch of `step`, counted from 1.
-AnyPlan = Callable[[int], list[tuple[int, int]]]
+# `order(step)` gives (epoch, index of the example) for every slot of the global batch of `step`, counted from 1.
+AnyOrder = Callable[[int], list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Order:
     """Epoch after epoch of one source, each in its own order, or a mixture of several; no step is cut short.
 
     `examples` says how many there are, of several sources one after the other how many of each; those are mixed in
@@ -64,7 +64,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class SequentialPlan:
+class StreamOrder:
     """The examples in the order a stream gives them; the stream shuffles, and its end is the end of no epoch."""
 
     batch_size: int
