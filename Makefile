@@ -53,8 +53,7 @@ docs: $(INSTALLED) ## the API reference from the docstrings, in build/docs
 	@echo "reference: build/docs/index.html"
 
 gpu: ## GPU tests and all benchmarks, from the checkout: needs torch, triton, transformers, safetensors, pytest; CHECKPOINT=MODEL checks one, too
-	$(if $(CHECKPOINT),PYTHONPATH=. $(PYTHON) -m benchmarks.released $(CHECKPOINT))
-	PYTHONPATH=. $(PYTHON) -m pytest -q -m gpu tests; tested=$$?; PYTHONPATH=. $(PYTHON) -m benchmarks $(BENCHMARK_ARGS) && exit $$tested
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(if $(CHECKPOINT),--checkpoint $(CHECKPOINT)) $(BENCHMARK_ARGS)
 
 benchmarks: $(INSTALLED) ## the benchmarks on this machine (BENCHMARK_ARGS="--only denoise" for some of them)
 	$(PY) -m benchmarks $(BENCHMARK_ARGS)

@@ -6,12 +6,12 @@ import argparse
 import datetime
 import json
 import sys
-import traceback
 from pathlib import Path
 
 import torch
 
 from benchmarks import (
+    attempts,
     block_sparse,
     denoise_step,
     kernel_expert_mlp,
@@ -86,20 +86,16 @@ def main(words: list[str] | None = None) -> int:
     def report() -> str:
         return f"{machine.heading(record, settings.repeats)}\n\n{table(results)}\n"
 
-    failed = []
+    attempts.FAILED.clear()
     for suite in options.only or SUITES:
-        try:
+        with attempts.attempt(suite):  # the other suites are worth having all the same
             SUITES[suite]([known[name] for name in chosen], settings, done)
-        except Exception as error:  # the other suites are worth having all the same
-            failed.append(suite)
-            print(f"{suite}: FAILED: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
-            traceback.print_exc()
     print(report())
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    if attempts.FAILED:
+        print(f"failed: {'; '.join(attempts.FAILED)}", file=sys.stderr)
     if output is not None:
         print(f"written: {output} and {output.with_suffix('.md').name}", file=sys.stderr)
-    return 0 if all(result.agreement.is_met for result in results) and not failed else 1
+    return 0 if all(result.agreement.is_met for result in results) and not attempts.FAILED else 1
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import machine
+from benchmarks.attempts import attempt
 from benchmarks.models import Size
 from benchmarks.result import Agreement, Result
 from benchmarks.settings import Settings
@@ -124,7 +125,8 @@ def compare(tokens: int, sizes: Sizes, settings: Settings) -> tuple[Result, str]
 def run(sizes: Sequence[Size], settings: Settings, done: Callable[[Result], None]) -> None:
     """The suite of `python -m benchmarks`, on a GPU: MiniMax M3's heads."""
     for tokens in (8192, 32768, 131072) if settings.device.type == "cuda" else ():
-        done(compare(tokens, (64, 4, 128, 128, 16), settings)[0])
+        with attempt(f"block_sparse, {tokens} tokens"):
+            done(compare(tokens, (64, 4, 128, 128, 16), settings)[0])
 
 
 def line(result: Result, note: str) -> str:

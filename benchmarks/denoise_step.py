@@ -7,6 +7,7 @@ as shipped.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,11 +17,13 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from benchmarks import peer
+from benchmarks.attempts import attempt
 from benchmarks.models import Pair, Size, in_fp32, pair, with_wide_margins
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
 from benchmarks.timing import Stopwatch, contenders, interleaved, once, peak_memory, probe
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.kernels.launch import forget_sizes
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.request import Result as Answer
 from blockdiff.sampling.sampler import Sampler
@@ -37,10 +40,13 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
         for dtype in (torch.bfloat16, torch.float32) if settings.device.type == "cuda" else (torch.float32,):
             if size.name == "released" and dtype == torch.float32:
                 continue
-            models = pair(size, settings.device, dtype, kernels=settings.kernels)
-            for rows in BATCHES:
-                for result in measure(models, size, rows, settings):
-                    done(result)
+            name = f"{SUITE}, {size.name}, {dtype}"
+            with attempt(name):
+                models = pair(size, settings.device, dtype, kernels=settings.kernels)
+                for rows in BATCHES:
+                    with attempt(f"{name}, batch {rows}"):
+                        for result in measure(models, size, rows, settings):
+                            done(result)
 
 
 @torch.no_grad()
@@ -99,6 +105,9 @@ def measure(models: Pair, size: Size, rows: int, settings: Settings) -> list[Res
     ours_too = {"ours": per_step(generate)}
     if device.type == "cuda":
         ours_too["without graphs"] = per_step(lambda steps: generate(steps, False))
+        if importlib.util.find_spec("triton") is not None:
+            plain = per_step(lambda steps: _through_triton(generate(steps, False)))
+            ours_too["without graphs, every launch through Triton"] = plain
     stopwatches = ours_too | {name: variants[name] for name in contenders(probed)}
     times = interleaved(stopwatches, settings.repeats, warmup=1)
     our_times = {name: times.pop(name) for name in ours_too}
@@ -109,6 +118,22 @@ def measure(models: Pair, size: Size, rows: int, settings: Settings) -> list[Res
         replace(result, ours=seconds, **({"memory": memory} if name == "ours" else {"case": f"{case}, {name}"}))
         for name, seconds in our_times.items()
     ]
+
+
+def _through_triton(work: Callable[[], object]) -> Callable[[], object]:
+    """The same work as with BLOCKDIFF_RELAUNCH=0 in the environment."""
+    from blockdiff.kernels import relaunch
+
+    def run() -> object:
+        was_on, relaunch.IS_ON = relaunch.IS_ON, False
+        forget_sizes()
+        try:
+            return work()
+        finally:
+            relaunch.IS_ON = was_on
+            forget_sizes()
+
+    return run
 
 
 def agreement(models: Pair, tokens_BS: Tensor, canvas_BL: Tensor) -> Agreement:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DiffusionGemmaTextConfig
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaTextExperts
 
+from benchmarks.attempts import attempt
 from benchmarks.installed import installed
 from benchmarks.kernel_span_attention import Ceilings
 from benchmarks.models import Size
@@ -101,12 +102,11 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
         if shape in CUDA_SHAPES and not is_cuda:
             print(f"{SUITE}, {shape}: needs a GPU", file=sys.stderr)
         elif shape.name in names and (shape in CUDA_SHAPES) == is_cuda:
-            inputs = draw(shape, device, torch.bfloat16 if is_cuda else torch.float32)
-            for kind in shape.kinds:
-                try:
-                    done(measure(shape, kind, inputs, experts, settings, ceilings))
-                except torch.OutOfMemoryError as error:
-                    print(f"{SUITE}, {shape}, {kind}: not available: {str(error)[:200]}", file=sys.stderr)
+            with attempt(f"{SUITE}, {shape}"):
+                inputs = draw(shape, device, torch.bfloat16 if is_cuda else torch.float32)
+                for kind in shape.kinds:
+                    with attempt(f"{SUITE}, {shape}, {kind}"):
+                        done(measure(shape, kind, inputs, experts, settings, ceilings))
 
 
 def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:

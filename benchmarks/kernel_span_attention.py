@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.attempts import attempt
 from benchmarks.installed import installed
 from benchmarks.models import Size
 from benchmarks.result import Agreement, Result, half_precision_bound
@@ -128,10 +129,8 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
     for shape in shapes(is_cuda):
         if shape.name in names:
             for with_backward in (False, True) if shape.trains else (False,):
-                try:
+                with attempt(f"{SUITE}, {shape.heads}, {shape.kind}{', with backward' * with_backward}"):
                     done(measure(shape, with_backward, attend, settings, ceilings))
-                except torch.OutOfMemoryError as error:
-                    print(f"{SUITE}, {shape.kind}: not available: {str(error)[:200]}", file=sys.stderr)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.attempts import attempt
 from benchmarks.installed import installed
 from benchmarks.models import Size
 from benchmarks.result import Agreement, Result, half_precision_bound
@@ -79,9 +80,10 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
         if shape in CUDA_SHAPES and not is_cuda:
             print(f"{SUITE}, {shape}: needs a GPU", file=sys.stderr)
         elif shape.name in names:
-            inputs = draw(shape, settings.device, torch.bfloat16 if is_cuda else torch.float32)
-            for result in measure(inputs, shape, kernels, settings):
-                done(result)
+            with attempt(f"{SUITE}, {shape}"):
+                inputs = draw(shape, settings.device, torch.bfloat16 if is_cuda else torch.float32)
+                for result in measure(inputs, shape, kernels, settings):
+                    done(result)
 
 
 def draw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -105,16 +107,17 @@ def measure(inputs: Inputs, shape: Shape, kernels: Kernels, settings: Settings) 
             peers["cut-cross-entropy"] = partial(cut, trains_table=trains_table)
         ours = partial(_our_loss, kernels=kernels, trains_table=trains_table)
         case = f"cross-entropy, {'trained' if trains_table else 'frozen'} table"
-        yield from _compared(case, inputs, shape, ours, peers, settings)
+        with attempt(f"{SUITE}, {shape}, {case}"):
+            yield from _compared(case, inputs, shape, ours, peers, settings)
     with torch.no_grad():
         for case, mine, unfused in (
             ("soft embedding", _our_soft_embedding, _unfused_soft_embedding),
             ("statistics", _our_stats, _unfused_stats),
         ):
             peers = {"transformers": _in_parts(unfused)}
-            yield from _compared(
-                case, inputs, shape, partial(mine, kernels=kernels), peers, settings, partial(_two_products, inputs)
-            )
+            floor = partial(_two_products, inputs)
+            with attempt(f"{SUITE}, {shape}, {case}"):
+                yield from _compared(case, inputs, shape, partial(mine, kernels=kernels), peers, settings, floor)
 
 
 def _compared(
@@ -132,23 +135,20 @@ def _compared(
     if not result.agreement.is_met:
         yield result
         return
-    try:
-        works: dict[str, Work] = {peer: partial(candidate, inputs) for peer, candidate in peers.items()}
-        our_work = partial(ours, inputs)
-        probed = probe({peer: once(work, device) for peer, work in works.items()})
-        chosen = {peer: once(works[peer], device) for peer in contenders(probed)}
-        times = interleaved({"ours": once(our_work, device)} | chosen, settings.repeats)
-        our_times = times.pop("ours")
-        line = Result(SUITE, name, case, result.agreement, our_times, times, probed)
-        fastest = works[str(line.fastest_peer)]
-        memory = peak_memory(our_work, device), peak_memory(fastest, device)
-        yield Result(SUITE, name, case, result.agreement, our_times, times, probed, memory)
-        if floor is not None:
-            stopwatches = {"ours": once(our_work, device), "two products": once(floor, device)}
-            times = interleaved(stopwatches, settings.repeats)
-            yield Result(SUITE, name, f"{case}, floor", result.agreement, times.pop("ours"), times)
-    except torch.OutOfMemoryError as error:
-        print(f"{SUITE}, {shape}, {case}: not available: {str(error)[:200]}", file=sys.stderr)
+    works: dict[str, Work] = {peer: partial(candidate, inputs) for peer, candidate in peers.items()}
+    our_work = partial(ours, inputs)
+    probed = probe({peer: once(work, device) for peer, work in works.items()})
+    chosen = {peer: once(works[peer], device) for peer in contenders(probed)}
+    times = interleaved({"ours": once(our_work, device)} | chosen, settings.repeats)
+    our_times = times.pop("ours")
+    line = Result(SUITE, name, case, result.agreement, our_times, times, probed)
+    fastest = works[str(line.fastest_peer)]
+    memory = peak_memory(our_work, device), peak_memory(fastest, device)
+    yield Result(SUITE, name, case, result.agreement, our_times, times, probed, memory)
+    if floor is not None:
+        stopwatches = {"ours": once(our_work, device), "two products": once(floor, device)}
+        times = interleaved(stopwatches, settings.repeats)
+        yield Result(SUITE, name, f"{case}, floor", result.agreement, times.pop("ours"), times)
 
 
 def _agreement(inputs: Inputs, ours: Candidate, peer: Candidate) -> Agreement:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks import peer
+from benchmarks.attempts import attempt
+from benchmarks.installed import installed
 from benchmarks.models import Pair, Size, pair, with_wide_margins
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
@@ -43,11 +45,12 @@ RANK, ALPHA = 16, 32
 
 def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object]) -> None:
     """Every choice of adapted parts for every size; without PEFT there is nothing to compare with."""
-    for size in sizes:
+    dtype = torch.float32 if settings.device.type == "cpu" else torch.bfloat16
+    for size in sizes if installed("peft", "PEFT") is not None else ():
         for name, parts in CASES.items():
-            dtype = torch.float32 if settings.device.type == "cpu" else torch.bfloat16
-            models = pair(size, settings.device, dtype, kernels=settings.kernels)
-            done(measure(models, size, name, parts, settings))
+            with attempt(f"{SUITE}, {size.name}, {name}"):
+                models = pair(size, settings.device, dtype, kernels=settings.kernels)
+                done(measure(models, size, name, parts, settings))
 
 
 def measure(models: Pair, size: Size, name: str, parts: tuple[str, ...], settings: Settings) -> Result:

@@ -65,7 +65,12 @@ def heading(record: dict[str, Any], repeats: int) -> str:
 
 def slug(device: torch.device) -> str:
     """The device's name as part of a file name."""
-    return re.sub(r"[^a-z0-9]+", "-", name(device).lower().replace("(r)", "").replace("(tm)", "")).strip("-")
+    return slug_of(name(device))
+
+
+def slug_of(device_name: str) -> str:
+    """The same of its name."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower().replace("(r)", "").replace("(tm)", "")).strip("-")
 
 
 def _cpu() -> str:

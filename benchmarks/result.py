@@ -77,6 +77,22 @@ class Result:
             "peak_bytes": None if self.memory is None else {"ours": self.memory[0], "peer": self.memory[1]},
         }
 
+    @staticmethod
+    def of_record(record: dict[str, Any]) -> Result:
+        """The line that `to_record` was made of."""
+        errors = {name: (both["error"], both["bound"]) for name, both in record["errors"].items()}
+        ours, peak = record["ours_seconds"], record["peak_bytes"]
+        return Result(
+            record["suite"],
+            record["size"],
+            record["case"],
+            Agreement(errors),
+            None if ours is None else Times(tuple(ours)),
+            {name: Times(tuple(seconds)) for name, seconds in record["peer_seconds"].items()},
+            record["peer_probed_seconds"],
+            None if peak is None else (peak["ours"], peak["peer"]),
+        )
+
 
 def table(results: Sequence[Result], peer: str = "transformers") -> str:
     """The results as a Markdown table; a line that disagrees shows its errors instead of times."""

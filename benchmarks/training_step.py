@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from benchmarks import peer
+from benchmarks.attempts import attempt
 from benchmarks.models import Pair, Size, in_fp32, pair, with_wide_margins
 from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
@@ -64,8 +65,9 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
     """Every case of every size; `done` gets each line as it is finished."""
     for size in sizes:
         for case in cases(size, settings.device):
-            models = pair(size, settings.device, case.dtype, kernels=settings.kernels)
-            done(measure(models, size, case, settings))
+            with attempt(f"{SUITE}, {size.name}, {case}"):
+                models = pair(size, settings.device, case.dtype, kernels=settings.kernels)
+                done(measure(models, size, case, settings))
 
 
 def measure(models: Pair, size: Size, case: Case, settings: Settings) -> Result:
