@@ -30,7 +30,8 @@ def show_model(target: str, show: Progress) -> None:
     if adapter is None:
         freeze(model, (), trains_routers=False)
         show_shape(model, target, show)
-        show.line("frozen    as fine-tuning does by default: the routers, which train only from random weights")
+        if model.parameters_of("router"):
+            show.line("frozen    as fine-tuning does by default: the routers, which train only from random weights")
     else:
         found = checkpoint.read_adapter(adapter, model)
         adapt(model, found.modules, found.tokens)

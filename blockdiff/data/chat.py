@@ -251,9 +251,8 @@ class Encoder:
                 except DataError as error:
                     raise DataError(f"{row.where}: {error}") from None
                 except Exception as error:
-                    raise DataError(
-                        f"{row.where}: the tokenizer cannot encode it ({why_not_encoded(error)}); change the row"
-                    ) from None
+                    why = why_not_encoded(error, text, self.tokenizer)
+                    raise DataError(f"{row.where}: the tokenizer cannot encode it ({why}); change the row") from None
             raise
 
     def _encode(self, texts: Sequence[str], rendered_cuts: Sequence[tuple[int, ...]] | None) -> list[Encoded]:

@@ -164,9 +164,16 @@ def guard_of(tokenizer: PreTrainedTokenizerBase, template: str | None, control_t
     return Guard({text: id for text, (id, _) in found.items()}, is_exact)
 
 
-def why_not_encoded(error: Exception) -> str:
+def why_not_encoded(error: Exception, text: str, tokenizer: Any) -> str:
     """Why a tokenizer raised at a text, in words for who wrote the text."""
-    return "no token stands for one of its characters" if NO_UNKNOWN in str(error) else str(error)
+    if NO_UNKNOWN not in str(error):
+        return str(error)
+    for character in dict.fromkeys(text):
+        try:
+            tokenizer(character, add_special_tokens=False)
+        except Exception:  # tokenizers raises nothing narrower
+            return f"no token stands for {character!r}"
+    return "no token stands for one of its characters"
 
 
 def cut(text: str, cuts: Sequence[int]) -> list[str]:

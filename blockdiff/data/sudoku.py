@@ -65,7 +65,7 @@ def _cells(prompt: str) -> tuple[str, int]:
     cells = prompt.strip().removesuffix("=")
     size = {16: 4, 81: 9}.get(len(cells))
     if size is None:
-        raise DataError(f"not a sudoku prompt: {prompt!r}; expected 16 or 81 cells and then '='")
+        raise DataError(f"not a sudoku prompt: {prompt!r:.100}; expected 16 or 81 cells and then '='")
     return cells, size
 
 

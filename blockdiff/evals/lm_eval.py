@@ -123,7 +123,8 @@ class BlockdiffLM(TemplateLM):
         try:
             tokens = list(self.tokenizer(string, add_special_tokens=False)["input_ids"])
         except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
-            raise RequestError(f"the tokenizer cannot encode {string!r:.80}: {why_not_encoded(error)}") from error
+            why = why_not_encoded(error, string, self.tokenizer)
+            raise RequestError(f"the tokenizer cannot encode {string!r:.80}: {why}") from error
         bos = self.tokenizer.bos_token_id
         return tokens if bos is None or add_special_tokens is False or tokens[:1] == [bos] else [bos, *tokens]
 

@@ -130,5 +130,5 @@ def _tokens(sampler: Sampler, question: Question) -> int:
     try:
         return len(sampler.tokenizer(question.reference, add_special_tokens=False)["input_ids"])
     except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
-        why = why_not_encoded(error)
+        why = why_not_encoded(error, question.reference, sampler.tokenizer)
         raise DataError(f"{question.where}: the tokenizer cannot encode the response ({why})") from None

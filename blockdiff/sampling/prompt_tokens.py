@@ -92,7 +92,7 @@ def _tokens(text: str, cuts: Sequence[int], tokenizer: PreTrainedTokenizerBase, 
     try:
         pieces = [list(tokenizer(piece, add_special_tokens=False)["input_ids"]) for piece in cut(text, cuts)]
     except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
-        raise DataError(why_not_encoded(error)) from error
+        raise DataError(why_not_encoded(error, text, tokenizer)) from error
     tokens = [token for piece in pieces for token in piece]
     guard.check(text, cuts, tokens, tokenizer.convert_ids_to_tokens([piece[0] for piece in pieces[1:] if piece]))
     return text, tokens

@@ -65,7 +65,10 @@ def _refuse_unasked(recipe: Recipe) -> None:
             "lora: missing; say what trains of model.path: adapters (`lora: {rank: 16}`) or all weights (`lora: none`)"
         )
     if lora.trains and recipe.model.path is None:
-        raise RecipeError(f"lora: adapts the weights of a checkpoint, and the preset {recipe.model.preset} has none")
+        raise RecipeError(
+            f"lora: adapts the weights of a checkpoint, and the preset {recipe.model.preset} has none; leave lora out, "
+            "or name a checkpoint with model.path"
+        )
     if is_given and not lora.trains and lora != type(lora)():
         raise RecipeError("lora: no part has a rank, so nothing would be adapted; set lora.rank, or write `lora: none`")
     if lora.trains and recipe.objective.router == "trained":

@@ -79,9 +79,9 @@ def run(*words: str | Path):
 
 def test_a_character_without_a_token_is_said_in_plain_words():
     tokenizer = character_tokenizer("12=")
-    with pytest.raises(RequestError, match=r"^the prompt cannot be tokenised: no token stands for one of its char"):
+    with pytest.raises(RequestError, match=r"^the prompt cannot be tokenised: no token stands for 'x'"):
         raw_tokens(Request(1, prompt="1x="), tokenizer)
-    with pytest.raises(DataError, match=r"^a:1: the tokenizer cannot encode it \(no token stands for one of its char"):
+    with pytest.raises(DataError, match=r"^a:1: the tokenizer cannot encode it \(no token stands for 'x'"):
         Encoder(tokenizer, eos_id=1, canvas_length=4).encode([Row("a:1", prompt="1=", response="x")])
 
 

@@ -167,7 +167,7 @@ def test_training_all_weights_of_a_checkpoint_has_to_be_asked_for(inputs, tmp_pa
 
 
 def test_adapters_of_a_preset_are_refused(inputs, tmp_path):
-    with pytest.raises(RecipeError, match="the preset tiny has none"):
+    with pytest.raises(RecipeError, match="the preset tiny has none; leave lora out"):
         blockdiff.train(inputs, ["model={preset: tiny, tokenizer: x}"], tmp_path / "run")
 
 
