@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdiff.canvas import CANVAS_FIELDS, Batch
@@ -67,10 +68,11 @@ class _Encoded(NamedTuple):
 class _Scored(NamedTuple):
     """N tokens that a loss is taken of: what predicts them, the true ones, and what each loss is multiplied by.
 
-    observed_N, bonus_N: noisy tokens and what their logits gain (both or neither).
+    of_token_N: the hidden states [N, D], or whatever else there is of each token. observed_N, bonus_N: noisy tokens and
+    what their logits gain (both or neither).
     """
 
-    hidden_ND: Tensor
+    of_token_N: Tensor
     target_N: Tensor
     factor_N: Tensor
     observed_N: Tensor | None = None
@@ -127,18 +129,33 @@ class Objective(nn.Module):
         batch = _complete(batch)
         vocabulary = self.model.vocabulary
         if self.one_sweep:
-            noisy, is_corrupted_BCL = self._corrupted(batch)
-            has_pairs = bool(batch.is_ar_scored_BS.any())
-            clean_BSD, hidden_BTD = self._sweep(noisy, self._signal(noisy, None), has_pairs)
-            scored = self._scored(hidden_BTD, batch, noisy, is_corrupted_BCL)
-            if clean_BSD is None:
-                canvas_sum = _loss(vocabulary, scored)
-                return Losses(canvas_sum, canvas_sum.new_zeros(()))
-            return _both_losses(vocabulary, scored, _pairs(clean_BSD, batch))
+            return self._losses_of_sweep(batch)
         hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
         ar_sum = _loss(vocabulary, _pairs(hidden_BSD, batch))
         hidden_BTD = self._denoise(noisy, past, self._signal(noisy, past))
         return Losses(_loss(vocabulary, self._scored(hidden_BTD, batch, noisy, is_corrupted_BCL)), ar_sum)
+
+    def _losses_of_sweep(self, batch: Batch) -> Losses:
+        """Both sums in one call of the vocabulary, which so is gathered once, and whose gradient is made once."""
+        noisy, is_corrupted_BCL = self._corrupted(batch)
+        has_pairs = bool(batch.is_ar_scored_BS.any())
+        hidden_BTD = self._sweep(noisy, self._signal(noisy, None), has_pairs)
+        (B, T, _), (_, S), canvases = hidden_BTD.shape, batch.tokens_BS.shape, noisy.canvas_BCL[0].numel()
+        place_BT = torch.arange(B * T, device=hidden_BTD.device).view(B, T)
+        scored = [self._scored(place_BT[:, T - canvases :], batch, noisy, is_corrupted_BCL)]
+        if has_pairs:
+            scored.append(_pairs(place_BT[:, :S], batch))
+        place_N = torch.cat([each.of_token_N for each in scored])
+        hidden_ND = F.embedding(place_N, hidden_BTD.flatten(0, 1))  # whose gradient is made in one walk
+        target_N = torch.cat([each.target_N for each in scored])
+        observed_N, bonus_N = scored[0].observed_N, scored[0].bonus_N
+        if observed_N is not None and bonus_N is not None:  # next tokens have no bonus
+            after = len(target_N) - len(bonus_N)
+            observed_N, bonus_N = F.pad(observed_N, (0, after)), F.pad(bonus_N, (0, after))
+        loss_N = self.model.vocabulary.cross_entropy(hidden_ND, target_N, observed_N, bonus_N)
+        parts = loss_N.split([len(each.target_N) for each in scored])
+        canvas_sum, *ar_sums = ((each.factor_N * loss).sum() for each, loss in zip(scored, parts, strict=True))
+        return Losses(canvas_sum, ar_sums[0] if has_pairs else canvas_sum.new_zeros(()))
 
     def _corrupted(self, batch: Batch) -> tuple[Batch, Tensor]:
         """The batch with noise in its canvases, and where it was put [B, C, L]."""
@@ -192,7 +209,7 @@ class Objective(nn.Module):
             if past is None:
                 columns = max(1, _columns_seen(noisy))
                 seen = {name: getattr(noisy, name)[:, :columns] for name in ROW_FIELDS}
-                _, hidden_BTD = self._sweep(replace(noisy, **seen), None, False)
+                hidden_BTD = self._sweep(replace(noisy, **seen), None, False)[:, -noisy.canvas_BCL[0].numel() :]
             else:
                 hidden_BTD = self._denoise(noisy, past, None)
         soft_BTD = self.model.vocabulary.soft_embedding(hidden_BTD)
@@ -204,10 +221,10 @@ class Objective(nn.Module):
         hidden_BTD, _ = self.model(noisy.canvas_BCL.flatten(1), _positions(noisy), spans, past, True, soft_BTD)
         return hidden_BTD
 
-    def _sweep(self, noisy: Batch, soft_BTD: Tensor | None, wants_clean: bool) -> tuple[Tensor | None, Tensor]:
-        """Run the clean rows and the noisy canvases in one call: hidden states [B, S, D] and [B, C * L, D].
+    def _sweep(self, noisy: Batch, soft_BTD: Tensor | None, wants_clean: bool) -> Tensor:
+        """Run the clean rows and the noisy canvases in one call: hidden states [B, S + C * L, D].
 
-        Without `wants_clean` there are none of the clean rows.
+        Without `wants_clean` those of the clean rows may be left out.
         """
         columns = _columns_seen(noisy)
         spans = {
@@ -222,12 +239,10 @@ class Objective(nn.Module):
         }
         tokens_BT = torch.cat([noisy.tokens_BS, noisy.canvas_BCL.flatten(1)], 1)
         positions_BT = torch.cat([noisy.positions_BS, _positions(noisy)], 1)
-        hidden_BTD, _ = self.model(tokens_BT, positions_BT, spans, soft_BTD=soft_BTD)
-        S = noisy.tokens_BS.shape[1]
-        clean_BSD = hidden_BTD[:, :S] if wants_clean else None
-        return clean_BSD, hidden_BTD[:, hidden_BTD.shape[1] - noisy.canvas_BCL[0].numel() :]
+        hidden_BTD: Tensor = self.model(tokens_BT, positions_BT, spans, soft_BTD=soft_BTD)[0]
+        return hidden_BTD
 
-    def _scored(self, hidden_BTD: Tensor, batch: Batch, noisy: Batch, is_corrupted_BCL: Tensor) -> _Scored:
+    def _scored(self, of_token_BT: Tensor, batch: Batch, noisy: Batch, is_corrupted_BCL: Tensor) -> _Scored:
         """What the canvas loss is taken of: every position of the canvases whose factor is not 0."""
         factor_BCL, bonus_BC = self._factor(batch, is_corrupted_BCL), self._bonus(batch)
         is_needed_BT = (factor_BCL != 0).flatten(1)
@@ -236,7 +251,7 @@ class Objective(nn.Module):
             observed_N = noisy.canvas_BCL.flatten(1)[is_needed_BT]
             bonus_N = bonus_BC[..., None].expand_as(factor_BCL).flatten(1)[is_needed_BT]
         target_N, factor_N = batch.canvas_BCL.flatten(1)[is_needed_BT], factor_BCL.flatten(1)[is_needed_BT]
-        return _Scored(hidden_BTD[is_needed_BT], target_N, factor_N, observed_N, bonus_N)
+        return _Scored(of_token_BT[is_needed_BT], target_N, factor_N, observed_N, bonus_N)
 
     def _factor(self, batch: Batch, is_corrupted_BCL: Tensor) -> Tensor:
         """What the loss of each canvas position is multiplied by, fp32 [B, C, L]; 0 where it has none."""
@@ -289,29 +304,17 @@ class Objective(nn.Module):
         return Evaluation(is_corrupted_BCL, *without, *with_signal, *ar, self._factor(batch, is_corrupted_BCL))
 
 
-def _pairs(hidden_BSD: Tensor, batch: Batch) -> _Scored:
+def _pairs(of_token_BS: Tensor, batch: Batch) -> _Scored:
     """What the AR loss is taken of: every scored pair of a token and the next one of the clean rows."""
     is_scored_BS = batch.is_ar_scored_BS
     target_BS = batch.tokens_BS.roll(-1, dims=1)
-    return _Scored(hidden_BSD[is_scored_BS], target_BS[is_scored_BS], batch.ar_weight_BS[is_scored_BS])
+    return _Scored(of_token_BS[is_scored_BS], target_BS[is_scored_BS], batch.ar_weight_BS[is_scored_BS])
 
 
 def _loss(vocabulary: Vocabulary, scored: _Scored) -> Tensor:
     """The sum in nats of the cross-entropies of the true tokens, each times its factor, an fp32 scalar."""
-    loss_N = vocabulary.cross_entropy(scored.hidden_ND, scored.target_N, scored.observed_N, scored.bonus_N)
+    loss_N = vocabulary.cross_entropy(scored.of_token_N, scored.target_N, scored.observed_N, scored.bonus_N)
     return (scored.factor_N * loss_N).sum()
-
-
-def _both_losses(vocabulary: Vocabulary, canvas: _Scored, ar: _Scored) -> Losses:
-    """The sums of both in one call of the vocabulary, which so is gathered once, and whose gradient is made once."""
-    observed_N = bonus_N = None
-    if canvas.observed_N is not None and canvas.bonus_N is not None:  # next tokens have no bonus
-        observed_N = torch.cat([canvas.observed_N, ar.target_N])
-        bonus_N = torch.cat([canvas.bonus_N, canvas.bonus_N.new_zeros(ar.target_N.shape)])
-    hidden_ND, target_N = torch.cat([canvas.hidden_ND, ar.hidden_ND]), torch.cat([canvas.target_N, ar.target_N])
-    loss_N = vocabulary.cross_entropy(hidden_ND, target_N, observed_N, bonus_N)
-    parts = loss_N.split([len(canvas.target_N), len(ar.target_N)])
-    return Losses(*((scored.factor_N * loss).sum() for scored, loss in zip((canvas, ar), parts, strict=True)))
 
 
 def _columns_seen(batch: Batch) -> int:

@@ -44,13 +44,12 @@ static inline void add_up(const float *partial, int64_t width, float *out) {
 }
 
 /* One side of a product: lines (rows of the left, columns of the right side) of numbers, one for each step of the sum.
-   A number stands at line * by_line + step * by_step; where there are slots, line or step n stands where slot[n] / k
-   would. */
+   A number stands at line * by_line + step * by_step; where there are tokens, line or step n stands where line or step
+   token[n] would. */
 typedef struct {
     const float *at;
     int64_t by_line, by_step;
-    const int64_t *line_slot, *step_slot;
-    int64_t k;
+    const int64_t *line_token, *step_token;
 } Lines;
 
 /* out (row, column) = the sum over steps of left (row, step) right (column, step), or that added to what is there.

@@ -232,7 +232,7 @@ class BlockDiffusionModel(nn.Module):
         x, kv = self.vocabulary.embed(tokens_BT), list[KV]()
         sweep, spans_of_last = next(iter(spans.values())), None
         if isinstance(sweep, Sweep):
-            clean, noisy = x[:, : sweep.clean_tokens], x[:, sweep.clean_tokens :]
+            clean, noisy = x.split([sweep.clean_tokens, x.shape[1] - sweep.clean_tokens], 1)
             x = torch.cat([clean, self._conditioned(noisy, soft_BTD)], 1)
             is_noisy = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]) >= sweep.clean_tokens
             if not sweep.wants_clean:

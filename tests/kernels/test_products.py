@@ -43,11 +43,11 @@ def results(tokens: int, k: int, experts: int, depth: int, width: int, pieces: i
     forward, added = torch.full((rows, width), torch.nan), torch.ones(rows, depth)
     outer, turned = torch.full((experts, width, depth), torch.nan), torch.full((experts, depth, width), torch.nan)
     sizes = (ends, experts, depth, weights, width * depth, 1, depth, width, 0)
-    call("product_grouped", x, groups.slot, k, *sizes, forward, pieces)
+    call("product_grouped", x, groups.token, *sizes, forward, pieces)
     back = (ends, experts, width, weights, width * depth, depth, 1, depth, 1)
-    call("product_grouped", of_rows, None, k, *back, added, pieces)
-    call("product_grouped_outer", of_rows, None, x, groups.slot, k, ends, experts, width, depth, outer, pieces)
-    call("product_grouped_outer", x, groups.slot, of_rows, None, k, ends, experts, depth, width, turned, pieces)
+    call("product_grouped", of_rows, None, *back, added, pieces)
+    call("product_grouped_outer", of_rows, None, x, groups.token, ends, experts, width, depth, outer, pieces)
+    call("product_grouped_outer", x, groups.token, of_rows, None, ends, experts, depth, width, turned, pieces)
     return [forward, added, outer, turned]
 
 

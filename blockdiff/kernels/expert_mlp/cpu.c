@@ -160,9 +160,10 @@ static inline int64_t expert_of(const int64_t *index, int64_t slot, int64_t expe
 
 /* Sort slots by expert, in their order within one; `experts` itself means none, and those come last.
 
-   ends [experts]: where each expert's rows end; slot: the slot of each row; place: the row of each slot. */
-void group_by_expert(const int64_t *index, int64_t slots, int64_t experts, int32_t *ends, int64_t *slot,
-                     int64_t *place) {
+   ends [experts]: where each expert's rows end; slot, token: the slot of each row, and slot / k; place: the row of each
+   slot. */
+void group_by_expert(const int64_t *index, int64_t slots, int64_t k, int64_t experts, int32_t *ends, int64_t *slot,
+                     int64_t *token, int64_t *place) {
     int64_t *next = calloc(experts + 2, sizeof *next);
     for (int64_t s = 0; s < slots; s++) next[expert_of(index, s, experts) + 1]++;
     for (int64_t e = 0; e <= experts; e++) next[e + 1] += next[e];
@@ -170,15 +171,16 @@ void group_by_expert(const int64_t *index, int64_t slots, int64_t experts, int32
     for (int64_t s = 0; s < slots; s++) {
         int64_t row = next[expert_of(index, s, experts)]++;
         slot[row] = s;
+        token[row] = s / k;
         place[s] = row;
     }
     free(next);
 }
 
-/* Rows of x for the slots: the token of slot s is s / k. */
-void gather_tokens(const float *x, const int64_t *slot, int64_t rows, int64_t k, int64_t width, float *out) {
+/* Rows of x for the slots. */
+void gather_tokens(const float *x, const int64_t *token, int64_t rows, int64_t width, float *out) {
 #pragma omp parallel for schedule(static) if (rows * width > MUCH)
-    for (int64_t r = 0; r < rows; r++) memcpy(out + r * width, x + slot[r] / k * width, width * sizeof *out);
+    for (int64_t r = 0; r < rows; r++) memcpy(out + r * width, x + token[r] * width, width * sizeof *out);
 }
 
 /* The sum over each token's k slots of the rows that have an expert: rows at or after `rows` count for nothing. */

@@ -28,18 +28,18 @@ class _Groups(native._Groups):
     def __init__(self, expert_index_Nk: Tensor, experts: int, pieces: int = 0):
         self.k, self.slots, self.has_expert_Nk = expert_index_Nk.shape[1], expert_index_Nk.numel(), None
         self.ends_E = torch.empty(experts, dtype=torch.int32)
-        slot, self.place_Nk = torch.empty(2, *expert_index_Nk.shape, dtype=torch.int64).unbind(0)
+        slot, token, self.place_Nk = torch.empty(3, *expert_index_Nk.shape, dtype=torch.int64).unbind(0)
         index = expert_index_Nk.contiguous()
-        call("group_by_expert", index, self.slots, experts, self.ends_E, slot, self.place_Nk)
+        call("group_by_expert", index, self.slots, self.k, experts, self.ends_E, slot, token, self.place_Nk)
         self.ends = self.ends_E.tolist()
         self.rows = self.ends[-1]
-        self.slot = slot.view(-1)[: self.rows]
+        self.slot, self.token = slot.view(-1)[: self.rows], token.view(-1)[: self.rows]
         self.pieces, self.of_expert = pieces, self.rows // experts
 
     def gather(self, x_ND: Tensor) -> Tensor:
         """The rows of x that stand for the slots, expert by expert."""
         out = x_ND.new_empty(self.rows, x_ND.shape[1])
-        call("gather_tokens", x_ND, self.slot, self.rows, self.k, x_ND.shape[1], out)
+        call("gather_tokens", x_ND, self.token, self.rows, x_ND.shape[1], out)
         return out
 
     def sum_of_slots(self, y_M: Tensor) -> Tensor:
@@ -51,20 +51,20 @@ class _Groups(native._Groups):
 
     def rows_of(self, x_ND: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rows of x for the slots as the products take them: a copy of each, or x and where they are to be gathered."""
-        return (x_ND, self.slot) if products.are_fast() else (self.gather(x_ND), None)
+        return (x_ND, self.token) if products.are_fast() else (self.gather(x_ND), None)
 
     def pieces_for(self, depth: int, width: int) -> int:
         """The pieces that the tile unit makes such a product in; 0: the vector unit makes it."""
         return self.pieces if tiles.is_worth(self.of_expert, depth, width) else 0
 
-    def product(self, x: Tensor, weights_E: Any, slot: Tensor | None = None, out_M: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor, weights_E: Any, token: Tensor | None = None, out_M: Tensor | None = None) -> Tensor:
         """Rows of x (as `rows_of` gives them) times their expert's matrix [in, out]; with `out_M` added to that."""
         (E, depth, wide), (apart, *by) = weights_E.shape, weights_E.stride()
         out = x.new_empty(self.rows, wide) if out_M is None else out_M
         if products.are_fast():
             pieces = self.pieces_for(depth, wide) if 1 in by else 0
             of_weights = (weights_E, apart, *by, wide, int(out_M is not None))
-            call("product_grouped", x, slot, self.k, self.ends_E, E, depth, *of_weights, out, pieces)
+            call("product_grouped", x, token, self.ends_E, E, depth, *of_weights, out, pieces)
         else:
             for e, lo, hi in self.bounds():
                 torch.addmm(out[lo:hi], x[lo:hi], weights_E[e], beta=int(out_M is not None), out=out[lo:hi])
@@ -76,12 +76,12 @@ class _Groups(native._Groups):
         x: Tensor,
         first_E: Tensor | None,
         second_E: Tensor | None,
-        slot: Tensor | None = None,
+        token: Tensor | None = None,
     ) -> Tensor | None:
         """See `native._Groups.add_low_rank`: added where it stands; without `out_M` only A x is made."""
         if first_E is None or second_E is None:
             return None
-        between_M = self.product(x, first_E.transpose(1, 2), slot)
+        between_M = self.product(x, first_E.transpose(1, 2), token)
         if out_M is not None:
             self.product(between_M, second_E.transpose(1, 2), None, out_M)
         return between_M
@@ -91,14 +91,14 @@ class _Groups(native._Groups):
         left: Tensor,
         right: Tensor,
         like: Tensor,
-        left_slot: Tensor | None = None,
-        right_slot: Tensor | None = None,
+        left_token: Tensor | None = None,
+        right_token: Tensor | None = None,
     ) -> Tensor:
         """Per expert left^T right of rows as `rows_of` gives them: the gradient of its matrix."""
         grad = torch.empty(like.shape, dtype=like.dtype)
         E, wide, depth = like.shape
         if products.are_fast():
-            sides = (left, left_slot, right, right_slot, self.k)
+            sides = (left, left_token, right, right_token)
             call("product_grouped_outer", *sides, self.ends_E, E, wide, depth, grad, self.pieces_for(wide, depth))
         else:
             first = 0
@@ -127,9 +127,9 @@ class _ExpertMLP(torch.autograd.Function):
         down_B: Tensor | None,
     ) -> Tensor:
         groups = _Groups(index_Nk, gate_up_EFD.shape[0], pieces)
-        x, slot = groups.rows_of(x_ND)
-        h = groups.product(x, gate_up_EFD.transpose(1, 2), slot)
-        between_h = groups.add_low_rank(h, x, gate_up_A, gate_up_B, slot)
+        x, token = groups.rows_of(x_ND)
+        h = groups.product(x, gate_up_EFD.transpose(1, 2), token)
+        between_h = groups.add_low_rank(h, x, gate_up_A, gate_up_B, token)
         del x
         weight_M = weight_Nk.reshape(-1).index_select(0, groups.slot)
         a = _gated_halves(h, weight_M, kind)
@@ -146,19 +146,19 @@ class _ExpertMLP(torch.autograd.Function):
         gate_up_A, gate_up_B, down_A, down_B, between_h, between_y = low_rank
         groups: _Groups = ctx.groups
         grads: list[Tensor | None] = [None] * 11
-        grad_y, slot = groups.rows_of(grad_ND.contiguous())
-        grad_a = groups.product(grad_y, down_EDF, slot)
-        grad_between_y = groups.add_low_rank(grad_a, grad_y, _transposed(down_B), _transposed(down_A), slot)
+        grad_y, token = groups.rows_of(grad_ND.contiguous())
+        grad_a = groups.product(grad_y, down_EDF, token)
+        grad_between_y = groups.add_low_rank(grad_a, grad_y, _transposed(down_B), _transposed(down_A), token)
         grad_h, rows, width = torch.empty_like(h), h.shape[0], grad_a.shape[1]
         of_weight_M, a = torch.empty_like(weight_M), grad_a  # one row after the other takes the place of its gradient
         (gate, up), (of_gate, of_up) = h.chunk(2, -1), grad_h.chunk(2, -1)
         line = (rows, width, 2 * width, weight_M, ctx.kind)
         call("gated_backward", grad_a, gate, up, *line, of_gate, of_up, 2 * width, of_weight_M, a)
         if ctx.needs_input_grad[2]:
-            grads[2] = groups.outer(grad_y, a, down_EDF, slot)
+            grads[2] = groups.outer(grad_y, a, down_EDF, token)
         if grad_between_y is not None:
             grads[9] = groups.outer(grad_between_y, a, down_A)
-            grads[10] = groups.outer(grad_y, between_y, down_B, slot)
+            grads[10] = groups.outer(grad_y, between_y, down_B, token)
         del grad_y, grad_a, a, grad_between_y
         grad_rows = groups.product(grad_h, gate_up_EFD) if ctx.needs_input_grad[0] else None
         grad_between_h = groups.add_low_rank(grad_rows, grad_h, _transposed(gate_up_B), _transposed(gate_up_A))
@@ -166,11 +166,11 @@ class _ExpertMLP(torch.autograd.Function):
             grads[0] = groups.sum_of_slots(grad_rows)
             del grad_rows
         if ctx.needs_input_grad[1] or grad_between_h is not None:
-            x, slot = groups.rows_of(x_ND)
+            x, token = groups.rows_of(x_ND)
             if ctx.needs_input_grad[1]:
-                grads[1] = groups.outer(grad_h, x, gate_up_EFD, None, slot)
+                grads[1] = groups.outer(grad_h, x, gate_up_EFD, None, token)
             if grad_between_h is not None:
-                grads[7] = groups.outer(grad_between_h, x, gate_up_A, None, slot)
+                grads[7] = groups.outer(grad_between_h, x, gate_up_A, None, token)
                 grads[8] = groups.outer(grad_h, between_h, gate_up_B)
         if ctx.needs_input_grad[4]:
             flat = weight_M.new_zeros(groups.slots).index_copy_(0, groups.slot, of_weight_M)

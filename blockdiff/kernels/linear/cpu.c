@@ -91,7 +91,7 @@ INLINE void turn(__m512 numbers[16]) {
 
 static inline int64_t parts_of(int64_t size, int64_t most) { return (size + most - 1) / most; }
 
-static inline int64_t place(const int64_t *slot, int64_t k, int64_t n) { return slot ? slot[n] / k : n; }
+static inline int64_t place(const int64_t *token, int64_t n) { return token ? token[n] : n; }
 
 static inline __mmask16 first(int64_t n) { return n >= 16 ? 0xffff : n > 0 ? (1u << n) - 1 : 0; }
 
@@ -103,18 +103,23 @@ static inline __m512i rounded(__m512 x) { return _mm512_cvtepu16_epi32((__m256i)
 INLINE int pack_tile(const Lines *x, int64_t line, int64_t lines, int64_t step, int64_t steps, int is_right, int pieces,
                      uint16_t *out) {
     __m512 low[16], high[16];
-    int by_line = x->by_step == 1 && !x->step_slot;
+    int by_line = x->by_step == 1 && !x->step_token;
     if (by_line)
         UNROLL for (int i = 0; i < 16; i++) { /* 32 steps of a line */
-            const float *at = x->at + place(x->line_slot, x->k, line + MIN(i, lines - 1)) * x->by_line + step;
+            const float *at = x->at + place(x->line_token, line + MIN(i, lines - 1)) * x->by_line + step;
+            const float *next = x->at + place(x->line_token, line + MIN(i + SIDE, lines - 1)) * x->by_line + step;
+            __builtin_prefetch(next, 0, 2);
+            __builtin_prefetch(next + 16, 0, 2);
             low[i] = _mm512_maskz_loadu_ps(i < lines ? first(steps) : 0, at);
             high[i] = _mm512_maskz_loadu_ps(i < lines ? first(steps - 16) : 0, at + 16);
         }
     else
         UNROLL for (int i = 0; i < 16; i++) { /* two steps of 16 lines */
             const float *at = x->at + line;
-            int64_t one = place(x->step_slot, x->k, step + MIN(i, steps - 1));
-            int64_t other = place(x->step_slot, x->k, step + MIN(i + 16, steps - 1));
+            int64_t one = place(x->step_token, step + MIN(i, steps - 1));
+            int64_t other = place(x->step_token, step + MIN(i + 16, steps - 1));
+            __builtin_prefetch(at + place(x->step_token, step + MIN(i + STEPS, steps - 1)) * x->by_step, 0, 2);
+            __builtin_prefetch(at + place(x->step_token, step + MIN(i + 16 + STEPS, steps - 1)) * x->by_step, 0, 2);
             low[i] = _mm512_maskz_loadu_ps(i < steps ? first(lines) : 0, at + one * x->by_step);
             high[i] = _mm512_maskz_loadu_ps(i + 16 < steps ? first(lines) : 0, at + other * x->by_step);
         }
@@ -142,7 +147,7 @@ INLINE int pack_tile(const Lines *x, int64_t line, int64_t lines, int64_t step, 
 INLINE int pack(const Lines *x, int64_t line, int64_t lines, int64_t step, int64_t steps, int is_right, int pieces,
                 uint16_t *out) {
     int64_t depth = parts_of(steps, STEPS), panels = parts_of(lines, SIDE), is_odd = 0;
-    int by_step = x->by_line == 1 && !x->line_slot;
+    int by_step = x->by_line == 1 && !x->line_token;
     for (int64_t n = 0; n < depth * panels; n++) {
         int64_t l = (by_step ? n % panels : n / depth), k = (by_step ? n / panels : n % depth);
         uint16_t *to = out + (l * depth + k) * pieces * 2 * TILE;
@@ -179,11 +184,11 @@ INLINE int pack(const Lines *x, int64_t line, int64_t lines, int64_t step, int64
         _tile_dpbf16ps(3, 5, 7); \
     } while (0)
 
-/* The product of two panels into tiles 0 to 3; meanwhile the lines of the result come near. */
-INLINE void make_sums(const uint16_t *left, const uint16_t *right, int64_t depth, int pieces, const float *out,
+/* The product of two panels into tiles 0 to 3; meanwhile `rows` lines at `next` come near, where the next block goes. */
+INLINE void make_sums(const uint16_t *left, const uint16_t *right, int64_t depth, int pieces, const float *next,
                       int64_t stride, int64_t rows) {
     float unused[TILE / 2] __attribute__((aligned(64)));
-    int64_t late = MAX(depth - 2, 0), row = 0;
+    int64_t row = 0;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -191,9 +196,9 @@ INLINE void make_sums(const uint16_t *left, const uint16_t *right, int64_t depth
     FENCE();
     for (int64_t k = 0; k < depth; k++, left += pieces * 2 * TILE, right += pieces * 2 * TILE) {
         if (pieces > 1 && k && k % QUEUE == 0) _tile_stored(0, unused, 64);
-        for (int64_t last = k < late ? 0 : rows * (k + 1 - late) / (depth - late); row < last; row++) {
-            __builtin_prefetch(out + row * stride, 1);
-            __builtin_prefetch(out + row * stride + 16, 1);
+        for (int64_t last = rows * (k + 1) / depth; row < last; row++) {
+            __builtin_prefetch(next + row * stride, 0, 2);
+            __builtin_prefetch(next + row * stride + 16, 0, 2);
         }
         LOAD_COLUMNS(0);
         if (pieces > 1) { /* the small products come first, as far as few loads allow it */
@@ -223,86 +228,134 @@ static inline void store_block(float *at, int64_t stride) {
     FENCE();
 }
 
-/* A block of the result, written or added to what is there. */
-INLINE void make_block(const uint16_t *left, const uint16_t *right, int64_t depth, int pieces, float *out,
-                       int64_t stride, int64_t rows, int64_t width, int64_t adds) {
-    make_sums(left, right, depth, pieces, out, stride, rows);
-    if (!adds && rows == SIDE && width == SIDE) {
-        store_block(out, stride);
+/* Products one side of which is the same: together they are one, whose other side goes on from one to the next. */
+typedef struct {
+    const Product *products;
+    int64_t rows, columns;     /* panels */
+    int64_t by_row, by_column; /* parts that it is divided into */
+    int has_one_left;          /* the left side is the same, and columns go on; else the right one, and rows do */
+} Group;
+
+/* The product that has a panel of the side that goes on, and where the panel is among its own. */
+static inline const Product *product_at(const Group *group, int64_t *panel) {
+    const Product *p = group->products;
+    for (;; p++) {
+        int64_t own = parts_of(group->has_one_left ? p->columns : p->rows, SIDE);
+        if (*panel < own) return p;
+        *panel -= own;
+    }
+}
+
+/* A block of a result. */
+typedef struct {
+    float *at;
+    int64_t stride, rows, width;
+} Block;
+
+static inline Block block_at(const Group *group, int64_t row, int64_t column) {
+    const Product *p = product_at(group, group->has_one_left ? &column : &row);
+    return (Block){p->out + row * SIDE * p->stride + column * SIDE, p->stride, MIN(p->rows - row * SIDE, SIDE),
+                   MIN(p->columns - column * SIDE, SIDE)};
+}
+
+/* Write a block, or add it to what is there. */
+INLINE void make_block(const uint16_t *left, const uint16_t *right, int64_t depth, int pieces, Block to, Block next,
+                       int64_t adds) {
+    make_sums(left, right, depth, pieces, next.at, next.stride, next.rows);
+    if (!adds && to.rows == SIDE && to.width == SIDE) {
+        store_block(to.at, to.stride);
         return;
     }
     float block[SIDE * SIDE] __attribute__((aligned(64)));
     store_block(block, SIDE);
-    for (int64_t r = 0; r < rows; r++, out += stride)
+    for (int64_t r = 0; r < to.rows; r++, to.at += to.stride)
         for (int64_t c = 0; c < SIDE; c += 16) {
             __m512 sum = _mm512_load_ps(block + r * SIDE + c);
-            if (adds) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(first(width - c), out + c));
-            _mm512_mask_storeu_ps(out + c, first(width - c), sum);
+            if (adds) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(first(to.width - c), to.at + c));
+            _mm512_mask_storeu_ps(to.at + c, first(to.width - c), sum);
         }
 }
 
 static __thread uint16_t *room; /* panels, kept by a thread from one product to the next */
 
-/* Some steps of a product by the vector unit: its rows [begin, end) and columns [first, last). */
-static void make_plainly(const Product *product, const Product *sides, int64_t step, int64_t steps, int64_t begin,
-                         int64_t end, int64_t first_column, int64_t last_column, int64_t adds) {
-    Product part = *sides;
-    part.more = NULL, part.steps = steps, part.adds = adds;
-    part.out = product->out, part.stride = product->stride, part.columns = product->columns;
-    Lines *both[] = {&part.left, &part.right};
-    for (int n = 0; n < 2; n++)
-        if (both[n]->step_slot)
-            both[n]->step_slot += step;
-        else
-            both[n]->at += step * both[n]->by_step;
-    multiply_part(&part, begin, end, first_column, last_column);
+/* Panels [begin, end) of one side of a group. sides: the product whose sides count where the group is one product. */
+INLINE int pack_side(const Group *group, const Product *sides, int64_t begin, int64_t end, int64_t step, int64_t steps,
+                     int is_right, int pieces, uint16_t *out) {
+    int is_odd = 0;
+    for (int64_t n = begin, many; n < end; n += many) {
+        int64_t panel = n;
+        const Product *p = is_right == group->has_one_left ? product_at(group, &panel) : group->products;
+        p = p->more || sides != group->products ? sides : p;
+        int64_t lines = MIN((is_right ? p->columns : p->rows) - panel * SIDE, (end - n) * SIDE);
+        is_odd |= pack(is_right ? &p->right : &p->left, panel * SIDE, lines, step, steps, is_right, pieces, out);
+        many = parts_of(lines, SIDE), out += many * parts_of(steps, STEPS) * pieces * 2 * TILE;
+    }
+    return is_odd;
 }
 
-/* Rows [begin, end) and columns [first, last) of a product. */
-INLINE void make_tiles(const Product *product, int64_t begin, int64_t end, int64_t first_column, int64_t last_column,
-                       int pieces) {
+/* Some steps of a part of a group by the vector unit. */
+static void make_plainly(const Group *group, const Product *sides, int64_t step, int64_t steps, const int64_t rows[2],
+                         const int64_t columns[2], int64_t adds) {
+    for (int64_t row = rows[0]; row < rows[1]; row++)
+        for (int64_t column = columns[0]; column < columns[1]; column++) {
+            int64_t r = row, c = column;
+            const Product *p = product_at(group, group->has_one_left ? &c : &r);
+            Product part = *p;
+            if (sides != group->products) part.left = sides->left, part.right = sides->right;
+            part.more = NULL, part.steps = steps, part.adds = adds;
+            Lines *both[] = {&part.left, &part.right};
+            for (int n = 0; n < 2; n++)
+                if (both[n]->step_token)
+                    both[n]->step_token += step;
+                else
+                    both[n]->at += step * both[n]->by_step;
+            multiply_part(&part, r * SIDE, MIN((r + 1) * SIDE, p->rows), c * SIDE, MIN((c + 1) * SIDE, p->columns));
+        }
+}
+
+/* Panels of rows and columns, from and to, of a group. */
+INLINE void make_tiles(const Group *group, const int64_t rows[2], const int64_t columns[2], int pieces) {
     if (!room && !(room = aligned_alloc(64, (LEFT + RIGHT) * PANEL * sizeof *room))) abort();
     uint16_t *left = room, *right = room + LEFT * PANEL;
-    int64_t adds = product->adds, columns = last_column - first_column, stride = product->stride;
-    for (const Product *p = product; p; p = p->more) {
+    int64_t adds = group->products->adds;
+    for (const Product *p = group->products; p; p = p->more) {
         int64_t all = parts_of(p->steps, STEPS), depths = parts_of(p->steps, DEEP);
         for (int64_t d = 0; d < depths; d++, adds = 1) {
             int64_t step = all * d / depths * STEPS, steps = MIN(p->steps, all * (d + 1) / depths * STEPS) - step;
             int64_t depth = parts_of(steps, STEPS), panel = depth * pieces * 2 * TILE;
-            int is_odd = pack(&p->right, first_column, columns, step, steps, 1, pieces, right);
-            for (int64_t from = begin; from < end; from += LEFT * SIDE) {
-                int64_t rows = MIN(end - from, LEFT * SIDE);
-                if (pack(&p->left, from, rows, step, steps, 0, pieces, left) || is_odd) {
-                    make_plainly(product, p, step, steps, from, from + rows, first_column, last_column, adds);
+            int is_odd = pack_side(group, p, columns[0], columns[1], step, steps, 1, pieces, right);
+            for (int64_t from = rows[0]; from < rows[1]; from += LEFT) {
+                int64_t some[2] = {from, MIN(rows[1], from + LEFT)};
+                if (pack_side(group, p, some[0], some[1], step, steps, 0, pieces, left) || is_odd) {
+                    make_plainly(group, p, step, steps, some, columns, adds);
                     continue;
                 }
-                float *out = product->out + from * stride + first_column;
-                for (int64_t r = 0; r < rows; r += SIDE)
-                    for (int64_t c = 0; c < columns; c += SIDE)
-                        make_block(left + r / SIDE * panel, right + c / SIDE * panel, depth, pieces,
-                                   out + r * stride + c, stride, MIN(rows - r, SIDE), MIN(columns - c, SIDE), adds);
+                for (int64_t r = some[0]; r < some[1]; r++)
+                    for (int64_t c = columns[0]; c < columns[1]; c++)
+                        make_block(left + (r - from) * panel, right + (c - columns[0]) * panel, depth, pieces,
+                                   block_at(group, r, c), block_at(group, MIN(r + 1, rows[1] - 1), c), adds);
             }
         }
     }
-    for (int64_t r = begin; r < end && !adds; r++)
-        memset(product->out + r * stride + first_column, 0, columns * sizeof *product->out);
+    for (int64_t r = rows[0]; r < rows[1] && !adds; r++)
+        for (int64_t c = columns[0]; c < columns[1]; c++) {
+            Block block = block_at(group, r, c);
+            for (int64_t n = 0; n < block.rows; n++)
+                memset(block.at + n * block.stride, 0, block.width * sizeof *block.at);
+        }
 }
 
-/* The parts that a product is divided into, by rows and by columns. */
-typedef struct {
-    int64_t by_row, by_column;
-} Division;
-
-/* At least `wanted` parts where there are so many panels. Both sides of a part are packed: it should be square. */
-static Division divided(const Product *p, int64_t wanted) {
-    int64_t rows = MAX(parts_of(p->rows, SIDE), 1), columns = MAX(parts_of(p->columns, SIDE), 1);
-    Division made = {1, parts_of(columns, RIGHT)};
-    while (made.by_row * made.by_column < wanted && (made.by_row < rows || made.by_column < columns))
-        if (made.by_column == columns || (made.by_row < rows && rows * made.by_column >= columns * made.by_row))
-            made.by_row++;
+/* Divide a group into `wanted` parts at least, where it has so many panels. Both sides of a part are packed: it should
+   be square. */
+static void divide(Group *group, int64_t wanted) {
+    int64_t rows = MAX(group->rows, 1), columns = MAX(group->columns, 1);
+    int64_t by_row = 1, by_column = parts_of(columns, RIGHT);
+    while (by_row * by_column < wanted && (by_row < rows || by_column < columns))
+        if (by_column == columns || (by_row < rows && rows * by_column >= columns * by_row))
+            by_row++;
         else
-            made.by_column++;
-    return made;
+            by_column++;
+    group->by_row = by_row, group->by_column = by_column;
 }
 
 static int64_t work_of(const Product *p) {
@@ -311,35 +364,55 @@ static int64_t work_of(const Product *p) {
     return work;
 }
 
+static int are_same(const Lines *one, const Lines *other) { return !memcmp(one, other, sizeof *one); }
+
+/* The products from the first on that have a side in common; returns how many these are. */
+static int64_t group_of(const Product *first, int64_t count, Group *group) {
+    int64_t n = 1, *goes_on;
+    *group = (Group){first, parts_of(first->rows, SIDE), parts_of(first->columns, SIDE), .has_one_left = 1};
+    for (; n < count; n++) {
+        const Product *next = first + n;
+        if (next->more || first->more || next->steps != first->steps || next->adds != first->adds) break;
+        int has_left = next->rows == first->rows && are_same(&next->left, &first->left);
+        int has_right = next->columns == first->columns && are_same(&next->right, &first->right);
+        if (n == 1) group->has_one_left = !has_right;
+        if (group->has_one_left ? !has_left : !has_right) break;
+        goes_on = group->has_one_left ? &group->columns : &group->rows;
+        *goes_on += parts_of(group->has_one_left ? next->columns : next->rows, SIDE);
+    }
+    return n;
+}
+
 void multiply_in_tiles(const Product *products, int64_t count, int64_t pieces) {
-    int64_t tasks = 0, work = 0, threads = omp_get_max_threads();
-    Division *divisions = malloc(MAX(count, 1) * sizeof *divisions);
-    if (!divisions) abort();
+    int64_t tasks = 0, work = 0, threads = omp_get_max_threads(), groups = 0;
+    Group *all = malloc(MAX(count, 1) * sizeof *all);
+    if (!all) abort();
+    for (int64_t n = 0; n < count; groups++) n += group_of(products + n, count - n, all + groups);
     for (int64_t n = 0; n < count; n++) work += work_of(products + n);
-    for (int64_t n = 0; n < count; n++) { /* several products are divided so that no thread waits long for another */
-        int64_t share = count == 1 ? threads : parts_of(2 * threads * work_of(products + n), MAX(work, 1));
-        divisions[n] = divided(products + n, work > MUCH * 16 ? share : 1);
-        tasks += divisions[n].by_row * divisions[n].by_column;
+    for (int64_t n = 0; n < groups; n++) { /* several are divided so that no thread waits long for another */
+        int64_t share = threads, own = 0, after = n + 1 < groups ? all[n + 1].products - products : count;
+        for (const Product *p = all[n].products; p < products + after; p++) own += work_of(p);
+        if (groups > 1) share = parts_of(2 * threads * own, MAX(work, 1));
+        divide(all + n, work > MUCH * 16 ? share : 1);
+        tasks += all[n].by_row * all[n].by_column;
     }
 #pragma omp parallel for schedule(dynamic) if (work > MUCH * 16)
     for (int64_t task = 0; task < tasks; task++) {
-        int64_t n = 0, left = task;
-        for (; left >= divisions[n].by_row * divisions[n].by_column; n++)
-            left -= divisions[n].by_row * divisions[n].by_column;
-        const Product *p = products + n;
-        int64_t row = left / divisions[n].by_column, by_row = divisions[n].by_row, rows = parts_of(p->rows, SIDE);
-        int64_t column = left % divisions[n].by_column, by_column = divisions[n].by_column;
-        int64_t columns = parts_of(p->columns, SIDE), begin = rows * row / by_row * SIDE;
-        int64_t end = MIN(rows * (row + 1) / by_row * SIDE, p->rows), from = columns * column / by_column * SIDE;
-        int64_t to = MIN(columns * (column + 1) / by_column * SIDE, p->columns);
+        const Group *group = all;
+        int64_t left = task;
+        for (; left >= group->by_row * group->by_column; group++) left -= group->by_row * group->by_column;
+        int64_t row = left / group->by_column, column = left % group->by_column;
+        int64_t rows[2] = {group->rows * row / group->by_row, group->rows * (row + 1) / group->by_row};
+        int64_t columns[2] = {group->columns * column / group->by_column,
+                              group->columns * (column + 1) / group->by_column};
         TileConfig before = configured();
         if (pieces == 1)
-            make_tiles(p, begin, end, from, to, 1);
+            make_tiles(group, rows, columns, 1);
         else
-            make_tiles(p, begin, end, from, to, PIECES);
+            make_tiles(group, rows, columns, PIECES);
         give_back(before);
     }
-    free(divisions);
+    free(all);
 }
 
 #else

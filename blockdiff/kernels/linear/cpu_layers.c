@@ -67,34 +67,33 @@ void linear_backward_weights(const float *x, int64_t rows, int64_t depth, int64_
     make(each, count, pieces);
 }
 
-/* Rows of x [M, depth], or those of the slots' tokens, times the matrix of their expert, which holds element (d, w) at
+/* Rows of x [M, depth], or those of tokens, times the matrix of their expert, which holds element (d, w) at
    d * by_depth + w * by_width: written, or added to what is there. */
-void product_grouped(const float *x, const int64_t *slot, int64_t k, const int32_t *ends, int64_t experts, int64_t depth,
+void product_grouped(const float *x, const int64_t *token, const int32_t *ends, int64_t experts, int64_t depth,
                      const float *weights, int64_t apart, int64_t by_depth, int64_t by_width, int64_t wide, int64_t adds,
                      float *out, int64_t pieces) {
     Product *each = malloc(experts * sizeof *each);
     if (!each) abort();
     for (int64_t e = 0, begin = 0; e < experts; begin = ends[e++])
         each[e] = (Product){
-            .left = {slot ? x : x + begin * depth, depth, 1, .line_slot = slot ? slot + begin : NULL, .k = k},
+            .left = {token ? x : x + begin * depth, depth, 1, .line_token = token ? token + begin : NULL},
             .right = {weights + e * apart, by_width, by_depth},
             .out = out + begin * wide, wide, ends[e] - begin, wide, depth, adds};
     make(each, experts, pieces);
     free(each);
 }
 
-/* Per expert left [M, wide] transposed times right [M, depth]; rows of either side can be those of the slots' tokens. */
-void product_grouped_outer(const float *left, const int64_t *left_slot, const float *right, const int64_t *right_slot,
-                           int64_t k, const int32_t *ends, int64_t experts, int64_t wide, int64_t depth, float *out,
+/* Per expert left [M, wide] transposed times right [M, depth]; rows of either side can be those of tokens. */
+void product_grouped_outer(const float *left, const int64_t *left_token, const float *right, const int64_t *right_token,
+                           const int32_t *ends, int64_t experts, int64_t wide, int64_t depth, float *out,
                            int64_t pieces) {
     Product *each = malloc(experts * sizeof *each);
     if (!each) abort();
     for (int64_t e = 0, begin = 0; e < experts; begin = ends[e++])
         each[e] = (Product){
-            .left = {left_slot ? left : left + begin * wide, 1, wide, .step_slot = left_slot ? left_slot + begin : NULL,
-                     .k = k},
-            .right = {right_slot ? right : right + begin * depth, 1, depth,
-                      .step_slot = right_slot ? right_slot + begin : NULL, .k = k},
+            .left = {left_token ? left : left + begin * wide, 1, wide, .step_token = left_token ? left_token + begin : NULL},
+            .right = {right_token ? right : right + begin * depth, 1, depth,
+                      .step_token = right_token ? right_token + begin : NULL},
             .out = out + e * wide * depth, depth, wide, depth, ends[e] - begin};
     make(each, experts, pieces);
     free(each);

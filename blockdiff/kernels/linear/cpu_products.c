@@ -77,13 +77,13 @@ INLINE void turn(Vector *r, int lines) {
 
 static inline int64_t parts_of(int64_t size, int64_t most) { return (size + most - 1) / most; }
 
-static inline int64_t place(const int64_t *slot, int64_t k, int64_t n) { return slot ? slot[n] / k : n; }
+static inline int64_t place(const int64_t *token, int64_t n) { return token ? token[n] : n; }
 
 /* A panel [steps][panel] of `lines` lines from `line` on, zeros beyond them. */
 static void pack(const Lines *x, int64_t line, int64_t lines, int64_t step, int64_t steps, int64_t panel, float *to) {
-    if (x->by_line == 1 && !x->line_slot) {
+    if (x->by_line == 1 && !x->line_token) {
         for (int64_t k = 0; k < steps; k++, to += panel) {
-            const float *from = x->at + place(x->step_slot, x->k, step + k) * x->by_step + line;
+            const float *from = x->at + place(x->step_token, step + k) * x->by_step + line;
             if (lines < panel)
                 for (int64_t i = 0; i < panel; i++) to[i] = i < lines ? from[i] : 0;
             else if (panel == ROWS)
@@ -97,15 +97,15 @@ static void pack(const Lines *x, int64_t line, int64_t lines, int64_t step, int6
         const float *at[LANES];
         int64_t here = MIN(panel, LANES), k = 0;
         for (int64_t i = 0; i < here; i++) /* beyond the last line it stands again, until zeros are put there */
-            at[i] = x->at + place(x->line_slot, x->k, line + MIN(first + i, lines - 1)) * x->by_line;
-        if (x->by_step == 1 && !x->step_slot && panel >= LANES)
+            at[i] = x->at + place(x->line_token, line + MIN(first + i, lines - 1)) * x->by_line;
+        if (x->by_step == 1 && !x->step_token && panel >= LANES)
             for (; k + LANES <= steps; k += LANES) {
                 Vector r[LANES];
                 UNROLL for (int i = 0; i < LANES; i++) r[i] = *(const Vector *)(at[i] + step + k);
                 turn(r, LANES);
                 UNROLL for (int i = 0; i < LANES; i++) *(Vector *)(to + (k + i) * panel + first) = r[i];
             }
-        else if (x->by_step == 1 && !x->step_slot)
+        else if (x->by_step == 1 && !x->step_token)
             for (; k + LANES <= steps; k += LANES) {
                 Vector r[ROWS];
                 UNROLL for (int i = 0; i < ROWS; i++) r[i] = *(const Vector *)(at[i] + step + k);
@@ -114,7 +114,7 @@ static void pack(const Lines *x, int64_t line, int64_t lines, int64_t step, int6
             }
         for (; k < steps; k++)
             for (int64_t i = 0; i < here; i++)
-                to[k * panel + first + i] = at[i][place(x->step_slot, x->k, step + k) * x->by_step];
+                to[k * panel + first + i] = at[i][place(x->step_token, step + k) * x->by_step];
     }
     for (int64_t k = 0; lines < panel && k < steps; k++) memset(to + k * panel + lines, 0, (panel - lines) * sizeof *to);
 }
