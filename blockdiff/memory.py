@@ -35,24 +35,9 @@ def require(needs: Mapping[str, int], device: Any, smaller: Mapping[str, int] | 
     raise BlockdiffError(f"{device}: needs {size(asked)} ({parts}), {size(available)} are there; {remedy}")
 
 
-def of_training(
-    numbers: int,
-    trained: int,
-    dtype: str = "float32",
-    optimiser: str = "adamw",
-    is_averaged: bool = False,
-    is_adapted: bool = False,
-) -> dict[str, int]:
-    """Bytes of training by what they hold, without activations: of `numbers` weights `trained` ones train.
-
-    is_adapted: those that train are adapters, which are fp32 whatever the dtype of the weights.
-    """
-    width = 4 if dtype == "float32" else 2
-    wide = 4 if is_adapted else width
-    moments = 2 * (1 if optimiser == "adamw_8bit" else wide)
-    weights = (numbers - trained) * width + trained * wide
-    needs = {"weights": weights, "gradients": trained * wide, "optimiser": trained * moments}
-    return needs | {"average": 4 * trained} if is_averaged else needs
+def of_training(numbers: int, trained: int) -> dict[str, int]:
+    """Bytes of training `trained` of `numbers` weights in fp32 with AdamW, without activations, by what they hold."""
+    return {"weights": 4 * numbers, "gradients": 4 * trained, "optimiser": 8 * trained}
 
 
 def size(count: float) -> str:

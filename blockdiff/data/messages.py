@@ -48,21 +48,21 @@ def checked_messages(value: Any, name: str) -> tuple[Message, ...]:
     return messages
 
 
-def checked_tools(value: Any, name: str = "tools") -> tuple[Message, ...] | None:
+def checked_tools(value: Any) -> tuple[Message, ...] | None:
     """Declarations of tools in the form {"type": "function", "function": {...}}; None where there are none."""
-    value = from_json(value, name, "[")
+    value = from_json(value, "tools", "[")
     if value is None or value in ([], (), ""):
         return None
     if not isinstance(value, list | tuple):
-        raise BadRow(f"{name} is {kind_of(value)}; make it a list of declarations of functions")
+        raise BadRow(f"tools is {kind_of(value)}; make it a list of declarations of functions")
     tools = []
     for index, tool in enumerate(value):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise BadRow(f"{name}[{index}] declares no function; write {{name, description, parameters}}")
+            raise BadRow(f"tools[{index}] declares no function; write {{name, description, parameters}}")
         if not isinstance(function.get("parameters") or {}, Mapping):
-            raise BadRow(f"{name}[{index}].parameters is {kind_of(function['parameters'])}; write a JSON schema")
-        check_texts(function, f"{name}[{index}]")
+            raise BadRow(f"tools[{index}].parameters is {kind_of(function['parameters'])}; write a JSON schema")
+        check_texts(function, f"tools[{index}]")
         function = _without_nulls(function)  # Arrow files have a null wherever another row has something
         schema = {"parameters": {"type": "object", **function["parameters"]}} if function.get("parameters") else {}
         tools.append({"type": "function", "function": {"description": "", **function, **schema}})

@@ -6,7 +6,7 @@ shared, chunked or preempted; the engine answers the same with the same draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -21,30 +21,20 @@ from blockdiff.sampling.predict import predict
 from blockdiff.sampling.request import Pending
 from blockdiff.sampling.strategies import is_guided
 from blockdiff.sampling.strategy import Canvases, decision_of
-from blockdiff.sampling.trace import CommittedCanvas, Step, step_records
 
 if TYPE_CHECKING:
     from blockdiff.models.prefix import Prefix
 
-OnCanvas = Callable[[CommittedCanvas], object]
-OnStep = Callable[[Step], object]
-
 
 @torch.no_grad()
-def generate_in_lockstep(
-    context: Context,
-    asked: Sequence[Pending],
-    batch_size: int = 32,
-    on_canvas: OnCanvas | None = None,
-    on_step: OnStep | None = None,
-) -> None:
+def generate_in_lockstep(context: Context, asked: Sequence[Pending], batch_size: int = 32) -> None:
     """Answer requests, `batch_size` at a time and only those of equal settings together."""
     # Prompts of similar length share a batch: less padding.
     order = sorted(asked, key=lambda each: (*_settings(each), len(each.prompt_tokens)))
     for _, group in groupby(order, key=_settings):
         alike = list(group)
         for first in range(0, len(alike), batch_size):
-            _answer(context, alike[first : first + batch_size], on_canvas, on_step)
+            _answer(context, alike[first : first + batch_size])
 
 
 def _settings(each: Pending) -> tuple[int, int, str, int, float]:
@@ -54,7 +44,7 @@ def _settings(each: Pending) -> tuple[int, int, str, int, float]:
     return each.canvases, each.max_steps, repr(each.strategy), *starts
 
 
-def _answer(context: Context, batch: list[Pending], on_canvas: OnCanvas | None, on_step: OnStep | None) -> None:
+def _answer(context: Context, batch: list[Pending]) -> None:
     """Fill in the responses of a batch: canvas after canvas, until an eos or the last canvas."""
     model, eos_ids = context.model, context.generation.eos_ids
     prefix, other = _encode_prompts(context, batch), None
@@ -62,14 +52,10 @@ def _answer(context: Context, batch: list[Pending], on_canvas: OnCanvas | None, 
         bos_B1 = torch.full((len(batch), 1), int(context.bos_id or 0), device=model.device)
         other = model.encode(bos_B1)  # the canvases are committed to it as well
     for number in range(batch[0].canvases):
-        canvas_BL, steps = _denoise(context, prefix, other, batch, number, on_step)
+        canvas_BL, steps = _denoise(context, prefix, other, batch, number)
         for each, tokens, count in zip(batch, canvas_BL.tolist(), steps, strict=True):
-            if each.error is not None:
-                continue
-            kept = each.commit(tokens, count, eos_ids)
-            if on_canvas is not None:
-                said = (context.text(each.tokens), count, each.finish_reason, each.max_steps, each.demanded)
-                on_canvas(CommittedCanvas(each.id, number, each.prompt, tokens, kept, *said))
+            if each.error is None:
+                each.commit(tokens, count, eos_ids)
         unfinished = [row for row, each in enumerate(batch) if each.finish_reason is None and not each.error]
         if not unfinished:
             return
@@ -94,12 +80,7 @@ def _encode_prompts(context: Context, batch: Sequence[Pending]) -> Prefix:
 
 
 def _denoise(
-    context: Context,
-    prefix: Prefix,
-    other: Prefix | None,
-    batch: Sequence[Pending],
-    number: int,
-    on_step: OnStep | None,
+    context: Context, prefix: Prefix, other: Prefix | None, batch: Sequence[Pending], number: int
 ) -> tuple[Tensor, list[int]]:
     """Denoise canvas `number` of every row: the argmax canvases [B, L] and how many steps each took.
 
@@ -164,12 +145,6 @@ def _denoise(
         )
         decision = decision_of(strategy, canvases)
         kept_BL, standing_BL = decision.kept_BL, decision.standing(canvases)
-        if on_step is not None:
-            at = [(id, number, step, shape.temperature) for id in canvases.ids]
-            given = (canvases.is_pinned_BL, decision.stay_BL)
-            for record in step_records(at, canvas_BL, stats, decision.keep_BL, *given):
-                on_step(record)
-
         is_last = step + 1 == max_steps
         if decision.stop_B is None and not is_last:
             continue  # no canvas stops here, so the host need not wait for the device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,6 @@ from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.context import Context
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.fixed_step import FixedStep
-from blockdiff.sampling.loop import OnCanvas, OnStep
 from blockdiff.sampling.request import Pending, Prompt, Request, Result, as_request
 from blockdiff.sampling.strategies import as_strategy
 from blockdiff.sampling.strategy import Strategy
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
 
     from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.parallel.mesh import Mesh
+
+OnCanvas = Callable[[CommittedCanvas], object]
+OnStep = Callable[[Step], object]
 
 
 class Sampler:
