@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
-from blockdiff.pieces import gathered
+from blockdiff.pieces import Block, Piece, gathered, piece_of
 from blockdiff.training import export
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.freeze import freeze
@@ -43,9 +44,10 @@ from tests.oracle import TWO_LAYERS, tiny_config
 L, ROWS = 8, 6
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+def held(tensor: Tensor, ranks: Ranks) -> Piece:
+    """What this rank holds of a tensor now: to gather tensor by tensor takes longer than to train."""
+    piece = piece_of(tensor, ranks.rank)
+    return replace(piece, local=piece.local.clone())
 
 
 def made(mesh: Mesh, name: str, dtype: torch.dtype, is_adapted: bool, one_sweep: bool) -> Objective:
@@ -101,14 +103,14 @@ def batches(ranks: Ranks, step: int, is_packed: bool, model: BlockDiffusionModel
     return [lay_out([one], L, pad_id=0) for one in rows[ranks.row_rank :: ranks.row_world] or [PADDING_ROW]]
 
 
-def trained(mesh: Mesh, name: str, scenario: str, one_sweep: bool) -> dict[str, Tensor]:
-    """Losses and norms of some plain SGD steps, the gradients of the first two and the last weights."""
+def trained(mesh: Mesh, name: str, scenario: str, one_sweep: bool) -> dict[str, Piece]:
+    """Losses and norms of some plain SGD steps, their gradients and the last weights."""
     dtype, is_adapted, is_packed, steps = SCENARIOS[scenario]
     objective = made(mesh, name, dtype, is_adapted, one_sweep)
     module, weights = replicate(objective, mesh), trainable(objective)
     optimiser = torch.optim.SGD(list(weights.values()), lr=1e-2)
     found: list[list[float]] = []
-    tensors: dict[str, Tensor] = {}
+    pieces: dict[str, Piece] = {}
     for step in range(1, steps + 1):
         optimiser.zero_grad(set_to_none=True)
         window = batches(mesh.ranks, step, is_packed, objective.model)
@@ -117,11 +119,34 @@ def trained(mesh: Mesh, name: str, scenario: str, one_sweep: bool) -> dict[str, 
         found.append([gradient.losses["canvas_loss"], gradient.losses["ar_loss"], gradient.norm])
         for name, parameter in weights.items():
             assert parameter.grad is not None
-            if step <= 2:
-                tensors[f"gradient {step} {name}"] = whole(parameter.grad)
+            pieces[f"gradient {step} {name}"] = held(parameter.grad, mesh.ranks)
         optimiser.step()
-    tensors["losses"] = torch.tensor(found, dtype=torch.float64)
-    return tensors | {f"weight {name}": whole(parameter) for name, parameter in weights.items()}
+    pieces["losses"] = held(torch.tensor(found, dtype=torch.float64), mesh.ranks)
+    return pieces | {f"weight {name}": held(parameter, mesh.ranks) for name, parameter in weights.items()}
+
+
+def write_pieces(file: Path, pieces: dict[str, Piece]) -> None:
+    """Write what a rank holds, and as metadata of which shape and where it begins."""
+    places = {name: json.dumps([piece.shape, piece.block.offsets]) for name, piece in pieces.items()}
+    save_file({name: piece.local.contiguous() for name, piece in pieces.items()}, file, places)
+
+
+def read_whole(files: Iterable[Path]) -> dict[str, Tensor]:
+    """The tensors whose pieces ranks have written; where no rank has anything they are NaN.
+
+    AssertionError where ranks that hold the same have other numbers there.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name, place in opened.metadata().items():
+                shape, offsets = json.loads(place)
+                local = opened.get_tensor(name)
+                made = tensors.setdefault(name, torch.full(shape, float("nan"), dtype=local.dtype))
+                there = made[Block(tuple(offsets), tuple(local.shape)).slices] if shape else made
+                assert torch.equal(there.where(there == there, local), local), (name, file)
+                there.copy_(local)
+    return tensors
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -160,16 +185,13 @@ def meshes_of(name: str, world: int) -> list[str]:
 
 
 def all_meshes(ranks: Ranks, directory: Path, runs: dict[str, list[str]]) -> None:
-    """Train every model over every mesh, of which rank 0 writes what it found, and whole runs from recipes."""
+    """Train every model over every mesh, of which each rank writes what it has, and whole runs from recipes."""
     for name in TRAINED:
         for each in meshes_of(name, ranks.world):
             mesh = Mesh.of(replace(ranks, alike=MESHES[each].get("tensor", 1)), **MESHES[each])
             for scenario in SCENARIOS:
                 found = trained(mesh, name, scenario, mesh.is_split)
-                assert ranks.gather(found["losses"].tolist()) == [found["losses"].tolist()] * ranks.world
-                if ranks.is_main:
-                    tensors = {key: x.contiguous() for key, x in found.items()}
-                    save_file(tensors, directory / f"{name}: {each}: {scenario}")
+                write_pieces(directory / f"{name}: {each}: {scenario}: {ranks.rank}", found)
     train_runs(directory, runs)
 
 

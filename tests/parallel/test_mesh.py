@@ -21,7 +21,7 @@ from blockdiff.training.refuse import refuse
 from tests.expert_ranks import error
 from tests.families import CONFIGS
 from tests.forked import run_ranks
-from tests.mesh_ranks import SCENARIOS, TRAINED, all_meshes, meshes_of, train_runs, trained, write_recipes
+from tests.mesh_ranks import SCENARIOS, TRAINED, all_meshes, meshes_of, read_whole, train_runs, trained, write_recipes
 
 CPU = torch.device("cpu")
 # What every tensor of several ranks may differ by from one process's, as a share of its norm.
@@ -62,8 +62,8 @@ def several(tmp_path_factory):
     ("name", "world", "mesh"), [(name, n, mesh) for name in TRAINED for n in (2, 4) for mesh in meshes_of(name, n)]
 )
 def test_any_mesh_has_the_losses_gradients_and_weights_of_one_process(one, several, name, world, mesh, scenario):
-    expected = one(name, scenario, mesh != "DDP")
-    got = load_file(several[world] / f"{name}: {mesh}: {scenario}")
+    expected = {key: piece.local for key, piece in one(name, scenario, mesh != "DDP").items()}
+    got = read_whole(several[world] / f"{name}: {mesh}: {scenario}: {rank}" for rank in range(world))
     assert got.keys() == expected.keys()
     limits = LIMITS[SCENARIOS[scenario][0]]
     if "tensor" in mesh:

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.pieces import fill_piece
+from blockdiff.pieces import fill_piece, gathered
 from blockdiff.training import optimiser as optim
 from tests.forked import run_ranks
-from tests.mesh_ranks import MESHES, made, whole
+from tests.mesh_ranks import MESHES, made
 
 MESHES_OF = {
     2: ("DDP", "FSDP2", "experts", "tensor"),
@@ -35,7 +35,7 @@ def moved(mesh: Mesh, is_adapted: bool) -> dict[str, torch.Tensor]:
             parameter.grad = torch.empty_like(parameter)
             fill_piece(parameter.grad, torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
         optimiser.step()
-    return {name: whole(parameter).contiguous() for name, parameter in weights.items()}
+    return {name: gathered(parameter).contiguous() for name, parameter in weights.items()}
 
 
 def over_meshes(ranks: Ranks, directory: Path, names: tuple[str, ...]) -> None:
