@@ -13,7 +13,7 @@ from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.models.family import family_of
 from blockdiff.sampling.choices import Choices
-from blockdiff.sampling.control import control_of
+from blockdiff.sampling.demands import control_of
 from blockdiff.sampling.reasoning import separated
 from blockdiff.sampling.request import Pending, Request, Result, tokenised
 from blockdiff.sampling.strategies import NextToken, as_strategy, is_guided

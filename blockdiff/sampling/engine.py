@@ -6,11 +6,10 @@ Who runs is the scheduler's business, the tensors of live canvases are `Live`'s,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import RequestError
@@ -18,12 +17,13 @@ from blockdiff.models.pages import Pages
 from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.context import NOT_FINITE, Context
 from blockdiff.sampling.control import CanvasControl
+from blockdiff.sampling.encoding import Encoding
 from blockdiff.sampling.fixed_step import FixedStep
 from blockdiff.sampling.graphs import Graphs, capture_of
 from blockdiff.sampling.live import Finished, Live
 from blockdiff.sampling.request import Pending, Request, Result, draws_of
 from blockdiff.sampling.scheduler import Row, Scheduler, Slot
-from blockdiff.sampling.scores import best, next_token_logprobs
+from blockdiff.sampling.scores import best
 from blockdiff.sampling.strategies import is_guided
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step
@@ -110,6 +110,7 @@ class Engine:
         of_steps = None if capture is None or not self.pages.reads_tables else Graphs(capture)
         if graphs and of_steps is None:
             raise ValueError("graphs: no step of this model can be captured; that takes canvases, CUDA and Triton")
+        self._encoding = Encoding(self.context, self.pages, exact)
         self._live = Live(self.context, self.pages, canvases, 1 if exact else max_rows, buckets, of_steps, fixed)
         self._rows: dict[str | int, Row] = {}  # the first draw of each submitted request
         self._unfinished = 0
@@ -117,7 +118,6 @@ class Engine:
         self._answered: list[Row] = []
         self._now = 0  # steps so far
         self._has_changed = False  # a canvas has been finished since the last step
-        self.encoded_tokens = 0  # padding included
 
     # -- the door ----------------------------------------------------------------------------------------------
 
@@ -193,6 +193,11 @@ class Engine:
         """How many canvases the model has denoised so far, padding included."""
         return self._live.forwards
 
+    @property
+    def encoded_tokens(self) -> int:
+        """How many tokens the model has encoded so far, padding included."""
+        return self._encoding.tokens
+
     @torch.no_grad()
     def step(self) -> bool:
         """Encode what waits for it and denoise every live canvas once; False when nothing is left to do."""
@@ -203,66 +208,12 @@ class Engine:
         self._denoise()
         return self._unfinished > 0
 
-    # -- encoding ----------------------------------------------------------------------------------------------
-
     def _encode(self, pieces: Sequence[tuple[Row, int]]) -> None:
-        """Encode pieces of rows, and score what is to be scored."""
-        for call in self._calls_of(pieces):
-            counts, starts = [count for _, count in call], [row.length for row, _ in call]
-            width = max(counts)
-            tokens = [
-                row.known[start : start + count] + [0] * (width - count)
-                for (row, count), start in zip(call, starts, strict=True)
-            ]
-            rows = [row.paged for row, _ in call if row.paged is not None]
-            hidden_BTD = self.pages.encode(rows, torch.tensor(tokens), counts)
-            self.encoded_tokens += width * len(call)
-            self._encode_others(call)
-            for (row, count), start, hidden_TD in zip(call, starts, hidden_BTD, strict=True):
-                if row.asked.is_scored:
-                    self._score(row, start, hidden_TD[:count])
-                elif self.context.is_next_token and count:
-                    row.before_D = hidden_TD[count - 1]
+        """Encode pieces of rows, and let those leave that waited for nothing else."""
+        self._encoding.encode(pieces)
         for row in [row for row in self._scheduler.seated if row.asked.error or row.asked.finish_reason]:
             if row.asked.error or not row.missing:
                 self._leave(row)
-
-    def _encode_others(self, call: Sequence[tuple[Row, int]]) -> None:
-        """Encode for guided rows what their prefixes without the prompt have now: bos once, then the same canvases."""
-        for row, count in call:
-            if row.other is None or row.length < len(row.asked.prompt_tokens):
-                continue
-            tokens = row.known[row.length - count : row.length] if row.other.length else [self.context.bos_id or 0]
-            assert row.other.length in (0, 1 + row.length - count - len(row.asked.prompt_tokens))
-            self.pages.encode([row.other], torch.tensor([tokens]), [len(tokens)])
-
-    def _calls_of(self, pieces: Sequence[tuple[Row, int]]) -> Iterator[list[tuple[Row, int]]]:
-        """Pieces that are encoded together: of similar length, so that little of a call is padding."""
-        call: list[tuple[Row, int]] = []
-        for piece in sorted(pieces, key=lambda piece: -piece[1]):
-            if call and (self.exact or 2 * piece[1] < call[0][1]):
-                yield call
-                call = []
-            call.append(piece)
-        if call:
-            yield call
-
-    def _score(self, row: Row, start: int, hidden_TD: Tensor) -> None:
-        """Score the tokens of a response that the tokens encoded from column `start` on, and the one before, predict.
-
-        A row that is encoded again is scored on from where it was.
-        """
-        asked, prompt, end = row.asked, len(row.asked.prompt_tokens), start + len(hidden_TD)
-        known = asked.logprobs = asked.logprobs or []
-        before_D, row.before_D = row.before_D, hidden_TD[-1] if len(hidden_TD) else row.before_D
-        first = max(prompt + len(known), start)
-        tokens = asked.tokens[first - prompt : max(0, end + 1 - prompt)]
-        if tokens:
-            before_D = before_D if first == start else hidden_TD[first - start - 1]
-            assert before_D is not None
-            tokens_T = torch.tensor(tokens, device=hidden_TD.device)
-            scored = next_token_logprobs(self.context.model, before_D, hidden_TD[first - start :], tokens_T)
-            known += scored[0].tolist()
 
     # -- denoising ---------------------------------------------------------------------------------------------
 
@@ -333,7 +284,7 @@ class Engine:
         if asked.is_scored:  # the last token predicts nothing
             row.known += tokens[: kept - 1]
             if kept == 1 and row.before_D is not None:
-                self._score(row, len(row.known), row.before_D[None, :][:0])
+                self._encoding.score(row, len(row.known), row.before_D[None, :][:0])
         if not row.missing:
             self._leave(row)
 

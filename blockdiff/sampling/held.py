@@ -74,6 +74,15 @@ def held_canvases(
     return found
 
 
+def given_tokens(of_rows: Sequence[Tensor | None]) -> Tensor | None:
+    """Tokens that are given, int64 [B, L], -1 where none is; None where no row has any."""
+    given = next((given_L for given_L in of_rows if given_L is not None), None)
+    if given is None:
+        return None
+    free_L = torch.full_like(given, -1)
+    return torch.stack([free_L if given_L is None else given_L for given_L in of_rows])
+
+
 def _held(
     rows: list[int], controls: Sequence[CanvasControl], length: int, vocab_size: int, device: torch.device
 ) -> Held:

@@ -5,7 +5,7 @@ Tensors: B canvases, `width` of them side by side for each row, L positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from blockdiff.sampling.context import Context
 from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.fixed_step import FixedStep
 from blockdiff.sampling.graphs import Graphs
-from blockdiff.sampling.held import Held, held_canvases
+from blockdiff.sampling.held import Held, given_tokens, held_canvases
 from blockdiff.sampling.live_state import State, ends
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.scheduler import Row, Slot
@@ -118,9 +118,9 @@ class Live:
         controls = [slot.control for slot in slots]
         of_all = self.context.canvas_length, self.context.model.vocab_size, device
         self._held = [held_canvases(controls[call.slots], *of_all) for call in self._calls]
-        self._pinned_BL = self._given([None if c is None else c.pinned_L for c in controls])
+        self._pinned_BL = given_tokens([None if c is None else c.pinned_L for c in controls])
         starting = [None if slot.has_begun else slot.control for slot in slots]
-        self._start_BL = self._given([None if c is None else c.start_L for c in starting])
+        self._start_BL = given_tokens([None if c is None else c.start_L for c in starting])
         self._captured, self._is_loaded = self._one_strategy(), False
 
     def _one_strategy(self) -> tuple[Strategy, Shape] | None:
@@ -135,14 +135,6 @@ class Live:
         shape = shapes.pop()
         return None if shapes or shape is None or not self.fixed.takes(shape) else (strategy, shape)
 
-    def _given(self, rows: Sequence[Tensor | None]) -> Tensor | None:
-        """Tokens that are given, int64 [B, L], -1 where none is; None where no canvas has any."""
-        given = next((row for row in rows if row is not None), None)
-        if given is None:
-            return None
-        free_L = torch.full_like(given, -1)
-        return torch.stack([free_L if row is None else row for row in rows])
-
     # -- one step ----------------------------------------------------------------------------------------------
 
     def step(self, now: int) -> tuple[list[Finished], list[Step]]:
@@ -156,7 +148,7 @@ class Live:
         uniform_BL, noise_BL = self._drawn(state, steps, step_B)
         tokens_BL = state.seen(noise_BL, self.context.choices.mask_id, self._start_BL, self._pinned_BL)
         self._start_BL = None
-        shapes = [self._shape(slot, of_steps, step) for slot, of_steps, step in self._with_shapes(steps)]
+        shapes = [self._shape(*of_slot) for of_slot in zip(self.slots, self._shapes_B, steps, strict=True)]
         temperature_B = torch.tensor([shape.temperature for shape in shapes], device=tokens_BL.device)
 
         parts = [
@@ -207,9 +199,6 @@ class Live:
     def _is_last(self, steps: Sequence[int]) -> bool:
         """Whether some canvas is at the last step that it may take."""
         return any(step + 1 == slot.row.asked.max_steps for slot, step in zip(self.slots, steps, strict=True))
-
-    def _with_shapes(self, steps: Sequence[int]) -> Iterator[tuple[Slot, list[Shape], int]]:
-        return zip(self.slots, self._shapes_B, steps, strict=True)
 
     def _shape(self, slot: Slot, known: list[Shape], step: int) -> Shape:
         """What a step draws from; a canvas that waits for those before it counts on, and its shape means nothing."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blockdiff.sampling.context import NOT_FINITE, Context
 from blockdiff.sampling.draws import Draws, signed
-from blockdiff.sampling.held import held_canvases
+from blockdiff.sampling.held import given_tokens, held_canvases
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.request import Pending
 from blockdiff.sampling.strategies import is_guided
@@ -99,8 +99,8 @@ def _denoise(
     steps_B, unchanged_B = torch.full_like(seed_B, max_steps), torch.zeros_like(seed_B)
     standing_BL = kept_BL = stats = None
     controls = [each.control.begin(number, each.tokens, each.seed) if each.control else None for each in batch]
-    start_BL = _stacked([None if control is None else control.start_L for control in controls])
-    pinned_BL = _stacked([None if control is None else control.pinned_L for control in controls])
+    start_BL = given_tokens([None if control is None else control.start_L for control in controls])
+    pinned_BL = given_tokens([None if control is None else control.pinned_L for control in controls])
     first_step = next((control.first_step for control in controls if control is not None), 0)
     for step in range(first_step, max_steps):
         shape = strategy.shape(step, max_steps)
@@ -174,9 +174,3 @@ def _denoise(
         prefix, other = prefix.select(kept), None if other is None else other.select(kept)
         draws.select(kept)
     return final_BL, steps
-
-
-def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
-    """Given tokens of every row, int64 [B, L], -1 where none is given; None where no row has any."""
-    given = next((row for row in rows if row is not None), None)
-    return None if given is None else torch.stack([torch.full_like(given, -1) if row is None else row for row in rows])

@@ -14,7 +14,8 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Choices, Recorder, Request, Sampler
 from blockdiff.sampling import held as held_module
-from blockdiff.sampling.control import Control, control_of
+from blockdiff.sampling.control import Control
+from blockdiff.sampling.demands import control_of
 from blockdiff.sampling.draws import Draws
 from blockdiff.sampling.held import held_canvases
 from blockdiff.sampling.loop import generate_in_lockstep
