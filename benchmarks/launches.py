@@ -4,16 +4,17 @@ Counted for each kind of layer at batch 1 over pages: launches of Triton kernels
 of a commit, and the bytes that its operations copy at the released model's sizes. A denoising step is timed, too, with
 the launches and torch's products left out (their results are made, but nothing is computed), on small tensors of the
 CPU; the time of a layer is what layers more make a step longer by. What Triton takes for a launch, and torch for a
-product, comes on top on a GPU.
+product, comes on top on a GPU. What stands in for both is part of that time, and its own time is given beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from benchmarks.models import Size
 from blockdiff.kernels import launch as launching
+from blockdiff.kernels import relaunch
 from blockdiff.kernels.span_attention import triton as attention
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.fp8 import fp8_layers, put_in_fp8
@@ -159,6 +161,70 @@ def host_seconds(kind: str, few: int = 4, many: int = 16, repeats: int = 100) ->
     return (min(seconds[1]) - min(seconds[0])) / (many - few)
 
 
+@torch.no_grad()
+def stand_in_seconds(kind: str, rounds: int = 300, repeats: int = 20) -> float:
+    """What stands in for launches and products takes for one layer, called alone with what a step gives it.
+
+    Of what stands in for a product its result's allocation is left out, which a product makes, too. It is a lower
+    bound: called again and again, all of it stays in the processor's cache.
+    """
+    made: list[Callable[[], Any]] = []
+    starter, product = relaunch.starter, _product_left_out
+
+    def noting_starter(*launch: Any) -> Any:
+        start = starter(*launch)
+
+        def started(*arguments: Any) -> None:
+            made.append(lambda: start(*arguments))
+
+        return started
+
+    def noting_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        made.append(lambda: product(x, weight))
+        return product(x, weight)
+
+    seconds = []
+    products_noted = patch.object(torch.nn.functional, "linear", noting_product)
+    with patch.object(relaunch, "starter", noting_starter), launches_left_out(), products_noted:
+        for layers in (1, 2):
+            step = DenoisingStep(kind, layers)
+            made.clear()
+            step()
+            seconds.append(_least_seconds(list(made), rounds, repeats))
+    x = torch.zeros(1, 8, 64)
+    products = 5 if kind == "sliding" else 4
+    return seconds[1] - seconds[0] - products * _least_seconds([lambda: x.new_empty(1, 8, 64)], rounds, repeats)
+
+
+def _least_seconds(calls: list[Callable[[], Any]], rounds: int, repeats: int) -> float:
+    """Processor time of all calls, one after the other: the least of some means."""
+    found = []
+    for _ in range(repeats):
+        start = time.process_time()
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        found.append((time.process_time() - start) / rounds)
+    return min(found)
+
+
+@torch.no_grad()
+def python_calls(kind: str) -> int:
+    """How many calls of Python functions one layer more makes in a step."""
+    counts = []
+    with launches_left_out(), patch.object(torch.nn.functional, "linear", _product_left_out):
+        for layers in (1, 2):
+            step, found = DenoisingStep(kind, layers), Counter[str]()
+            step()
+            sys.setprofile(lambda frame, event, argument, found=found: found.update([event]))  # type: ignore[misc]
+            try:
+                step()
+            finally:
+                sys.setprofile(None)
+            counts.append(found["call"])
+    return counts[1] - counts[0]
+
+
 def _product_left_out(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
@@ -188,11 +254,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.launches", description=__doc__)
     parser.add_argument("--counts", action="store_true", help="count only")
     options = parser.parse_args()
-    print("| layer | Triton launches | torch operations | host microseconds |\n|---|---|---|---|")
+    print("| layer | Triton launches | torch operations | Python calls | host microseconds | of them stand-ins |")
+    print("|---|---|---|---|---|---|")
     for kind in KINDS:
         launches, operations = counted(kind)
-        time_of = "" if options.counts else f"{1e6 * host_seconds(kind):.0f}"
-        print(f"| {kind} | {sum(launches.values())} | {sum(operations.values())} | {time_of} |", flush=True)
+        times = [] if options.counts else [host_seconds(kind), stand_in_seconds(kind)]
+        numbers = sum(launches.values()), sum(operations.values()), python_calls(kind)
+        cells = [kind, *map(str, numbers), *(f"{1e6 * each:.0f}" for each in times), *[""] * (2 - len(times))]
+        print(f"| {' | '.join(cells)} |", flush=True)
     print("\n| layer in a commit | Triton launches | torch operations | bytes copied |\n|---|---|---|---|")
     for kind in KINDS:
         counts = (str(sum(found.values())) for found in counted(kind, Commit))

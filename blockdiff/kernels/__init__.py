@@ -18,7 +18,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.launch import Unserved
-from blockdiff.kernels.span_attention.paged import PagedTensor
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
 
 # The ops of every folder. Its native.py says what they compute and holds a function of each name; so does its
 # triton.py (imported when it is asked for), but for `logits`, whose native form is a single product.
@@ -80,17 +80,31 @@ class Kernels:
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """What `layers.attention.heads` gives, in one launch; None where that is not there."""
         heads: tuple[Tensor, Tensor, Tensor | None] | None = None
-        if self._is_fused(q):
+        if self.fused is not None and self.fused.serves(q):
             heads = self.fused.attention_heads(q, *rest, into)
         elif self.joined is not None:
             heads = self.joined.attention_heads(q, *rest, into)
         return heads
 
+    def attended(
+        self, products: Sequence[Tensor], head_dim: int, *rest: Any, past: tuple[PrefixTensor, ...] | None,
+        spans: Any, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+        """What queries gather over pages and their own tokens, [B, T, h * d], and the own keys and values, of the
+        products of tokens with the three (or two, if values are raw keys) projections; None where no kernel does that.
+
+        rest: as in `attention_heads`, from the norms' weights on.
+        """
+        made: tuple[Tensor, Tensor, Tensor] | None = None
+        if past is not None and self.fused is not None and self.fused.serves(products[0]):
+            made = self.fused.attended(products, head_dim, *rest, past, spans.written_BT4, scale)
+        return made
+
     def residual_norms(
         self, x: Tensor, y: Tensor, weight: Tensor, weights: Sequence[Tensor | None], eps: float
     ) -> tuple[Tensor, ...]:
         """`x + rms_norm(y)`, and what `rms_norms` gives of that under up to three weights."""
-        if self._is_fused(x):
+        if self.fused is not None and self.fused.serves(x):
             sums: tuple[Tensor, ...] = self.fused.residual_norms(x, y, weight, weights, eps)
             return sums
         if self.joined is not None and (made := self.joined.residual_norms(x, y, weight, weights, eps)) is not None:
@@ -99,12 +113,13 @@ class Kernels:
         return x, *self.rms_norms(x, weights, eps)
 
     def routed_tokens(
-        self, x_ND: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
+        self, x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
     ) -> tuple[Tensor, Tensor]:
-        """What `route` gives of the scores `(x * scale * root) weight^T`."""
-        if self._is_fused(x_ND):
-            routes: tuple[Tensor, Tensor] = self.fused.routed_tokens(x_ND, scale_D, root, weight_ED, expert_scale_E, k)
+        """What `route` gives of the scores `(x * scale * root) weight^T` of tokens [..., D]."""
+        if self.fused is not None and self.fused.serves(x):
+            routes: tuple[Tensor, Tensor] = self.fused.routed_tokens(x, scale_D, root, weight_ED, expert_scale_E, k)
             return routes
+        x_ND = x.flatten(0, -2)
         of_tokens = x_ND, scale_D, root, weight_ED, expert_scale_E, k
         if self.joined is not None and (made := self.joined.routed_tokens(*of_tokens)) is not None:
             return made[0], made[1]
@@ -119,7 +134,7 @@ class Kernels:
         scalar: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """`(x + norm(norm(dense) + norm(routed))) * scalar`; weights: of dense, of routed, of their sum."""
-        if self._is_fused(x):
+        if self.fused is not None and self.fused.serves(x):
             end: Tensor = self.fused.layer_end(x, dense, routed, weights, eps, scalar)
             return end
         assert isinstance(routed, Tensor)
@@ -131,11 +146,12 @@ class Kernels:
         both = self.add_rms_norm(of_dense, routed.view_as(x), weights[1], eps)
         return self.add_rms_norm(x, both, weights[2], eps, scalar)
 
-    def expert_slots(self, x_ND: Tensor, *of_experts: Any) -> Slots | Tensor:
-        """What `expert_mlp` gives, for `layer_end`: where that is fused, before it is summed."""
-        run = self.fused.expert_slots if self._is_fused(x_ND) else self.expert_mlp
-        slots: Slots | Tensor = run(x_ND, *of_experts)
-        return slots
+    def expert_slots(self, x: Tensor, *of_experts: Any) -> Slots | Tensor:
+        """What `expert_mlp` gives of tokens [..., D], for `layer_end`: where that is fused, before it is summed."""
+        if self.fused is not None and self.fused.serves(x):
+            slots: Slots = self.fused.expert_slots(x, *of_experts)
+            return slots
+        return self.expert_mlp(x.flatten(0, -2), *of_experts)
 
     def linear(self, x: Tensor, weight: Tensor | Fp8) -> Tensor:
         """`x weight^T`."""
@@ -143,21 +159,21 @@ class Kernels:
 
     def products(self, x: Tensor, weights: Sequence[Tensor | Fp8]) -> tuple[Tensor, ...]:
         """`x weight^T` for every weight."""
-        are_fp8 = [isinstance(weight, Fp8) for weight in weights]
-        if any(are_fp8) and not all(are_fp8):
+        kinds = [type(weight) for weight in weights]
+        if Fp8 not in kinds:
+            return self.linears(x, weights)
+        if kinds.count(Fp8) < len(kinds):
             return tuple(self.linear(x, weight) for weight in weights)
-        return (self.fp8_linears if are_fp8[0] else self.linears)(x, weights)
+        return self.fp8_linears(x, weights)
 
     def gated_linear(self, x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
         """`gated` of the products of x with two weights."""
         rounds_inputs = isinstance(gate_FD, Fp8) and gate_FD.rounds_inputs
-        if self._is_fused(x) and not rounds_inputs and x.numel() <= self.fused.FEW_ROWS * x.shape[-1]:
+        is_fused = self.fused is not None and self.fused.serves(x) and not rounds_inputs
+        if is_fused and x.numel() <= self.fused.FEW_ROWS * x.shape[-1]:
             product: Tensor = self.fused.gated_product(x, gate_FD, up_FD, activation)
             return product
         return self.gated(*self.products(x, (gate_FD, up_FD)), activation)
-
-    def _is_fused(self, x: Tensor) -> bool:
-        return self.fused is not None and self.fused.serves(x)
 
 
 def _op(name: str, implementation: str) -> Callable[..., Any]:

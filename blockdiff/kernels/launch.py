@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 
 from blockdiff.errors import BlockdiffError
 
@@ -18,6 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels comp
 RUNS: dict[str, Callable[..., Any]] = {}  # what every op does, by its name
 P = ParamSpec("P")
 R = TypeVar("R")
+_modes = torch._C._len_torch_dispatch_stack
 _OF_SIZES: list[Any] = []  # the functions that `of_sizes` remembers the results of
 
 
@@ -123,7 +125,12 @@ class Op:
         self.register_autograd = registered.register_autograd
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.registered(*inputs) if asks_torch() else _made(self.make(*inputs))
+        if asks_torch():
+            return self.registered(*inputs)
+        making = self.make(*inputs)
+        outputs = next(making)
+        next(making, None)
+        return outputs
 
 
 def _made(making: Iterator[Any]) -> Any:
@@ -136,7 +143,7 @@ def _made(making: Iterator[Any]) -> Any:
 
 def asks_torch() -> bool:
     """Whether torch has to see each op: it compiles, records gradients, or a mode (fake tensors, say) looks on."""
-    return torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return is_grad_enabled() or is_compiling() or _modes() > 0
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -60,11 +60,26 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, KV]:
         into = written(past)
         first = spans.clean_tokens if isinstance(spans, Sweep) and not spans.wants_clean else 0
-        q, k, v = self.heads_of(x_BTD, rope, into, first)
-        B, T = q.shape[:2]
-        out = attend(self.kernels, q, k, v, spans, past, self.scale)
-        out = product(self.o_proj, out.reshape(B, T, self.heads * self.head_dim), self.kernels)
-        return out, (k, v) if into is None else ()
+        made = self._products(x_BTD, first)
+        whole = self._attended(made, rope, spans, past) if into is None and past is not None else None
+        if whole is not None:
+            out, k, v = whole
+        else:
+            q, k, v = self._heads(made, rope, into)
+            out = attend(self.kernels, q, k, v, spans, past, self.scale).flatten(2)
+        return product(self.o_proj, out, self.kernels), (k, v) if into is None else ()
+
+    def _attended(
+        self, made: tuple[Tensor, ...], rope: tuple[Tensor, Tensor], spans: Spans | Sweep, past: Past
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What every query gathers [B, T, h * d], and keys and values, without what stands between these launches."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        form = norm_form_of(q_norm)
+        if form is None or type(q_norm) is not type(k_norm) or isinstance(spans, Sweep):
+            return None
+        weights = (None, None) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
+        forms = *rope, self.eps, form, self.norms_values
+        return self.kernels.attended(made, self.head_dim, *weights, *forms, past=past, spans=spans, scale=self.scale)
 
     def heads_of(
         self,
@@ -78,21 +93,27 @@ class Attention(nn.Module):
         into: pages that keys and values are written into; then none are returned, [B, 0, K, d]; first: the first token
         whose queries are wanted.
         """
-        B, T, _ = x_BTD.shape
-        projections = (self.q_proj, self.k_proj) if self.v_proj is None else (self.q_proj, self.k_proj, self.v_proj)
-        matrices = [weight_of(projection) for projection in projections]
-        there = [matrix for matrix in matrices if matrix is not None]
+        return self._heads(self._products(x_BTD, first), rope, into)
+
+    def _products(self, x_BTD: Tensor, first: int) -> tuple[Tensor, ...]:
+        """What the projections give: queries, keys and, if they have one, values, [B, T, heads * d]."""
+        v_proj = self.v_proj
+        projections = (self.q_proj, self.k_proj) if v_proj is None else (self.q_proj, self.k_proj, v_proj)
         if first:
-            made = tuple(
+            return tuple(
                 product(each, x_BTD[:, first:] if n == 0 else x_BTD, self.kernels) for n, each in enumerate(projections)
             )
-        elif len(there) == len(projections):
-            made = self.kernels.products(x_BTD, there)
-        else:
-            made = tuple(projection(x_BTD) for projection in projections)
-        q = made[0].view(B, T - first, self.heads, self.head_dim)
-        raw_k = made[1].view(B, T, self.kv_heads, self.head_dim)
-        v = raw_k if self.v_proj is None else made[2].view(B, T, self.kv_heads, self.head_dim)
+        matrices = [matrix for each in projections if (matrix := weight_of(each)) is not None]
+        if len(matrices) == len(projections):
+            return self.kernels.products(x_BTD, matrices)
+        return tuple(projection(x_BTD) for projection in projections)
+
+    def _heads(
+        self, made: tuple[Tensor, ...], rope: tuple[Tensor, Tensor], into: tuple[PagedTensor, ...] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`heads_of` the products."""
+        q, raw_k = (x.view(*x.shape[:2], -1, self.head_dim) for x in made[:2])
+        v = raw_k if len(made) == 2 else made[2].view(raw_k.shape)
         norms, norms_values = (self.q_norm, self.k_norm), self.norms_values
         q, k, values = heads(self.kernels, q, raw_k, v, norms, rope, self.eps, norms_values, into)
         assert values is not None

@@ -32,14 +32,14 @@ class Router(nn.Module):
         self.top_k, self.kernels = top_k, kernels
         self.root = hidden**-0.5
 
-    def forward(self, normed_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert index int64 [N, k] and weight [N, k] of tokens normed without weight, per-expert scale applied."""
-        weight: Tensor = self.proj.weight
-        if "lora_A" in self.proj._parameters:  # an adapter that PEFT has put there
-            A, B, scale = self.proj.lora_A, self.proj.lora_B, self.proj.low_rank.scale
-            weight = (weight + scale * (B @ A)).to(weight.dtype)
-        of_scores = self.scale, self.root, weight
-        return self.kernels.routed_tokens(normed_ND, *of_scores, self.per_expert_scale, self.top_k)
+    def forward(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert index int64 [N, k] and weight [N, k] of N tokens [..., D] normed without weight, per-expert scale
+        applied."""
+        members: Any = self.proj._parameters  # finding one by attribute takes a microsecond
+        weight: Tensor = members["weight"]
+        if "lora_A" in members:  # an adapter that PEFT has put there
+            weight = (weight + self.proj.low_rank.scale * (members["lora_B"] @ members["lora_A"])).to(weight.dtype)
+        return self.kernels.routed_tokens(normed, self.scale, self.root, weight, self.per_expert_scale, self.top_k)
 
 
 class SigmoidRouter(nn.Module):
@@ -80,20 +80,20 @@ class Experts(nn.Module):
 
     def forward(
         self,
-        x_ND: Tensor,
+        x: Tensor,
         index_Nk: Tensor,
         weight_Nk: Tensor,
         padding_N: Tensor | None = None,
         may_be_slots: bool = False,
     ) -> Slots | Tensor:
-        """The weighted sum of each token's experts; padding tokens go to none and give 0.
+        """The weighted sum [N, D] of the experts of N tokens [..., D]; padding tokens go to none and give 0.
 
         may_be_slots: whether the caller takes what is to be summed, too, for `Kernels.layer_end`.
         """
-        experts = self.gate_up_proj.shape[0]
         if may_be_slots and padding_N is None and self.exchange is None:
             of_tokens = index_Nk, weight_Nk, self.activation, self.low_rank_matrices()
-            return self.kernels.expert_slots(x_ND, *self.matrices(), *of_tokens)
+            return self.kernels.expert_slots(x, *self.matrices(), *of_tokens)
+        experts, x_ND = self.gate_up_proj.shape[0], x.flatten(0, -2)
         if padding_N is not None:
             index_Nk = index_Nk.masked_fill(padding_N[:, None], experts)
         if self.exchange is not None:

@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from blockdiff import models
 from blockdiff.errors import BlockdiffError, CheckpointError
 from blockdiff.kernels import Kernels
+from blockdiff.kernels.scratch import shared_scratch
 from blockdiff.layers.attention import KV, Past
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.rope import angles
@@ -242,12 +244,13 @@ class BlockDiffusionModel(nn.Module):
             x = torch.where(is_noisy[..., None], self._conditioned(x, soft_BTD), x)
         elif is_noisy:
             x = self._conditioned(x, soft_BTD)
-        for n, (kind, layer) in enumerate(zip(self.layer_kinds, self.layers, strict=True)):
-            if n == len(self.layers) - 1 and spans_of_last is not None:
-                spans = spans_of_last
-            x, layer_kv = layer(x, rope[kind], spans[kind], None if past is None else past[n], is_noisy)
-            if is_noisy is not True and not isinstance(sweep, Sweep):
-                kv.append(layer_kv)
+        with nullcontext() if torch.compiler.is_compiling() else shared_scratch():
+            for n, (kind, layer) in enumerate(zip(self.layer_kinds, self.layers, strict=True)):
+                if spans_of_last is not None and n == len(self.layers) - 1:
+                    spans = spans_of_last
+                x, layer_kv = layer(x, rope[kind], spans[kind], None if past is None else past[n], is_noisy)
+                if is_noisy is not True and not isinstance(sweep, Sweep):
+                    kv.append(layer_kv)
         return self.norm(x), kv
 
     def _conditioned(self, x: Tensor, soft_BTD: Tensor | None) -> Tensor:
@@ -337,4 +340,4 @@ def layer_scalar(layer: Any, is_noisy: bool | Tensor, dtype: torch.dtype) -> Ten
         scalar = clean
     else:
         scalar = torch.where(is_noisy[..., None], noisy, torch.ones_like(noisy) if clean is None else clean)
-    return None if scalar is None else scalar.to(dtype)
+    return scalar if scalar is None or scalar.dtype is dtype else scalar.to(dtype)

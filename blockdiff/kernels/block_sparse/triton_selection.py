@@ -16,7 +16,7 @@ from blockdiff.kernels.block_sparse import triton_kernels_selection as kernels
 from blockdiff.kernels.block_sparse.native import as_heads
 from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, op
 from blockdiff.kernels.span_attention.paged import PagedTensor
-from blockdiff.kernels.span_attention.triton import _dense_heads, _is_read_as_it_is, _multiprocessors, splits_of
+from blockdiff.kernels.span_attention.triton import _dense_heads, _multiprocessors, is_read_as_it_is, splits_of
 from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, tile_of
 
 LARGEST_HEAD = 256
@@ -97,7 +97,7 @@ def _reads_pages(q: Tensor, *sources: Tensor | PagedTensor) -> bool:
     """Whether all of them are pages that are read where they stand: neither padded nor cast, which would copy them."""
     if q.shape[-1] > LARGEST_HEAD:
         return False
-    return all(isinstance(x, PagedTensor) and _is_read_as_it_is(q, x.pool_NPKd) for x in sources)
+    return all(isinstance(x, PagedTensor) and is_read_as_it_is(q, x.pool_NPKd) for x in sources)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.autocast import in_autocast, is_on
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.expert_mlp import triton_kernels as kernels
 from blockdiff.kernels.expert_mlp import triton_kernels_backward as backward
@@ -23,10 +23,13 @@ from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS, activation_of
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.triton import parts_of, rounded_rows
 from blockdiff.kernels.launch import Launch, Unserved, check_dtypes, empty, launch, needed, of_sizes, op, wanted
+from blockdiff.kernels.scratch import scratch
 from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, tile_for, tile_of
 
 PART, LONGEST_CHUNK = 64, 1024  # slots that a sorting program looks at together, and in all
 FEW_SLOTS = 8192  # of so many every program counts all, which is then one launch and not two
+NO_MATRICES: tuple[None, ...] = (None, None, None, None)  # no low-rank matrices
+NO_FP8 = (None, None, False)  # no scales, and inputs are not rounded
 
 # -- launchers -------------------------------------------------------------------------------------------------
 
@@ -57,13 +60,18 @@ class Plan(NamedTuple):
 
 
 @of_sizes
-def plan_lengths(slots: int, experts: int, rows: int) -> list[int]:
+def plan_lengths(slots: int, experts: int, rows: int) -> tuple[int, ...]:
     """Of a plan's four views, in multiples of 16 bytes: another alignment would be another compilation.
 
     There are at most as many row tiles as full ones, and one begun for every expert that has a row.
     """
     tiles = slots // rows + min(experts, slots)
-    return [-(-length // 4) * 4 for length in (slots, experts + 1, tiles, tiles)]
+    return tuple([-(-length // 4) * 4 for length in (slots, experts + 1, tiles, tiles)])
+
+
+def _plan(x: Tensor, lengths: tuple[int, ...]) -> Plan:
+    """A plan of these lengths on x's device, not filled."""
+    return Plan(*x.new_empty(sum(lengths), dtype=torch.int32).split_with_sizes(lengths))
 
 
 def _sort(index: Tensor, experts: int, rows: int, plan: Plan) -> None:
@@ -155,7 +163,7 @@ def _expert_slots(
     gate_up_scale: Tensor | None, down_scale: Tensor | None, rounds_inputs: bool,
 ) -> Iterator[Tensor]:  # fmt: skip
     """What every slot gives, [N, k, D], with its weight and before it is summed; without gradient."""
-    y = empty(x, *index.shape, down.shape[1])
+    y = x.new_empty(*index.shape, down.shape[1])
     yield y
     low_rank, scales = (gate_up_A, gate_up_B, down_A, down_B), (gate_up_scale, down_scale)
     arguments = x, gate_up, down, index.contiguous(), weight, activation, low_rank, scales
@@ -171,20 +179,19 @@ def _fill_slots(
 
     rounds_inputs: products take the tokens, and what is activated, in fp8; low-rank matrices take both as they are.
     """
-    slots, k, (E, D, F) = index.numel(), index.shape[1], down.shape
-    gate_up_A, gate_up_B, down_A, down_B = low_rank
+    (N, k), (E, D, F) = index.shape, down.shape
+    slots, (gate_up_A, gate_up_B, down_A, down_B) = N * k, low_rank
     x, gate_up, down, weight = x.contiguous(), gate_up.contiguous(), down.contiguous(), weight.contiguous()
     ranks = (0 if gate_up_A is None else gate_up_A.shape[1]), (0 if down_A is None else down_A.shape[1])
     hardware = scales[0] is not None and decodes_fp8(x)
     sizes = slots, k, E, D, F, ranks, activation, rounds_inputs
-    tile, lengths, length, gate_up_launch, down_launch = _forward_of(*sizes, hardware, x.dtype, x.device)
-    memory = empty(x, length, dtype=torch.int32) if memory is None else memory
-    plan = Plan(*torch.split_with_sizes(memory, lengths))
+    tile, lengths, gate_up_launch, down_launch = _forward_of(*sizes, hardware, x.dtype, x.device)
+    plan = scratch(_plan, x, lengths) if memory is None else Plan(*memory.split_with_sizes(lengths))
     _sort(index, E, tile.rows, plan)
-    a, narrow = empty(x, slots, F), None
+    a, narrow = x.new_empty(slots, F), None
     if gate_up_A is not None:
         narrow = _narrow(x, gate_up_A, plan, k, tile, is_transposed=True, by_token=True)
-    left, of_left = rounded_rows(x) if rounds_inputs else (x, None)
+    left, of_left = rounded_rows(x.flatten(0, -2)) if rounds_inputs else (x, None)
     gate_up_launch(left, gate_up, scales[0], narrow, gate_up_B, of_left, h, a, plan)
     narrow = None if down_A is None else _narrow(a, down_A, plan, k, tile, is_transposed=True)
     left, of_left = rounded_rows(a) if rounds_inputs else (a, None)
@@ -195,8 +202,10 @@ def _fill_slots(
 def _forward_of(
     slots: int, k: int, E: int, D: int, F: int, ranks: tuple[int, int], activation: str, rounds_inputs: bool,
     hardware: bool, dtype: torch.dtype, device: torch.device,
-) -> tuple[Tile, list[int], int, Launch, Launch]:  # fmt: skip
-    """The tile that the plan is made for, the plan's lengths and their sum, and the launches of the two products."""
+) -> tuple[Tile, tuple[int, ...], Launch, Launch]:  # fmt: skip
+    """The tile that the plan is made for, the plan's lengths, and the launches of the two products."""
+
+    activation_of(activation)  # raises where there is none
 
     def tile_in(left: torch.dtype, name: str) -> Tile:
         return tile_for(f"expert_mlp_{name}", left, device, slots / max(1, E))
@@ -212,7 +221,7 @@ def _forward_of(
     constants = dict(K=F, N=D, WEIGHT_K=1, WEIGHT_N=F, R=ranks[1], MATRIX_R=1, MATRIX_N=ranks[1], BY_K=False)
     constants |= both | tile.options
     down = Launch(kernels.expert_mlp_product, (lengths[-1] * tile.grid(1, D)[1],), **constants)
-    return of_plan, lengths, sum(lengths), gate_up, down
+    return of_plan, lengths, gate_up, down
 
 
 Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -329,7 +338,7 @@ def expert_mlp(
 
 
 def expert_slots(
-    x_ND: Tensor,
+    x: Tensor,
     gate_up_EFD: Tensor | Fp8,
     down_EDF: Tensor | Fp8,
     expert_index_Nk: Tensor,
@@ -337,10 +346,9 @@ def expert_slots(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Slots:
-    """What `expert_mlp` sums for each token, not summed and without gradient."""
-    activation_of(activation)
-    x, gate_up, down, of_fp8, low_rank = _inputs(x_ND, gate_up_EFD, down_EDF, low_rank)
-    matrices: list[Tensor | None] = [t.contiguous() for t in low_rank] or [None, None, None, None]
+    """What `expert_mlp` sums for each token of x [..., D], not summed and without gradient."""
+    x, gate_up, down, of_fp8, low_rank = _inputs(x, gate_up_EFD, down_EDF, low_rank)
+    matrices = [t.contiguous() for t in low_rank] if low_rank else NO_MATRICES
     of_experts = x, gate_up, down, expert_index_Nk, expert_weight_Nk
     values = _expert_slots(*of_experts, activation, *matrices, *of_fp8)
     return Slots(values, expert_index_Nk.contiguous(), down.shape[0])
@@ -350,9 +358,12 @@ def _inputs(x: Tensor, gate_up: Tensor | Fp8, down: Tensor | Fp8, low_rank: Sequ
     """x, the matrices or their codes, the scales of these or None and whether inputs are rounded, and the low-rank
     matrices, of one dtype."""
     if not isinstance(gate_up, Fp8):
-        x, gate_up, down, *low_rank = in_autocast(x, gate_up, parts_of(down)[0], *low_rank)
+        if isinstance(down, Fp8):
+            down, _ = parts_of(down)
+        if is_on(x):
+            x, gate_up, down, *low_rank = in_autocast(x, gate_up, down, *low_rank)
         check_dtypes("expert_mlp", x, gate_up, down, *low_rank)
-        return x, gate_up, down, (None, None, False), low_rank
+        return x, gate_up, down, NO_FP8, low_rank
     (gate_up_codes, gate_up_scale), (down, down_scale) = parts_of(gate_up), parts_of(down)
     (x,) = in_autocast(x)
     low_rank = [matrix.to(x.dtype) for matrix in low_rank]

@@ -54,10 +54,11 @@ def _partial(rows: Tensor, grid: tuple[int]) -> Tensor:
 def _rms_norms(
     x: Tensor, w0: Tensor | None, w1: Tensor | None, w2: Tensor | None, count: int, eps: float
 ) -> Iterator[list[Tensor]]:
-    outs = [empty(x) for _ in range(count)]
+    x = x.contiguous()
+    outs = [torch.empty_like(x) for _ in range(count)]
     yield outs
     launched, N = _rms_norms_of(x.numel(), x.shape[-1])
-    launched(x.contiguous(), (w0, w1, w2)[:count], tuple(outs), N, eps)
+    launched(x, (w0, w1, w2)[:count], tuple(outs), N, eps)
 
 
 @op("rms_norms_backward")

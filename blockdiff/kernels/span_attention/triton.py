@@ -14,6 +14,7 @@ from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast, is_on
 from blockdiff.kernels.launch import Launch, Unserved, are_of, check_dtypes, empty, launch, needed, of_sizes, op, wanted
+from blockdiff.kernels.scratch import scratch
 from blockdiff.kernels.span_attention import triton_kernels as kernels
 from blockdiff.kernels.span_attention import triton_kernels_backward as backward
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
@@ -77,6 +78,14 @@ def _heads(h: int, K: int, d: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(K=K, G=h // K, D=d, PRECISION=precision)
 
 
+def _with_strides(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """`_dense_heads` of a tensor [B, tokens, heads, d], and its strides over rows, tokens and heads."""
+    of_row, of_token, of_head, of_number = x.stride()
+    if of_number == 1 or x.shape[-1] == 1:
+        return x, (of_row, of_token, of_head)
+    return _with_strides(x.contiguous())
+
+
 def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
     """Strides over rows, tokens and heads of tensors [B, tokens, heads, d]."""
     return tuple([x.stride()[:3] for x in tensors])
@@ -92,7 +101,7 @@ def _span_attention(
     q: Tensor, pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor, bounds: Tensor, scale: float, splits: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Output, and log-sum-exp in fp32; pk, pv, ok, ov: prefix and own; splits: parts of the keys, 0 to choose."""
-    yield from _forward(q, (pk, pv, ok, ov), bounds, scale, splits, pk.shape[1])
+    return _forward(q, (pk, pv, ok, ov), bounds, scale, splits, pk.shape[1])
 
 
 @op("span_attention_paged")
@@ -102,35 +111,51 @@ def _span_attention_paged(
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """The same over a prefix in pages, without gradient; pk, pv: pools [N, P, K, d]; table: int32 [B, pages];
     columns: the most that a row's prefix may have."""
-    # pages follow one another, so that a column of a page is one of the pool
-    pk, pv = [x if x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous() for x in (pk, pv)]
-    yield from _forward(q, (pk, pv, ok, ov), bounds, scale, splits, columns, table.contiguous(), pk.shape[1])
+    return _forward(q, (pk, pv, ok, ov), bounds, scale, splits, columns, table)
 
 
 def _forward(
     q: Tensor, sources: tuple[Tensor, ...], bounds: Tensor, scale: float, splits: int, columns: int,
-    table: Tensor | None = None, page: int = 0,
+    table: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """Output and log-sum-exp, before they are made and after; sources: keys and values of the prefix and own ones.
 
-    table, page: the pages of every row's prefix and their size, where the sources are pools [N, P, K, d].
+    table: the pages of every row's prefix, where the sources are pools [N, P, K, d].
     """
-    own = sources[2]
-    (B, T, h, d), K, keys = q.shape, own.shape[2], (columns, own.shape[1])
-    out, lse = empty(q), empty(q, B, T, h, dtype=torch.float32)
-    tile_of("span_attention_forward", q, d)  # raises where there is none
+    out, lse = empty(q), empty(q, *q.shape[:3], dtype=torch.float32)
+    tile_of("span_attention_forward", q, q.shape[-1])  # raises where there is none
     yield out, lse
-    splits, forward, combine = _forward_of(B, T, h, K, d, keys, splits, page, q.dtype, q.device)
+    fill_forward(q, sources, bounds, scale, splits, columns, table, out, lse)
+
+
+def _parts(q: Tensor, *sizes: int) -> tuple[Tensor, Tensor]:
+    """What each split gives [splits, B, T, h, d], and the log-sum-exp of its keys [splits, B, T, h], in fp32."""
+    return q.new_empty(*sizes, dtype=torch.float32), q.new_empty(*sizes[:-1], dtype=torch.float32)
+
+
+def fill_forward(
+    q: Tensor, sources: tuple[Tensor, ...], bounds: Tensor, scale: float, splits: int, columns: int,
+    table: Tensor | None, out: Tensor, lse: Tensor,
+) -> None:  # fmt: skip
+    """Write output and log-sum-exp to where they go."""
+    pk, pv, ok, ov = sources
+    (B, T, h, d), (_, own, K, _), page, pages = q.shape, ok.shape, 0, 0
+    if table is not None:
+        table = table.contiguous()
+        page, pages = pk.shape[1], table.shape[1]
+    splits, forward, combine = _forward_of(B, T, h, K, d, (columns, own), splits, page, q.dtype, q.device)
     parts, part_lse = out, lse
     if splits > 1:
-        parts = empty(q, splits, B, T, h, d, dtype=torch.float32)
-        part_lse = empty(q, splits, B, T, h, dtype=torch.float32)
-    q, pk, pv, ok, ov = [_dense_heads(x) for x in (q, *sources)]
-    of_q, of_pk, of_pv, of_ok, of_ov = _strides(q, pk, pv, ok, ov)
-    if table is not None:  # every row's prefix begins with the first page
-        of_pk, of_pv = (0, *of_pk[1:]), (0, *of_pv[1:])
-    tensors = q, of_q, (pk, ok), (of_pk, of_ok), (pv, ov), (of_pv, of_ov), bounds.contiguous(), table, parts, part_lse
-    forward(*tensors, B, T, keys, 0 if table is None else table.shape[1], scale)
+        parts, part_lse = scratch(_parts, q, splits, B, T, h, d)
+    (q, of_q), (pk, of_pk), (pv, of_pv), (ok, of_ok), (ov, of_ov) = map(_with_strides, (q, pk, pv, ok, ov))
+    if table is not None:
+        # pages follow one another, so that a column of a page is one of the pool
+        if of_pk[0] != page * of_pk[1] or of_pv[0] != page * of_pv[1]:
+            (pk, of_pk), (pv, of_pv) = _with_strides(pk.contiguous()), _with_strides(pv.contiguous())
+        of_pk, of_pv = (0, of_pk[1], of_pk[2]), (0, of_pv[1], of_pv[2])  # every row's prefix begins with the first page
+    keys, values, bounds = ((pk, ok), (of_pk, of_ok)), ((pv, ov), (of_pv, of_ov)), bounds.contiguous()
+    numbers = B, T, (columns, own), pages, scale
+    forward(q, of_q, *keys, *values, bounds, table, parts, part_lse, *numbers)
     if splits > 1:
         combine(parts, part_lse, out, lse, B * T * h)
 
@@ -223,11 +248,26 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
 _span_attention.register_autograd(_gradients, setup_context=_save)
 
 
-def _is_read_as_it_is(*tensors: Tensor) -> bool:
+def is_read_as_it_is(*tensors: Tensor) -> bool:
     """Whether tensors with heads need neither padding nor casting, which would copy whole pools."""
     q = tensors[0]
-    is_cast = is_on(q) or not are_of(q.dtype, tensors)
-    return _padding(d := q.shape[-1]) == 0 and d <= LARGEST_HEAD and not is_cast
+    return is_size_of_heads(q.shape[-1]) and are_of(q.dtype, tensors) and not is_on(q)
+
+
+@of_sizes
+def is_size_of_heads(d: int) -> bool:
+    """Whether kernels take heads of d numbers without padding."""
+    return _padding(d) == 0 and d <= LARGEST_HEAD
+
+
+@of_sizes
+def has_tile(d: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is a tile for the forward of such heads as they are."""
+    try:
+        tile_for("span_attention_forward", dtype, device, d)
+    except Unserved:
+        return False
+    return is_size_of_heads(d)
 
 
 @of_sizes
@@ -256,7 +296,7 @@ def span_attention(
     """
     if isinstance(prefix_k, PagedTensor) and isinstance(prefix_v, PagedTensor):
         paged = q_BThd, prefix_k.pool_NPKd, prefix_v.pool_NPKd, own_k, own_v
-        if _is_read_as_it_is(*paged):
+        if is_read_as_it_is(*paged):
             check_dtypes("span_attention", q_BThd)
             table, columns = prefix_k.pages.table_BM, prefix_k.pages.columns
             out, lse = _span_attention_paged(*paged, spans.written_BT4, table, columns, scale, 0)
