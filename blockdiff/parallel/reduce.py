@@ -1,4 +1,4 @@
-"""The pair of functions that tensor parallelism stands on: what is the same on all ranks, and what is a sum over them.
+"""What tensor parallelism stands on: what is the same on all ranks, and what is a sum, or a log-sum, over them.
 
 With an ordinary all-reduce in their place gradients would come out multiplied by the number of ranks.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, autograd
 
@@ -21,6 +22,19 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks of each one's x, with which all go on alike: its gradient is that of each x."""
     total: Tensor = _Summed.apply(x, group)
     return total
+
+
+def merged_log_sum(log_sum_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The log-sum-exp [N] over the ranks' parts, equal on all; each rank's gradient is that of its own part."""
+    merged: Tensor = _MergedLogSum.apply(log_sum_N, group)
+    return merged
+
+
+def stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's x, [ranks, ...], without gradients."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, x.detach().contiguous(), group=group)
+    return torch.stack(parts)
 
 
 class _Copied(autograd.Function):
@@ -42,6 +56,19 @@ class _Summed(autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _MergedLogSum(autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, log_sum_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total_N = stacked(log_sum_N, group).logsumexp(0)
+        ctx.save_for_backward((log_sum_N - total_N).exp())
+        return total_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
+        (share_N,) = ctx.saved_tensors
+        return grad_N * share_N, None
 
 
 def _total(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, autograd, nn
+from torch import Tensor, nn
 
 from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
 from blockdiff.layers.experts import here
 from blockdiff.layers.vocabulary import Vocabulary, as_call
-from blockdiff.parallel.reduce import copied, summed
+from blockdiff.parallel.reduce import copied, merged_log_sum, stacked, summed
 
 
 def share_vocabulary(vocabulary: Vocabulary, group: dist.ProcessGroup) -> None:
@@ -68,7 +68,7 @@ class SharedVocabulary(Vocabulary):
         own = self.kernels.logits(hidden, self.output_weights(), self.softcap).detach()
         each = -(-self.table.shape[0] // self.group.size())
         padded = F.pad(own, (0, each - own.shape[-1]))
-        return torch.cat(list(_gathered(padded, self.group)), -1)[..., : self.table.shape[0]]
+        return torch.cat(list(stacked(padded, self.group)), -1)[..., : self.table.shape[0]]
 
     @as_call
     def cross_entropy(
@@ -124,7 +124,7 @@ class SharedVocabulary(Vocabulary):
         """`softmax(z / T) E sqrt(D)` [..., D]; a gradient flows to E, none through z."""
         rows, flat = self.output_weights(), hidden.reshape(-1, hidden.shape[-1]).detach()
         log_sum_N, _ = self.kernels.log_sums(flat, rows.detach(), self.softcap, temperature)
-        share_N = (log_sum_N - _gathered(log_sum_N, self.group).logsumexp(0)).exp()
+        share_N = (log_sum_N - stacked(log_sum_N, self.group).logsumexp(0)).exp()
         part = self.kernels.soft_embedding(flat, rows, self.softcap, temperature, **self._embedding())
         soft = summed(part * share_N[:, None], self.group).to(rows.dtype).view(hidden.shape)
         return soft * self._scale(rows.dtype)
@@ -260,25 +260,6 @@ class SharedVocabulary(Vocabulary):
         return place_N, bonus_N * is_here_N
 
 
-class _MergedLogSum(autograd.Function):
-    @staticmethod
-    def forward(ctx: object, log_sum_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total_N = _gathered(log_sum_N, group).logsumexp(0)
-        ctx.save_for_backward((log_sum_N - total_N).exp())  # type: ignore[attr-defined]
-        return total_N
-
-    @staticmethod
-    def backward(ctx: object, grad_N: Tensor) -> tuple[Tensor, None]:
-        (share_N,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return grad_N * share_N, None
-
-
-def merged_log_sum(log_sum_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The log-sum-exp [N] over the ranks' parts, equal on all; each rank's gradient is that of its own part."""
-    merged: Tensor = _MergedLogSum.apply(log_sum_N, group)
-    return merged
-
-
 def words_from(allowed_NW: Tensor, first: int, count: int) -> Tensor:
     """The packed mask of `count` tokens from `first` on, of a packed mask of all tokens."""
     word, bit = divmod(first, 32)
@@ -302,13 +283,6 @@ def _rank_of(uniform_N: Tensor, share_RN: Tensor, rank: int) -> tuple[Tensor, Te
     return chosen_N, rest_N.clamp(0.0, 1.0 - 2**-24)
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's x, [ranks, ...], without gradients."""
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, x.detach().contiguous(), group=group)
-    return torch.stack(parts)
-
-
 def _gathered_columns(columns: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Every rank's columns [N], [ranks, N] each in fp64, in which token ids are exact; in one exchange."""
-    return list(_gathered(torch.stack([column.double() for column in columns]), group).unbind(1))
+    return list(stacked(torch.stack([column.double() for column in columns]), group).unbind(1))
