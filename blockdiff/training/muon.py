@@ -16,7 +16,7 @@ from blockdiff.training.adamw import AdamWOfPieces
 A, B, C = 3.4445, -4.7750, 2.0315
 ITERATIONS = 5
 RMS = 0.2  # of a step at a learning rate of 1, as AdamW's steps have it (arXiv 2502.16982 equation 4)
-AT_ONCE = 2**27  # numbers of the matrices that are brought together and orthogonalised at once
+AT_ONCE = 2**27  # numbers of the matrices that are brought together, orthogonalised and exchanged at once
 
 
 class Muon(AdamWOfPieces):
@@ -48,18 +48,16 @@ class Muon(AdamWOfPieces):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        moves: dict[tuple[int, int, bool], list[_Move]] = {}
-        for group in self.param_groups:
-            for parameter in group["params"] if group.get("matrices") else ():
-                if (gradient := parameter.grad) is not None:
-                    move = self._move(parameter, gradient, group)
-                    moves.setdefault(move.kind, []).append(move)
-        for (_, _, is_apart), of_a_size in moves.items():
-            for some in _at_once(of_a_size):
-                matrices = [move.matrices() for move in some]
-                steps = orthogonalised(torch.cat(matrices), is_shared=not is_apart)
-                for move, step in zip(some, steps.split([len(each) for each in matrices]), strict=True):
-                    move.apply(step)
+        moves = [
+            self._move(parameter, parameter.grad, group)
+            for group in self.param_groups
+            if group.get("matrices")
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        for is_apart in (False, True):
+            for some in _at_once([move for move in moves if move.is_apart is is_apart]):
+                _take(some, is_shared=not is_apart)
         super().step()
         return loss
 
@@ -88,13 +86,21 @@ class _Move:
         )
 
     @property
-    def kind(self) -> tuple[int, int, bool]:
-        """What matrices that are orthogonalised together have in common."""
-        return min(self.rows, self.columns), max(self.rows, self.columns), self.is_apart
+    def size(self) -> tuple[int, int]:
+        """Of its matrices, the smaller number first: those of a size are orthogonalised together."""
+        return min(self.rows, self.columns), max(self.rows, self.columns)
 
     def matrices(self) -> Tensor:
-        """The directions of all its matrices, or where they lie apart of this rank's: [N, m, n] with m <= n."""
-        direction = self.direction if self.is_apart else gathered(like(self.parameter, self.direction))
+        """The directions of all its matrices, or where they lie apart of this rank's: [N, m, n] with m <= n.
+
+        What is kept on the host beside a GPU is brought there.
+        """
+        direction = self.direction
+        if self.is_apart:
+            spread: Any = self.parameter
+            direction = direction.to(spread.device_mesh.device_type)
+        else:
+            direction = gathered(like(self.parameter, direction))
         direction = direction.reshape(-1, self.rows, self.columns)
         return direction.mT if self.rows > self.columns else direction
 
@@ -116,26 +122,40 @@ def _at_once(moves: list[_Move]) -> Iterator[list[_Move]]:
             yield turn
             turn = []
         turn.append(move)
-    yield turn
+    if turn:
+        yield turn
 
 
-def orthogonalised(matrices: Tensor, is_shared: bool = False) -> Tensor:
-    """Matrices [N, m, n], m <= n, with the same singular vectors and all singular values near 1.
+def _take(moves: list[_Move], is_shared: bool) -> None:
+    """Take the steps of some moves, whose matrices are orthogonalised at once, those of a size together."""
+    sizes: dict[tuple[int, int], list[_Move]] = {}
+    for move in moves:
+        sizes.setdefault(move.size, []).append(move)
+    matrices = [[move.matrices() for move in of_a_size] for of_a_size in sizes.values()]
+    batches = orthogonalised([torch.cat(each) for each in matrices], is_shared)
+    for of_a_size, each, steps in zip(sizes.values(), matrices, batches, strict=True):
+        for move, step in zip(of_a_size, steps.split([len(x) for x in each]), strict=True):
+            move.apply(step)
 
-    is_shared: all ranks of the process group have the same matrices; each does a part of them. On a GPU the products
-    are in bf16, on a CPU in fp32 at least.
+
+def orthogonalised(batches: list[Tensor], is_shared: bool = False) -> list[Tensor]:
+    """Matrices [N, m, n], m <= n, of every batch, with the same singular vectors and all singular values near 1.
+
+    is_shared: all ranks of the process group have the same matrices; each does a part of every batch, and they exchange
+    the results of all batches at once. On a GPU the products are in bf16, on a CPU in fp32 at least.
     """
     ranks = dist.get_world_size() if is_shared and dist.is_initialized() else 1
     if ranks == 1:
-        return _iterated(matrices)
-    part = -(-len(matrices) // ranks)
-    own = matrices[part * dist.get_rank() : part * (dist.get_rank() + 1)]
-    result = _iterated(own)
-    if len(own) < part:
-        result = torch.cat([result, result.new_zeros(part - len(own), *matrices.shape[1:])])
-    everyone = result.new_empty(part * ranks, *matrices.shape[1:])
-    dist.all_gather_into_tensor(everyone, result.contiguous())
-    return everyone[: len(matrices)]
+        return [_iterated(matrices) for matrices in batches]
+    parts, results = [-(-len(matrices) // ranks) for matrices in batches], []
+    for matrices, part in zip(batches, parts, strict=True):
+        result = _iterated(matrices[part * dist.get_rank() :][:part])
+        results.append(torch.cat([result, result.new_zeros(part - len(result), *matrices.shape[1:])]).flatten())
+    own = torch.cat(results)
+    everyone = own.new_empty(ranks * len(own))
+    dist.all_gather_into_tensor(everyone, own)
+    pieces = everyone.view(ranks, -1).split([len(result) for result in results], 1)
+    return [piece.reshape(-1, *each.shape[1:])[: len(each)] for piece, each in zip(pieces, batches, strict=True)]
 
 
 def _iterated(matrices: Tensor) -> Tensor:

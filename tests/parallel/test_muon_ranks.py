@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from blockdiff.parallel.mesh import Mesh
@@ -21,15 +23,16 @@ MESHES_OF = {
     2: ("DDP", "FSDP2", "experts", "tensor"),
     4: ("FSDP2", "FSDP2 x experts", "FSDP2 x tensor"),
 }
+STEPS = 3
 KINDS = {"all weights": False, "adapters": True}
 
 
 def moved(mesh: Mesh, is_adapted: bool) -> dict[str, torch.Tensor]:
-    """The weights that train after three steps along gradients that are drawn, the same ones over any mesh."""
+    """The weights that train after STEPS steps along gradients that are drawn, the same ones over any mesh."""
     objective = made(mesh, "diffusion_gemma", torch.float64, is_adapted, True)
     optimiser = optim.build(objective, name="muon", lr=0.1, weight_decay=0.3)
     weights, generator = optim.trainable(objective), torch.Generator().manual_seed(2)
-    for _ in range(3):
+    for _ in range(STEPS):
         for name in sorted(weights):
             parameter = weights[name]
             parameter.grad = torch.empty_like(parameter)
@@ -42,7 +45,9 @@ def over_meshes(ranks: Ranks, directory: Path, names: tuple[str, ...]) -> None:
     for name in names:
         for kind, is_adapted in KINDS.items():
             mesh = Mesh.of(replace(ranks, alike=MESHES[name].get("tensor", 1)), **MESHES[name])
-            found = moved(mesh, is_adapted)
+            with patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as exchange:
+                found = moved(mesh, is_adapted)
+            assert exchange.call_count == STEPS  # one for the matrices of all sizes
             sums = [float(x.double().sum()) for x in found.values()]
             assert ranks.gather(sums) == [sums] * ranks.world  # to the bit
             if ranks.is_main:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from blockdiff.checkpoint import init
 from blockdiff.kernels import resolve
 from blockdiff.layers.experts import Experts
 from blockdiff.training import optimiser as optim
 from blockdiff.training import state
-from blockdiff.training.muon import orthogonalised
+from blockdiff.training.muon import _Move, orthogonalised
 from tests.little_net import learn, net
 from tests.oracle import tiny_config
 
@@ -23,10 +26,11 @@ LR = 3e-2
 
 def test_singular_values_come_near_one_and_singular_vectors_stay():
     matrices = torch.randn(5, 24, 40, generator=torch.Generator().manual_seed(1))
-    values = torch.linalg.svdvals(orthogonalised(matrices))
+    (result,) = orthogonalised([matrices])
+    values = torch.linalg.svdvals(result)
     assert 0.65 < values.min() and values.max() < 1.25
     u, _, v = torch.linalg.svd(matrices, full_matrices=False)
-    inner = u.mT @ orthogonalised(matrices) @ v.mT
+    inner = u.mT @ result @ v.mT
     assert (inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))).abs().max() < 1e-4
 
 
@@ -103,6 +107,13 @@ def test_a_matrix_without_gradient_stays_and_one_of_zeros_only_decays():
     optimiser.step()
     assert torch.equal(module[0].weight, before[0])
     torch.testing.assert_close(module[2].weight.detach(), before[1] * 0.95)
+
+
+def test_experts_that_are_kept_on_the_host_are_orthogonalised_on_the_devices_of_their_mesh():
+    experts: Any = nn.Parameter(torch.randn(3, 8, 12))
+    experts.placements, experts.device_mesh = (Shard(0),), SimpleNamespace(device_type="meta")
+    move = _Move(experts, torch.randn(3, 8, 12), {"matrices": 2})
+    assert move.is_apart and move.matrices().device.type == "meta" and move.matrices().shape == (6, 4, 12)
 
 
 def test_a_step_has_the_size_that_adamws_has():
