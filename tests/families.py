@@ -10,7 +10,7 @@ from transformers import LlamaConfig, MiniMaxM3VLConfig, Qwen3Config
 
 import blockdiff
 from blockdiff.models.family import BlockDiffusionModel, family_of
-from tests.oracle import tiny_config
+from tests.oracle import TWO_LAYERS, tiny_config
 
 SMALL: dict[str, Any] = dict(
     vocab_size=96,
@@ -37,7 +37,7 @@ SLIDING = dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)
 
 # A config of each family, as a causal model where there is one, and as a denoiser.
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "diffusion_gemma": lambda: tiny_config(canvas_length=8, vocab_size=96),
+    "diffusion_gemma": lambda: tiny_config(canvas_length=8, vocab_size=96, **TWO_LAYERS),
     "llama": lambda: LlamaConfig(**SMALL, rope_parameters=LLAMA3),
     "llama tied, denoising": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True, canvas_length=8),
     "minimax_m3": lambda: m3_config(),
