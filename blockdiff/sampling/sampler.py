@@ -39,9 +39,10 @@ class Sampler:
     """Answers prompts with a model; what may be left out is said at `Context`.
 
     Prompts that begin alike share their beginning within a call; with `pages` (of this model, while its weights stay as
-    they are) between calls, too. Where steps are captured in CUDA graphs, the memory that they read and write is kept
-    for the next call (`release` gives it back); weights may have changed in place or have moved by then. Under autocast
-    nothing is kept: steps read the weights as torch has cast them, which are gone when autocast ends.
+    they are) between calls, too, and then only one thread may call. Where steps are captured in CUDA graphs, the memory
+    that they read and write is kept for the next call (`release` gives it back); weights may have changed in place or
+    have moved by then. Under autocast nothing is kept: steps read the weights as torch has cast them, which are gone
+    when autocast ends.
     """
 
     _kept: tuple[FixedStep, int] | None = None  # what has captured steps, and how many tokens its pages were asked for

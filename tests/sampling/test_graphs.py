@@ -387,18 +387,29 @@ def test_the_stream_is_the_one_of_before_when_a_capture_fails_at_its_end(monkeyp
 # -- the kernels of a GPU ------------------------------------------------------------------------------------------
 
 
+ON_A_GPU = {
+    "free": {},
+    "guided": {"strategy": "entropy_bound:guidance=0.5,top_k=30"},
+    "held": {"banned": (20, 21), "repetition_penalty": 1.3},
+    "constrained": {"regex": "(ab|c){3,30}"},
+}
+
+
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*guidance has no Triton kernel")
+@pytest.mark.parametrize("kind", ON_A_GPU)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_graphs_on_a_gpu_give_the_tokens_of_steps_that_are_launched_anew(dtype):
-    model = init(tiny_config(L, **TWO_LAYERS), seed=3, device="cuda", kernels="triton", dtype=dtype)
+def test_graphs_on_a_gpu_give_the_tokens_of_steps_that_are_launched_anew(dtype, kind):
+    model = init(tiny_config(L, **TWO_LAYERS), seed=3, device="cuda", kernels="auto", dtype=dtype)
     options = dict(max_rows=5, capacity=8192)  # else the pages of the first would take the memory of the second
-    engine = Engine(model, None, LIVELY, **options)
+    options |= dict(tokenizer=character_tokenizer("abcd"), generation=replace(LIVELY, eos_ids=(1,), pad_id=0))
+    engine = Engine(model, **options)
     replays = []
     run = engine._live.fixed.graphs._captured
     engine._live.fixed.graphs._captured = lambda work: replays.append(run(work)) or replays[-1]
-    found = [Engine(model, None, LIVELY, graphs=False, **options), engine]
+    found = [Engine(model, graphs=False, **options), engine]
     for each in found:
-        for request in requests_of(7, 500):  # up to four pages, and so block tables of several widths
+        for request in requests_of(7, 500, **ON_A_GPU[kind]):  # up to four pages, and so block tables of several widths
             each.submit(request)
             each.step()
         while each.step():
