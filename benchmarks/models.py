@@ -148,7 +148,7 @@ def router_margin(model: DiffusionGemma, run: Callable[[], object]) -> float:
     def measure(router: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
         scores = F.linear(inputs[0].double(), (router.proj.weight * (router.scale * router.root)).double())
         best = scores.topk(router.top_k + 1, -1).values
-        margins.append(float((best[:, -2] - best[:, -1]).min()))
+        margins.append(float((best[..., -2] - best[..., -1]).min()))
 
     hooks = [layer.router.register_forward_hook(measure) for layer in model.layers]  # type: ignore[union-attr]
     run()
