@@ -162,25 +162,28 @@ def host_seconds(kind: str, few: int = 4, many: int = 16, repeats: int = 100) ->
 
 
 @torch.no_grad()
-def stand_in_seconds(kind: str, rounds: int = 300, repeats: int = 20) -> float:
-    """What stands in for launches and products takes for one layer, called alone with what a step gives it.
+def beside_seconds(kind: str, rounds: int = 300, repeats: int = 20) -> tuple[float, float]:
+    """What stands in for launches and products takes for one layer, and what a launch on a GPU looks up beside it.
 
-    Of what stands in for a product its result's allocation is left out, which a product makes, too. It is a lower
-    bound: called again and again, all of it stays in the processor's cache.
+    Both are called alone with what a step gives them. Of what stands in for a product its result's allocation is left
+    out, which a product makes, too. They are lower bounds: called again and again, all of it stays in the processor's
+    cache. What is looked up (`relaunch.kind_of`) takes no part in the host's time without a GPU.
     """
-    made: list[Callable[[], Any]] = []
+    stand_ins: list[Callable[[], Any]] = []
+    look_ups: list[Callable[[], Any]] = []
     starter, product = relaunch.starter, _product_left_out
 
     def noting_starter(*launch: Any) -> Any:
         start = starter(*launch)
 
         def started(*arguments: Any) -> None:
-            made.append(lambda: start(*arguments))
+            stand_ins.append(lambda: start(*arguments))
+            look_ups.append(lambda: relaunch.kind_of(arguments))
 
         return started
 
     def noting_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        made.append(lambda: product(x, weight))
+        stand_ins.append(lambda: product(x, weight))
         return product(x, weight)
 
     seconds = []
@@ -188,12 +191,15 @@ def stand_in_seconds(kind: str, rounds: int = 300, repeats: int = 20) -> float:
     with patch.object(relaunch, "starter", noting_starter), launches_left_out(), products_noted:
         for layers in (1, 2):
             step = DenoisingStep(kind, layers)
-            made.clear()
+            stand_ins.clear()
+            look_ups.clear()
             step()
-            seconds.append(_least_seconds(list(made), rounds, repeats))
+            seconds.append([_least_seconds(list(calls), rounds, repeats) for calls in (stand_ins, look_ups)])
     x = torch.zeros(1, 8, 64)
     products = 5 if kind == "sliding" else 4
-    return seconds[1] - seconds[0] - products * _least_seconds([lambda: x.new_empty(1, 8, 64)], rounds, repeats)
+    allocations = products * _least_seconds([lambda: x.new_empty(1, 8, 64)], rounds, repeats)
+    (stood_in, looked_up), (more_stood_in, more_looked_up) = seconds
+    return more_stood_in - stood_in - allocations, more_looked_up - looked_up
 
 
 def _least_seconds(calls: list[Callable[[], Any]], rounds: int, repeats: int) -> float:
@@ -254,13 +260,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.launches", description=__doc__)
     parser.add_argument("--counts", action="store_true", help="count only")
     options = parser.parse_args()
-    print("| layer | Triton launches | torch operations | Python calls | host microseconds | of them stand-ins |")
-    print("|---|---|---|---|---|---|")
+    of_time = "host microseconds | of them stand-ins | look-ups on a GPU, on top"
+    print(f"| layer | Triton launches | torch operations | Python calls | {of_time} |\n|---|---|---|---|---|---|---|")
     for kind in KINDS:
         launches, operations = counted(kind)
-        times = [] if options.counts else [host_seconds(kind), stand_in_seconds(kind)]
+        times = [] if options.counts else [host_seconds(kind), *beside_seconds(kind)]
         numbers = sum(launches.values()), sum(operations.values()), python_calls(kind)
-        cells = [kind, *map(str, numbers), *(f"{1e6 * each:.0f}" for each in times), *[""] * (2 - len(times))]
+        cells = [kind, *map(str, numbers), *(f"{1e6 * each:.0f}" for each in times), *[""] * (3 - len(times))]
         print(f"| {' | '.join(cells)} |", flush=True)
     print("\n| layer in a commit | Triton launches | torch operations | bytes copied |\n|---|---|---|---|")
     for kind in KINDS:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, autograd
 
@@ -30,11 +29,11 @@ def merged_log_sum(log_sum_N: Tensor, group: dist.ProcessGroup) -> Tensor:
     return merged
 
 
-def stacked(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's x, [ranks, ...], without gradients."""
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, x.detach().contiguous(), group=group)
-    return torch.stack(parts)
+def stacked(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Every rank's x, [ranks, ...], without gradients; group: None is that of all processes."""
+    everyone = x.new_empty(dist.get_world_size(group), *x.shape)
+    dist.all_gather(list(everyone), x.detach().contiguous(), group=group)
+    return everyone
 
 
 class _Copied(autograd.Function):

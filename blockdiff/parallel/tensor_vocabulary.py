@@ -240,9 +240,7 @@ class SharedVocabulary(Vocabulary):
         """All ranks' rows, of which the last rank may have fewer."""
         each = -(-self.table.shape[0] // self.group.size())
         padded = F.pad(own.detach(), (0, 0, 0, each - len(own)))
-        whole = own.new_empty(each * self.group.size(), own.shape[1])
-        dist.all_gather_into_tensor(whole, padded.contiguous(), group=self.group)
-        return whole[: self.table.shape[0]]
+        return stacked(padded, self.group).flatten(0, 1)[: self.table.shape[0]]
 
     def _here(self, tokens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of tokens in this rank's table, 0 where they are not there, and whether they are."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from blockdiff.parallel.reduce import stacked
 from blockdiff.pieces import gathered, is_spread, like, local_of, piece_of
 from blockdiff.training.adamw import AdamWOfPieces
 
@@ -151,10 +152,7 @@ def orthogonalised(batches: list[Tensor], is_shared: bool = False) -> list[Tenso
     for matrices, part in zip(batches, parts, strict=True):
         result = _iterated(matrices[part * dist.get_rank() :][:part])
         results.append(torch.cat([result, result.new_zeros(part - len(result), *matrices.shape[1:])]).flatten())
-    own = torch.cat(results)
-    everyone = own.new_empty(ranks * len(own))
-    dist.all_gather_into_tensor(everyone, own)
-    pieces = everyone.view(ranks, -1).split([len(result) for result in results], 1)
+    pieces = stacked(torch.cat(results)).split([len(result) for result in results], 1)
     return [piece.reshape(-1, *each.shape[1:])[: len(each)] for piece, each in zip(pieces, batches, strict=True)]
 
 
