@@ -56,6 +56,8 @@ class CudaCapture:
         how = dict(pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
+            with torch.cuda.stream(self._stream):
+                torch.cuda.current_blas_handle()  # each thread has its own, and none can be made while it captures
             try:
                 with torch.cuda.graph(graph, **how):  # type: ignore[arg-type]
                     work()
