@@ -43,13 +43,13 @@ def in_letters(row: dict[str, str]) -> dict[str, str]:
     return {"prompt": f"#{'/'.join(rows)}?", "response": row["response"].translate(LETTERS)}
 
 
-def trained_base(directory: Path, rows: dict[str, list[dict[str, str]]], steps: int | None) -> blockdiff.Run:
-    """The model that solves puzzles in digits, by the quickstart's recipe, with so many steps where that is said."""
+def trained_base(directory: Path, rows: dict[str, list[dict[str, str]]], steps: int) -> blockdiff.Run:
+    """The model that solves puzzles in digits: the quickstart's recipe, but AdamW, as for the adapters."""
     tokenizer = directory / "tokenizer"
     character_tokenizer(alphabet(4) + NEW).save_pretrained(tokenizer)
-    overrides = [f"model.tokenizer={tokenizer}", "train.eval_every=0"]
-    overrides += [] if steps is None else [f"train.steps={steps}"]
-    given = {"extends": str(RECIPE), "data": {"train": rows["train"], "heldout": rows["test"][:64]}}
+    overrides = [f"model.tokenizer={tokenizer}", f"train.steps={steps}", "train.eval_every=0"]
+    adamw = {"name": "adamw", "lr": 3e-3, "weight_decay": 1e-4}
+    given = {"extends": str(RECIPE), "data": {"train": rows["train"], "heldout": rows["test"][:64]}, "optim": adamw}
     return blockdiff.train(given, overrides, directory / "base")
 
 
@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.adaptation", description=str(__doc__).split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0, help="of the puzzles: which grids train and which test")
-    parser.add_argument("--base-steps", type=int, help="of the base (default: those of recipes/quickstart.yaml)")
+    parser.add_argument("--base-steps", type=int, default=2600, help="of the base (default 2600)")
     parser.add_argument("--steps", type=int, default=1400, help="of the adapters (default 1400)")
     parser.add_argument("--batch-size", type=int, default=20)
     parser.add_argument("--rank", type=int, default=8)
