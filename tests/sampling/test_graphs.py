@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -360,14 +360,24 @@ def test_a_recording_changes_nothing_and_a_replay_sees_buffers_and_no_numbers():
 
 
 def test_the_stream_is_the_one_of_before_when_a_capture_fails_at_its_end(monkeypatch):
-    """torch's own context ends the capture first and does not come to the stream where that raises."""
-    streams = ["of the thread"]
+    """torch's own context ends the capture first and does not come to the stream where that raises.
+
+    Before it begins the thread has a handle of cuBLAS for the stream that captures.
+    """
+    streams, handles = ["of the thread"], []
+
+    @contextlib.contextmanager
+    def on(stream: str) -> Iterator[None]:
+        streams.append(stream)
+        yield
+        streams.pop()
 
     class Capturing:
         def __init__(self, graph: Any, stream: str, **_: Any) -> None:
             self.stream = stream
 
         def __enter__(self) -> None:
+            assert handles == [self.stream]
             streams.append(self.stream)
 
         def __exit__(self, *_: Any) -> None:
@@ -376,6 +386,7 @@ def test_the_stream_is_the_one_of_before_when_a_capture_fails_at_its_end(monkeyp
     stood_in = dict(
         device=lambda _: contextlib.nullcontext(), Stream=lambda: "captures", graph_pool_handle=lambda: (0, 0),
         CUDAGraph=object, graph=Capturing, current_stream=lambda: streams[-1], set_stream=streams.append,
+        stream=on, current_blas_handle=lambda: handles.append(streams[-1]),
     )  # fmt: skip
     for name, value in stood_in.items():
         monkeypatch.setattr(torch.cuda, name, value)
