@@ -87,19 +87,25 @@ def test_heads_are_normed_and_turned_in_one(fused, h, K, d, layout):
     assert_close(got, truth)
 
 
-@pytest.mark.parametrize("norm", [None, CastRMSNorm, ZeroCentredRMSNorm, OwnNorm])
-@pytest.mark.parametrize(("d", "r"), [(16, 16), (16, 8), (24, 6)])
-@pytest.mark.parametrize("has_values", [True, False])
-def test_heads_of_every_family_are_one_launch(fused, norm, d, r, has_values, monkeypatch):
-    """Norms in all forms or none, part of a head turned, values as they are or none; but not a norm of one's own."""
-    launched: list[str] = []
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are launched, in their order."""
+    names: list[str] = []
     start = launch.Launch.__call__
 
     def noted(self: Any, *arguments: Any) -> None:
-        launched.append(self.kernel.__name__)
+        names.append(self.kernel.__name__)
         start(self, *arguments)
 
     monkeypatch.setattr(launch.Launch, "__call__", noted)
+    return names
+
+
+@pytest.mark.parametrize("norm", [None, CastRMSNorm, ZeroCentredRMSNorm, OwnNorm])
+@pytest.mark.parametrize(("d", "r"), [(16, 16), (16, 8), (24, 6)])
+@pytest.mark.parametrize("has_values", [True, False])
+def test_heads_of_every_family_are_one_launch(fused, norm, d, r, has_values, launched):
+    """Norms in all forms or none, part of a head turned, values as they are or none; but not a norm of one's own."""
     (q, k, v), rope = drawn_heads(4, 2, d, r=r)
     found = []
     for kernels in (fused, NATIVE):
@@ -120,17 +126,11 @@ def paged(pool: Tensor, pages: list[int], page_tokens: int) -> PagedTensor:
 
 @pytest.mark.parametrize("norm", [None, RMSNorm, CastRMSNorm])
 @pytest.mark.parametrize("has_values", [True, False])
-def test_heads_and_attention_over_pages_are_the_same_past_the_ops_between(fused, norm, has_values, monkeypatch):
+def test_heads_and_attention_over_pages_are_the_same_past_the_ops_between(
+    fused, norm, has_values, launched, monkeypatch
+):
     """The same numbers, bit for bit, and the same launches; what the ops do otherwise is left to them."""
     B, T, h, K, d = 2, 5, 4, 2, 16
-    launched: list[str] = []
-    start = launch.Launch.__call__
-
-    def noted(self: Any, *arguments: Any) -> None:
-        launched.append(self.kernel.__name__)
-        start(self, *arguments)
-
-    monkeypatch.setattr(launch.Launch, "__call__", noted)
     products = [draw(B, T, heads * d, seed=n) for n, heads in enumerate((h, K, K))][: 3 if has_values else 2]
     rope = [x.to(DEVICE) for x in angles(torch.arange(T).expand(B, T) + 3, default_frequencies(d, 1e4), torch.float32)]
     past = tuple(paged(draw(6, 4, K, d, seed=n), [2, 5], 4) for n in (7, 8))

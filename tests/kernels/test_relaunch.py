@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -187,37 +188,24 @@ def test_a_kernel_that_somebody_watches_goes_through_triton(gpu, kernel, through
     assert len(seen) == len(through_triton) == 3
 
 
-def refuses(*_: Any, **__: Any) -> Any:
-    raise TypeError("launch takes 9 arguments")
-
-
 @pytest.fixture
 def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relaunch, "_is_said", False)
 
 
 @pytest.mark.quick
-def test_compiled_kernels_that_give_no_launch_go_through_triton_with_one_warning(
-    gpu, kernel, through_triton, unsaid, monkeypatch
+@pytest.mark.parametrize("is_given", [False, True], ids=["no launch is given", "the launch fails"])
+def test_kernels_that_cannot_be_launched_past_triton_go_through_it_with_one_warning(
+    gpu, kernel, through_triton, unsaid, monkeypatch, is_given
 ):
-    monkeypatch.setattr(relaunch.CompiledKernel, "__getitem__", refuses)
+    refuses = Mock(side_effect=TypeError("launch takes 9 arguments"))
+    monkeypatch.setattr(relaunch.CompiledKernel, "__getitem__", (lambda *_: refuses) if is_given else refuses)
     launch, lists = Launch(kernel, (1,), D=16, BY=2), argument_lists()[:2]
     with pytest.warns(UserWarning, match="TypeError: launch takes 9 arguments") as warned:
-        for arguments in lists * 3:
+        for arguments in lists * 4:
             launch(*arguments)
-    assert len(warned) == 1 and len(through_triton) == len(gpu.launched) == 6
-
-
-@pytest.mark.quick
-def test_a_launch_past_triton_that_fails_is_made_through_triton_with_one_warning(
-    gpu, kernel, through_triton, unsaid, monkeypatch
-):
-    monkeypatch.setattr(relaunch.CompiledKernel, "__getitem__", lambda *_: refuses)
-    launch, lists = Launch(kernel, (1,), D=16, BY=2), argument_lists()[:2]
-    with pytest.warns(UserWarning, match="TypeError: launch takes 9 arguments") as warned:
-        for arguments in lists * 3:
-            launch(*arguments)
-    assert len(warned) == 1 and len(through_triton) == len(gpu.launched) == 6
+    assert len(warned) == 1 and len(through_triton) == len(gpu.launched) == 8
+    assert refuses.call_count == len(lists)  # each kind is tried once
 
 
 @pytest.mark.quick
