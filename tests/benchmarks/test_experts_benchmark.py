@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from benchmarks import kernel_expert_mlp as benchmark
-from benchmarks.expert_roofline import Point, floors, points
 from benchmarks.kernel_expert_mlp import FORWARD, FROZEN, TRAINED, Shape
 from benchmarks.models import sizes
 from benchmarks.settings import Settings
@@ -75,23 +74,3 @@ def test_on_a_cpu_the_released_shapes_are_named_but_not_run(monkeypatch, capsys)
     benchmark.run(list(sizes(CPU).values()), Settings(CPU, 1), lines.append)
     assert len(lines) == 1 and lines[0].speedup is not None
     assert capsys.readouterr().err.count("needs a GPU") == len(benchmark.CUDA_SHAPES)
-
-
-def test_the_floor_is_the_weights_for_few_tokens_and_the_products_for_many():
-    few, many = floors(256), floors(32_768)
-    assert few.bytes_seconds > few.flops_seconds and many.flops_seconds > many.bytes_seconds
-    weights = 128 * 3 * 2816 * 704 * 2
-    assert few.bytes_seconds == pytest.approx(weights / 4.3e12, rel=0.01)
-    assert many.flops_seconds == pytest.approx(6 * 32_768 * 8 * 2816 * 704 / 780e12)
-
-
-def test_points_are_read_from_a_results_file(tmp_path):
-    file = tmp_path / "results.json"
-    file.write_text(
-        '{"results": [{"suite": "experts", "size": "released", "fastest_peer": "them",'
-        '"case": "2,048 tokens, 8 of 128 experts, uniform, forward; 300 TFLOP/s",'
-        '"ours_seconds": [1, 3, 2], "peer_seconds": {"them": [4, 6, 5]}},'
-        '{"suite": "experts", "size": "15m", "case": "64 tokens, forward", "ours_seconds": [1]},'
-        '{"suite": "vocabulary", "size": "released", "case": "x", "ours_seconds": [1]}]}'
-    )
-    assert points(str(file)) == [Point(2048, 2.0, "them", 5.0)]

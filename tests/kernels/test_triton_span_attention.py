@@ -11,13 +11,13 @@ import torch
 import triton
 from torch import Tensor
 
-from benchmarks.visited_tiles import visited
 from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.span_attention import native, reference, triton_kernels_backward
 from blockdiff.kernels.span_attention.triton import span_attention, splits_of, tiles_for
 from blockdiff.kernels.tiles import Tile
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 from tests.closeness import relative_error
+from tests.oracles.visited_tiles import visited
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
@@ -248,8 +248,8 @@ def test_keys_outside_every_hull_are_never_loaded():
 
 
 @pytest.mark.parametrize("window", [None, 8])
-def test_the_picture_shows_what_the_forward_visits(window):
-    """Keys that it shows as not visited may be NaN: nothing changes; every seen key is shown as visited."""
+def test_the_forward_visits_what_the_oracle_says(window):
+    """Keys that it gives as not visited may be NaN: nothing changes; every key that a query sees is visited."""
     spans, prefix, own = canvases(window)
     tensors = [x[:1] for x in inputs(spans, prefix, own)]
     first = Spans(spans.bounds_BT4[:1])

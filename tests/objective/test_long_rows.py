@@ -1,0 +1,47 @@
+"""The memory of a training step grows with the tokens of a row and not with their square."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.timing import peak_memory
+from blockdiff.canvas import Canvas, CleanRow, lay_out
+from blockdiff.checkpoint import init
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear
+from blockdiff.kernels.span_attention import native, pieces
+from blockdiff.objective import Objective
+from blockdiff.training.activations import checkpoint_activations
+from tests.oracle import TWO_LAYERS, tiny_config
+
+CONFIG = tiny_config(**TWO_LAYERS)
+
+
+def peak(tokens: int, one_sweep: bool) -> int:
+    """Bytes that a step with recomputation allocates for one row whose canvases are all scored."""
+    model = init(CONFIG, seed=0, device="cpu", kernels="torch")
+    L, V = model.canvas_length, model.vocab_size
+    drawn = torch.randint(3, V, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    starts = range(L, tokens - L + 1, L)
+    canvases = [Canvas(drawn[s : s + L], s, t=0.5, coin=True, address=(0, 0, s // L)) for s in starts]
+    batch = lay_out([CleanRow(drawn, canvases)], L, pad_id=0)
+    checkpoint_activations(model)
+    objective = Objective(model.train(), Linear(), UniformCorruption(V), one_sweep=one_sweep)
+
+    def step() -> None:
+        losses = objective(batch)
+        (losses.canvas_sum / batch.canvas_count() + losses.ar_sum / batch.ar_count()).backward()
+
+    return peak_memory(step, torch.device("cpu"), release=lambda: model.zero_grad(set_to_none=True))
+
+
+@pytest.mark.parametrize("one_sweep", [False, True])
+def test_a_row_four_times_as_long_takes_four_times_the_memory(one_sweep, monkeypatch):
+    """With limits scaled down to rows that a test can run: masks would take more and more."""
+    for module, name, value in ((native, "LONG_KEYS", 64), (native, "LONG_MASK", 1 << 12), (pieces, "MASK", 1 << 14)):
+        monkeypatch.setattr(module, name, value)
+    short, long = (peak(tokens, one_sweep) for tokens in (320, 1280))
+    assert long <= 4.2 * short
+    monkeypatch.setattr(native, "LONG_KEYS", 1 << 20)
+    assert peak(1280, one_sweep) > 1.8 * long
