@@ -38,7 +38,7 @@ NATIVE_ONLY = ("linears", "logits", "gated", "route")
 # Those that also have C functions, in their folder's cpu.py and cpu.c.
 IN_C = (
     *("span_attention", "expert_mlp", "gated", "route", "rms_norms", "add_rms_norm", "norm_rope"),
-    *("linears", "linear_cross_entropy", "soft_embedding", "token_stats", "select_blocks", "block_sparse_attention"),
+    *("linear_cross_entropy", "soft_embedding", "token_stats", "select_blocks", "block_sparse_attention"),
 )
 OPS = {op: folder for folder, ops in FOLDERS.items() for op in ops}
 
@@ -67,13 +67,12 @@ class Kernels:
     class_stats: Callable[..., Any]
     sweep_attention: Callable[..., Tensor | None] | None = None  # what `span_attention` gives of a sweep, in one call
     fused: Any = None  # the module `fused.triton`, whose functions do the work of a method below in one launch
-    joined: Any = None  # the functions of `fused.cpu`, which do it in one call, also for gradients, or give None
 
     def __deepcopy__(self, memo: Any) -> Kernels:
         """A copy of a model has the same functions; modules among them cannot be copied."""
         return self
 
-    # Compositions of the ops above, in one launch where that is there and no gradient is needed, or in one call.
+    # Compositions of the ops above, in one launch where that is there and no gradient is needed.
 
     def attention_heads(
         self, q: Tensor, *rest: Any, into: tuple[PagedTensor, ...] | None
@@ -82,8 +81,6 @@ class Kernels:
         heads: tuple[Tensor, Tensor, Tensor | None] | None = None
         if self.fused is not None and self.fused.serves(q):
             heads = self.fused.attention_heads(q, *rest, into)
-        elif self.joined is not None:
-            heads = self.joined.attention_heads(q, *rest, into)
         return heads
 
     def attended(
@@ -107,8 +104,6 @@ class Kernels:
         if self.fused is not None and self.fused.serves(x):
             sums: tuple[Tensor, ...] = self.fused.residual_norms(x, y, weight, weights, eps)
             return sums
-        if self.joined is not None and (made := self.joined.residual_norms(x, y, weight, weights, eps)) is not None:
-            return tuple(made)
         x = self.add_rms_norm(x, y, weight, eps)
         return x, *self.rms_norms(x, weights, eps)
 
@@ -120,9 +115,6 @@ class Kernels:
             routes: tuple[Tensor, Tensor] = self.fused.routed_tokens(x, scale_D, root, weight_ED, expert_scale_E, k)
             return routes
         x_ND = x.flatten(0, -2)
-        of_tokens = x_ND, scale_D, root, weight_ED, expert_scale_E, k
-        if self.joined is not None and (made := self.joined.routed_tokens(*of_tokens)) is not None:
-            return made[0], made[1]
         if x_ND.dtype == torch.bfloat16:  # the released model rounds after each factor
             scores = F.linear(x_ND * scale_D * root, weight_ED)
         else:
@@ -138,10 +130,6 @@ class Kernels:
             end: Tensor = self.fused.layer_end(x, dense, routed, weights, eps, scalar)
             return end
         assert isinstance(routed, Tensor)
-        if self.joined is not None:
-            made: Tensor | None = self.joined.layer_end(x, dense, routed, weights, eps, scalar)
-            if made is not None:
-                return made
         (of_dense,) = self.rms_norms(dense, (weights[0],), eps)
         both = self.add_rms_norm(of_dense, routed.view_as(x), weights[1], eps)
         return self.add_rms_norm(x, both, weights[2], eps, scalar)
@@ -184,7 +172,6 @@ NATIVE = Kernels(**{name: _op(name, "native") for name in OPS})
 CPU = Kernels(
     **{name: _op(name, "cpu" if name in IN_C else "native") for name in OPS},
     sweep_attention=importlib.import_module("blockdiff.kernels.span_attention.cpu").sweep_attention,
-    joined=importlib.import_module("blockdiff.kernels.fused.cpu").JOINED,
 )
 
 

@@ -42,30 +42,3 @@ static inline void add_up(const float *partial, int64_t width, float *out) {
     for (int64_t b = 0; b < BLOCKS; b++)
         for (int64_t i = 0; i < width; i++) out[i] += partial[b * width + i];
 }
-
-/* One side of a product: lines (rows of the left, columns of the right side) of numbers, one for each step of the sum.
-   A number stands at line * by_line + step * by_step; where there are tokens, line or step n stands where line or step
-   token[n] would. */
-typedef struct {
-    const float *at;
-    int64_t by_line, by_step;
-    const int64_t *line_token, *step_token;
-} Lines;
-
-/* out (row, column) = the sum over steps of left (row, step) right (column, step), or that added to what is there.
-   `more` is another product of the same size, which is added to it; only its sides and steps count. */
-typedef struct Product {
-    Lines left, right;
-    float *out;
-    int64_t stride, rows, columns, steps, adds;
-    const struct Product *more;
-} Product;
-
-/* Make all of them, in any order, shared out over the threads; every sum is made in an order of its own. */
-void multiply(const Product *products, int64_t count);
-
-/* Rows [begin, end) and columns [first, last) of one; the first column is a multiple of 16. */
-void multiply_part(const Product *product, int64_t begin, int64_t end, int64_t first_column, int64_t last_column);
-
-/* Make all of them by the tile unit, of numbers in so many pieces (1 or 3: linear/cpu.c). */
-void multiply_in_tiles(const Product *products, int64_t count, int64_t pieces);

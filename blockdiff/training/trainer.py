@@ -34,7 +34,6 @@ from blockdiff.training import best, export, state
 from blockdiff.training.build import Built, build
 from blockdiff.training.callbacks import Callback, checked
 from blockdiff.training.clock import Clock, memory_gib
-from blockdiff.training.heap import keep_in_large_pages
 from blockdiff.training.heldout import heldout
 from blockdiff.training.objects import described
 from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
@@ -385,8 +384,6 @@ class Trainer:
 
     def start(self, checkpoint: Path | None) -> None:
         """Build what trains as it was at a checkpoint, or from the start, and cut the logs to it."""
-        if self.ranks.device.type == "cpu":
-            keep_in_large_pages()
         built = build(self.recipe, self.ranks, self.show, checkpoint)
         records = export.open_logs(self.directory, self.recipe, built, checkpoint) if self.ranks.is_main else []
         self.begin(built, records)

@@ -18,7 +18,7 @@ from blockdiff.kernels.norm_rope import triton as norms
 
 
 def test_every_op_has_a_folder_and_two_implementations():
-    assert OPS.keys() == {op.name for op in fields(Kernels)} - {"fused", "joined", "sweep_attention"}
+    assert OPS.keys() == {op.name for op in fields(Kernels)} - {"fused", "sweep_attention"}
     chosen = resolve("triton")
     for op in OPS:
         assert getattr(chosen, op).__name__ == op == getattr(NATIVE, op).__name__

@@ -1,5 +1,6 @@
 """Routed experts, their routing and gated activations by the C functions of cpu.c for fp32 on a CPU; else natively.
 
+Products are torch's, as in native.py; what stands between them is one walk in C.
 A row of the routing weights is multiplied into the activation, so that neither the sum over a token's experts nor the
 gradient of a matrix needs it.
 """
@@ -7,7 +8,6 @@ gradient of a matrix needs it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +16,6 @@ from torch import Tensor
 from blockdiff.kernels.c_library import BLOCKS, call, serves
 from blockdiff.kernels.expert_mlp import native
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.linear import cpu as tiles
-from blockdiff.kernels.linear import products
 
 KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that cpu.c has
 
@@ -25,16 +23,14 @@ KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that cpu.c has
 class _Groups(native._Groups):
     """The grouping of native.py, made by one call; rows are gathered and added up without a copy for each slot."""
 
-    def __init__(self, expert_index_Nk: Tensor, experts: int, pieces: int = 0):
+    def __init__(self, expert_index_Nk: Tensor, experts: int):
         self.k, self.slots, self.has_expert_Nk = expert_index_Nk.shape[1], expert_index_Nk.numel(), None
         self.ends_E = torch.empty(experts, dtype=torch.int32)
         slot, token, self.place_Nk = torch.empty(3, *expert_index_Nk.shape, dtype=torch.int64).unbind(0)
         index = expert_index_Nk.contiguous()
         call("group_by_expert", index, self.slots, self.k, experts, self.ends_E, slot, token, self.place_Nk)
-        self.ends = self.ends_E.tolist()
-        self.rows = self.ends[-1]
+        self.rows = int(self.ends_E[-1])
         self.slot, self.token = slot.view(-1)[: self.rows], token.view(-1)[: self.rows]
-        self.pieces, self.of_expert = pieces, self.rows // experts
 
     def gather(self, x_ND: Tensor) -> Tensor:
         """The rows of x that stand for the slots, expert by expert."""
@@ -49,64 +45,6 @@ class _Groups(native._Groups):
         call("combine_slots", y_M, self.place_Nk, N, self.k, self.rows, D, out)
         return out
 
-    def rows_of(self, x_ND: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows of x for the slots as the products take them: a copy of each, or x and where they are to be gathered."""
-        return (x_ND, self.token) if products.are_fast() else (self.gather(x_ND), None)
-
-    def pieces_for(self, depth: int, width: int) -> int:
-        """The pieces that the tile unit makes such a product in; 0: the vector unit makes it."""
-        return self.pieces if tiles.is_worth(self.of_expert, depth, width) else 0
-
-    def product(self, x: Tensor, weights_E: Any, token: Tensor | None = None, out_M: Tensor | None = None) -> Tensor:
-        """Rows of x (as `rows_of` gives them) times their expert's matrix [in, out]; with `out_M` added to that."""
-        (E, depth, wide), (apart, *by) = weights_E.shape, weights_E.stride()
-        out = x.new_empty(self.rows, wide) if out_M is None else out_M
-        if products.are_fast():
-            pieces = self.pieces_for(depth, wide) if 1 in by else 0
-            of_weights = (weights_E, apart, *by, wide, int(out_M is not None))
-            call("product_grouped", x, token, self.ends_E, E, depth, *of_weights, out, pieces)
-        else:
-            for e, lo, hi in self.bounds():
-                torch.addmm(out[lo:hi], x[lo:hi], weights_E[e], beta=int(out_M is not None), out=out[lo:hi])
-        return out
-
-    def add_low_rank(
-        self,
-        out_M: Tensor | None,
-        x: Tensor,
-        first_E: Tensor | None,
-        second_E: Tensor | None,
-        token: Tensor | None = None,
-    ) -> Tensor | None:
-        """See `native._Groups.add_low_rank`: added where it stands; without `out_M` only A x is made."""
-        if first_E is None or second_E is None:
-            return None
-        between_M = self.product(x, first_E.transpose(1, 2), token)
-        if out_M is not None:
-            self.product(between_M, second_E.transpose(1, 2), None, out_M)
-        return between_M
-
-    def outer(
-        self,
-        left: Tensor,
-        right: Tensor,
-        like: Tensor,
-        left_token: Tensor | None = None,
-        right_token: Tensor | None = None,
-    ) -> Tensor:
-        """Per expert left^T right of rows as `rows_of` gives them: the gradient of its matrix."""
-        grad = torch.empty(like.shape, dtype=like.dtype)
-        E, wide, depth = like.shape
-        if products.are_fast():
-            sides = (left, left_token, right, right_token)
-            call("product_grouped_outer", *sides, self.ends_E, E, wide, depth, grad, self.pieces_for(wide, depth))
-        else:
-            first = 0
-            for e, end in enumerate(self.ends):
-                torch.mm(left[first:end].t(), right[first:end], out=grad[e])
-                first = end
-        return grad
-
 
 class _ExpertMLP(torch.autograd.Function):
     """What the gated halves give is not kept: the walk that makes their gradients makes it again."""
@@ -120,16 +58,15 @@ class _ExpertMLP(torch.autograd.Function):
         index_Nk: Tensor,
         weight_Nk: Tensor,
         kind: int,
-        pieces: int,
         gate_up_A: Tensor | None,
         gate_up_B: Tensor | None,
         down_A: Tensor | None,
         down_B: Tensor | None,
     ) -> Tensor:
-        groups = _Groups(index_Nk, gate_up_EFD.shape[0], pieces)
-        x, token = groups.rows_of(x_ND)
-        h = groups.product(x, gate_up_EFD.transpose(1, 2), token)
-        between_h = groups.add_low_rank(h, x, gate_up_A, gate_up_B, token)
+        groups = _Groups(index_Nk, gate_up_EFD.shape[0])
+        x = groups.gather(x_ND)
+        h = groups.product(x, gate_up_EFD.transpose(1, 2))
+        between_h = groups.add_low_rank(h, x, gate_up_A, gate_up_B)
         del x
         weight_M = weight_Nk.reshape(-1).index_select(0, groups.slot)
         a = _gated_halves(h, weight_M, kind)
@@ -145,33 +82,35 @@ class _ExpertMLP(torch.autograd.Function):
         x_ND, h, weight_M, gate_up_EFD, down_EDF, *low_rank = ctx.saved_tensors
         gate_up_A, gate_up_B, down_A, down_B, between_h, between_y = low_rank
         groups: _Groups = ctx.groups
-        grads: list[Tensor | None] = [None] * 11
-        grad_y, token = groups.rows_of(grad_ND.contiguous())
-        grad_a = groups.product(grad_y, down_EDF, token)
-        grad_between_y = groups.add_low_rank(grad_a, grad_y, _transposed(down_B), _transposed(down_A), token)
+        grads: list[Tensor | None] = [None] * 10
+        grad_y = groups.gather(grad_ND.contiguous())
+        grad_a = groups.product(grad_y, down_EDF)
+        grad_between_y = groups.add_low_rank(grad_a, grad_y, _transposed(down_B), _transposed(down_A))
         grad_h, rows, width = torch.empty_like(h), h.shape[0], grad_a.shape[1]
         of_weight_M, a = torch.empty_like(weight_M), grad_a  # one row after the other takes the place of its gradient
         (gate, up), (of_gate, of_up) = h.chunk(2, -1), grad_h.chunk(2, -1)
         line = (rows, width, 2 * width, weight_M, ctx.kind)
         call("gated_backward", grad_a, gate, up, *line, of_gate, of_up, 2 * width, of_weight_M, a)
         if ctx.needs_input_grad[2]:
-            grads[2] = groups.outer(grad_y, a, down_EDF, token)
+            grads[2] = groups.outer(grad_y, a, down_EDF)
         if grad_between_y is not None:
-            grads[9] = groups.outer(grad_between_y, a, down_A)
-            grads[10] = groups.outer(grad_y, between_y, down_B, token)
+            grads[8] = groups.outer(grad_between_y, a, down_A)
+            grads[9] = groups.outer(grad_y, between_y, down_B)
         del grad_y, grad_a, a, grad_between_y
         grad_rows = groups.product(grad_h, gate_up_EFD) if ctx.needs_input_grad[0] else None
-        grad_between_h = groups.add_low_rank(grad_rows, grad_h, _transposed(gate_up_B), _transposed(gate_up_A))
+        grad_between_h = None if gate_up_B is None else groups.product(grad_h, gate_up_B)
         if grad_rows is not None:
+            if grad_between_h is not None:
+                grad_rows.add_(groups.product(grad_between_h, gate_up_A))
             grads[0] = groups.sum_of_slots(grad_rows)
             del grad_rows
         if ctx.needs_input_grad[1] or grad_between_h is not None:
-            x, token = groups.rows_of(x_ND)
+            x = groups.gather(x_ND)
             if ctx.needs_input_grad[1]:
-                grads[1] = groups.outer(grad_h, x, gate_up_EFD, None, token)
+                grads[1] = groups.outer(grad_h, x, gate_up_EFD)
             if grad_between_h is not None:
-                grads[7] = groups.outer(grad_between_h, x, gate_up_A, None, token)
-                grads[8] = groups.outer(grad_h, between_h, gate_up_B)
+                grads[6] = groups.outer(grad_between_h, x, gate_up_A)
+                grads[7] = groups.outer(grad_h, between_h, gate_up_B)
         if ctx.needs_input_grad[4]:
             flat = weight_M.new_zeros(groups.slots).index_copy_(0, groups.slot, of_weight_M)
             grads[4] = flat.view_as(groups.place_Nk)
@@ -227,17 +166,14 @@ def expert_mlp(
         of_tokens = expert_index_Nk, expert_weight_Nk, activation, low_rank
         return native.expert_mlp(x_ND, gate_up_EFD, down_EDF, *of_tokens)
     inputs = (x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)
-    is_autocast = torch.is_autocast_enabled("cpu")
     is_served = activation in KINDS and x_ND.shape[0] > 0 and expert_index_Nk.dtype is torch.int64
-    is_served = is_served and serves(*inputs[:3], expert_weight_Nk, *low_rank)
-    pieces = tiles.pieces_of(x_ND) if is_served else 0
-    if not is_served or (is_autocast and (low_rank or not pieces)):
+    is_served = is_served and not torch.is_autocast_enabled("cpu")
+    if not is_served or not serves(*inputs[:3], expert_weight_Nk, *low_rank):
         return native.expert_mlp(*inputs, activation, low_rank)
     x_ND = x_ND.contiguous()
-    with torch.autocast("cpu", enabled=False) if is_autocast else nullcontext():
-        if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= native.DENSE_FLOPS:
-            return _dense(x_ND, *inputs[1:], KINDS[activation], low_rank)
-        return _ExpertMLP.apply(x_ND, *inputs[1:], KINDS[activation], pieces, *(low_rank or (None,) * 4))
+    if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= native.DENSE_FLOPS:
+        return _dense(x_ND, *inputs[1:], KINDS[activation], low_rank)
+    return _ExpertMLP.apply(x_ND, *inputs[1:], KINDS[activation], *(low_rank or (None,) * 4))
 
 
 class _Gated(torch.autograd.Function):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves
-from blockdiff.kernels.linear import cpu as tiles
 from blockdiff.kernels.span_attention import native
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
 from blockdiff.spans import Spans, Sweep
@@ -47,10 +46,8 @@ def sweep_attention(q_BThd: Tensor, k: Tensor, v: Tensor, sweep: Sweep, scale: f
 
 
 def _takes(q_BThd: Tensor, *tensors: Tensor | None) -> bool:
-    if not serves(q_BThd, *tensors) or q_BThd.shape[-1] % STEP or q_BThd.shape[-1] > LARGEST:
-        return False
-    # under autocast heads are fp32 and stay it where the products around them give fp32
-    return not torch.is_autocast_enabled("cpu") or tiles.takes(q_BThd)
+    is_fitting = q_BThd.shape[-1] % STEP == 0 and q_BThd.shape[-1] <= LARGEST
+    return is_fitting and not torch.is_autocast_enabled("cpu") and serves(q_BThd, *tensors)
 
 
 def _dense(prefix: PrefixTensor | None) -> Tensor | None:

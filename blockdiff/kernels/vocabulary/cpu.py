@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves
-from blockdiff.kernels.linear.cpu import mm
 from blockdiff.kernels.vocabulary import cross_entropy, native
 from blockdiff.kernels.vocabulary.logits import chunks
 from blockdiff.kernels.vocabulary.native import Stats
@@ -27,7 +26,7 @@ def _cross_entropy_chunk(
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As in cross_entropy.py: the logits become their gradient in place, where there is room in `into`."""
-    z = mm(hidden, table.t(), into)
+    z = torch.mm(hidden, table.t(), out=into)
     loss, total = z.new_empty(2, z.shape[0]).unbind(0)
     observed, bonus = (None, None) if favoured is None else (x.contiguous() for x in favoured)
     extra = (float(softcap or 0), observed, bonus, int(with_gradient))
@@ -49,7 +48,7 @@ def linear_cross_entropy(
     given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, is_ignored_N
     if not is_served:
         return native.linear_cross_entropy(*given)
-    return cross_entropy.cross_entropy_by(_cross_entropy_chunk, mm, *given)
+    return cross_entropy.cross_entropy_by(_cross_entropy_chunk, *given)
 
 
 def _probabilities(hidden: Tensor, table: Tensor, softcap: float | None, temperature: float) -> Tensor:
@@ -69,8 +68,7 @@ def soft_embedding(
     given = hidden_ND, table_VD, softcap, temperature, embedding_VD
     if not _serves(hidden_ND, table_VD):
         return native.soft_embedding(*given)
-    product = mm if torch.is_grad_enabled() else native.mm  # as in `linear.cpu.pieces_of`
-    return native.soft_embedding_by(_probabilities, product, *given)
+    return native.soft_embedding_by(_probabilities, *given)
 
 
 def token_stats(

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
-from blockdiff.kernels.linear.native import mm
 from blockdiff.kernels.vocabulary.logits import chunks, fits, logits
 
 
@@ -31,7 +30,6 @@ class _CrossEntropy(torch.autograd.Function):
         observed_N: Tensor | None,
         bonus_N: Tensor | None,
         of_chunk: Callable[..., tuple[Tensor, Tensor, Tensor]],
-        mm: Callable[..., Tensor],
     ) -> Tensor:
         hidden, table = in_autocast(hidden_ND, table_VD)
         N, V = hidden.shape[0], table.shape[0]
@@ -53,10 +51,10 @@ class _CrossEntropy(torch.autograd.Function):
                     into,
                 )
                 if grad_hidden is not None:
-                    mm(grad.to(table.dtype), table, grad_hidden[rows]).div_(total_N[rows, None])
+                    torch.mm(grad.to(table.dtype), table, out=grad_hidden[rows]).div_(total_N[rows, None])
                 if into is not None and grad is not into:
                     into.copy_(grad)
-        ctx.of_chunk, ctx.mm, ctx.softcap, ctx.dtypes = of_chunk, mm, softcap, (hidden_ND.dtype, table_VD.dtype)
+        ctx.of_chunk, ctx.softcap, ctx.dtypes = of_chunk, softcap, (hidden_ND.dtype, table_VD.dtype)
         if grad_hidden is not None:
             ctx.save_for_backward(grad_hidden)
         elif wants_table:
@@ -68,7 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
         wants_hidden, wants_table = ctx.needs_input_grad[:2]
         if not wants_table:
             (grad_hidden,) = ctx.saved_tensors
-            return (grad_hidden * grad_loss_N[:, None]).to(ctx.dtypes[0]), *[None] * 7
+            return (grad_hidden * grad_loss_N[:, None]).to(ctx.dtypes[0]), *[None] * 6
         hidden, table, target_N, total_N, kept, observed_N, bonus_N = ctx.saved_tensors
         factor_N1 = (grad_loss_N / total_N)[:, None]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -84,13 +82,13 @@ class _CrossEntropy(torch.autograd.Function):
             else:
                 grad = kept
             if grad_hidden is not None:
-                ctx.mm(grad, table, grad_hidden[rows]).mul_(factor_N1[rows])
+                torch.mm(grad, table, out=grad_hidden[rows]).mul_(factor_N1[rows])
             if grad_table.dtype == grad.dtype:
-                ctx.mm(grad.t(), weighted[rows], grad_table, 1)
+                grad_table.addmm_(grad.t(), weighted[rows])
             else:
                 grad_table.add_(grad.t() @ weighted[rows])
         grad_hidden = None if grad_hidden is None else grad_hidden.to(ctx.dtypes[0])
-        return grad_hidden, grad_table.to(ctx.dtypes[1]), *[None] * 6
+        return grad_hidden, grad_table.to(ctx.dtypes[1]), *[None] * 5
 
 
 def _rows_of(observed_N: Tensor | None, bonus_N: Tensor | None, rows: slice) -> tuple[Tensor, Tensor] | None:
@@ -160,12 +158,11 @@ def linear_cross_entropy(
     neither. Rows where is_ignored_N have loss 0 and no gradient, whatever they and their targets hold.
     """
     given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, is_ignored_N
-    return cross_entropy_by(cross_entropy_chunk, mm, *given)
+    return cross_entropy_by(cross_entropy_chunk, *given)
 
 
 def cross_entropy_by(
     of_chunk: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    mm: Callable[..., Tensor],
     hidden_ND: Tensor,
     table_VD: Tensor,
     target_N: Tensor | None,
@@ -174,16 +171,16 @@ def cross_entropy_by(
     bonus_N: Tensor | None,
     is_ignored_N: Tensor | None,
 ) -> Tensor:
-    """`linear_cross_entropy` by functions that compute as `cross_entropy_chunk` and `linear.native.mm` do.
+    """`linear_cross_entropy` by a function that computes as `cross_entropy_chunk` does.
 
-    The last argument of the former is where it may put G; it returns that very tensor if it does.
+    Its last argument is where it may put G; it returns that very tensor if it does.
     """
     if is_ignored_N is None:
-        return _CrossEntropy.apply(hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, of_chunk, mm)
+        return _CrossEntropy.apply(hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, of_chunk)
     kept = (~is_ignored_N).nonzero().squeeze(-1)
     observed, bonus = (None if x is None else x[kept] for x in (observed_N, bonus_N))
     target = None if target_N is None else target_N[kept]
-    loss = _CrossEntropy.apply(hidden_ND[kept], table_VD, target, softcap, observed, bonus, of_chunk, mm)
+    loss = _CrossEntropy.apply(hidden_ND[kept], table_VD, target, softcap, observed, bonus, of_chunk)
     return loss.new_zeros(hidden_ND.shape[0]).index_copy(0, kept, loss)
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdiff.kernels.linear.native import mm
 from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty, of_logits, penalised
 from blockdiff.kernels.vocabulary.cross_entropy import linear_cross_entropy, token_scores
 from blockdiff.kernels.vocabulary.logits import chunk_rows, chunks, fits, logits
@@ -40,7 +39,6 @@ class _SoftEmbedding(torch.autograd.Function):
         temperature: float,
         embedding_VD: Tensor | None,
         probabilities: Callable[..., Tensor],
-        mm: Callable[..., Tensor],
     ) -> Tensor:
         N, V = hidden_ND.shape[0], table_VD.shape[0]
         embedding = table_VD if embedding_VD is None else embedding_VD
@@ -50,18 +48,18 @@ class _SoftEmbedding(torch.autograd.Function):
         out = torch.empty_like(hidden_ND, dtype=table_VD.dtype)
         for rows in chunks(hidden_ND, V):
             p = probabilities(hidden_ND[rows], table_VD, softcap, temperature)
-            mm(p, embedding, out[rows])
+            torch.mm(p, embedding, out=out[rows])
             if kept is not None:
                 kept[rows] = p
         ctx.save_for_backward(*((kept,) if kept is not None else (hidden_ND, table_VD)))
-        ctx.arguments, ctx.probabilities, ctx.mm = (softcap, temperature), probabilities, mm
+        ctx.arguments, ctx.probabilities = (softcap, temperature), probabilities
         ctx.is_tied = embedding_VD is None
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         if len(ctx.saved_tensors) == 1:
-            grad_table = ctx.mm(ctx.saved_tensors[0].t(), grad_ND)
+            grad_table = torch.mm(ctx.saved_tensors[0].t(), grad_ND)
         else:
             hidden_ND, table_VD = ctx.saved_tensors
             softcap, temperature = ctx.arguments
@@ -70,7 +68,7 @@ class _SoftEmbedding(torch.autograd.Function):
                 p = ctx.probabilities(hidden_ND[rows].to(table_VD.dtype), table_VD, softcap, temperature)
                 grad_table += p.t() @ grad_ND[rows]
             grad_table = grad_table.to(table_VD.dtype)
-        return (None, grad_table, *[None] * 5) if ctx.is_tied else (*[None] * 4, grad_table, None, None)
+        return (None, grad_table, *[None] * 4) if ctx.is_tied else (*[None] * 4, grad_table, None)
 
 
 def _probabilities(hidden: Tensor, table: Tensor, softcap: float | None, temperature: float) -> Tensor:
@@ -90,25 +88,24 @@ def soft_embedding(
 
     embedding_VD: E where it is not the table that makes the logits z.
     """
-    return soft_embedding_by(_probabilities, mm, hidden_ND, table_VD, softcap, temperature, embedding_VD)
+    return soft_embedding_by(_probabilities, hidden_ND, table_VD, softcap, temperature, embedding_VD)
 
 
 def soft_embedding_by(
     probabilities: Callable[..., Tensor],
-    mm: Callable[..., Tensor],
     hidden_ND: Tensor,
     table_VD: Tensor,
     softcap: float | None,
     temperature: float,
     embedding_VD: Tensor | None,
 ) -> Tensor:
-    """`soft_embedding` by functions that compute as `_probabilities` and `linear.native.mm` do."""
+    """`soft_embedding` by a function that computes as `_probabilities` does."""
     is_plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(hidden_ND.device.type))
     if is_plain and hidden_ND.shape[0] <= chunk_rows(hidden_ND, table_VD.shape[0]):
         # where tokens are few, the calls around these two lines cost as much as they do
         embedding = table_VD if embedding_VD is None else embedding_VD
-        return mm(probabilities(hidden_ND, table_VD, softcap, temperature), embedding)
-    return _SoftEmbedding.apply(hidden_ND, table_VD, softcap, temperature, embedding_VD, probabilities, mm)
+        return torch.mm(probabilities(hidden_ND, table_VD, softcap, temperature), embedding)
+    return _SoftEmbedding.apply(hidden_ND, table_VD, softcap, temperature, embedding_VD, probabilities)
 
 
 def pack_allowed(is_allowed_NV: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What joins several ops of a layer in one call on a CPU, against single ops in fp64: outputs and every gradient."""
+"""Compositions of the ops of a layer in fp32 on a CPU, against the same in fp64: outputs and every gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels import CPU, NATIVE, Kernels
-from blockdiff.kernels.c_library import serves
 from blockdiff.layers.attention import heads
 from blockdiff.layers.norm import RMSNorm
 
@@ -23,16 +22,8 @@ def drawn(shape: tuple[int, ...], seed: int, trains: bool = True) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(trains)
 
 
-def assert_joined(function, inputs, is_joined: str, monkeypatch) -> None:
-    """`function(kernels, *inputs)` by one call equals that by single ops in fp64; the gradients too."""
-    calls = []
-    joined = getattr(CPU.joined, is_joined)
-
-    def counted(*given, **named):
-        calls.append(joined(*given, **named))
-        return calls[-1]
-
-    monkeypatch.setattr(CPU.joined, is_joined, counted)
+def compare(function, inputs) -> None:
+    """`function(kernels, *inputs)` in fp32 by C functions equals that natively in fp64; the gradients too."""
     wide = [x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
     results = []
     for kernels, given in ((CPU, inputs), (NATIVE, wide)):
@@ -41,20 +32,15 @@ def assert_joined(function, inputs, is_joined: str, monkeypatch) -> None:
         trained = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
         grads = torch.autograd.grad(sum((f * out).sum() for f, out in zip(factors, outs, strict=True)), trained)
         results.append([*outs, *grads])
-    assert calls and calls[0] is not None
     for ours, exact in zip(*results, strict=True):
         assert ours.shape == exact.shape
         ours, exact = ours.detach().double(), exact.detach()
         assert float((ours - exact).norm() / exact.norm().clamp(min=1e-9)) < 2e-6
 
 
-needs_c = pytest.mark.skipif(not serves(torch.zeros(1)), reason="there is no C compiler here")
-
-
-@needs_c
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_residual_sum_and_its_norms_in_one_call(shape, trains, monkeypatch):
+def test_a_residual_sum_and_its_norms(shape, trains):
     D = shape[-1]
     weight, first, second = (drawn((D,), seed, trains) for seed in (2, 3, 4))
 
@@ -62,12 +48,11 @@ def test_a_residual_sum_and_its_norms_in_one_call(shape, trains, monkeypatch):
         return kernels.residual_norms(x, y, weight, (first, second, None), EPS)
 
     inputs = drawn(shape, 0), drawn(shape, 1), weight, first, second
-    assert_joined(norms, inputs, "residual_norms", monkeypatch)
+    compare(norms, inputs)
 
 
-@needs_c
 @pytest.mark.parametrize("used", [(0,), (1,), (2, 3), (0, 3)])
-def test_a_sum_or_norm_that_is_not_used_gets_no_gradient(used, monkeypatch):
+def test_a_sum_or_norm_that_is_not_used_gets_no_gradient(used):
     shape = (2, 5, 33)
 
     def norms(kernels: Kernels, x, y, weight, first, second):
@@ -75,14 +60,13 @@ def test_a_sum_or_norm_that_is_not_used_gets_no_gradient(used, monkeypatch):
         return [made[n] for n in used] + [0.0 * (first.sum() + second.sum() + weight.sum() + y.sum())]
 
     inputs = drawn(shape, 0), drawn(shape, 1), *(drawn((33,), seed) for seed in (2, 3, 4))
-    assert_joined(norms, inputs, "residual_norms", monkeypatch)
+    compare(norms, inputs)
 
 
-@needs_c
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scalars", ["none", "one", "rows"])
 @pytest.mark.parametrize("trains", [True, False])
-def test_the_end_of_a_layer_in_one_call(shape, scalars, trains, monkeypatch):
+def test_the_end_of_a_layer(shape, scalars, trains):
     B, T, D = shape
     weights = [drawn((D,), seed, trains) for seed in (3, 4, 5)]
     scalar = {"none": None, "one": drawn((1,), 6, False), "rows": drawn((B, T, 1), 6, False)}[scalars]
@@ -91,13 +75,12 @@ def test_the_end_of_a_layer_in_one_call(shape, scalars, trains, monkeypatch):
         return [kernels.layer_end(x, dense, routed, (first, second, third), EPS, scalar)]
 
     inputs = drawn(shape, 0), drawn(shape, 1), drawn((B * T, D), 2), *weights, scalar
-    assert_joined(end, inputs, "layer_end", monkeypatch)
+    compare(end, inputs)
 
 
-@needs_c
 @pytest.mark.parametrize("is_key", [True, False])
 @pytest.mark.parametrize("d", [8, 20, 32])
-def test_queries_keys_and_values_in_one_node(is_key, d, monkeypatch):
+def test_queries_keys_and_values_after_norms_and_rope(is_key, d):
     B, T, h, K = 2, 9, 4, 2
     norms = [RMSNorm(d, EPS, CPU) for _ in range(2)]
     rope = drawn((B, T, d), 5, False), drawn((B, T, d), 6, False)
@@ -111,22 +94,21 @@ def test_queries_keys_and_values_in_one_node(is_key, d, monkeypatch):
 
     inputs = [drawn((B, T, n, d), seed) for seed, n in enumerate((h, K, K))]
     inputs[2].requires_grad_(not is_key)
-    assert_joined(made, (*inputs, drawn((d,), 7), drawn((d,), 8)), "attention_heads", monkeypatch)
+    compare(made, (*inputs, drawn((d,), 7), drawn((d,), 8)))
 
 
-@needs_c
 @pytest.mark.parametrize("E, k", [(8, 2), (5, 3), (4, 4)])
 @pytest.mark.parametrize("trains", [True, False])
-def test_the_scores_and_the_choice_of_a_router_in_one_node(E, k, trains, monkeypatch):
+def test_the_scores_and_the_choice_of_a_router(E, k, trains):
     N, D = 37, 24
 
     def routed(kernels: Kernels, x, scale, weight, expert_scale):
         return kernels.routed_tokens(x, scale, D**-0.5, weight, expert_scale, k)
 
     inputs = drawn((N, D), 0), *(drawn(shape, 1 + n, trains) for n, shape in enumerate([(D,), (E, D), (E,)]))
-    assert_joined(routed, inputs, "routed_tokens", monkeypatch)
+    compare(routed, inputs)
 
 
 def test_a_model_that_is_copied_computes_with_the_same_functions():
     norm = copy.deepcopy(RMSNorm(8, EPS, CPU))
-    assert norm.kernels.joined.layer_end is CPU.joined.layer_end
+    assert norm.kernels is CPU
