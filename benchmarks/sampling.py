@@ -36,12 +36,13 @@ from benchmarks.sampling_peer import Peer, addressed_draws
 from benchmarks.timing import peak_memory
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.sampling import Generation, Request, Result, Sampler, draws
-from blockdiff.sampling.loop import generate_in_lockstep
+from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.strategies import released
 from blockdiff.sampling.strategies.composed import Composed
 from blockdiff.sampling.strategy import Canvases
 from blockdiff.seeding import child_seed
 from blockdiff.terminal import quiet
+from tests.oracles.lockstep import generate_in_lockstep
 
 CPU = torch.device("cpu")
 SAME = 0.99  # of the requests must have the same tokens under the same draws; a near-tie may flip the others
@@ -85,10 +86,10 @@ class Workload:
 
     def lockstep(self, limit: int) -> list[Result]:
         """What the loop answers in which rows wait for each other."""
-        context = self.sampler().context
-        pending = [context.pending(request, place, 0) for place, request in enumerate(self.requests)]
-        generate_in_lockstep(context, pending, limit)
-        return [context.result(each) for each in pending]
+        sampler = self.sampler()
+        asked = [sequence for request in self.requests for sequence in sequences_of(request, sampler.settings)]
+        generate_in_lockstep(sampler.model, sampler.settings, asked, limit)
+        return [each.result(sampler.settings) for each in asked]
 
 
 class Meter:

@@ -22,10 +22,11 @@ import torch
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.models.family import BlockDiffusionModel
-from blockdiff.sampling.context import Context
 from blockdiff.sampling.engine import Engine
-from blockdiff.sampling.loop import generate_in_lockstep
-from blockdiff.sampling.request import Request, Result, draws_of
+from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.sequence import sequences_of
+from blockdiff.sampling.settings import settings_of
+from tests.oracles.lockstep import generate_in_lockstep
 
 STRATEGIES = (None, None, "quota", "confident:threshold=0.1", "entropy_bound:guidance=0.5", "entropy_bound:top_k=20")
 HEADS = 3  # beginnings that prompts share
@@ -57,9 +58,9 @@ def soak(model: BlockDiffusionModel, count: int, seed: int = 0, **options: Any) 
     few = Generation(
         max_steps=5, max_new_tokens=3 * L, stability=0, confidence=0.8, entropy_bound=1.0, eos_ids=tuple(range(1, 8))
     )
-    context = Context(model, None, few)
+    settings = settings_of(model, None, few)
     options = {"max_rows": 6, "page_tokens": 8, "chunk_tokens": 24, "capacity": 28 * L, **options}
-    engine = Engine(model, context=context, max_waiting=40, **options)
+    engine = Engine(model, settings=settings, max_waiting=40, **options)
     heads = [[chance.randrange(10, vocabulary) for _ in range(chance.randrange(8, 60))] for _ in range(HEADS)]
     requests = {id: _request(id, chance, heads, vocabulary, L) for id in range(count)}
     waiting, asked_for, results = list(requests.values()), list[str | int](), dict[str | int, Result]()
@@ -74,9 +75,9 @@ def soak(model: BlockDiffusionModel, count: int, seed: int = 0, **options: Any) 
     cancelled = {id for id, result in results.items() if result.finish_reason == "cancelled"}
     wrong, needed = list[str | int](), 0
     for id, request in requests.items():
-        asked = draws_of(context.pending(request, 0, 0), request.best_of)
         if request.best_of == 1 and id not in cancelled:
-            generate_in_lockstep(context, asked, 1)
+            asked = sequences_of(request, settings)
+            generate_in_lockstep(model, settings, asked)
             answer = results[id]
             needed += sum(answer.steps)
             is_equal = (answer.tokens, answer.steps) == (asked[0].tokens, asked[0].steps) and answer.error is None

@@ -234,16 +234,17 @@ class Chat:
 
     def _make_room(self) -> None:
         """Leave out the oldest exchanges while the conversation and an answer do not fit the model's positions."""
-        if (too_many := self.sampler.context.excess(self._request(self.messages[-1:]))) > 0:
+        settings = self.sampler.settings
+        if (too_many := settings.excess(self._request(self.messages[-1:]))) > 0:
             raise RequestError(f"the message is too long by {too_many} tokens; shorten it or lower --max-new-tokens")
         dropped = 0
-        while self.sampler.context.excess(self._request(self.messages)) > 0:
+        while settings.excess(self._request(self.messages)) > 0:
             later = [place for place, message in enumerate(self.messages) if place and message["role"] == "user"]
             dropped += later[0]
             del self.messages[: later[0]]
         if dropped:
-            positions = self.sampler.context.positions
-            self.note(f"the oldest {dropped} messages are left out from here on: the model has {positions} positions")
+            has = f"the model has {settings.positions} positions"
+            self.note(f"the oldest {dropped} messages are left out from here on: {has}")
 
     def _show(self, result: Result) -> None:
         if result.error is not None:

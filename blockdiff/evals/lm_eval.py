@@ -83,7 +83,7 @@ class BlockdiffLM(TemplateLM):
     @property
     def max_length(self) -> int:
         """The most tokens that the model has positions for."""
-        return self.sampler.context.positions or UNBOUNDED
+        return self.sampler.settings.positions or UNBOUNDED
 
     @property
     def tokenizer_name(self) -> str:

@@ -21,20 +21,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from blockdiff.sampling.request import Request
+    from blockdiff.sampling.settings import SamplingSettings
 
 
 def control_of(
     request: Request,
     prompt_tokens: Sequence[int],
-    tokenizer: PreTrainedTokenizerBase | None,
+    settings: SamplingSettings,
     *,
-    canvas_length: int,
     canvases: int,
     max_steps: int,
-    vocab_size: int,
-    eos_ids: Sequence[int],
-    pad_id: int | None = None,
-    mask_id: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Control | None:
     """What a request asks of its response, None if nothing; RequestError says what of it cannot be.
@@ -46,6 +42,9 @@ def control_of(
         request.repetition_penalty == 1.0
     ):
         return None
+    tokenizer, vocab_size, canvas_length = settings.tokenizer, settings.vocab_size, settings.canvas_length
+    eos_ids, pad_id = settings.generation.eos_ids, settings.generation.pad_id
+    mask_id = settings.diffusion.mask_id
     texts = [text for text in request.banned if isinstance(text, str)]
     if tokenizer is None and (is_constrained or request.template is not None or request.draft is not None or texts):
         raise RequestError("a template, a constraint, a draft and banned texts need a tokenizer, and there is none")

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels import CPU, NATIVE
+from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.page_buffers import FixedSteps
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
-from blockdiff.sampling.context import Context
 from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy
 from blockdiff.sampling.held import FixedHeld, Held
 from blockdiff.sampling.live_state import State, ends
 from blockdiff.sampling.predict import predict
+from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategy import Shape, Strategy, decision_of
 
 
@@ -29,10 +30,18 @@ class FixedStep:
     host writes, and what a step leaves for the next; draws and temperatures stand there for several steps ahead.
     """
 
-    def __init__(self, context: Context, pages: Pages, width: int, most: int, graphs: Graphs):
-        self.context, self.width, self.most, self.graphs = context, width, most, graphs
-        self._weights = _memory_of(context)
-        L, B, device = context.canvas_length, most * width, context.model.device
+    def __init__(
+        self,
+        model: BlockDiffusionModel,
+        settings: SamplingSettings,
+        pages: Pages,
+        width: int,
+        most: int,
+        graphs: Graphs,
+    ):
+        self.model, self.settings, self.width, self.most, self.graphs = model, settings, width, most, graphs
+        self._weights = _memory_of(model)
+        L, B, device = settings.canvas_length, most * width, model.device
         self.rows = FixedSteps(pages, most, width, L)
         self.others = FixedSteps(pages, most, width, L)  # of guided rows, without their prompts
         self.held = FixedHeld(B)
@@ -56,17 +65,17 @@ class FixedStep:
     @property
     def is_stale(self) -> bool:
         """Whether weights lie elsewhere than they did: what was captured reads where they were."""
-        return self._weights != _memory_of(self.context)
+        return self._weights != _memory_of(self.model)
 
     def takes(self, shape: Shape) -> bool:
         """Whether a step of this shape does nothing but launch: top_p natively looks how many tokens it needs."""
-        model = self.context.model
+        model = self.model
         is_native = model.kernels.token_stats in (NATIVE.token_stats, CPU.token_stats)
         return shape.top_p >= 1 or not (is_native or shape.guidance or model.vocabulary.head is not None)
 
-    def serves(self, context: Context, pages: Pages, width: int, most: int) -> bool:
+    def serves(self, settings: SamplingSettings, pages: Pages, width: int, most: int) -> bool:
         """Whether an engine of these can go on with what is captured here."""
-        is_same = self.context is context and self.pages is pages and self.width == width
+        is_same = self.settings is settings and self.pages is pages and self.width == width
         return is_same and self.most >= most and not self.is_stale
 
     @property
@@ -122,9 +131,9 @@ class FixedStep:
     def _step(self, strategy: Strategy) -> None:
         """The step itself: what it launches follows from the key of what is loaded, and all else stands in buffers."""
         assert self._state is not None and self._key is not None
-        B, L = self._loaded[0] * self.width, self.context.canvas_length
+        B, L = self._loaded[0] * self.width, self.settings.canvas_length
         state, every_B = self._state.part(slice(0, B)), self._every_B[:B]
-        mask_id = self.context.choices.mask_id
+        mask_id = self.settings.diffusion.mask_id
         step_B = self._now - state.entered_B
         place_B = step_B % STEPS_AHEAD
         uniform_BL, noise_BL = state.uniform_BTL[every_B, place_B], state.noise_BTL[every_B, place_B]
@@ -136,9 +145,9 @@ class FixedStep:
         other_BLD = self.others.denoise(*seen).reshape(B, L, -1) if shape.guidance else None
         held = self.held.read(B)
         of_step = tokens_BL, temperature_B, uniform_BL, mask_id, [] if held is None else [held], step_B, [shape] * B
-        stats = predict(self.context.model, hidden_BLD, *of_step, other_BLD=other_BLD)
+        stats = predict(self.model, hidden_BLD, *of_step, other_BLD=other_BLD)
         told = (), step_B, temperature_B, tokens_BL, stats, self._pinned_BL[:B]
-        canvases = state.canvases(self.context, *told)
+        canvases = state.canvases(self.settings, *told)
         decision = decision_of(strategy, canvases)
         left = replace(
             state,
@@ -156,7 +165,7 @@ class FixedStep:
         self._may_stop[strategy] = decision.stop_B is not None
 
 
-def _memory_of(context: Context) -> list[tuple[int, torch.dtype]]:
+def _memory_of(model: BlockDiffusionModel) -> list[tuple[int, torch.dtype]]:
     """Where the model's weights and buffers lie, and their dtypes."""
-    weights = itertools.chain(context.model.parameters(), context.model.buffers())
+    weights = itertools.chain(model.parameters(), model.buffers())
     return [(x.data_ptr(), x.dtype) for x in weights]

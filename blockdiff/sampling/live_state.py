@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from blockdiff.kernels.vocabulary import Stats
-from blockdiff.sampling.context import Context
 from blockdiff.sampling.draws import STEPS_AHEAD, draw_ahead, second_draws, signed
-from blockdiff.sampling.scheduler import Slot
+from blockdiff.sampling.sequence import CanvasInFlight
+from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategy import Canvases, Decision
+
+if TYPE_CHECKING:
+    from blockdiff.models.family import BlockDiffusionModel
 
 
 @dataclass
@@ -36,18 +40,20 @@ class State:
     soft_BLD: Tensor
 
     @classmethod
-    def of(cls, slots: Sequence[Slot], context: Context) -> State:
+    def of(cls, canvases: Sequence[CanvasInFlight], model: BlockDiffusionModel, settings: SamplingSettings) -> State:
         """Canvases before their first steps."""
-        model, L = context.model, context.canvas_length
-        B, device = len(slots), model.device
-        asked = [
+        L, B, device = settings.canvas_length, len(canvases), model.device
+        numbers = [
             (
-                *(signed(slot.row.asked.seed), slot.number or 0, slot.entered, slot.row.asked.max_steps),
-                slot.first_step // STEPS_AHEAD * STEPS_AHEAD,
+                signed(canvas.sequence.seed),
+                canvas.number or 0,
+                canvas.entered,
+                canvas.sequence.max_steps,
+                canvas.first_step // STEPS_AHEAD * STEPS_AHEAD,
             )
-            for slot in slots
+            for canvas in canvases
         ]
-        seed_B, number_B, entered_B, steps_B, first_B = torch.tensor(asked, device=device).unbind(1)
+        seed_B, number_B, entered_B, steps_B, first_B = torch.tensor(numbers, device=device).unbind(1)
         nothing_B, nothing_BL = torch.zeros_like(seed_B), torch.full((B, L), -1, device=device)
         draws = draw_ahead(seed_B, number_B, first_B, L, model.vocab_size)
         is_kept_BL = torch.zeros((B, L), dtype=torch.bool, device=device)
@@ -67,15 +73,15 @@ class State:
         """Neighbouring canvases, in the same memory."""
         return State(*(each[of] for each in self))
 
-    def draw_on(self, steps: Sequence[int], context: Context) -> list[int]:
+    def draw_on(self, steps: Sequence[int], settings: SamplingSettings) -> list[int]:
         """Draw for the canvases that have used up their draws, whose places are returned; steps: that each is at."""
         due = [place for place, step in enumerate(steps) if step and step % STEPS_AHEAD == 0]
         if due:
-            model = context.model
-            places = torch.tensor(due, device=model.device)
-            first_B = torch.tensor([steps[place] for place in due], device=model.device)
+            device = self.seed_B.device
+            places = torch.tensor(due, device=device)
+            first_B = torch.tensor([steps[place] for place in due], device=device)
             of_those = self.seed_B[places], self.number_B[places], first_B
-            draws = draw_ahead(*of_those, context.canvas_length, model.vocab_size)
+            draws = draw_ahead(*of_those, settings.canvas_length, settings.vocab_size)
             self.uniform_BTL[places], self.noise_BTL[places] = draws
         return due
 
@@ -91,7 +97,7 @@ class State:
 
     def canvases(
         self,
-        context: Context,
+        settings: SamplingSettings,
         ids: Sequence[str | int],
         step_B: Tensor,
         temperature_B: Tensor,
@@ -111,8 +117,8 @@ class State:
             unchanged_B=(self.unchanged_B + 1) * (stats.argmax == self.previous_BL).all(-1),
             kept_BL=self.kept_BL,
             is_pinned_BL=None if pinned_BL is None else pinned_BL >= 0,
-            noise_probability=1 / context.model.vocab_size if context.choices.mask_id is None else 0.0,
-            draw=lambda: second_draws(self.seed_B, self.number_B, step_B, context.canvas_length),
+            noise_probability=1 / settings.vocab_size if settings.diffusion.mask_id is None else 0.0,
+            draw=lambda: second_draws(self.seed_B, self.number_B, step_B, settings.canvas_length),
         )
 
     def __iter__(self) -> Iterator[Tensor]:

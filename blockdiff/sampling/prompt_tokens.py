@@ -20,6 +20,28 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 
+def prompt_of(request: Request, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> tuple[str, list[int]]:
+    """The prompt of a request as text ("" where it came as tokens) and tokens; RequestError where it is none."""
+    request.check()
+    if request.tokens is not None:
+        text, tokens = "", list(request.tokens)
+    elif tokenizer is None:
+        raise RequestError("a prompt in words needs a tokenizer, and the sampler has none")
+    elif request.messages is not None:
+        text, tokens = chat_tokens(request, tokenizer)
+    else:
+        text, tokens = raw_tokens(request, tokenizer)
+        bos = tokenizer.bos_token_id
+        if bos is not None and tokens[:1] != [bos]:
+            tokens = [bos, *tokens]
+    if not tokens:
+        raise RequestError("the prompt is empty")
+    for token in tokens:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise RequestError(f"token {token!r} is not one of the model's {vocab_size} ids")
+    return text, tokens
+
+
 def conversation_of(request: Request) -> tuple[list[Message], list[Message] | None]:
     """The messages and tools of a request in the form that chat templates read; RequestError says what is wrong."""
     try:

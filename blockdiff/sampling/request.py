@@ -1,20 +1,16 @@
-"""What is asked of a sampler, what it answers, and how a request becomes prompt tokens."""
+"""A request to a sampler and its result."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from blockdiff.errors import RequestError
-from blockdiff.sampling.prompt_tokens import chat_tokens, conversation_of, raw_tokens
-from blockdiff.seeding import child_seed
+from blockdiff.sampling.prompt_tokens import conversation_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from blockdiff.sampling.control import Control
     from blockdiff.sampling.strategy import Strategy
 
 Message = Mapping[str, Any]
@@ -181,49 +177,6 @@ class Result:
         return {name: getattr(self, name) for name in names} | {k: v for k, v in there.items() if v is not None}
 
 
-@dataclass
-class Pending:
-    """A request that is being answered: its prompt tokens, its draws' seed, and the response so far.
-
-    The response has at most `canvases` canvases, each of at most `max_steps` steps. `strategy` is the request's own, if
-    it brings one; `control` holds its canvases, if anything does, and `demanded` says in words how. `request_id` is the
-    request's, `id` what this answer of it is called; `draw` counts the answers of one request where there are several.
-    `is_scored`: its tokens get their log-probabilities. `error` says why it cannot be answered any further.
-    """
-
-    place: int
-    request_id: str | int
-    id: str | int
-    seed: int
-    prompt: str
-    prompt_tokens: list[int]
-    draw: int | None = None
-    logprobs: list[float] | None = None
-    canvases: int = 1
-    max_steps: int = 1
-    strategy: Strategy | None = None
-    control: Control | None = None
-    demanded: str = ""
-    is_scored: bool = False
-    stop: tuple[str, ...] = ()
-    tokens: list[int] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: str | None = None
-
-    def commit(self, tokens: list[int], steps: int, eos_ids: Sequence[int]) -> int:
-        """Add a canvas to the response up to its first eos, which ends it; returns how many tokens that is."""
-        end = next((place + 1 for place, token in enumerate(tokens) if token in eos_ids), None)
-        is_last = len(self.steps) + 1 == self.canvases
-        self.finish_reason = "eos" if end is not None else "length" if is_last else None
-        kept = len(tokens) if end is None else end
-        self.tokens += tokens[:kept]
-        self.steps.append(steps)
-        if self.control is not None:
-            self.error = self.control.obstacle(self.tokens, len(self.steps))
-        return kept
-
-
 Prompt = str | Sequence[Message] | Request
 
 
@@ -234,46 +187,6 @@ def as_request(prompt: Prompt, place: int) -> Request:
     if isinstance(prompt, str):
         return Request(place, prompt=prompt)
     return Request(place, messages=prompt)
-
-
-def tokenised(
-    request: Request, place: int, seed: int, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
-) -> Pending:
-    """A request with the tokens of its prompt, not yet answered; RequestError says what is wrong with it."""
-    request.check()
-    if request.tokens is not None:
-        text, tokens = "", list(request.tokens)
-    elif tokenizer is None:
-        raise RequestError("a prompt in words needs a tokenizer, and the sampler has none")
-    elif request.messages is not None:
-        text, tokens = chat_tokens(request, tokenizer)
-    else:
-        text, tokens = raw_tokens(request, tokenizer)
-        bos = tokenizer.bos_token_id
-        if bos is not None and tokens[:1] != [bos]:
-            tokens = [bos, *tokens]
-    if not tokens:
-        raise RequestError("the prompt is empty")
-    outside = [token for token in tokens if not _is_integer(token) or not 0 <= token < vocab_size]
-    if outside:
-        raise RequestError(f"token {outside[0]!r} is not one of the model's {vocab_size} ids")
-    own_seed = child_seed(seed, request.id) if request.seed is None else request.seed
-    return Pending(place, request.id, request.id, own_seed, text, tokens)
-
-
-def draws_of(asked: Pending, best_of: int) -> list[Pending]:
-    """A request as many times as it is to be answered: as it is, and then with seeds that follow from its own.
-
-    The later ones are called "ID draw N" while they run, in what is heard of steps and canvases.
-    """
-    if best_of == 1:
-        return [asked]
-    return [
-        replace(asked, id=f"{asked.id} draw {n}", seed=child_seed(asked.seed, n), draw=n, tokens=[], steps=[])
-        if n
-        else replace(asked, draw=0)
-        for n in range(best_of)
-    ]
 
 
 def _is_integer(value: object) -> bool:

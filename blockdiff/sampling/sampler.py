@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +17,11 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.models.pages import PAGE_TOKENS, Pages
 from blockdiff.sampling.choices import Choices
-from blockdiff.sampling.context import Context
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.fixed_step import FixedStep
-from blockdiff.sampling.request import Pending, Prompt, Request, Result, as_request
+from blockdiff.sampling.request import Prompt, Request, Result, as_request
+from blockdiff.sampling.sequence import Sequence, sequences_of
+from blockdiff.sampling.settings import settings_of
 from blockdiff.sampling.strategies import as_strategy
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step
@@ -36,7 +37,7 @@ OnStep = Callable[[Step], object]
 
 
 class Sampler:
-    """Answers prompts with a model; what may be left out is said at `Context`.
+    """Answers prompts with a model; what may be left out is said at `settings_of`.
 
     Prompts that begin alike share their beginning within a call; with `pages` (of this model, while its weights stay as
     they are) between calls, too, and then only one thread may call. Where steps are captured in CUDA graphs, the memory
@@ -56,32 +57,28 @@ class Sampler:
         strategy: Strategy | str | None = None,
         pages: Pages | None = None,
     ):
-        self.context, self.pages = Context(model, tokenizer, generation, choices, strategy), pages
-
-    @property
-    def model(self) -> BlockDiffusionModel:
-        """The model that answers."""
-        return self.context.model
+        self.model, self.pages = model, pages
+        self.settings = settings_of(model, tokenizer, generation, choices, strategy)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """What turns words into tokens and back."""
-        return self.context.tokenizer
+        return self.settings.tokenizer
 
     @property
     def generation(self) -> Generation:
         """The settings, with the special tokens that are in force."""
-        return self.context.generation
+        return self.settings.generation
 
     @property
     def choices(self) -> Choices:
         """What the model was trained for."""
-        return self.context.choices
+        return self.settings.diffusion
 
     @property
     def strategy(self) -> Strategy:
         """How canvases are denoised."""
-        return self.context.strategy
+        return self.settings.strategy
 
     def release(self) -> None:
         """Give back the memory that is kept from call to call."""
@@ -163,15 +160,15 @@ class Sampler:
             settings = replace(settings, max_new_tokens=max_new_tokens)
         if max_steps is not None:
             settings = replace(settings, max_steps=max_steps)
-        self.context.canvases(settings.max_new_tokens)  # refuses what no prompt fits before
-        asked: list[tuple[Pending, int]] = []
+        self.settings.canvases(settings.max_new_tokens)  # refuses what no prompt fits before
+        asked: list[tuple[int, list[Sequence]]] = []
         for place, prompt in enumerate(prompts):
             if isinstance(prompt, Result):
                 yield place, prompt
                 continue
             request = _with_defaults(as_request(prompt, place), settings)
             try:
-                asked.append((self.context.pending(request, place, seed), request.best_of))
+                asked.append((place, sequences_of(request, self.settings, seed, self.model.device)))
             except RequestError as error:
                 yield place, Result.failed(request.id, error)
         if asked:
@@ -179,24 +176,24 @@ class Sampler:
 
     def _answers(
         self,
-        asked: Sequence[tuple[Pending, int]],
+        asked: list[tuple[int, list[Sequence]]],
         batch_size: int,
         on_canvas: OnCanvas | None,
         on_step: OnStep | None,
         exact: bool,
         graphs: bool | None,
     ) -> Iterator[tuple[int, Result]]:
-        """The results of requests, each given with its best_of, as they come, after the places of these."""
-        length = self.context.canvas_length
-        longest = max(len(pending.prompt_tokens) + pending.canvases * length for pending, _ in asked)
-        count = sum(best_of for _, best_of in asked)
+        """The results of requests, each given as its place and its draws, as they come, after these places."""
+        length = self.settings.canvas_length
+        longest = max(len(first.prompt_tokens) + first.canvases * length for _, (first, *_) in asked)
+        count = sum(len(draws) for _, draws in asked)
         rows = min(2 * batch_size, count) + 1
         needed = rows * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
         is_cast = torch.is_autocast_enabled(self.model.device.type)
         fixed, needed = self._taken(needed, graphs is not False and not exact and not is_cast)
         engine = Engine(
             self.model,
-            context=self.context,
+            settings=self.settings,
             max_rows=min(batch_size, count),
             max_waiting=count,
             exact=exact,
@@ -206,12 +203,12 @@ class Sampler:
         )
         del fixed  # the engine made a larger one where this was too small, and its memory must not be held beside it
         places: dict[int, int] = {}
-        for pending, best_of in asked:
+        for place, draws in asked:
             try:
-                row = engine.enter(pending, best_of, watch=on_step is not None)
-                places[id(row)] = pending.place
+                engine.enter(draws, watch=on_step is not None)
+                places[id(draws[0])] = place
             except RequestError as error:
-                yield pending.place, Result.failed(pending.request_id, error)
+                yield place, Result.failed(draws[0].request.id, error)
         try:
             while engine.unfinished:
                 engine.step()
@@ -220,9 +217,8 @@ class Sampler:
                         on_step(event)
                     elif isinstance(event, CommittedCanvas) and on_canvas is not None:
                         on_canvas(event)
-                for row in engine.answered():
-                    assert row.result is not None
-                    yield places[id(row)], row.result
+                for first, result in engine.answered():
+                    yield places[id(first)], result
         finally:
             engine.close()  # who stops listening leaves rows whose pages others may need
             if engine.fixed is not None:

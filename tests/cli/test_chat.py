@@ -36,7 +36,7 @@ class Answers:
 
     def __init__(self, *answers: Any, positions: int = 10**6):
         self.tokenizer, self.generation = chat_tokenizer(), Generation(max_steps=8)
-        self.context, self.positions, self.pages = self, positions, None
+        self.settings, self.positions, self.pages = self, positions, None
         self.model = checkpoint.init("sudoku4", tokenizer=self.tokenizer, device="cpu")
         self.answers, self.asked = list(answers), []
 

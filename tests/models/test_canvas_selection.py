@@ -16,9 +16,10 @@ from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import Engine, Generation, Request, Result, graphs
-from blockdiff.sampling.context import Context
-from blockdiff.sampling.loop import generate_in_lockstep
+from blockdiff.sampling.sequence import sequences_of
+from blockdiff.sampling.settings import settings_of
 from tests.families import CONFIGS, m3_config, small_model
+from tests.oracles.lockstep import generate_in_lockstep
 
 pytestmark = pytest.mark.quick
 L = 8
@@ -158,11 +159,11 @@ def test_rows_in_pages_keep_their_own_selection_whoever_comes_and_goes():
 def test_the_engine_answers_with_kept_selections_as_the_loop_does(selection):
     model, settings = selecting(selection, True), Generation(max_new_tokens=24, max_steps=5, eos_ids=(2,), pad_id=0)
     requests = [Request(n, tokens=tokens(length, seed=n).tolist(), seed=n) for n, length in enumerate((30, 9, 41, 30))]
-    context, truth = Context(model, None, settings), {}
+    found, truth = settings_of(model, None, settings), {}
     for request in requests:
-        asked = context.pending(request, 0, 0)
-        generate_in_lockstep(context, [asked], 1)
-        truth[request.id] = context.result(asked).tokens
+        asked = sequences_of(request, found)
+        generate_in_lockstep(model, found, asked)
+        truth[request.id] = asked[0].tokens
     engine = Engine(model, generation=settings, page_tokens=8, max_rows=2)
     for request in requests:
         engine.submit(request)

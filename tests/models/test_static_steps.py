@@ -21,7 +21,7 @@ from blockdiff.kernels import launch as launching
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
-from blockdiff.sampling.context import Context
+from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.demands import control_of
 from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.fixed_step import FixedStep
@@ -29,6 +29,7 @@ from blockdiff.sampling.graphs import Graphs
 from blockdiff.sampling.held import FixedHeld, Held, held_canvases, held_stats
 from blockdiff.sampling.live_state import State
 from blockdiff.sampling.request import Request
+from blockdiff.sampling.settings import settings_of
 from blockdiff.sampling.strategies import captured_shape
 from tests.oracle import tiny_config
 from tests.recorder import Recorder
@@ -70,19 +71,19 @@ def step_of(
     model: DiffusionGemma, pages: Pages, rows: list[PagedRow], strategy: str | None = None, held: Held | None = None
 ) -> Callable[[], None]:
     """The step of canvases after these rows, by the default strategy or another, as a graph would hold it."""
-    context, B = Context(model, None, Generation(), strategy=strategy), len(rows)
+    settings, B = settings_of(model, None, Generation(), strategy=strategy), len(rows)
     with torch.device(model.device):
         numbers, tokens_BL = torch.zeros(B, dtype=torch.int64), torch.zeros(B, L, dtype=torch.int64)
         draws_BTL, kept_BL = torch.zeros(B, STEPS_AHEAD, L), torch.zeros(B, L, dtype=torch.bool)
         state = State(
             *[numbers] * 5, draws_BTL, draws_BTL.long(), tokens_BL, kept_BL, tokens_BL - 1, torch.zeros(B, L, D)
         )
-    step = FixedStep(context, pages, 1, B, Graphs(Recorder()))
-    shape = captured_shape(context.strategy, 8)
+    step = FixedStep(model, settings, pages, 1, B, Graphs(Recorder()))
+    shape = captured_shape(settings.strategy, 8)
     assert shape is not None and step.takes(shape)
     others = rows_of(pages, [1 + L * n for n in range(B)]) if shape.guidance else []
-    step.load(rows, others, context.strategy, shape, state, None, None, held)
-    return lambda: step._step(context.strategy)
+    step.load(rows, others, settings.strategy, shape, state, None, None, held)
+    return lambda: step._step(settings.strategy)
 
 
 STRATEGIES = (
@@ -121,10 +122,9 @@ def test_what_holds_canvases_reads_nothing_and_brings_nothing_from_the_host(aske
     model = model_on("meta")
     tokens_BL, step_B = torch.zeros(2, L, dtype=torch.int64, device=device), torch.zeros(2, device=device).long()
     uniform_BL, hidden_BLD = torch.zeros(2, L, device=device), torch.zeros(2, L, D, device=device)
-    control = control_of(
-        Request(0, tokens=[3], **asked), [3], tokenizer, canvas_length=L, canvases=2, max_steps=4, eos_ids=(1,),
-        vocab_size=model.vocab_size, pad_id=0, mask_id=mask_id, device=device,
-    )  # fmt: skip
+    noise = Choices() if mask_id is None else Choices(corruption="mask", mask_id=mask_id)
+    settings = settings_of(model, tokenizer, Generation(eos_ids=(1,), pad_id=0), noise)
+    control = control_of(Request(0, tokens=[3], **asked), [3], settings, canvases=2, max_steps=4, device=device)
     [held] = held_canvases([control.begin(0, [], n) for n in range(2)], L, model.vocab_size, device)
     fixed = FixedHeld(4)
     fixed.load(held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from blockdiff.sampling import Choices, Recorder, Request, Sampler
 from blockdiff.sampling import held as held_module
 from blockdiff.sampling.control import Control
 from blockdiff.sampling.demands import control_of
-from blockdiff.sampling.draws import Draws
 from blockdiff.sampling.held import held_canvases
-from blockdiff.sampling.loop import generate_in_lockstep
 from blockdiff.sampling.predict import predict
+from blockdiff.sampling.sequence import sequences_of
+from blockdiff.sampling.settings import SamplingSettings
+from blockdiff.sampling.strategies import Composed
 from blockdiff.sampling.template import FREE, parse_template
 from tests.chat_tokenizer import chat_tokenizer
+from tests.oracles.lockstep import Draws, generate_in_lockstep
 from tests.random_regex import random_regex
 from tests.scripted import ScriptedModel, random_script, sampler_for
 
@@ -49,13 +52,15 @@ def asked(**options) -> Request:
     return Request(0, tokens=[options.pop("last", 3)], **options)
 
 
+def answering(tokenizer, length: int = L, mask_id: int | None = None) -> SamplingSettings:
+    noise = Choices() if mask_id is None else Choices(corruption="mask", mask_id=mask_id)
+    return SamplingSettings(tokenizer, Generation(eos_ids=(EOS,), pad_id=PAD), noise, Composed(), length, V)
+
+
 def control(canvases: int = 3, mask_id: int | None = None, tokenizer=TOKENIZER, **options) -> Control | None:
     request = asked(**options)
     request.check()
-    return control_of(
-        request, [3], tokenizer, canvas_length=L, canvases=canvases, max_steps=5, vocab_size=V, eos_ids=(EOS,),
-        pad_id=PAD, mask_id=mask_id,
-    )  # fmt: skip
+    return control_of(request, [3], answering(tokenizer, mask_id=mask_id), canvases=canvases, max_steps=5)
 
 
 def spell(text: str) -> list[int]:
@@ -162,10 +167,7 @@ def test_statistics_under_a_constraint_are_those_of_all_canvases_that_satisfy_it
     """Best canvas, marginal entropies, probabilities of samples and their frequencies, against an enumeration."""
     length, n = 3, 6_000
     regex = "(?:a|bc|[cd]{3})+"
-    held = control_of(
-        asked(regex=regex), [3], TOKENIZER, canvas_length=length, canvases=1, max_steps=5, vocab_size=V, eos_ids=(EOS,),
-        pad_id=PAD,
-    )  # fmt: skip
+    held = control_of(asked(regex=regex), [3], answering(TOKENIZER, length), canvases=1, max_steps=5)
     z = torch.randn(length, V, generator=torch.Generator().manual_seed(0)) * 1.5
     canvases, weights = [], []
     for tokens in itertools.product(range(V), repeat=length):
@@ -216,9 +218,8 @@ def test_what_an_expression_leaves_no_choice_of_is_seen_from_the_first_step_on()
 def test_a_template_that_spells_a_control_token_keeps_it_as_text():
     tokenizer = chat_tokenizer()
     request = Request(0, tokens=[9], template="<eos>a<?1>")
-    held = control_of(
-        request, [9], tokenizer, canvas_length=16, canvases=1, max_steps=5, vocab_size=len(tokenizer), eos_ids=(EOS,)
-    )
+    of_chats = replace(answering(tokenizer, 16), vocab_size=len(tokenizer))
+    held = control_of(request, [9], of_chats, canvases=1, max_steps=5)
     assert held is not None and held.pins is not None
     assert tokenizer.decode(held.pins[:6]) == "<eos>a" and held.pins[6:] == [FREE, *[EOS] * 9]
 
@@ -329,9 +330,9 @@ def test_the_engine_answers_as_the_loop_in_lockstep_does_and_groups_of_rows_chan
     requests = [Request(n, tokens=[3 + n % 4], max_steps=20, **options[n % 8]) for n in range(24)]
     engine = sampler()
     results = engine.generate(requests)
-    asked = [engine.context.pending(request, place, 0) for place, request in enumerate(requests)]
-    generate_in_lockstep(engine.context, asked)
-    assert results == [engine.context.result(each) for each in asked]
+    asked = [sequence for request in requests for sequence in sequences_of(request, engine.settings)]
+    generate_in_lockstep(engine.model, engine.settings, asked)
+    assert results == [each.result(engine.settings) for each in asked]
     monkeypatch.setattr(held_module, "NUMBERS", 1)
     assert results == sampler().generate(requests)
 

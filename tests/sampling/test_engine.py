@@ -12,14 +12,14 @@ from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import Full, RequestError
 from blockdiff.models.pages import Pages
-from blockdiff.sampling.context import Context
 from blockdiff.sampling.engine import Engine
-from blockdiff.sampling.live import Finished
-from blockdiff.sampling.loop import generate_in_lockstep
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
+from blockdiff.sampling.sequence import sequences_of
+from blockdiff.sampling.settings import settings_of
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from tests.oracle import oracle, ours, tiny_config
+from tests.oracles.lockstep import generate_in_lockstep
 from tests.scripted import ScriptedModel, ScriptedPages, random_script
 
 pytestmark = pytest.mark.quick
@@ -52,12 +52,12 @@ def requests_of(count: int, longest: int = 60, seed: int = 5) -> list[Request]:
 
 def alone(model, requests: list[Request], generation: Generation = LIVELY) -> dict[str | int, Result]:
     """What the loop in lockstep answers, each request by itself."""
-    context = Context(model, None, generation)
+    settings = settings_of(model, None, generation)
     results = {}
     for request in requests:
-        asked = context.pending(request, 0, 0)
-        generate_in_lockstep(context, [asked], 1)
-        results[request.id] = context.result(asked)
+        [asked] = sequences_of(request, settings)
+        generate_in_lockstep(model, settings, [asked])
+        results[request.id] = asked.result(settings)
     return results
 
 
@@ -81,7 +81,12 @@ def nothing_is_left(engine: Engine) -> None:
     """Every page is free or cached, and nobody is seated."""
     engine.pages.check()
     assert all(count == 0 for count in engine.pages.statistics.pages.values())
-    assert not engine.unfinished and not engine._rows and not engine._scheduler.seated and not engine._scheduler.waiting
+    assert (
+        not engine.unfinished
+        and not engine._sequences
+        and not engine._scheduler.seated
+        and not engine._scheduler.waiting
+    )
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +358,7 @@ def test_canvases_side_by_side_may_end_in_the_same_step_as_the_response(model):
     engine = Engine(model, None, every_token_ends, canvases=2)
     results = ended(engine, requests_of(2))
     assert [(each.finish_reason, len(each.tokens), each.steps) for each in results.values()] == [("eos", 1, [6])] * 2
-    assert not engine.answered()  # of rows that were entered, not of requests that were submitted
+    assert not engine.answered()  # of what was entered, not of what was submitted
 
 
 def test_a_controlled_response_goes_on_canvas_after_canvas_where_others_run_side_by_side(model):
@@ -369,15 +374,17 @@ def test_a_canvas_goes_on_while_several_before_it_are_committed_at_once(model):
     engine = Engine(model, None, replace(LIVELY, confidence=1e-9, max_new_tokens=4 * L, eos_ids=()), canvases=3)
     engine.submit(request)
     engine.step()
-    [row] = engine._live.rows
-    _, second, third = row.slots
+    [sequence] = engine._live.sequences
+    _, second, third = sequence.in_flight
     third.entered += 2
-    engine._finish(Finished(second, [30] * L, True))
+    second.final = [30] * L
+    engine._finish(second)
     for _ in range(5):
         engine.step()
-    assert len(row.asked.steps) == 2 and row.slots == [third]
+    assert len(sequence.steps) == 2 and sequence.in_flight == [third]
     engine.step()
-    assert row.slots[0] is third and row.missing == 0 and third.index == 0 and row in engine._live.rows
+    assert sequence.in_flight[0] is third and sequence.missing == 0 and third.index == 0
+    assert sequence in engine._live.sequences
     assert len(finished(engine)[request.id].steps) == 4
     nothing_is_left(engine)
 

@@ -23,6 +23,7 @@ from blockdiff.sampling.control import Control
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.graphs import CudaCapture, Graphs, HostCopy
 from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.strategies import Ancestral, Composed, EntropyBound, Never, Sticky, captured_shape
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
@@ -179,9 +180,9 @@ def test_drafts_are_seen_at_the_first_replayed_step_alone(model, recorder):
     for graphs in (False, True):
         engine = Engine(model, None, LIVELY, page_tokens=8, buckets=BUCKETS, graphs=graphs)
         for request in requests_of(2, max_steps=10):
-            asked = engine.context.pending(request, 0, 0)
+            [asked] = sequences_of(request, engine.settings)
             asked.control = Control(L, 2, 10, model.device, asked.prompt_tokens, V, (), draft=[30, 40] * L, noise=0.25)
-            engine.enter(asked)
+            engine.enter([asked])
         while engine.step():
             pass
         found.append([event for event in engine.events() if isinstance(event, Result)])

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers.models.diffusion_gemma import generation_diffusion_gemma as reference
 
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.sampling.draws import Draws
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.trace import Recorder
 from tests.oracle import oracle, ours, tiny_config
+from tests.oracles.lockstep import Draws
 from tests.scripted import ScriptedModel, random_script, sampler_for
 
 L, V, PAD = 16, 384, 0

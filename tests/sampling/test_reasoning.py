@@ -11,8 +11,9 @@ from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Generation, Request, Sampler
+from blockdiff.sampling.prompt_tokens import prompt_of
 from blockdiff.sampling.reasoning import separated
-from blockdiff.sampling.request import tokenised
+from blockdiff.sampling.sequence import sequences_of
 from tests.chat_tokenizer import chat_tokenizer
 from tests.oracle import TWO_LAYERS, tiny_config
 
@@ -49,22 +50,22 @@ def test_a_request_asks_for_thinking_as_training_does():
     row = Row("f:1", messages=(*CHAT, {"role": "assistant", "content": "42"}))
     (example,), _ = encoder.encode([row])
     expected = example.tokens[: example.responses[0][0]]
-    asked = tokenised(Request(0, messages=CHAT, thinking=True), 0, 0, TOKENIZER, 500)
-    assert asked.prompt_tokens == expected and "<|think|>" in asked.prompt
-    assert "<|think|>" not in tokenised(Request(0, messages=CHAT), 0, 0, TOKENIZER, 500).prompt
+    text, tokens = prompt_of(Request(0, messages=CHAT, thinking=True), TOKENIZER, 500)
+    assert tokens == expected and "<|think|>" in text
+    assert "<|think|>" not in prompt_of(Request(0, messages=CHAT), TOKENIZER, 500)[0]
 
 
 def test_thinking_needs_messages():
     with pytest.raises(RequestError, match="thinking is asked for in the chat template, so it needs messages"):
-        tokenised(Request(0, prompt="a", thinking=True), 0, 0, TOKENIZER, 500)
+        prompt_of(Request(0, prompt="a", thinking=True), TOKENIZER, 500)
 
 
 def test_a_result_has_its_reasoning_apart():
     model = init(tiny_config(canvas_length=32, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
     sampler = Sampler(model, TOKENIZER, Generation(max_steps=1, max_new_tokens=32, eos_ids=(1,)))
     said = TOKENIZER(f"{OPENED}6 * 7{CLOSED}42", add_special_tokens=False)["input_ids"]
-    asked = sampler.context.pending(Request("a", messages=CHAT, thinking=True), place=0, seed=0)
+    [asked] = sequences_of(Request("a", messages=CHAT, thinking=True), sampler.settings)
     asked.commit([*said, 1], 3, (1,))
-    result = sampler.context.result(asked)
+    result = asked.result(sampler.settings)
     assert (result.reasoning, result.text, result.tokens) == ("6 * 7", "42", [*said, 1])
     assert result.to_record()["reasoning"] == "6 * 7"

@@ -12,8 +12,9 @@ from blockdiff.checkpoint import Carried
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
-from blockdiff.sampling.draws import STEPS_AHEAD, Draws
+from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.request import Request, Result
+from tests.oracles.lockstep import Draws
 from tests.scripted import ScriptedModel, random_script, sampler_for
 
 pytestmark = pytest.mark.quick
@@ -266,7 +267,7 @@ def test_a_tokenizer_of_another_size_is_one_warning():
 
 def test_what_needs_more_positions_than_the_model_has_is_refused():
     sampler = sampler_for(scripted(), None, GENERATION)
-    sampler.context.positions = 5 * L
+    sampler.settings = replace(sampler.settings, positions=5 * L)
     fits, too_long = sampler.generate([Request(1, tokens=[5] * 2 * L), Request(2, tokens=[5] * (2 * L + 1))])
     assert fits.finish_reason == "length" and too_long.finish_reason == "error"
     assert "17 tokens" in too_long.error and "40 positions leave room for 16 before 3 canvases" in too_long.error
@@ -286,7 +287,7 @@ BAD_OPTIONS = {
 def test_options_of_a_request_that_cannot_be_used_are_its_own_error(name):
     options, reason = BAD_OPTIONS[name]
     sampler = sampler_for(scripted(), None, GENERATION)
-    sampler.context.positions = 5 * L
+    sampler.settings = replace(sampler.settings, positions=5 * L)
     good, bad = sampler.generate([Request(0, tokens=[3]), Request(1, tokens=[3], **options)])
     assert good.error is None and reason in bad.error
 

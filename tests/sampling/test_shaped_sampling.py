@@ -134,7 +134,7 @@ def test_guidance_weighs_the_prompt_against_none(little):
     def answers(requests: list[Request], w: float) -> list[list[int]]:
         strategy = Composed(guidance=w)
         sampler = Sampler(little, None, generation, strategy=strategy)
-        assert sampler.context.bos_id == BOS
+        assert sampler.settings.bos_id == BOS
         return [result.tokens for result in sampler.generate(requests)]
 
     plain, none = answers(prompts, 0.0), answers(empty, 0.0)
@@ -145,7 +145,7 @@ def test_guidance_weighs_the_prompt_against_none(little):
 
 def test_guidance_without_a_bos_token_is_refused(little):
     sampler = Sampler(little, None, Generation(max_steps=1, max_new_tokens=L))
-    sampler.context.bos_id = None
+    sampler.settings = replace(sampler.settings, bos_id=None)
     requests = [Request(0, tokens=[5]), Request(1, tokens=[5], strategy="ddim:guidance=1")]
     usual, guided = sampler.generate(requests)
     assert usual.error is None and "needs a bos token" in guided.error

@@ -8,7 +8,9 @@ from blockdiff.checkpoint import init
 from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import check_row
 from blockdiff.data.tokenizer import byte_level_bpe
-from blockdiff.sampling import Generation, Request, Sampler
+from blockdiff.sampling import Generation, Request
+from blockdiff.sampling.sequence import sequences_of
+from blockdiff.sampling.settings import settings_of
 from blockdiff.sampling.tool_calls import called
 from tests.oracle import TWO_LAYERS, tiny_config
 
@@ -48,10 +50,10 @@ def test_a_call_that_training_teaches_is_read_back_and_stands_apart(tokenizer):
     response = example.tokens[slice(*example.responses[0])]
     model = init(tiny_config(canvas_length=32, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
     tokenizer.chat_template = encoder.template
-    context = Sampler(model, tokenizer, Generation(max_steps=1, max_new_tokens=32, eos_ids=(1,))).context
-    pending = context.pending(Request("a", messages=[asked]), place=0, seed=0)
-    pending.commit([*response, 1], 3, (1,))
-    result = context.result(pending)
+    settings = settings_of(model, tokenizer, Generation(max_steps=1, max_new_tokens=32, eos_ids=(1,)))
+    [answer] = sequences_of(Request("a", messages=[asked]), settings)
+    answer.commit([*response, 1], 3, (1,))
+    result = answer.result(settings)
     assert (result.tool_calls, result.text) == ([wanted, wanted], "so: ")
     assert result.to_record()["tool_calls"] == [wanted, wanted]
 

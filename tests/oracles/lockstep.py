@@ -6,7 +6,7 @@ shared, chunked or preempted; the engine answers the same with the same draws.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -14,45 +14,75 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockdiff.sampling.context import NOT_FINITE, Context
-from blockdiff.sampling.draws import Draws, signed
+from blockdiff.sampling.draws import STEPS_AHEAD, draw_ahead, second_draws, signed
 from blockdiff.sampling.held import given_tokens, held_canvases
 from blockdiff.sampling.predict import predict
-from blockdiff.sampling.request import Pending
-from blockdiff.sampling.strategies import is_guided
+from blockdiff.sampling.sequence import NOT_FINITE, Sequence
+from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategy import Canvases, decision_of
 
 if TYPE_CHECKING:
+    from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.models.prefix import Prefix
 
 
+class Draws:
+    """The draws of canvases that run in lockstep: the same canvas and step of every row."""
+
+    def __init__(self, seed_B: Tensor, canvas: int, length: int, vocab_size: int):
+        self.seed_B, self.canvas_B = seed_B, torch.full_like(seed_B, canvas)
+        self.length, self.vocab_size = length, vocab_size
+        self._first, self._uniform_BTL, self._noise_BTL = 0, *self._draw(0)
+
+    def of_step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Uniform float32 [B, L] in [0, 1) and noise tokens int64 [B, L] of a step, counted from 0."""
+        if not self._first <= step < self._first + STEPS_AHEAD:
+            self._first, self._uniform_BTL, self._noise_BTL = step, *self._draw(step)
+        return self._uniform_BTL[:, step - self._first], self._noise_BTL[:, step - self._first]
+
+    def second(self, step: int) -> Tensor:
+        """A second uniform number per position, float32 [B, L]."""
+        return second_draws(self.seed_B, self.canvas_B, torch.full_like(self.seed_B, step), self.length)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch."""
+        self.seed_B, self.canvas_B = self.seed_B[rows], self.canvas_B[rows]
+        self._uniform_BTL, self._noise_BTL = self._uniform_BTL[rows], self._noise_BTL[rows]
+
+    def _draw(self, first: int) -> tuple[Tensor, Tensor]:
+        """The numbers of STEPS_AHEAD steps from `first` on."""
+        return draw_ahead(self.seed_B, self.canvas_B, torch.full_like(self.seed_B, first), self.length, self.vocab_size)
+
+
 @torch.no_grad()
-def generate_in_lockstep(context: Context, asked: Sequence[Pending], batch_size: int = 32) -> None:
+def generate_in_lockstep(
+    model: BlockDiffusionModel, settings: SamplingSettings, asked: abc.Sequence[Sequence], batch_size: int = 32
+) -> None:
     """Answer requests, `batch_size` at a time and only those of equal settings together."""
     # Prompts of similar length share a batch: less padding.
     order = sorted(asked, key=lambda each: (*_settings(each), len(each.prompt_tokens)))
     for _, group in groupby(order, key=_settings):
         alike = list(group)
         for first in range(0, len(alike), batch_size):
-            _answer(context, alike[first : first + batch_size])
+            _answer(model, settings, alike[first : first + batch_size])
 
 
-def _settings(each: Pending) -> tuple[int, int, str, int, float]:
+def _settings(each: Sequence) -> tuple[int, int, str, int, float]:
     """What the rows of a batch have in common."""
     control = each.control
     starts = (0, 0.0) if control is None else (len(control.draft), control.noise)
     return each.canvases, each.max_steps, repr(each.strategy), *starts
 
 
-def _answer(context: Context, batch: list[Pending]) -> None:
+def _answer(model: BlockDiffusionModel, settings: SamplingSettings, batch: list[Sequence]) -> None:
     """Fill in the responses of a batch: canvas after canvas, until an eos or the last canvas."""
-    model, eos_ids = context.model, context.generation.eos_ids
-    prefix, other = _encode_prompts(context, batch), None
-    if is_guided(batch[0].strategy or context.strategy, batch[0].max_steps):
-        bos_B1 = torch.full((len(batch), 1), int(context.bos_id or 0), device=model.device)
+    eos_ids = settings.generation.eos_ids
+    prefix, other = _encode_prompts(model, settings, batch), None
+    if batch[0].is_guided:
+        bos_B1 = torch.full((len(batch), 1), int(settings.bos_id or 0), device=model.device)
         other = model.encode(bos_B1)  # the canvases are committed to it as well
     for number in range(batch[0].canvases):
-        canvas_BL, steps = _denoise(context, prefix, other, batch, number)
+        canvas_BL, steps = _denoise(model, settings, prefix, other, batch, number)
         for each, tokens, count in zip(batch, canvas_BL.tolist(), steps, strict=True):
             if each.error is None:
                 each.commit(tokens, count, eos_ids)
@@ -68,27 +98,32 @@ def _answer(context: Context, batch: list[Pending]) -> None:
         other = None if other is None else model.encode(canvas_BL, prefix=other)
 
 
-def _encode_prompts(context: Context, batch: Sequence[Pending]) -> Prefix:
-    pad_id, device = int(context.generation.pad_id or 0), context.model.device
+def _encode_prompts(model: BlockDiffusionModel, settings: SamplingSettings, batch: abc.Sequence[Sequence]) -> Prefix:
+    pad_id, device = int(settings.generation.pad_id or 0), model.device
     lengths = [len(each.prompt_tokens) for each in batch]
     width = max(lengths)
     tokens = [each.prompt_tokens + [pad_id] * (width - len(each.prompt_tokens)) for each in batch]
     is_unequal = min(lengths) < width
-    return context.model.encode(
+    return model.encode(
         torch.tensor(tokens, device=device), torch.tensor(lengths, device=device) if is_unequal else None
     )
 
 
 def _denoise(
-    context: Context, prefix: Prefix, other: Prefix | None, batch: Sequence[Pending], number: int
+    model: BlockDiffusionModel,
+    settings: SamplingSettings,
+    prefix: Prefix,
+    other: Prefix | None,
+    batch: abc.Sequence[Sequence],
+    number: int,
 ) -> tuple[Tensor, list[int]]:
     """Denoise canvas `number` of every row: the argmax canvases [B, L] and how many steps each took.
 
     `other` is the prefix without the prompts, where the strategy asks for guidance.
     A row whose logits are not finite gets an `error`, and its canvas means nothing.
     """
-    model, device, strategy = context.model, context.model.device, batch[0].strategy or context.strategy
-    max_steps, mask_id = batch[0].max_steps, context.choices.mask_id
+    device, strategy = model.device, batch[0].strategy
+    max_steps, mask_id = batch[0].max_steps, settings.diffusion.mask_id
     seed_B = torch.tensor([signed(each.seed) for each in batch], device=device)
     draws = Draws(seed_B, number, model.canvas_length, model.vocab_size)
     final_BL = torch.empty(len(batch), model.canvas_length, dtype=torch.int64, device=device)
@@ -124,7 +159,7 @@ def _denoise(
             held,
             torch.full_like(steps_B, step),
             [shape] * len(live),
-            context.choices.prediction,
+            settings.diffusion.prediction,
             other_BLD,
         )
         stats = predict(model, hidden_BLD, canvas_BL, shape.temperature, uniform_BL, *of_rows)

@@ -1,0 +1,269 @@
+"""One answer to a request, on its way from the prompt's tokens to the result."""
+
+from __future__ import annotations
+
+import warnings
+from collections import abc
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from blockdiff.errors import RequestError
+from blockdiff.sampling.demands import control_of
+from blockdiff.sampling.prompt_tokens import prompt_of
+from blockdiff.sampling.reasoning import separated
+from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.strategies import NextToken, as_strategy, is_guided
+from blockdiff.sampling.tool_calls import called
+from blockdiff.seeding import child_seed
+
+if TYPE_CHECKING:
+    from blockdiff.models.pages import PagedRow
+    from blockdiff.sampling.control import CanvasControl, Control
+    from blockdiff.sampling.settings import SamplingSettings
+    from blockdiff.sampling.strategy import Strategy
+
+STOP_SPARE = 8  # special tokens that may stand within a text that ends a response
+NOT_FINITE = "the model's logits are not finite; are its weights? a wider --dtype may help"
+
+
+@dataclass(eq=False)
+class CanvasInFlight:
+    """A canvas of a sequence that is being denoised, or is finished and waits for those before it.
+
+    number: its place in the response (None: the sequence has no canvas here); entered: the engine's step that was
+    step 0 of the canvas, or would have been; control: what may stand in it; index: where its numbers are in the batch
+    (None: not there yet); final: its tokens once it is finished, after so many steps; is_finite: False where its
+    logits were not.
+    """
+
+    sequence: Sequence
+    number: int | None
+    entered: int
+    control: CanvasControl | None = None
+    index: int | None = None
+    has_begun: bool = False
+    final: list[int] | None = None
+    is_finite: bool = True
+    steps: int = 0
+
+    @property
+    def first_step(self) -> int:
+        """The step at which the canvas enters the schedule."""
+        return 0 if self.control is None else self.control.first_step
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One answer to a request; `sequences_of` makes it, the engine carries it on, and `result` is its end.
+
+    prompt, prompt_tokens: the prompt as text ("" where it came as tokens) and as the model sees it; seed: that of its
+    draws; canvases, max_steps: the most canvases of the response, and steps of each; control: what may stand in them;
+    draw: which answer of several this is; draws: all of them, itself included; `id` tells them apart.
+
+    The response so far is `tokens`, with the `steps` of each canvas, `logprobs` of those that are scored, and a
+    `finish_reason` or an `error` at its end.
+
+    In the engine: known: the prompt and the committed canvases, which the next canvas must see; paged: their keys and
+    values as far as they are encoded (None while it has no seat); without_prompt: those of bos and the committed
+    canvases, where guidance sees canvases without the prompt, too; last_hidden_D: the hidden state of the last encoded
+    token, where the next token is scored or drawn from it; in_flight: its canvases that are denoised, in order.
+    is_watched: its steps are told; told: the last step that was, by canvas.
+    """
+
+    request: Request
+    id: str | int
+    seed: int
+    prompt: str
+    prompt_tokens: list[int]
+    strategy: Strategy
+    canvases: int
+    max_steps: int
+    control: Control | None = None
+    draw: int | None = None
+    draws: list[Sequence] = field(default_factory=list)
+    is_scored: bool = False
+    is_guided: bool = False
+    is_watched: bool = False
+
+    tokens: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    is_done: bool = False
+
+    known: list[int] = field(default_factory=list)
+    paged: PagedRow | None = None
+    without_prompt: PagedRow | None = None
+    last_hidden_D: Tensor | None = None
+    in_flight: list[CanvasInFlight] = field(default_factory=list)
+    told: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.known = self.known or list(self.prompt_tokens)
+
+    @property
+    def length(self) -> int:
+        """The number of known tokens that are encoded."""
+        return 0 if self.paged is None else self.paged.length
+
+    @property
+    def missing(self) -> int:
+        """The number of known tokens that are still to be encoded."""
+        return len(self.known) - self.length
+
+    @property
+    def is_prompting(self) -> bool:
+        """True while the prompt is being encoded."""
+        return self.length < len(self.prompt_tokens)
+
+    def added_without_prompt(self, count: int) -> int:
+        """The number of tokens that the prefix without the prompt gets when `count` more are encoded."""
+        if self.without_prompt is None or self.length + count < len(self.prompt_tokens):
+            return 0
+        return count if self.without_prompt.length else 1
+
+    def needed(self, canvas_length: int) -> int:
+        """The tokens of memory that it takes until its next canvas is committed, with the prefix without the prompt."""
+        other = 1 + len(self.known) - len(self.prompt_tokens) + canvas_length if self.is_guided else 0
+        return self.missing + canvas_length + other
+
+    def commit(self, tokens: list[int], steps: int, eos_ids: abc.Collection[int]) -> int:
+        """Add a canvas to the response up to its first eos, which ends it; returns how many tokens that is."""
+        end = next((place + 1 for place, token in enumerate(tokens) if token in eos_ids), None)
+        is_last = len(self.steps) + 1 == self.canvases
+        self.finish_reason = "eos" if end is not None else "length" if is_last else None
+        kept = len(tokens) if end is None else end
+        self.tokens += tokens[:kept]
+        self.steps.append(steps)
+        if self.control is not None:
+            self.error = self.control.obstacle(self.tokens, len(self.steps))
+        return kept
+
+    def stop(self, fresh: int, text_of: abc.Callable[[list[int]], str]) -> int:
+        """End the response at the first of its stop texts; returns how many of its last `fresh` tokens that leaves out.
+
+        A response ends with the token that completes the text. Only special tokens have no bytes, so a text of n bytes
+        that the fresh tokens complete begins in the n tokens before them, or in a few more.
+        """
+        texts = self.request.stop
+        if not texts:
+            return 0
+        width = fresh + max(len(text.encode()) for text in texts) + STOP_SPARE
+        tail = text_of(self.tokens[-width:])
+        if not any(text in tail for text in texts):
+            return 0
+        whole = len(self.tokens)
+        for count in range(whole - fresh + 1, whole + 1):
+            said = text_of(self.tokens[:count])
+            if any(text in said for text in texts):
+                del self.tokens[count:]
+                self.finish_reason = "stop"
+                return whole - count
+        return 0
+
+    def result(self, settings: SamplingSettings) -> Result:
+        """The answer as the asker gets it."""
+        if self.error is not None:
+            return Result.failed(self.request.id, self.error)
+        reasoning, calls, answer = None, None, self.tokens
+        if settings.tokenizer is not None:
+            reasoning, answer = separated(self.tokens, settings.tokenizer)
+            calls, answer = called(answer, settings.tokenizer)
+        text = settings.text(answer)
+        if self.finish_reason == "stop":
+            text = text[: min((place for place in map(text.find, self.request.stop) if place >= 0), default=None)]
+        return Result(
+            self.request.id,
+            text,
+            self.tokens,
+            str(self.finish_reason),
+            self.steps,
+            reasoning=reasoning,
+            tool_calls=calls,
+            logprobs=self.logprobs,
+            draw=self.draw,
+        )
+
+
+def sequences_of(
+    request: Request, settings: SamplingSettings, seed: int = 0, device: torch.device | str = "cpu"
+) -> list[Sequence]:
+    """The answers to a request that are to be drawn: one, or `best_of`; RequestError says why it cannot be answered.
+
+    seed: what the request's own seed follows from where it brings none; device: the model's. Later answers are called
+    "ID draw N" in what is heard of steps and canvases, and their seeds follow from the first one's.
+    """
+    prompt, tokens = prompt_of(request, settings.tokenizer, settings.vocab_size)
+    canvases = settings.canvases(request.max_new_tokens or settings.generation.max_new_tokens)
+    max_steps = request.max_steps or settings.generation.max_steps
+    strategy = settings.strategy
+    if request.strategy is not None:
+        strategy = as_strategy(request.strategy, settings.generation)
+    guided = is_guided(strategy, max_steps)
+    if guided and settings.bos_id is None:
+        raise RequestError("guidance needs a bos token as an empty prompt, and neither model nor tokenizer has one")
+    is_scored = request.scores or request.best_of > 1
+    if is_scored and settings.diffusion.objective.get("ar_loss", "not said") in ("none", None):
+        warnings.warn(
+            "this model was trained without the next-token loss (objective.ar_loss: none): its scores say nothing",
+            stacklevel=1,
+        )
+    if isinstance(strategy, NextToken) != settings.is_next_token:
+        raise RequestError(
+            "some strategies denoise canvases and next_token does not, so not both can answer the requests of one "
+            "sampler; use two"
+        )
+    if settings.is_next_token:
+        max_steps = 1
+        if request.draft is not None:
+            raise RequestError("a draft is where denoising starts, and next_token denoises nothing; leave it out")
+    if request.stop and settings.tokenizer is None:
+        raise RequestError("stop has texts, which need a tokenizer, and there is none")
+    control = control_of(request, tokens, settings, canvases=canvases, max_steps=max_steps, device=device)
+    if control is not None:
+        canvases = settings.canvases(control.canvases * settings.canvas_length)
+        if control.holds_distributions:
+            _require_plain(strategy, max_steps, settings)
+    positions = settings.positions
+    if positions is not None and len(tokens) > (room := positions - canvases * settings.canvas_length):
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens, but the model's {positions} positions leave room for {room} before "
+            f"{canvases} canvases; shorten it or lower max_new_tokens"
+        )
+    own_seed = child_seed(seed, request.id) if request.seed is None else request.seed
+    first = Sequence(
+        request,
+        request.id,
+        own_seed,
+        prompt,
+        tokens,
+        strategy,
+        canvases,
+        max_steps,
+        control,
+        draw=None if request.best_of == 1 else 0,
+        is_scored=is_scored,
+        is_guided=guided,
+    )
+    draws = first.draws
+    draws.append(first)
+    for n in range(1, request.best_of):
+        own = dict(id=f"{request.id} draw {n}", seed=child_seed(own_seed, n), draw=n)
+        draws.append(replace(first, **own, tokens=[], steps=[], known=[], in_flight=[], told={}))  # type: ignore[arg-type]
+    return draws
+
+
+def _require_plain(strategy: Strategy, max_steps: int, settings: SamplingSettings) -> None:
+    """Raise RequestError for a strategy that changes the distributions of a step."""
+    shapes = [strategy.shape(step, max_steps) for step in range(max_steps)]
+    if settings.diffusion.prediction == "posterior":  # of what this model predicts the noise level changes nothing
+        shapes = [replace(shape, alpha=None) for shape in shapes]
+    if not all(shape.is_plain for shape in shapes):
+        raise RequestError(
+            "a strategy with top_k, top_p, min_p, guidance, corrections or a race changes the draws that a "
+            "template, a constraint, banned texts or a penalty hold; leave one of the two out"
+        )

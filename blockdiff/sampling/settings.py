@@ -1,0 +1,136 @@
+"""The settings of a model's answers: what its checkpoint brings beside the weights, and what a caller gives instead."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockdiff.checkpoint.files import CHOICES
+from blockdiff.checkpoint.generation import Generation, special_tokens
+from blockdiff.errors import CheckpointError, RequestError
+from blockdiff.models.family import family_of
+from blockdiff.sampling.choices import Choices
+from blockdiff.sampling.prompt_tokens import prompt_of
+from blockdiff.sampling.request import Request
+from blockdiff.sampling.strategies import NextToken, as_strategy
+from blockdiff.sampling.strategy import Strategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from blockdiff.models.family import BlockDiffusionModel
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """The settings by which requests are answered where they do not bring their own; `settings_of` makes them.
+
+    generation: steps, tokens, and the special tokens that are in force; diffusion: how the model was trained to
+    denoise; strategy: how canvases are denoised; canvas_length: of the canvases that are sampled, 1 for next tokens;
+    positions: the most tokens that the model can see (None: no bound); bos_id: what a prompt begins with, if anything.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    generation: Generation
+    diffusion: Choices
+    strategy: Strategy
+    canvas_length: int
+    vocab_size: int
+    positions: int | None = None
+    bos_id: int | None = None
+    _warned: set[str] = field(default_factory=set, repr=False, compare=False)
+
+    @property
+    def is_next_token(self) -> bool:
+        """True where responses grow token by token and nothing is denoised."""
+        return isinstance(self.strategy, NextToken)
+
+    def canvases(self, max_new_tokens: int) -> int:
+        """The number of canvases of a response of so many tokens; RequestError where no prompt fits before them."""
+        canvases = -(-max_new_tokens // self.canvas_length)
+        if self.positions is not None and canvases * self.canvas_length >= self.positions:
+            raise RequestError(
+                f"max_new_tokens {max_new_tokens} leaves no room for a prompt in the model's {self.positions} "
+                "positions; ask for fewer"
+            )
+        return canvases
+
+    def excess(self, request: Request) -> int:
+        """The number of tokens that a request's prompt is too long for the positions; 0 or less where it fits."""
+        if self.positions is None:
+            return 0
+        _, tokens = prompt_of(request, self.tokenizer, self.vocab_size)
+        canvases = self.canvases(request.max_new_tokens or self.generation.max_new_tokens)
+        return len(tokens) + canvases * self.canvas_length - self.positions
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of a response without its special tokens; "" where there is no tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        # Not every eos of every tokenizer is a special token that decoding would leave out.
+        size = len(self.tokenizer)
+        if "text" not in self._warned and any(token >= size for token in tokens):
+            self._warned.add("text")
+            warnings.warn(
+                f"the model answers with tokens that the tokenizer, which has {size}, has no text for; "
+                "is it that of the model?",
+                stacklevel=1,
+            )
+        has_end = bool(tokens) and tokens[-1] in self.generation.eos_ids
+        return str(self.tokenizer.decode(tokens[: -1 if has_end else None], skip_special_tokens=True))
+
+
+def settings_of(
+    model: BlockDiffusionModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    generation: Generation | None = None,
+    diffusion: Choices | None = None,
+    strategy: Strategy | str | None = None,
+) -> SamplingSettings:
+    """The settings of a model, of which those that are given replace its own.
+
+    `tokenizer` may be None when every request brings its tokens. `generation` defaults to generation_config.json and
+    `diffusion` to blockdiff.json, both beside the weights that the model was loaded from, else to transformers'
+    settings and to a denoiser of uniform noise. Where the generation settings name no eos, the model's config does,
+    else the tokenizer; with none, every response runs to its full length. `strategy` (text may name one,
+    docs/sampling.md) defaults to the released model's rules with the numbers of the generation settings; a causal model
+    is sampled token by token.
+    """
+    origin = _origin(model)
+    generation = generation or (Generation.from_pretrained(origin) if origin else Generation())
+    denoises = getattr(model, "denoises", True)
+    strategy = as_strategy(strategy, generation, denoises)
+    is_next_token = isinstance(strategy, NextToken)
+    if not denoises and not is_next_token:
+        raise RequestError(f"the strategy {strategy!r:.80} denoises canvases, and a causal model has none")
+    diffusion = diffusion or (Choices.from_pretrained(origin) if origin else Choices())
+    if diffusion.mask_id is not None and diffusion.mask_id >= model.vocab_size:
+        raise CheckpointError(
+            f"{CHOICES}: mask_id {diffusion.mask_id} is none of the model's {model.vocab_size} tokens"
+        )
+    if tokenizer is not None and len(tokenizer) > model.vocab_size:
+        warnings.warn(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {model.vocab_size}; is it that of the model?",
+            stacklevel=3,
+        )
+    config = getattr(model, "config", None)
+    special = special_tokens(config, generation, tokenizer)
+    return SamplingSettings(
+        tokenizer,
+        replace(generation, eos_ids=special.eos_ids, pad_id=special.pad_id),
+        diffusion,
+        strategy,
+        canvas_length=1 if is_next_token else model.canvas_length,
+        vocab_size=model.vocab_size,
+        positions=None if config is None else family_of(config).outline(config).positions,
+        bos_id=special.bos_id,
+    )
+
+
+def _origin(model: BlockDiffusionModel) -> Path | None:
+    """The directory of the checkpoint that a model came from, if files were carried from one."""
+    carried = getattr(model, "carried", None)
+    return next((file.parent for file in carried.side_files), None) if carried is not None else None
