@@ -26,8 +26,8 @@ from benchmarks.result import Agreement, Result, half_precision_bound
 from benchmarks.settings import Settings
 from benchmarks.timing import contenders, interleaved, once, peak_memory, probe
 from blockdiff.kernels import resolve
-from blockdiff.kernels.span_attention import reference
 from blockdiff.spans import Spans, denoise_spans, encode_spans
+from tests.oracles import span_attention as reference
 
 SUITE = "span attention"
 FP32_BOUND = 1e-4

@@ -20,7 +20,7 @@ from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels import NATIVE
 from blockdiff.kernels.block_sparse import native as block_sparse
 from blockdiff.kernels.fp8.native import quantised
-from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, Stats, pack_allowed, reference
+from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, Stats, pack_allowed
 from blockdiff.layers.experts import here
 from blockdiff.layers.lora import LowRank
 from blockdiff.layers.vocabulary import Vocabulary
@@ -38,6 +38,7 @@ from tests.expert_ranks import assert_same, error
 from tests.families import CONFIGS, small_model
 from tests.objective.test_objective import L, V, batch_of, rows
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
+from tests.oracles import vocabulary as reference
 
 Found = dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""Kernels: one folder per op (reference, native, C, Triton), resolved once to a frozen set of functions."""
+"""Kernels: one folder per op (native, C, Triton), resolved once to a frozen set of functions."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.block_sparse import cpu, native, reference
+from blockdiff.kernels.block_sparse import cpu, native
 from blockdiff.kernels.c_library import library
+from tests.oracles import block_sparse as reference
 
 pytestmark = pytest.mark.quick
 

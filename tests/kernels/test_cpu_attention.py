@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels import CPU, NATIVE, c_library
-from blockdiff.kernels.span_attention import cpu, reference
+from blockdiff.kernels.span_attention import cpu
 from blockdiff.kernels.span_attention.paged import ReservedTensor
 from blockdiff.spans import Spans, Sweep, denoise_spans, encode_spans
 from tests.closeness import relative_error
+from tests.oracles import span_attention as reference
 
 pytestmark = [
     pytest.mark.quick,

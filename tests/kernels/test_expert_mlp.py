@@ -13,10 +13,10 @@ from blockdiff.kernels import CPU, Kernels
 from blockdiff.kernels.c_library import serves
 from blockdiff.kernels.expert_mlp import cpu as expert_cpu
 from blockdiff.kernels.expert_mlp import native as expert_native
-from blockdiff.kernels.expert_mlp import reference as expert_reference
 from blockdiff.layers.experts import Router
 from tests.closeness import compare_gradients, copies, relative_error
 from tests.expert_choices import chosen
+from tests.oracles import expert_mlp as expert_reference
 
 pytestmark = pytest.mark.quick
 

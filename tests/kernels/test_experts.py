@@ -11,11 +11,12 @@ from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.c_library import serves
-from blockdiff.kernels.expert_mlp import cpu, native, reference
+from blockdiff.kernels.expert_mlp import cpu, native
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 from tests.closeness import relative_error
 from tests.oracle import oracle, ours
+from tests.oracles import expert_mlp as reference
 
 pytestmark = pytest.mark.quick
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from blockdiff.kernels import CPU
-from blockdiff.kernels.expert_mlp import reference as experts
-from blockdiff.kernels.fp8 import Fp8, native, reference
+from blockdiff.kernels.fp8 import Fp8, native
 from tests.closeness import relative_error
+from tests.oracles import expert_mlp as experts
+from tests.oracles import fp8 as reference
 
 pytestmark = pytest.mark.quick
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import CPU
-from blockdiff.kernels.expert_mlp import reference
 from blockdiff.layers.attention import Attention
 from blockdiff.layers.linear import product
 from blockdiff.layers.mlp import MLP
 from tests.closeness import relative_error
+from tests.oracles import expert_mlp as reference
 
 pytestmark = pytest.mark.quick
 FP32, BF16 = 5e-7, 8e-3  # relative errors in the 2-norm

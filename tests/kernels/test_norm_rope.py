@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.norm_rope import reference as norm_reference
 from blockdiff.layers.rope import angles, default_frequencies, proportional_frequencies
 from tests.closeness import compare_gradients, copies, relative_error
+from tests.oracles import norm_rope as norm_reference
 
 pytestmark = pytest.mark.quick
 

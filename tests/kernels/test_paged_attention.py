@@ -8,10 +8,11 @@ from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
 from blockdiff.kernels.launch import Unserved
-from blockdiff.kernels.span_attention import cpu, native, reference, triton
+from blockdiff.kernels.span_attention import cpu, native, triton
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor, ReservedTensor
 from blockdiff.spans import Spans, encode_spans, running_spans
 from tests.closeness import relative_error
+from tests.oracles import span_attention as reference
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

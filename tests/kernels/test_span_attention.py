@@ -11,9 +11,9 @@ from torch import Tensor
 from blockdiff.kernels import NATIVE
 from blockdiff.kernels.span_attention import native as attention_native
 from blockdiff.kernels.span_attention import pieces as attention_pieces
-from blockdiff.kernels.span_attention import reference as attention_reference
 from blockdiff.spans import Spans, encode_spans
 from tests.closeness import relative_error
+from tests.oracles import span_attention as attention_reference
 
 pytestmark = pytest.mark.quick
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels.expert_mlp import native, reference
+from blockdiff.kernels.expert_mlp import native
 from blockdiff.kernels.expert_mlp import triton as ours
 from blockdiff.kernels.tiles import SHARED_MEMORY, table
 from tests.closeness import relative_error
 from tests.expert_choices import chosen
+from tests.oracles import expert_mlp as reference
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.expert_mlp import native as expert_native
-from blockdiff.kernels.expert_mlp import reference as expert_reference
 from blockdiff.kernels.expert_mlp import triton as experts
-from blockdiff.kernels.fp8 import Fp8, native, reference
+from blockdiff.kernels.fp8 import Fp8, native
 from blockdiff.kernels.fp8 import triton as ours
 from blockdiff.kernels.fused import triton as fused
 from tests.closeness import relative_error
+from tests.oracles import expert_mlp as expert_reference
+from tests.oracles import fp8 as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32 = 3e-6  # relative

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.norm_rope import native, reference
+from blockdiff.kernels.norm_rope import native
 from blockdiff.kernels.norm_rope import triton as ours
 from blockdiff.kernels.tiles import Tile
 from blockdiff.layers.rope import angles, default_frequencies, proportional_frequencies
 from tests.closeness import relative_error
+from tests.oracles import norm_rope as reference
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

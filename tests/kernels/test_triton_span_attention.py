@@ -12,11 +12,12 @@ import triton
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels.span_attention import native, reference, triton_kernels_backward
+from blockdiff.kernels.span_attention import native, triton_kernels_backward
 from blockdiff.kernels.span_attention.triton import span_attention, splits_of, tiles_for
 from blockdiff.kernels.tiles import Tile
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 from tests.closeness import relative_error
+from tests.oracles import span_attention as reference
 from tests.oracles.visited_tiles import visited
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")

@@ -15,7 +15,7 @@ from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.kernels.vocabulary import native, pack_allowed, reference, triton
+from blockdiff.kernels.vocabulary import native, pack_allowed, triton
 from blockdiff.kernels.vocabulary import triton_launch as launch
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
@@ -23,6 +23,7 @@ from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import Sampler
 from tests.closeness import relative_error
 from tests.oracle import oracle, ours, tiny_config
+from tests.oracles import vocabulary as reference
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

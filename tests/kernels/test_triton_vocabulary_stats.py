@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.vocabulary import native, pack_allowed, reference, triton
+from blockdiff.kernels.vocabulary import native, pack_allowed, triton
 from blockdiff.kernels.vocabulary import triton_launch as launch
 from tests.closeness import relative_error
 from tests.kernels.test_triton_vocabulary import DEVICE, FP32, bf16_case, case, chunks_of_rows
+from tests.oracles import vocabulary as reference
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 

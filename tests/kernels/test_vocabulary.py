@@ -10,8 +10,9 @@ import torch
 from benchmarks import kernel_vocabulary
 from benchmarks.settings import Settings
 from blockdiff.kernels import CPU, NATIVE
-from blockdiff.kernels.vocabulary import logits, native, reference
+from blockdiff.kernels.vocabulary import logits, native
 from tests.closeness import relative_error
+from tests.oracles import vocabulary as reference
 
 
 @pytest.fixture(params=["native", "cpu"])

@@ -7,7 +7,8 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from blockdiff.kernels.tiles import Tile
-from blockdiff.kernels.vocabulary import Classes, Penalty, logits, native, reference, triton, triton_classes
+from blockdiff.kernels.vocabulary import Classes, Penalty, logits, native, triton, triton_classes
+from tests.oracles import vocabulary as reference
 
 pytestmark = pytest.mark.quick
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.vocabulary import Shaping, pack_allowed, race, reference
+from blockdiff.kernels.vocabulary import Shaping, pack_allowed, race
 from blockdiff.kernels.vocabulary.shaping import is_left
 from blockdiff.seeding import Stream, words
+from tests.oracles import vocabulary as reference
 
 pytestmark = pytest.mark.quick
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from benchmarks.timing import peak_memory
 from blockdiff.kernels.launch import Unserved
-from blockdiff.kernels.vocabulary import Shaping, logits, native, pack_allowed, reference, shaping, triton
+from blockdiff.kernels.vocabulary import Shaping, logits, native, pack_allowed, shaping, triton
 from blockdiff.kernels.vocabulary import triton_launch as launch
 from blockdiff.kernels.vocabulary.native import Stats
 from blockdiff.kernels.vocabulary.shaping import is_left
+from tests.oracles import vocabulary as reference
 
 pytestmark = pytest.mark.quick
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton

@@ -1,4 +1,4 @@
-"""The oracle of the vocabulary ops: all logits at once, autograd for the gradients. Tests only."""
+"""The oracle of the vocabulary ops: all logits at once, autograd for the gradients."""
 
 from __future__ import annotations
 

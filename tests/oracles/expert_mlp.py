@@ -1,4 +1,4 @@
-"""The oracle of expert_mlp: one expert after the other, autograd for the gradients. Tests only."""
+"""The oracle of expert_mlp: one expert after the other, autograd for the gradients."""
 
 from __future__ import annotations
 

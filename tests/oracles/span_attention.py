@@ -1,4 +1,4 @@
-"""The oracle of span_attention: plain torch, one dense mask, scores in the widest type given. Tests only."""
+"""The oracle of span_attention: plain torch, one dense mask, scores in the widest type given."""
 
 from __future__ import annotations
 

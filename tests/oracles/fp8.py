@@ -1,4 +1,4 @@
-"""The oracle of fp8: what every code stands for, and a product in the dtype of its input. Tests only."""
+"""The oracle of fp8: what every code stands for, and a product in the dtype of its input."""
 
 from __future__ import annotations
 

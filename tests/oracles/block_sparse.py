@@ -1,4 +1,4 @@
-"""The oracle of block selection and block-sparse attention: one query and one head after the other. Tests only."""
+"""The oracle of block selection and block-sparse attention: one query and one head after the other."""
 
 from __future__ import annotations
 

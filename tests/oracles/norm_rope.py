@@ -1,4 +1,4 @@
-"""The oracle of rms_norm and norm_rope: formulas in the dtype given. Tests only."""
+"""The oracle of rms_norm and norm_rope: formulas in the dtype given."""
 
 from __future__ import annotations
 
