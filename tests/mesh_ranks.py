@@ -78,7 +78,7 @@ def made(mesh: Mesh, name: str, dtype: torch.dtype, is_adapted: bool, one_sweep:
                     values = 0.1 * torch.randn(parameter.shape, generator=generator)
                     fill(model, f"{name}.{leaf}", values.to(torch.promote_types(dtype, torch.float32)))
     corruption = UniformCorruption(model.vocab_size)
-    return Objective(model.train(), Linear(), corruption, seed=11, one_sweep=one_sweep)
+    return Objective(model.train(), Linear(), corruption, seed=11, sweep=one_sweep)
 
 
 def row(sample: int, model: BlockDiffusionModel) -> CleanRow:
@@ -114,7 +114,7 @@ def trained(mesh: Mesh, name: str, scenario: str, one_sweep: bool) -> dict[str, 
     for step in range(1, steps + 1):
         optimiser.zero_grad(set_to_none=True)
         window = batches(mesh.ranks, step, is_packed, objective.model)
-        counts = Counts.over_ranks(window, False, False, mesh.ranks)
+        counts = Counts.over_ranks(window, mesh.ranks)
         gradient = backpropagate(module, list(weights.values()), window, counts, 0.5, None, mesh)
         found.append([gradient.losses["canvas_loss"], gradient.losses["ar_loss"], gradient.norm])
         for name, parameter in weights.items():

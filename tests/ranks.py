@@ -201,7 +201,9 @@ def told(ranks: Ranks) -> list[Any]:
     heard = ranks.gather([*own, float("inf"), float("nan")])
     endless, missing = heard[ranks.world - 1][-2:]
     said = [[each[0]["ids"] == [rank] * len(each[0]["ids"]), *each[1:-2]] for rank, each in enumerate(heard)]
-    return [*said, len(heard[-1][0]["ids"]), endless > 1e308, missing != missing, ranks.gather(None), ranks.agree("")]
+    answers = ranks.any(ranks.rank == ranks.world - 1, False, True)
+    numbers = [len(heard[-1][0]["ids"]), endless > 1e308, missing != missing]
+    return [*said, *numbers, ranks.gather(None), ranks.agree(""), answers]
 
 
 SCENARIOS = (toy, lopsided, short, real, real_short, real_double)

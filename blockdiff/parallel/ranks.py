@@ -85,6 +85,17 @@ class Ranks:
         """Every rank's `value` (what JSON can say, see `plain`), by rank."""
         return [value] if self.world == 1 else from_all(value, self.beats)
 
+    def any(self, *answers: bool) -> list[bool]:
+        """For each of some questions, True where any rank answers it with True; all of them answer at once.
+
+        They tell each other over `beats`, so no device is waited for.
+        """
+        if self.world == 1:
+            return list(answers)
+        said = torch.tensor(answers, dtype=torch.int32)
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self.beats)
+        return [each > 0 for each in said.tolist()]
+
     def gather_rows(self, value: Any) -> list[Any]:
         """The `value` (what JSON can say) of every rank with rows of its own, by row rank."""
         return self.gather(value)[:: self.alike]

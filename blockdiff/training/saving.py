@@ -105,7 +105,7 @@ class Saver:
         if self._thread is None:
             return 0
         with self.ranks.guarded(f"saving step {self.step}"):
-            is_going_on = any(self.ranks.gather(self._thread.is_alive()))
+            (is_going_on,) = self.ranks.any(self._thread.is_alive())
         return 0 if is_going_on else self.wait()
 
     def wait(self) -> int:

@@ -33,23 +33,19 @@ class Counts:
     canvas: float  # what the canvas loss is divided by
     ar: float  # what the AR loss is divided by
     tokens_2: Tensor  # [clean and canvas tokens but padding, canvas positions and next-token pairs scored]
-    is_stopping: bool  # a rank wants to stop
-    is_failing: bool  # a rank could not read its micro-batches
 
     @classmethod
-    def over_ranks(cls, batches: Sequence[Batch], is_stopping: bool, is_failing: bool, ranks: Ranks) -> Counts:
-        """Count this rank's micro-batches and add up the ranks' counts: the first thing they do together in a step."""
+    def over_ranks(cls, batches: Sequence[Batch], ranks: Ranks) -> Counts:
+        """Count this rank's micro-batches and add up the ranks' counts."""
         mine = [
             sum(batch.canvas_count() for batch in batches),
             sum(batch.ar_count() for batch in batches),
             sum(int((batch.doc_start_BS >= 0).sum() + batch.length_BC.sum()) for batch in batches),
             sum(int(batch.is_scored_BCL.sum() + batch.is_ar_scored_BS.sum()) for batch in batches),
-            float(is_stopping),
-            float(is_failing),
         ]
         counts = ranks.sum_of_rows(torch.tensor(mine, dtype=torch.float64))
-        canvas, ar, _, _, stopping, failing = counts.tolist()
-        return cls(canvas, ar, counts[2:4], stopping > 0, failing > 0)
+        canvas, ar, *_ = counts.tolist()
+        return cls(canvas, ar, counts[2:])
 
 
 @dataclass(frozen=True)

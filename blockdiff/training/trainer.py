@@ -139,12 +139,12 @@ class Trainer:
             batches = self.fetch(self.step + 1)
         except DataError as error:
             refusal = str(error)
-        counts = Counts.over_ranks(batches, bool(self.ranks.is_stopping()), refusal is not None, self.ranks)
-        if counts.is_stopping:
+        is_stopping, is_refused = self.ranks.any(self.ranks.is_stopping() > 0, refusal is not None)
+        if is_stopping:
             self.stop()
-        if counts.is_failing:
+        if is_refused:
             self.refuse_data(refusal)
-        return batches, counts
+        return batches, Counts.over_ranks(batches, self.ranks)
 
     def backpropagate(self, batches: Sequence[Batch], counts: Counts) -> Gradient:
         """Fill the gradients of what trains with those of the global batch."""
@@ -226,7 +226,7 @@ class Trainer:
         for kind in kinds:
             self.doing = f"the evaluation after step {self.step}"
             try:
-                if any(self.ranks.gather(self.ranks.is_stopping())):
+                if self.ranks.any(self.ranks.is_stopping() > 0)[0]:
                     raise Interrupted
                 record = self.evaluate(self.step) if kind == "heldout" else self.sample(self.step)
             except Interrupted:

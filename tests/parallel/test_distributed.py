@@ -96,7 +96,7 @@ def test_ranks_hear_the_values_of_all_as_they_were_said(several):
     world = found(several)["world"]
     said = [[True, 'a "ü" \ud800 \0', 0.1 + rank, 5e-324, None, True] for rank in range(world)]
     for rank in range(world):
-        assert found(several, rank)["told"] == [*said, 1000, True, True, [None] * world, ""]
+        assert found(several, rank)["told"] == [*said, 1000, True, True, [None] * world, "", [True, False, True]]
 
 
 def test_ranks_save_refuse_and_resume_together(two):
