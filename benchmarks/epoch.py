@@ -121,7 +121,7 @@ class Ours:
     """Our side: rows become batches, and these an optimiser step, as a training makes them."""
 
     def __init__(self, models: Pair, options: argparse.Namespace):
-        self.objective = Objective(models.ours, Linear(), UniformCorruption(models.ours.vocab_size), one_sweep=True)
+        self.objective = Objective(models.ours, Linear(), UniformCorruption(models.ours.vocab_size), sweep=True)
         self.options, self.optimiser = options, build(self.objective, lr=0.0)
         self.examples = examples_of(options.batch_size * options.steps, models.ours.vocab_size)
         self.order = Order(len(self.examples), options.batch_size, seed=0)

@@ -65,7 +65,7 @@ def measure(models: Pair, size: Size, name: str, parts: tuple[str, ...], setting
     theirs = _adapted_peer(models)
     model.train()
     corruption = UniformCorruption(model.vocab_size)
-    objective = Objective(model, Linear(), corruption, seed=0, one_sweep=device.type == "cpu")  # as training has it
+    objective = Objective(model, Linear(), corruption, seed=0, sweep=True)  # as the quickstart has it
 
     def draw(seed: int) -> tuple[Batch, Batch]:
         whole = rows_of(size, model.vocab_size, model.canvas_length, 1, seed).to(device)

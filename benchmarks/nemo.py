@@ -132,7 +132,7 @@ def measure(size: Size, repeats: int) -> Result:
     equalise(models)
     theirs = nemo_model(models)
     vocabulary, L = models.ours.vocab_size, models.ours.canvas_length
-    objective = Objective(models.ours, Linear(), UniformCorruption(vocabulary), seed=0, one_sweep=True)
+    objective = Objective(models.ours, Linear(), UniformCorruption(vocabulary), seed=0, sweep=True)
     batch = rows_of(size, vocabulary, L, CANVASES)
     alpha_BC = objective.schedule.alpha(batch.t_BC)
     noisy_BCL, _ = objective.corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, objective.seed)

@@ -88,8 +88,8 @@ class Objective(nn.Module):
     multiplied by; None = 1. prediction: whether the logits are the posterior given the whole noisy canvas, or
     (leave_one_out) predict each token from all others. positions: which positions of a canvas have a loss; the counts
     that losses are divided by stay the same. stop_gradient: whether the canvas loss leaves the encoder alone.
-    one_sweep: encode in the same call as pass two, and once more in that of pass one, instead of in a call of its own:
-    a step then runs every layer twice and not three times, and where weights are sharded gathers it that often less.
+    sweep: encode in the same call as pass two, and once more in that of pass one, instead of in a call of its own: a
+    step then runs every layer twice and not three times, and where weights are sharded gathers it that often less.
     A causal model has the AR loss alone; its batches have no canvases.
     Raises RecipeError for leave_one_out with other than uniform noise, for which its bonus gives no posterior.
     """
@@ -105,13 +105,13 @@ class Objective(nn.Module):
         prediction: Literal["posterior", "leave_one_out"] = "posterior",
         positions: Literal["all", "corrupted"] = "all",
         stop_gradient: bool = False,
-        one_sweep: bool = False,
+        sweep: bool = False,
     ):
         super().__init__()
         self.model, self.schedule, self.corruption, self.seed = model, schedule, corruption, seed
         self.weight: Weight = weight or NoWeight()
         self.prediction, self.positions, self.stop_gradient = prediction, positions, stop_gradient
-        self.one_sweep = one_sweep
+        self.sweep = sweep
         self.bonus_vocabulary: int | None = None  # V of the leave-one-out bonus; None: no bonus
         if prediction == "leave_one_out":
             if not isinstance(corruption, UniformCorruption):
@@ -128,7 +128,7 @@ class Objective(nn.Module):
             return Losses(ar_sum.new_zeros(()), ar_sum)
         batch = _complete(batch)
         vocabulary = self.model.vocabulary
-        if self.one_sweep:
+        if self.sweep:
             return self._losses_of_sweep(batch)
         hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
         ar_sum = _loss(vocabulary, _pairs(hidden_BSD, batch))

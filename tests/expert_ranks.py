@@ -162,5 +162,5 @@ def whole_model(ranks: Ranks, directory: Path, is_wide: bool, limit: float) -> N
         if is_recomputed:
             checkpoint_activations(model)
         expert_parallel(model, mesh)
-        got = trained(model, everything[ranks.rank :: ranks.world], ranks.world, one_sweep=one_sweep)
+        got = trained(model, everything[ranks.rank :: ranks.world], ranks.world, sweep=one_sweep)
         assert_same(got, expected, limit)

@@ -107,9 +107,8 @@ def without_weights(
         prediction=recipe.objective.prediction,
         positions=recipe.objective.positions,
         stop_gradient=recipe.objective.stop_gradient,
+        sweep=recipe.sweeps,
     )
-    if recipe.parallel.names != ("replicate",):
-        objective.one_sweep = True  # each layer is gathered three times in a step, not five times
     require_own_names(objective)
     choose_trained(model, recipe, base.tokenizer)
     return objective

@@ -63,12 +63,12 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     line each.
     """
     base = read_base(recipe)
+    if saved is not None and base.denoises:
+        recipe = state.as_begun(recipe, saved, ranks)
     objective = without_weights(recipe, base)
     model = objective.model
     mesh = mesh_of(recipe, ranks)
     require_kept(objective, recipe, base, ranks)
-    if ranks.device.type == "cpu" and recipe.given.objective is None:
-        objective.one_sweep = True  # fewer, larger calls
 
     data = checked_data(recipe, base, ranks)
     for line in data.lines():

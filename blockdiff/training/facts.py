@@ -31,8 +31,11 @@ FREE = {
 
 
 def objective_record(recipe: Recipe, objective: Any) -> dict[str, Any]:
-    """What the objective is made of, by recipe key: read off the object, which may have other parts than the recipe."""
-    record: dict[str, Any] = recipe.objective.model_dump(mode="json")
+    """What the objective is made of, by recipe key: read off the object, which may have other parts than the recipe.
+
+    How its passes are laid out is no part of it.
+    """
+    record: dict[str, Any] = recipe.objective.model_dump(mode="json", exclude={"sweep"})
     live = [key for key in ("schedule", "weight") if hasattr(objective, key)]
     return record | {key: described(getattr(objective, key)) for key in live}
 
@@ -46,6 +49,7 @@ def facts_of(recipe: Recipe, base: Base, data: Data, objective: Any) -> dict[str
         del sections["model"]["quantize"]  # nor this
     if recipe.optim.name != "muon":
         del sections["optim"]["momentum"]  # nor this
+    sections["objective"]["sweep"] = recipe.sweeps
     del sections["parallel"]  # a run may go on with another number of processes, and spread otherwise
     known: dict[str, Any] = {}
     for name, section in sections.items():

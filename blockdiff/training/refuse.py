@@ -84,7 +84,7 @@ def refuse_of_causal(recipe: Recipe) -> None:
     of_canvases = {
         "objective": (
             *("schedule", "time", "corruption", "weight"),
-            *("positions", "prediction", "stop_gradient", "coin"),
+            *("positions", "prediction", "stop_gradient", "sweep", "coin"),
         ),
         "data": ("canvases",),
     }

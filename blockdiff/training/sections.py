@@ -124,6 +124,7 @@ class ObjectiveSection(Section):
     prediction: Literal["posterior", "leave_one_out"] = "posterior"
     normalisation: Literal["token", "example"] = "token"
     stop_gradient: bool = False  # into the encoder, from the canvas loss
+    sweep: Literal["auto", True, False] = "auto"  # encode while denoising; auto: where weights are sharded
     coin: Share = 0.5
     ar_loss: Annotated[objects.ArLoss | None, objects.AR_LOSS] = objects.ArLoss()
     router: Literal["auto", "frozen", "trained"] = "auto"  # auto: frozen for model.path, trained for a preset
@@ -309,6 +310,11 @@ class Recipe(Section):
             from blockdiff.training.mistakes import one_line  # which knows the keys of this class
 
             raise RecipeError(one_line(error, {}, "Recipe")) from error
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether clean rows are encoded in the calls that denoise their canvases, and not in one of their own."""
+        return self.parallel.shard == "full" if self.objective.sweep == "auto" else self.objective.sweep
 
     def resolved(self) -> str:
         """The recipe as YAML text, defaults filled in and paths located; it reads back as an equal recipe."""

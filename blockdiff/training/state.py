@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -31,9 +31,12 @@ from blockdiff.training.ema import Ema
 from blockdiff.training.saved import AVERAGE, MODEL, OPTIMISER, Saved
 from blockdiff.training.saving import FOLDER, FORMAT, READABLE, TRAINER, Facts, Saver, steps_saved
 
+if TYPE_CHECKING:
+    from blockdiff.training.recipe import Recipe
+
 ALONE = Ranks(torch.device("cpu"))
-# Facts that may differ when a run goes on; they say in which parts sums are made.
-ROUNDING = ("train.micro_batch_size",)
+# Facts that may differ when a run goes on; they say in which parts sums are made. Older runs may lack one.
+ROUNDING = ("train.micro_batch_size", "objective.sweep")
 # Facts that are compared by a hash, which says nothing to a reader.
 HASHED = {
     "model": "a model of another shape (model)",
@@ -158,9 +161,9 @@ def restore(
                     f"{written}: was removed or edited since step {trainer['step']} was saved{rest}", stacklevel=2
                 )
     changed = [
-        f"saved with {key} {json.dumps(was.get(key))}, resumed with {json.dumps(now.get(key))}"
+        f"saved with {key} {json.dumps(was[key])}, resumed with {json.dumps(now.get(key))}"
         for key in ROUNDING
-        if was.get(key) != now.get(key)
+        if key in was and was[key] != now.get(key)
     ]
     if ranks.world != world:
         changed.append(f"saved by {world} process{'es' * (world > 1)}, resumed by {ranks.world}")
@@ -178,6 +181,21 @@ def restore(
         if average is not None:
             fill(checkpoint, AVERAGE, average.state(), saved)
     return int(trainer["step"])
+
+
+def as_begun(recipe: Recipe, checkpoint: Path, ranks: Ranks) -> Recipe:
+    """A recipe in which `objective.sweep: auto` has become what the run of a checkpoint began with.
+
+    Runs that were saved before recipes had this key made one sweep on a CPU and where weights were split.
+    """
+    if recipe.objective.sweep != "auto":
+        return recipe
+    with _readable(checkpoint):
+        facts = _trainer_of(checkpoint)["facts"]
+    is_split = recipe.parallel.names != ("replicate",)
+    before = is_split or (ranks.device.type == "cpu" and recipe.given.objective is None)
+    objective = recipe.objective.model_copy(update={"sweep": facts.get("objective.sweep", before)})
+    return recipe.model_copy(update={"objective": objective})
 
 
 def restore_weights(

@@ -277,7 +277,7 @@ def test_one_sweep_has_the_losses_and_gradients_of_several():
     found = []
     for one_sweep in (False, True):
         model.zero_grad()
-        losses = Objective(model, Linear(), UniformCorruption(96), one_sweep=one_sweep)(lay_out([row], 8, 0))
+        losses = Objective(model, Linear(), UniformCorruption(96), sweep=one_sweep)(lay_out([row], 8, 0))
         (losses.canvas_sum + losses.ar_sum).backward()
         found.append({n: p.grad for n, p in model.named_parameters()} | {"canvas": losses[0], "ar": losses[1]})
     for name, x in found[0].items():

@@ -27,7 +27,7 @@ def peak(tokens: int, one_sweep: bool) -> int:
     canvases = [Canvas(drawn[s : s + L], s, t=0.5, coin=True, address=(0, 0, s // L)) for s in starts]
     batch = lay_out([CleanRow(drawn, canvases)], L, pad_id=0)
     checkpoint_activations(model)
-    objective = Objective(model.train(), Linear(), UniformCorruption(V), one_sweep=one_sweep)
+    objective = Objective(model.train(), Linear(), UniformCorruption(V), sweep=one_sweep)
 
     def step() -> None:
         losses = objective(batch)

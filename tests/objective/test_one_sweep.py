@@ -59,7 +59,7 @@ def without_pairs(batch: Batch) -> Batch:
 
 
 def objective_of(model: DiffusionGemma, one_sweep: bool, **options: Any) -> Objective:
-    return Objective(model, Linear(), UniformCorruption(V), 5, one_sweep=one_sweep, **options)
+    return Objective(model, Linear(), UniformCorruption(V), 5, sweep=one_sweep, **options)
 
 
 def found(objective: Objective, batch: Batch) -> Found:
@@ -213,7 +213,7 @@ def test_where_no_next_token_is_scored_the_last_layer_answers_canvases_alone(nam
     noisy, clean = batch.canvas_BCL[0].numel(), batch.tokens_BS.shape[1]
     for scored, last in ((batch, clean + noisy), (without_pairs(batch), noisy)):
         seen.clear()
-        Objective(model, Linear(), UniformCorruption(model.vocab_size), 5, one_sweep=True)(scored)
+        Objective(model, Linear(), UniformCorruption(model.vocab_size), 5, sweep=True)(scored)
         assert seen[-len(model.layers) :] == [*[clean + noisy] * (len(model.layers) - 1), last]
     assert len(hooks) > 1
 
@@ -226,9 +226,7 @@ def test_every_family_has_the_losses_and_gradients_of_three_passes_without_next_
     model, batch = small_model(name, dtype=torch.float32), without_pairs(little_batch())
     one, three = (
         found(
-            Objective(
-                model, Linear(), UniformCorruption(model.vocab_size), 5, one_sweep=each, stop_gradient=stop_gradient
-            ),
+            Objective(model, Linear(), UniformCorruption(model.vocab_size), 5, sweep=each, stop_gradient=stop_gradient),
             batch,
         )
         for each in (True, False)
@@ -262,7 +260,7 @@ def gathers(model: BlockDiffusionModel, one_sweep: bool, batch: Batch) -> Counte
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FSDPParam, "to_unsharded", counted)
-        sum(Objective(model, Linear(), UniformCorruption(model.vocab_size), 5, one_sweep=one_sweep)(batch)).backward()
+        sum(Objective(model, Linear(), UniformCorruption(model.vocab_size), 5, sweep=one_sweep)(batch)).backward()
     return gathered
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -204,6 +205,24 @@ def test_every_known_path_is_a_field() -> None:
     assert len(PATHS) == len(set(PATHS))
     assert {".".join(key) for key in FILE_KEYS} <= set(PATHS)
     assert not {".".join(key) for key in OLD} & set(PATHS)
+
+
+@pytest.mark.parametrize(
+    ("sweep", "mesh", "sweeps"),
+    [
+        ("auto", {}, False),
+        ("auto", {"shard": "full"}, True),
+        ("auto", {"experts": 2}, False),
+        ("auto", {"tensor": 2}, False),
+        ("auto", {"tensor": 2, "shard": "full"}, True),
+        (True, {}, True),
+        (False, {"shard": "full"}, False),
+    ],
+)
+def test_passes_are_the_recipes_choice_or_one_sweep_where_weights_are_gathered(
+    sweep: Any, mesh: Any, sweeps: bool
+) -> None:
+    assert Recipe.model_validate({**MINIMAL_TREE, "objective": {"sweep": sweep}, "parallel": mesh}).sweeps is sweeps
 
 
 def test_the_table_of_keys_is_complete_and_its_defaults_true() -> None:
