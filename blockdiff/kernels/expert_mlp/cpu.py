@@ -1,6 +1,5 @@
 """Routed experts, their routing and gated activations by the C functions of cpu.c for fp32 on a CPU; else natively.
 
-Products are torch's, as in native.py; what stands between them is one walk in C.
 A row of the routing weights is multiplied into the activation, so that neither the sum over a token's experts nor the
 gradient of a matrix needs it.
 """
@@ -17,6 +16,7 @@ from blockdiff.kernels.c_library import BLOCKS, call, serves
 from blockdiff.kernels.expert_mlp import native
 from blockdiff.kernels.fp8 import Fp8
 
+STEP = 16  # the sides of a matrix that cpu_products.c takes are multiples
 KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that cpu.c has
 
 
@@ -37,6 +37,24 @@ class _Groups(native._Groups):
         out = x_ND.new_empty(self.rows, x_ND.shape[1])
         call("gather_tokens", x_ND, self.token, self.rows, x_ND.shape[1], out)
         return out
+
+    def product(self, x_M: Tensor, weights_E: Any) -> Tensor:
+        """See `native._Groups.product`; many small products are one call, where their sides suit it."""
+        E, depth, wide = weights_E.shape
+        if depth % STEP or wide % STEP or 1 not in weights_E.stride()[1:]:
+            return super().product(x_M, weights_E)
+        out = x_M.new_empty(self.rows, wide)
+        call("grouped_product", x_M, self.ends_E, E, depth, weights_E, *weights_E.stride(), wide, out)
+        return out
+
+    def outer(self, left_M: Tensor, right_M: Tensor, like: Tensor) -> Tensor:
+        """See `native._Groups.outer`."""
+        E, wide, depth = like.shape
+        if depth % STEP or wide % STEP:
+            return super().outer(left_M, right_M, like)
+        grad = torch.empty(like.shape, dtype=like.dtype)
+        call("grouped_outer_product", left_M, right_M, self.ends_E, E, wide, depth, grad)
+        return grad
 
     def sum_of_slots(self, y_M: Tensor) -> Tensor:
         """The sum over each token's k slots, in a fixed order."""

@@ -1,4 +1,4 @@
-/* Products of small matrices in fp32 whose sums stay in registers, for the blocks of attention. */
+/* Products of small matrices in fp32 whose sums stay in registers, for the blocks of attention and for experts. */
 
 #include "cpu.h"
 
