@@ -46,7 +46,7 @@ lint: $(INSTALLED) ## ruff: its rules, and the form of every file (`.venv/bin/ru
 	$(PY) -m ruff format --check .
 
 types: $(INSTALLED) ## mypy
-	$(PY) -m mypy blockdiff cli benchmarks
+	$(PY) -m mypy blockdiff cli recipes benchmarks
 
 docs: $(INSTALLED) ## the API reference from the docstrings, in build/docs
 	$(PY) docs/reference.py build/docs

@@ -38,7 +38,7 @@ def sudoku(
     counts = _counts(split or [], count)
     if size not in (4, 9):
         raise typer.BadParameter(f"{size} is neither 4 nor 9", param_hint="--size")
-    from blockdiff.data.sudoku import write_splits
+    from blockdiff.recipes.sudoku import write_splits
 
     for written in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
         options.require_free(output / written, overwrite=overwrite)
@@ -63,7 +63,7 @@ def countdown(
 
     No two problems, of one split or of two, have the same numbers.
     """
-    from blockdiff.data.countdown import write_splits
+    from blockdiff.recipes.countdown import write_splits
 
     counts = _counts(split or [], count)
     for written in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
@@ -81,7 +81,7 @@ def chat(
     seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The same seed gives the same rows.")] = 0,
 ) -> None:
     """Small talk: short conversations about a few facts, and a tokenizer made of them, for recipes/chat_cpu.yaml."""
-    from blockdiff.data.small_talk import write_conversations
+    from blockdiff.recipes.small_talk import write_conversations
 
     counts = _counts(split or ["train=20000", "test=500"], None)
     for written in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):

@@ -12,16 +12,18 @@ from pathlib import Path
 import pdoc
 
 import blockdiff
+import blockdiff.recipes
 
 # Kernels are written for Triton's compiler and have no signature to be read, the adapter of lm_eval needs that package,
 # and commands are in docs/cli.md.
-LEFT_OUT = r"blockdiff\.(cli|recipes|__main__)\b|.*triton|.*lm_eval"
+LEFT_OUT = r"blockdiff\.(cli|__main__)\b|.*triton|.*lm_eval"
 
 
 def modules() -> Iterator[str]:
     """The names of all modules in the reference, the package first."""
     yield "blockdiff"
-    found = pkgutil.walk_packages(blockdiff.__path__, "blockdiff.")
+    found = [*pkgutil.walk_packages(blockdiff.__path__, "blockdiff.")]
+    found += pkgutil.walk_packages(blockdiff.recipes.__path__, "blockdiff.recipes.")
     yield from (module.name for module in found if not re.match(LEFT_OUT, module.name))
 
 

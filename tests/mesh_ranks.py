@@ -19,7 +19,6 @@ from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, joined, lay_o
 from blockdiff.checkpoint import draw_weights, empty, init, save
 from blockdiff.checkpoint.added import fill
 from blockdiff.checkpoint.tokenizer import load_tokenizer
-from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
@@ -31,6 +30,7 @@ from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
 from blockdiff.pieces import Block, Piece, gathered, piece_of
+from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.training import export
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.freeze import freeze

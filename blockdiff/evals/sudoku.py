@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from blockdiff.data import sudoku
 from blockdiff.errors import DataError
 from blockdiff.evals.questions import Question, Task
+from blockdiff.recipes import sudoku
 
 
 def check(question: Question) -> None:

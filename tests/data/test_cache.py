@@ -21,10 +21,10 @@ from blockdiff.data.dataset import Dataset, load_dataset
 from blockdiff.data.examples import Examples, read_table, write_examples
 from blockdiff.data.sources import Source, rows_of
 from blockdiff.data.statistics import Statistics
-from blockdiff.data.sudoku import alphabet
 from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
+from blockdiff.recipes.sudoku import alphabet
 from tests.chat_tokenizer import chat_tokenizer
 
 pytestmark = pytest.mark.quick

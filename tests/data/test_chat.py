@@ -9,10 +9,10 @@ from jinja2 import TemplateError
 
 from blockdiff.data.chat import Encoder, truncated
 from blockdiff.data.rows import Row
-from blockdiff.data.sudoku import alphabet
 from blockdiff.data.template import merged, packaged_template, render, token_spans, training_template
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
+from blockdiff.recipes.sudoku import alphabet
 from tests.chat_tokenizer import chat_tokenizer
 
 pytestmark = pytest.mark.quick

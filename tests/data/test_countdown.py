@@ -7,11 +7,11 @@ from fractions import Fraction
 
 import pytest
 
-from blockdiff.data.countdown import ALPHABET, is_solved, make_splits, problem, value, write_splits
 from blockdiff.data.rows import Row
 from blockdiff.errors import DataError
 from blockdiff.evals import task
 from blockdiff.evals.run import evaluate
+from blockdiff.recipes.countdown import ALPHABET, is_solved, make_splits, problem, value, write_splits
 from tests.scripted_sampler import ScriptedSampler
 
 pytestmark = pytest.mark.quick

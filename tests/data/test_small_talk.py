@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from blockdiff.data.small_talk import CAPITALS, NAMES, SYSTEM, make_conversations, write_conversations
 from blockdiff.errors import DataError
+from blockdiff.recipes.small_talk import CAPITALS, NAMES, SYSTEM, make_conversations, write_conversations
 
 pytestmark = pytest.mark.quick
 

@@ -9,7 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from blockdiff.data.sources import Source, rows_of
-from blockdiff.data.sudoku import (
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.errors import DataError
+from blockdiff.recipes.sudoku import (
     alphabet,
     classes4,
     dig,
@@ -21,8 +23,6 @@ from blockdiff.data.sudoku import (
     to_row,
     write_splits,
 )
-from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.errors import DataError
 
 pytestmark = pytest.mark.quick
 

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from blockdiff.data.rows import Row
-from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 from blockdiff.evals import task
 from blockdiff.evals.run import evaluate
+from blockdiff.recipes.sudoku import alphabet, make_splits
 from tests.scripted_sampler import ScriptedSampler
 
 pytestmark = pytest.mark.quick

@@ -14,9 +14,9 @@ from tests.documents import ROOT
 def _quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Not at the top: a bare GPU machine, which has not all of this, reads this file too.
     from blockdiff import checkpoint
-    from blockdiff.data.sudoku import alphabet, write_splits
     from blockdiff.data.template import packaged_template
     from blockdiff.data.tokenizer import character_tokenizer
+    from blockdiff.recipes.sudoku import alphabet, write_splits
     from tests.chat_tokenizer import chat_tokenizer
 
     place = tmp_path_factory.mktemp("quickstart")

@@ -27,6 +27,7 @@ FLOORS = {
     "kernels": 1,
     "diffusion": 1,
     "data": 2,
+    "recipes": 2,
     "layers": 2,
     "models": 3,
     "checkpoint": 4,
@@ -39,7 +40,7 @@ FLOORS = {
     "cli": 8,
 }
 # What a bare GPU machine imports, and all it may import beside the standard library when it does.
-LIGHT = {name for name, floor in FLOORS.items() if floor < 6} - {"data"}
+LIGHT = {name for name, floor in FLOORS.items() if floor < 6} - {"data", "recipes"}
 LIGHT_TRAINING = (
     *("training", "training.adamw", "training.muon", "training.optimiser", "training.schedule"),
     *("training.freeze", "training.ema"),
@@ -51,9 +52,9 @@ THERE = {"blockdiff", "torch", "triton", "transformers", "safetensors", "tokeniz
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by its installed name; `cli/` installs as blockdiff.cli."""
+    """Every module of the package by its installed name; `cli/` and `recipes/` install inside it."""
     found = {}
-    for folder, prefix in (("blockdiff", "blockdiff"), ("cli", "blockdiff.cli")):
+    for folder, prefix in (("blockdiff", "blockdiff"), ("cli", "blockdiff.cli"), ("recipes", "blockdiff.recipes")):
         for file in sorted((ROOT / folder).rglob("*.py")):
             parts = file.relative_to(ROOT / folder).with_suffix("").parts
             found[".".join([prefix, *(part for part in parts if part != "__init__")])] = file

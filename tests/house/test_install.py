@@ -39,8 +39,9 @@ def test_the_wheel_holds_every_module_preset_template_and_the_licence(installed)
     inside = installed / "blockdiff"
     package = {file.suffix for file in (ROOT / "blockdiff").rglob("*") if file.is_file()} - {".pyc"}
     assert files(ROOT / "blockdiff", *package) <= files(inside, *package)
+    of_recipes = (".py", ".json", ".yaml", ".sh")
     assert files(ROOT / "cli", ".py") == files(inside / "cli", ".py")
-    assert files(ROOT / "recipes", ".json", ".yaml", ".sh") == files(inside / "recipes", ".json", ".yaml", ".sh")
+    assert files(ROOT / "recipes", *of_recipes) == files(inside / "recipes", *of_recipes)
     assert (inside / "py.typed").exists()
     assert list(installed.glob("blockdiff-*.dist-info/licenses/LICENSE"))
     assert sorted(p.name for p in installed.iterdir() if p.suffix != ".dist-info") == ["blockdiff"]

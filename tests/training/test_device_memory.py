@@ -8,9 +8,9 @@ import pytest
 
 import blockdiff
 from blockdiff import checkpoint, memory
-from blockdiff.data.sudoku import alphabet
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import BlockdiffError
+from blockdiff.recipes.sudoku import alphabet
 from blockdiff.training.base import read_base, without_weights
 from blockdiff.training.plan import device_memory
 from blockdiff.training.plan import training as plans

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import blockdiff
 from blockdiff import checkpoint
-from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import CheckpointError, RecipeError, RunError
 from blockdiff.models.adapters import adapter_tensors, is_adapted
+from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.sampling import Sampler
 from blockdiff.training.plan.sampling import plan_sampling
 from tests.commands import works

@@ -10,9 +10,9 @@ import torch
 from benchmarks.timing import peak_memories
 from blockdiff import checkpoint
 from blockdiff.checkpoint.tokenizer import load_tokenizer
-from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.adapters import draw_adapters
+from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.training.base import read_base, without_weights
 from blockdiff.training.optimiser import matrices_of, trainable
 from blockdiff.training.plan import changes

@@ -9,10 +9,10 @@ import pytest
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint.tokenizer import load_tokenizer
-from blockdiff.data.sudoku import alphabet
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.layers.experts import Experts
 from blockdiff.models.fp8 import layers_in_fp8
+from blockdiff.recipes.sudoku import alphabet
 from blockdiff.training.base import read_base, without_weights
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.changes import what_fits

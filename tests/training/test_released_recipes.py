@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from blockdiff import checkpoint
 from blockdiff.cli.main import app
-from blockdiff.data.sudoku import alphabet
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import family_of
+from blockdiff.recipes.sudoku import alphabet
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.base import read_base, without_weights
 from blockdiff.training.plan import training as plans

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.metrics import SAMPLES, read
 from blockdiff.models.pages import Pages
+from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.sampling import engine as engines
 from blockdiff.training import export
 from blockdiff.training.recipe import Recipe

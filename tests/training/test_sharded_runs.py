@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import blockdiff
 from blockdiff.cli.main import app
-from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import CheckpointError, RunError
+from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.training import export
 from blockdiff.training.consolidate import consolidate
 from tests import forked, sharded_runs

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import blockdiff
-from blockdiff.data.sudoku import alphabet, make_splits
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import MaskCorruption
 from blockdiff.errors import BlockdiffError, DataError, RecipeError, RunError
@@ -22,6 +21,7 @@ from blockdiff.files import seal
 from blockdiff.metrics import METRICS, Metric, reproducible
 from blockdiff.models.diffusion_gemma import FAMILY
 from blockdiff.objective import Objective
+from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.training import export
 from tests import forked, trainings_in_turn
 from tests.little_model import LITTLE, save_preset
