@@ -27,17 +27,17 @@ _FILE = re.compile(r"\.(jsonl?|ndjson|csv|tsv|parquet|arrow|gz|txt|ya?ml|safeten
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name can be `owner/name` on the Hub; look for a path of that name first."""
+    """True for a name that can be `owner/name` on the Hub; look for a path of that name first."""
     return bool(_HUB_ID.fullmatch(name)) and not _FILE.search(name)
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name has wildcards; look for a path of that very name first."""
+    """True for a name with wildcards; look for a path of that very name first."""
     return bool(_PATTERN.search(name))
 
 
 def matching(name: str | Path) -> list[Path]:
-    """What a path or a pattern names: the path itself if it exists, else the files that match, sorted by name."""
+    """The files of a path or a pattern: the path itself if it exists, else the files that match, sorted by name."""
     path = Path(name).expanduser()
     if path.exists():
         return [path]
@@ -183,7 +183,7 @@ def piecewise_digest(path: Path) -> str:
 
 
 def is_of_digest(path: Path, said: str) -> bool:
-    """Whether a file has a digest, that of its pieces or, as earlier versions made it, `digest`. Raises OSError."""
+    """True for a file of this digest, that of its pieces or, as earlier versions made it, `digest`. Raises OSError."""
     return said == (piecewise_digest(path) if ":" in said else digest(path))
 
 

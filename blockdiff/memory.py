@@ -1,4 +1,4 @@
-"""How much memory a device has left, and saying in one line, before anything is read, what does not fit."""
+"""The memory that a device has left, and the one line that says, before anything is read, what does not fit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def size(count: float) -> str:
 
 
 def _host_bytes(root: Path) -> int | None:
-    """What the kernel says is available, and no more than the control groups of this process leave."""
+    """The bytes that the kernel says are available, and no more than the control groups of this process leave."""
     lines = [line.split() for line in _text(root / "proc/meminfo").splitlines()]
     limits = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
     group = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")

@@ -1,4 +1,4 @@
-"""What a run measures: the table of its metrics, and metrics.jsonl, the log that holds their records."""
+"""Metrics of a run: the table of them, and metrics.jsonl, the log of their records."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def texts(record: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
 
 
 def at_limit(steps_per_canvas: float, max_steps: int | None) -> str:
-    """What a mean of steps per canvas that is the most there can be means, in words; else nothing."""
+    """A remark for people where canvases took all the steps that they may, on average; else nothing."""
     is_limit = max_steps is not None and steps_per_canvas >= max_steps
     return " (the limit: no canvas converged)" if is_limit else ""
 

@@ -1,4 +1,4 @@
-"""What this process holds of a tensor: all of an ordinary one, a block of one that is spread over ranks (a DTensor)."""
+"""Pieces of tensors: the part that lies in this process, all of an ordinary one, a block of a DTensor."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Block:
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return prod(self.sizes)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What takes it out of the tensor."""
+        """The index that takes it out of the tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
     def within(self, other: Block) -> Block | None:
@@ -46,7 +46,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Piece:
-    """What this process holds of a tensor.
+    """The part of a tensor that lies in this process.
 
     shape: of the whole tensor; block: which part of it `local` is, which shares the tensor's memory. is_owned: whether
     this process is the one that saves it, of all that hold the same.
@@ -59,7 +59,7 @@ class Piece:
 
 
 def is_spread(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor, which may hold a part only; DTensor is not imported to know it."""
+    """True for a DTensor, which may hold a part only; DTensor is not imported to know it."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
@@ -74,7 +74,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def piece_of(tensor: Tensor, rank: int = 0) -> Piece:
-    """What rank `rank`, this process, holds of a tensor.
+    """The piece of a tensor that lies in this process, which is rank `rank`.
 
     An ordinary tensor is the same on all ranks, and rank 0 saves it. A DTensor is split over the dimensions of its mesh
     one after the other, each into parts of ceil(n / ranks) as `torch.chunk` makes them, those that FSDP2 makes of

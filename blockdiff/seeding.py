@@ -25,7 +25,7 @@ Integer = int | Tensor
 
 
 class Stream(IntEnum):
-    """What a draw is for; the numbers are part of every result, so they never change."""
+    """The purposes of draws; their numbers are part of every result, so they never change."""
 
     CORRUPT_WHERE = 1
     CORRUPT_TOKEN = 2
@@ -75,7 +75,7 @@ def integers(
 def words(
     seed: Integer, stream: int, index: Sequence[Integer], n: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """What the other draws are made of: 32-bit words as int64 [*, n], addressed as in `uniform`.
+    """Random 32-bit words as int64 [*, n], addressed as in `uniform`; the other draws are made of them.
 
     Word i is word i % 4 of Philox at counter (i // 4, *index). Raises ValueError for an index of more than three.
     """

@@ -36,7 +36,7 @@ class Spans:
 
     @functools.cached_property
     def padding_BT(self) -> Tensor | None:
-        """Which queries are padding, as booleans; None where the host knows without waiting that none is."""
+        """True for queries that are padding; None where the host knows without waiting that none is."""
         if not self.is_padded:
             return None
         padding_BT = self.bounds_BT4[..., 3] <= self.bounds_BT4[..., 2]  # every other query sees itself
@@ -111,7 +111,7 @@ class Spans:
 
 @dataclass(eq=False)
 class KeptSelection:
-    """What layers have selected of the prefixes of some rows, for all denoising steps of the canvases behind them.
+    """The blocks of their prefixes that layers have selected for some rows, kept for all denoising steps of a canvas.
 
     ids: by layer, int64 [B, T, heads, k], -1 where nothing is selected; open_B: the rows that have selected nothing yet
     (None: none has where a layer is missing in `ids`, else all have).
@@ -121,7 +121,7 @@ class KeptSelection:
     open_B: Tensor | None = None
 
     def of(self, layer: Hashable, select: Callable[[], Tensor]) -> Tensor:
-        """What stands for a layer; what `select` finds, where that is nothing yet."""
+        """The selection of a layer; where there is none yet, it is made with `select` and kept."""
         if layer not in self.ids:
             self.ids[layer] = select()
         elif self.open_B is not None:
@@ -132,7 +132,7 @@ class KeptSelection:
         return self.ids[layer]
 
     def select(self, rows: Tensor) -> KeptSelection:
-        """That of some rows; there is an answer for all of them."""
+        """The selection of some rows, all of which have one."""
         return KeptSelection({layer: ids[rows] for layer, ids in self.ids.items()})
 
     @classmethod
@@ -168,7 +168,7 @@ class Sweep:
 
     @property
     def clean_tokens(self) -> int:
-        """How many tokens of each row of the call are clean."""
+        """The number of clean tokens in each row of the call."""
         return self.clean.bounds_BT4.shape[1]
 
     def with_clean(self) -> Sweep:

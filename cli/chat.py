@@ -102,7 +102,7 @@ def changed(settings: Generation, temperature: float | None, asked: dict[str, in
 
 
 def lines(is_terminal: bool) -> Iterator[str]:
-    """What is typed or piped, without empty lines; at a terminal Ctrl-C takes back what was typed."""
+    """The lines that are typed or piped, without empty ones; at a terminal Ctrl-C takes back what was typed."""
     if is_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  (input() then has a history and can be edited)

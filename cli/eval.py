@@ -130,7 +130,7 @@ def _report(
 
 
 def _failures(report: dict[str, Any]) -> list[str]:
-    """Why rows were not answered."""
+    """The reasons for which rows were not answered."""
     return [record["error"] for record in report["records"] if "error" in record]
 
 

@@ -1,4 +1,4 @@
-"""What `blockdiff inspect` prints of a model: its shape, sizes by part, what trains, and memory."""
+"""The lines that `blockdiff inspect` prints of a model: its shape, sizes by part, what trains, and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `blockdiff inspect` prints of a recipe: model, data, and one batch as training draws it."""
+"""The lines that `blockdiff inspect` prints of a recipe: model, data, and one batch as training draws it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def words_of(tokenizer: Any) -> Words:
 
 
 def content_lengths(batch: Batch, examples: Mapping[int, Example]) -> Tensor:
-    """How many tokens of each canvas [B, C] are the response's own; the rest of a present one is fill."""
+    """The number of tokens of each canvas [B, C] that are the response's own; the rest of a present one is fill."""
     L = batch.canvas_BCL.shape[-1]
     lengths_BC = zeros_like(batch.length_BC)
     for row, canvas in (batch.length_BC > 0).nonzero().tolist():
@@ -101,7 +101,7 @@ def content_lengths(batch: Batch, examples: Mapping[int, Example]) -> Tensor:
 
 
 def summary(drawn: Drawn, step: int, ar_weight: float) -> list[str]:
-    """What the batch of an optimiser step has, added up."""
+    """Sums over the batch of an optimiser step, as lines."""
     batch, is_present_BC = drawn.batch, drawn.batch.length_BC > 0
     padding, scored = int((batch.doc_start_BS < 0).sum()), int(batch.is_scored_BCL.sum())
     corrupted = int((drawn.is_corrupted_BCL & batch.is_scored_BCL).sum())

@@ -191,7 +191,7 @@ def _check_usage(
 
 
 def _entries(prompt: str | None, chat: str | None, prompts: Path | None) -> list[Request | Result]:
-    """What is asked: one request, or those of a file with the failures of its bad lines."""
+    """The requests: one from the command line, or those of a file with the failures of its bad lines."""
     from blockdiff.sampling import Request, read_prompts
 
     if prompts is not None:

@@ -1,4 +1,4 @@
-"""What `blockdiff sample` says of a file of prompts on stderr: how far it is, and what it came to."""
+"""The report of `blockdiff sample` about a file of prompts, on stderr: how far it is, and the numbers at its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BETWEEN_LINES = 10.0  # seconds between two lines about the progress, where no b
 
 @dataclass
 class Tally:
-    """What has been answered: numbers by name, the reason of the first failure, and the last result."""
+    """Counts of what was answered, the reason of the first failure, and the last result."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first_error: str | None = None
@@ -54,7 +54,7 @@ class Tally:
 
 
 class Progress:
-    """How many of a file's requests are answered: a bar on a terminal, else a line now and then."""
+    """The number of answered requests of a file: a bar on a terminal, else a line now and then."""
 
     def __init__(self, total: int, is_shown: bool = True):
         self.total, self.done, self.seconds = total, 0, 0.0

@@ -45,7 +45,7 @@ def problem(prompt: str) -> tuple[list[int], int]:
 
 
 def is_solved(prompt: str, text: str) -> bool:
-    """Whether `text` is an expression that makes the target of the prompt's numbers; DataError for no problem.
+    """True for a `text` that is an expression for the target of the prompt's numbers; DataError for no problem.
 
     Any expression of +, -, *, / and parentheses that uses every number exactly once is right, whatever comes up on the
     way (negative numbers and fractions too); there are no signs before numbers.
@@ -55,7 +55,7 @@ def is_solved(prompt: str, text: str) -> bool:
 
 
 def value(text: str, numbers: Sequence[int]) -> Fraction | None:
-    """What an expression comes to, exactly; None unless it is one that uses each of the numbers once."""
+    """The exact value of an expression; None unless it is one that uses each of the numbers once."""
     if re.search(r"[0-9]\s+[0-9]", text):
         return None
     text = re.sub(r"\s", "", text)

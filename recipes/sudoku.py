@@ -40,7 +40,7 @@ def to_row(puzzle: Grid, solution: Grid) -> dict[str, str]:
 
 
 def is_solved(prompt: str, text: str) -> bool:
-    """Whether `text` is exactly a solved grid that keeps every given of the puzzle in `prompt`.
+    """True for a `text` that is exactly a solved grid and keeps every given of the puzzle in `prompt`.
 
     Raises DataError for a prompt that is no puzzle.
     """
@@ -48,14 +48,14 @@ def is_solved(prompt: str, text: str) -> bool:
 
 
 def keeps_givens(prompt: str, text: str) -> bool:
-    """Whether `text` is a grid of the puzzle's size with every given where it is; DataError for no puzzle."""
+    """True for a `text` that is a grid of the puzzle's size with every given where it is; DataError for no puzzle."""
     cells, _ = _cells(prompt)
     grid = _grid(prompt, text)
     return grid is not None and all(given in (".", digit) for given, digit in zip(cells, grid, strict=True))
 
 
 def is_valid(prompt: str, text: str) -> bool:
-    """Whether `text` is a solved grid of the puzzle's size, be it another puzzle's; DataError for no puzzle."""
+    """True for a `text` that is a solved grid of the puzzle's size, be it another puzzle's; DataError for no puzzle."""
     _, size = _cells(prompt)
     grid = _grid(prompt, text)
     return grid is not None and all(len({grid[cell] for cell in group}) == size for group in groups(size))

@@ -131,7 +131,7 @@ def require_plain(config: Mapping[str, Any], directory: Path) -> None:
 def low_rank_of(
     config: Mapping[str, Any], ours: str, parts: Mapping[str, Part], model: BlockDiffusionModel, directory: Path
 ) -> LowRank:
-    """How the module of one of our adapter parameters is adapted; the ranks of the file decide."""
+    """The rank and alpha that a file gives the module of one of our adapter parameters."""
     leaf, hub = ours.rpartition(".")[2], hub_module(ours, model)
     if (whole := family_of(model.config).names.fused_of(hub)) is not None:
         hub = whole[0]

@@ -1,4 +1,4 @@
-"""What PEFT calls the tensors of an adapter, and how it arranges them.
+"""PEFT's names for the tensors of an adapter, and its arrangement of their numbers.
 
 PEFT adapts transformers' modules, of which some stand twice over one weight (encoder and decoder); their adapters are
 written as equal copies and read only where they are equal. Experts are its `target_parameters`: A of all experts
@@ -38,7 +38,7 @@ def hub_module(ours: str, model: BlockDiffusionModel) -> str:
 
 
 def peft_names(ours: str, model: BlockDiffusionModel) -> tuple[list[str], Callable[[Tensor], Tensor]]:
-    """What PEFT calls the copies of one of our adapter parameters, from transformers' model on, and its arrangement."""
+    """PEFT's names for the copies of one of our adapter parameters, and its arrangement of their numbers."""
     names = family_of(model.config).names
     if ours == TOKEN_ROWS:
         table = names.to_module(str(names.to_hub("vocabulary.table")).removesuffix(".weight"))
@@ -105,7 +105,7 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
 
 
 def _is_left_out(key: str, stored: Mapping[str, Stored], model: BlockDiffusionModel) -> bool:
-    """Whether a tensor adapts a module that is not run here, and has learnt nothing.
+    """True for a tensor that adapts a module that is not run here, and that has learnt nothing.
 
     PEFT's `all-linear` adapts the image encoder as well; where texts alone were trained on, its B stays 0. Raises
     CheckpointError for a B that has learnt something.

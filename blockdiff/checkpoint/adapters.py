@@ -46,7 +46,7 @@ class Adapter:
 
 
 def has_adapter(directory: str | Path) -> bool:
-    """Whether a directory holds an adapter."""
+    """True for a directory that holds an adapter."""
     return (Path(directory) / CONFIG).is_file()
 
 
@@ -186,7 +186,7 @@ def apart_from_adapter(path_or_hub_id: str | Path) -> tuple[Path, Path | None]:
 
 
 def places_of(path_or_hub_id: str | Path, adapter: str | Path | None = None) -> tuple[Path, ...]:
-    """Where the tokenizer and the settings of a model may lie, nearest first: beside its adapter, beside its weights.
+    """The places where the tokenizer and the settings of a model may lie: beside its adapter, then beside its weights.
 
     The same arguments as in `load`. Raises CheckpointError for what is not there.
     """

@@ -1,7 +1,7 @@
-"""What the Hub has no names for: `blockdiff.safetensors` beside the weights.
+"""Tensors for which the Hub has no names, in `blockdiff.safetensors` beside the weights.
 
-That is what a tweaked model class adds to its family's tensors, and what denoising adds to a causal model. The rest of
-such a checkpoint is the family's own, so that transformers loads it as it is.
+A model class of one's own adds them to its family's tensors, and so does denoising to a causal model. The rest of such
+a checkpoint is the family's own, so that transformers loads it as it is.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_whole(model: BlockDiffusionModel) -> None:
 
 
 def metadata_of(model: BlockDiffusionModel) -> dict[str, str]:
-    """What the file of the tensors that a class adds says of them: whose they are. It may add nothing but code."""
+    """The metadata of the file of added tensors: the class that they belong to. A class may add code and no tensor."""
     return {"class": _class_of(model).__qualname__}
 
 
@@ -175,7 +175,7 @@ def _own(model: BlockDiffusionModel) -> Shapes:
 
 
 def is_own_class(model: BlockDiffusionModel) -> bool:
-    """Whether a model is of the class of its family, which adds nothing."""
+    """True for a model of its family's own class, which adds nothing."""
     return _class_of(model) is family_of(model.config).model_class
 
 

@@ -34,7 +34,7 @@ class Assembled(Stored):
 
 
 def assembled(stored: Mapping[str, Stored], names: Names) -> dict[str, Stored]:
-    """What a checkpoint has, by the Hub names of the family's table: what stands for its pieces in their place.
+    """The tensors of a checkpoint by the Hub names of the family's table; stored pieces are assembled to whole ones.
 
     Raises CheckpointError for experts of which some are missing or differ in shape.
     """

@@ -62,7 +62,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Carried:
-    """What a checkpoint holds that the model does not run: image tensors and the files beside the weights.
+    """The parts of a checkpoint that the model does not run: image tensors and the files beside the weights.
 
     Loading keeps where the tensors lie (`stored`) and copies them through when saving; `init` holds them as
     `tensors`.
@@ -81,7 +81,7 @@ class Carried:
         return replace(self, side_files=(*own, *left))
 
     def directories(self) -> set[Path]:
-        """Where the files to copy through lie."""
+        """The directories of the files to copy through."""
         files = [*self.side_files, *(place.file for place in self.stored.values())]
         return {file.absolute().parent for file in files}
 
@@ -245,7 +245,7 @@ def tensors_in(file: Path) -> dict[str, Stored]:
 
 
 def metadata_in(file: Path) -> Mapping[str, str]:
-    """What a safetensors file says of itself. Raises CheckpointError."""
+    """The metadata of a safetensors file. Raises CheckpointError."""
     require_regular(file)
     try:
         with safe_open(file, framework="pt", device="cpu") as handle:

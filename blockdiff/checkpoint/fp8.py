@@ -58,7 +58,7 @@ def chosen_layers(model: BlockDiffusionModel, directory: Path, quantize: str | N
 
 
 def is_fp8(config: Any, quantize: str | None) -> bool:
-    """Whether a model of this config, loaded so, has its weights in fp8: as asked for, or as the config says."""
+    """True where a model of this config has its weights in fp8, as `quantize` asks or else as the config says."""
     check_quantize(quantize)
     if quantize is not None:
         return quantize != "none"
@@ -66,8 +66,8 @@ def is_fp8(config: Any, quantize: str | None) -> bool:
 
 
 def rounds_inputs(config: Any, quantize: str | None) -> bool:
-    """Whether the products of such a model with weights in fp8 take their inputs in fp8, too, every token with a scale
-    of its own: as asked for, or as the config says."""
+    """True where the products of such a model round their inputs to fp8, too, every token with a scale of its own, as
+    `quantize` asks or else as the config says."""
     check_quantize(quantize)
     if quantize is not None:
         return quantize == "fp8-dynamic"
@@ -82,7 +82,7 @@ def _said(config: Any) -> Mapping[str, Any]:
 
 
 def form_of(model: BlockDiffusionModel) -> str | None:
-    """What gives a model its weights as they are, all that can be in fp8; None of one with others in fp8, or none."""
+    """The `quantize` under which a model has its weights as they are; None where not all or none are in fp8."""
     layers = layers_in_fp8(model)
     if not layers or not layers.keys() >= set(fp8_layers(model)):
         return None
@@ -100,7 +100,7 @@ def form_below(directory: str | Path) -> str | None:
 
 
 def described(model: BlockDiffusionModel) -> dict[str, Any] | None:
-    """What config.json says as `quantization_config`; None of a model without weights in fp8.
+    """The `quantization_config` of a model's config.json; None for one without weights in fp8.
 
     Inputs that are rounded have a scale for each token, made from it (`dynamic`); others stay as they are.
     """
@@ -139,7 +139,7 @@ def _ignored(model: BlockDiffusionModel) -> list[str]:
 
 
 def sources_of(name: str, sources: Mapping[str, Source]) -> tuple[Source, Source] | None:
-    """What a file gets of a tensor of a model in fp8, its numbers and their scales; None of one that is not."""
+    """The codes and the scales that a file gets for a tensor in fp8; None for a tensor that is not."""
     scale = sources.get(name + SCALE)
     if scale is None:
         return None

@@ -18,7 +18,7 @@ from blockdiff.layers.lora import LowRank
 
 
 def fused_rank(low_rank: LowRank, count: int) -> LowRank:
-    """How the whole of `count` matrices is adapted: as strongly, at so many times the rank."""
+    """The rank and alpha of `count` matrices taken as one: the same strength at `count` times the rank."""
     return replace(low_rank, rank=low_rank.rank * count, alpha=low_rank.alpha * _growth(low_rank, count))
 
 
@@ -55,5 +55,5 @@ def apart(modules: dict[str, LowRank], parts: dict[str, Part], wholes: Mapping[s
 
 
 def _growth(low_rank: LowRank, count: int) -> float:
-    """What alpha is multiplied by where the rank is, so that the scale stays the same."""
+    """The factor of alpha that leaves the scale the same when the rank is multiplied."""
     return count**0.5 if low_rank.rslora else count

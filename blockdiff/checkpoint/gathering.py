@@ -16,7 +16,7 @@ from blockdiff.plain import from_all
 
 
 class Gathering:
-    """What keeps the ranks together while one of them writes.
+    """The order that keeps the ranks together while one of them writes.
 
     All ranks gather the tensors in `order`. A rank that writes nothing, or whose writing failed, gathers what is left
     and drops it, so that no other one waits forever. Where no tensor is sharded every process writes for itself.

@@ -26,7 +26,7 @@ _THEIRS = {
 
 @dataclass(frozen=True)
 class Generation:
-    """How canvases are denoised and when a response ends.
+    """The settings by which canvases are denoised and a response ends.
 
     `max_steps` bounds the denoising steps of a canvas, `max_new_tokens` the response (rounded up to whole
     canvases); `temperature` (0: greedy), `top_k` and `top_p` are of next-token sampling; any of `eos_ids` ends a

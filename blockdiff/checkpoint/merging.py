@@ -91,7 +91,7 @@ def _written(
     form: str | None,
     keeps_sums: bool,
 ) -> dict[str, Source]:
-    """What a checkpoint is to hold: every weight in `dtype`, or in fp8 in the layers that `form` names.
+    """The tensors of a merged checkpoint: every weight in `dtype`, or in fp8 in the layers that `form` names.
 
     The model gets these layers in fp8. keeps_sums: weights in `sums` stay in `dtype` all the same.
     """
@@ -99,7 +99,7 @@ def _written(
 
     @functools.lru_cache(maxsize=2)
     def latest(name: str) -> Tensor:
-        """What a file has in pieces, which are asked for one after the other, those of two tensors in turn."""
+        """A whole tensor that is asked for piece by piece, in turn with the pieces of one other: it is read once."""
         return sources[name].read().to(dtype)
 
     def source_of(name: str) -> Source:

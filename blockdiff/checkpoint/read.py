@@ -161,7 +161,7 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Sou
 
 
 def stored_fp8(model: BlockDiffusionModel, directory: Path) -> Callable[[str], Fp8]:
-    """What reads a tensor of a checkpoint, by our name, in fp8: as it is stored so, or rounded."""
+    """A function that reads a tensor of a checkpoint in fp8 by our name: as it is stored, or rounded."""
     names, in_files = family_of(model.config).names, stored_tensors(directory)
     stored = assembled(in_files, names)
     source = _match(shapes_of(model), stored, directory, names)
@@ -198,7 +198,7 @@ def _in_fp8(in_files: Mapping[str, Stored], stored: Mapping[str, Stored], hub: s
 
 
 def carried_by(directory: Path, names: Names, stored: Mapping[str, Stored] | None = None) -> Carried:
-    """What a checkpoint directory holds beside the weights that the model runs."""
+    """The contents of a checkpoint directory beside the weights that the model runs."""
     stored = stored_tensors(directory) if stored is None else stored
     return Carried(
         stored={name: place for name, place in stored.items() if names.is_carried(name)},

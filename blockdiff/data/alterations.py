@@ -1,4 +1,4 @@
-"""What a chat template does to the messages of a conversation beside writing them, and how often."""
+"""Changes that a chat template makes to messages beside writing them, and how often it does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Alterations:
-    """What a template alters: `strips` texts of these roles, `glues` messages of the assistant in a row, and so on."""
+    """The changes of one template: it `strips` texts of these roles, `glues` messages of the assistant, and so on."""
 
     strips: frozenset[str]
     glues: bool
@@ -33,7 +33,7 @@ class Alterations:
     moves: bool  # a text beside a call behind the answer of the tool
 
     def count(self, messages: Sequence[Message]) -> Counter[str]:
-        """How many messages of a conversation are altered, by the keys of WORDS."""
+        """The number of altered messages of a conversation, by the keys of WORDS."""
         roles = [message["role"] for message in messages]
         last_user = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else -1
         found: Counter[str] = Counter()
@@ -53,7 +53,7 @@ class Alterations:
 
 
 def alterations_of(written: Callable[[Sequence[Message]], str]) -> Alterations:
-    """What a template alters, seen from what it writes of some probes; a probe that it refuses says nothing."""
+    """The changes of a template, found by having it write some probes; a probe that it refuses says nothing."""
 
     def has(text: str, *messages: Message) -> bool | None:
         try:

@@ -36,7 +36,7 @@ def key_of(source: OpenedSource, encoder: Encoder) -> str:
 
 
 def temporary(write: Write) -> tuple[pa.Table, Statistics]:
-    """What `write` writes, in a file without a name that is gone when the process is, however it ends."""
+    """The table that `write` writes, in a file without a name that is gone when the process is, however it ends."""
     with tempfile.TemporaryFile() as file:
         statistics = write(file)
         file.flush()
@@ -44,7 +44,7 @@ def temporary(write: Write) -> tuple[pa.Table, Statistics]:
 
 
 def cached(directory: Path, key: str, write: Write) -> tuple[pa.Table, Statistics]:
-    """What `directory`/`key` holds; if nothing, what `write` writes goes there first.
+    """The table in `directory`/`key`; where there is none, `write` writes it first.
 
     An entry appears whole or not at all; one that has changed since is written again, with a warning. Raises DataError
     where it cannot be written.

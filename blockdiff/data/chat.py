@@ -90,12 +90,12 @@ class Encoder:
 
     @cached_property
     def guard(self) -> Guard:
-        """What keeps the texts of rows from becoming control tokens."""
+        """The guard that keeps the texts of rows from becoming control tokens."""
         return guard_of(self.tokenizer, str(self.tokenizer.chat_template or ""), self.control_tokens)
 
     @cached_property
     def alterations(self) -> Alterations:
-        """What the chat template does to messages beside writing them."""
+        """The changes that the chat template makes to messages beside writing them."""
         return alterations_of(lambda messages: render(self.tokenizer, self.template, messages).text)
 
     @cached_property

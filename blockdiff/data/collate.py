@@ -1,4 +1,4 @@
-"""Which examples an optimiser step sees, which of their canvases are run, and with what noise level and coin.
+"""The batches of an optimiser step: its examples, the canvases of them that are run, their noise levels and coins.
 
 Every draw is addressed by sample, epoch, optimiser step or slot, so nothing here depends on rank, world size,
 micro-batch or a restart.
@@ -30,20 +30,20 @@ Numbers = Sequence[int]  # one per example
 
 
 class CanvasChoice(Protocol):
-    """Which canvases of each example an optimiser step scores."""
+    """The choice of the canvases of each example that an optimiser step scores."""
 
     def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
         """For examples of so many canvases the numbers of those to run, in order; addressed by (epoch, sample id)."""
 
     def most(self, count: int) -> int:
-        """How many of `count` canvases are run."""
+        """The number of canvases that are run, of `count` that there are."""
 
 
 class _Range:
     """A choice that is the same in every epoch."""
 
     def kept(self, count: int) -> range:
-        """Which of `count` canvases are run."""
+        """The canvases that are run, of `count` that there are."""
         return range(count)
 
     def choose(self, counts: Numbers, seed: int, epochs: Numbers, samples: Numbers) -> list[list[int]]:
@@ -51,7 +51,7 @@ class _Range:
         return [list(self.kept(count)) for count in counts]
 
     def most(self, count: int) -> int:
-        """How many of `count` canvases are run."""
+        """The number of canvases that are run, of `count` that there are."""
         return len(self.kept(count))
 
 
@@ -197,7 +197,7 @@ class Collator:
         return example.tokens if self.scores_ar else example.tokens[: max(canvas.start for canvas in canvases)]
 
     def _ar_weights(self, example: Example) -> list[float] | None:
-        """What each column's pair counts for; None where all count 1."""
+        """The weight of each column's pair of tokens; None where all count 1."""
         if not self.scores_ar or (self.ar_scope == "all" and self.normalisation == "token"):
             return None
         pairs = len(example.tokens) - 1

@@ -1,4 +1,4 @@
-"""What people write stays text: where it spells a control token, such as `<turn|>`, it never becomes that token.
+"""Control tokens come from the chat template alone: a text that spells one, such as `<turn|>`, stays text.
 
 A tokenizer finds the strings of its added tokens anywhere in a text, whoever wrote them. Two steps keep them apart.
 Before a chat template sees the contents, one character of each string that spells a control token is hidden behind a
@@ -76,7 +76,7 @@ class Guard:
         return shown, tuple(cuts)
 
     def cuts(self, text: str) -> tuple[int, ...]:
-        """Where a text that people wrote is to be cut."""
+        """The places at which a text that people wrote is to be cut."""
         if not self.ids or not self._spelt.search(text):
             return ()
         return tuple(self._inside(*match.span(1)) for match in self._at.finditer(text))
@@ -165,7 +165,7 @@ def guard_of(tokenizer: PreTrainedTokenizerBase, template: str | None, control_t
 
 
 def why_not_encoded(error: Exception, text: str, tokenizer: Any) -> str:
-    """Why a tokenizer raised at a text, in words for who wrote the text."""
+    """The reason for which a tokenizer raised at a text, in words for the person who wrote the text."""
     if NO_UNKNOWN not in str(error):
         return str(error)
     for character in dict.fromkeys(text):

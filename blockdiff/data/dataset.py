@@ -51,16 +51,16 @@ class Dataset:
 
     @property
     def total(self) -> Statistics:
-        """What became of all rows together."""
+        """The statistics of all sources added up."""
         return self.statistics[-1][1]
 
     @property
     def has_conversations(self) -> bool:
-        """Whether the model learns the format of the chat template from at least one row."""
+        """True where at least one row teaches the model the format of the chat template."""
         return self.total.conversations > 0
 
     def to_record(self) -> dict[str, Any]:
-        """What the data are, for JSON: counts, shares and quantiles of the lengths of every source, and of all."""
+        """The data in numbers, for JSON: counts, shares and quantiles of the lengths of every source, and of all."""
         ends = np.cumsum([0, *self.sizes])
         sources = []
         for index, (name, statistics) in enumerate(self.statistics[: len(self.sizes)]):

@@ -29,13 +29,13 @@ BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class Skip:
-    """How many rows are still to be passed over, in one file or in several one after the other."""
+    """The number of rows still to be passed over, in one file or in several one after the other."""
 
     def __init__(self, left: int = 0) -> None:
         self.left = left
 
     def takes(self) -> bool:
-        """Whether the next row is one of them; it counts as passed over then."""
+        """True where the next row is one of them; it counts as passed over then."""
         if not self.left:
             return False
         self.left -= 1

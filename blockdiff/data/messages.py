@@ -1,4 +1,4 @@
-"""What a message of a conversation is, in the forms in which files write it: chat, ShareGPT, tools as OpenAI has them.
+"""Messages of a conversation in the forms in which files write them: chat, ShareGPT, tools as OpenAI has them.
 
 Each comes out in one form, the one that chat templates read, or is refused with the reason.
 """
@@ -28,7 +28,7 @@ Message = dict[str, Any]
 
 
 class BadRow(Exception):
-    """Why a row is refused; whoever reads it adds the place."""
+    """The reason for refusing a row; the reader of the file adds the place."""
 
 
 def checked_messages(value: Any, name: str) -> tuple[Message, ...]:
@@ -120,7 +120,7 @@ def check_texts(value: Any, name: str) -> None:
 
 
 def from_json(value: Any, name: str, opens: str) -> Any:
-    """What a string that begins with `opens` holds as JSON (a CSV file has no lists); any other value as it is."""
+    """The JSON value in a string that begins with `opens` (a CSV file has no lists); any other value as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith(opens):
         return value
     try:
@@ -130,7 +130,7 @@ def from_json(value: Any, name: str, opens: str) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """The type of a JSON value, in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     number = "a number" if isinstance(value, int | float) else type(value).__name__
     return names.get(type(value), number)

@@ -1,4 +1,4 @@
-"""Which examples each optimiser step takes. An order is a function of the step, so resuming needs nothing else."""
+"""Orders of examples: an order is a function of the optimiser step, so resuming needs nothing else."""
 
 from __future__ import annotations
 

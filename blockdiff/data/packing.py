@@ -1,4 +1,4 @@
-"""Which examples of a global batch share a row, and which rank runs which rows."""
+"""Packing: the examples of a global batch that share a row, and the rows that each rank runs."""
 
 from __future__ import annotations
 

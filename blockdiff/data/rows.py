@@ -1,4 +1,4 @@
-"""What a row is, to train on or to answer. Each is checked here, or refused with place, reason and remedy."""
+"""Rows to train on or to answer. Each is checked here, or refused with place, reason and remedy."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _alpaca(value: Mapping[str, Any], is_asked: bool) -> tuple[Message, ...]:
 
 
 def _neither(value: Mapping[str, Any], pair_of: str) -> str:
-    """Why a row in no known form is refused, with the key that may be a mistake in writing."""
+    """The reason for refusing a row in no known form, with the key that may be a mistake in writing."""
     known = (*CONTENT_KEYS, *KEYS)
     near = ((key, get_close_matches(str(key), known, 1, cutoff=0.75)) for key in value if key not in known)
     meant = "".join(f"; did you mean {found[0]!r} by {key!r}?" for key, found in near if found)

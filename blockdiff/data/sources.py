@@ -1,4 +1,4 @@
-"""Where rows come from: files, directories and patterns, data sets of the Hub, and rows in memory."""
+"""Sources of rows: files, directories and patterns, data sets of the Hub, and rows in memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """What to call it."""
+        """Its name for people."""
         return self.name or (Path(self.path).name or self.path if self.path is not None else "rows")
 
     def with_defaults(self, split: str, columns: Mapping[str, str]) -> Source:
@@ -79,7 +79,7 @@ class Source:
 
 
 def titles(sources: Sequence[Source]) -> list[str]:
-    """What to call the sources: their names, or whole paths where names would be the same."""
+    """The titles of sources: their names, or whole paths where names would be the same."""
     counts = Counter(source.title for source in sources)
     return [
         source.title if counts[source.title] == 1 else source.name or source.path or f"rows of source {number}"

@@ -1,4 +1,4 @@
-"""What became of the rows of a source, in numbers and in one printable line."""
+"""Counts of the rows of a source that were read, cut and left out, as numbers and as one printable line."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Statistics:
 
     @property
     def altered(self) -> str:
-        """What became of messages, in words; empty where they are as they were written."""
+        """The changes that were made to messages, in words; empty where they are as they were written."""
         counts = [(words, getattr(self, name)) for name, words in WORDS.items()]
         return ", ".join(words.format(count) for words, count in counts if count)
 

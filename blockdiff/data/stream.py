@@ -60,13 +60,13 @@ class StreamedExamples:
 
     @cached_property
     def has_conversations(self) -> bool:
-        """Whether the model learns the format of the chat template, as the first rows of each source show."""
+        """True where the first rows of a source teach the model the format of the chat template."""
         rows = chain.from_iterable(islice(each.opened.rows(), FIRST_ROWS) for each in self._passes)
         return self.encoder.chat or any(row.messages is not None for row in rows)
 
     @property
     def statistics(self) -> list[tuple[str, Statistics]]:
-        """What became of the rows read so far (repeated passes count again), as in `Dataset`."""
+        """The statistics of the rows read so far (repeated passes count again), as in `Dataset`."""
         return with_total(self._titles, [each.statistics for each in self._passes])
 
     def _read(self, window: int) -> None:
@@ -87,7 +87,7 @@ class StreamedExamples:
             check_conversations(self.encoder, self.statistics[-1][1])
 
     def _given(self, source: int, number: int) -> int:
-        """How many of the examples before `number` come from a source."""
+        """The number of examples before `number` that come from a source."""
         blocks, rest = divmod(number, BLOCK)
         inside = mixture_block(self.seed, blocks, self._counts)[:rest, 0] == source
         return blocks * self._counts[source] + int(np.count_nonzero(inside))
@@ -113,7 +113,7 @@ class _Pass:
 
     @property
     def options(self) -> str:
-        """How its rows are chosen and read, the same wherever files lie."""
+        """The options by which its rows are chosen and read, the same wherever files lie."""
         source = self.source
         name = None if isinstance(self.opened, Files) else source.path
         return repr((name, source.subset, source.split, sorted((source.columns or {}).items()), source.weight))

@@ -37,7 +37,7 @@ DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_o
 
 
 def parsed(text: str, where: str, decode: Callable[..., Any] = DECODER.decode, *begin: int) -> Any:
-    """What a method of DECODER makes of a text, from `begin` on; DataError naming `where` if it is not valid."""
+    """The value that a method of DECODER makes of a text; DataError naming `where` if the text is not valid."""
     try:
         return decode(text, *begin)
     except json.JSONDecodeError as error:

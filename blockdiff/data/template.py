@@ -154,7 +154,7 @@ def token_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
 
 
 def _is_turn_format(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether a template writes what the packaged one writes."""
+    """True for a template that writes what the packaged one writes."""
     packaged = packaged_template()
     try:
         return all(render(tokenizer, template, probe)[0] == render(tokenizer, packaged, probe)[0] for probe in PROBES)

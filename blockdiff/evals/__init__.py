@@ -1,4 +1,4 @@
-"""How well a model does a task, one file per task: accuracy and what it costs together."""
+"""Evaluation of a model on a task, one file per task: accuracy and costs together."""
 
 from __future__ import annotations
 

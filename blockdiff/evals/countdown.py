@@ -22,7 +22,7 @@ def check(question: Question) -> None:
 
 
 def is_solved(question: Question, text: str) -> bool:
-    """Whether the text solves the problem; any way that does is right."""
+    """True for a text that solves the problem, in whatever way."""
     return countdown.is_solved(question.last_message, text)
 
 

@@ -46,7 +46,7 @@ def check(question: Question) -> None:
 
 
 def is_solved(question: Question, text: str) -> bool:
-    """Whether the text's answer has the value of the reference's, however the text comes to it."""
+    """True where the text's answer has the value of the reference's, however the text comes to it."""
     return answer(text) == answer(question.reference)
 
 

@@ -76,7 +76,7 @@ class BlockdiffLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it: bos where the tokenizer has one."""
+        """The token before a text that has nothing before it: bos where the tokenizer has one."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 

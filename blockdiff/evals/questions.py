@@ -1,4 +1,4 @@
-"""What a task asks: rows as questions, which texts are right, and how long an answer can be."""
+"""Tasks: rows as questions, the test of an answer, and the length that an answer can have."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
-    """Which rows are of a task and which texts are right.
+    """A task: the test of its rows and of texts that answer them.
 
     name: how the command line and recipes call it; is_solved: whether a text answers a question; check: raises
     DataError naming a question that is none of this task; facts: what else the record of an answer says (those that are
@@ -124,7 +124,7 @@ def _laid_out(questions: list[Question], rows: Sequence[Row], encoder: Encoder) 
 
 
 def _tokens(sampler: Sampler, question: Question) -> int:
-    """How many tokens a reference takes; characters bound them where there is no tokenizer."""
+    """The number of tokens of a reference; characters bound it where there is no tokenizer."""
     if sampler.tokenizer is None:
         return len(question.reference)
     try:

@@ -1,4 +1,4 @@
-"""What decides an evaluation beside the rows, for its record."""
+"""The settings that decide an evaluation beside the rows, for its record."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def check(question: Question) -> None:
 
 
 def is_solved(question: Question, text: str) -> bool:
-    """Whether the text is a solution of the puzzle."""
+    """True for a text that is a solution of the puzzle."""
     return sudoku.is_solved(question.last_message, text)
 
 

@@ -1,4 +1,4 @@
-"""What the records of an evaluation add up to, as numbers and as lines for a person."""
+"""Sums over the records of an evaluation, as numbers and as lines for a person."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict
 
 
 def costs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What answers cost and how they ended; of a record `text`, `steps`, `length` and `finish_reason` are read."""
+    """The costs of answers and how they ended, from `text`, `steps`, `length` and `finish_reason` of each record."""
     steps = [count for record in records for count in record["steps"]]
     return {
         "errors": sum(record["finish_reason"] == "error" for record in records),
@@ -56,7 +56,7 @@ def lines(report: dict[str, Any]) -> list[str]:
 
 
 def cost_lines(costs: dict[str, Any]) -> list[str]:
-    """What `costs` gives, and `max_steps`, for a person."""
+    """Lines for a person of what `costs` gives, and `max_steps`."""
     return _aligned(_costs(costs))
 
 

@@ -65,7 +65,7 @@ def _draw(runs: Sequence[NamedRun], picture: str | Path) -> None:
 
 
 def _places(count: int, has_large: bool) -> list[list[int]]:
-    """Which panel has each cell of the grid, by rows; -1 = none. A large panel 0 has others beside and below it."""
+    """The panel of each cell of the grid, by rows; -1 = none. A large panel 0 has others beside and below it."""
     small, rows = list(range(count)), []
     if has_large:
         beside = small[1:] if count <= 4 else small[1:3]

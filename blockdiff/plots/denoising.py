@@ -1,4 +1,4 @@
-"""How canvases fill in, as one HTML page that needs nothing from outside: one steps through it in a browser.
+"""The page of a denoising: canvases fill in, step by step, in one HTML file that needs nothing from outside.
 
 `moments` says what is shown, `denoising.js` draws it. The page's data are JSON, compressed, of at most `LIMIT` bytes:
 of longer traces first the text of the noise is left out, then steps between others, then requests, then canvases.
@@ -114,7 +114,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Level:
-    """How much is shown: the first requests and canvases, texts of the noise, and every how many steps."""
+    """The level of detail of a page: so many requests and canvases, texts of the noise or not, every so many steps."""
 
     requests: int
     canvases: int
@@ -122,7 +122,7 @@ class _Level:
     stride: int = 1
 
     def left_out(self, requests: Sequence[_Request]) -> str:
-        """What is not shown, in words; empty where everything is."""
+        """The parts that are not shown, in words; empty where everything is."""
         words = ["the texts of the noise"] * (not self.has_noise)
         words += [f"all steps but one of every {self.stride}"] * (self.stride > 1)
         words += [f"requests after the first {self.requests}"] * (self.requests < len(requests))

@@ -1,4 +1,4 @@
-"""What a denoising picture shows: a trace turned into moments, and the cells of each. Drawing is elsewhere.
+"""Moments of a denoising: a trace turned into the rows of a picture, and the cells of each. Drawing is elsewhere.
 
 A moment is one row of the picture: the first noise, a denoising step, or the commit.
 """
@@ -40,7 +40,7 @@ class Cell:
 
     @property
     def is_renewed(self) -> bool:
-        """Whether new noise takes the place of the guess at the next step."""
+        """True where new noise takes the place of the guess at the next step."""
         return self.state == "guess" and not (self.is_accepted or self.is_pinned or self.stays)
 
 

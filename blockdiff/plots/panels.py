@@ -48,7 +48,7 @@ class Panel:
 
     @property
     def is_share(self) -> bool:
-        """Whether the axis goes from 0 to 100 %."""
+        """True where the axis goes from 0 to 100 %."""
         return METRICS[self.lines[0].key].format.endswith("%")
 
 

@@ -1,4 +1,4 @@
-"""How one request's canvases fill in, as a PNG for a README or an animated GIF; the page in `denoising` shows more.
+"""Pictures of one request's denoising, as a PNG for a README or an animated GIF; the page in `denoising` shows more.
 
 Both draw the same cells: a PNG has all moments of a canvas side by side, a GIF has a frame for each.
 """
