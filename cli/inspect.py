@@ -34,6 +34,6 @@ def inspect(
         show_model(target, show)
         return
     from blockdiff.cli.inspect_recipe import show_recipe
-    from blockdiff.training.recipe import read_recipe
+    from blockdiff.training.recipe_files import read_recipe
 
     show_recipe(read_recipe(target, set_ or ()), show, step, rows)

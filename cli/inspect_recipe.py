@@ -16,13 +16,13 @@ from blockdiff.checkpoint.tokenizer import sequence_decoder
 from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example
 from blockdiff.terminal import printable
-from blockdiff.training.base import corruption_of, read_base, without_weights
 from blockdiff.training.build import checked_data
 from blockdiff.training.plan.spread import Spread
 from blockdiff.training.plan.training import dtypes_of
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.refuse import refuse, without_effect
+from blockdiff.training.recipe_checks import refuse, without_effect
+from blockdiff.training.starting_model import corruption_of, read_starting_model, without_weights
 
 LEGEND = "prompt dim; canvases coloured; corrupted tokens reversed; fill underlined"
 GLOSSARY = (
@@ -50,7 +50,7 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
     What training refuses before it reads weights is refused here, too, in the same words.
     """
     refuse(recipe)
-    base = read_base(recipe)
+    base = read_starting_model(recipe)
     corruption = corruption_of(recipe, base)
     objective = without_weights(recipe, base)
     needs = Spread(recipe, objective.model, ranks=1).parts(objective, *dtypes_of(recipe, base))

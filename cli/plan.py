@@ -51,16 +51,16 @@ def _training(
     device: str,
     rates: tuple[float, float, float],
 ) -> bool:
-    from blockdiff.training.base import read_base
     from blockdiff.training.plan import training as plans
     from blockdiff.training.plan.changes import what_fits
     from blockdiff.training.plan.work import Rates
-    from blockdiff.training.recipe import read_recipe
-    from blockdiff.training.refuse import refuse
+    from blockdiff.training.recipe_checks import refuse
+    from blockdiff.training.recipe_files import read_recipe
+    from blockdiff.training.starting_model import read_starting_model
 
     recipe = read_recipe(target, overrides, needs_data=False)
     refuse(recipe, gpus)
-    base, reached = read_base(recipe), Rates(*rates)
+    base, reached = read_starting_model(recipe), Rates(*rates)
     made = plans.plan_training(recipe, ranks=gpus, device=device, tokens=tokens, base=base, rates=reached)
     for line in plans.lines(made, limit):
         print(line)

@@ -35,7 +35,7 @@ from blockdiff.training import export
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.freeze import freeze
 from blockdiff.training.optimiser import trainable
-from blockdiff.training.sections import ParallelSection
+from blockdiff.training.recipe import ParallelSection
 from blockdiff.training.step import Counts, backpropagate
 from tests.families import CONFIGS
 from tests.little_model import LITTLE, save_preset

@@ -16,17 +16,18 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
 from blockdiff.pieces import is_spread
 from blockdiff.training.activations import checkpoint_activations
-from blockdiff.training.base import computed_in, read_base, without_weights
 from blockdiff.training.build import mesh_of
 from blockdiff.training.plan import training as plans
-from blockdiff.training.recipe import Recipe, read_recipe
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.recipe_files import read_recipe
+from blockdiff.training.starting_model import computed_in, read_starting_model, without_weights
 
 CPU = torch.device("cpu")
 
 
 def held(recipe: Recipe, ranks: Ranks, tokens: int) -> int:
     """The peak of live bytes of a rank's step above what it held before, gradients among them."""
-    base, mesh = read_base(recipe), mesh_of(recipe, ranks)
+    base, mesh = read_starting_model(recipe), mesh_of(recipe, ranks)
     objective = without_weights(recipe, base, "torch")
     model = objective.model.train()
     if recipe.train.activation_checkpointing:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from blockdiff.errors import RecipeError
-from blockdiff.training.recipe import read_recipe
+from blockdiff.training.recipe_files import read_recipe
 
 MINIMAL_TREE = {"model": {"preset": "a"}, "data": {"train": "b"}, "train": {"steps": 1, "batch_size": 1}}
 MINIMAL = """\

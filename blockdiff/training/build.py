@@ -25,21 +25,21 @@ from blockdiff.sampling.choices import Choices
 from blockdiff.training import optimiser as optimisers
 from blockdiff.training import schedule, state
 from blockdiff.training.activations import checkpoint_activations
-from blockdiff.training.base import Base, computed_in, read_base, without_weights
 from blockdiff.training.data import Data, read_data
 from blockdiff.training.ema import Ema
-from blockdiff.training.facts import facts_of, objective_record
 from blockdiff.training.freeze import count_parts
 from blockdiff.training.plan.device_memory import require_kept, require_step
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.same_run import facts_of, objective_record
+from blockdiff.training.starting_model import StartingModel, computed_in, read_starting_model, without_weights
 
 
 @dataclass(frozen=True)
 class Built:
     """What a trainer trains, with what, and on what."""
 
-    base: Base
+    base: StartingModel
     data: Data
     model: Any
     objective: Objective
@@ -62,7 +62,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     parameters as they are spread over the ranks. Raises RecipeError, DataError, CheckpointError or RunError, in one
     line each.
     """
-    base = read_base(recipe)
+    base = read_starting_model(recipe)
     if saved is not None and base.denoises:
         recipe = state.as_begun(recipe, saved, ranks)
     objective = without_weights(recipe, base)
@@ -161,7 +161,7 @@ def warmup_steps(recipe: Recipe, steps: int) -> int:
     return schedule.default_warmup(steps) if recipe.optim.warmup_steps is None else recipe.optim.warmup_steps
 
 
-def checked_data(recipe: Recipe, base: Base, ranks: Ranks | None = None) -> Data:
+def checked_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None) -> Data:
     """The data of a recipe, whose prompts are questions of its task; DataError for a row that is none."""
     data = read_data(recipe, base, ranks)
     if data.prompts:

@@ -19,11 +19,11 @@ from blockdiff.models.adapters import adapter_tensors
 from blockdiff.models.family import family_of
 from blockdiff.sampling.choices import Choices
 from blockdiff.training import state
-from blockdiff.training.base import read_base, without_weights
-from blockdiff.training.facts import objective_record
-from blockdiff.training.recipe import read_recipe
+from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.run import RECIPE
+from blockdiff.training.same_run import objective_record
 from blockdiff.training.saved import AVERAGE, MODEL
+from blockdiff.training.starting_model import read_starting_model, without_weights
 
 
 def consolidate(
@@ -46,7 +46,7 @@ def consolidate(
     if not (run / RECIPE).is_file():
         raise RunError(f"{saved}: {run} has no {RECIPE}, which says what the weights belong to; keep them together")
     recipe = read_recipe(run / RECIPE, needs_data=False)
-    tensors, found = state.opened(saved), read_base(recipe)
+    tensors, found = state.opened(saved), read_starting_model(recipe)
     weights = tensors.tensors(MODEL)
     kept = weights[next(name for name in ("vocabulary.table", *weights) if name in weights)].dtype
     objective = without_weights(recipe, found, dtype=None if recipe.lora.trains else kept)

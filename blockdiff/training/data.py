@@ -21,8 +21,8 @@ from blockdiff.data.sources import Source, rows_of
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.stream import StreamedExamples
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.training.base import Base
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.starting_model import StartingModel
 
 FILL = "(fill: end-of-sequence tokens after a response, up to the end of its last canvas)"
 
@@ -133,7 +133,7 @@ def cache_directory(setting: str) -> Path | None:
     return Path(directory).expanduser().absolute()
 
 
-def encoder(recipe: Recipe, base: Base) -> Encoder:
+def encoder(recipe: Recipe, base: StartingModel) -> Encoder:
     """How rows become tokens."""
     d = recipe.data
     return Encoder(
@@ -151,7 +151,7 @@ def encoder(recipe: Recipe, base: Base) -> Encoder:
     )
 
 
-def collator(recipe: Recipe, base: Base) -> Collator:
+def collator(recipe: Recipe, base: StartingModel) -> Collator:
     """How examples become batches."""
     o = recipe.objective
     return Collator(
@@ -168,7 +168,7 @@ def collator(recipe: Recipe, base: Base) -> Collator:
     )
 
 
-def read_data(recipe: Recipe, base: Base, ranks: Ranks | None = None) -> Data:
+def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None) -> Data:
     """Read and encode the rows of a recipe, or find them in the cache.
 
     With several ranks one of each node fills the cache first. Raises DataError with file and line for what cannot

@@ -1,231 +1,344 @@
-"""Reading a recipe from YAML with what it extends and what overrides it; nothing here runs anything."""
+"""`Recipe`: everything that decides a training run, in sections with their keys, defaults and limits.
+
+`recipe_files` reads one from YAML, `recipe_checks` looks at it before anything is loaded.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
-
-from blockdiff.data.sources import Source
-from blockdiff.errors import RecipeError
-from blockdiff.files import is_hub_id, matching
-from blockdiff.training.mistakes import CHOICES, KEYS, SOURCES, Key, Origins, Place, one_line, refuse_old, spelt_out
-from blockdiff.training.sections import Recipe as Recipe
-from blockdiff.training.sections import Section
-
-# Keys of which a recipe has one: choosing one replaces the other in what it derives from.
-ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs")}
-# Keys that name files or directories, and whether they must exist (model and tokenizer may be hub ids, and rows
-# too where a name cannot be a file's).
-FILE_KEYS = {**dict.fromkeys(SOURCES, True), ("model", "path"): False, ("model", "tokenizer"): False}
-AnyRecipe = str | Path | Mapping[str, Any] | Recipe
-
-
-def read_recipe(
-    source: AnyRecipe,
-    overrides: Sequence[str] = (),
-    given: Mapping[str, Mapping[str, Any]] | None = None,
-    needs_data: bool = True,
-) -> Recipe:
-    """Read a recipe on top of those it `extends`, with `key.path=value` overrides (values are YAML) on top.
-
-    source: a path, the same as a mapping, or a recipe that was read. given: values from Python by section and key,
-    which come on top of everything. needs_data: whether the files with rows must be there. In a mapping, rows may
-    stand for a source of rows (a `datasets.Dataset` or a list of mappings) and an object for a choice. Relative paths
-    of data, weights and tokenizer are looked up from the current directory first, then from the directory of the
-    recipe that names them.
-    Raises RecipeError: one line with file, key path and cure.
-    """
-    if not isinstance(source, str | Path | Mapping | Recipe):
-        raise RecipeError(f"recipe: a {type(source).__name__}; give the path of a YAML recipe, a mapping or a Recipe")
-    if isinstance(overrides, str | Mapping) or not all(isinstance(text, str) for text in overrides):
-        raise RecipeError(f"overrides: give a list of texts, such as ['optim.lr=3e-4'] (got {overrides!r})")
-    merged: dict[str, Any] = {}
-    origins: Origins = {}
-    layers = _layers(source) + [_override_layer(text) for text in overrides]
-    for origin, directory, tree in [*layers, ("from Python", None, dict(given or {}))]:
-        for name, both in ONE_OF_TWO.items():
-            section, below = tree.get(name), merged.get(name)
-            if isinstance(section, Mapping) and any(section.get(each) for each in both) and isinstance(below, dict):
-                for each in both:
-                    below.pop(each, None)
-        _merge(merged, tree, (), (origin, directory), origins)
-    for key, must_exist in FILE_KEYS.items():
-        must_exist = must_exist and needs_data
-        section = merged.get(key[0])
-        if isinstance(section, dict) and key[1] in section:
-            origin, directory = origins[key]
-            if directory is not None:
-                section[key[1]] = _located(section[key[1]], ".".join(key), origin, directory, must_exist)
-    refuse_old(merged, origins)
-    try:
-        return Recipe.model_validate(merged)
-    except RecipeError as error:  # which knows nothing of the layers
-        if isinstance(error.__cause__, ValidationError):
-            raise RecipeError(one_line(error.__cause__, origins, _name(source))) from None
-        raise
-
-
-def _name(source: AnyRecipe) -> str:
-    return str(source) if isinstance(source, str | Path) else "recipe"
-
-
-def _tree(section: Section) -> dict[str, Any]:
-    return {key: _tree(value) if isinstance(value, Section) else value for key, value in section}
-
-
-def _merge(into: dict[str, Any], tree: Mapping[Any, Any], path: Key, layer: Place, origins: Origins) -> None:
-    """Put the keys of a layer over those of the layers below it; another choice replaces the one below."""
-    for key, value in ((str(key), value) for key, value in tree.items()):
-        place = (*path, key)
-        origins[place] = layer
-        below = into.get(key)
-        if value is None and path == () and place in KEYS:
-            value = {}  # all its keys are commented out
-        if isinstance(value, Mapping) and place in CHOICES:
-            value, below = spelt_out(CHOICES[place], value), spelt_out(CHOICES[place], below)
-            if isinstance(below, Mapping) and below.keys() != value.keys():
-                below = {}
-        if isinstance(value, Mapping) and place not in SOURCES:
-            into[key] = dict(below) if isinstance(below, Mapping) else {}
-            _merge(into[key], value, place, layer, origins)
-        else:
-            into[key] = str(value) if isinstance(value, Path) else value
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML with numbers like 1e-4 read as numbers (YAML 1.2) and duplicate keys refused."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key_node.value!r} appears twice", key_node.start_mark
-                )
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
 )
 
+from blockdiff.data.collate import CanvasChoice, RandomCanvases
+from blockdiff.data.sources import Source
+from blockdiff.diffusion.schedule import Linear, Schedule, StratifiedTime, TimeDraw
+from blockdiff.diffusion.weight import NoWeight, Weight
+from blockdiff.errors import RecipeError, RequestError
+from blockdiff.evals import TASKS
+from blockdiff.layers.lora import LowRank
+from blockdiff.sampling.strategies.text import parse_strategy
+from blockdiff.training import recipe_choices as choices
+from blockdiff.training.recipe_choices import OneOf, Positive, by_class
+from blockdiff.training.recipe_errors import SOURCES, Key, one_line
+from blockdiff.training.schedule import CosineDecay, LearningRateSchedule
 
-def _parse(text: str, origin: str) -> Any:
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Amount = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+AboveZero = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """One level of a recipe: frozen, and every key is known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, key: ValidationInfo) -> Any:
+        if isinstance(value, bool):  # which pydantic would take for 0 or 1
+            kinds = _kinds(cls.model_fields[str(key.field_name)].annotation)
+            if kinds & {int, float} and bool not in kinds:
+                raise ValueError("input should be a number, not a switch")
+        return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types of which a key's value may be, below unions and what is annotated."""
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        inner = get_args(annotation)
+        return set().union(*map(_kinds, inner[:1] if get_origin(annotation) is Annotated else inner))
+    return {annotation}
+
+
+class ModelSection(Section):
+    """Which weights training starts from: a checkpoint (`path`) or random ones (`preset`)."""
+
+    path: str | None = None
+    preset: str | None = None
+    tokenizer: str | None = None  # a directory or hub id; null = the one beside the weights
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    quantize: Literal["fp8", "fp8-dynamic"] | None = None  # weights that stand still, under adapters
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    compile: bool = False
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelSection:
+        if (self.path is None) == (self.preset is None):
+            raise ValueError("give exactly one of model.path (a checkpoint) and model.preset (random)")
+        return self
+
+
+class Columns(Section):
+    """Which column of the data holds what; null = the column of that name."""
+
+    prompt: str | None = None
+    response: str | None = None
+    messages: str | None = None
+    tools: str | None = None
+    system: str | None = None
+    id: str | None = None
+
+
+class DataSection(Section):
+    """Which rows, how they become tokens, and how many canvases of each example an optimiser step scores."""
+
+    train: choices.Sources
+    heldout: choices.Sources | None = None
+    split: str = "train"  # of hub data sets in data.train that name none
+    heldout_split: str = "test"  # of those in data.heldout
+    columns: Columns = Columns()
+    streaming: Annotated[choices.Streaming | None, choices.STREAMING] = None
+    chat: bool = False  # prompt and response are the user's and the assistant's turn, not raw text
+    turns: Literal["all", "last"] = "all"
+    system: str | None = None  # put before conversations that bring no system message
+    thinking: bool = False
+    template: Literal["tokenizer", "verbatim"] = "tokenizer"  # verbatim: ours, which alters no message
+    control_tokens: Literal["text", "allow"] = "text"  # what rows that spell control tokens become
+    max_length: Annotated[choices.MaxLength | None, choices.MAX_LENGTH] = None  # null = whatever the rows need
+    pack: Positive | None = None  # tokens of a packed row; null = one example per row
+    canvases: Annotated[CanvasChoice, choices.CANVASES] = RandomCanvases(1)
+    # A directory, "auto" (the user's cache directory) or "off", which YAML reads as false.
+    cache: Annotated[str, BeforeValidator(lambda value: "off" if value is False else value)] = "auto"
+
+
+class ObjectiveSection(Section):
+    """The noise and the losses (docs/objective.md, docs/training.md)."""
+
+    schedule: Annotated[Schedule, choices.SCHEDULE] = Linear()
+    time: Annotated[TimeDraw, choices.TIME] = StratifiedTime()
+    corruption: Annotated[choices.AnyCorruption, choices.CORRUPTION] = choices.UniformTokens()
+    weight: Annotated[Weight, choices.WEIGHT] = NoWeight()
+    positions: Literal["all", "corrupted"] = "all"
+    prediction: Literal["posterior", "leave_one_out"] = "posterior"
+    normalisation: Literal["token", "example"] = "token"
+    stop_gradient: bool = False  # into the encoder, from the canvas loss
+    sweep: Literal["auto", True, False] = "auto"  # encode while denoising; auto: where weights are sharded
+    coin: Share = 0.5
+    ar_loss: Annotated[choices.ArLoss | None, choices.AR_LOSS] = choices.ArLoss()
+    router: Literal["auto", "frozen", "trained"] = "auto"  # auto: frozen for model.path, trained for a preset
+
+
+class LoraSection(Section):
+    """Low-rank adapters in place of the weights; without a rank all weights train (docs/training.md)."""
+
+    rank: Count = 0  # of every part that `parts` does not name; 0 = no adapters
+    alpha: AboveZero | dict[str, AboveZero] | None = None  # for all parts or by part; null = twice each part's rank
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0  # of the inputs of linear layers; experts have none
+    rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
+    parts: dict[str, Count] | None = None  # part of the model -> rank, 0 = none; null = attention and mlp
+    tokens: list[str | Annotated[int, Field(ge=0)]] = []  # whose rows of the embedding table train too
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The rank of every part that is adapted."""
+        parts = dict.fromkeys(("attention", "mlp"), self.rank) if self.parts is None else self.parts
+        return {part: rank for part, rank in parts.items() if rank > 0}
+
+    @property
+    def trains(self) -> bool:
+        """Whether adapters train, and the weights stand still."""
+        return bool(self.ranks or self.tokens)
+
+    def low_rank(self) -> dict[str, LowRank]:
+        """How each part is adapted."""
+        alphas = self.alpha if isinstance(self.alpha, dict) else dict.fromkeys(self.ranks, self.alpha)
+        return {
+            part: LowRank(rank, float(alphas.get(part) or 2 * rank), self.rslora, self.dropout)
+            for part, rank in self.ranks.items()
+        }
+
+
+def _no_lora(value: Any) -> Any:
+    """`lora: none` says that all weights train, `lora: 16` is short for a rank."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"rank": value}
+    return {} if value in (None, "none", False) else value
+
+
+class OptimSection(Section):
+    """AdamW or Muon, and the learning rate as a function of the optimiser step."""
+
+    name: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
+    lr: AboveZero = 1.5e-4
+    betas: tuple[Beta, Beta] = (0.95, 0.99)
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    momentum: Beta = 0.95  # of matrices under muon
+    weight_decay: Amount = 1e-4
+    clip: Amount = 1.0  # largest gradient norm; 0 = no clipping
+    schedule: Annotated[LearningRateSchedule, choices.LR_SCHEDULE] = CosineDecay()
+    warmup_steps: Count | None = None  # null = 25, of a run of less than 250 steps a tenth
+    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    freeze: list[str] = []
+    ema: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+
+
+class TrainSection(Section):
+    """How long, how many rows per optimiser step (over all ranks), and when to log, evaluate and save."""
+
+    steps: Positive | None = None
+    epochs: AboveZero | None = None  # passes over the examples instead of steps; the last step is not cut short
+    batch_size: Positive
+    micro_batch_size: Positive | None = None  # rows of one forward on one rank; null = all of them
+    autocast: Literal["bfloat16"] | None = None
+    activation_checkpointing: bool = False
+    non_finite: Literal["stop", "skip"] = "stop"
+    log_every: Positive = 10
+    eval_every: Count = 0  # 0 = at the end only
+    save_every: Count = 0  # 0 = at the end only
+    keep: Positive = 2  # how many of the newest checkpoints/step-N stay
+    keep_every: Count = 0  # checkpoints at multiples of this stay too
+    save_async: bool = False  # write them while training goes on, from a copy in the memory of the host
+    trackers: list[str] = []
+    timeout: Positive = 600  # seconds a rank waits for the others
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainSection:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of train.steps and train.epochs")
+        return self
+
+
+def _strategy(text: str) -> str:
     try:
-        return yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{origin}:{mark.line + 1}" if mark and not origin.startswith("--set") else origin
-        reason = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise RecipeError(f"{place}: not valid YAML: {reason}") from None
+        parse_strategy(text)
+    except RequestError as error:
+        raise ValueError(str(error)) from None
+    return text
 
 
-Layer = tuple[str, Path | None, dict[str, Any]]  # where it comes from, what its paths are relative to
+class ParallelSection(Section):
+    """How weights are spread over the processes (docs/cluster.md), which have rows of their own but with `tensor`."""
+
+    shard: Literal["none", "full"] = "none"  # none: all weights on each; full: a piece of every tensor (FSDP2)
+    experts: Positive = 1  # processes that split the experts of each layer
+    tensor: Positive = 1  # processes that run every layer together, on the same rows
+    offload: bool = False  # with full: weights, gradients and optimiser state on the host
+
+    @model_validator(mode="after")
+    def _offloads_pieces(self) -> ParallelSection:
+        if self.offload and self.shard != "full":
+            raise ValueError("parallel.offload needs parallel.shard: full")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a family has to support, each of it."""
+        asked = {"shard": self.shard == "full", "experts": self.experts > 1, "tensor": self.tensor > 1}
+        return tuple(name for name, is_asked in asked.items() if is_asked) or ("replicate",)
 
 
-def _layers(source: AnyRecipe, chain: tuple[Path, ...] = ()) -> list[Layer]:
-    """The recipe's own layer, preceded by those of the recipes it extends."""
-    origin = _name(source)
-    if isinstance(source, Recipe):  # its paths have been looked up
-        given = _tree(source)
-        return [(origin, None, {key: given[key] for key in given if key in source.model_fields_set})]
-    if isinstance(source, Mapping):
-        directory, tree = Path(), _with_rows(source)
-    else:
-        directory, tree = Path(source).parent, _read(Path(source), chain)
-        chain = (*chain, Path(source).resolve())
-    base = tree.pop("extends", None)
-    layer: Layer = (origin, directory, tree)
-    if base is None:
-        return [layer]
-    if not isinstance(base, str | Path):
-        raise RecipeError(f"{origin}: extends: expected the path of one recipe, got {base!r}")
-    return [*_layers(directory / base, chain), layer]
+class EvaluationSection(Section):
+    """What is measured during training beside the training losses, and what follows from it."""
+
+    rows: Positive | None = None  # of data.heldout; null = all
+    noise_levels: Positive = 5  # equal parts of t that losses and accuracies are reported for
+    prompts: choices.Sources | None = None  # rows whose prompts are sampled and whose responses are the reference
+    prompts_every: Count = 0  # 0 = at the end only
+    prompts_count: Positive = 32
+    task: Literal[TASKS] = "exact"  # type: ignore[valid-type]
+    strategy: Annotated[str, AfterValidator(_strategy)] | None = None  # of the sampling: NAME:key=value,...
+    best: str | None = None  # the metric whose best checkpoint is kept and becomes model/
+    patience: Positive | None = None  # evaluations without a better `best` before training ends
 
 
-def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
-    """The mapping in a file; `chain` are the recipes that led there by what they extend."""
-    if path.resolve() in chain:
-        raise RecipeError(f"{path}: extends: the recipes extend one another in a circle; break it")
-    try:
-        tree = _parse(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError:
-        raise RecipeError(f"{path}: not a text file; a recipe is YAML (see recipes/)") from None
-    except OSError as error:
-        reason = "no such recipe" if isinstance(error, FileNotFoundError) else error.strerror
-        asked = f" (named by extends in {chain[-1]})" if chain else ""
-        raise RecipeError(f"{path}: {reason}{asked}; give the path of a YAML recipe") from None
-    if not isinstance(tree, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of keys ({', '.join(KEYS[()])}), this file holds none")
-    return tree
+class GenerationSection(Section):
+    """What the trained model's generation_config.json says; null keeps what the model brought, or the default."""
+
+    max_new_tokens: Positive | None = None
+    max_steps: Positive | None = None
+    entropy_bound: AboveZero | None = None
+    t_min: Amount | None = None
+    t_max: Amount | None = None
+    stability: Count | None = None
+    confidence: AboveZero | None = None
+    temperature: Amount | None = None  # of next-token sampling, 0 = greedy; so are the next two
+    top_k: Positive | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
 
 
-def _with_rows(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe from Python, in which rows may stand where a file names sources."""
-    tree = dict(given)
-    for section, key in SOURCES:
-        if isinstance(tree.get(section), Mapping) and (value := tree[section].get(key)) is not None:
-            tree[section] = {**tree[section], key: _rows_as_source(value, f"{section}.{key}")}
-    return tree
+def _from_python(value: Any) -> Any:
+    if value is None or callable(value):
+        return value
+    if isinstance(value, Mapping) or (isinstance(value, str) and "." in value):  # as a run directory records it
+        raise ValueError(f"it was given from Python; give it again from Python (got {value})")
+    raise ValueError(f"give a class or a function that makes it (got a {type(value).__name__})")
 
 
-def _rows_as_source(value: Any, key: str) -> Any:
-    """Rows become a source of rows: whatever is no name and no source, and a list of mappings without a `path`."""
-    if isinstance(value, Mapping) and not {"path", "rows"} & value.keys():
-        names = ", ".join(map(str, value))
-        raise RecipeError(f"recipe: {key}: a mapping of {names}; give a sequence of rows, such as one of these")
-    each = value if isinstance(value, list | tuple) else [value]
-    is_rows = any(isinstance(item, Mapping) and not {"path", "rows"} & item.keys() for item in each)
-    return [{"rows": value}] if is_rows else list(each)
+OnlyFromPython = Annotated[Callable[..., Any] | None, BeforeValidator(_from_python), PlainSerializer(by_class)]
 
 
-def _override_layer(text: str) -> Layer:
-    key, sign, value = text.partition("=")
-    key = key.strip()
-    origin = f"--set {text}"
-    if not sign or not key:
-        raise RecipeError(f"{origin}: expected key.path=value, for example --set optim.lr=3e-4")
-    if key == "extends":
-        raise RecipeError(f"{origin}: extends stands in a recipe file; name the file that has it")
-    tree: dict[str, Any] = {}
-    _put(tree, key, _parse(value, origin))
-    return origin, Path(), tree
+class GivenSection(Section):
+    """What only Python can give: a run directory records it, and it has to be given again to train from that."""
+
+    objective: OnlyFromPython = None  # called as `blockdiff.objective.Objective` is
+    optimiser: OnlyFromPython = None  # makes an optimiser from the parameters that train
+    trainer: OnlyFromPython = None  # the subclass of `Trainer` that trains
 
 
-def _located(named: Any, key: str, origin: str, directory: Path, must_exist: bool) -> Any:
-    """The value of a file key, a name or a list of sources, with every name located."""
-    if isinstance(named, list):
-        return [_located(source, key, origin, directory, must_exist) for source in named]
-    if isinstance(named, dict) and named.get("path"):
-        return {**named, "path": _located(named["path"], key, origin, directory, must_exist)}
-    if isinstance(named, Source) and named.path:
-        return replace(named, path=_locate(named.path, key, origin, directory, must_exist))
-    return _locate(str(named), key, origin, directory, must_exist) if isinstance(named, str | Path) else named
+class Recipe(Section):
+    """Everything that decides a training run."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    output: str | None = None
+    model: ModelSection
+    data: DataSection
+    objective: ObjectiveSection = ObjectiveSection()
+    lora: Annotated[LoraSection, BeforeValidator(_no_lora)] = LoraSection()
+    optim: OptimSection = OptimSection()
+    train: TrainSection
+    parallel: ParallelSection = ParallelSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    generation: GenerationSection = GenerationSection()
+    given: GivenSection = GivenSection()
+
+    def __init__(self, **sections: Any) -> None:
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            raise RecipeError(one_line(error, KEYS, {}, "Recipe")) from error
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether clean rows are encoded in the calls that denoise their canvases, and not in one of their own."""
+        return self.parallel.shard == "full" if self.objective.sweep == "auto" else self.objective.sweep
+
+    def resolved(self) -> str:
+        """The recipe as YAML text, defaults filled in and paths located; it reads back as an equal recipe."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _locate(name: str, key: str, origin: str, directory: Path, must_exist: bool) -> str:
-    """The absolute path of what a recipe names; a possible hub id comes back unchanged if not found."""
-    places = [Path(name).expanduser(), directory / name]
-    for place in places:
-        if place.exists():
-            return str(place.resolve())
-        if matching(place):
-            return str(place.absolute())
-    if not must_exist or (is_hub_id(name) and not places[0].parent.is_dir()):
-        return name
-    tried = " or ".join(dict.fromkeys(str(place.absolute()) for place in places))
-    raise RecipeError(f"{origin}: {key}: no file {name!r} (looked for {tried}); correct it or make the data")
+def _keys_below(section: type[BaseModel], place: Key) -> Iterator[tuple[Key, list[str]]]:
+    yield place, [*section.model_fields]
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _keys_below(field.annotation, (*place, name))
 
 
-def _put(tree: dict[str, Any], path: str, value: Any) -> None:
-    *sections, key = path.split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-    tree[key] = value
+# The keys below each key, and the keys that choose an object.
+KEYS: dict[Key, list[str]] = dict(_keys_below(Recipe, ()))
+CHOICES: dict[Key, OneOf] = {
+    (name, key): choice
+    for name, section in Recipe.model_fields.items()
+    for key, field in getattr(section.annotation, "model_fields", {}).items()
+    for choice in field.metadata
+    if isinstance(choice, OneOf)
+}
+KEYS |= {(*key, word): [*names] for key, choice in CHOICES.items() for word, names in choice.fields.items()}
+KEYS |= {key: [field.name for field in fields(Source)] for key in SOURCES}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import yaml
 
 from blockdiff import checkpoint
-from blockdiff.errors import RecipeError, RunError
+from blockdiff.errors import RunError
 from blockdiff.metrics import FILE_NAME, Record, read
 from blockdiff.training import best
-from blockdiff.training.recipe import AnyRecipe, Recipe, read_recipe
 
 RECIPE, REPORT = "recipe.yaml", "report.json"
 
@@ -64,23 +62,3 @@ class Run:
         if not path.is_file():
             raise RunError(f"{path}: no such file; the run has not come to write it, or the directory holds no run")
         return path
-
-
-def settled(
-    recipe: AnyRecipe,
-    overrides: Sequence[str] = (),
-    output: str | Path | None = None,
-    **sections: Mapping[str, Any],
-) -> Recipe:
-    """The recipe of a run, with its directory in it.
-
-    sections: what Python gives on top of the recipe and its overrides; a value None gives nothing. Raises RecipeError
-    where no directory is named, and as `read_recipe` does.
-    """
-    given = {name: {key: value for key, value in keys.items() if value is not None} for name, keys in sections.items()}
-    settled = read_recipe(recipe, overrides, {name: keys for name, keys in given.items() if keys})
-    where = settled.output if output is None else output
-    if where is None:
-        name = recipe if isinstance(recipe, str | Path) else "recipe"
-        raise RecipeError(f"{name}: output: missing; give --output DIR or set it in the recipe")
-    return settled.model_copy(update={"output": str(Path(where).expanduser().absolute())})

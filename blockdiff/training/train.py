@@ -12,7 +12,7 @@ from blockdiff.diffusion.schedule import Schedule
 from blockdiff.diffusion.weight import Weight
 from blockdiff.objective import Objective
 from blockdiff.training.callbacks import Callback
-from blockdiff.training.recipe import AnyRecipe
+from blockdiff.training.recipe_files import AnyRecipe
 from blockdiff.training.run import Run
 from blockdiff.training.trainer import Trainer
 

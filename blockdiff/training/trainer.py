@@ -35,12 +35,12 @@ from blockdiff.training.build import Built, build
 from blockdiff.training.callbacks import Callback, checked
 from blockdiff.training.clock import Clock, memory_gib
 from blockdiff.training.heldout import heldout
-from blockdiff.training.objects import described
 from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
 from blockdiff.training.progress import Progress
-from blockdiff.training.recipe import AnyRecipe
-from blockdiff.training.refuse import refuse, without_effect
-from blockdiff.training.run import Run, settled
+from blockdiff.training.recipe_checks import refuse, without_effect
+from blockdiff.training.recipe_choices import described
+from blockdiff.training.recipe_files import AnyRecipe, settled
+from blockdiff.training.run import Run
 from blockdiff.training.samples import sample_prompts
 from blockdiff.training.saving import Saver
 from blockdiff.training.step import Counts, Gradient, SkippedSteps, backpropagate

@@ -20,8 +20,8 @@ from blockdiff.models.adapters import adapt, draw_adapters, is_adapted, targets
 from blockdiff.models.fp8 import layers_in_fp8
 from blockdiff.training.freeze import count_parts
 from blockdiff.training.plan.sampling import plan_sampling
-from blockdiff.training.recipe import read_recipe
-from blockdiff.training.refuse import refuse
+from blockdiff.training.recipe_checks import refuse
+from blockdiff.training.recipe_files import read_recipe
 from tests.families import CONFIGS
 
 pytestmark = pytest.mark.quick

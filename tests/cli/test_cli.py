@@ -208,7 +208,7 @@ def test_an_unforeseen_error_is_one_line_and_with_debug_a_traceback(
     def burst(*_: object, **__: object) -> None:
         raise KeyError("surprise\nin two lines")
 
-    monkeypatch.setattr("blockdiff.training.recipe.read_recipe", burst)
+    monkeypatch.setattr("blockdiff.training.recipe_files.read_recipe", burst)
     words = ["inspect", str(workshop / "recipe.yaml")]
     assert "KeyError" in refusal(*words) and "--debug" in refusal(*words)
     for debug in (["--debug", *words], [*words, "--debug"]):

@@ -15,7 +15,7 @@ from blockdiff.errors import RecipeError
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.sampling.strategies import Composed, Never, Quota, Sticky, parse_strategy, strategies_table
 from blockdiff.training import trainer
-from blockdiff.training.recipe import read_recipe
+from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.samples import Sampled
 from tests.commands import run
 from tests.oracle import TWO_LAYERS, tiny_config

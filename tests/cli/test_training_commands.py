@@ -16,7 +16,7 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.files import stored_tensors
 from blockdiff.metrics import METRICS, decisive_metrics
 from blockdiff.models.diffusion_gemma import DiffusionGemma
-from blockdiff.training.recipe import read_recipe
+from blockdiff.training.recipe_files import read_recipe
 from tests.commands import refusal, works
 from tests.little_model import LITTLE, save_preset
 

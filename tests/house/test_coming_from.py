@@ -10,7 +10,7 @@ from typing import Any
 from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import DiffusionGemmaGenerationConfig
 
-from blockdiff.training.recipe import read_recipe
+from blockdiff.training.recipe_files import read_recipe
 from tests.documents import ROOT, Python, blocks, code_of, table_rows
 
 DOCUMENT = ROOT / "docs" / "coming-from.md"

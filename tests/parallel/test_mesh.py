@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from blockdiff.errors import CheckpointError, RecipeError, RunError
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.training.base import corruption_of, read_base
-from blockdiff.training.recipe import read_recipe
-from blockdiff.training.refuse import refuse
+from blockdiff.training.recipe_checks import refuse
+from blockdiff.training.recipe_files import read_recipe
+from blockdiff.training.starting_model import corruption_of, read_starting_model
 from tests.expert_ranks import error
 from tests.families import CONFIGS
 from tests.forked import run_ranks
@@ -141,7 +141,7 @@ def test_a_mesh_says_what_each_process_holds():
 def test_a_mesh_that_a_family_does_not_have_is_refused_also_beside_one_that_it_has(tmp_path, changes):
     write_recipes(tmp_path)
     recipe = read_recipe(tmp_path / "all.yaml", changes)
-    base = read_base(recipe)
+    base = read_starting_model(recipe)
     llama = replace(base, config=CONFIGS["llama tied, denoising"]())
     with pytest.raises(CheckpointError, match=r"llama does not support experts \(meshes: replicate, shard, tensor\)"):
         corruption_of(recipe, llama)

@@ -149,8 +149,8 @@ def test_the_loss_is_the_mean_over_next_tokens_packed_or_not():
     "change", ["objective.ar_loss=none", "objective.coin=0.2", "data.canvases=all", "objective.positions=corrupted"]
 )
 def test_what_is_of_canvases_is_refused(change: str, tmp_path: Path):
-    from blockdiff.training.base import read_base
-    from blockdiff.training.recipe import read_recipe
+    from blockdiff.training.recipe_files import read_recipe
+    from blockdiff.training.starting_model import read_starting_model
 
     save_preset(tmp_path / "causal.json", LITTLE)
     command("data", "sudoku", "--count", "8", "--split", "train=8", "--output", tmp_path / "puzzles")
@@ -161,7 +161,7 @@ def test_what_is_of_canvases_is_refused(change: str, tmp_path: Path):
         f"data: {{train: {tmp_path}/puzzles/train.jsonl}}\ntrain: {{steps: 1, batch_size: 1}}\n"
     )
     with pytest.raises(RecipeError, match=change.partition("=")[0]):
-        read_base(read_recipe(tmp_path / "recipe.yaml", [change]))
+        read_starting_model(read_recipe(tmp_path / "recipe.yaml", [change]))
 
 
 @pytest.mark.quick

@@ -11,8 +11,7 @@ import pytest
 from blockdiff.data.sources import Source
 from blockdiff.data.template import packaged_template
 from blockdiff.training.data import read_data
-from blockdiff.training.recipe import Recipe
-from blockdiff.training.sections import DataSection
+from blockdiff.training.recipe import DataSection, Recipe
 from tests.chat_tokenizer import chat_tokenizer
 
 pytestmark = pytest.mark.quick

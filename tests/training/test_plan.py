@@ -13,13 +13,14 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.adapters import draw_adapters
 from blockdiff.recipes.sudoku import alphabet, make_splits
-from blockdiff.training.base import read_base, without_weights
 from blockdiff.training.optimiser import matrices_of, trainable
 from blockdiff.training.plan import changes
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.live_bytes import planned_for
 from blockdiff.training.plan.sampling import plan_sampling
-from blockdiff.training.recipe import Recipe, read_recipe
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.recipe_files import read_recipe
+from blockdiff.training.starting_model import read_starting_model, without_weights
 from blockdiff.training.step import autocast
 from tests.commands import run
 from tests.little_model import LITTLE, save_preset
@@ -51,7 +52,7 @@ def recipe_of(folder: Any, *overrides: str) -> Recipe:
 
 def held(recipe: Recipe, kernels: str = "torch", steps: int = 1) -> int:
     """The peak of live bytes, gradients among them, of a step that really runs: the largest of some."""
-    base = read_base(recipe)
+    base = read_starting_model(recipe)
     objective = without_weights(recipe, base, kernels)
     model = objective.model
     if recipe.train.activation_checkpointing:
@@ -106,7 +107,7 @@ def test_a_plan_counts_what_autocast_makes_of_a_model_that_is_not_sharded(folder
 def test_a_plan_for_triton_holds_what_its_kernels_hold(folder):
     """Run in the interpreter, on the CPU: the same code allocates the same tensors."""
     recipe = recipe_of(folder, FROM_BASE, LORA, "data.canvases=1", "train.batch_size=1", "data.pack=20")
-    objective = without_weights(recipe, read_base(recipe), plans.kernels_for("cuda"), torch.float32)
+    objective = without_weights(recipe, read_starting_model(recipe), plans.kernels_for("cuda"), torch.float32)
     batch = plans.worst_batch(recipe, objective.model.train(), 20, 1)
     with planned_for("cpu", [*objective.parameters(), *objective.buffers()]) as counted:
         losses = objective(batch)
@@ -122,7 +123,7 @@ def test_a_plan_counts_what_does_not_change_with_the_step(folder):
     assert made.parts["weights"] == 4 * made.numbers and made.parts["gradients"] == 4 * numbers
     assert made.parts["average"] == 4 * numbers and made.parts["optimiser"] == 2 * numbers
     muon = plans.plan_training(recipe_of(folder, "optim.name=muon"), device="cpu")
-    weights = trainable(without_weights(recipe, read_base(recipe), plans.kernels_for("cpu"), torch.float32))
+    weights = trainable(without_weights(recipe, read_starting_model(recipe), plans.kernels_for("cpu"), torch.float32))
     vectors = sum(x.numel() for name, x in weights.items() if not matrices_of(name, x))
     assert muon.parts["optimiser"] == 4 * numbers + 4 * vectors  # a moment of matrices, two of the rest
     lora = plans.plan_training(recipe_of(folder, FROM_BASE, LORA, "model.dtype=bfloat16"), device="cpu")
@@ -138,7 +139,7 @@ def test_half_a_share_of_rows_needs_half_the_work(folder):
 
 
 def test_what_does_not_fit_gets_the_change_that_makes_it_fit(folder):
-    recipe, base = recipe_of(folder), read_base(recipe_of(folder))
+    recipe, base = recipe_of(folder), read_starting_model(recipe_of(folder))
     made = plans.plan_training(recipe, device="cpu", base=base)
     found = changes.what_fits(recipe, made.total * 2 // 3, base, ranks=1, device="cpu", tokens=None)
     assert found is not None and found[0][0] == "train.activation_checkpointing=true"

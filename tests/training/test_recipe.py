@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from blockdiff.data.collate import AllCanvases, RandomCanvases
-from blockdiff.training.mistakes import KEYS, OLD, PATHS
-from blockdiff.training.objects import ArLoss
-from blockdiff.training.recipe import FILE_KEYS, Recipe, read_recipe
+from blockdiff.training.recipe import KEYS, Recipe
+from blockdiff.training.recipe_choices import ArLoss
+from blockdiff.training.recipe_errors import OLD, paths
+from blockdiff.training.recipe_files import FILE_KEYS, read_recipe
 from blockdiff.training.schedule import CosineDecay
 from tests.recipes import MINIMAL, MINIMAL_TREE, refusal, write
 
@@ -202,9 +203,10 @@ def test_a_missing_key_is_named(recipes: Path) -> None:
 
 
 def test_every_known_path_is_a_field() -> None:
-    assert len(PATHS) == len(set(PATHS))
-    assert {".".join(key) for key in FILE_KEYS} <= set(PATHS)
-    assert not {".".join(key) for key in OLD} & set(PATHS)
+    known = paths(KEYS)
+    assert len(known) == len(set(known))
+    assert {".".join(key) for key in FILE_KEYS} <= set(known)
+    assert not {".".join(key) for key in OLD} & set(known)
 
 
 @pytest.mark.parametrize(
@@ -227,9 +229,10 @@ def test_passes_are_the_recipes_choice_or_one_sweep_where_weights_are_gathered(
 
 def test_the_table_of_keys_is_complete_and_its_defaults_true() -> None:
     text = (Path(__file__).parents[2] / "recipes" / "README.md").read_text(encoding="utf-8")
+    known = paths(KEYS)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "| `" in line[:3]]
-    table = {row[0].strip("`"): row[1].strip("`") for row in rows if row[0].strip("`") in [*PATHS, "extends"]}
-    assert set(table) == {*PATHS, "extends"}
+    table = {row[0].strip("`"): row[1].strip("`") for row in rows if row[0].strip("`") in [*known, "extends"]}
+    assert set(table) == {*known, "extends"}
     recipe = Recipe.model_validate(MINIMAL_TREE)
     written = recipe.model_dump(mode="json")
     for path, said in table.items():

@@ -15,9 +15,10 @@ from blockdiff.data.collate import AllCanvases, FirstCanvases, LastCanvases, Ran
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear, LogitNormalTime, Polynomial, StratifiedTime, UniformTime
 from blockdiff.diffusion.weight import ElboWeight, NoWeight
-from blockdiff.training.mistakes import OLD
-from blockdiff.training.objects import ArLoss, Drop, MaskToken, Refuse, Streaming, Truncate, described
-from blockdiff.training.recipe import Recipe, read_recipe
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.recipe_choices import ArLoss, Drop, MaskToken, Refuse, Streaming, Truncate, described
+from blockdiff.training.recipe_errors import OLD
+from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.schedule import Constant, CosineDecay, LinearDecay, StableDecay
 from tests.recipes import MINIMAL_TREE, Square, Step, refusal, write
 

@@ -14,8 +14,7 @@ import yaml
 from blockdiff.data.sources import Source
 from blockdiff.diffusion.schedule import Linear, LogitNormalTime, Polynomial
 from blockdiff.errors import RecipeError
-from blockdiff.training.recipe import read_recipe
-from blockdiff.training.run import settled
+from blockdiff.training.recipe_files import read_recipe, settled
 from tests.recipes import MINIMAL, Square, Step, refusal
 
 pytestmark = pytest.mark.quick

@@ -9,9 +9,9 @@ import pytest
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import MaskCorruption
 from blockdiff.errors import BlockdiffError
-from blockdiff.training.objects import MaskToken
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.refuse import refuse, without_effect
+from blockdiff.training.recipe_checks import refuse, without_effect
+from blockdiff.training.recipe_choices import MaskToken
 
 pytestmark = pytest.mark.quick
 

@@ -19,10 +19,10 @@ from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import family_of
 from blockdiff.recipes.sudoku import alphabet
 from blockdiff.training.activations import checkpoint_activations
-from blockdiff.training.base import read_base, without_weights
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.live_bytes import planned_for
-from blockdiff.training.recipe import read_recipe
+from blockdiff.training.recipe_files import read_recipe
+from blockdiff.training.starting_model import read_starting_model, without_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "recipes" / "README.md").read_text()
@@ -68,7 +68,7 @@ def test_a_checkpointed_lora_step_at_the_released_shapes_reaches_every_adapter(t
     two = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     path = ROOT / "recipes" / "diffusiongemma_26b_lora_experts.yaml"
     recipe = read_recipe(path, [f"model.path={shape(tmp_path / 'two', **two)}"], needs_data=False)
-    base = read_base(recipe)
+    base = read_starting_model(recipe)
     objective = without_weights(recipe, base, "torch", torch.bfloat16)
     model = objective.model.train()
     checkpoint_activations(model)

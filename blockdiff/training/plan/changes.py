@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from blockdiff.data.collate import AllCanvases
 from blockdiff.models.family import family_of
-from blockdiff.training.base import Base
 from blockdiff.training.plan.training import TrainingPlan, plan_training
-from blockdiff.training.recipe import Recipe, read_recipe
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.recipe_files import read_recipe
+from blockdiff.training.starting_model import StartingModel
 
 KEPT = ("weights", "masters", "adapters", "gradients", "optimiser", "average")  # parts that do not depend on rows
 WORTH = 0.99  # of the bytes before: a change that leaves more is not named
@@ -40,7 +41,7 @@ CHANGES = (
 
 
 def what_fits(
-    recipe: Recipe, limit: int, base: Base, *, ranks: int, device: str, tokens: int | None
+    recipe: Recipe, limit: int, base: StartingModel, *, ranks: int, device: str, tokens: int | None
 ) -> tuple[list[str], TrainingPlan] | None:
     """Changes of the recipe that make the training fit, and the plan with them; None where none do.
 
@@ -61,7 +62,7 @@ def what_fits(
 
 
 def _candidates(
-    recipe: Recipe, plan: TrainingPlan, limit: int, ranks: int, base: Base
+    recipe: Recipe, plan: TrainingPlan, limit: int, ranks: int, base: StartingModel
 ) -> Iterator[tuple[str, str, int | None]]:
     """What to try, as key, value and the longest row that follows from it (None: as before)."""
     kept = sum(plan.parts.get(name, 0) for name in KEPT)
@@ -97,7 +98,7 @@ def _is_narrow(recipe: Recipe) -> bool:
     return recipe.train.autocast is not None or recipe.model.dtype == "bfloat16"
 
 
-def _expert_ranks(base: Base, ranks: int) -> int:
+def _expert_ranks(base: StartingModel, ranks: int) -> int:
     """The most ranks of a node of eight that can split the experts of a layer."""
     experts = family_of(base.config).outline(base.config).experts
     return max((n for n in (1, 2, 4, 8) if ranks % n == 0 and experts and experts % n == 0), default=1)

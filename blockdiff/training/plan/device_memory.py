@@ -11,7 +11,6 @@ from blockdiff.canvas import Batch
 from blockdiff.data.dataset import Dataset
 from blockdiff.errors import BlockdiffError, DataError
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.training.base import Base
 from blockdiff.training.data import Data
 from blockdiff.training.plan.changes import what_fits
 from blockdiff.training.plan.spread import Spread
@@ -19,9 +18,10 @@ from blockdiff.training.plan.tensor_parallel import one_rank
 from blockdiff.training.plan.training import dtypes_of, plan_training
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.starting_model import StartingModel
 
 
-def require_kept(objective: nn.Module, recipe: Recipe, base: Base, ranks: Ranks) -> None:
+def require_kept(objective: nn.Module, recipe: Recipe, base: StartingModel, ranks: Ranks) -> None:
     """Refuse an objective without memory whose weights, gradients and optimiser alone cannot fit on the device.
 
     Raises BlockdiffError with the parts, and the changes of the recipe that make it fit.
@@ -30,7 +30,9 @@ def require_kept(objective: nn.Module, recipe: Recipe, base: Base, ranks: Ranks)
         _require(_kept(objective, recipe, base, ranks), recipe, base, ranks, None)
 
 
-def require_step(objective: nn.Module, recipe: Recipe, base: Base, ranks: Ranks, data: Data, show: Progress) -> None:
+def require_step(
+    objective: nn.Module, recipe: Recipe, base: StartingModel, ranks: Ranks, data: Data, show: Progress
+) -> None:
     """Refuse a training whose first optimiser step cannot fit on the device; that of a stream is not known yet.
 
     Only what could come near the memory that is there is planned, so that small models wait for nothing. An objective
@@ -53,7 +55,7 @@ def require_step(objective: nn.Module, recipe: Recipe, base: Base, ranks: Ranks,
     _require(parts, recipe, base, ranks, batch)
 
 
-def _kept(objective: nn.Module, recipe: Recipe, base: Base, ranks: Ranks) -> dict[str, int]:
+def _kept(objective: nn.Module, recipe: Recipe, base: StartingModel, ranks: Ranks) -> dict[str, int]:
     """Bytes that a rank keeps all the time, by what they hold."""
     mine = one_rank(objective, recipe)
     return Spread(recipe, mine.model, ranks.row_world).parts(mine, *dtypes_of(recipe, base))
@@ -87,7 +89,7 @@ def plenty(objective: nn.Module, batch: Batch) -> int:
     return tokens * (256 * numbers + 2 * layers * widest * keys)
 
 
-def _require(parts: dict[str, int], recipe: Recipe, base: Base, ranks: Ranks, batch: Batch | None) -> None:
+def _require(parts: dict[str, int], recipe: Recipe, base: StartingModel, ranks: Ranks, batch: Batch | None) -> None:
     """Raise BlockdiffError in one line where the parts do not fit on the device."""
     available = memory.available_bytes(ranks.device)
     if available is None or sum(parts.values()) <= available:

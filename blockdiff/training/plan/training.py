@@ -24,13 +24,13 @@ from blockdiff.kernels import OPS, Kernels, planned_op
 from blockdiff.memory import size
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.training.activations import checkpoint_activations
-from blockdiff.training.base import Base, computed_in, read_base, without_weights
 from blockdiff.training.plan.gathering import Gathering
 from blockdiff.training.plan.live_bytes import planned_for
 from blockdiff.training.plan.spread import Spread
 from blockdiff.training.plan.tensor_parallel import one_rank
 from blockdiff.training.plan.work import Rates, Work
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.starting_model import StartingModel, computed_in, read_starting_model, without_weights
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def plan_training(
     ranks: int = 1,
     device: str = "cuda",
     tokens: int | None = None,
-    base: Base | None = None,
+    base: StartingModel | None = None,
     batch: Batch | None = None,
     rates: Rates | None = None,
 ) -> TrainingPlan:
@@ -88,7 +88,7 @@ def plan_training(
     """
     if ranks % recipe.parallel.tensor:
         raise RecipeError(f"parallel.tensor: {recipe.parallel.tensor} does not divide the {ranks} processes")
-    base = read_base(recipe) if base is None else base
+    base = read_starting_model(recipe) if base is None else base
     stored, computed = dtypes_of(recipe, base)
     objective = without_weights(recipe, base, kernels_for(device), computed)
     model = objective.model.train()
@@ -180,7 +180,7 @@ def _longest(recipe: Recipe, tokens: int | None) -> int:
     return int(length)
 
 
-def dtypes_of(recipe: Recipe, base: Base) -> tuple[torch.dtype, torch.dtype]:
+def dtypes_of(recipe: Recipe, base: StartingModel) -> tuple[torch.dtype, torch.dtype]:
     """The dtype of the weights as a rank keeps them, and the one in which sharded ones are gathered and run."""
     if recipe.model.dtype != "auto":
         stored = {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]

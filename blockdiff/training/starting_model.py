@@ -1,4 +1,4 @@
-"""What a run starts from, before any weight is read: config and tokenizer, the model without memory, its objective."""
+"""The model that a run starts from, before weights are read: config, tokenizer, and the objective without memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from blockdiff.objective import Objective
 from blockdiff.sampling import Generation
 from blockdiff.training.checkpoint_tensors import require_own_names
 from blockdiff.training.freeze import freeze
-from blockdiff.training.objects import MaskToken, UniformTokens
-from blockdiff.training.recipe import Recipe
-from blockdiff.training.refuse import refuse_of_causal
-from blockdiff.training.sections import LoraSection
+from blockdiff.training.recipe import LoraSection, Recipe
+from blockdiff.training.recipe_checks import refuse_of_causal
+from blockdiff.training.recipe_choices import MaskToken, UniformTokens
 
 
 @dataclass(frozen=True)
-class Base:
+class StartingModel:
     """The model that a run starts from, as far as it is known without weights."""
 
     config: Any
@@ -43,7 +42,7 @@ class Base:
 
     @property
     def denoises(self) -> bool:
-        """Whether the model has canvases, or is causal alone."""
+        """True of a model that has canvases, False of one that is causal alone."""
         return family_of(self.config).outline(self.config).denoises
 
     @property
@@ -52,7 +51,7 @@ class Base:
         return family_of(self.config).outline(self.config).vocab_size
 
 
-def read_base(recipe: Recipe) -> Base:
+def read_starting_model(recipe: Recipe) -> StartingModel:
     """Config, tokenizer and settings of the model a recipe starts from; reads no weights."""
     m, generation = recipe.model, None
     if m.path is not None:
@@ -74,7 +73,7 @@ def read_base(recipe: Recipe) -> Base:
         generation = replace(generation or checkpoint.default_generation(config), **settings)
     except ValueError as error:
         raise RecipeError(f"generation: {error}") from None
-    base = Base(config, tokenizer, generation, special.eos_ids[0], special.pad_id)
+    base = StartingModel(config, tokenizer, generation, special.eos_ids[0], special.pad_id)
     if not base.denoises:
         refuse_of_causal(recipe)
     if len(tokenizer) > base.vocab_size:
@@ -86,7 +85,7 @@ def read_base(recipe: Recipe) -> Base:
 
 
 def without_weights(
-    recipe: Recipe, base: Base, kernels: str | Kernels | None = None, dtype: torch.dtype | None = None
+    recipe: Recipe, base: StartingModel, kernels: str | Kernels | None = None, dtype: torch.dtype | None = None
 ) -> Any:
     """The objective and its model with adapters, frozen as the recipe says, whose weights have no memory.
 
@@ -137,8 +136,8 @@ def put_adapters(model: BlockDiffusionModel, lora: LoraSection, tokenizer: Any) 
         raise RecipeError(f"lora: {error}") from None
 
 
-def corruption_of(recipe: Recipe, base: Base) -> Corruption:
-    """What a corrupted token becomes, for this tokenizer; the recipe may hold one that was given from Python.
+def corruption_of(recipe: Recipe, base: StartingModel) -> Corruption:
+    """The corruption of canvases for this tokenizer; the recipe may hold one that was given from Python.
 
     Raises CheckpointError where the family supports neither it nor the rest of the objective.
     """
@@ -155,7 +154,7 @@ def corruption_of(recipe: Recipe, base: Base) -> Corruption:
 
 
 def trains_routers(recipe: Recipe) -> bool:
-    """Whether the routers train: by default only from scratch, where they have learnt nothing yet.
+    """True where the routers train: by default only from scratch, where they have learnt nothing yet.
 
     Adapters train alone, whatever this says.
     """

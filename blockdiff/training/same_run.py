@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from blockdiff.checkpoint.files import find, fingerprint
-from blockdiff.training.base import Base
 from blockdiff.training.data import Data
-from blockdiff.training.objects import described
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.recipe_choices import described
+from blockdiff.training.starting_model import StartingModel
 
 # What may change when a run is resumed: its length, what is shown and kept, and where things lie.
 FREE = {
@@ -40,7 +40,7 @@ def objective_record(recipe: Recipe, objective: Any) -> dict[str, Any]:
     return record | {key: described(getattr(objective, key)) for key in live}
 
 
-def facts_of(recipe: Recipe, base: Base, data: Data, objective: Any) -> dict[str, Any]:
+def facts_of(recipe: Recipe, base: StartingModel, data: Data, objective: Any) -> dict[str, Any]:
     """What must be the same for a run to be resumed as the same run, by recipe key."""
     sections = json.loads(recipe.model_dump_json()) | {"objective": objective_record(recipe, objective)}
     if not recipe.lora.trains:

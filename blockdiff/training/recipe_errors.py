@@ -1,0 +1,155 @@
+"""One line for a recipe that cannot be read: the place, the key and what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from pydantic import ValidationError
+
+from blockdiff.errors import RecipeError
+
+Key = tuple[str, ...]
+Place = tuple[str, Path | None]  # where a key stands, and what its paths are relative to (None: they are absolute)
+Origins = dict[Key, Place]  # of the last layer that has a key
+Keys = Mapping[Key, list[str]]  # the keys below each key
+
+UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names
+# The keys that take sources of rows.
+SOURCES = (("data", "train"), ("data", "heldout"), ("evaluation", "prompts"))
+# The keys of older recipes, and how each value is written now.
+OLD = {
+    ("objective", "power"): "objective.schedule: {polynomial: {power: VALUE}}",
+    ("objective", "time_mean"): "objective.time: {logit_normal: {mean: VALUE}}",
+    ("objective", "time_std"): "objective.time: {logit_normal: {std: VALUE}}",
+    ("objective", "eps"): "objective.time: {stratified: {eps: VALUE}}",
+    ("objective", "mask_token"): "objective.corruption: {mask: {token: VALUE}}",
+    ("objective", "weight_max"): "objective.weight: {elbo: {limit: VALUE}}",
+    ("objective", "ar_weight"): "objective.ar_loss: VALUE",
+    ("objective", "ar_scope"): "objective.ar_loss: {scope: VALUE}",
+    ("data", "which"): "data.canvases: {VALUE: N}",
+    ("data", "shuffle_buffer"): "data.streaming: {shuffle_buffer: VALUE}",
+    ("data", "too_long"): "data.max_length: {VALUE: N}",
+    ("optim", "decay_steps"): "optim.schedule: {wsd: {decay_steps: VALUE}}",
+    ("optim", "final_lr_ratio"): "optim.schedule: {cosine: {final_ratio: VALUE}}",
+}
+
+
+def refuse_old(tree: Mapping[str, Any], origins: Origins) -> None:
+    """Raise RecipeError for keys of older recipes, with what to write instead of each."""
+    sections = {name: section for name, section in tree.items() if isinstance(section, dict)}
+    found = [(name, key) for name, section in sections.items() for key in section if (name, key) in OLD]
+    if found:
+        keys = ", ".join(map(".".join, found)) + (": are keys" if len(found) > 1 else ": is a key")
+        new = ", ".join(OLD[name, key].replace("VALUE", str(tree[name][key])) for name, key in found)
+        raise RecipeError(f"{origins[found[0]][0]}: {keys} of older recipes; write {new}; leave out what had no effect")
+
+
+def one_line(error: ValidationError, keys: Keys, origins: Origins, path: str) -> str:
+    """A mistake that pydantic found, in one line; keys that are not known come first.
+
+    keys: those of a recipe; origins: where the given ones stand; path: what says the others.
+    """
+    first = min(error.errors(), key=lambda each: each["type"] not in UNKNOWN)
+    kind, value, reason = first["type"], first["input"], first["msg"].removeprefix("Value error, ")
+    key = tuple(word for word in first["loc"] if isinstance(word, str))
+    known = next((key[:end] for end in range(len(key), 0, -1) if key[:end] in origins), None)
+    origin = path if known is None or kind == "missing" else origins[known][0]
+    name = ".".join(filter(None, key))
+    number = next((word for word in first["loc"] if isinstance(word, int)), None)
+    if number is not None and key[:2] in SOURCES:
+        name = f"{'.'.join(key[:2])}: source {number + 1}" + "".join(f": {word}" for word in key[2:])
+    if kind in UNKNOWN:
+        return f"{origin}: unknown key {name}; {_nearest(key, keys)}"
+    if kind == "missing":
+        return f"{origin}: {name}: missing; every recipe has to say it"
+    if kind in ("model_type", "dataclass_type", "dict_type"):
+        reason = f"a mapping with the keys {', '.join(keys.get(key, ()))}"
+    elif kind == "too_short":
+        reason = "name at least one source"
+    has_value = kind == "value_error" and (isinstance(value, Mapping) or "got " in reason)
+    got = "" if has_value else f" (got {shorten(repr(value), 100)})"
+    return f"{origin}: {name}: {reason[:1].lower()}{reason[1:]}{got}"
+
+
+def paths(keys: Keys) -> list[str]:
+    """Every key that has a value: `section.key`, or the name of what is no section."""
+    return [f"{name}.{key}" for name in keys[()] for key in keys.get((name,), ())] + [
+        name for name in keys[()] if (name,) not in keys
+    ]
+
+
+def _nearest(key: Key, keys: Keys) -> str:
+    """What may be meant by a key that is not known.
+
+    It is a word of another toolkit, or near a key beside it, or else near one elsewhere.
+    """
+    *above, word = key
+    known = paths(keys)
+    if word.lower() in OTHER_TOOLKITS:
+        meant, _, remark = OTHER_TOOLKITS[word.lower()].partition(": ")
+        if meant in known or (meant,) in keys:
+            return f"did you mean {meant}{f' ({remark})' if remark else ''}?"
+        return meant
+    words = [path.rpartition(".")[2] for path in known]
+    if word in words:
+        return f"did you mean {known[words.index(word)]}?"
+    beside = keys.get(tuple(above), [])
+    if near := difflib.get_close_matches(word, [*beside, "extends"] if not above else beside, 1):
+        return f"did you mean {'.'.join([*above, near[0]]) if len(above) < 2 else near[0]}?"
+    if near := difflib.get_close_matches(word, words, 1, cutoff=0.8):
+        return f"did you mean {known[words.index(near[0])]}?"
+    return f"{'.'.join(filter(None, above)) or 'a recipe'} has {', '.join(beside) or 'no keys'}"
+
+
+# -- the words of other toolkits for what a recipe says: people type them, and are told ours -----------------------
+
+_ALL_ROWS = "train.batch_size: the rows of an optimiser step over all processes and micro-batches"
+_FEWER_ROWS = "train.micro_batch_size: the rows of one forward; how often it is accumulated follows from it"
+_PRECISION = "train.autocast: bfloat16, or null for the model's own"
+_RESUME = "it is no key of a recipe; give --resume (from Python resume=True)"
+
+# A word, in lower case -> our key and, after a colon, a remark; or a sentence where there is no such key.
+OTHER_TOOLKITS: dict[str, str] = {
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs", "n_epochs"), "train.epochs"),
+    **dict.fromkeys(("max_steps", "num_steps", "num_train_steps", "max_iters", "train_iters"), "train.steps"),
+    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size", "global_batch_size"), _ALL_ROWS),
+    **dict.fromkeys(("gradient_accumulation_steps", "gradient_accumulation", "accumulate_grad_batches"), _FEWER_ROWS),
+    **dict.fromkeys(("local_batch_size", "per_device_batch_size"), _FEWER_ROWS),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpoint"), "train.activation_checkpointing"),
+    **dict.fromkeys(("bf16", "fp16", "mixed_precision", "precision"), _PRECISION),
+    "logging_steps": "train.log_every",
+    "eval_steps": "train.eval_every",
+    "save_steps": "train.save_every",
+    "save_total_limit": "train.keep",
+    "report_to": "train.trackers",
+    **dict.fromkeys(("resume", "resume_from_checkpoint"), _RESUME),
+    **dict.fromkeys(("learning_rate", "max_lr", "peak_lr"), "optim.lr"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), "optim.betas: both in a list"),
+    **dict.fromkeys(("adam_epsilon", "adam_eps"), "optim.eps"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clip_val", "clip_grad_norm"), "optim.clip"),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_decay_style", "lr_schedule"), "optim.schedule"),
+    **dict.fromkeys(("warmup", "num_warmup_steps", "lr_warmup_steps"), "optim.warmup_steps"),
+    "warmup_ratio": "optim.warmup_steps: a number of optimiser steps",
+    **dict.fromkeys(("ema_decay", "use_ema"), "optim.ema"),
+    **dict.fromkeys(("optimizer", "optimiser"), "optim.name"),
+    **dict.fromkeys(("output_dir", "run_dir", "save_dir"), "output"),
+    **dict.fromkeys(("model_name_or_path", "model_name", "base_model", "pretrained_model_name_or_path"), "model.path"),
+    **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path"), "model.tokenizer"),
+    **dict.fromkeys(("torch_dtype", "model_dtype"), "model.dtype"),
+    **dict.fromkeys(("dataset", "datasets", "dataset_name", "train_file", "train_data", "train_dataset"), "data.train"),
+    **dict.fromkeys(("eval_dataset", "validation_file", "val_data", "valid_data", "test_data"), "data.heldout"),
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "seq_length", "seq_len", "sequence_len"), "data.max_length"),
+    **dict.fromkeys(("cutoff_len", "block_size", "max_len"), "data.max_length"),
+    **dict.fromkeys(("packing", "sample_packing", "packed_sequence_size"), "data.pack: the tokens of a packed row"),
+    **dict.fromkeys(("metric_for_best_model", "load_best_model_at_end"), "evaluation.best: the metric that decides"),
+    "early_stopping_patience": "evaluation.patience",
+    "random_seed": "seed",
+    **dict.fromkeys(("lora", "peft", "adapter", "lora_config", "peft_config", "target_modules"), "lora"),
+    **dict.fromkeys(("lora_r", "lora_rank"), "lora.rank"),
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+}

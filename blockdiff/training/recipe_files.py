@@ -1,0 +1,259 @@
+"""Reading a recipe from YAML with what it extends and what overrides it; nothing here runs anything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from blockdiff.data.sources import Source
+from blockdiff.errors import RecipeError
+from blockdiff.files import is_hub_id, matching
+from blockdiff.training.recipe import CHOICES, KEYS, Recipe, Section
+from blockdiff.training.recipe_choices import OneOf
+from blockdiff.training.recipe_errors import SOURCES, Key, Origins, Place, one_line, refuse_old
+
+# Keys of which a recipe has one: choosing one replaces the other in what it derives from.
+ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs")}
+# Keys that name files or directories, and whether they must exist (model and tokenizer may be hub ids, and rows
+# too where a name cannot be a file's).
+FILE_KEYS = {**dict.fromkeys(SOURCES, True), ("model", "path"): False, ("model", "tokenizer"): False}
+AnyRecipe = str | Path | Mapping[str, Any] | Recipe
+
+
+def read_recipe(
+    source: AnyRecipe,
+    overrides: Sequence[str] = (),
+    given: Mapping[str, Mapping[str, Any]] | None = None,
+    needs_data: bool = True,
+) -> Recipe:
+    """Read a recipe on top of those it `extends`, with `key.path=value` overrides (values are YAML) on top.
+
+    source: a path, the same as a mapping, or a recipe that was read. given: values from Python by section and key,
+    which come on top of everything. needs_data: whether the files with rows must be there. In a mapping, rows may
+    stand for a source of rows (a `datasets.Dataset` or a list of mappings) and an object for a choice. Relative paths
+    of data, weights and tokenizer are looked up from the current directory first, then from the directory of the
+    recipe that names them.
+    Raises RecipeError: one line with file, key path and cure.
+    """
+    if not isinstance(source, str | Path | Mapping | Recipe):
+        raise RecipeError(f"recipe: a {type(source).__name__}; give the path of a YAML recipe, a mapping or a Recipe")
+    if isinstance(overrides, str | Mapping) or not all(isinstance(text, str) for text in overrides):
+        raise RecipeError(f"overrides: give a list of texts, such as ['optim.lr=3e-4'] (got {overrides!r})")
+    merged: dict[str, Any] = {}
+    origins: Origins = {}
+    layers = _layers(source) + [_override_layer(text) for text in overrides]
+    for origin, directory, tree in [*layers, ("from Python", None, dict(given or {}))]:
+        for name, both in ONE_OF_TWO.items():
+            section, below = tree.get(name), merged.get(name)
+            if isinstance(section, Mapping) and any(section.get(each) for each in both) and isinstance(below, dict):
+                for each in both:
+                    below.pop(each, None)
+        _merge(merged, tree, (), (origin, directory), origins)
+    for key, must_exist in FILE_KEYS.items():
+        must_exist = must_exist and needs_data
+        section = merged.get(key[0])
+        if isinstance(section, dict) and key[1] in section:
+            origin, directory = origins[key]
+            if directory is not None:
+                section[key[1]] = _located(section[key[1]], ".".join(key), origin, directory, must_exist)
+    refuse_old(merged, origins)
+    try:
+        return Recipe.model_validate(merged)
+    except RecipeError as error:  # which knows nothing of the layers
+        if isinstance(error.__cause__, ValidationError):
+            raise RecipeError(one_line(error.__cause__, KEYS, origins, _name(source))) from None
+        raise
+
+
+def settled(
+    recipe: AnyRecipe,
+    overrides: Sequence[str] = (),
+    output: str | Path | None = None,
+    **sections: Mapping[str, Any],
+) -> Recipe:
+    """The recipe of a run, with its directory in it.
+
+    sections: what Python gives on top of the recipe and its overrides; a value None gives nothing. Raises RecipeError
+    where no directory is named, and as `read_recipe` does.
+    """
+    given = {name: {key: value for key, value in keys.items() if value is not None} for name, keys in sections.items()}
+    settled = read_recipe(recipe, overrides, {name: keys for name, keys in given.items() if keys})
+    where = settled.output if output is None else output
+    if where is None:
+        name = recipe if isinstance(recipe, str | Path) else "recipe"
+        raise RecipeError(f"{name}: output: missing; give --output DIR or set it in the recipe")
+    return settled.model_copy(update={"output": str(Path(where).expanduser().absolute())})
+
+
+def _name(source: AnyRecipe) -> str:
+    return str(source) if isinstance(source, str | Path) else "recipe"
+
+
+def _tree(section: Section) -> dict[str, Any]:
+    return {key: _tree(value) if isinstance(value, Section) else value for key, value in section}
+
+
+def _merge(into: dict[str, Any], tree: Mapping[Any, Any], path: Key, layer: Place, origins: Origins) -> None:
+    """Put the keys of a layer over those of the layers below it; another choice replaces the one below."""
+    for key, value in ((str(key), value) for key, value in tree.items()):
+        place = (*path, key)
+        origins[place] = layer
+        below = into.get(key)
+        if value is None and path == () and place in KEYS:
+            value = {}  # all its keys are commented out
+        if isinstance(value, Mapping) and place in CHOICES:
+            value, below = _spelt_out(CHOICES[place], value), _spelt_out(CHOICES[place], below)
+            if isinstance(below, Mapping) and below.keys() != value.keys():
+                below = {}
+        if isinstance(value, Mapping) and place not in SOURCES:
+            into[key] = dict(below) if isinstance(below, Mapping) else {}
+            _merge(into[key], value, place, layer, origins)
+        else:
+            into[key] = str(value) if isinstance(value, Path) else value
+
+
+def _spelt_out(choice: OneOf, value: Any) -> Any:
+    """A value or one of the choice's objects as {word: fields}; what is wrong stays and is refused by pydantic."""
+    try:
+        return choice.full(choice.short(value) if type(value) in choice.kinds.values() else value)
+    except ValueError:
+        return value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with numbers like 1e-4 read as numbers (YAML 1.2) and duplicate keys refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key_node.value!r} appears twice", key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def _parse(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{origin}:{mark.line + 1}" if mark and not origin.startswith("--set") else origin
+        reason = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise RecipeError(f"{place}: not valid YAML: {reason}") from None
+
+
+Layer = tuple[str, Path | None, dict[str, Any]]  # where it comes from, what its paths are relative to
+
+
+def _layers(source: AnyRecipe, chain: tuple[Path, ...] = ()) -> list[Layer]:
+    """The recipe's own layer, preceded by those of the recipes it extends."""
+    origin = _name(source)
+    if isinstance(source, Recipe):  # its paths have been looked up
+        given = _tree(source)
+        return [(origin, None, {key: given[key] for key in given if key in source.model_fields_set})]
+    if isinstance(source, Mapping):
+        directory, tree = Path(), _with_rows(source)
+    else:
+        directory, tree = Path(source).parent, _read(Path(source), chain)
+        chain = (*chain, Path(source).resolve())
+    base = tree.pop("extends", None)
+    layer: Layer = (origin, directory, tree)
+    if base is None:
+        return [layer]
+    if not isinstance(base, str | Path):
+        raise RecipeError(f"{origin}: extends: expected the path of one recipe, got {base!r}")
+    return [*_layers(directory / base, chain), layer]
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    """The mapping in a file; `chain` are the recipes that led there by what they extend."""
+    if path.resolve() in chain:
+        raise RecipeError(f"{path}: extends: the recipes extend one another in a circle; break it")
+    try:
+        tree = _parse(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path}: not a text file; a recipe is YAML (see recipes/)") from None
+    except OSError as error:
+        reason = "no such recipe" if isinstance(error, FileNotFoundError) else error.strerror
+        asked = f" (named by extends in {chain[-1]})" if chain else ""
+        raise RecipeError(f"{path}: {reason}{asked}; give the path of a YAML recipe") from None
+    if not isinstance(tree, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of keys ({', '.join(KEYS[()])}), this file holds none")
+    return tree
+
+
+def _with_rows(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe from Python, in which rows may stand where a file names sources."""
+    tree = dict(given)
+    for section, key in SOURCES:
+        if isinstance(tree.get(section), Mapping) and (value := tree[section].get(key)) is not None:
+            tree[section] = {**tree[section], key: _rows_as_source(value, f"{section}.{key}")}
+    return tree
+
+
+def _rows_as_source(value: Any, key: str) -> Any:
+    """Rows become a source of rows: whatever is no name and no source, and a list of mappings without a `path`."""
+    if isinstance(value, Mapping) and not {"path", "rows"} & value.keys():
+        names = ", ".join(map(str, value))
+        raise RecipeError(f"recipe: {key}: a mapping of {names}; give a sequence of rows, such as one of these")
+    each = value if isinstance(value, list | tuple) else [value]
+    is_rows = any(isinstance(item, Mapping) and not {"path", "rows"} & item.keys() for item in each)
+    return [{"rows": value}] if is_rows else list(each)
+
+
+def _override_layer(text: str) -> Layer:
+    key, sign, value = text.partition("=")
+    key = key.strip()
+    origin = f"--set {text}"
+    if not sign or not key:
+        raise RecipeError(f"{origin}: expected key.path=value, for example --set optim.lr=3e-4")
+    if key == "extends":
+        raise RecipeError(f"{origin}: extends stands in a recipe file; name the file that has it")
+    tree: dict[str, Any] = {}
+    _put(tree, key, _parse(value, origin))
+    return origin, Path(), tree
+
+
+def _located(named: Any, key: str, origin: str, directory: Path, must_exist: bool) -> Any:
+    """The value of a file key, a name or a list of sources, with every name located."""
+    if isinstance(named, list):
+        return [_located(source, key, origin, directory, must_exist) for source in named]
+    if isinstance(named, dict) and named.get("path"):
+        return {**named, "path": _located(named["path"], key, origin, directory, must_exist)}
+    if isinstance(named, Source) and named.path:
+        return replace(named, path=_locate(named.path, key, origin, directory, must_exist))
+    return _locate(str(named), key, origin, directory, must_exist) if isinstance(named, str | Path) else named
+
+
+def _locate(name: str, key: str, origin: str, directory: Path, must_exist: bool) -> str:
+    """The absolute path of what a recipe names; a possible hub id comes back unchanged if not found."""
+    places = [Path(name).expanduser(), directory / name]
+    for place in places:
+        if place.exists():
+            return str(place.resolve())
+        if matching(place):
+            return str(place.absolute())
+    if not must_exist or (is_hub_id(name) and not places[0].parent.is_dir()):
+        return name
+    tried = " or ".join(dict.fromkeys(str(place.absolute()) for place in places))
+    raise RecipeError(f"{origin}: {key}: no file {name!r} (looked for {tried}); correct it or make the data")
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *sections, key = path.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[key] = value
