@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jinja2 import TemplateError
-
 from blockdiff.data.messages import Message
+from blockdiff.data.template import RefusedByTemplate
 
 CALL = {"type": "function", "id": "1", "function": {"name": "probe", "arguments": {}}}
 # What became of messages, and in what words it is told.
@@ -58,7 +57,7 @@ def alterations_of(written: Callable[[Sequence[Message]], str]) -> Alterations:
     def has(text: str, *messages: Message) -> bool | None:
         try:
             return text in written(messages)
-        except TemplateError:
+        except RefusedByTemplate:
             return None
 
     user, end = {"role": "user", "content": "probe-user"}, {"role": "assistant", "content": "probe-end"}
@@ -75,7 +74,7 @@ def alterations_of(written: Callable[[Sequence[Message]], str]) -> Alterations:
     try:
         text = written((user, asked, answer, end))
         moves = text.find("probe-one") > text.find("probe-answer") > 0
-    except TemplateError:
+    except RefusedByTemplate:
         moves = False
     return Alterations(
         frozenset(role for role, messages in conversations.items() if has(padded[role]["content"], *messages) is False),

@@ -9,15 +9,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-from jinja2 import TemplateError
+from typing import TYPE_CHECKING, Literal
 
 from blockdiff.data.alterations import Alterations, alterations_of
-from blockdiff.data.control_tokens import ControlTokens, Guard, cut, guard_of, why_not_encoded
+from blockdiff.data.control_tokens import ControlTokens, Guard, guard_of, why_not_encoded
 from blockdiff.data.rows import Row
 from blockdiff.data.statistics import Statistics
-from blockdiff.data.template import TOOL_TOKENS, Rendered, Span, render, token_spans, training_template
+from blockdiff.data.template import (
+    TOOL_TOKENS,
+    RefusedByTemplate,
+    Rendered,
+    Span,
+    render,
+    token_spans,
+    training_template,
+)
+from blockdiff.data.tokenise import Encoded, backend_of, tokenised
 from blockdiff.errors import DataError
 
 if TYPE_CHECKING:
@@ -109,7 +116,7 @@ class Encoder:
         """A hash of everything that decides which tokens a row becomes."""
         if not self.tokenizer.is_fast:
             raise _slow()
-        backend = self._backend()
+        backend = backend_of(self.tokenizer)
         try:
             template = self.template
         except DataError:  # only conversations need one
@@ -123,7 +130,8 @@ class Encoder:
     @property
     def tokenizer_fingerprint(self) -> str:
         """A hash of the tokenizer, but not of its chat template."""
-        text = json.dumps(self.tokenizer.special_tokens_map, sort_keys=True, default=str) + self._backend().to_str()
+        text = json.dumps(self.tokenizer.special_tokens_map, sort_keys=True, default=str)
+        text += backend_of(self.tokenizer).to_str()
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def encode(self, rows: Sequence[Row]) -> tuple[list[Example], Statistics]:
@@ -222,18 +230,10 @@ class Encoder:
             messages = ({"role": "system", "content": self.system}, *messages)
         try:
             return render(self.tokenizer, self.template, messages, self.enable_thinking, row.tools, self.guard)
-        except TemplateError as error:
+        except RefusedByTemplate as error:
             raise DataError(f"{row.where}: the chat template refuses it ({error}); change the row") from None
         except DataError as error:
             raise DataError(f"{row.where}: {error}") from None
-
-    def _backend(self) -> Any:
-        """The tokenizer's Rust half in the state in which transformers calls it to encode one text."""
-        backend = self.tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = self.tokenizer.split_special_tokens
-        return backend
 
     def _tokenise(
         self, texts: Sequence[str], rows: Sequence[Row], cuts: Sequence[tuple[int, ...]] | None = None
@@ -255,36 +255,8 @@ class Encoder:
                     raise DataError(f"{row.where}: the tokenizer cannot encode it ({why}); change the row") from None
             raise
 
-    def _encode(self, texts: Sequence[str], rendered_cuts: Sequence[tuple[int, ...]] | None) -> list[Encoded]:
-        backend, has_offsets = self._backend(), rendered_cuts is not None
-        cuts = [self.guard.cuts(text) for text in texts] if rendered_cuts is None else rendered_cuts
-        pieces = [piece for text, at in zip(texts, cuts, strict=True) for piece in cut(text, at)]
-        encode = backend.encode_batch if has_offsets else backend.encode_batch_fast
-        found = iter(encode(pieces, add_special_tokens=False) if pieces else ())
-        encoded = []
-        for text, at in zip(texts, cuts, strict=True):
-            parts = list(islice(found, len(at) + 1))
-            encoded.append(_joined(parts, at, has_offsets))
-            self.guard.check(text, at, encoded[-1].ids, [part.tokens[0] for part in parts[1:] if part.tokens])
-        return encoded
-
-
-class Encoded(NamedTuple):
-    """The ids of a text, with the characters [start, end) of each where asked for, and where the text was cut."""
-
-    ids: list[int]
-    offsets: list[Span]
-    cuts: tuple[int, ...]
-
-
-def _joined(parts: Sequence[Any], cuts: tuple[int, ...], has_offsets: bool) -> Encoded:
-    """The encoding of a text from those of its pieces."""
-    if not cuts:
-        return Encoded(parts[0].ids, parts[0].offsets if has_offsets else [], ())
-    ids = [token for part in parts for token in part.ids]
-    starts = zip((0, *cuts), parts, strict=True)
-    offsets = [(first + start, first + end) for first, part in starts for start, end in part.offsets]
-    return Encoded(ids, offsets if has_offsets else [], cuts)
+    def _encode(self, texts: Sequence[str], cuts: Sequence[tuple[int, ...]] | None) -> list[Encoded]:
+        return tokenised(texts, self.tokenizer, self.guard, cuts, has_offsets=cuts is not None)
 
 
 def _slow() -> DataError:

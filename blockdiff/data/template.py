@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
-from jinja2 import TemplateError
-
 from blockdiff.data.control_tokens import OPEN, Guard
 from blockdiff.data.messages import Message, left_out_tool
 from blockdiff.errors import DataError
@@ -38,6 +36,10 @@ PROBES: tuple[list[dict[str, str]], ...] = (
         {"role": "assistant", "content": "d"},
     ],
 )
+
+
+class RefusedByTemplate(DataError):
+    """A chat template refuses a conversation, cannot be computed, or leaves out its tools."""
 
 
 class Rendered(NamedTuple):
@@ -95,17 +97,20 @@ def render(
     tokenizer: PreTrainedTokenizerBase,
     template: str,
     messages: Sequence[Message],
-    enable_thinking: bool = False,
+    enable_thinking: bool | None = False,
     tools: Sequence[Message] | None = None,
     guard: Guard = OPEN,
+    is_prompt: bool = False,
 ) -> Rendered:
     """The text of a conversation, and the character spans the template marks, touching ones merged.
 
-    Raises TemplateError where the template refuses the conversation, cannot be computed, or leaves out its tools.
+    enable_thinking: None = the template is not told; is_prompt: it ends where the assistant begins. Raises
+    RefusedByTemplate.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     (shown, declared), hidden = guard.hide([list(messages), None if tools is None else list(tools)])
+    told = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     try:
         with time_limit(TEMPLATE_SECONDS):
             texts, spans = render_jinja_template(
@@ -113,16 +118,15 @@ def render(
                 tools=declared,
                 chat_template=template,
                 return_assistant_tokens_mask=bool(GENERATION_TAG.search(template)),
-                enable_thinking=enable_thinking,
+                add_generation_prompt=is_prompt,
+                **told,
                 **tokenizer.special_tokens_map,
             )
-    except TemplateError:
-        raise
     except Exception as error:  # a template is somebody's program: it may raise anything
-        raise TemplateError(str(error) or type(error).__name__) from None
+        raise RefusedByTemplate(str(error) or type(error).__name__) from None
     text, cuts = guard.show(texts[0], hidden)
     if name := left_out_tool(text, messages, tools):
-        raise TemplateError(f"it does not write the tool {name!r}")
+        raise RefusedByTemplate(f"it does not write the tool {name!r}")
     return Rendered(text, merged(spans[0]) if spans else [], cuts)
 
 
@@ -158,5 +162,5 @@ def _is_turn_format(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     packaged = packaged_template()
     try:
         return all(render(tokenizer, template, probe)[0] == render(tokenizer, packaged, probe)[0] for probe in PROBES)
-    except TemplateError:
+    except RefusedByTemplate:
         return False

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.errors import RequestError
-from blockdiff.sampling.prompt_tokens import conversation_of
+from blockdiff.data.tokenise import chat_prompt, conversation, raw_prompt, tokens_of
+from blockdiff.errors import DataError, RequestError
+from blockdiff.sampling.controls.banned import Banned
+from blockdiff.sampling.controls.constraint import Constraint
+from blockdiff.sampling.controls.draft import Draft
+from blockdiff.sampling.controls.penalty import Penalty
+from blockdiff.sampling.controls.restriction import Control
+from blockdiff.sampling.controls.template import Template
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from blockdiff.data.control_tokens import ControlTokens
     from blockdiff.sampling.strategy import Strategy
 
 Message = Mapping[str, Any]
 SCORES = ("logprobs", "score", "draw")
+CONTROLS: tuple[type[Control], ...] = (Template, Constraint, Banned, Penalty, Draft)
 MOST_DRAWS = 1024  # answers to one request, of which the best is given
 
 
@@ -65,14 +74,13 @@ class Request:
 
     @property
     def demanded(self) -> str:
-        """What is asked of the response beside the prompt, in words; empty where nothing is."""
-        words = [f"template {self.template!r}"] if self.template is not None else []
-        words += [f"regex {self.regex!r}"] if self.regex is not None else []
-        words += [f"JSON schema {self.json_schema}"] if self.json_schema is not None else []
-        words += [f"none of {', '.join(map(repr, self.banned))}"] if self.banned else []
-        words += [f"repetition penalty {self.repetition_penalty:g}"] if self.repetition_penalty != 1.0 else []
-        words += [f"from the draft {self.draft!r}"] if self.draft is not None else []
-        return "; ".join(words)
+        """The controls in words; empty where none is asked for."""
+        return "; ".join(map(str, self.controls))
+
+    @property
+    def controls(self) -> list[Control]:
+        """The controls that are asked for; RequestError for fields that are no control, or that cannot be together."""
+        return [found for control in CONTROLS if (found := control.of(self)) is not None]
 
     def check(self) -> None:
         """Raise RequestError, one line that says what is wrong, unless this is a prompt of one kind."""
@@ -96,7 +104,10 @@ class Request:
         if not _is_integer(self.best_of) or not 1 <= self.best_of <= MOST_DRAWS:
             raise RequestError(f"best_of must be an integer from 1 to {MOST_DRAWS}, got {self.best_of!r:.80}")
         if self.messages is not None:
-            conversation_of(self)
+            try:
+                conversation(self.messages, self.tools)
+            except DataError as error:
+                raise RequestError(str(error)) from None
         for name in ("max_new_tokens", "max_steps"):
             value = getattr(self, name)
             if value is not None and not (_is_integer(value) and value >= 1):
@@ -106,36 +117,44 @@ class Request:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop must be a list of texts, got {text!r:.80} in it")
-        self._check_controls()
+        _ = self.controls
 
-    def _check_controls(self) -> None:
-        """Raise RequestError for controls of the wrong kind, or that cannot be together."""
-        for name in ("template", "regex", "draft"):
-            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
-                raise RequestError(f"{name} must be text, got {getattr(self, name)!r:.80}")
-        if self.json_schema is not None and not isinstance(self.json_schema, str | Mapping):
-            raise RequestError(f"json_schema must be an object or its JSON, got {self.json_schema!r:.80}")
-        if isinstance(self.banned, str) or not isinstance(self.banned, Sequence):
-            raise RequestError(f"banned must be a list of texts and token ids, got {self.banned!r:.80}")
-        for banned in self.banned:
-            if not (_is_integer(banned) or (isinstance(banned, str) and banned)):
-                raise RequestError(f"banned must be a list of texts and token ids, got {banned!r:.80} in it")
-        for name, least in (("repetition_penalty", "more than 0"), ("noise", "in [0, 1]")):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if value is not None and not (is_number and (0 <= value <= 1 if name == "noise" else value > 0)):
-                raise RequestError(f"{name} must be a number {least}, got {value!r:.80}")
-        if self.repetition_penalty is None:
-            raise RequestError("repetition_penalty must be a number more than 0, got None")
-        if self.noise is not None and self.draft is None:
-            raise RequestError("noise is the level to which a draft is noised; give a draft with it")
-        if self.draft is not None and self.template is not None:
-            raise RequestError("a template says where everything stands, which leaves no place for a draft; give one")
-        if self.regex is not None and self.json_schema is not None:
-            raise RequestError("give one of regex and json_schema, not both")
-        held = next((name for name in ("template", "regex", "json_schema") if getattr(self, name) is not None), None)
-        if held is not None and self.thinking:
-            raise RequestError(f"{held} says the form of the whole response and leaves no place for thinking; give one")
+    def as_tokens(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> tuple[str, list[int]]:
+        """The prompt as text ("" where it came as tokens) and tokens; RequestError says what is wrong with it."""
+        self.check()
+        text, tokens = "", list(self.tokens or ())
+        if self.tokens is None:
+            if tokenizer is None:
+                raise RequestError("a prompt in words needs a tokenizer, and the sampler has none")
+            try:
+                if self.messages is not None:
+                    text, tokens = chat_prompt(self.messages, self.tools, tokenizer, self.control_tokens, self.thinking)
+                else:
+                    text, tokens = str(self.prompt), raw_prompt(str(self.prompt), tokenizer, self.control_tokens)
+            except DataError as error:
+                raise RequestError(str(error)) from None
+        if not tokens:
+            raise RequestError("the prompt is empty")
+        for token in tokens:
+            if not _is_integer(token) or not 0 <= token < vocab_size:
+                raise RequestError(f"token {token!r} is not one of the model's {vocab_size} ids")
+        return text, tokens
+
+    def spelt(self, text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
+        """The tokens of another text of the request, called by a name; RequestError where they spell it otherwise."""
+        try:
+            tokens = tokens_of(text, tokenizer, self.control_tokens, f"{name} {text!r:.60}")
+        except DataError as error:
+            raise RequestError(str(error)) from None
+        said = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if said != text:
+            raise RequestError(f"{name} {text!r:.60} becomes {said!r:.60} in the model's tokens; write it otherwise")
+        return tokens
+
+    @property
+    def control_tokens(self) -> ControlTokens:
+        """The reading of control tokens that the texts of the request spell."""
+        return "allow" if self.allow_control_tokens else "text"
 
 
 @dataclass(frozen=True)

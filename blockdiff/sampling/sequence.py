@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import RequestError
-from blockdiff.sampling.demands import control_of
-from blockdiff.sampling.prompt_tokens import prompt_of
+from blockdiff.sampling.control import control_of
 from blockdiff.sampling.reasoning import separated
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.strategies import NextToken, as_strategy, is_guided
@@ -21,7 +20,7 @@ from blockdiff.seeding import child_seed
 
 if TYPE_CHECKING:
     from blockdiff.models.pages import PagedRow
-    from blockdiff.sampling.control import CanvasControl, Control
+    from blockdiff.sampling.control import CanvasControl, ResponseControl
     from blockdiff.sampling.settings import SamplingSettings
     from blockdiff.sampling.strategy import Strategy
 
@@ -81,7 +80,7 @@ class Sequence:
     strategy: Strategy
     canvases: int
     max_steps: int
-    control: Control | None = None
+    control: ResponseControl | None = None
     draw: int | None = None
     draws: list[Sequence] = field(default_factory=list)
     is_scored: bool = False
@@ -197,7 +196,7 @@ def sequences_of(
     seed: what the request's own seed follows from where it brings none; device: the model's. Later answers are called
     "ID draw N" in what is heard of steps and canvases, and their seeds follow from the first one's.
     """
-    prompt, tokens = prompt_of(request, settings.tokenizer, settings.vocab_size)
+    prompt, tokens = request.as_tokens(settings.tokenizer, settings.vocab_size)
     canvases = settings.canvases(request.max_new_tokens or settings.generation.max_new_tokens)
     max_steps = request.max_steps or settings.generation.max_steps
     strategy = settings.strategy
@@ -219,8 +218,6 @@ def sequences_of(
         )
     if settings.is_next_token:
         max_steps = 1
-        if request.draft is not None:
-            raise RequestError("a draft is where denoising starts, and next_token denoises nothing; leave it out")
     if request.stop and settings.tokenizer is None:
         raise RequestError("stop has texts, which need a tokenizer, and there is none")
     control = control_of(request, tokens, settings, canvases=canvases, max_steps=max_steps, device=device)

@@ -13,7 +13,6 @@ from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.models.family import family_of
 from blockdiff.sampling.choices import Choices
-from blockdiff.sampling.prompt_tokens import prompt_of
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.strategies import NextToken, as_strategy
 from blockdiff.sampling.strategy import Strategy
@@ -62,7 +61,7 @@ class SamplingSettings:
         """The number of tokens that a request's prompt is too long for the positions; 0 or less where it fits."""
         if self.positions is None:
             return 0
-        _, tokens = prompt_of(request, self.tokenizer, self.vocab_size)
+        _, tokens = request.as_tokens(self.tokenizer, self.vocab_size)
         canvases = self.canvases(request.max_new_tokens or self.generation.max_new_tokens)
         return len(tokens) + canvases * self.canvas_length - self.positions
 

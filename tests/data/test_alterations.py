@@ -11,7 +11,6 @@ from blockdiff.data.rows import check_row
 from blockdiff.data.template import TOOL_TOKENS, packaged_template, render
 from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.errors import DataError
-from blockdiff.sampling.prompt_tokens import prompt_of
 from blockdiff.sampling.request import Request
 from tests.chat_tokenizer import chat_tokenizer
 
@@ -77,7 +76,7 @@ def test_a_model_trained_verbatim_is_asked_verbatim(tokenizer):
     encoder = Encoder(tokenizer, eos_id=1, canvas_length=8, verbatim=True)
     ((example,), _) = encoder.encode([check_row({"messages": [*TURNS, TURNS[2]]}, "f:1")])
     tokenizer.chat_template = encoder.template  # as training leaves it beside the model
-    asked = prompt_of(Request(1, messages=TURNS), tokenizer, len(tokenizer))[1]
+    asked = Request(1, messages=TURNS).as_tokens(tokenizer, len(tokenizer))[1]
     assert asked == example.tokens[: example.responses[-1][0]]
 
 
@@ -179,12 +178,12 @@ def test_after_an_answer_the_model_goes_on_with_its_turn(tokenizer):
 
     def asked(**options):
         request = Request(1, messages=messages, tools=[{"name": "get"}], **options)
-        return tokenizer.decode(prompt_of(request, tokenizer, len(tokenizer))[1])
+        return tokenizer.decode(request.as_tokens(tokenizer, len(tokenizer))[1])
 
     assert asked().endswith(f"<|turn>model\n<|tool_call>call:get{{}}<tool_call|>{ANSWERED}")
     assert asked(thinking=True).endswith(f"{ANSWERED}<|channel>thought\n")
     tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(Exception, match="the chat template does not write the tool 'get'"):
+    with pytest.raises(Exception, match="does not write the tool 'get'"):
         asked()
 
 

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 
 from blockdiff.data.chat import Encoder, truncated
 from blockdiff.data.rows import Row
-from blockdiff.data.template import merged, packaged_template, render, token_spans, training_template
+from blockdiff.data.template import RefusedByTemplate, merged, packaged_template, render, token_spans, training_template
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 from blockdiff.recipes.sudoku import alphabet
@@ -310,7 +310,7 @@ def test_a_template_without_an_end_is_refused_and_an_earlier_timer_goes_on(monke
     handler = signal.getsignal(signal.SIGALRM)
     before = signal.setitimer(signal.ITIMER_REAL, 1000.0)
     try:
-        with pytest.raises(TemplateError, match=reason):
+        with pytest.raises(RefusedByTemplate, match=reason):
             render(chat_tokenizer(), endless, [{"role": "user", "content": "a"}])
         assert 990 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000
         assert signal.getsignal(signal.SIGALRM) is handler

@@ -15,7 +15,6 @@ from blockdiff.data.rows import Row
 from blockdiff.data.template import TOOL_TOKENS, TURN_TOKENS, packaged_template
 from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.errors import DataError, RequestError
-from blockdiff.sampling import prompt_tokens
 from blockdiff.sampling.request import Request
 
 pytestmark = pytest.mark.quick
@@ -89,7 +88,7 @@ def control(tokenizer, tokens):
 
 
 def prompt_of(tokenizer, *messages, **options):
-    return prompt_tokens.prompt_of(Request(1, messages=messages, **options), tokenizer, len(tokenizer))[1]
+    return Request(1, messages=messages, **options).as_tokens(tokenizer, len(tokenizer))[1]
 
 
 @pytest.mark.parametrize("contents", [("hi", "there"), ("a < b | c > d", "{x}: <b>"), ("<turn> |turn|", "<| >")])
@@ -189,11 +188,11 @@ def test_prompt_and_response_of_raw_rows_are_text(tokenizer):
     assert control(tokenizer, example.tokens) == [bos, eos] and statistics.spelt == 1
     assert tokenizer.decode(example.tokens) == "<bos><bos><|turn>userx<eos>y<eos>"
     with pytest.warns(UserWarning, match="spells the control token <bos>, which is read as text; --allow-control"):
-        asked = prompt_tokens.prompt_of(Request(1, prompt=row.prompt), tokenizer, len(tokenizer))[1]
+        asked = Request(1, prompt=row.prompt).as_tokens(tokenizer, len(tokenizer))[1]
     assert asked == example.tokens[: example.responses[0][0]]
     with warnings.catch_warnings(action="error"):
         allowed = Request(1, prompt=row.prompt, allow_control_tokens=True)
-        allowed = prompt_tokens.prompt_of(allowed, tokenizer, len(tokenizer))[1]
+        allowed = allowed.as_tokens(tokenizer, len(tokenizer))[1]
     assert allowed == tokenizer(row.prompt, add_special_tokens=False)["input_ids"]
 
 

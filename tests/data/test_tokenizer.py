@@ -16,7 +16,6 @@ from blockdiff.data.template import packaged_template, training_template
 from blockdiff.data.tokenizer import MASK, TURN_TOKENS, byte_level_bpe, character_tokenizer, write_tokenizer
 from blockdiff.errors import DataError, RequestError
 from blockdiff.sampling import Request
-from blockdiff.sampling.prompt_tokens import raw_tokens
 
 pytestmark = pytest.mark.quick
 
@@ -80,7 +79,7 @@ def run(*words: str | Path):
 def test_a_character_without_a_token_is_said_in_plain_words():
     tokenizer = character_tokenizer("12=")
     with pytest.raises(RequestError, match=r"^the prompt cannot be tokenised: no token stands for 'x'"):
-        raw_tokens(Request(1, prompt="1x="), tokenizer)
+        Request(1, prompt="1x=").as_tokens(tokenizer, 9)
     with pytest.raises(DataError, match=r"^a:1: the tokenizer cannot encode it \(no token stands for 'x'"):
         Encoder(tokenizer, eos_id=1, canvas_length=4).encode([Row("a:1", prompt="1=", response="x")])
 

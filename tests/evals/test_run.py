@@ -12,7 +12,6 @@ from blockdiff.errors import DataError
 from blockdiff.evals import task
 from blockdiff.evals.questions import longest_response, questions_of
 from blockdiff.evals.run import evaluate
-from blockdiff.sampling.prompt_tokens import prompt_of
 from tests.chat_tokenizer import chat_tokenizer
 from tests.scripted_sampler import ScriptedSampler
 
@@ -102,7 +101,7 @@ def test_a_prompt_of_the_encoder_is_what_the_sampler_makes_of_the_messages():
     encoder = Encoder(tokenizer, eos_id=1, canvas_length=8, max_length=20)
     plain, laid_out = questions_of(CHATS, EXACT), questions_of(CHATS, EXACT, encoder)
     for without, question in zip(plain, laid_out, strict=True):
-        expected = prompt_of(without.request(), tokenizer, len(tokenizer))[1]
+        expected = without.request().as_tokens(tokenizer, len(tokenizer))[1]
         assert list(question.request().tokens) == expected
         assert question.request().id == without.request().id == question.place  # what the draws are addressed by
     turn_end = tokenizer.convert_tokens_to_ids("<turn|>")

@@ -47,7 +47,10 @@ LIGHT_TRAINING = (
     *("training.activations", "training.step", "training.state", "training.best", "training.clock"),
     *("training.heldout", "training.checkpoint_tensors", "training.saved", "training.saving"),
 )
-LIGHT_DATA = ("data", "data.control_tokens", "data.messages", "data.rows", "data.strict_json")
+LIGHT_DATA = (
+    *("data", "data.control_tokens", "data.messages", "data.rows", "data.strict_json"),
+    *("data.template", "data.tokenise"),
+)
 THERE = {"blockdiff", "torch", "triton", "transformers", "safetensors", "tokenizers"}
 
 

@@ -15,14 +15,14 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Choices, Recorder, Request, Sampler
 from blockdiff.sampling import held as held_module
-from blockdiff.sampling.control import Control
-from blockdiff.sampling.demands import control_of
+from blockdiff.sampling.control import ResponseControl, control_of
+from blockdiff.sampling.controls.restriction import FREE
+from blockdiff.sampling.controls.template import parse_template
 from blockdiff.sampling.held import held_canvases
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.strategies import Composed
-from blockdiff.sampling.template import FREE, parse_template
 from tests.chat_tokenizer import chat_tokenizer
 from tests.oracles.lockstep import Draws, generate_in_lockstep
 from tests.random_regex import random_regex
@@ -57,7 +57,7 @@ def answering(tokenizer, length: int = L, mask_id: int | None = None) -> Samplin
     return SamplingSettings(tokenizer, Generation(eos_ids=(EOS,), pad_id=PAD), noise, Composed(), length, V)
 
 
-def control(canvases: int = 3, mask_id: int | None = None, tokenizer=TOKENIZER, **options) -> Control | None:
+def control(canvases: int = 3, mask_id: int | None = None, tokenizer=TOKENIZER, **options) -> ResponseControl | None:
     request = asked(**options)
     request.check()
     return control_of(request, [3], answering(tokenizer, mask_id=mask_id), canvases=canvases, max_steps=5)
@@ -220,8 +220,8 @@ def test_a_template_that_spells_a_control_token_keeps_it_as_text():
     request = Request(0, tokens=[9], template="<eos>a<?1>")
     of_chats = replace(answering(tokenizer, 16), vocab_size=len(tokenizer))
     held = control_of(request, [9], of_chats, canvases=1, max_steps=5)
-    assert held is not None and held.pins is not None
-    assert tokenizer.decode(held.pins[:6]) == "<eos>a" and held.pins[6:] == [FREE, *[EOS] * 9]
+    assert held is not None and held.restriction.pins is not None
+    assert tokenizer.decode(held.restriction.pins[:6]) == "<eos>a" and held.restriction.pins[6:] == [FREE, *[EOS] * 9]
 
 
 # -- words, tokens and penalties --------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from blockdiff.kernels import NATIVE
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import engine as engines
 from blockdiff.sampling.choices import Choices
-from blockdiff.sampling.control import Control
+from blockdiff.sampling.control import ResponseControl
+from blockdiff.sampling.controls.restriction import Restriction
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.graphs import CudaCapture, Graphs, HostCopy
 from blockdiff.sampling.request import Request, Result
@@ -181,7 +182,8 @@ def test_drafts_are_seen_at_the_first_replayed_step_alone(model, recorder):
         engine = Engine(model, None, LIVELY, page_tokens=8, buckets=BUCKETS, graphs=graphs)
         for request in requests_of(2, max_steps=10):
             [asked] = sequences_of(request, engine.settings)
-            asked.control = Control(L, 2, 10, model.device, asked.prompt_tokens, V, (), draft=[30, 40] * L, noise=0.25)
+            draft = Restriction(start=[30, 40] * L, noise=0.25)
+            asked.control = ResponseControl(draft, L, 2, 10, asked.prompt_tokens, V, model.device)
             engine.enter([asked])
         while engine.step():
             pass

@@ -11,7 +11,6 @@ from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Generation, Request, Sampler
-from blockdiff.sampling.prompt_tokens import prompt_of
 from blockdiff.sampling.reasoning import separated
 from blockdiff.sampling.sequence import sequences_of
 from tests.chat_tokenizer import chat_tokenizer
@@ -50,14 +49,14 @@ def test_a_request_asks_for_thinking_as_training_does():
     row = Row("f:1", messages=(*CHAT, {"role": "assistant", "content": "42"}))
     (example,), _ = encoder.encode([row])
     expected = example.tokens[: example.responses[0][0]]
-    text, tokens = prompt_of(Request(0, messages=CHAT, thinking=True), TOKENIZER, 500)
+    text, tokens = Request(0, messages=CHAT, thinking=True).as_tokens(TOKENIZER, 500)
     assert tokens == expected and "<|think|>" in text
-    assert "<|think|>" not in prompt_of(Request(0, messages=CHAT), TOKENIZER, 500)[0]
+    assert "<|think|>" not in Request(0, messages=CHAT).as_tokens(TOKENIZER, 500)[0]
 
 
 def test_thinking_needs_messages():
     with pytest.raises(RequestError, match="thinking is asked for in the chat template, so it needs messages"):
-        prompt_of(Request(0, prompt="a", thinking=True), TOKENIZER, 500)
+        Request(0, prompt="a", thinking=True).as_tokens(TOKENIZER, 500)
 
 
 def test_a_result_has_its_reasoning_apart():

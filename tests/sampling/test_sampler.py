@@ -190,7 +190,7 @@ def test_a_template_that_raises_is_the_error_of_its_request():
 
 def test_a_template_without_an_end_is_the_error_of_its_request(monkeypatch):
     words = tokenizer()
-    monkeypatch.setattr("blockdiff.sampling.prompt_tokens.TEMPLATE_SECONDS", 0.05)
+    monkeypatch.setattr("blockdiff.data.template.TEMPLATE_SECONDS", 0.05)
     words.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     results = sampler_for(scripted(), words, GENERATION).generate([[{"role": "user", "content": "a"}], "b"])
     assert "it takes more than 0.05 seconds" in results[0].error and results[1].error is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -100,6 +101,7 @@ def reaching(next_SX: Tensor, is_aim_S: Tensor) -> Tensor:
     return is_reaching_S
 
 
+@lru_cache(maxsize=32)
 def of_regex(regex: str) -> ByteAutomaton:
     """The texts that match a regular expression as a whole, in the syntax of Rust's regex crate.
 

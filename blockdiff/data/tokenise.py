@@ -1,0 +1,169 @@
+"""Texts to tokens, and prompts in words or messages to the tokens before which a response begins."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blockdiff.data.control_tokens import ControlTokens, Guard, cut, guard_of, why_not_encoded
+from blockdiff.data.messages import BadRow, Message, checked_messages, checked_tools
+from blockdiff.data.template import RefusedByTemplate, Span, render
+from blockdiff.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Encoded(NamedTuple):
+    """The ids of a text, with the characters [start, end) of each where asked for, and where the text was cut."""
+
+    ids: list[int]
+    offsets: list[Span]
+    cuts: tuple[int, ...]
+
+
+def tokenised(
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    guard: Guard,
+    cuts: Sequence[tuple[int, ...]] | None = None,
+    has_offsets: bool = False,
+) -> list[Encoded]:
+    """The tokens of every text, without special tokens around it.
+
+    cuts: where the texts are cut (None: at the control tokens that they spell, which so stay text). has_offsets: with
+    the characters of every token, for which the tokenizer has to be a fast one. Raises what the tokenizer raises for a
+    text that it cannot encode, and DataError for one that the guard refuses.
+    """
+    at = [guard.cuts(text) for text in texts] if cuts is None else cuts
+    pieces = [piece for text, its in zip(texts, at, strict=True) for piece in cut(text, its)]
+    found = iter(_encode(pieces, tokenizer, has_offsets) if pieces else ())
+    encoded = []
+    for text, its in zip(texts, at, strict=True):
+        parts = list(islice(found, len(its) + 1))
+        encoded.append(_joined(parts, its, has_offsets))
+        firsts = tokenizer.convert_ids_to_tokens([part.ids[0] for part in parts[1:] if part.ids])
+        guard.check(text, its, encoded[-1].ids, firsts)
+    return encoded
+
+
+def tokens_of(
+    text: str, tokenizer: PreTrainedTokenizerBase, control_tokens: ControlTokens = "text", name: str = "the text"
+) -> list[int]:
+    """The tokens of a text that people wrote; DataError, which calls it by its name, where there are none."""
+    return _ids(text, tokenizer, _guard(tokenizer, control_tokens), name=name)
+
+
+def raw_prompt(text: str, tokenizer: PreTrainedTokenizerBase, control_tokens: ControlTokens = "text") -> list[int]:
+    """The tokens of a raw prompt, with bos before them; it warns where the prompt spells a control token.
+
+    DataError where the text cannot be tokenised.
+    """
+    guard = _guard(tokenizer, control_tokens)
+    if guard.cuts(text):
+        warnings.warn(
+            f"a prompt spells the control token {guard.spelt(text)}, which is read as text; --allow-control-tokens "
+            "(Request.allow_control_tokens) makes it the token",
+            stacklevel=2,
+        )
+    tokens, bos = _ids(text, tokenizer, guard), tokenizer.bos_token_id
+    return tokens if bos is None or tokens[:1] == [bos] else [bos, *tokens]
+
+
+def conversation(messages: Any, tools: Any = None) -> tuple[list[Message], list[Message] | None]:
+    """Messages to be answered and their tools in the form that chat templates read; DataError says what is wrong."""
+    try:
+        checked, declared = checked_messages(messages, "messages"), checked_tools(tools)
+    except BadRow as error:
+        raise DataError(str(error)) from None
+    if not checked:
+        raise DataError("messages must be a list of {role, content} objects with at least one entry")
+    if checked[-1]["role"] == "assistant":
+        raise DataError("the last message is the assistant's, so nothing is left to answer; leave it out")
+    return list(checked), None if declared is None else list(declared)
+
+
+def chat_prompt(
+    messages: Any,
+    tools: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    control_tokens: ControlTokens = "text",
+    thinking: bool = False,
+) -> tuple[str, list[int]]:
+    """A conversation as the tokenizer's chat template writes it, up to where the assistant begins, and its tokens.
+
+    thinking: asks the template for reasoning. DataError where the conversation cannot be written or tokenised.
+    """
+    if not tokenizer.chat_template:
+        raise DataError("the tokenizer has no chat template; give a raw prompt instead of messages")
+    guard = _guard(tokenizer, control_tokens)
+    checked, declared = conversation(messages, tools)
+    template = tokenizer.get_chat_template(tools=declared)
+    try:
+        # not every template knows the word; one that does writes the same without it as with False
+        asks = True if thinking else None
+        text, _, cuts = render(tokenizer, template, checked, asks, declared, guard, is_prompt=True)
+    except RefusedByTemplate as error:
+        raise DataError(f"the chat template refuses these messages: {error}") from None
+    return text, _ids(text, tokenizer, guard, cuts)
+
+
+def backend_of(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The Rust half of a fast tokenizer in the state in which transformers calls it to encode one text."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
+
+
+class _Part(NamedTuple):
+    """The encoding of a piece by a tokenizer that has no Rust half."""
+
+    ids: list[int]
+
+
+def _encode(pieces: list[str], tokenizer: PreTrainedTokenizerBase, has_offsets: bool) -> list[Any]:
+    if tokenizer.is_fast:
+        backend = backend_of(tokenizer)
+        return list(
+            (backend.encode_batch if has_offsets else backend.encode_batch_fast)(pieces, add_special_tokens=False)
+        )
+    return [_Part(list(tokenizer(piece, add_special_tokens=False)["input_ids"])) for piece in pieces]
+
+
+def _joined(parts: Sequence[Any], cuts: tuple[int, ...], has_offsets: bool) -> Encoded:
+    """The encoding of a text from those of its pieces."""
+    if not cuts:
+        return Encoded(parts[0].ids, parts[0].offsets if has_offsets else [], ())
+    ids = [token for part in parts for token in part.ids]
+    starts = zip((0, *cuts), parts, strict=True)
+    offsets = [(first + start, first + end) for first, part in starts for start, end in part.offsets]
+    return Encoded(ids, offsets if has_offsets else [], cuts)
+
+
+def _ids(
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    guard: Guard,
+    cuts: tuple[int, ...] | None = None,
+    name: str = "the prompt",
+) -> list[int]:
+    """The tokens of one text; DataError says why there are none."""
+    try:
+        return tokenised([text], tokenizer, guard, None if cuts is None else [cuts])[0].ids
+    except DataError as error:
+        raise DataError(f"{name} cannot be tokenised: {error}") from None
+    except Exception as error:  # tokenizers raises plain Exceptions, for example on a character it lacks
+        raise DataError(f"{name} cannot be tokenised: {why_not_encoded(error, text, tokenizer)}") from error
+
+
+def _guard(tokenizer: PreTrainedTokenizerBase, control_tokens: ControlTokens) -> Guard:
+    return _guard_of(tokenizer, len(tokenizer), str(tokenizer.chat_template or ""), control_tokens)
+
+
+# The number of tokens is there because tokens can be added to a tokenizer later.
+_guard_of = lru_cache(maxsize=4)(lambda tokenizer, size, template, control: guard_of(tokenizer, template, control))
