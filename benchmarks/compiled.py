@@ -1,4 +1,4 @@
-"""What the Triton kernels compile to for every architecture, on any machine: `python -m benchmarks.compiled`.
+"""The machine code of the Triton kernels for every architecture, on any machine: `python -m benchmarks.compiled`.
 
 The ops are called on CPU tensors with Triton's driver replaced, so every launch goes through Triton's own
 specialisation (constants, alignment of pointers, absent arguments) and ends with the compiled kernel: what is looked
@@ -323,7 +323,7 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 @lru_cache(maxsize=256)
 def _loop(cubin: bytes) -> dict[str, int]:
-    """What stands in the loop that has most products: instructions in all, and those that read or write the stack,
+    """Counts over the loop that has most products: instructions in all, and those that read or write the stack,
     that issue a product (wgmma, mma; of fp8 with a Q) and that wait for products. As many waits as products: none runs
     beside others."""
     lines, labels, loop = _said_of(cubin, "nvdisasm", "-c", "-ndf").splitlines(), {}, ""
@@ -340,7 +340,7 @@ def _loop(cubin: bytes) -> dict[str, int]:
 
 
 def _said_of(cubin: bytes, tool: str, *options: str) -> str:
-    """What one of the tools that come with Triton prints of a compiled kernel."""
+    """The output of one of the tools that come with Triton, for a compiled kernel."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -363,7 +363,7 @@ def compiled(
 
 
 def fits(line: dict[str, Any]) -> bool:
-    """Whether a kernel compiles and can be launched on its architecture."""
+    """True for a kernel that compiles and can be launched on its architecture."""
     if "error" in line:
         return False
     limit = tiles.SHARED_MEMORY[line["architecture"]]

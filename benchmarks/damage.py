@@ -1,4 +1,4 @@
-"""What becomes of a run, or of a model, one of whose files was damaged: refused, noticed, healed, or none of these.
+"""Damage to a file of a run or of a model, and its outcome: refused, noticed, healed, or none of these.
 
 `python -m benchmarks.kills` does this after its kills. A damaged run directory, cache or input is resumed to its end; a
 damaged model is sampled from. Refused means one line that names the file and an exit code; noticed a warning that names

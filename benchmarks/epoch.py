@@ -180,7 +180,7 @@ class Theirs:
 
 
 def gradient_error(models: Pair) -> float:
-    """How far the gradients of both sides are apart, as a share of the peer's norm."""
+    """The distance of the gradients of both sides, as a share of the peer's norm."""
     squares = [0.0, 0.0]
     for name, parameter in models.ours.named_parameters():
         truth = models.peer_parameter(name).grad

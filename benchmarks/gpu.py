@@ -1,4 +1,4 @@
-"""What `make gpu` runs: the tests that need a GPU and then the benchmarks, each in a process of its own.
+"""The program of `make gpu`: the tests that need a GPU and then the benchmarks, each in a process of its own.
 
 An error on the device (an address that is not there, say) ends a CUDA process for good, so a file of tests or a suite
 takes none of the others with it. A file that fails is run once more with every launch made by Triton itself
@@ -87,7 +87,7 @@ def process(words: Sequence[str], limit: float, environment: Mapping[str, str] |
 
 
 def run_tests(files: Sequence[Path], limit: float) -> dict[str, str]:
-    """What became of each file: "passed", or what is wrong with it."""
+    """Run files of tests; returns for each of them "passed", or what is wrong with it."""
     found = {}
     for path in files:
         name = str(path.relative_to(ROOT))
@@ -104,7 +104,7 @@ def run_tests(files: Sequence[Path], limit: float) -> dict[str, str]:
 
 
 def run_suites(suites: Sequence[str], words: Sequence[str], output: Path, limit: float) -> dict[str, str]:
-    """What became of each suite; their lines are in `output`, and as a table beside it, after every one of them."""
+    """Run suites; returns how each ended. Their lines are in `output`, as JSON and as a table, after each of them."""
     from benchmarks import machine  # these need torch, whose absence is said before
     from benchmarks.result import Result, table
 

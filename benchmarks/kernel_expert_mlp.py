@@ -77,7 +77,7 @@ CUDA_SHAPES = tuple(
 
 
 class Inputs(NamedTuple):
-    """What every candidate reads, and the gradient of the output."""
+    """The tensors that every candidate reads, and the gradient of the output."""
 
     x_ND: Tensor
     gate_up_EFD: Tensor
@@ -221,7 +221,7 @@ def _error(values: Tensor, truth: Tensor) -> float:
 
 
 def _computes(name: str, work: Work, ours: list[Tensor]) -> bool:
-    """Whether a peer runs here and gives what we give."""
+    """True for a peer that runs here and gives what we give."""
     try:
         error = max(_error(x, y) for x, y in zip(work(), ours, strict=True))
     except Exception as problem:  # whatever it says that cannot take this shape or device
@@ -236,7 +236,7 @@ def _computes(name: str, work: Work, ours: list[Tensor]) -> bool:
 
 
 def _peers(shape: Shape, kind: str, inputs: Inputs) -> Iterator[tuple[str, Work]]:
-    """What there is; whether it runs is seen when it is tried."""
+    """The peers that there are; one that cannot run says so when it is tried."""
     yield "transformers eager", _work(_transformers("eager", shape), inputs, kind)
     grouped = _transformers("grouped_mm", shape)
     yield "transformers grouped_mm", _work(grouped, inputs, kind)

@@ -135,7 +135,7 @@ def run(sizes: list[Size], settings: Settings, done: Callable[[Result], object])
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device reaches: bf16 products (operations a second) and copies (bytes a second, read and written)."""
+    """The limits of this device: bf16 products (operations a second) and copies (bytes a second, read and written)."""
 
     flops: float
     bandwidth: float
@@ -280,7 +280,7 @@ Peers = dict[str, tuple[Attend, list[Tensor]]]  # a peer, and its q, k and v
 
 
 def peers(shape: Shape, spans: Spans, tensors: list[Tensor]) -> Peers:
-    """What there is for a geometry; what cannot run is named when it is tried."""
+    """The peers for a geometry; one that cannot run is named when it is tried."""
     whole = [x.detach().requires_grad_(shape.trains) for x in _whole(tensors)]
     repeated = [x.detach().repeat_interleave(whole[0].shape[1] // x.shape[1], 1) for x in whole]
     repeated = [x.requires_grad_(shape.trains) for x in repeated]

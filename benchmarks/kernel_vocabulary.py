@@ -53,7 +53,7 @@ CUDA_SHAPES = tuple(Shape("released", N, 262_144, 2816) for N in (256, 2048, 409
 
 
 class Inputs(NamedTuple):
-    """What every candidate reads."""
+    """The tensors that every candidate reads."""
 
     hidden_ND: Tensor
     table_VD: Tensor
@@ -277,7 +277,7 @@ def _cut_cross_entropy() -> Callable[..., dict[str, Tensor]] | None:
 
 
 def _two_products(inputs: Inputs) -> Tensor:
-    """What no path can avoid: the logits, and their product with the table; by rows as ours, to hold one chunk."""
+    """The products that no path can avoid: the logits, and theirs with the table; a chunk of rows at a time."""
     out = torch.empty_like(inputs.hidden_ND)
     for lo in range(0, len(out), 512):
         rows = slice(lo, lo + 512)

@@ -34,7 +34,7 @@ IN_A_CHAIN = 5
 
 @dataclass
 class Chain:
-    """What became of one run directory."""
+    """The fate of one run directory."""
 
     kills: list[Kill] = field(default_factory=list)
     differs: list[str] = field(default_factory=list)  # from the run that nobody killed; empty = nothing

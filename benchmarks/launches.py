@@ -1,4 +1,4 @@
-"""What a layer of a denoising step costs the host on the Triton path: `python -m benchmarks.launches`, on any machine.
+"""Host time of a layer of a denoising step on the Triton path: `python -m benchmarks.launches`, on any machine.
 
 Counted for each kind of layer at batch 1 over pages: launches of Triton kernels, and torch's own operations; the same
 of a commit, and the bytes that its operations copy at the released model's sizes. A denoising step is timed, too, with
@@ -134,7 +134,7 @@ def counted(
 
 @torch.no_grad()
 def copied_bytes(kind: str) -> int:
-    """What torch's operations read and write to copy tensors, of one layer more of the released model, in a commit."""
+    """Bytes that torch reads and writes to copy tensors in a commit, for one layer more of the released model."""
     bytes_of = []
     with patch.object(launching, "asks_torch", lambda: False):
         for layers in (1, 2):
@@ -148,7 +148,7 @@ def copied_bytes(kind: str) -> int:
 
 @torch.no_grad()
 def host_seconds(kind: str, few: int = 4, many: int = 16, repeats: int = 100) -> float:
-    """What one layer more makes a step longer by on the host, with nothing launched: the least of many, in turns."""
+    """Seconds of the host that one layer more adds to a step, with no launches: the least of many, in turns."""
     with launches_left_out(), patch.object(torch.nn.functional, "linear", _product_left_out):
         steps = [DenoisingStep(kind, layers) for layers in (few, many)]
         seconds: list[list[float]] = [[], []]
@@ -163,7 +163,7 @@ def host_seconds(kind: str, few: int = 4, many: int = 16, repeats: int = 100) ->
 
 @torch.no_grad()
 def beside_seconds(kind: str, rounds: int = 300, repeats: int = 20) -> tuple[float, float]:
-    """What stands in for launches and products takes for one layer, and what a launch on a GPU looks up beside it.
+    """Seconds of the stand-ins for launches and products in one layer, and of what a launch on a GPU looks up besides.
 
     Both are called alone with what a step gives them. Of what stands in for a product its result's allocation is left
     out, which a product makes, too. They are lower bounds: called again and again, all of it stays in the processor's
@@ -216,7 +216,7 @@ def _least_seconds(calls: list[Callable[[], Any]], rounds: int, repeats: int) ->
 
 @torch.no_grad()
 def python_calls(kind: str) -> int:
-    """How many calls of Python functions one layer more makes in a step."""
+    """The number of calls of Python functions that one layer more makes in a step."""
     counts = []
     with launches_left_out(), patch.object(torch.nn.functional, "linear", _product_left_out):
         for layers in (1, 2):

@@ -1,4 +1,4 @@
-"""What a result was measured on: hardware, versions, commit."""
+"""The machine of a result: hardware, versions, commit."""
 
 from __future__ import annotations
 

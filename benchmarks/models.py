@@ -132,7 +132,7 @@ def in_fp32(peer: DiffusionGemmaForBlockDiffusion) -> DiffusionGemmaForBlockDiff
 
 
 def with_wide_margins(model: DiffusionGemma, draw: Callable[[int], T], run: Callable[[T], object]) -> T:
-    """What `draw` makes of the first seed (1, 2, ...) with which no router comes near a tie in `run`."""
+    """The result of `draw` for the first seed (1, 2, ...) with which no router comes near a tie in `run`."""
     for seed in range(1, TRIES):
         drawn = draw(seed)
         if router_margin(model, lambda drawn=drawn: run(drawn)) >= MARGIN:  # type: ignore[misc]

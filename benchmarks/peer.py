@@ -149,7 +149,7 @@ def generation(
 
 
 def denoising_steps(model: DiffusionGemmaForBlockDiffusion, generate: Callable[[], object]) -> int:
-    """How many denoising steps a call of `generate` (not compiled) takes."""
+    """The number of denoising steps that a call of `generate` (not compiled) takes."""
     calls = 0
 
     def count(*_: object) -> None:

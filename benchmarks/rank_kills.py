@@ -43,7 +43,7 @@ LOST = re.compile(
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks there are, and what their recipe says of them."""
+    """A number of ranks, and what their recipe says of them."""
 
     name: str
     world: int
@@ -63,7 +63,7 @@ MESHES = (
 
 @dataclass
 class Outcome:
-    """What became of one attempt: how each rank ended, what it said, and how long the others took after a kill."""
+    """The outcome of one attempt: how each rank ended, its last words, and how long the others took after a kill."""
 
     codes: list[int]
     said: list[str]
@@ -167,7 +167,7 @@ def kill_ranks(folder: Path, mesh: Mesh, count: int, draw: random.Random) -> Kil
 
 
 def distance(whole: Path, run: Path) -> float:
-    """How far the exported weights of two runs are apart, by norm of each tensor."""
+    """The distance of the exported weights of two runs, by norm of each tensor."""
     expected, got = (load_file(each / "model" / "model.safetensors") for each in (whole, run))
     return max(float((got[name] - tensor).norm() / (tensor.norm() + 1e-12)) for name, tensor in expected.items())
 
@@ -215,7 +215,7 @@ def attempt(folder: Path, run: Path, mesh: Mesh, victim: int = -1, kill: Kill | 
 
 
 def end_all(children: dict[int, int]) -> None:
-    """What a launcher does to those that do not end."""
+    """End the children that do not end by themselves, as a launcher does."""
     for child in list(children):
         os.kill(child, signal.SIGKILL)
 

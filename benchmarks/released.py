@@ -1,4 +1,4 @@
-"""Whether this machine runs the released checkpoint as transformers does: `python -m benchmarks.released MODEL`.
+"""The released checkpoint on this machine, beside transformers: `python -m benchmarks.released MODEL`.
 
 A table says of the checkpoint which tensors it has against those that transformers' class has, how far our logits are
 from transformers' on fixed inputs, what a sampling gives, and what memory that takes; the exit code is 1 where a check
@@ -106,7 +106,7 @@ def their_logits(directory: Path, config: Any, dtype: torch.dtype, device: torch
 
 
 def of_logits(ours_BLV: Tensor, theirs_BLV: Tensor, dtype: torch.dtype) -> list[Check]:
-    """How far two sets of logits are apart."""
+    """The distance of two sets of logits."""
     apart = (ours_BLV - theirs_BLV).abs().mean() / theirs_BLV.std()
     agree = (ours_BLV.argmax(-1) == theirs_BLV.argmax(-1)).float().mean()
     bound = BOUNDS[dtype]
@@ -117,7 +117,7 @@ def of_logits(ours_BLV: Tensor, theirs_BLV: Tensor, dtype: torch.dtype) -> list[
 
 
 def of_sampling(model: Any, prompt_BS: Tensor) -> list[Check]:
-    """What a canvas of sampling gives, and the memory that it takes beside the weights, against the plan."""
+    """A sampled canvas, and the memory that it takes beside the weights, against the plan."""
     sampler = Sampler(model, None, Generation(max_new_tokens=model.canvas_length, max_steps=16))
     answers: list[Any] = []
 

@@ -10,19 +10,19 @@ from benchmarks.timing import Times, quartiles
 
 
 def half_precision_bound(peer_error: float) -> float:
-    """How far from fp32 our bf16 may be: twice what the peer's is (single experts flip), and never half the value."""
+    """The distance to fp32 that our bf16 may have: twice the peer's (single experts flip), and never half the value."""
     return min(2 * peer_error, 0.5)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far our outputs are from the peer's: what was compared -> (error, its bound)."""
+    """The distance of our outputs to the peer's: the name of what was compared -> (error, its bound)."""
 
     errors: dict[str, tuple[float, float]]
 
     @property
     def is_met(self) -> bool:
-        """Whether every error is within its bound (NaN never is)."""
+        """True where every error is within its bound (NaN never is)."""
         return all(error <= bound for error, bound in self.errors.values())
 
     def __str__(self) -> str:

@@ -81,11 +81,11 @@ class Workload:
         return Sampler(self.models.ours, None, self.generation, strategy=rules)
 
     def ours(self, limit: int) -> list[Result]:
-        """What `Sampler.generate` answers."""
+        """The answers of `Sampler.generate`."""
         return self.sampler().generate(self.requests, batch_size=limit)
 
     def lockstep(self, limit: int) -> list[Result]:
-        """What the loop answers in which rows wait for each other."""
+        """The answers of the loop in which rows wait for each other."""
         sampler = self.sampler()
         asked = [sequence for request in self.requests for sequence in sequences_of(request, sampler.settings)]
         generate_in_lockstep(sampler.model, sampler.settings, asked, limit)
@@ -191,7 +191,7 @@ def scripted(name: str, preset: str, count: int, limits: Sequence[int], seed: in
 
 
 def compared(work: Workload, limit: int) -> dict[str, Any]:
-    """Whether all sides compute the same: `agrees`, and the figures behind it."""
+    """A comparison of all sides: `agrees`, and the figures behind it."""
     if work.steps is None:
         some = replace(work, requests=work.requests[:COMPARED])
         ours = some.ours(limit)

@@ -1,4 +1,4 @@
-"""What a run of the benchmarks is told."""
+"""The settings of a run of the benchmarks."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ HEADS = 3  # beginnings that prompts share
 
 @dataclass(frozen=True)
 class Soak:
-    """What came of it: wrong: ids whose answers differ from the oracle's; leaked: pages in use at the end."""
+    """The outcome of a soak. wrong: ids whose answers differ from the oracle's; leaked: pages in use at the end."""
 
     requests: int
     answered: int

@@ -164,7 +164,7 @@ def die_at(folder: Path, kill: Kill | None) -> dict[str, int]:
 
 
 def stage_of(run: Path) -> str:
-    """How far a run got before it died, by what it left."""
+    """The stage that a run reached before it died, by what it left."""
     records = read(run / FILE_NAME) if (run / FILE_NAME).exists() else []
     if (run / "model").exists() or any(run.glob(".model*")) or (records and records[-1]["step"] == STEPS):
         return "at the end"

@@ -35,7 +35,7 @@ LOSS_BOUND, GRADIENT_BOUND, TENSOR_BOUND = 1e-5, 1e-4, 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """What varies between lines: number format, AdamW or not, canvases per row (of which one is scored)."""
+    """The choices that vary between lines: number format, AdamW or not, canvases per row (of which one is scored)."""
 
     dtype: torch.dtype = torch.float32
     autocast: bool = False

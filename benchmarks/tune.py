@@ -53,7 +53,7 @@ class Problem:
     same: dict[str, str] = field(default_factory=dict)
 
     def wanted(self, kernel: str, arguments: dict[str, Any]) -> bool:
-        """Whether a launch is one of this line."""
+        """True for a launch of this line."""
         return kernel == self.kernel and all(arguments[name] == value for name, value in self.arguments.items())
 
 
@@ -150,7 +150,7 @@ def trying(key: Key, tile: Tile) -> Iterator[None]:
 
 
 def _seconds(wanted: Wanted, call: Callable[[], None]) -> float:
-    """What the wanted launches of a call take on the GPU, each by itself."""
+    """Seconds of the wanted launches of a call on the GPU, each by itself."""
     launch, seconds = JITFunction.run, []
 
     def run(kernel: JITFunction, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:

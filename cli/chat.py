@@ -264,7 +264,7 @@ class Chat:
         self._remember(text, "the answer is empty; the message is taken back")
 
     def _remember(self, text: str, otherwise: str) -> None:
-        """Put an answer into the conversation. No template takes an empty one: its message is taken back, and said."""
+        """Put an answer into the conversation; after an empty one the user's message leaves it, too."""
         if text:
             self.messages.append({"role": "assistant", "content": text})
         else:

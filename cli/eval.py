@@ -62,9 +62,9 @@ def evaluate(
     kernels: options.Kernels = "auto",
     tensor_parallel: options.TensorParallel = 1,
 ) -> None:
-    """Answer a task's rows: accuracy and denoising steps per canvas together.
+    """Answer the rows of a task, and report accuracy and denoising steps per canvas together.
 
-    Both, because a fine-tune can win one and lose the other.
+    A fine-tuned model can be better in one of the two and worse in the other.
     """
     how: dict[str, Any] = dict(dtype=dtype, device=device, kernels=kernels, strategy=strategy, quantize=quantize)
     if task.startswith(HARNESS):

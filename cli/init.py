@@ -30,7 +30,7 @@ def init(
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="A directory or hub id to copy it from.")] = None,
 ) -> None:
-    """Write a model in Hub layout: with random weights, or a causal one with what denoising needs."""
+    """Write a model in Hub layout: one with random weights, or a denoiser made of a causal model (`--from`)."""
     if dtype not in (None, "float32", "bfloat16"):
         raise typer.BadParameter(f"{dtype!r} is neither float32 nor bfloat16", param_hint="--dtype")
     if source is not None and directory is None and preset is not None:

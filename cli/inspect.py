@@ -16,7 +16,7 @@ def inspect(
     step: Annotated[int, typer.Option(min=1, help="A recipe: the optimiser step whose batch is drawn.")] = 1,
     rows: Annotated[int, typer.Option(min=1, help="A recipe: how many rows of that batch to show.")] = 3,
 ) -> None:
-    """Show a model's sizes, what trains and its memory; of a recipe that and one batch as drawn.
+    """Show a model: its sizes, the parts that train, its memory. For a recipe also show one batch as training draws it.
 
     Reads headers only: no weights are loaded.
     """

@@ -19,7 +19,7 @@ PARITY = 1e-8
 
 
 class Truth(NamedTuple):
-    """What transformers computes: encoder [B, S, D], hidden [B, L, D], logits [B, L, V]."""
+    """The numbers of transformers: encoder [B, S, D], hidden [B, L, D], logits [B, L, V]."""
 
     encoder: Tensor
     hidden: Tensor

@@ -12,7 +12,7 @@ from blockdiff.sampling.strategy import Canvases
 
 
 def canvases_of(logits_BLV: Tensor, temperature: float = 1.0, **given: Any) -> Canvases:
-    """What a strategy sees in a first step with these logits; what is given replaces it.
+    """The canvases that a strategy sees in a first step with these logits; arguments given replace parts of them.
 
     uniform_BL picks the samples and second_BL is what `uniform_BL` of the canvases gives.
     """

@@ -1,4 +1,4 @@
-"""How far results are from the truth: the relative error, by which the tests of numbers compare."""
+"""The relative error, by which the tests of numbers compare results with the truth."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ from blockdiff.cli.main import app
 
 
 def run(*words: str | Path | int) -> Any:
-    """What a command did: its exit code and what it wrote."""
+    """A function that runs a command: it gives its exit code and what it wrote."""
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
 def works(*words: str | Path | int) -> str:
-    """What a command prints that has to work."""
+    """A function that runs a command that has to work: it gives what the command printed."""
     result = run(*words)
     assert result.exit_code == 0, (words, result.output)
     return str(result.stdout)

@@ -1,4 +1,4 @@
-"""What every test run shares: only files with the marked tests are collected, and kernels run anywhere."""
+"""Settings of every test run: only files with the marked tests are collected, and kernels run anywhere."""
 
 from __future__ import annotations
 

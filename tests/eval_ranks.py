@@ -1,4 +1,4 @@
-"""What `test_eval_ranks.py` runs on one process and on three: held-out figures and sampled prompts of one model."""
+"""The ranks of `test_eval_ranks.py`, one process and three: held-out figures and sampled prompts of one model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def figures(mesh: Mesh) -> dict[str, Any]:
         return heldout_batches(EXAMPLES[:examples], collator, 2, rank=ranks.rank, world=ranks.world)
 
     def disturbed(error: Exception) -> str:
-        """What every rank says when the last one leaves its second batch with an error."""
+        """The words of every rank when the last one leaves its second batch with an error."""
 
         def until_it_leaves() -> Iterator[Batch]:
             for place, batch in enumerate(batches(8)):

@@ -1,4 +1,4 @@
-"""What `test_exchange.py` runs in several processes: experts split over them, beside one process that has all."""
+"""The ranks of `test_exchange.py`: experts split over processes, beside one process that has all."""
 
 from __future__ import annotations
 

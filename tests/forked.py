@@ -94,7 +94,7 @@ def _ranks(
 
 
 def rank_variables(rank: int, world: int, port: int) -> dict[str, str]:
-    """What a launcher puts in the environment of a rank on the CPU."""
+    """The variables that a launcher puts in the environment of a rank on the CPU."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     return {**{name: str(n) for name, n in numbers.items()}, "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "1"}
 

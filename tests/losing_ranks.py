@@ -1,4 +1,4 @@
-"""What `test_lost_ranks.py` starts: ranks of a toy run, of which one dies, hangs, is told to stop, or takes long.
+"""The ranks of `test_lost_ranks.py`: a toy run in which one dies, hangs, is told to stop, or takes long.
 
 They are forked after the imports, so that a scenario takes a second.
 """
@@ -128,7 +128,7 @@ def told_to_stop(ranks: Ranks, run: Path) -> None:
 
 
 def long_work(ranks: Ranks, run: Path) -> None:
-    """What one rank does before the others may take longer than the timeout."""
+    """Work that one rank does before the others may take longer than the timeout."""
     with ranks.main_first("reading the data"):
         if ranks.is_main:
             time.sleep(1.5 * TIMEOUT)

@@ -1,4 +1,4 @@
-"""What `test_mesh.py` runs on one process and on several, over every mesh: the same batches, losses and weights."""
+"""The ranks of `test_mesh.py`, one process and several, over every mesh: the same batches, losses and weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ L, ROWS = 8, 6
 
 
 def held(tensor: Tensor, ranks: Ranks) -> Piece:
-    """What this rank holds of a tensor now: to gather tensor by tensor takes longer than to train."""
+    """The part of a tensor on this rank: to gather tensor by tensor takes longer than to train."""
     piece = piece_of(tensor, ranks.rank)
     return replace(piece, local=piece.local.clone())
 

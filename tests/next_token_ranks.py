@@ -1,4 +1,4 @@
-"""What `test_next_token_ranks.py` runs in several processes."""
+"""The ranks of `test_next_token_ranks.py`."""
 
 from __future__ import annotations
 

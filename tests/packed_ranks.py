@@ -1,4 +1,4 @@
-"""What `test_packing.py` runs on one process and on two: packed steps of which the second rank may get nothing."""
+"""The ranks of `test_packing.py`, one process and two: packed steps of which the second rank may get nothing."""
 
 from __future__ import annotations
 

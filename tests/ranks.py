@@ -1,4 +1,4 @@
-"""What `test_distributed.py` runs on one process, on two and on four: the same batches through the same loop.
+"""The ranks of `test_distributed.py`, one process, two and four: the same batches through the same loop.
 
 `python -m tests.ranks DIR` runs it as this rank; `python -m tests.ranks DIR OTHER` prints how far two runs are apart.
 """
@@ -178,7 +178,7 @@ def resumed(ranks: Ranks, run: Path) -> list[str]:
 
 
 def gone_on(ranks: Ranks, run: Path) -> list[bool]:
-    """Whether the weights after four steps are, to the bit, those of a run that goes on after the second step."""
+    """True where the weights after four steps are, to the bit, those of a run that goes on after the second step."""
 
     def trained(start: int, steps: int) -> Tensors:
         objective = real_objective()
@@ -196,7 +196,7 @@ def gone_on(ranks: Ranks, run: Path) -> list[bool]:
 
 
 def told(ranks: Ranks) -> list[Any]:
-    """What every rank has heard of the others: values of unequal length, odd letters, numbers that are not finite."""
+    """The values that ranks have heard of one another: unequal lengths, odd letters, numbers that are not finite."""
     own = [{"ids": [ranks.rank] * 1000 ** (ranks.rank % 2)}, 'a "ü" \ud800 \0', 0.1 + ranks.rank, 5e-324, None, True]
     heard = ranks.gather([*own, float("inf"), float("nan")])
     endless, missing = heard[ranks.world - 1][-2:]

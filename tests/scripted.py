@@ -16,7 +16,7 @@ Script = Callable[[int, int, int], Tensor]  # (last prompt token, canvas, step) 
 
 
 class ScriptedPrefix:
-    """What was encoded: each row's last prompt token, its canvas, and the denoising steps of that canvas."""
+    """The encoded rows: each row's last prompt token, its canvas, and the denoising steps of that canvas."""
 
     def __init__(self, last_B: Tensor, canvas: int, step: int = 0):
         self.last_B, self.canvas, self.step = last_B, canvas, step
@@ -70,7 +70,7 @@ class ScriptedModel:
         allowed_BLW: Tensor | None = None,
         shaping: Shaping | None = None,
     ) -> Stats:
-        """What `Vocabulary.stats` gives, with softmax(z / T) itself as the soft embedding."""
+        """Statistics as of `Vocabulary.stats`, with softmax(z / T) itself as the soft embedding."""
         B, L, V = hidden_BLV.shape
         flat = token_stats(
             hidden_BLV.reshape(-1, V),
@@ -93,7 +93,7 @@ class ScriptedModel:
         penalty: Penalty | None = None,
         excluded: int | None = None,
     ) -> ClassStats:
-        """What `Vocabulary.class_stats` gives, with softmax(z / T) itself as the soft embedding."""
+        """Statistics as of `Vocabulary.class_stats`, with softmax(z / T) itself as the soft embedding."""
         B, L, V = hidden_BLV.shape
         inputs = hidden_BLV.reshape(-1, V), torch.eye(V), None, _of_tokens(temperature, L), uniform_BL.reshape(-1)
         flat = class_stats(*inputs, classes, penalty, excluded)

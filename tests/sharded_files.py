@@ -1,4 +1,4 @@
-"""What `test_sharded_files.py` runs on several ranks: reading and writing a model that is spread over them."""
+"""The ranks of `test_sharded_files.py`: reading and writing a model that is spread over them."""
 
 from __future__ import annotations
 

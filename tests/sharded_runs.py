@@ -1,4 +1,4 @@
-"""What `test_sharded_runs.py` starts on several ranks: whole runs of a recipe that spreads the model."""
+"""The ranks of `test_sharded_runs.py`: whole runs of a recipe that spreads the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `test_sharded_state.py` runs on one, two and four ranks: a run whose gradients are given, saved and resumed."""
+"""The ranks of `test_sharded_state.py`, one, two and four: a run whose gradients are given, saved and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `test_tensor_layers.py` runs in several processes: an MLP and an attention layer, split and whole."""
+"""The ranks of `test_tensor_layers.py`: an MLP and an attention layer, split and whole."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def attention() -> Attention:
 
 
 def run(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a layer gives for a residual that all ranks have, and every gradient, whole."""
+    """The output of a layer for a residual that all ranks have, and every gradient, whole."""
     x = x.clone().requires_grad_()
     if isinstance(module, Attention):
         rope = angles(torch.arange(TOKENS)[None], default_frequencies(HEAD_DIM, 1e4), x.dtype)

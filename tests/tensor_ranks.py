@@ -1,4 +1,4 @@
-"""What `test_tensor.py` runs in several processes: one model over them, beside one process that has all of it."""
+"""The ranks of `test_tensor.py`: one model over them, beside one process that has all of it."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def computing_in_double() -> None:
 
 
 def cases() -> dict[str, tuple[Callable[[], BlockDiffusionModel], Callable[[BlockDiffusionModel], Found]]]:
-    """How a model is made and what it is to compute: of every family that is split, and with adapters."""
+    """Models and what each is to compute: one of every family that is split, and one with adapters."""
     split = [name for name, config in CONFIGS.items() if family_of(config()).tensor_parts]
     assert len(split) >= 5
     return {name: (partial(small_model, name), run_through) for name in split} | {
@@ -154,7 +154,7 @@ def models_alone(directory: Path) -> None:
 
 
 def whole_models(ranks: Ranks, directory: Path, alone: Path) -> None:
-    """What one process computes (`models_alone`), each rank with about its share of the weights."""
+    """The numbers of one process (`models_alone`), computed by ranks with about their share of the weights each."""
     computing_in_double()
     mesh = init_device_mesh("cpu", (ranks.world,))
     for name, (make, compute) in cases().items():

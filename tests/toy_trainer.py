@@ -22,7 +22,7 @@ from blockdiff.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Options:
-    """What the recipe of a toy run says."""
+    """The recipe of a toy run."""
 
     steps: int
     ar_weight: float = 1.0

@@ -1,4 +1,4 @@
-"""What `test_two_trainings_of_one_program` starts: a rank that trains, trains again, fails, and cannot go on."""
+"""The rank of `test_two_trainings_of_one_program`: one that trains, trains again, fails, and cannot go on."""
 
 from __future__ import annotations
 

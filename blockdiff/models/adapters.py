@@ -73,12 +73,12 @@ def adapters_of(model: BlockDiffusionModel) -> dict[str, AdaptedLinear | Adapted
 
 
 def is_adapted(model: BlockDiffusionModel) -> bool:
-    """Whether a model has adapters, or rows of the embedding table that train."""
+    """True for a model that has adapters, or rows of the embedding table that train."""
     return model.vocabulary.token_rows is not None or bool(adapters_of(model))
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter and not to the family's own tensors."""
+    """True where a parameter of this name belongs to an adapter and not to the family's own tensors."""
     return name == TOKEN_ROWS or is_low_rank(name)
 
 

@@ -36,7 +36,7 @@ Rope = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Outline:
-    """What a config says, in words that all families share.
+    """The content of a config, in words that all families share.
 
     bos, eos, pad: ids of special tokens as the config has them; experts, experts_per_token: 0 without;
     cached_per_token: numbers that a prefix holds of one token; positions: how many tokens a row may have; lines: the
@@ -59,7 +59,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a family's models can do; `Family.require` refuses everything else."""
+    """The capabilities of a family's models; `Family.require` refuses everything else."""
 
     kernels: tuple[str, ...]
     predictions: tuple[str, ...]
@@ -150,7 +150,7 @@ def family_of(config: Any) -> Family:
 
 @dataclass(frozen=True, eq=False)
 class LayerKind:
-    """What layers of one kind have in common: which tokens they see, and how they turn them.
+    """A kind of layers, which see the same tokens and turn positions alike.
 
     window: how many keys a clean query sees, itself included (None: all); frequencies: of RoPE, fp32 [d/2];
     keeps_selection: of layers that select among the keys of the prefix, whether what they select in the first step of a
@@ -329,7 +329,7 @@ def wanted(x: Tensor, is_noisy: bool | Tensor, tokens: int) -> tuple[Tensor, boo
 
 
 def layer_scalar(layer: Any, is_noisy: bool | Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What a layer multiplies its tokens by: [1] for all, [B, T, 1], or None for nothing.
+    """The factor of a layer's tokens: [1] for all, [B, T, 1], or None for no factor.
 
     A layer calls it in its forward, which is where its weights are whole when they are sharded.
     """

@@ -133,7 +133,7 @@ class Llama(BlockDiffusionModel):
 
 
 def denoises(config: Any) -> bool:
-    """Whether models of this config have canvases, or are causal alone."""
+    """True for a config whose models have canvases; the others are causal alone."""
     return bool(getattr(config, "canvas_length", None))
 
 
@@ -143,7 +143,7 @@ def layer_types(config: Any) -> Sequence[str]:
 
 
 def frequencies(config: Any) -> Tensor:
-    """What RoPE turns by, fp32 [d/2]."""
+    """The frequencies of RoPE, fp32 [d/2]."""
     rope = config.rope_parameters
     if rope.get("rope_type") == "llama3":
         return llama3_frequencies(config.head_dim, rope["rope_theta"], rope)

@@ -88,7 +88,7 @@ class Names:
         return next((name for name in candidates if name is not None and name in there), None)
 
     def piece(self, hub: str) -> tuple[str, int, int] | None:
-        """What a tensor of a file is a piece of: that Hub name, and the numbers of the expert and of the matrix."""
+        """The Hub name of the tensor to which a stored piece belongs, with the numbers of its expert and matrix."""
         for whole, patterns in (*self.pieces, *self.fp8_pieces):
             for matrix, pattern in enumerate(patterns):
                 found = re.fullmatch(r"(.*)" + re.escape(pattern).replace(r"\[\]", r"(\d+)"), hub)

@@ -1,1 +1,1 @@
-"""What several processes do together: who they are, how they agree and wait, and how signals stop them."""
+"""The processes of a run: which they are, how they agree and wait for one another, and how signals stop them."""

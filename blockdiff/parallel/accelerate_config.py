@@ -1,4 +1,4 @@
-"""What an Accelerate config asks for beside processes: it agrees with the recipe, or it is refused by name.
+"""Settings of an Accelerate config beside its processes: they agree with the recipe, or are refused by name.
 
 `accelerate launch` hands its settings to the processes in environment variables, which accelerate/utils/launch.py sets.
 How many processes there are and where they run is Accelerate's; everything else about a training is the recipe's, so

@@ -85,7 +85,7 @@ class Exchange:
 
 @dataclass(frozen=True, eq=False)
 class _Routes:
-    """Which tokens go where.
+    """The ranks to which tokens go.
 
     tokens: N; token_M: those to send, rank after rank; sent, received: how many go to each rank and come from it.
     """
@@ -97,7 +97,7 @@ class _Routes:
     received: list[int]
 
     def there(self, values_N: Tensor) -> Tensor:
-        """What the ranks sent here of their tokens, rank after rank."""
+        """The values that the ranks sent here for their tokens, rank after rank."""
         rows = values_N.index_select(0, self.token_M)
         out = rows.new_empty(sum(self.received), *rows.shape[1:])
         dist.all_to_all_single(out, rows, self.received, self.sent, group=self.group)

@@ -1,4 +1,4 @@
-"""How the ranks of a run are laid out: which of them hold pieces of the same weights, and which exchange tokens.
+"""The layout of the ranks of a run: those that hold pieces of the same weights, and those that exchange tokens.
 
 Every rank has rows of its own, but for the ranks of tensor parallelism, which run every layer together: of T of them
 rank r has the place r % T, and the data place r // T says what rows they have. Where E ranks split the experts of every
@@ -46,7 +46,7 @@ class Mesh:
 
     @property
     def is_split(self) -> bool:
-        """Whether a rank holds pieces of the weights only, so that running the model is work that ranks do together."""
+        """True where a rank holds pieces of the weights only, so that ranks run the model together."""
         return self.shard == "full" or self.experts > 1 or self.tensor > 1
 
     def __str__(self) -> str:

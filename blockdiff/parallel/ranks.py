@@ -1,4 +1,4 @@
-"""Who this process is among its ranks, how the ranks agree, and how they wait for one another.
+"""Ranks: the number of this process among them, how they agree, and how they wait for one another.
 
 Accelerate starts the processes and names the device. One process is a world of one.
 """
@@ -57,17 +57,17 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and talks to the terminal."""
+        """True for the process that writes files and talks to the terminal."""
         return self.rank == 0
 
     @property
     def row_rank(self) -> int:
-        """Which of the ranks, or of the groups that are alike, this one is: what says which rows it has."""
+        """The number of this rank, or of its group where groups are alike; it decides which rows the rank has."""
         return self.rank // self.alike
 
     @property
     def row_world(self) -> int:
-        """How many ranks, or groups that are alike, share the rows."""
+        """The number of ranks, or of groups that are alike, that share the rows."""
         return self.world // self.alike
 
     def sum_of_rows(self, values: Tensor) -> Tensor:

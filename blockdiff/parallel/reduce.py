@@ -1,4 +1,4 @@
-"""What tensor parallelism stands on: what is the same on all ranks, and what is a sum, or a log-sum, over them.
+"""The collectives of tensor parallelism with their gradients: values that are the same on all ranks, sums, log-sums.
 
 With an ordinary all-reduce in their place gradients would come out multiplied by the number of ranks.
 """

@@ -1,4 +1,4 @@
-"""How a model is spread over the ranks, and how the gradients of what they hold come together.
+"""Spreading a model over the ranks, and adding up the gradients of the parts that they hold.
 
 Each rank holds all weights (DDP), or a piece of every tensor that is gathered while a unit runs (FSDP2), and with
 either it may hold the weights of some experts only. Whatever the mesh, the gradient of a parameter is that of the sum
@@ -143,7 +143,7 @@ def _divisible(mesh: Mesh) -> Any:
 
 
 def replicate(objective: nn.Module, mesh: Mesh) -> nn.Module:
-    """What training calls: the objective itself, or where every rank holds all weights DDP around it.
+    """The module that training calls: the objective, with DDP around it where every rank holds all weights.
 
     DDP gives all ranks the weights of rank 0, and leaves alone the experts that only some of them have.
     """
@@ -185,7 +185,7 @@ def exchanging(module: nn.Module, now: bool) -> AbstractContextManager[Any]:
 
 
 def loss_factor(module: nn.Module, mesh: Mesh) -> int:
-    """What a rank's loss is multiplied by before its backward: DDP averages gradients over the ranks, FSDP2 adds up."""
+    """The factor of a rank's loss before its backward: DDP averages gradients over the ranks, FSDP2 adds them up."""
     return mesh.ranks.world if isinstance(module, DistributedDataParallel) else 1
 
 

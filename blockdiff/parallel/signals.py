@@ -27,12 +27,12 @@ class Stopped(Exception):
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that a signal ended: 143 for SIGTERM, 130 for SIGINT."""
+        """The exit code of a process that a signal ended, as shells expect it: 143 for SIGTERM, 130 for SIGINT."""
         return 128 + self.signal_number
 
 
 class Signals:
-    """What has been caught: `is_stopping()` is 0 until then, afterwards the signal's number."""
+    """The signal that has been caught: `is_stopping()` is 0 until then, afterwards the signal's number."""
 
     def __init__(self, speaks: bool) -> None:
         self._speaks, self._number, self._since = speaks, 0, 0.0

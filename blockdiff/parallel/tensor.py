@@ -58,7 +58,7 @@ def tensor_parallel(model: BlockDiffusionModel, mesh: DeviceMesh) -> None:
 
 
 class _Indivisible(Exception):
-    """How many of what there are."""
+    """A number of heads, channels, experts or tokens that the ranks do not divide: the number and its noun."""
 
 
 def show(module: nn.Module, seen: dict[str, Seen]) -> None:
@@ -71,7 +71,7 @@ def show(module: nn.Module, seen: dict[str, Seen]) -> None:
 
 
 def runs(part: nn.Module) -> None:
-    """Make a module a part: what it calls sees what `show` says."""
+    """Make a module a part that ranks run together: while it runs, code sees parameters as `show` gives them."""
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
         _RUNNING.parts += 1
@@ -226,7 +226,7 @@ def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True, eq=False)
 class AllHere:
-    """What `Experts.exchange` takes where all ranks have all tokens: each runs its experts, and the results add up."""
+    """The exchange of `Experts` where all ranks have all tokens: each runs its experts, and the results add up."""
 
     group: dist.ProcessGroup
 

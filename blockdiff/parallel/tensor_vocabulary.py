@@ -106,7 +106,7 @@ class SharedVocabulary(Vocabulary):
     def scores(
         self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None = None, bonus_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What `cross_entropy` gives, fp32 [N], and the argmax of the same logits, int64 [N]; no gradients."""
+        """The losses of `cross_entropy`, fp32 [N], and the argmax of the same logits, int64 [N]; no gradients."""
         table = self.output_weights()
         place_N, is_here_N = self._here(targets_N, table)
         favoured = self._favoured(observed_N, bonus_N, table)

@@ -91,7 +91,7 @@ class _Turns:
                 self._agreed(_INTERRUPTED if isinstance(error, Interrupted) else _FAILED)
 
     def _agreed(self, mine: int) -> int:
-        """What all ranks call next: the model if anybody wants that, else the vocabulary, or nothing any more."""
+        """The next call of all ranks: the model if anybody wants that, else the vocabulary, or nothing any more."""
         said = torch.zeros(5, dtype=torch.int64)
         said[mine] = 1
         self.is_over = True  # whatever interrupts this, nobody waits for this rank any more

@@ -1,4 +1,4 @@
-"""How a rank learns that another one is gone, wherever it waits, and ends by itself with one line.
+"""The watch over the other ranks: a rank learns that one is gone, wherever it waits, and ends with one line.
 
 Most collectives fail when a rank dies, but not everything that ranks wait in: while groups are made they wait in the
 launcher's store, ranks of a mesh may wait for one another after a third has gone, and NCCL waits for the device. So
@@ -185,7 +185,7 @@ def _tell(peer: socket.socket, word: bytes) -> None:
 
 
 def _received(peer: socket.socket) -> bytes:
-    """What a peer said; nothing where it is gone."""
+    """The words of a peer; empty where it is gone."""
     try:
         return peer.recv(4096)
     except BlockingIOError:

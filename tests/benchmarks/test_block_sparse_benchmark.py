@@ -1,4 +1,4 @@
-"""What the benchmark of block-sparse attention prints: times only where all agree, and why a peer has none."""
+"""The lines of the benchmark of block-sparse attention: times only where all agree, and why a peer has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels compile to: one that does not compile is said, and the others are looked at all the same."""
+"""Compiled kernels: one that does not compile is said, and the others are looked at all the same."""
 
 from __future__ import annotations
 

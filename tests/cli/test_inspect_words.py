@@ -1,4 +1,4 @@
-"""What `inspect` shows of the tokens of a batch."""
+"""The tokens of a batch as `inspect` shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat template alters is counted, and `verbatim` alters nothing, in training as in sampling."""
+"""Alterations by a chat template are counted, and `verbatim` makes none, in training as in sampling."""
 
 from __future__ import annotations
 

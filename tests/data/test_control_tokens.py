@@ -1,4 +1,4 @@
-"""What people write never becomes a control token, whatever the tokenizer, and harmless texts are encoded as ever."""
+"""Texts never become control tokens, whatever the tokenizer, and harmless texts are encoded as ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the records of an evaluation add up to, and two of them side by side."""
+"""Sums over the records of an evaluation, and two evaluations side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents draw and point to is there, and their Python runs."""
+"""Documents: what they draw and point to is there, and their Python runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device has left, and the line that says what does not fit."""
+"""The memory that a device has left, and the line that says what does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is built for others: the release, the image, the reference."""
+"""Builds for others: the release, the image, the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches a terminal cannot command it; files and pipes get texts as they are."""
+"""Texts on a terminal cannot command it; files and pipes get them as they are."""
 
 from __future__ import annotations
 

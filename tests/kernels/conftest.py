@@ -1,4 +1,4 @@
-"""What tests of several kernels share."""
+"""Fixtures for the tests of several kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 @pytest.fixture
 def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel should have written and has not, shows: floats are NaN, integers far below every index."""
+    """Memory that a kernel should have written and has not shows: floats are NaN, integers far below every index."""
 
     def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def fill(*arguments: Any, **named: Any) -> Tensor:

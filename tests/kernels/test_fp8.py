@@ -143,7 +143,7 @@ def test_experts_with_all_gradients_that_there_are(N, E, k, empty, rank):
 
 
 def test_sums_of_fourteen_bits_cost_little_beside_the_rounding_to_fp8():
-    """What tensor cores of sm_90 keep of sums of fp8 products, modelled: 32 products and the sum so far are cut off at
+    """A model of the sums of fp8 products in tensor cores of sm_90: 32 products and the sum so far are cut off at
     2^-13 of the largest. It is why kernels leave sums there to the end."""
     g = torch.Generator().manual_seed(0)
     x, weight = torch.randn(16, 2816, generator=g), native.quantised(torch.randn(16, 2816, generator=g))

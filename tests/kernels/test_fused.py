@@ -293,7 +293,7 @@ def test_a_layer_of_a_denoising_step_makes_few_calls_of_python_functions(kind):
 
 
 def test_a_layer_in_fp8_launches_as_much_as_one_in_bf16():
-    """What is torch's product there is one of our launches; rounding inputs adds one for each of them."""
+    """One of our launches stands where torch's product does in bf16; rounding inputs adds one for each of them."""
     (plain, products), (in_fp8, operations) = (counted("sliding", quantize=form) for form in (None, "fp8"))
     assert sum(in_fp8.values()) + sum(operations.values()) == sum(plain.values()) + sum(products.values())
     assert in_fp8 - plain == Counter(fp8_product=5) and not plain - in_fp8 and not operations

@@ -1,4 +1,4 @@
-"""What launches have in common: what follows from sizes is worked out once, and forgotten where the tiles change."""
+"""Launches: what follows from sizes is worked out once, and forgotten where the tiles change."""
 
 from __future__ import annotations
 

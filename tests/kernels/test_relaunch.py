@@ -139,7 +139,7 @@ def test_every_kind_of_arguments_launches_what_triton_launches_and_triton_is_ask
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether both are the same tensor, equal numbers, or tuples of such; or tell a profiler the same."""
+    """True where both are the same tensor, equal numbers, or tuples of such; or tell a profiler the same."""
     if isinstance(a, tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, LazyDict):

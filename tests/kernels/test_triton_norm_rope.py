@@ -43,7 +43,7 @@ def leaves(tensors: list[Tensor | None], dtype: torch.dtype, device: str = DEVIC
 
 
 def outputs_and_gradients(op: Any, tensors: list[Tensor | None]) -> list[Tensor]:
-    """What the op gives, and the gradients of all its tensors for an arbitrary function of the outputs."""
+    """The outputs of the op, and the gradients of all its tensors for an arbitrary function of the outputs."""
     outs = op(*tensors)
     outs = list(outs) if isinstance(outs, tuple | list) else [outs]
     sum(((i + 1) * out.double().sin()).sum() for i, out in enumerate(outs)).backward()

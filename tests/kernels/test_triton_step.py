@@ -74,7 +74,7 @@ def test_one_training_step_is_the_same_on_triton(models):
 
 @torch.no_grad()
 def test_a_denoise_after_a_chunked_encode_is_the_same_on_triton(models):
-    """What sampling runs: unequal rows, a second chunk, a canvas with a signal."""
+    """A denoise as sampling runs it: unequal rows, a second chunk, a canvas with a signal."""
     first, second, canvas = (
         torch.tensor([tokens(n, seed), tokens(n, seed + 1)], device=DEVICE) for n, seed in ((21, 3), (7, 5), (L, 7))
     )

@@ -212,7 +212,7 @@ class _NoKernel:
 
 
 def arguments_of(op: str, target: Tensor) -> tuple[Any, ...]:
-    """What follows hidden states and table."""
+    """The arguments behind hidden states and table."""
     if op == "soft_embedding":
         return 30.0, 0.5
     return (30.0, 0.5, torch.full(target.shape, 0.5, device=DEVICE)) if op == "token_stats" else (target, 30.0)

@@ -1,4 +1,4 @@
-"""What may be done to the distribution that is drawn from, in torch and in Triton, against dense logits."""
+"""Shaping of the distribution that is drawn from, in torch and in Triton, against dense logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of DiffusionGemma's stack share."""
+"""Fixtures for the tests of DiffusionGemma's stack."""
 
 from __future__ import annotations
 

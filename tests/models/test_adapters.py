@@ -169,7 +169,7 @@ MIXED = {
 
 
 def peft_logits(directory: Path, truth: Any) -> Tensor:
-    """What transformers with PEFT computes with the adapter in a directory: the logits of a canvas without a signal."""
+    """The logits of a canvas without a signal by transformers with PEFT, with the adapter in a directory."""
     from peft import PeftModel
 
     wrapped = PeftModel.from_pretrained(truth, directory).eval()

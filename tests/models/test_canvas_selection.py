@@ -1,4 +1,4 @@
-"""How the canvases of a MiniMax M3 select blocks of their prefix: per query or per canvas, in every step or once."""
+"""Selection of blocks of their prefix by canvases of a MiniMax M3: per query or per canvas, in every step or once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def selecting(selection: str = "query", is_kept: bool = False, topk: int = 2) ->
 
 
 def watched(model: BlockDiffusionModel) -> list[Tensor]:
-    """What its canvases select from now on, in the order of calls; encoding is left out."""
+    """The selections of its canvases from now on, in the order of calls; encoding is left out."""
     found: list[Tensor] = []
     select = model.kernels.select_blocks
 

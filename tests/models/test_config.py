@@ -1,4 +1,4 @@
-"""What a config can say is computed (tests/models/test_backbone.py) or refused in one line that names the field."""
+"""Values of a config are computed (tests/models/test_backbone.py) or refused in one line that names the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every family's models do, whatever they are made of: one suite, written against `models/family.py`."""
+"""The contract of the families: one suite for all models, written against `models/family.py`."""
 
 from __future__ import annotations
 

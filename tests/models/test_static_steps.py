@@ -1,4 +1,4 @@
-"""What a CUDA graph needs of a denoising step and of a commit: the host reads nothing, no shape follows from data.
+"""The needs of a CUDA graph in a denoising step and a commit: the host reads nothing, no shape follows from data.
 
 On torch's meta device tensors have no values: whatever reads one, or makes a tensor as large as a value says, raises.
 """
@@ -150,7 +150,7 @@ def test_a_commit_reads_nothing_from_the_device():
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is launched: kernel, grid, shapes of tensors and all numbers; nothing runs."""
+    """The launches: kernel, grid, shapes of tensors and all numbers; nothing runs."""
     found: list[Any] = []
 
     def told(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a canvas sees: changing what it must not see changes nothing, changing what it sees does."""
+"""The sight of a canvas: changing what it must not see changes nothing, changing what it sees does."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def close(found: Tensor, truth: Tensor, tolerance: float = 2e-5) -> None:
 
 
 def held(pages: Pages, row: PagedRow) -> list[Tensor]:
-    """What the pages of all kinds have of a row's tokens."""
+    """The numbers that the pages of all kinds have of a row's tokens."""
     found = []
     for name, pool in pages.pools.items():
         columns = row.length - row.first[name] * PAGE

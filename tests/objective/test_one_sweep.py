@@ -247,7 +247,7 @@ def world_of_one() -> Iterator[None]:
 
 
 def gathers(model: BlockDiffusionModel, one_sweep: bool, batch: Batch) -> Counter[str]:
-    """How often each parameter of a model, sharded here, is gathered in a training step."""
+    """The number of times that each parameter of a model, sharded here, is gathered in a training step."""
     mesh = init_device_mesh("cpu", (1,))
     for part in family_of(model.config).units(model):
         fully_shard(part, mesh=mesh)

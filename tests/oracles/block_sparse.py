@@ -37,7 +37,7 @@ def select_blocks(
 def attention(
     q_Td: Tensor, k_Sd: Tensor, v_Sd: Tensor, blocks: list[list[int]], visible_T: list[int], block: int, scale: float
 ) -> Tensor:
-    """What each query of one head gathers [T, d] over the visible keys of its blocks; 0 where there are none."""
+    """The output of each query of one head [T, d] over the visible keys of its blocks; 0 where there are none."""
     rows = []
     for q, of_query, visible in zip(q_Td, blocks, visible_T, strict=True):
         keys = [key for b in of_query for key in range(b * block, min((b + 1) * block, visible))]

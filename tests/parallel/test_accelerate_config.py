@@ -24,7 +24,7 @@ PLUGINS = ("--use_fsdp", "--use_deepspeed", "--use_megatron_lm")
 
 
 def environment(words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What `accelerate launch WORDS` puts into the environment of the processes it starts."""
+    """The variables that `accelerate launch WORDS` puts into the environment of the processes it starts."""
     monkeypatch.setattr("accelerate.commands.launch.default_config_file", "/nowhere")
     base = ["--num_processes", "2", "--num_machines", "1", "--main_process_port", "0", "--dynamo_backend", "no"]
     words = words if "--mixed_precision" in words else ["--mixed_precision", "no", *words]

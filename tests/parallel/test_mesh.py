@@ -43,7 +43,7 @@ TIMES = ("seconds", "tokens_per_second", "scored_tokens_per_second", "memory_gib
 
 @pytest.fixture(scope="module")
 def one():
-    """What one process finds, encoding in a sweep of its own (False) or together with pass two (True)."""
+    """The findings of one process, encoding in a sweep of its own (False) or together with pass two (True)."""
     return functools.cache(partial(trained, Mesh(Ranks(CPU))))
 
 

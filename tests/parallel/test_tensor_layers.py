@@ -19,14 +19,14 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request, tmp_path_factory) -> list[Found]:
-    """What every rank of a group found."""
+    """The findings of every rank of a group."""
     directory: Path = tmp_path_factory.mktemp("layers")
     run_ranks(request.param, layers, directory)
     return [read(directory, rank) for rank in range(request.param)]
 
 
 def read(directory: Path, rank: int) -> Found:
-    """What a rank wrote: tensors by name, those of a group in a mapping, and the sizes."""
+    """The file of a rank: tensors by name, those of a group in a mapping, and the sizes."""
     found: Found = {"sizes": json.loads((directory / f"sizes-{rank}.json").read_text())}
     for key, tensor in load_file(directory / f"found-{rank}").items():
         group, _, name = key.rpartition("/")

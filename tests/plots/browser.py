@@ -24,7 +24,7 @@ SECONDS = 600  # that the browser may take to start or to answer
 
 
 def missing() -> str:
-    """What the tests of pages lack on this machine, in words; empty where nothing is missing."""
+    """The things that this machine lacks for the tests of pages, in words; empty where nothing is missing."""
     absent = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"no {' and no '.join(absent)} on this machine; `make browser` installs them" if absent else ""
 
@@ -65,7 +65,7 @@ class Browser:
             time.sleep(0.05)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a script in the page returns."""
+        """The value that a script in the page returns."""
         return self._ask("POST", "/execute/sync", {"script": script, "args": arguments})
 
     def press(self, *keys: str) -> None:
@@ -85,7 +85,7 @@ class Browser:
         self._ask("POST", "/goog/cdp/execute", command)
 
     def log(self) -> list[str]:
-        """What the page has complained of since the last call: errors of scripts and refused loads."""
+        """The complaints of the page since the last call: errors of scripts and refused loads."""
         return [entry["message"] for entry in self._ask("POST", "/se/log", {"type": "browser"})]
 
     def picture(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What sampling does with the choices a model was trained for, and the file that keeps them."""
+"""The choices that a model was trained for, in sampling, and the file that keeps them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sampler does with requests and batches; nothing is encoded or denoised twice or for nobody."""
+"""The sampler over requests and batches; nothing is encoded or denoised twice or for nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of recipes share."""
+"""Fixtures for the tests of recipes."""
 
 from __future__ import annotations
 

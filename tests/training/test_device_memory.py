@@ -1,4 +1,4 @@
-"""What cannot fit is refused in one line before a weight is read, and what clearly fits is not planned."""
+"""A run that cannot fit is refused in one line before a weight is read, and one that clearly fits is not planned."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def of_meshes(tmp_path_factory):
 
 @pytest.fixture(params=["none", "full"])
 def found(of_meshes, request):
-    """What each rank found, with whole weights or with pieces of them."""
+    """The findings of each rank, with whole weights or with pieces of them."""
     return [rank[request.param] for rank in of_meshes]
 
 

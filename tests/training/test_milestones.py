@@ -1,4 +1,4 @@
-"""What the loop does around optimiser steps: measuring, saving, ending early, stopping, skipping; and after a kill."""
+"""The loop around optimiser steps: measuring, saving, ending early, stopping, skipping; and after a kill."""
 
 from __future__ import annotations
 

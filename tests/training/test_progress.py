@@ -1,4 +1,4 @@
-"""What training prints: the lines for each kind of record, the table of what trains, the bar on a terminal."""
+"""The output of training: the lines for each kind of record, the table of what trains, the bar on a terminal."""
 
 from __future__ import annotations
 

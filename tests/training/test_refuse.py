@@ -1,4 +1,4 @@
-"""What a recipe is told before anything is loaded."""
+"""Refusals of recipes before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config of DiffusionGemma may say: read, checked field by field, and put in words that all families share."""
+"""Configs of DiffusionGemma: read, checked field by field, and put in words that all families share."""
 
 from __future__ import annotations
 

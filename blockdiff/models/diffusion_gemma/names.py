@@ -1,4 +1,4 @@
-"""What each tensor of DiffusionGemma is called on the Hub."""
+"""The names of DiffusionGemma's tensors on the Hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config of MiniMax M3 may say: read, checked field by field, and put in words that all families share."""
+"""Configs of MiniMax M3: read, checked field by field, and put in words that all families share."""
 
 from __future__ import annotations
 
@@ -129,17 +129,17 @@ def _wrong(config: Any) -> Iterator[str]:
 
 
 def denoises(config: Any) -> bool:
-    """Whether models of this config have canvases, or are causal alone."""
+    """True for a config whose models have canvases; the others are causal alone."""
     return bool(getattr(config, "canvas_length", None))
 
 
 def selects_per_canvas(config: Any) -> bool:
-    """Whether the queries of a canvas have one selection among the blocks of their prefix, or each its own."""
+    """True where the queries of a canvas share one selection of the blocks of their prefix."""
     return bool(getattr(config, "canvas_selection", "query") == "canvas")
 
 
 def keeps_selection(config: Any) -> bool:
-    """Whether what the first denoising step of a canvas selects stands for its other steps."""
+    """True where the selection of a canvas's first denoising step serves its other steps, too."""
     return bool(getattr(config, "canvas_selection_kept", False))
 
 

@@ -57,7 +57,7 @@ class MiniMaxM3MLP(MLP):
 
 
 class MiniMaxM3Indexer(nn.Module):
-    """What a sparse layer selects blocks by: queries of a few heads and one key for all of them."""
+    """The indexer by which a sparse layer selects blocks: queries of a few heads and one key for all of them."""
 
     def __init__(self, text: Any, kernels: Kernels):
         super().__init__()
@@ -131,7 +131,7 @@ class MiniMaxM3Attention(Attention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, spans: Spans, past: Past | None
     ) -> Tensor:
-        """What queries gather [B, T, h, d].
+        """The output of attention [B, T, h, d].
 
         Clean ones select among the blocks of all keys before them; noisy ones among those of the prefix, and see all
         own keys of their span besides.

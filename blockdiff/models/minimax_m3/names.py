@@ -1,4 +1,4 @@
-"""What each tensor of MiniMax M3 is called on the Hub (MiniMaxAI/MiniMax-M3)."""
+"""The names of MiniMax M3's tensors on the Hub (MiniMaxAI/MiniMax-M3)."""
 
 from __future__ import annotations
 
