@@ -27,7 +27,7 @@ import torch
 from benchmarks.damage import PROMPT, SILENT, Damage, all_damages, copy_to, outcome
 from benchmarks.tiny_run import Kill, differences, ended, in_child, make_inputs, make_recipe, stage_of, train_words
 from blockdiff.metrics import FILE_NAME
-from blockdiff.training import state
+from blockdiff.training.checkpoint_content import FOLDER, steps_saved
 
 IN_A_CHAIN = 5
 
@@ -131,9 +131,9 @@ def damaged(whole: Whole, damage: Damage, number: int) -> str:
     make_recipe(place)
     if not damage.is_model:  # as a kill after step 6 leaves it
         for path in (place / "run").iterdir():
-            if path.name not in (state.FOLDER, FILE_NAME, "samples.jsonl", "recipe.yaml", "data.json"):
+            if path.name not in (FOLDER, FILE_NAME, "samples.jsonl", "recipe.yaml", "data.json"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for step, path in state.steps_saved(place / "run").items():
+        for step, path in steps_saved(place / "run").items():
             if step != 6:
                 shutil.rmtree(path)
     for file in sorted(place.glob(damage.file)):

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from blockdiff.cli import main as cli
 from blockdiff.metrics import FILE_NAME, read, reproducible
-from blockdiff.training import export, state
+from blockdiff.training import export
+from blockdiff.training.checkpoint_content import FOLDER, steps_saved
 
 LONGEST = 600  # seconds after which a command counts as hung
 STEPS = 12
@@ -147,7 +148,7 @@ def become(folder: Path, words: list[str], log: Path, counted: Path, kill: Kill 
 def die_at(folder: Path, kill: Kill | None) -> dict[str, int]:
     """Make this process die before the file operation a kill names; returns the counts by kind, which go on."""
     counts = {"file": 0, "save": 0}
-    places = {"file": str(folder), "save": f"{os.sep}{state.FOLDER}{os.sep}"}
+    places = {"file": str(folder), "save": f"{os.sep}{FOLDER}{os.sep}"}
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in OPERATIONS or not isinstance(arguments[0], str | os.PathLike):
@@ -168,9 +169,9 @@ def stage_of(run: Path) -> str:
     records = read(run / FILE_NAME) if (run / FILE_NAME).exists() else []
     if (run / "model").exists() or any(run.glob(".model*")) or (records and records[-1]["step"] == STEPS):
         return "at the end"
-    if any((run / state.FOLDER).glob(".step-*")):
+    if any((run / FOLDER).glob(".step-*")):
         return "in a save"
-    if state.steps_saved(run):
+    if steps_saved(run):
         return "after a checkpoint"
     return "before the first checkpoint" if records else "before the first record"
 
@@ -182,7 +183,7 @@ def differences(whole: Path, run: Path) -> list[str]:
         for file in (FILE_NAME, "samples.jsonl")
         if reproducible(read(whole / file)) != reproducible(read(run / file))
     ]
-    last = Path(state.FOLDER) / f"step-{STEPS}"
+    last = Path(FOLDER) / f"step-{STEPS}"
     for file in [*sorted(path.name for path in (whole / last).glob("*.safetensors")), "model/model.safetensors"]:
         path = Path(file) if "/" in file else last / file
         expected, got = load_file(whole / path), load_file(run / path)

@@ -27,7 +27,7 @@ def export(
     if peft and quantize is not None:
         raise typer.BadParameter("adapters are never in fp8; leave one of the two out", param_hint="--quantize")
     if (Path(source) / "trainer.json").is_file() and adapter is None:
-        from blockdiff.training.consolidate import consolidate
+        from blockdiff.training.export import consolidate
 
         written = consolidate(Path(source), output, peft=peft, base=base, dtype=dtype, quantize=quantize)
     else:

@@ -28,8 +28,11 @@ from blockdiff.parallel import watch as watch_room
 from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.parallel.watch import watched
-from blockdiff.training import state
+from blockdiff.training.checkpoint_content import steps_saved
+from blockdiff.training.checkpoint_reader import restore
+from blockdiff.training.checkpoint_writer import save_checkpoint
 from blockdiff.training.optimiser import build
+from blockdiff.training.run import entered, prune
 from tests import losing_meshes as meshes
 from tests.forked import HUNG, rank_variables
 from tests.toy_objective import ToyObjective, slots, toy_batches
@@ -45,9 +48,9 @@ def toy_run(ranks: Ranks, run: Path, disturb: Callable[[int], None] = lambda ste
     """Nine steps, saved after every third; `disturb(step)` comes between a step's batches or within a save."""
     objective = ToyObjective()
     optimiser = build(objective, lr=0.1)
-    with state.entered(run, True, ranks) as found:
+    with entered(run, True, ranks) as found:
         pass
-    start = state.restore(found, objective, optimiser, {}, ranks=ranks) if found else 0
+    start = restore(found, objective, optimiser, {}, ranks=ranks) if found else 0
     draw = toy_batches(slots(ranks, 4), 4)
     log = MetricsLog(run / "metrics.jsonl")
     logged = log.cut(start) if ranks.is_main else []
@@ -60,9 +63,9 @@ def toy_run(ranks: Ranks, run: Path, disturb: Callable[[int], None] = lambda ste
     def save(step: int) -> None:
         if in_save:
             disturb(step)
-        state.save(run, step, objective, optimiser, {}, ranks)
+        save_checkpoint(run, step, objective, optimiser, {}, ranks)
         if ranks.is_main:
-            state.prune(run, 2)
+            prune(run, 2)
 
     with caught(speaks=False) as signals:
         train(
@@ -337,7 +340,7 @@ def outcome(name: str, directory: Path) -> dict[str, Any]:
         "words": words,
         "seconds": seconds,
         "pieces": pieces,
-        "saved": list(state.steps_saved(run)),
+        "saved": list(steps_saved(run)),
     }
 
 

@@ -26,7 +26,10 @@ from blockdiff.errors import RunError
 from blockdiff.metrics import MetricsLog
 from blockdiff.objective import Objective
 from blockdiff.parallel.ranks import Ranks, from_accelerate
-from blockdiff.training import state
+from blockdiff.training.checkpoint_content import FOLDER
+from blockdiff.training.checkpoint_reader import restore
+from blockdiff.training.checkpoint_writer import save_checkpoint
+from blockdiff.training.run import entered, prune
 from tests.closeness import relative_error
 from tests.oracle import tiny_config, widen_routers
 from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches, toy_row
@@ -146,7 +149,7 @@ def failing(ranks: Ranks) -> str:
 
 
 def enter(run: Path, resume: bool, ranks: Ranks) -> Path | None:
-    with state.entered(run, resume, ranks) as checkpoint:
+    with entered(run, resume, ranks) as checkpoint:
         return checkpoint
 
 
@@ -158,9 +161,9 @@ def resumed(ranks: Ranks, run: Path) -> list[str]:
     options = Options(2, save_every=1)
 
     def save(step: int) -> None:
-        state.save(run, step, objective, optimiser, {}, ranks)
+        save_checkpoint(run, step, objective, optimiser, {}, ranks)
         if ranks.is_main:
-            state.prune(run, 1)
+            prune(run, 1)
 
     log = MetricsLog(run / "metrics.jsonl").append
     batches = toy_batches(slots(ranks, BATCH), BATCH)
@@ -172,7 +175,7 @@ def resumed(ranks: Ranks, run: Path) -> list[str]:
     checkpoint = enter(run, True, ranks)
     assert checkpoint is not None
     again = ToyObjective(5)
-    seen.append(str(state.restore(checkpoint, again, torch.optim.SGD(again.parameters(), lr=0.1), {})))
+    seen.append(str(restore(checkpoint, again, torch.optim.SGD(again.parameters(), lr=0.1), {})))
     same = all(torch.equal(a, b) for a, b in zip(again.parameters(), objective.parameters(), strict=True))
     return [*seen, f"same weights {same}"]
 
@@ -184,8 +187,8 @@ def gone_on(ranks: Ranks, run: Path) -> list[bool]:
         objective = real_objective()
         optimiser = torch.optim.AdamW(objective.parameters(), lr=1e-2)
         if start:
-            state.restore(run / state.FOLDER / f"step-{start}", objective, optimiser, {}, ranks=ranks)
-        save = partial(state.save, run, objective=objective, optimiser=optimiser, facts={}, ranks=ranks)
+            restore(run / FOLDER / f"step-{start}", objective, optimiser, {}, ranks=ranks)
+        save = partial(save_checkpoint, run, objective=objective, optimiser=optimiser, facts={}, ranks=ranks)
         options = Options(steps, save_every=2)
         watch = {"save": save, "log": lambda record: None}
         train(objective, optimiser, lambda _: 1e-2, real_batches(ranks), options, ranks, **watch, start=start)

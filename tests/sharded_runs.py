@@ -8,7 +8,8 @@ from typing import Any
 
 import blockdiff
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.training import export, state
+from blockdiff.training import export
+from blockdiff.training.checkpoint_content import steps_saved
 
 
 class Watching(blockdiff.Callback):
@@ -19,10 +20,10 @@ class Watching(blockdiff.Callback):
         self.completed: list[int] = []
 
     def on_step(self, trainer: blockdiff.Trainer) -> None:
-        self.there.append(list(state.steps_saved(trainer.directory)))
+        self.there.append(list(steps_saved(trainer.directory)))
 
     def on_save(self, trainer: blockdiff.Trainer) -> None:
-        self.completed.append(max(state.steps_saved(trainer.directory)))
+        self.completed.append(max(steps_saved(trainer.directory)))
 
 
 def train(ranks: Ranks, folder: Path, recipe: dict[str, Any], overrides: list[str], output: str) -> None:

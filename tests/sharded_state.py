@@ -16,9 +16,11 @@ from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.pieces import like, piece_of
 from blockdiff.seeding import Stream, uniform
-from blockdiff.training import saving, state
+from blockdiff.training import checkpoint_writer
+from blockdiff.training.checkpoint_content import ALONE, steps_saved
+from blockdiff.training.checkpoint_reader import restore
+from blockdiff.training.checkpoint_writer import CheckpointWriter, save_checkpoint
 from blockdiff.training.ema import Ema
-from blockdiff.training.saving import Saver
 from tests.spread import How, spread
 from tests.toy_objective import ToyObjective
 
@@ -49,25 +51,25 @@ class Toy:
 
     def save(self, run: Path, ranks: Ranks) -> Path:
         """Write a checkpoint of the step."""
-        return state.save(run, self.step, self.objective, self.optimiser, FACTS, ranks, average=self.average)
+        return save_checkpoint(run, self.step, self.objective, self.optimiser, FACTS, ranks, average=self.average)
 
     def restore(self, run: Path, ranks: Ranks) -> Toy:
         """Go on from the last checkpoint."""
-        checkpoint = list(state.steps_saved(run).values())[-1]
+        checkpoint = list(steps_saved(run).values())[-1]
         parts = self.objective, self.optimiser, FACTS
-        self.step = state.restore(checkpoint, *parts, average=self.average, ranks=ranks)
+        self.step = restore(checkpoint, *parts, average=self.average, ranks=ranks)
         return self
 
 
 def whole_run(directory: Path, last: int) -> None:
     """The run that nothing interrupts, on one process."""
-    Toy("none").train(last).save(directory, state.ALONE)
+    Toy("none").train(last).save(directory, ALONE)
 
 
 def go_on(ranks: Ranks, directory: Path, how: How, last: int) -> None:
     """Go on with the run in `directory`, if there is one, up to a step, and save that."""
     toy = Toy(how, seed=7)
-    if state.steps_saved(directory / "run"):
+    if steps_saved(directory / "run"):
         toy.restore(directory / "run", ranks)
     else:
         toy = Toy(how)
@@ -99,7 +101,7 @@ def blind(ranks: Ranks, directory: Path) -> None:
 def full_disk(ranks: Ranks, directory: Path, how: How, in_background: bool) -> None:
     """The disk of rank 1 is full in the second save: each rank gets one line, and the first save stays."""
     run, toy = directory / "run", Toy(how).train(1)
-    saver = Saver(run, ranks, in_background)
+    saver = CheckpointWriter(run, ranks, in_background)
     saver.start(1, toy.objective, toy.optimiser, FACTS, toy.average)
     saver.wait()
 
@@ -109,7 +111,7 @@ def full_disk(ranks: Ranks, directory: Path, how: How, in_background: bool) -> N
     said = "nothing"
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 1:
-            patch.setattr(saving, "write_stream", full)
+            patch.setattr(checkpoint_writer, "write_stream", full)
         try:
             saver.start(2, toy.objective, toy.optimiser, FACTS, toy.average)
             while not saver.poll():
@@ -126,7 +128,7 @@ def save_while_training(ranks: Ranks, directory: Path, how: How) -> None:
     """A save in the background holds the step at which it was begun, although training goes on meanwhile."""
     run, toy = directory / "run", Toy(how).train(2)
     may_write = directory / f"may-write-{ranks.rank}"
-    original = saving.write_stream
+    original = checkpoint_writer.write_stream
 
     def waiting(*arguments: Any) -> str:
         while not may_write.exists():
@@ -134,21 +136,21 @@ def save_while_training(ranks: Ranks, directory: Path, how: How) -> None:
         return original(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "write_stream", waiting)
-        saver = Saver(run, ranks, in_background=True)
+        patch.setattr(checkpoint_writer, "write_stream", waiting)
+        saver = CheckpointWriter(run, ranks, in_background=True)
         saver.start(2, toy.objective, toy.optimiser, FACTS, toy.average)
         toy.train(4)
         assert saver.poll() == 0
         assert saver.step == 2
-        assert not state.steps_saved(run)
+        assert not steps_saved(run)
         if ranks.rank == 1:
             may_write.touch()
             saver._thread.join()
         assert saver.poll() == 0  # rank 1 is done, rank 0 is not
-        assert not state.steps_saved(run)
+        assert not steps_saved(run)
         may_write.touch()
         assert saver.wait() == 2
-    assert list(state.steps_saved(run)) == [2]
+    assert list(steps_saved(run)) == [2]
     assert saver.wait() == saver.poll() == saver.step == 0
     saver.start(4, toy.objective, toy.optimiser, FACTS, toy.average)
     assert saver.wait() == 4
@@ -174,7 +176,7 @@ def killed(ranks: Ranks, directory: Path, how: How, victim: int, moment: int, in
         setattr(place, name, dying(getattr(place, name)))
     said = "saved"
     try:
-        saver = Saver(run, ranks, in_background)
+        saver = CheckpointWriter(run, ranks, in_background)
         with ranks.guarded("step 2"):
             toy.train(2)
             saver.start(2, toy.objective, toy.optimiser, FACTS, toy.average)

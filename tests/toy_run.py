@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 
 from blockdiff.metrics import MetricsLog, read, reproducible
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.training import state
+from blockdiff.training.checkpoint_reader import restore
+from blockdiff.training.checkpoint_writer import save_checkpoint
 from blockdiff.training.optimiser import build
+from blockdiff.training.run import entered, prune
 from blockdiff.training.schedule import CosineDecay, learning_rate
 from tests.toy_objective import ToyObjective, slots, toy_batches
 from tests.toy_trainer import Options, train
@@ -22,14 +24,14 @@ FACTS = {"seed": 3, "optim.lr": 0.1}
 
 def saved(run, step, objective, optimiser, keep=2, **kept):
     """Save a step and remove the checkpoints that are not kept, as the trainer does."""
-    path = state.save(run, step, objective, optimiser, FACTS)
-    state.prune(run, keep, **kept)
+    path = save_checkpoint(run, step, objective, optimiser, FACTS)
+    prune(run, keep, **kept)
     return path
 
 
 def enter(run: Path, resume: bool = True) -> Path | None:
     """Enter a run directory and leave it; returns the checkpoint to go on from."""
-    with state.entered(run, resume, ALONE) as checkpoint:
+    with entered(run, resume, ALONE) as checkpoint:
         return checkpoint
 
 
@@ -39,7 +41,7 @@ def run_to(run: Path, stop: int, resume: bool = False, seed: int = 0, keep: int 
     optimiser = build(objective, lr=0.1)
     log = MetricsLog(run / "metrics.jsonl")
     checkpoint = enter(run, resume)
-    start = state.restore(checkpoint, objective, optimiser, FACTS) if checkpoint else 0
+    start = restore(checkpoint, objective, optimiser, FACTS) if checkpoint else 0
     log.cut(start)
     lr = partial(learning_rate, CosineDecay(), peak=0.1, steps=9, warmup_steps=3)
     train(

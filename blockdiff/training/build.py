@@ -23,15 +23,16 @@ from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
 from blockdiff.sampling.choices import Choices
 from blockdiff.training import optimiser as optimisers
-from blockdiff.training import schedule, state
+from blockdiff.training import schedule
 from blockdiff.training.activations import checkpoint_activations
+from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.data import Data, read_data
 from blockdiff.training.ema import Ema
 from blockdiff.training.freeze import count_parts
 from blockdiff.training.plan.device_memory import require_kept, require_step
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.same_run import facts_of, objective_record
+from blockdiff.training.same_run import as_begun, facts_of, objective_record
 from blockdiff.training.starting_model import StartingModel, computed_in, read_starting_model, without_weights
 
 
@@ -64,7 +65,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     """
     base = read_starting_model(recipe)
     if saved is not None and base.denoises:
-        recipe = state.as_begun(recipe, saved, ranks)
+        recipe = as_begun(recipe, saved, ranks)
     objective = without_weights(recipe, base)
     model = objective.model
     mesh = mesh_of(recipe, ranks)
@@ -122,7 +123,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
 
     facts, step = facts_of(recipe, base, data, objective), 0
     if saved is not None:
-        step = state.restore(saved, objective, optimiser, facts, average=average, ranks=ranks)
+        step = restore(saved, objective, optimiser, facts, average=average, ranks=ranks)
         if step > data.steps:
             key = "steps" if recipe.train.epochs is None else "epochs"
             length = f"{getattr(recipe.train, key):g}"

@@ -1,24 +1,43 @@
-"""What a run writes beside its checkpoints: its recipe and logs, at its end the model, the curves and the report."""
+"""The files of a run beside its checkpoints: recipe and logs, at its end the model, the curves and the report.
+
+`consolidate` makes a model of any checkpoint, too.
+"""
 
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from blockdiff import checkpoint
-from blockdiff.checkpoint.files import ADAPTER, MODEL
+from blockdiff.checkpoint.added import fill
+from blockdiff.checkpoint.files import ADAPTER, MODEL, Carried, find
+from blockdiff.checkpoint.read import carried_by, resolve_dtype
+from blockdiff.checkpoint.stream import Source
 from blockdiff.data.dataset import Dataset
 from blockdiff.errors import RESUME, CheckpointError, RunError
 from blockdiff.files import remove_leftovers, write_text
 from blockdiff.metrics import FILE_NAME, SAMPLES, MetricsLog, Record
+from blockdiff.models.adapters import adapter_tensors
+from blockdiff.models.family import family_of
 from blockdiff.plots.curves import draw_curves
-from blockdiff.training import state
+from blockdiff.sampling.choices import Choices
+from blockdiff.training.checkpoint_content import AVERAGE, steps_saved
+from blockdiff.training.checkpoint_content import MODEL as WEIGHTS
+from blockdiff.training.checkpoint_reader import open_checkpoint, restore_weights
+from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.report import report_line, run_report
 from blockdiff.training.run import RECIPE, REPORT
+from blockdiff.training.same_run import objective_record
+from blockdiff.training.starting_model import read_starting_model, without_weights
 
 if TYPE_CHECKING:
     from blockdiff.training.build import Built
@@ -47,8 +66,8 @@ def write_model(trainer: Trainer) -> str:
         found = trainer.ranks.agree(found)
     if found is not None:
         step, value = found
-        saved, ranks = state.steps_saved(directory)[step], trainer.ranks if built.mesh.is_split else None
-        state.restore_weights(saved, built.objective, built.average, ranks)
+        saved, ranks = steps_saved(directory)[step], trainer.ranks if built.mesh.is_split else None
+        restore_weights(saved, built.objective, built.average, ranks)
         which = f"the weights of step {step}, best {trainer.recipe.evaluation.best} {value:.4g}"
     if built.average is not None:
         which += " (averaged)"
@@ -94,3 +113,60 @@ def write_results(trainer: Trainer, which: str) -> None:
     end = "" if trainer.step == trainer.steps else f", ended early at step {trainer.step}"
     trainer.show.line(f"done      {which}{end}; curves.png, report.json")
     trainer.show.line(f"report    {report_line(report)}")
+
+
+def consolidate(
+    saved: Path,
+    directory: str | Path,
+    *,
+    peft: bool = False,
+    base: str | None = None,
+    dtype: str = "auto",
+    quantize: str | None = None,
+) -> Path:
+    """Make a checkpoint of a run, `RUN/checkpoints/step-N`, one in Hub layout, tensor by tensor; returns `directory`.
+
+    Whichever ranks wrote it, one process is enough, and the host holds one tensor. Averaged weights go before the
+    others. Adapters are added to the weights of `model.path`, or with `peft` written alone, for the checkpoint `base`
+    (None: `model.path`). dtype: of what is written ("auto": as it is). quantize: as in `checkpoint.export`. Raises
+    CheckpointError, RecipeError or RunError.
+    """
+    run = saved.absolute().parents[1]
+    if not (run / RECIPE).is_file():
+        raise RunError(f"{saved}: {run} has no {RECIPE}, which says what the weights belong to; keep them together")
+    recipe = read_recipe(run / RECIPE, needs_data=False)
+    tensors, found = open_checkpoint(saved), read_starting_model(recipe)
+    weights = tensors.tensors(WEIGHTS)
+    kept = weights[next(name for name in ("vocabulary.table", *weights) if name in weights)].dtype
+    objective = without_weights(recipe, found, dtype=None if recipe.lora.trains else kept)
+    model, choices = objective.model, Choices.of(objective, objective_record(recipe, objective))
+    beside = {"tokenizer": found.tokenizer, "generation": found.generation, "choices": choices}
+
+    def read(name: str, target: torch.dtype | None = None) -> Tensor:
+        is_averaged = tensors.has(AVERAGE) and f"model.{name}" in tensors.tensors(AVERAGE)
+        value = tensors.read(AVERAGE, f"model.{name}") if is_averaged else tensors.read(WEIGHTS, name)
+        return value.to(weights[name].dtype).to(target)
+
+    if recipe.lora.trains:
+        path = str(recipe.model.path)
+        for name in adapter_tensors(model):
+            fill(model, name, read(name))
+        if peft:
+            return checkpoint.save_adapter(model, directory, base or path, **beside)
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint.save_adapter(model, folder, path, **beside)
+            return checkpoint.export(path, directory, folder, dtype=dtype, quantize=quantize)
+    if peft:
+        raise CheckpointError(f"{saved}: has no adapters to write in PEFT's format")
+    if quantize is not None:
+        raise CheckpointError(f"{saved}: export it as it is first, and then the checkpoint with quantize={quantize!r}")
+    cast = None if dtype == "auto" else resolve_dtype(dtype)
+    sources = {
+        name: Source(weights[name].shape, cast or kept, partial(read, name, cast or kept))
+        for name in model.state_dict()
+    }
+    if recipe.model.path is not None:
+        model.carried = carried_by(find(recipe.model.path), family_of(model.config).names)
+    else:
+        model.carried = Carried(tensors=family_of(model.config).image_tensors(model.config, recipe.seed, kept))
+    return checkpoint.save(model, directory, dtype=cast, weights=sources, **beside)

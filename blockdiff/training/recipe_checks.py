@@ -7,8 +7,8 @@ import torch
 from blockdiff.diffusion.schedule import Schedule
 from blockdiff.errors import RecipeError
 from blockdiff.metrics import METRICS
-from blockdiff.training import best
 from blockdiff.training.recipe import Recipe
+from blockdiff.training.run import require_decisive
 from blockdiff.training.trackers import check as check_trackers
 
 
@@ -43,7 +43,7 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
         if patience is not None:
             raise RecipeError("evaluation.patience: needs evaluation.best, the metric it waits for")
         return
-    best.check(metric)
+    require_decisive(metric)
     if METRICS[metric].kind == "heldout":
         needs, source, key, every = "data.heldout", recipe.data.heldout, "train.eval_every", recipe.train.eval_every
     else:

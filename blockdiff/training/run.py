@@ -1,8 +1,12 @@
-"""`Run`: what a run directory holds, for those who look at it afterwards."""
+"""A run directory: `Run`, for those who look at it afterwards, who trains into it, and which checkpoints it keeps."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,14 @@ from typing import Any
 import yaml
 
 from blockdiff import checkpoint
-from blockdiff.errors import RunError
-from blockdiff.metrics import FILE_NAME, Record, read
-from blockdiff.training import best
+from blockdiff.errors import RESUME, RunError
+from blockdiff.files import remove_directory, remove_leftovers
+from blockdiff.metrics import FILE_NAME, METRICS, Record, decisive_metrics, read
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.training.checkpoint_content import FOLDER, steps_saved
 
 RECIPE, REPORT = "recipe.yaml", "report.json"
+SIGNS_OF_A_RUN = (FOLDER, FILE_NAME, RECIPE)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Run:
         At the end of a run its weights are exported.
         """
         recipe = yaml.safe_load(self._file(RECIPE).read_text(encoding="utf-8"))
-        return best.best_saved(self.directory, self.records, recipe["evaluation"]["best"])
+        return best_saved(self.directory, self.records, recipe["evaluation"]["best"])
 
     def model(self, **options: Any) -> Any:
         """The exported model, with its adapters if it has some; `options` go to `blockdiff.load`.
@@ -62,3 +69,104 @@ class Run:
         if not path.is_file():
             raise RunError(f"{path}: no such file; the run has not come to write it, or the directory holds no run")
         return path
+
+
+@contextmanager
+def entered(run: Path, resume: bool, ranks: Ranks) -> Iterator[Path | None]:
+    """Hold a run directory; gives the checkpoint to go on from, None to start at step 0.
+
+    Inside, no other process trains into the directory, and a start that fails leaves no empty one. All ranks call it
+    before any of them writes. Raises RunError when a run is there and `resume` is not asked for, when another process
+    holds the directory, and when the ranks see different checkpoints.
+    """
+    saved = steps_saved(run)
+    if not resume and any((run / sign).exists() for sign in SIGNS_OF_A_RUN):
+        reached = f"saved up to step {max(saved)}" if saved else "with no checkpoint yet"
+        raise RunError(f"{run} already holds a run {reached}; {RESUME}, or choose another output")
+    latest = ranks.gather(max(saved, default=0))  # nobody goes on before everybody has looked
+    if len(set(latest)) > 1:
+        raise RunError(f"{run}: processes see checkpoints up to steps {latest}; put it where all of them see the same")
+    handle = refusal = None
+    try:
+        if ranks.is_main:
+            try:
+                (run / FOLDER).mkdir(parents=True, exist_ok=True)
+                handle = os.open(run, os.O_RDONLY)
+            except OSError as error:
+                refusal = f"{run}: no run can be written there ({error.strerror}); choose another output"
+            if handle is not None and not _is_locked(handle):
+                refusal = f"{run}: another process trains into this directory; wait for its end or stop it"
+        if (refusal := ranks.agree(refusal)) is not None:
+            raise RunError(refusal)
+        try:
+            if ranks.is_main:
+                remove_leftovers(run / FOLDER)
+            yield saved[max(saved)] if saved else None
+        except BaseException:
+            for directory in (run / FOLDER, run):
+                if ranks.is_main and directory.is_dir() and not any(directory.iterdir()):
+                    directory.rmdir()
+            raise
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _is_locked(handle: int) -> bool:
+    """Lock an open directory until it is closed or its process dies; False where another process holds the lock."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system that has no locks for directories
+        pass
+    return True
+
+
+def prune(run: Path, keep: int, *, keep_every: int = 0, protect: Collection[int] = ()) -> None:
+    """Remove checkpoints but the newest `keep` (at least 1), multiples of `keep_every`, and steps to `protect`."""
+    saved = steps_saved(run)
+    for step in list(saved)[: -max(keep, 1)]:
+        if step not in protect and not (keep_every and step % keep_every == 0):
+            remove_directory(saved[step])
+
+
+def require_decisive(metric: str) -> None:
+    """Raises RunError for a metric that cannot decide which weights are the best."""
+    if metric not in (known := decisive_metrics()):
+        raise RunError(
+            f"evaluation.best: no metric {metric!r}; choose one of {', '.join(known)} "
+            "(one of your own goes into blockdiff.metrics.METRICS)"
+        )
+
+
+def values_of(records: Sequence[Record], metric: str) -> list[tuple[int, float]]:
+    """(step, value) of every record that has the metric, in the log's order; step 0 has no checkpoint."""
+    return [(record["step"], float(record[metric])) for record in records if metric in record and record["step"] > 0]
+
+
+def best_of(
+    records: Sequence[Record], metric: str | None, among: Collection[int] | None = None
+) -> tuple[int, float] | None:
+    """The step with the best value of a metric, the earliest of equals, and the value.
+
+    among: the steps that count, such as those with a checkpoint; None = all. Returns None without a metric and where no
+    record has it. Raises RunError as `require_decisive` does.
+    """
+    if metric is None:
+        return None
+    require_decisive(metric)
+    values = [pair for pair in values_of(records, metric) if among is None or pair[0] in among]
+    sign = -1 if METRICS[metric].better == "higher" else 1
+    return min(values, key=lambda pair: sign * pair[1], default=None)
+
+
+def evaluations_since_best(records: Sequence[Record], metric: str | None) -> int:
+    """How many times the metric was measured after its best value: early stopping compares it with its patience."""
+    best = best_of(records, metric)
+    return 0 if best is None or metric is None else sum(step > best[0] for step, _ in values_of(records, metric))
+
+
+def best_saved(run: Path, records: Sequence[Record], metric: str | None) -> tuple[int, float] | None:
+    """The best step of a metric among the checkpoints of a run directory, and its value, or None as `best_of` gives."""
+    return best_of(records, metric, among=steps_saved(run))

@@ -1,13 +1,16 @@
-"""The facts of a run: what must be the same for it to be resumed as the same run."""
+"""The facts of a run, which must be the same for it to be resumed as the same run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from blockdiff.checkpoint.files import find, fingerprint
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.training.checkpoint_reader import saved_facts
 from blockdiff.training.data import Data
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_choices import described
@@ -66,6 +69,20 @@ def facts_of(recipe: Recipe, base: StartingModel, data: Data, objective: Any) ->
     known["data.train"] = data.train.fingerprint
     known["data.heldout"] = None if data.heldout is None else data.heldout.fingerprint
     return known
+
+
+def as_begun(recipe: Recipe, checkpoint: Path, ranks: Ranks) -> Recipe:
+    """A recipe in which `objective.sweep: auto` has become what the run of a checkpoint began with.
+
+    Runs that were saved before recipes had this key made one sweep on a CPU and where weights were split.
+    """
+    if recipe.objective.sweep != "auto":
+        return recipe
+    facts = saved_facts(checkpoint)
+    is_split = recipe.parallel.names != ("replicate",)
+    before = is_split or (ranks.device.type == "cpu" and recipe.given.objective is None)
+    objective = recipe.objective.model_copy(update={"sweep": facts.get("objective.sweep", before)})
+    return recipe.model_copy(update={"objective": objective})
 
 
 def _hash(value: Any) -> str:

@@ -18,7 +18,7 @@ from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.fp8 import fp8_layers, put_in_fp8
 from blockdiff.objective import Objective
 from blockdiff.sampling import Generation
-from blockdiff.training.checkpoint_tensors import require_own_names
+from blockdiff.training.checkpoint_content import require_own_names
 from blockdiff.training.freeze import freeze
 from blockdiff.training.recipe import LoraSection, Recipe
 from blockdiff.training.recipe_checks import refuse_of_causal

@@ -30,9 +30,10 @@ from blockdiff.parallel.ranks import Ranks, from_accelerate
 from blockdiff.parallel.signals import Interrupted, Stopped, caught
 from blockdiff.parallel.watch import watched
 from blockdiff.sampling import Sampler
-from blockdiff.training import best, export, state
+from blockdiff.training import export
 from blockdiff.training.build import Built, build
 from blockdiff.training.callbacks import Callback, checked
+from blockdiff.training.checkpoint_writer import CheckpointWriter
 from blockdiff.training.clock import Clock, memory_gib
 from blockdiff.training.heldout import heldout
 from blockdiff.training.optimiser import clip_gradients, set_lr, trainable
@@ -40,9 +41,8 @@ from blockdiff.training.progress import Progress
 from blockdiff.training.recipe_checks import refuse, without_effect
 from blockdiff.training.recipe_choices import described
 from blockdiff.training.recipe_files import AnyRecipe, settled
-from blockdiff.training.run import Run
+from blockdiff.training.run import Run, best_of, best_saved, entered, evaluations_since_best, prune
 from blockdiff.training.samples import sample_prompts
-from blockdiff.training.saving import Saver
 from blockdiff.training.step import Counts, Gradient, SkippedSteps, backpropagate
 from blockdiff.training.trackers import Trackers
 
@@ -66,7 +66,7 @@ class Trainer:
     records: list[Record]  # all of metrics.jsonl, on the main process
     show: Progress  # what is printed
     trackers: Trackers
-    saver: Saver
+    saver: CheckpointWriter
     sampler: Sampler | None  # of all evaluations, once there was one
 
     def __init__(
@@ -272,13 +272,13 @@ class Trainer:
 
     def is_best(self) -> bool:
         """Whether the metric that decides is at its best after this step; the main process knows."""
-        found = best.best_of(self.records, self.recipe.evaluation.best)
+        found = best_of(self.records, self.recipe.evaluation.best)
         return found is not None and found[0] == self.step
 
     def should_stop(self) -> bool:
         """Whether the metric that decides has not improved for too long; the main process knows."""
         e = self.recipe.evaluation
-        return e.patience is not None and best.evaluations_since_best(self.records, e.best) >= e.patience
+        return e.patience is not None and evaluations_since_best(self.records, e.best) >= e.patience
 
     # -- records and checkpoints -----------------------------------------------------------------------------------
 
@@ -322,11 +322,11 @@ class Trainer:
         """Remove checkpoints but the newest, those at multiples of `keep_every`, and the best, on the main process."""
         if self.ranks.is_main:
             t, found = self.recipe.train, self.best_saved()
-            state.prune(self.directory, t.keep, keep_every=t.keep_every, protect=() if found is None else (found[0],))
+            prune(self.directory, t.keep, keep_every=t.keep_every, protect=() if found is None else (found[0],))
 
     def best_saved(self) -> tuple[int, float] | None:
         """The saved step with the best value of the metric that decides, and that value."""
-        return best.best_saved(self.directory, self.records, self.recipe.evaluation.best)
+        return best_saved(self.directory, self.records, self.recipe.evaluation.best)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -368,7 +368,7 @@ class Trainer:
                 self.ranks = replace(known, is_stopping=signals.is_stopping, alike=self.recipe.parallel.tensor)
                 self.show = Progress(self.recipe.train.steps or 0, is_shown=ranks.is_main)
                 refuse(self.recipe, ranks.world)
-                with state.entered(self.directory, self.resume, self.ranks) as checkpoint:
+                with entered(self.directory, self.resume, self.ranks) as checkpoint:
                     self.start(checkpoint)
                     shown = self.show.running(self.step)
                     with closing(self.saver), closing(self.trackers), shown, known.guarded(self.what):
@@ -403,7 +403,7 @@ class Trainer:
         self.sampler = None
         self.step = self.saved = built.step
         self.steps = self.show.steps = built.steps
-        self.saver = Saver(self.directory, self.ranks, self.recipe.train.save_async)
+        self.saver = CheckpointWriter(self.directory, self.ranks, self.recipe.train.save_async)
         self.weights = list(trainable(built.objective).values())
         skipped = [record["step"] for record in of_kind(records, "skipped")]
         self.skipped = SkippedSteps(self.recipe.train.non_finite, self.ranks.agree(skipped))

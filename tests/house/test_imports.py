@@ -44,8 +44,9 @@ LIGHT = {name for name, floor in FLOORS.items() if floor < 6} - {"data", "recipe
 LIGHT_TRAINING = (
     *("training", "training.adamw", "training.muon", "training.optimiser", "training.schedule"),
     *("training.freeze", "training.ema"),
-    *("training.activations", "training.step", "training.state", "training.best", "training.clock"),
-    *("training.heldout", "training.checkpoint_tensors", "training.saved", "training.saving"),
+    *("training.activations", "training.step", "training.clock"),
+    "training.saved_tensors",
+    *("training.heldout", "training.checkpoint_content", "training.checkpoint_reader", "training.checkpoint_writer"),
 )
 LIGHT_DATA = (
     *("data", "data.control_tokens", "data.messages", "data.rows", "data.strict_json"),

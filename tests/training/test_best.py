@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from blockdiff.errors import RunError
-from blockdiff.training.best import best_of, evaluations_since_best
+from blockdiff.training.run import best_of, evaluations_since_best
 
 pytestmark = pytest.mark.quick
 

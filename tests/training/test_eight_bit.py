@@ -9,7 +9,8 @@ from torch import Tensor
 
 from blockdiff.errors import RunError
 from blockdiff.training import optimiser as optim
-from blockdiff.training import state
+from blockdiff.training.checkpoint_reader import restore
+from blockdiff.training.checkpoint_writer import save_checkpoint
 from tests.little_net import learn, net
 
 pytestmark = pytest.mark.quick
@@ -33,10 +34,10 @@ def test_from_a_checkpoint_it_goes_on_to_the_bit(tmp_path):
     module = net()
     optimiser = optim.build(module, name="adamw_8bit", lr=1e-2)
     learn(module, optimiser, range(1, 16))
-    saved = state.save(tmp_path, 15, module, optimiser, {})
+    saved = save_checkpoint(tmp_path, 15, module, optimiser, {})
     again = net()
     fresh = optim.build(again, name="adamw_8bit", lr=1e-2)
-    assert state.restore(saved, again, fresh, {}) == 15
+    assert restore(saved, again, fresh, {}) == 15
     assert learn(again, fresh, range(16, 31)) == expected[15:]
 
 

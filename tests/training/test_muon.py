@@ -15,7 +15,8 @@ from blockdiff.checkpoint import init
 from blockdiff.kernels import resolve
 from blockdiff.layers.experts import Experts
 from blockdiff.training import optimiser as optim
-from blockdiff.training import state
+from blockdiff.training.checkpoint_reader import restore
+from blockdiff.training.checkpoint_writer import save_checkpoint
 from blockdiff.training.muon import _Move, orthogonalised
 from tests.little_net import learn, net
 from tests.oracle import tiny_config
@@ -92,10 +93,10 @@ def test_it_learns_and_from_a_checkpoint_goes_on_to_the_bit(tmp_path):
     module = net()
     optimiser = optim.build(module, name="muon", lr=LR)
     learn(module, optimiser, range(1, 16), LR)
-    saved = state.save(tmp_path, 15, module, optimiser, {})
+    saved = save_checkpoint(tmp_path, 15, module, optimiser, {})
     again = net()
     fresh = optim.build(again, name="muon", lr=LR)
-    assert state.restore(saved, again, fresh, {}) == 15
+    assert restore(saved, again, fresh, {}) == 15
     assert learn(again, fresh, range(16, 31), LR) == expected[15:]
 
 

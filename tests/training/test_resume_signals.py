@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from blockdiff.cli.main import app
 from blockdiff.metrics import read
-from blockdiff.training.state import steps_saved
+from blockdiff.training.checkpoint_content import steps_saved
 from tests import forked
 from tests.little_model import LITTLE, save_preset
 

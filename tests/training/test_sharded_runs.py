@@ -17,7 +17,7 @@ from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import CheckpointError, RunError
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.training import export
-from blockdiff.training.consolidate import consolidate
+from blockdiff.training.export import consolidate
 from tests import forked, sharded_runs
 from tests.little_model import LITTLE, save_preset
 

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from blockdiff.errors import RunError
-from blockdiff.training import state
-from blockdiff.training.saved import KINDS, Saved
+from blockdiff.training.checkpoint_content import ALONE, KINDS, steps_saved
+from blockdiff.training.checkpoint_reader import restore_weights
+from blockdiff.training.run import entered
+from blockdiff.training.saved_tensors import SavedTensors
 from tests import forked, sharded_state
 from tests.sharded_state import Toy
 
@@ -23,7 +25,7 @@ CHAIN = [(2, "full"), (4, "both"), (4, "experts"), (2, "none"), (2, "experts"), 
 def step_of(run: Path, step: int) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whichever ranks wrote them."""
     checkpoint = run / "checkpoints" / f"step-{step}"
-    saved = Saved(checkpoint, json.loads((checkpoint / "trainer.json").read_text())["digests"])
+    saved = SavedTensors(checkpoint, json.loads((checkpoint / "trainer.json").read_text())["digests"])
     return {f"{kind}/{name}": saved.read(kind, name) for kind in KINDS for name in saved.tensors(kind)}
 
 
@@ -51,13 +53,13 @@ def run(chain, tmp_path) -> Path:
 def test_a_run_goes_on_with_any_number_of_ranks_and_any_mesh_to_the_bit(chain):
     assert_same(step_of(chain / "run", len(CHAIN)), step_of(chain / "whole", len(CHAIN)))
     with pytest.warns(UserWarning, match="saved by 4 processes, resumed by 1"):
-        alone = Toy("none", seed=8).restore(chain / "run", state.ALONE)
+        alone = Toy("none", seed=8).restore(chain / "run", ALONE)
     assert alone.step == len(CHAIN)
     whole = step_of(chain / "whole", len(CHAIN))
     for name, tensor in alone.objective.state_dict().items():
         assert torch.equal(tensor, whole[f"model/{name}"]), name
     other = Toy("none", seed=9)
-    state.restore_weights(chain / "run" / "checkpoints" / "step-1", other.objective, other.average)
+    restore_weights(chain / "run" / "checkpoints" / "step-1", other.objective, other.average)
     assert_same(
         {f"ema/{name}": tensor for name, tensor in other.average.state().items()},
         {name: tensor for name, tensor in step_of(chain / "run", 1).items() if name.startswith("ema/")},
@@ -101,7 +103,7 @@ def test_a_damaged_file_of_one_rank_is_one_line_that_names_it(run, damage, words
     before = {name: tensor.clone() for name, tensor in toy.objective.state_dict().items()}
     message = rf"step-5: cannot be read \({file}.*{words}\); remove it to go on from an earlier one"
     with pytest.raises(RunError, match=message.replace(".safe", r"\.safe")):
-        toy.restore(run, state.ALONE)
+        toy.restore(run, ALONE)
     assert_same(before, dict(toy.objective.state_dict()))
 
 
@@ -118,7 +120,7 @@ def test_a_pieces_file_of_another_checkpoint_is_noticed(run):
     checkpoints = run / "checkpoints"
     shutil.copy(checkpoints / "step-2" / "pieces.json", checkpoints / "step-6" / "pieces.json")
     with pytest.raises(RunError, match=r"step-6: cannot be read \(pieces\.json has changed since"):
-        Toy("none").restore(run, state.ALONE)
+        Toy("none").restore(run, ALONE)
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -128,9 +130,9 @@ def test_a_full_disk_of_one_rank_is_one_line_and_the_last_checkpoint_stays(tmp_p
     assert "another rank failed during saving step 2; its message says why" in said[0]
     assert "step-2: cannot be written (No space left on device" in said[1]
     assert "step 1 is saved: make room and go on with --resume" in said[1]
-    assert list(state.steps_saved(tmp_path / "run")) == [1]
+    assert list(steps_saved(tmp_path / "run")) == [1]
     with pytest.warns(UserWarning, match="saved by 2 processes"):
-        assert Toy("none").restore(tmp_path / "run", state.ALONE).step == 1
+        assert Toy("none").restore(tmp_path / "run", ALONE).step == 1
 
 
 def test_a_rank_that_does_not_see_the_run_directory_is_named_before_anything_is_written(tmp_path):
@@ -141,7 +143,7 @@ def test_a_rank_that_does_not_see_the_run_directory_is_named_before_anything_is_
 def test_a_save_in_the_background_has_the_step_it_was_begun_at(tmp_path, world, how):
     forked.run_ranks(world, sharded_state.save_while_training, tmp_path, how)
     whole = tmp_path / "whole"
-    Toy("none").train(2).save(whole, state.ALONE)
+    Toy("none").train(2).save(whole, ALONE)
     assert_same(step_of(tmp_path / "run", 2), step_of(whole, 2))
 
 
@@ -154,10 +156,10 @@ def test_a_rank_that_is_killed_in_a_save_leaves_a_complete_checkpoint(tmp_path, 
         directory.mkdir()
         codes = forked.wait_for_ranks(2, sharded_state.killed, directory, "full", victim, moment, in_background)
         assert codes[1 - victim] == 0  # it ended by itself, with one line
-        with state.entered(directory / "run", True, state.ALONE) as checkpoint:
+        with entered(directory / "run", True, ALONE) as checkpoint:
             assert checkpoint is not None
         with warnings.catch_warnings(action="ignore"):  # another number of processes
-            reached.append(Toy("none").restore(directory / "run", state.ALONE).step)
+            reached.append(Toy("none").restore(directory / "run", ALONE).step)
         assert all(path.name.startswith("step-") for path in (directory / "run" / "checkpoints").iterdir())
         said = (directory / f"said-{1 - victim}.txt").read_text()
         if codes[victim] == 0:  # that save went through

@@ -16,7 +16,10 @@ from safetensors.torch import load_file
 from blockdiff.errors import RunError
 from blockdiff.files import digest, seal
 from blockdiff.metrics import MetricsLog
-from blockdiff.training import saving, state
+from blockdiff.training import checkpoint_writer
+from blockdiff.training.checkpoint_content import steps_saved
+from blockdiff.training.checkpoint_reader import restore, restore_weights
+from blockdiff.training.checkpoint_writer import save_checkpoint
 from blockdiff.training.ema import Ema
 from blockdiff.training.optimiser import build
 from tests import forked
@@ -54,7 +57,7 @@ def test_a_run_killed_before_its_first_checkpoint_resumes_at_step_0(tmp_path):
 def test_only_the_newest_checkpoints_stay(tmp_path):
     run_to(tmp_path, 9, keep=2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-8", "step-9"]
-    assert list(state.steps_saved(tmp_path)) == [8, 9]
+    assert list(steps_saved(tmp_path)) == [8, 9]
 
 
 def test_every_nth_checkpoint_and_the_protected_ones_stay_too(tmp_path):
@@ -62,9 +65,9 @@ def test_every_nth_checkpoint_and_the_protected_ones_stay_too(tmp_path):
     optimiser = build(objective, lr=0.1)
     for step in range(1, 12):
         saved(tmp_path, step, objective, optimiser, keep_every=4, protect={3} if step < 9 else {7})
-    assert list(state.steps_saved(tmp_path)) == [4, 7, 8, 10, 11]  # 3 went when 7 became the best
+    assert list(steps_saved(tmp_path)) == [4, 7, 8, 10, 11]  # 3 went when 7 became the best
     saved(tmp_path, 12, objective, optimiser, 1, protect={10})
-    assert list(state.steps_saved(tmp_path)) == [10, 12]
+    assert list(steps_saved(tmp_path)) == [10, 12]
 
 
 @pytest.mark.quick
@@ -72,7 +75,7 @@ def test_the_average_is_saved_and_goes_on_to_the_bit(tmp_path):
     def averaged(seed, steps, checkpoint=None):
         objective = ToyObjective(seed)
         optimiser, ema = build(objective, lr=0.1), Ema(objective, 0.9)
-        start = state.restore(checkpoint, objective, optimiser, FACTS, average=ema) if checkpoint else 0
+        start = restore(checkpoint, objective, optimiser, FACTS, average=ema) if checkpoint else 0
         batches = toy_batches(slots(ALONE, 4), 4)
         settings = {"log": lambda record: None, "after_step": ema.update, "start": start}
         train(objective, optimiser, lambda _: 0.1, batches, Options(steps), ALONE, **settings)
@@ -80,13 +83,13 @@ def test_the_average_is_saved_and_goes_on_to_the_bit(tmp_path):
 
     whole = averaged(0, 6)[2].state()
     objective, optimiser, ema = averaged(0, 3)
-    path = state.save(tmp_path, 3, objective, optimiser, FACTS, average=ema)
+    path = save_checkpoint(tmp_path, 3, objective, optimiser, FACTS, average=ema)
     resumed = averaged(5, 6, path)[2].state()
     assert resumed.keys() == whole.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     other = ToyObjective(8)
     average = Ema(other, 0.9)
-    state.restore_weights(path, other, average)
+    restore_weights(path, other, average)
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), objective.parameters(), strict=True))
     assert all(torch.equal(ema.state()[name], average.state()[name]) for name in whole)
 
@@ -108,7 +111,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
     with torch.no_grad():
         objective.norm.fill_(4.0)
-    state.save(tmp_path, 2, objective, optimiser, FACTS)
+    save_checkpoint(tmp_path, 2, objective, optimiser, FACTS)
     assert tensors_of(tmp_path, 2)["norm"].tolist() == [4.0] * 8
 
 
@@ -141,7 +144,13 @@ def save_and_die(run: Path, moment: int) -> None:
 
         return call
 
-    moments = [(saving, "write_stream"), (os, "fsync"), (shutil, "rmtree"), (Path, "rename"), (Path, "write_text")]
+    moments = [
+        (checkpoint_writer, "write_stream"),
+        (os, "fsync"),
+        (shutil, "rmtree"),
+        (Path, "rename"),
+        (Path, "write_text"),
+    ]
     for place, name in moments:
         setattr(place, name, dying(getattr(place, name)))
     saved(run, 6, objective, optimiser)
@@ -155,7 +164,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path):
     for path in runs:
         checkpoint = enter(path)
         objective = ToyObjective(5)
-        reached.append(state.restore(checkpoint, objective, build(objective, lr=0.1), FACTS))
+        reached.append(restore(checkpoint, objective, build(objective, lr=0.1), FACTS))
         assert all(path.name.startswith("step-") for path in (path / "checkpoints").iterdir())
     assert reached == sorted(reached)
     assert set(reached) == {4, 6}
@@ -170,12 +179,12 @@ def test_a_checkpoint_of_an_earlier_version_has_digests_of_whole_files_and_is_ve
     del trainer["seal"]
     trainer |= {"format": 2, "digests": digests}
     (checkpoint / "trainer.json").write_text(json.dumps(trainer | {"seal": seal(trainer)}))
-    assert state.restore(checkpoint, objective, optimiser, FACTS) == 2
+    assert restore(checkpoint, objective, optimiser, FACTS) == 2
     content = bytearray((checkpoint / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (checkpoint / "model.safetensors").write_bytes(content)
     with pytest.raises(RunError, match=r"model\.safetensors has changed since it was written"):
-        state.restore(checkpoint, objective, optimiser, FACTS)
+        restore(checkpoint, objective, optimiser, FACTS)
 
 
 @pytest.mark.parametrize(
@@ -187,10 +196,10 @@ def test_a_full_disk_is_one_line_that_says_what_is_needed_and_what_is_saved(tmp_
 
     objective, optimiser = run_to(tmp_path, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "write_stream", full)
+        patch.setattr(checkpoint_writer, "write_stream", full)
         words = r"step-4: cannot be written \(.*No space left .*; it needs [\d,]+ bytes, .* are free\); step 2 is saved"
         with pytest.raises(RunError, match=words):
-            state.save(tmp_path, 4, objective, optimiser, FACTS)
+            save_checkpoint(tmp_path, 4, objective, optimiser, FACTS)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         MetricsLog(Path("/dev/full")).append({"step": 1})
@@ -203,9 +212,9 @@ def test_what_an_objective_trains_beside_its_model_is_saved_too(tmp_path):
             self.model, self.weight = ToyObjective(), torch.nn.Parameter(torch.tensor([start]))
 
     objective, other = Weighted(2.0), Weighted(5.0)
-    path = state.save(tmp_path, 1, objective, build(objective, lr=0.1), FACTS)
+    path = save_checkpoint(tmp_path, 1, objective, build(objective, lr=0.1), FACTS)
     assert {"weight", "norm", "mix.weight"} <= load_file(path / "model.safetensors").keys()
-    state.restore(path, other, build(other, lr=0.1), FACTS)
+    restore(path, other, build(other, lr=0.1), FACTS)
     assert other.weight.tolist() == [2.0]
 
 
@@ -214,10 +223,10 @@ def test_the_state_of_another_optimiser_kind_survives_too(tmp_path):
     optimiser = torch.optim.SGD(objective.parameters(), lr=0.1, momentum=0.9)
     objective(toy_batches([range(4)], 4)(1)[0]).canvas_sum.backward()
     optimiser.step()
-    path = state.save(tmp_path, 1, objective, optimiser, FACTS)
+    path = save_checkpoint(tmp_path, 1, objective, optimiser, FACTS)
     again = ToyObjective(1)
     other = torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
-    assert state.restore(path, again, other, FACTS) == 1
+    assert restore(path, again, other, FACTS) == 1
     for mine, theirs in zip(objective.parameters(), again.parameters(), strict=True):
         assert torch.equal(mine, theirs)
         assert torch.equal(optimiser.state[mine]["momentum_buffer"], other.state[theirs]["momentum_buffer"])
@@ -235,9 +244,9 @@ def test_what_an_optimiser_counts_in_its_groups_goes_on(tmp_path):
     optimiser = Counting(objective.parameters(), lr=0.1)
     optimiser.step()
     optimiser.step()
-    path = state.save(tmp_path, 2, objective, optimiser, FACTS)
+    path = save_checkpoint(tmp_path, 2, objective, optimiser, FACTS)
     other = Counting(objective.parameters(), lr=0.5)
-    state.restore(path, objective, other, FACTS)
+    restore(path, objective, other, FACTS)
     assert (other.param_groups[0]["taken"], other.param_groups[0]["lr"]) == (2, 0.5)
 
 
@@ -246,5 +255,5 @@ def test_optimiser_state_that_no_file_can_hold_is_named(tmp_path):
     optimiser = torch.optim.SGD(objective.parameters(), lr=0.1)
     optimiser.state[objective.norm]["history"] = [torch.ones(1)]
     with pytest.raises(RunError, match="its state norm/history is a list; only tensors and plain values are saved"):
-        state.save(tmp_path, 1, objective, optimiser, FACTS)
-    assert not state.steps_saved(tmp_path)
+        save_checkpoint(tmp_path, 1, objective, optimiser, FACTS)
+    assert not steps_saved(tmp_path)

@@ -12,9 +12,10 @@ import torch
 
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.training import state
+from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.ema import Ema
 from blockdiff.training.optimiser import build
+from blockdiff.training.run import entered
 from tests import forked
 from tests.toy_objective import ToyObjective
 from tests.toy_run import ALONE, FACTS, enter, run_to
@@ -51,7 +52,7 @@ def test_a_directory_with_other_files_can_be_used(tmp_path):
 
 def test_two_processes_do_not_train_into_one_directory(tmp_path):
     run = tmp_path / "run"
-    with state.entered(run, True, ALONE):
+    with entered(run, True, ALONE):
         unfinished = run / "checkpoints" / ".step-2.1234.tmp"  # what the first one is just saving
         unfinished.mkdir()
         file = run / "checkpoints" / ".step-7.5678.tmp"
@@ -70,20 +71,20 @@ def test_every_fact_that_differs_is_named_with_both_values(tmp_path):
     changed = {"seed": 4, "optim.lr": 0.1, "optim.clip": 2.0}
     words = r"started with optim\.clip null, not 2\.0; seed 3, not 4; keep what it was started with"
     with pytest.raises(RunError, match=words):
-        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, changed)
+        restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, changed)
 
 
 def test_an_average_asked_for_since_is_refused_by_its_key_not_by_a_missing_file(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
     facts = {**FACTS, "optim.ema": 0.9}
     with pytest.raises(RunError, match=r"was started with optim\.ema null, not 0\.9; keep what it was started with"):
-        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, facts, average=Ema(objective, 0.9))
+        restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, facts, average=Ema(objective, 0.9))
 
 
 def test_a_run_that_kept_no_average_cannot_go_on_with_one(tmp_path):
     objective, optimiser = run_to(tmp_path, 2)
     with pytest.raises(RunError, match=r"step-2: cannot be read .*ema\.safetensors"):
-        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, average=Ema(objective, 0.9))
+        restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, average=Ema(objective, 0.9))
 
 
 def test_another_number_of_processes_is_one_warning(tmp_path):
@@ -91,12 +92,12 @@ def test_another_number_of_processes_is_one_warning(tmp_path):
     checkpoint = tmp_path / "checkpoints" / "step-2"
     four = OneOfFour(torch.device("cpu"), rank=0, world=4)
     with pytest.warns(UserWarning, match="saved by 1 process, resumed by 4") as told:
-        assert state.restore(checkpoint, objective, optimiser, FACTS, ranks=four) == 2
+        assert restore(checkpoint, objective, optimiser, FACTS, ranks=four) == 2
     assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        state.restore(checkpoint, objective, optimiser, FACTS, ranks=ALONE)
-        state.restore(checkpoint, objective, optimiser, FACTS, ranks=replace(four, rank=1))
+        restore(checkpoint, objective, optimiser, FACTS, ranks=ALONE)
+        restore(checkpoint, objective, optimiser, FACTS, ranks=replace(four, rank=1))
 
 
 def test_another_model_is_refused_by_the_name_of_a_tensor_and_left_alone(tmp_path):
@@ -106,7 +107,7 @@ def test_another_model_is_refused_by_the_name_of_a_tensor_and_left_alone(tmp_pat
     wider.mix = torch.nn.Linear(8, 9, bias=False)
     before = {name: tensor.clone() for name, tensor in wider.state_dict().items()}
     with pytest.raises(RunError, match=r"mix\.weight is .*\[8, 8\] there and .*\[9, 8\] in the model"):
-        state.restore(checkpoint, wider, build(wider, lr=0.1), FACTS)
+        restore(checkpoint, wider, build(wider, lr=0.1), FACTS)
     assert all(torch.equal(before[name], tensor) for name, tensor in wider.state_dict().items())
 
 
@@ -115,7 +116,7 @@ def test_a_parameter_frozen_since_is_named(tmp_path):
     frozen = ToyObjective()
     frozen.mix.requires_grad_(False)
     with pytest.raises(RunError, match=r"mix\.weight was trained in the run to resume"):
-        state.restore(tmp_path / "checkpoints" / "step-2", frozen, build(frozen, lr=0.1), FACTS)
+        restore(tmp_path / "checkpoints" / "step-2", frozen, build(frozen, lr=0.1), FACTS)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_what_was_changed_in_a_checkpoint_is_noticed_in_one_line(tmp_path, name,
     file.write_bytes(damage(before))
     assert file.read_bytes() != before
     with pytest.raises(RunError, match=r"step-2: (cannot be read .* remove it|the run was started by an earlier)"):
-        state.restore(file.parent, objective, optimiser, FACTS)
+        restore(file.parent, objective, optimiser, FACTS)
 
 
 @pytest.mark.quick
@@ -149,7 +150,7 @@ def test_a_damaged_checkpoint_is_one_line_with_what_to_do(tmp_path, name):
     whole = (checkpoint / name).read_bytes()
     (checkpoint / name).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(RunError, match=r"step-2: cannot be read .* remove it to go on from an earlier one"):
-        state.restore(checkpoint, objective, optimiser, FACTS)
+        restore(checkpoint, objective, optimiser, FACTS)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda log: log.write_text(log.read_text().replace("1", "2"))])
@@ -157,8 +158,8 @@ def test_a_log_that_was_removed_or_edited_is_one_warning(tmp_path, damage):
     objective, optimiser = run_to(tmp_path, 2)
     damage(tmp_path / "metrics.jsonl")
     with pytest.warns(UserWarning, match=r"metrics\.jsonl: was removed or edited since step 2 was saved"):
-        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS)
+        restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # one rank says it for all
         other = OneOfFour(torch.device("cpu"), rank=1, world=4)
-        state.restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, ranks=other)
+        restore(tmp_path / "checkpoints" / "step-2", objective, optimiser, FACTS, ranks=other)

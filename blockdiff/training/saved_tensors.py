@@ -1,13 +1,9 @@
-"""The tensors of a checkpoint of a run, whichever ranks wrote them: their digests, and any block of any of them.
-
-Where nothing was sharded, a file has whole tensors: `model.safetensors`. Otherwise each rank wrote the pieces that it
-owns, `model-RANK.safetensors`, and `pieces.json` says what lies where.
-"""
+"""The tensors of a checkpoint of a run, whichever ranks wrote them: their digests, and any block of any of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +13,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from blockdiff.checkpoint.files import tensors_in
-from blockdiff.checkpoint.stream import DTYPE_OF, WORDS
+from blockdiff.checkpoint.stream import DTYPE_OF
 from blockdiff.files import is_of_digest
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.pieces import Block, Piece
-
-MODEL, OPTIMISER, AVERAGE = KINDS = ("model", "optimiser", "ema")
-PIECES = "pieces.json"
+from blockdiff.pieces import Block
+from blockdiff.training.checkpoint_content import PIECES
 
 
 @dataclass(frozen=True)
@@ -35,7 +29,7 @@ class SavedTensor:
     pieces: tuple[tuple[str, Block], ...]
 
 
-class Saved:
+class SavedTensors:
     """The tensors of a checkpoint, to be read in pieces.
 
     digests: of all its files but trainer.json. Raises OSError, ValueError, KeyError, TypeError, SafetensorError or
@@ -137,34 +131,6 @@ class Saved:
 
     def _path(self, file: str) -> Path:
         return self.checkpoint / file
-
-
-def described(file: str, pieces: Mapping[str, Piece]) -> dict[str, Any]:
-    """What pieces.json says of the pieces that one file holds."""
-    return {
-        name: {
-            "dtype": WORDS[piece.local.dtype],
-            "shape": list(piece.shape),
-            "pieces": [[file, list(piece.block.offsets), list(piece.block.sizes)]],
-        }
-        for name, piece in pieces.items()
-    }
-
-
-def joined(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The content of pieces.json from what each rank says of its own; ValueError for a tensor that is not whole."""
-    index: dict[str, dict[str, Any]] = {}
-    for part in parts:
-        for kind, tensors in part.items():
-            for name, entry in tensors.items():
-                known = index.setdefault(kind, {}).setdefault(name, {**entry, "pieces": []})
-                known["pieces"] += entry["pieces"]
-    for tensors in index.values():
-        for name, entry in tensors.items():
-            held = sum(Block((), tuple(sizes)).numel for _, _, sizes in entry["pieces"])
-            if held != Block((), tuple(entry["shape"])).numel:
-                raise ValueError(f"the ranks do not have all of {name}")
-    return index
 
 
 def _is_of(file: str, kind: str) -> bool:

@@ -1,40 +1,43 @@
-"""What a run keeps on disk to go on: `checkpoints/step-N` directories, written beside, fsynced, renamed.
+"""The reader of a run's checkpoints: what goes on from one has its tensors, whichever ranks wrote them.
 
-A checkpoint holds weights, optimiser state, averaged weights and step, and no random state: every draw is addressed.
-Its tensors are safetensors files and the rest is JSON, so no file is a pickle. Models in Hub layout are written by
-`blockdiff.checkpoint`.
+Every rank verifies some of the files and reads its own pieces.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from blockdiff.checkpoint.files import first_line
-from blockdiff.errors import RESUME, CheckpointError, RunError
-from blockdiff.files import digest, remove_directory, remove_leftovers, seal
+from blockdiff.errors import CheckpointError, RunError
+from blockdiff.files import digest, seal
 from blockdiff.metrics import FILE_NAME
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.pieces import is_spread
-from blockdiff.training.checkpoint_tensors import fill, unpack, weights_of
+from blockdiff.pieces import is_spread, like, piece_of
+from blockdiff.training.checkpoint_content import (
+    ALONE,
+    AVERAGE,
+    FORMAT,
+    MODEL,
+    OPTIMISER,
+    READABLE,
+    TRAINER,
+    Facts,
+    require_like,
+    short_name,
+    weights_of,
+)
 from blockdiff.training.ema import Ema
-from blockdiff.training.saved import AVERAGE, MODEL, OPTIMISER, Saved
-from blockdiff.training.saving import FOLDER, FORMAT, READABLE, TRAINER, Facts, Saver, steps_saved
+from blockdiff.training.saved_tensors import SavedTensors
 
-if TYPE_CHECKING:
-    from blockdiff.training.recipe import Recipe
-
-ALONE = Ranks(torch.device("cpu"))
 # Facts that may differ when a run goes on; they say in which parts sums are made. Older runs may lack one.
 ROUNDING = ("train.micro_batch_size", "objective.sweep")
 # Facts that are compared by a hash, which says nothing to a reader.
@@ -46,86 +49,6 @@ HASHED = {
     "data.heldout": "other held-out rows (data.heldout)",
     "evaluation.prompts": "other prompts (evaluation.prompts)",
 }
-SIGNS_OF_A_RUN = (FOLDER, FILE_NAME, "recipe.yaml")
-
-
-@contextmanager
-def entered(run: Path, resume: bool, ranks: Ranks) -> Iterator[Path | None]:
-    """Hold a run directory; gives the checkpoint to go on from, None to start at step 0.
-
-    Inside, no other process trains into the directory, and a start that fails leaves no empty one. All ranks call it
-    before any of them writes. Raises RunError when a run is there and `resume` is not asked for, when another process
-    holds the directory, and when the ranks see different checkpoints.
-    """
-    saved = steps_saved(run)
-    if not resume and any((run / sign).exists() for sign in SIGNS_OF_A_RUN):
-        reached = f"saved up to step {max(saved)}" if saved else "with no checkpoint yet"
-        raise RunError(f"{run} already holds a run {reached}; {RESUME}, or choose another output")
-    latest = ranks.gather(max(saved, default=0))  # nobody goes on before everybody has looked
-    if len(set(latest)) > 1:
-        raise RunError(f"{run}: processes see checkpoints up to steps {latest}; put it where all of them see the same")
-    handle = refusal = None
-    try:
-        if ranks.is_main:
-            try:
-                (run / FOLDER).mkdir(parents=True, exist_ok=True)
-                handle = os.open(run, os.O_RDONLY)
-            except OSError as error:
-                refusal = f"{run}: no run can be written there ({error.strerror}); choose another output"
-            if handle is not None and not _is_locked(handle):
-                refusal = f"{run}: another process trains into this directory; wait for its end or stop it"
-        if (refusal := ranks.agree(refusal)) is not None:
-            raise RunError(refusal)
-        try:
-            if ranks.is_main:
-                remove_leftovers(run / FOLDER)
-            yield saved[max(saved)] if saved else None
-        except BaseException:
-            for directory in (run / FOLDER, run):
-                if ranks.is_main and directory.is_dir() and not any(directory.iterdir()):
-                    directory.rmdir()
-            raise
-    finally:
-        if handle is not None:
-            os.close(handle)
-
-
-def _is_locked(handle: int) -> bool:
-    """Lock an open directory until it is closed or its process dies; False where another process holds the lock."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system that has no locks for directories
-        pass
-    return True
-
-
-def save(
-    run: Path,
-    step: int,
-    objective: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    facts: Facts,
-    ranks: Ranks | None = None,
-    *,
-    average: Ema | None = None,
-) -> Path:
-    """Write `checkpoints/step-N` and return it when it is complete: see `Saver.start`.
-
-    A kill at any moment leaves the earlier checkpoints as they were and at most a hidden directory that `entered`
-    removes.
-    """
-    Saver(run, ranks or ALONE).start(step, objective, optimiser, facts, average)
-    return run / FOLDER / f"step-{step}"
-
-
-def prune(run: Path, keep: int, *, keep_every: int = 0, protect: Collection[int] = ()) -> None:
-    """Remove checkpoints but the newest `keep` (at least 1), multiples of `keep_every`, and steps to `protect`."""
-    saved = steps_saved(run)
-    for step in list(saved)[: -max(keep, 1)]:
-        if step not in protect and not (keep_every and step % keep_every == 0):
-            remove_directory(saved[step])
 
 
 def restore(
@@ -176,26 +99,11 @@ def restore(
             stacklevel=2,
         )
     with _readable(checkpoint):
-        fill(checkpoint, MODEL, weights_of(objective), saved)
-        unpack(checkpoint, objective, optimiser, saved, values)
+        _fill(checkpoint, MODEL, weights_of(objective), saved)
+        _fill_optimiser(checkpoint, objective, optimiser, saved, values)
         if average is not None:
-            fill(checkpoint, AVERAGE, average.state(), saved)
+            _fill(checkpoint, AVERAGE, average.state(), saved)
     return int(trainer["step"])
-
-
-def as_begun(recipe: Recipe, checkpoint: Path, ranks: Ranks) -> Recipe:
-    """A recipe in which `objective.sweep: auto` has become what the run of a checkpoint began with.
-
-    Runs that were saved before recipes had this key made one sweep on a CPU and where weights were split.
-    """
-    if recipe.objective.sweep != "auto":
-        return recipe
-    with _readable(checkpoint):
-        facts = _trainer_of(checkpoint)["facts"]
-    is_split = recipe.parallel.names != ("replicate",)
-    before = is_split or (ranks.device.type == "cpu" and recipe.given.objective is None)
-    objective = recipe.objective.model_copy(update={"sweep": facts.get("objective.sweep", before)})
-    return recipe.model_copy(update={"objective": objective})
 
 
 def restore_weights(
@@ -205,17 +113,24 @@ def restore_weights(
     with _readable(checkpoint):
         kinds = (MODEL, *((AVERAGE,) if average is not None else ()))
         saved = _verified(checkpoint, _trainer_of(checkpoint), kinds, ranks or ALONE)
-        fill(checkpoint, MODEL, weights_of(objective), saved)
+        _fill(checkpoint, MODEL, weights_of(objective), saved)
         if average is not None:
-            fill(checkpoint, AVERAGE, average.state(), saved)
+            _fill(checkpoint, AVERAGE, average.state(), saved)
 
 
-def opened(checkpoint: Path) -> Saved:
+def open_checkpoint(checkpoint: Path) -> SavedTensors:
     """The weights of a checkpoint and, if there is one, their average, verified and to be read tensor by tensor."""
     with _readable(checkpoint):
         trainer = _trainer_of(checkpoint)
-        saved = Saved(checkpoint, trainer["digests"])
+        saved = SavedTensors(checkpoint, trainer["digests"])
         return _verified(checkpoint, trainer, [kind for kind in (MODEL, AVERAGE) if saved.has(kind)], ALONE)
+
+
+def saved_facts(checkpoint: Path) -> dict[str, Any]:
+    """The facts of the run that a checkpoint is of; RunError for files that are not as they were written."""
+    with _readable(checkpoint):
+        facts: dict[str, Any] = _trainer_of(checkpoint)["facts"]
+    return facts
 
 
 def _trainer_of(checkpoint: Path) -> dict[str, Any]:
@@ -237,9 +152,9 @@ def _trainer_of(checkpoint: Path) -> dict[str, Any]:
     return trainer
 
 
-def _verified(checkpoint: Path, trainer: Mapping[str, Any], kinds: Iterable[str], ranks: Ranks) -> Saved:
+def _verified(checkpoint: Path, trainer: Mapping[str, Any], kinds: Iterable[str], ranks: Ranks) -> SavedTensors:
     """The tensors of a checkpoint, whose digests are compared; ValueError on all ranks where one differs."""
-    saved = Saved(checkpoint, trainer["digests"])
+    saved = SavedTensors(checkpoint, trainer["digests"])
     with ranks.guarded(f"reading {checkpoint.name}"), ranks.at_own_pace(f"reading {checkpoint.name}"):
         problem = saved.verify(kinds, ranks)
     if (said := next((each for each in ranks.gather(problem) if each is not None), None)) is not None:
@@ -275,3 +190,61 @@ def _refuse_other_facts(checkpoint: Path, was: dict[str, Any], now: dict[str, An
             f"{checkpoint}: the run was started with {'; '.join(differing)}; "
             "keep what it was started with (what was given from Python too), or start another run in another directory"
         )
+
+
+def _fill(checkpoint: Path, kind: str, tensors: Mapping[str, Tensor], saved: SavedTensors) -> None:
+    """Give tensors the values that a checkpoint has for them, each rank its own pieces.
+
+    Raises RunError naming the first that is missing or of another shape or dtype, before any is changed.
+    """
+    ours = {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()}
+    theirs = {name: f"{found.dtype} {list(found.shape)}" for name, found in saved.tensors(kind).items()}
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            there, here = theirs.get(name, "missing"), ours.get(name, "missing")
+            raise RunError(f"{checkpoint / kind}.safetensors: {name} is {there} there and {here} in the model")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            piece = piece_of(tensor)
+            saved.copy(kind, name, piece.block, piece.local)
+
+
+def _fill_optimiser(
+    checkpoint: Path,
+    objective: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    saved: SavedTensors,
+    values: dict[str, Any],
+) -> None:
+    """Give an optimiser the state that was saved, each rank its own pieces.
+
+    Raises RunError for the state of a parameter that does not train now. State in the shape of its parameter is spread
+    as that is now; other state is the same on all ranks.
+    """
+    named = {short_name(name): parameter for name, parameter in objective.named_parameters()}
+    place = {
+        parameter: index
+        for index, parameter in enumerate(p for group in optimiser.param_groups for p in group["params"])
+    }
+    state: dict[int, dict[str, Any]] = {}
+    for full_name in (*saved.tensors(OPTIMISER), *values["state"]):
+        name, _, key = full_name.rpartition("/")
+        parameter = named.get(name)
+        if parameter is None or parameter not in place:
+            raise RunError(
+                f"{checkpoint / OPTIMISER}.safetensors: {name} was trained in the run to resume and is not trained now"
+            )
+        value: Any = values["state"].get(full_name)
+        if (found := saved.tensors(OPTIMISER).get(full_name)) is not None:
+            require_like(full_name, parameter, found.shape)
+            has_its_shape = found.shape == tuple(parameter.shape)
+            block = piece_of(parameter).block if has_its_shape else None
+            value = saved.read(OPTIMISER, full_name, block)
+            # One at a time goes where it stays, so that the host does not hold the state of all parameters.
+            value = like(parameter, value.to(parameter.device)) if has_its_shape else value
+        state.setdefault(place[parameter], {})[key] = value
+    groups = optimiser.state_dict()["param_groups"]
+    for group, kept in zip(groups, values["groups"], strict=False):
+        group |= kept
+    # load_state_dict puts every tensor where this optimiser wants it (the step counter of a fused one, say).
+    optimiser.load_state_dict({"state": state, "param_groups": groups})

@@ -1,4 +1,4 @@
-"""How a checkpoint comes to the disk: every rank writes its own pieces, at once or while training goes on.
+"""The writer of a run's checkpoints: every rank writes its own pieces, at once or while training goes on.
 
 The directory is written under a hidden name. It gets the name `step-N` when all ranks have said that their files are on
 the disk, so what is called so is complete, whenever a rank is killed.
@@ -7,9 +7,8 @@ the disk, so what is called so is complete, whenever a rank is killed.
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,33 +19,32 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from blockdiff.checkpoint.stream import Source, write_stream
+from blockdiff.checkpoint.stream import WORDS, Source, write_stream
 from blockdiff.errors import RESUME, RunError
 from blockdiff.files import digest, hidden_directory, publish, seal, sync, unwritten, write_text
 from blockdiff.metrics import FILE_NAME, SAMPLES
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.pieces import Piece, is_spread, piece_of
-from blockdiff.training.checkpoint_tensors import pack, weights_of
+from blockdiff.pieces import Block, Piece, is_spread, piece_of
+from blockdiff.training.checkpoint_content import (
+    ALONE,
+    AVERAGE,
+    FOLDER,
+    FORMAT,
+    MODEL,
+    OPTIMISER,
+    PIECES,
+    TRAINER,
+    Facts,
+    optimiser_state,
+    steps_saved,
+    weights_of,
+)
 from blockdiff.training.ema import Ema
-from blockdiff.training.saved import AVERAGE, MODEL, OPTIMISER, PIECES, described, joined
 
-FOLDER, TRAINER = "checkpoints", "trainer.json"
-# Of trainer.json. Without a format it is 1, whose facts have the recipe keys of before. 2, and 3 with pieces of several
-# ranks, have digests of whole files, and 4 those of `PiecewiseDigest`.
-FORMAT, READABLE = 4, (2, 3, 4)
-_COMPLETE = re.compile(r"step-(\d+)")
 LOGS = (FILE_NAME, SAMPLES)  # whose content up to a checkpoint is compared
 
-Facts = Mapping[str, Any]
 
-
-def steps_saved(run: Path) -> dict[int, Path]:
-    """The complete checkpoints of a run directory by step, oldest first. A directory so named is complete."""
-    found = [(_COMPLETE.fullmatch(path.name), path) for path in (run / FOLDER).glob("step-*")]
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
-
-
-class Saver:
+class CheckpointWriter:
     """Writes the checkpoints of a run. All ranks call its methods together.
 
     in_background: a copy of what this rank writes is taken in the memory of the host, and a thread writes it while
@@ -58,7 +56,8 @@ class Saver:
         self.step = 0  # whose checkpoint is being written, 0 = none is
         self._thread: Thread | None = None
         self._error: RunError | None = None
-        self._hidden: Path | None = None
+        self._hidden: Path | None = None  # the directory that is written, which has no name of a checkpoint yet
+        self._mine: dict[str, dict[str, Piece]] = {}  # what this rank writes of it
 
     def start(
         self,
@@ -77,10 +76,10 @@ class Saver:
         self.wait()
         ranks = self.ranks
         self._hidden, self._final = None, self.run / FOLDER / f"step-{step}"
-        states, values = pack(objective, optimiser)
+        states, values = optimiser_state(objective, optimiser)
         tensors = {MODEL: weights_of(objective), OPTIMISER: states} | ({AVERAGE: average.state()} if average else {})
         self._is_sharded = any(is_spread(tensor) for named in tensors.values() for tensor in named.values())
-        mine = {kind: _owned(named, ranks.rank) for kind, named in tensors.items()}
+        self._mine = mine = {kind: _owned(named, ranks.rank) for kind, named in tensors.items()}
         self._needed = sum(piece.local.nbytes for named in mine.values() for piece in named.values())
         kept = {"step": step, "world": ranks.world, "facts": dict(facts), "optimiser": values}
         self._trainer = {"format": FORMAT, **kept}
@@ -89,13 +88,14 @@ class Saver:
             if self._is_sharded:
                 self._hidden = self._agreed_directory()
             if ranks.is_main:
-                self._trainer["logs"] = self._refused(lambda: _synced_logs(self.run))
-            if self.in_background:
-                copies = {kind: {name: _copied(piece) for name, piece in each.items()} for kind, each in mine.items()}
-                self._thread = Thread(target=self._run, args=(copies,), daemon=True)
-                self._thread.start()
-            else:
-                self._complete(lambda: self._refused(lambda: self._write(mine)))
+                with self._refused():
+                    self._trainer["logs"] = _synced_logs(self.run)
+            if not self.in_background:
+                self._complete()
+                return
+            self._mine = {kind: {name: _copied(piece) for name, piece in each.items()} for kind, each in mine.items()}
+            self._thread = Thread(target=self._write_in_background, daemon=True)
+            self._thread.start()
 
     def poll(self) -> int:
         """The step whose checkpoint has been completed since it was begun, 0 = none; to be called after every step.
@@ -114,7 +114,7 @@ class Saver:
             return 0
         step = self.step
         with self.ranks.guarded(f"saving step {step}"), self._abandoned_if_it_fails():
-            self._complete(self._join_thread)
+            self._complete()
         return step
 
     def close(self) -> None:
@@ -124,48 +124,58 @@ class Saver:
         """
         if self._thread is not None and self.ranks.is_main and not (self._is_sharded and self.ranks.world > 1):
             with self.ranks.undisturbed():
-                self._join_thread()
-                self._refused(self._join)
-        self.step, self._thread = 0, None
+                self._write_or_wait()
+                self._join()
+        self._forget()
 
-    def _run(self, copies: dict[str, dict[str, Piece]]) -> None:
+    def _forget(self) -> None:
+        """Go back to writing nothing."""
+        self.step, self._thread, self._error, self._mine = 0, None, None, {}
+
+    def _write_in_background(self) -> None:
         try:
-            self._refused(lambda: self._write(copies))
+            self._write()
         except RunError as error:  # the run's own thread raises it
             self._error = error
 
-    def _join_thread(self) -> None:
-        assert self._thread is not None
+    def _write_or_wait(self) -> None:
+        """Write this rank's files, or wait for the thread that does."""
+        if self._thread is None:
+            self._write()
+            return
         self._thread.join()
         if self._error is not None:
             raise self._error
 
     @property
     def _beside(self) -> Path:
-        """The directory that is written, which has no name of a checkpoint yet."""
         assert self._hidden is not None
         return self._hidden
 
-    def _write(self, mine: Mapping[str, Mapping[str, Piece]]) -> None:
-        """Write this rank's files and what they hold; all are on the disk afterwards."""
+    def _write(self) -> None:
+        """Write this rank's files, and which pieces are in them; all are on the disk afterwards."""
+        with self._refused():
+            self._write_files()
+
+    def _write_files(self) -> None:
         digests: dict[str, str] = {}
         held: dict[str, Any] = {}
         if not self._is_sharded:
             if not self.ranks.is_main:
                 return
             self._hidden = hidden_directory(self._final)
-        for kind, pieces in mine.items():
+        for kind, pieces in self._mine.items():
             if not pieces and self._is_sharded:
                 continue
             name = f"{kind}-{self.ranks.rank}.safetensors" if self._is_sharded else f"{kind}.safetensors"
             sources = {key: Source.of(piece.local) for key, piece in pieces.items()}
             digests[name] = write_stream(self._beside / name, sources)
-            held[kind] = described(name, pieces)
+            held[kind] = _entries(name, pieces)
         self._part: dict[str, dict[str, Any]] = {"digests": digests, "pieces": held}
         if self._is_sharded:
             write_text(self._beside / _said_by(self.ranks.rank), json.dumps(self._part))
 
-    def _complete(self, write: Callable[[], None]) -> None:
+    def _complete(self) -> None:
         """Write, or wait for the thread that does; then rank 0 makes one checkpoint of it and gives it its name.
 
         Where nothing is sharded rank 0 does both, even if another one is lost meanwhile.
@@ -173,34 +183,38 @@ class Saver:
         doing = f"saving step {self.step}"
         if self._is_sharded:
             with self.ranks.at_own_pace(doing):
-                write()
+                self._write_or_wait()
         with self.ranks.main_first(doing):
             if self.ranks.is_main:
                 if not self._is_sharded:
-                    write()
-                self._refused(self._join)
-        self.step, self._thread = 0, None
+                    self._write_or_wait()
+                self._join()
+        self._forget()
 
     def _join(self) -> None:
-        """Make one checkpoint of what the ranks have written."""
-        parts = [self._part]
-        if self._is_sharded:
-            said = [self._beside / _said_by(rank) for rank in range(self.ranks.world)]
-            parts = [json.loads(part.read_text(encoding="utf-8")) for part in said]
-            for part in said:
-                part.unlink()
-        digests = {name: said for part in parts for name, said in part["digests"].items()}
-        if self._is_sharded:
-            index = joined([part["pieces"] for part in parts])
-            (self._beside / PIECES).write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
-            digests[PIECES] = digest(self._beside / PIECES)
-            sync(self._beside / PIECES)
-        logs = self._trainer.pop("logs")
-        trainer = {**self._trainer, "digests": dict(sorted(digests.items())), "logs": logs}
-        trainer["seal"] = seal(trainer)
-        (self._beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
-        sync(self._beside / TRAINER)
-        publish(self._beside, self._final)
+        """Make one checkpoint of the files that the ranks have written."""
+        with self._refused():
+            digests = self._joined_digests()
+            logs = self._trainer.pop("logs")
+            trainer = {**self._trainer, "digests": dict(sorted(digests.items())), "logs": logs}
+            trainer["seal"] = seal(trainer)
+            (self._beside / TRAINER).write_text(json.dumps(trainer, indent=1), encoding="utf-8")
+            sync(self._beside / TRAINER)
+            publish(self._beside, self._final)
+
+    def _joined_digests(self) -> dict[str, str]:
+        """The digests of all files with tensors; of several ranks' pieces an index is written, too."""
+        if not self._is_sharded:
+            return dict(self._part["digests"])
+        said = [self._beside / _said_by(rank) for rank in range(self.ranks.world)]
+        parts = [json.loads(part.read_text(encoding="utf-8")) for part in said]
+        for part in said:
+            part.unlink()
+        index = _index_of([part["pieces"] for part in parts])
+        (self._beside / PIECES).write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
+        sync(self._beside / PIECES)
+        digests = {name: value for part in parts for name, value in part["digests"].items()}
+        return {**digests, PIECES: digest(self._beside / PIECES)}
 
     def _agreed_directory(self) -> Path:
         """The hidden directory that rank 0 makes; RunError where it cannot, or where another rank does not see it."""
@@ -232,13 +246,14 @@ class Saver:
         except BaseException:
             if self.ranks.is_main and self._hidden is not None:
                 shutil.rmtree(self._hidden, ignore_errors=True)
-            self.step, self._thread, self._error = 0, None, None
+            self._forget()
             raise
 
-    def _refused(self, work: Callable[[], Any]) -> Any:
-        """What work returns; its errors become one line that says what is saved."""
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        """Makes one line, which says what is saved, of the errors inside."""
         try:
-            return work()
+            yield
         except (OSError, SafetensorError, ValueError) as error:
             raise RunError(self._refusal(error)) from error
 
@@ -246,6 +261,25 @@ class Saver:
         last = max(steps_saved(self.run), default=None)
         kept = "nothing is saved yet" if last is None else f"step {last} is saved"
         return f"{unwritten(self._final, error, self._needed)}; {kept}: make room and {RESUME}"
+
+
+def save_checkpoint(
+    run: Path,
+    step: int,
+    objective: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    facts: Facts,
+    ranks: Ranks | None = None,
+    *,
+    average: Ema | None = None,
+) -> Path:
+    """Write `checkpoints/step-N` and return it when it is complete: see `CheckpointWriter.start`.
+
+    A kill at any moment leaves the earlier checkpoints as they were and at most a hidden directory that `entered`
+    removes.
+    """
+    CheckpointWriter(run, ranks or ALONE).start(step, objective, optimiser, facts, average)
+    return run / FOLDER / f"step-{step}"
 
 
 def _owned(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Piece]:
@@ -271,3 +305,31 @@ def _synced_logs(run: Path) -> dict[str, Any]:
 def _said_by(rank: int) -> str:
     """The file in which a rank says what it has written; rank 0 joins them and removes them."""
     return f"rank-{rank}.json"
+
+
+def _entries(file: str, pieces: Mapping[str, Piece]) -> dict[str, Any]:
+    """The entries of pieces.json for the pieces that one file holds."""
+    return {
+        name: {
+            "dtype": WORDS[piece.local.dtype],
+            "shape": list(piece.shape),
+            "pieces": [[file, list(piece.block.offsets), list(piece.block.sizes)]],
+        }
+        for name, piece in pieces.items()
+    }
+
+
+def _index_of(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The content of pieces.json from the entries of each rank; ValueError for a tensor that is not whole."""
+    index: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for kind, tensors in part.items():
+            for name, entry in tensors.items():
+                known = index.setdefault(kind, {}).setdefault(name, {**entry, "pieces": []})
+                known["pieces"] += entry["pieces"]
+    for tensors in index.values():
+        for name, entry in tensors.items():
+            held = sum(Block((), tuple(sizes)).numel for _, _, sizes in entry["pieces"])
+            if held != Block((), tuple(entry["shape"])).numel:
+                raise ValueError(f"the ranks do not have all of {name}")
+    return index
