@@ -112,11 +112,11 @@ class Batch:
         return Batch(*(getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)))
 
     def canvas_count(self) -> float:
-        """What the canvas loss is divided by: the weights of the scored canvas positions, added up."""
+        """The divisor of the canvas loss: the weights of the scored canvas positions, added up."""
         return float((self.is_scored_BCL.sum(-1) * self.weight_BC.double()).sum())
 
     def ar_count(self) -> float:
-        """What the AR loss is divided by: the weights of the scored next-token pairs, added up."""
+        """The divisor of the AR loss: the weights of the scored next-token pairs, added up."""
         return float(self.ar_weight_BS[self.is_ar_scored_BS].double().sum())
 
     def select(self, is_kept_BC: Tensor) -> tuple[Batch, Tensor]:

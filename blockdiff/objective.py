@@ -38,7 +38,7 @@ class Losses(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What the objective finds for every token; losses in nats, unweighted, fp32, 0 where nothing is scored.
+    """Losses and hits of every token; losses in nats, unweighted, fp32, 0 where nothing is scored.
 
     Every canvas is run twice, whatever its coin: `loss`, `is_correct` without the self-conditioning signal,
     `signal_loss`, `signal_is_correct` with it. An argmax is correct when it is the true token. `factor_BCL` is what
@@ -243,7 +243,7 @@ class Objective(nn.Module):
         return hidden_BTD
 
     def _scored(self, of_token_BT: Tensor, batch: Batch, noisy: Batch, is_corrupted_BCL: Tensor) -> _Scored:
-        """What the canvas loss is taken of: every position of the canvases whose factor is not 0."""
+        """The tokens of the canvas loss: every position of the canvases whose factor is not 0."""
         factor_BCL, bonus_BC = self._factor(batch, is_corrupted_BCL), self._bonus(batch)
         is_needed_BT = (factor_BCL != 0).flatten(1)
         observed_N = bonus_N = None
@@ -254,7 +254,7 @@ class Objective(nn.Module):
         return _Scored(of_token_BT[is_needed_BT], target_N, factor_N, observed_N, bonus_N)
 
     def _factor(self, batch: Batch, is_corrupted_BCL: Tensor) -> Tensor:
-        """What the loss of each canvas position is multiplied by, fp32 [B, C, L]; 0 where it has none."""
+        """The factor of each canvas position's loss, fp32 [B, C, L]; 0 where it has none."""
         has_loss_BCL = batch.is_scored_BCL
         if self.positions == "corrupted":
             has_loss_BCL = has_loss_BCL & is_corrupted_BCL
@@ -270,7 +270,7 @@ class Objective(nn.Module):
         return batch.weight_BC[..., None] * weight_BCL * has_loss_BCL
 
     def _bonus(self, batch: Batch) -> Tensor | None:
-        """What the observed tokens' logits gain, fp32 [B, C]; the signal is always made without it."""
+        """The gain of the observed tokens' logits, fp32 [B, C]; the signal is always made without it."""
         if self.bonus_vocabulary is None:
             return None
         return leave_one_out_bonus(self.schedule, batch.t_BC, self.bonus_vocabulary)
@@ -305,7 +305,7 @@ class Objective(nn.Module):
 
 
 def _pairs(of_token_BS: Tensor, batch: Batch) -> _Scored:
-    """What the AR loss is taken of: every scored pair of a token and the next one of the clean rows."""
+    """The tokens of the AR loss: every scored pair of a token and the next one of the clean rows."""
     is_scored_BS = batch.is_ar_scored_BS
     target_BS = batch.tokens_BS.roll(-1, dims=1)
     return _Scored(of_token_BS[is_scored_BS], target_BS[is_scored_BS], batch.ar_weight_BS[is_scored_BS])
@@ -318,12 +318,12 @@ def _loss(vocabulary: Vocabulary, scored: _Scored) -> Tensor:
 
 
 def _columns_seen(batch: Batch) -> int:
-    """How many columns of the rows a canvas sees at most: no clean token at or after its start."""
+    """The most columns of the rows that a canvas sees: no clean token at or after its start."""
     return int(batch.start_BC.max())
 
 
 def _places(noisy: Batch) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Where the canvases stand, as spans are made of it."""
+    """The places of the canvases, from which spans are made."""
     return noisy.start_BC, noisy.doc_start_BC, noisy.length_BC, noisy.canvas_BCL.shape[-1]
 
 
@@ -336,7 +336,7 @@ def _positions(noisy: Batch) -> Tensor:
 def _noise(
     made: tuple[Tensor, Tensor], canvas_BCL: Tensor, corruption: Corruption, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """What a corruption made of canvases; RecipeError where it is not noisy tokens and marks of their shape.
+    """The canvases that a corruption made; RecipeError where it is not noisy tokens and marks of their shape.
 
     Whether the vocabulary has the tokens is looked at on a CPU, where nothing has to wait for the answer.
     """

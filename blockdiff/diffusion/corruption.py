@@ -1,4 +1,4 @@
-"""How a clean canvas becomes a noisy one."""
+"""Corruptions, which make noisy canvases of clean ones."""
 
 from __future__ import annotations
 

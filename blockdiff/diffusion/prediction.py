@@ -1,4 +1,4 @@
-"""How logits that predict a token from the others alone become the posterior given all of them."""
+"""The bonus that makes a posterior given all tokens of logits that predict a token from the others alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a canvas survives at time t, and which t a canvas of the batch gets."""
+"""Noise schedules, the share of a canvas that survives at time t, and draws of the t of each canvas of a batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Schedule(Protocol):
 
 
 class TimeDraw(Protocol):
-    """Which t a canvas gets. It depends on its address alone, never on how the batch is split."""
+    """The draw of a canvas's t. It depends on its address alone, never on how the batch is split."""
 
     def draw(self, seed: int, step: int, slot_N: Tensor, canvas_N: Tensor, total: int) -> Tensor:
         """Times float32 [N]: canvas number `canvas_N` of the example in slot `slot_N` of `total`."""

@@ -1,4 +1,4 @@
-"""What the loss of each canvas position is multiplied by."""
+"""Loss weights, by which the loss of each canvas position is multiplied."""
 
 from __future__ import annotations
 

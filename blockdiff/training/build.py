@@ -38,7 +38,7 @@ from blockdiff.training.starting_model import StartingModel, computed_in, read_s
 
 @dataclass(frozen=True)
 class Built:
-    """What a trainer trains, with what, and on what."""
+    """Everything a trainer needs: model, objective, optimiser, data, and the step it begins at."""
 
     base: StartingModel
     data: Data
@@ -143,7 +143,7 @@ def _kept(model: BlockDiffusionModel) -> str:
 
 
 def mesh_of(recipe: Recipe, ranks: Ranks) -> Mesh:
-    """How the ranks share the work, as the recipe says; RunError for what does not divide."""
+    """The mesh that a recipe asks for; RunError for what does not divide."""
     asked = recipe.parallel
     return Mesh.of(ranks, asked.shard, asked.experts, asked.offload, asked.tensor)
 
@@ -158,7 +158,7 @@ def move_own(objective: nn.Module, device: torch.device) -> None:
 
 
 def warmup_steps(recipe: Recipe, steps: int) -> int:
-    """How many steps of a run of `steps` warm up, as the recipe says or by default."""
+    """The number of steps of a run of `steps` that warm up, as the recipe says or by default."""
     return schedule.default_warmup(steps) if recipe.optim.warmup_steps is None else recipe.optim.warmup_steps
 
 

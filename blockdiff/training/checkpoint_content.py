@@ -56,7 +56,7 @@ def short_name(name: str) -> str:
 
 
 def weights_of(objective: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds: all tensors of the objective, or of a model with adapters these alone.
+    """The weights in a checkpoint: all tensors of the objective, or of a model with adapters these alone.
 
     The weights that they adapt stand still, and the checkpoint that they come from is a fact of the run.
     """

@@ -134,7 +134,7 @@ def saved_facts(checkpoint: Path) -> dict[str, Any]:
 
 
 def _trainer_of(checkpoint: Path) -> dict[str, Any]:
-    """What trainer.json says; ValueError where it is not as it was written, RunError for one of an earlier format."""
+    """The content of trainer.json; ValueError where it was changed, RunError for one of another format."""
     trainer: dict[str, Any] = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
     if not isinstance(trainer, dict) or "facts" not in trainer:
         raise ValueError(f"{TRAINER} has changed since it was written")

@@ -294,7 +294,7 @@ def _copied(piece: Piece) -> Piece:
 
 
 def _synced_logs(run: Path) -> dict[str, Any]:
-    """How long the logs are and what is in them; a checkpoint never outlives the records of its steps."""
+    """Lengths and digests of the logs; a checkpoint never outlives the records of its steps."""
     logs: dict[str, Any] = {}
     for path in (run / name for name in LOGS if (run / name).exists()):
         sync(path)

@@ -29,7 +29,7 @@ FILL = "(fill: end-of-sequence tokens after a response, up to the end of its las
 
 @dataclass(frozen=True)
 class Data:
-    """What a recipe trains on and is measured on, and how it becomes batches."""
+    """The examples that a recipe trains on and is measured on, and what makes batches of them."""
 
     recipe: Recipe
     encoder: Encoder
@@ -81,7 +81,7 @@ class Data:
         return {example.sample_id: example for example in (self.indexed[index] for _, index in self.order(step))}
 
     def lines(self) -> list[str]:
-        """What there is to train on and measured on, a line per source."""
+        """The rows to train on and to measure on, a line per source."""
         sets = {"data": self.train, "held out": self.heldout}
         lines = [
             line
@@ -99,7 +99,7 @@ class Data:
         return lines if isinstance(self.train, Dataset) else ["data      read while training goes on", *lines]
 
     def report(self) -> dict[str, Any]:
-        """What became of the rows, per source: for data.json in the run directory."""
+        """The counts of rows kept, dropped and cut, per source: for data.json in the run directory."""
         sets = {"train": self.train, "heldout": self.heldout}
         return {name: dataset.to_record() for name, dataset in sets.items() if isinstance(dataset, Dataset)}
 
@@ -125,7 +125,7 @@ def sources(listed: Sequence[Source], recipe: Recipe, split: str) -> list[Source
 
 
 def cache_directory(setting: str) -> Path | None:
-    """Where tokens are kept: `BLOCKDIFF_CACHE`, else blockdiff/ in the user's cache directory; None for "off"."""
+    """The directory of kept tokens: `BLOCKDIFF_CACHE`, else blockdiff/ in the user's cache; None for "off"."""
     if setting == "off":
         return None
     users = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "blockdiff"
@@ -134,7 +134,7 @@ def cache_directory(setting: str) -> Path | None:
 
 
 def encoder(recipe: Recipe, base: StartingModel) -> Encoder:
-    """How rows become tokens."""
+    """The encoder that makes tokens of rows."""
     d = recipe.data
     return Encoder(
         base.tokenizer,
@@ -152,7 +152,7 @@ def encoder(recipe: Recipe, base: StartingModel) -> Encoder:
 
 
 def collator(recipe: Recipe, base: StartingModel) -> Collator:
-    """How examples become batches."""
+    """The collator that makes batches of examples."""
     o = recipe.objective
     return Collator(
         canvas_length=base.canvas_length,

@@ -87,7 +87,7 @@ def write_model(trainer: Trainer) -> str:
 
 @contextmanager
 def _refused(trainer: Trainer) -> Iterator[None]:
-    """What cannot be written at the end of a run is a line that says what is saved."""
+    """Makes one line, which says what is saved, of a model that cannot be written at the end of a run."""
     try:
         yield
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""What trains and what stands still: freezing by pattern, and the table that shows it."""
+"""Freezing of parameters by pattern, and the table that shows which train."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def count_parts(model: BlockDiffusionModel) -> list[PartCounts]:
 
 
 def _close(pattern: str, names: list[str]) -> str:
-    """What may have been meant: names of one kind look alike, so layers are written as `*` and shown once."""
+    """Names that may have been meant: those of one kind look alike, so layers are written as `*` and shown once."""
     kinds = list(dict.fromkeys(_LAYER.sub("layers.*.", name) for name in names))
     close = get_close_matches(pattern, kinds, n=3, cutoff=0.4)
     return f"; close are {', '.join(close)}" if close else f"; names look like {', '.join(kinds[:3])}"

@@ -121,7 +121,7 @@ def _at_coin(evaluation: Evaluation, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _sums(is_scored: Tensor, *columns: Tensor) -> Tensor:
-    """How many positions are scored, and the sum of every column over them: float64 [1 + columns]."""
+    """The number of scored positions, and the sum of every column over them: float64 [1 + columns]."""
     return torch.stack([is_scored.sum().double(), *(column[is_scored].double().sum() for column in columns)])
 
 

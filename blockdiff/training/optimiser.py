@@ -33,12 +33,12 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay pulls on a parameter: on matrices, not on norms, scales or the embedding table."""
+    """True of parameters with weight decay: matrices, but no norms, scales or the embedding table."""
     return parameter.dim() > 1 and not name.endswith(EMBEDDING_TABLE)
 
 
 def lr_scale(name: str, layers: int, layer_decay: float) -> float:
-    """What a parameter's learning rate is multiplied by in a model of so many layers.
+    """The factor of a parameter's learning rate in a model of so many layers.
 
     Layer n, counted from 0: `layer_decay ** (layers - 1 - n)`, so the last layer keeps the full rate. The table
     stands below the first layer: `layer_decay ** layers`. The final norm and self-conditioning: 1 (arXiv 1801.06146
@@ -51,7 +51,7 @@ def lr_scale(name: str, layers: int, layer_decay: float) -> float:
 
 
 def matrices_of(name: str, parameter: Tensor) -> int:
-    """How many matrices lie one above the other in the last two dimensions of a parameter; 0 = it is no matrix.
+    """The number of matrices that lie above one another in a parameter's last two dimensions; 0 = it is no matrix.
 
     The projections to gate and up of routed experts are two in one. Rows of the embedding table are vectors.
     """
@@ -196,7 +196,7 @@ def _norm_of_pieces(gradients: list[Tensor], ranks: Ranks) -> float:
 
 
 def _holders(tensor: Tensor) -> int:
-    """How many ranks hold a piece of their own of a tensor."""
+    """The number of ranks that hold a piece of their own of a tensor."""
     if not is_spread(tensor):
         return 1
     spread: Any = tensor

@@ -1,4 +1,4 @@
-"""What training shows: a live bar in a terminal or a notebook, plain lines elsewhere, nothing on other ranks."""
+"""The display of a training: a live bar in a terminal or a notebook, plain lines elsewhere, nothing on other ranks."""
 
 from __future__ import annotations
 

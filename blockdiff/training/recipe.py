@@ -68,7 +68,7 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 class ModelSection(Section):
-    """Which weights training starts from: a checkpoint (`path`) or random ones (`preset`)."""
+    """The weights that training starts from: a checkpoint's (`path`) or random ones (`preset`)."""
 
     path: str | None = None
     preset: str | None = None
@@ -86,7 +86,7 @@ class ModelSection(Section):
 
 
 class Columns(Section):
-    """Which column of the data holds what; null = the column of that name."""
+    """The column of the data for each field; null = the column of that name."""
 
     prompt: str | None = None
     response: str | None = None
@@ -97,7 +97,7 @@ class Columns(Section):
 
 
 class DataSection(Section):
-    """Which rows, how they become tokens, and how many canvases of each example an optimiser step scores."""
+    """The rows, their way to tokens, and the canvases of each example that an optimiser step scores."""
 
     train: choices.Sources
     heldout: choices.Sources | None = None
@@ -153,11 +153,11 @@ class LoraSection(Section):
 
     @property
     def trains(self) -> bool:
-        """Whether adapters train, and the weights stand still."""
+        """True where adapters train and the weights stand still."""
         return bool(self.ranks or self.tokens)
 
     def low_rank(self) -> dict[str, LowRank]:
-        """How each part is adapted."""
+        """Rank, scale and dropout of each part's adapters."""
         alphas = self.alpha if isinstance(self.alpha, dict) else dict.fromkeys(self.ranks, self.alpha)
         return {
             part: LowRank(rank, float(alphas.get(part) or 2 * rank), self.rslora, self.dropout)
@@ -190,7 +190,7 @@ class OptimSection(Section):
 
 
 class TrainSection(Section):
-    """How long, how many rows per optimiser step (over all ranks), and when to log, evaluate and save."""
+    """The length of a run, the rows of an optimiser step (over all ranks), and when to log, evaluate and save."""
 
     steps: Positive | None = None
     epochs: AboveZero | None = None  # passes over the examples instead of steps; the last step is not cut short
@@ -224,7 +224,7 @@ def _strategy(text: str) -> str:
 
 
 class ParallelSection(Section):
-    """How weights are spread over the processes (docs/cluster.md), which have rows of their own but with `tensor`."""
+    """The spread of weights over processes (docs/cluster.md), which have rows of their own but with `tensor`."""
 
     shard: Literal["none", "full"] = "none"  # none: all weights on each; full: a piece of every tensor (FSDP2)
     experts: Positive = 1  # processes that split the experts of each layer
@@ -239,13 +239,13 @@ class ParallelSection(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a family has to support, each of it."""
+        """The capabilities that the model's family needs, all of them."""
         asked = {"shard": self.shard == "full", "experts": self.experts > 1, "tensor": self.tensor > 1}
         return tuple(name for name, is_asked in asked.items() if is_asked) or ("replicate",)
 
 
 class EvaluationSection(Section):
-    """What is measured during training beside the training losses, and what follows from it."""
+    """Measurements during training beside the training losses, and what follows from them."""
 
     rows: Positive | None = None  # of data.heldout; null = all
     noise_levels: Positive = 5  # equal parts of t that losses and accuracies are reported for
@@ -259,7 +259,7 @@ class EvaluationSection(Section):
 
 
 class GenerationSection(Section):
-    """What the trained model's generation_config.json says; null keeps what the model brought, or the default."""
+    """The keys of the trained model's generation_config.json; null keeps what the model brought, or the default."""
 
     max_new_tokens: Positive | None = None
     max_steps: Positive | None = None
@@ -285,7 +285,7 @@ OnlyFromPython = Annotated[Callable[..., Any] | None, BeforeValidator(_from_pyth
 
 
 class GivenSection(Section):
-    """What only Python can give: a run directory records it, and it has to be given again to train from that."""
+    """Parts that only Python can give: a run directory records them, and training from that asks for them again."""
 
     objective: OnlyFromPython = None  # called as `blockdiff.objective.Objective` is
     optimiser: OnlyFromPython = None  # makes an optimiser from the parameters that train
@@ -316,7 +316,7 @@ class Recipe(Section):
 
     @property
     def sweeps(self) -> bool:
-        """Whether clean rows are encoded in the calls that denoise their canvases, and not in one of their own."""
+        """True where clean rows are encoded in the calls that denoise their canvases, not in one of their own."""
         return self.parallel.shard == "full" if self.objective.sweep == "auto" else self.objective.sweep
 
     def resolved(self) -> str:

@@ -83,7 +83,7 @@ def paths(keys: Keys) -> list[str]:
 
 
 def _nearest(key: Key, keys: Keys) -> str:
-    """What may be meant by a key that is not known.
+    """A suggestion for a key that is not known.
 
     It is a word of another toolkit, or near a key beside it, or else near one elsewhere.
     """

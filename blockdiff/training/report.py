@@ -1,4 +1,4 @@
-"""What one needs to quote a run: a record for report.json, and the same in one line."""
+"""The figures to quote a run by: a record for report.json, and the same in one line."""
 
 from __future__ import annotations
 

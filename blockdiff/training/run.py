@@ -162,7 +162,7 @@ def best_of(
 
 
 def evaluations_since_best(records: Sequence[Record], metric: str | None) -> int:
-    """How many times the metric was measured after its best value: early stopping compares it with its patience."""
+    """The number of measurements of a metric after its best value, which early stopping compares with its patience."""
     best = best_of(records, metric)
     return 0 if best is None or metric is None else sum(step > best[0] for step, _ in values_of(records, metric))
 

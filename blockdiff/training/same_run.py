@@ -34,9 +34,9 @@ FREE = {
 
 
 def objective_record(recipe: Recipe, objective: Any) -> dict[str, Any]:
-    """What the objective is made of, by recipe key: read off the object, which may have other parts than the recipe.
+    """The parts of the objective, by recipe key: read off the object, which may have other parts than the recipe.
 
-    How its passes are laid out is no part of it.
+    The order of its passes is no part of it.
     """
     record: dict[str, Any] = recipe.objective.model_dump(mode="json", exclude={"sweep"})
     live = [key for key in ("schedule", "weight") if hasattr(objective, key)]
@@ -44,7 +44,7 @@ def objective_record(recipe: Recipe, objective: Any) -> dict[str, Any]:
 
 
 def facts_of(recipe: Recipe, base: StartingModel, data: Data, objective: Any) -> dict[str, Any]:
-    """What must be the same for a run to be resumed as the same run, by recipe key."""
+    """The values that a resumed run must share with the run that was saved, by recipe key."""
     sections = json.loads(recipe.model_dump_json()) | {"objective": objective_record(recipe, objective)}
     if not recipe.lora.trains:
         del sections["lora"]  # runs of before it have none

@@ -44,11 +44,11 @@ class SavedTensors:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether several ranks wrote pieces."""
+        """True where several ranks wrote pieces."""
         return PIECES in self.digests
 
     def has(self, kind: str) -> bool:
-        """Whether there are tensors of a kind."""
+        """True where there are tensors of a kind."""
         return any(_is_of(name, kind) for name in self.digests)
 
     def files(self, kinds: Iterable[str]) -> list[str]:

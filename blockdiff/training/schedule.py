@@ -10,7 +10,7 @@ WARMUP_STEPS = 25  # of a run that is long enough and says nothing else
 
 
 class LearningRateSchedule(Protocol):
-    """How the learning rate falls after the warm-up."""
+    """The fall of the learning rate after the warm-up."""
 
     def share(self, step: int, warmup_steps: int, steps: int) -> float:
         """The learning rate of optimiser step `step` >= `warmup_steps` of a run of `steps`, as a share of its peak."""
@@ -30,7 +30,7 @@ def default_warmup(steps: int) -> int:
 
 @dataclass(frozen=True)
 class _Decay:
-    """What falls to `final_ratio` of the peak at the last step and is constant from there on."""
+    """A fall to `final_ratio` of the peak at the last step and is constant from there on."""
 
     final_ratio: float = 0.1
 
@@ -89,5 +89,5 @@ class StableDecay(_Decay):
 
 
 def _done(step: int, begin: int, end: int) -> float:
-    """How far `step` is from `begin` to `end`, within 0 and 1."""
+    """The share of the way from `begin` to `end` at `step`, within 0 and 1."""
     return min(1.0, max(0, step - begin) / max(1, end - begin))

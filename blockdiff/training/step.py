@@ -28,7 +28,7 @@ NAMED_SAMPLES = 64
 
 @dataclass(frozen=True)
 class Counts:
-    """What an optimiser step counts over all micro-batches and ranks."""
+    """The counts of an optimiser step over all micro-batches and ranks."""
 
     canvas: float  # what the canvas loss is divided by
     ar: float  # what the AR loss is divided by
@@ -50,7 +50,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Gradient:
-    """What the backward passes of an optimiser step left in the parameters, and the losses it comes from."""
+    """The gradient that the backward passes of an optimiser step left in the parameters, and its losses."""
 
     sums: Tensor  # float64 [micro-batches of this rank, 2]: canvas and AR loss, summed
     losses: Record  # loss, canvas_loss, ar_loss: means over all ranks
@@ -58,7 +58,7 @@ class Gradient:
 
     @property
     def is_finite(self) -> bool:
-        """Whether losses and gradient are: every rank sees the same global numbers, so all agree."""
+        """True where losses and gradient are finite: every rank sees the same global numbers, so all agree."""
         return all(math.isfinite(value) for value in (*self.losses.values(), self.norm))
 
 
@@ -126,7 +126,7 @@ class SkippedSteps:
 
 
 def culprit(batches: Sequence[Batch], sums: Tensor, ranks: Ranks) -> tuple[str, list[int]]:
-    """What is not finite in a step (a loss, or else the gradient), and the samples that it comes from, over all ranks.
+    """The loss, or else the gradient, that is not finite in a step, and the samples it comes from, over all ranks.
 
     sums: [micro-batches, 2], the canvas and AR loss of each. Of a loss the samples are those of the micro-batches in
     which it is not finite; of the gradient they are all.

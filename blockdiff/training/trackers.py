@@ -118,7 +118,7 @@ def _tracker(name: str, run_dir: Path, start: int) -> Any:
 
 
 def _identity(run_dir: Path) -> str:
-    """What a server knows the run by: drawn once, so that a resumed run goes on in the same place."""
+    """The name by which a server knows the run: drawn once, so that a resumed run goes on in the same place."""
     file = run_dir / IDENTITY
     if not file.exists():
         write_text(file, uuid.uuid4().hex[:12] + "\n")

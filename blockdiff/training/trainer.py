@@ -185,7 +185,7 @@ class Trainer:
     # -- between optimiser steps -----------------------------------------------------------------------------------
 
     def is_due(self, every: int) -> bool:
-        """Whether something done `every` so many optimiser steps (0 = at the end only) is done after this one."""
+        """True where something done `every` so many optimiser steps (0 = at the end only) is done after this one."""
         return self.step == self.steps or (every > 0 and self.step % every == 0)
 
     def between_steps(self, made: Sequence[str] = ()) -> bool:
@@ -212,7 +212,7 @@ class Trainer:
             return bool(is_over)
 
     def measurements(self) -> dict[str, int]:
-        """What is measured beside the training losses: the kind of the records, and every how many steps."""
+        """The kinds of records beside those of training losses, and every how many steps each is made."""
         measured = {"heldout": self.recipe.train.eval_every} if self.built.data.heldout is not None else {}
         return measured | ({"sample": self.recipe.evaluation.prompts_every} if self.built.data.prompts else {})
 
@@ -271,12 +271,12 @@ class Trainer:
         return nullcontext() if self.built.average is None else self.built.average.applied()
 
     def is_best(self) -> bool:
-        """Whether the metric that decides is at its best after this step; the main process knows."""
+        """True where the metric that decides is at its best after this step; the main process knows."""
         found = best_of(self.records, self.recipe.evaluation.best)
         return found is not None and found[0] == self.step
 
     def should_stop(self) -> bool:
-        """Whether the metric that decides has not improved for too long; the main process knows."""
+        """True where the metric that decides has not improved for too long; the main process knows."""
         e = self.recipe.evaluation
         return e.patience is not None and evaluations_since_best(self.records, e.best) >= e.patience
 
@@ -364,23 +364,19 @@ class Trainer:
         ranks = from_accelerate(timeout=r.train.timeout)
         catching = caught(speaks=ranks.is_main, is_alone=ranks.world == 1)
         try:
-            with watched(ranks, self.what) as known, known.guarded(self.what), catching as signals:
+            with watched(ranks, lambda: self.doing) as known, known.guarded(lambda: self.doing), catching as signals:
                 self.ranks = replace(known, is_stopping=signals.is_stopping, alike=self.recipe.parallel.tensor)
                 self.show = Progress(self.recipe.train.steps or 0, is_shown=ranks.is_main)
                 refuse(self.recipe, ranks.world)
                 with entered(self.directory, self.resume, self.ranks) as checkpoint:
                     self.start(checkpoint)
                     shown = self.show.running(self.step)
-                    with closing(self.saver), closing(self.trackers), shown, known.guarded(self.what):
+                    with closing(self.saver), closing(self.trackers), shown, known.guarded(lambda: self.doing):
                         self.notify("on_start")
                         yield
         except BaseException:
             ranks.close()  # the others notice at once
             raise
-
-    def what(self) -> str:
-        """What the ranks are at, for the message that says that one was lost."""
-        return self.doing
 
     def start(self, checkpoint: Path | None) -> None:
         """Build what trains as it was at a checkpoint, or from the start, and cut the logs to it."""
@@ -411,7 +407,7 @@ class Trainer:
         self.clock = Clock(self.ranks.device, seconds)
 
     def in_words(self) -> str:
-        """What this run is going to do, in words."""
+        """The run that is about to begin, in words."""
         t, canvases = self.recipe.train, described(self.recipe.data.canvases)
         if isinstance(canvases, dict):  # {last: 2}
             canvases = " ".join(str(word) for item in canvases.items() for word in item)
