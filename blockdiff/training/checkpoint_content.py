@@ -84,7 +84,7 @@ def optimiser_state(objective: nn.Module, optimiser: torch.optim.Optimizer) -> t
                 values[full_name] = value
             else:
                 kind = type(value).__name__
-                raise RunError(f"optimiser: its state {full_name} is a {kind}; only tensors and JSON values are saved")
+                raise RunError(f"optimiser: its state {full_name} is a {kind}; only tensors and plain values are saved")
     groups = [
         {key: value for key, value in group.items() if isinstance(value, JsonValue) and key not in NOT_RESTORED}
         for group in optimiser.param_groups
