@@ -29,8 +29,8 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
-from blockdiff.pieces import Block, Piece, gathered, piece_of
 from blockdiff.recipes.sudoku import alphabet, make_splits
+from blockdiff.tensor_pieces import Block, Piece, gathered, piece_of
 from blockdiff.training import export
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.freeze import freeze

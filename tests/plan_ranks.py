@@ -14,7 +14,7 @@ from blockdiff import checkpoint
 from blockdiff.models.adapters import draw_adapters
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
-from blockdiff.pieces import is_spread
+from blockdiff.tensor_pieces import is_spread
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.build import mesh_of
 from blockdiff.training.plan import training as plans

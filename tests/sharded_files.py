@@ -18,7 +18,7 @@ from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, draw_adapters, targets
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.pieces import is_spread, local_of, piece_of
+from blockdiff.tensor_pieces import is_spread, local_of, piece_of
 from tests.spread import How, spread
 
 

@@ -14,8 +14,8 @@ import torch
 
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.pieces import like, piece_of
 from blockdiff.seeding import Stream, uniform
+from blockdiff.tensor_pieces import like, piece_of
 from blockdiff.training import checkpoint_writer
 from blockdiff.training.checkpoint_content import ALONE, steps_saved
 from blockdiff.training.checkpoint_reader import restore

@@ -21,7 +21,7 @@ from blockdiff.checkpoint.files import Stored, read_blocks, tensors_in
 from blockdiff.errors import CheckpointError
 from blockdiff.models.adapters import TOKEN_ROWS
 from blockdiff.models.family import BlockDiffusionModel, family_of
-from blockdiff.pieces import Block
+from blockdiff.tensor_pieces import Block
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."

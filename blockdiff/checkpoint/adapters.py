@@ -27,7 +27,7 @@ from blockdiff.files import unwritten, whole_directory, write_text
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapter_tensors
 from blockdiff.models.family import BlockDiffusionModel, family_of
-from blockdiff.pieces import gathered, is_spread, local_of, piece_of
+from blockdiff.tensor_pieces import gathered, is_spread, local_of, piece_of
 
 
 @dataclass(frozen=True)

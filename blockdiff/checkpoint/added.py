@@ -19,7 +19,7 @@ from blockdiff.errors import CheckpointError
 from blockdiff.layers.fp8 import is_scale
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
-from blockdiff.pieces import fill_piece, is_spread, local_of
+from blockdiff.tensor_pieces import fill_piece, is_spread, local_of
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -17,7 +17,7 @@ from blockdiff.errors import CheckpointError
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.native import decoded
 from blockdiff.models.names import Names
-from blockdiff.pieces import Block
+from blockdiff.tensor_pieces import Block
 
 SCALE = "_scale_inv"  # follows the name of a tensor in MXFP8
 CHANNELS = "_scale"  # follows that of one in e4m3 with a scale for each output channel (compressed-tensors)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blockdiff.errors import CheckpointError
 from blockdiff.files import is_hub_id
-from blockdiff.pieces import Block
+from blockdiff.tensor_pieces import Block
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from blockdiff.checkpoint.stream import Source
 from blockdiff.errors import CheckpointError
-from blockdiff.pieces import gathered, is_spread
-from blockdiff.plain import from_all
+from blockdiff.rank_json import from_all
+from blockdiff.tensor_pieces import gathered, is_spread
 
 
 class Gathering:

@@ -29,7 +29,7 @@ from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.fp8 import fp8_layers, layers_in_fp8, put_in_fp8
 from blockdiff.models.names import Names
-from blockdiff.pieces import Block, is_spread, local_of, piece_of
+from blockdiff.tensor_pieces import Block, is_spread, local_of, piece_of
 
 
 def load(

@@ -18,7 +18,7 @@ from torch import Tensor, autograd, nn
 from blockdiff.errors import RunError
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.layers.experts import Experts
-from blockdiff.pieces import keep_part
+from blockdiff.tensor_pieces import keep_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

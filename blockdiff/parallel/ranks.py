@@ -22,7 +22,7 @@ from torch import Tensor
 
 from blockdiff.errors import RESUME, RunError
 from blockdiff.parallel.signals import Interrupted
-from blockdiff.plain import from_all
+from blockdiff.rank_json import from_all
 
 BEAT = 2.0  # seconds between two signs of life of a rank that the others wait for
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|socket|gloo|nccl", re.IGNORECASE)

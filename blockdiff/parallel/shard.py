@@ -33,7 +33,7 @@ from blockdiff.models.fp8 import layers_in_fp8, put_in_fp8
 from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.tensor import tensor_parallel
-from blockdiff.pieces import is_spread, local_of
+from blockdiff.tensor_pieces import is_spread, local_of
 
 
 def split(model: BlockDiffusionModel, mesh: Mesh, dtype: torch.dtype, computes_in: torch.dtype | None = None) -> None:

@@ -32,7 +32,7 @@ from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.parallel.reduce import copied, summed
 from blockdiff.parallel.tensor_vocabulary import share_vocabulary
-from blockdiff.pieces import keep_part
+from blockdiff.tensor_pieces import keep_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

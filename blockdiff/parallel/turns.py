@@ -21,7 +21,7 @@ from blockdiff.errors import RunError
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted
-from blockdiff.pieces import is_spread
+from blockdiff.tensor_pieces import is_spread
 
 # What a rank says: which call it is about to make, or how its work ended.
 _MODEL, _VOCABULARY, _DONE, _FAILED, _INTERRUPTED = range(5)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.models.family import BlockDiffusionModel
-from blockdiff.pieces import is_spread
+from blockdiff.tensor_pieces import is_spread
 
 MOST_GRAPHS = 64  # that are kept at once; they share the memory of what they compute, and each takes some of its own
 

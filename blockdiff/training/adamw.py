@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from blockdiff.pieces import local_of
+from blockdiff.tensor_pieces import local_of
 
 
 class AdamWOfPieces(torch.optim.AdamW):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from blockdiff.errors import RunError
 from blockdiff.models.adapters import is_adapter
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.pieces import is_spread
+from blockdiff.tensor_pieces import is_spread
 
 FOLDER, TRAINER, PIECES = "checkpoints", "trainer.json", "pieces.json"
 MODEL, OPTIMISER, AVERAGE = KINDS = ("model", "optimiser", "ema")  # the tensors, and how their files begin

@@ -21,7 +21,7 @@ from blockdiff.errors import CheckpointError, RunError
 from blockdiff.files import digest, seal
 from blockdiff.metrics import FILE_NAME
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.pieces import is_spread, like, piece_of
+from blockdiff.tensor_pieces import is_spread, like, piece_of
 from blockdiff.training.checkpoint_content import (
     ALONE,
     AVERAGE,

@@ -24,7 +24,7 @@ from blockdiff.errors import RESUME, RunError
 from blockdiff.files import digest, hidden_directory, publish, seal, sync, unwritten, write_text
 from blockdiff.metrics import FILE_NAME, SAMPLES
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.pieces import Block, Piece, is_spread, piece_of
+from blockdiff.tensor_pieces import Block, Piece, is_spread, piece_of
 from blockdiff.training.checkpoint_content import (
     ALONE,
     AVERAGE,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.errors import RunError
-from blockdiff.pieces import local_of
+from blockdiff.tensor_pieces import local_of
 from blockdiff.training.optimiser import trainable
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from blockdiff.parallel.reduce import stacked
-from blockdiff.pieces import gathered, is_spread, like, local_of, piece_of
+from blockdiff.tensor_pieces import gathered, is_spread, like, local_of, piece_of
 from blockdiff.training.adamw import AdamWOfPieces
 
 # Of the quintic iteration and the number of times (arXiv 2502.16982 section 2.1): singular values end in 0.7 to 1.2.

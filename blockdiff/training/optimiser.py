@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RunError
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.pieces import is_spread, local_of
+from blockdiff.tensor_pieces import is_spread, local_of
 from blockdiff.training.adamw import AdamWOfPieces
 from blockdiff.training.muon import Muon
 

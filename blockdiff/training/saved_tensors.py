@@ -16,7 +16,7 @@ from blockdiff.checkpoint.files import tensors_in
 from blockdiff.checkpoint.stream import DTYPE_OF
 from blockdiff.files import is_of_digest
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.pieces import Block
+from blockdiff.tensor_pieces import Block
 from blockdiff.training.checkpoint_content import PIECES
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.pieces import fill_piece, gathered
+from blockdiff.tensor_pieces import fill_piece, gathered
 from blockdiff.training import muon
 from blockdiff.training import optimiser as optim
 from tests.forked import run_ranks

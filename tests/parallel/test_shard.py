@@ -19,7 +19,7 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import split
-from blockdiff.pieces import is_spread, local_of
+from blockdiff.tensor_pieces import is_spread, local_of
 from blockdiff.training.optimiser import build, trainable
 from tests.models.test_sharded import batch
 from tests.oracle import TWO_LAYERS, tiny_config

@@ -1,4 +1,4 @@
-"""Plain values that processes tell one another: JSON in tensors of bytes, so nobody unpickles what another one sent."""
+"""Values that processes tell one another as JSON in tensors of bytes, so nobody unpickles what another one sent."""
 
 from __future__ import annotations
 
