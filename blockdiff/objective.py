@@ -6,7 +6,7 @@ coins come with the batch, and the training step divides the sums that the objec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Literal, NamedTuple
@@ -24,8 +24,8 @@ from blockdiff.diffusion.weight import NoWeight, Weight
 from blockdiff.errors import RecipeError
 from blockdiff.layers.attention import KV
 from blockdiff.layers.vocabulary import Vocabulary
-from blockdiff.models.family import BlockDiffusionModel
-from blockdiff.spans import Sweep
+from blockdiff.models.family import BlockDiffusionModel, LayerKind
+from blockdiff.spans import Spans, Sweep
 
 ROW_FIELDS = ("tokens_BS", "positions_BS", "doc_start_BS", "is_ar_scored_BS", "ar_weight_BS")  # of clean columns
 
@@ -217,7 +217,7 @@ class Objective(nn.Module):
 
     def _denoise(self, noisy: Batch, past: list[KV], soft_BTD: Tensor | None) -> Tensor:
         """Run the noisy canvases side by side against the prefix: hidden states [B, C * L, D]."""
-        spans = {name: kind.denoise_spans(*_places(noisy)) for name, kind in self.model.kinds.items()}
+        spans = {name: _denoise_spans(kind, noisy) for name, kind in self.model.kinds.items()}
         hidden_BTD, _ = self.model(noisy.canvas_BCL.flatten(1), _positions(noisy), spans, past, True, soft_BTD)
         return hidden_BTD
 
@@ -230,7 +230,7 @@ class Objective(nn.Module):
         spans = {
             name: Sweep(
                 kind.encode_spans(noisy.doc_start_BS),
-                kind.denoise_spans(*_places(noisy)),
+                _denoise_spans(kind, noisy),
                 columns,
                 self.stop_gradient,
                 wants_clean,
@@ -287,21 +287,31 @@ class Objective(nn.Module):
         vocabulary, next_BS = self.model.vocabulary, batch.tokens_BS.roll(-1, dims=1)
         if not self.model.denoises:
             hidden_BSD, _ = self._encode_alone(batch)
+            ar_loss_BS, ar_is_correct_BS = _scores(vocabulary, hidden_BSD, next_BS, batch.is_ar_scored_BS)
             nothing = torch.zeros_like(batch.is_scored_BCL)
-            ar = _scores(vocabulary.scores, hidden_BSD, next_BS, batch.is_ar_scored_BS)
-            return Evaluation(nothing, nothing, nothing, nothing, nothing, *ar, nothing)
+            return Evaluation(nothing, nothing, nothing, nothing, nothing, ar_loss_BS, ar_is_correct_BS, nothing)
         hidden_BSD, past, noisy, is_corrupted_BCL = self._encode(batch)
-        shape = noisy.canvas_BCL.shape
-        ar = _scores(vocabulary.scores, hidden_BSD, next_BS, batch.is_ar_scored_BS)
+        ar_loss_BS, ar_is_correct_BS = _scores(vocabulary, hidden_BSD, next_BS, batch.is_ar_scored_BS)
         first_BTD = self._denoise(noisy, past, None)
         second_BTD = self._denoise(noisy, past, vocabulary.soft_embedding(first_BTD))
-        bonus_BC = self._bonus(batch)
-        extra = () if bonus_BC is None else (noisy.canvas_BCL, bonus_BC[..., None].expand(shape))
-        without, with_signal = (
-            _scores(vocabulary.scores, hidden.view(*shape, -1), batch.canvas_BCL, batch.is_scored_BCL, *extra)
-            for hidden in (first_BTD, second_BTD)
+        target_BCL, is_scored_BCL, bonus_BC = batch.canvas_BCL, batch.is_scored_BCL, self._bonus(batch)
+        bonus_BCL = None if bonus_BC is None else bonus_BC[..., None].expand_as(target_BCL)
+        loss_BCL, is_correct_BCL = _scores(
+            vocabulary, first_BTD, target_BCL, is_scored_BCL, noisy.canvas_BCL, bonus_BCL
         )
-        return Evaluation(is_corrupted_BCL, *without, *with_signal, *ar, self._factor(batch, is_corrupted_BCL))
+        signal_loss_BCL, signal_is_correct_BCL = _scores(
+            vocabulary, second_BTD, target_BCL, is_scored_BCL, noisy.canvas_BCL, bonus_BCL
+        )
+        return Evaluation(
+            is_corrupted_BCL=is_corrupted_BCL,
+            loss_BCL=loss_BCL,
+            is_correct_BCL=is_correct_BCL,
+            signal_loss_BCL=signal_loss_BCL,
+            signal_is_correct_BCL=signal_is_correct_BCL,
+            ar_loss_BS=ar_loss_BS,
+            ar_is_correct_BS=ar_is_correct_BS,
+            factor_BCL=self._factor(batch, is_corrupted_BCL),
+        )
 
 
 def _pairs(of_token_BS: Tensor, batch: Batch) -> _Scored:
@@ -322,9 +332,9 @@ def _columns_seen(batch: Batch) -> int:
     return int(batch.start_BC.max())
 
 
-def _places(noisy: Batch) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The places of the canvases, from which spans are made."""
-    return noisy.start_BC, noisy.doc_start_BC, noisy.length_BC, noisy.canvas_BCL.shape[-1]
+def _denoise_spans(kind: LayerKind, noisy: Batch) -> Spans:
+    """The spans of the canvases' tokens in layers of a kind."""
+    return kind.denoise_spans(noisy.start_BC, noisy.doc_start_BC, noisy.length_BC, noisy.canvas_BCL.shape[-1])
 
 
 def _positions(noisy: Batch) -> Tensor:
@@ -368,10 +378,20 @@ def _complete(batch: Batch) -> Batch:
 
 
 def _scores(
-    scores: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, target: Tensor, is_scored: Tensor, *extra: Tensor
+    vocabulary: Vocabulary,
+    hidden: Tensor,
+    target: Tensor,
+    is_scored: Tensor,
+    observed: Tensor | None = None,
+    bonus: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Losses and whether the argmax is the target, both in the shape of `target`, 0 and False where not scored."""
-    loss_N, argmax_N = scores(hidden[is_scored], target[is_scored], *(x[is_scored] for x in extra))
+    """Losses, and True where the argmax is the target, in the shape of `target`; 0 and False where not scored.
+
+    hidden: of all tokens in that order [..., D]. observed, bonus: noisy tokens and the gain of their logits (None: 0).
+    """
+    hidden_ND = hidden.view(*target.shape, -1)[is_scored]
+    observed_N, bonus_N = (None, None) if observed is None or bonus is None else (observed[is_scored], bonus[is_scored])
+    loss_N, argmax_N = vocabulary.scores(hidden_ND, target[is_scored], observed_N, bonus_N)
     loss = torch.zeros(target.shape, dtype=torch.float32, device=target.device)
     is_correct = torch.zeros_like(is_scored)
     loss[is_scored], is_correct[is_scored] = loss_N, argmax_N == target[is_scored]

@@ -103,14 +103,13 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
 
     optimiser = optimisers.build(
         objective,
-        name=recipe.optim.name,
+        name=recipe.given.optimiser or recipe.optim.name,
         lr=recipe.optim.lr,
         betas=recipe.optim.betas,
         eps=recipe.optim.eps,
         momentum=recipe.optim.momentum,
         weight_decay=recipe.optim.weight_decay,
         layer_decay=recipe.optim.layer_decay,
-        make=recipe.given.optimiser,
     )
     learning_rate = partial(
         schedule.learning_rate,
@@ -129,8 +128,22 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
             length = f"{getattr(recipe.train, key):g}"
             raise RunError(f"{saved}: already at step {step}, past train.{key} = {length}; raise train.{key} to go on")
     choices = Choices.of(objective, objective_record(recipe, objective))
-    made = (base, data, model, objective, mesh, module, precision, optimiser, learning_rate, average, choices)
-    return Built(*made, facts, data.steps, step)
+    return Built(
+        base=base,
+        data=data,
+        model=model,
+        objective=objective,
+        mesh=mesh,
+        module=module,
+        precision=precision,
+        optimiser=optimiser,
+        learning_rate=learning_rate,
+        average=average,
+        choices=choices,
+        facts=facts,
+        steps=data.steps,
+        step=step,
+    )
 
 
 def _kept(model: BlockDiffusionModel) -> str:

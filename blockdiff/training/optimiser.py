@@ -83,28 +83,27 @@ def parameter_groups(
 def build(
     module: nn.Module,
     *,
-    name: str = "adamw",
+    name: str | Callable[..., torch.optim.Optimizer] = "adamw",
     lr: float,
     betas: tuple[float, float] = (0.95, 0.99),
     eps: float = 1e-8,
     momentum: float = 0.95,
     weight_decay: float = 1e-4,
     layer_decay: float = 1.0,
-    make: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimiser over what trains in `module`: "adamw", "muon", or "adamw_8bit" from bitsandbytes.
 
     AdamW (arXiv 1711.05101) runs in one fused kernel where torch has it (CPU and CUDA). Muon, with its `momentum`,
     moves matrices, and AdamW the rest. Decay leaves norms, scales and the embedding table alone; `layer_decay` < 1
-    lowers the rate of earlier layers (see `lr_scale`). make: makes another optimiser from the parameters, with its own
-    settings; the rates of its groups are the peaks of the schedule.
+    lowers the rate of earlier layers (see `lr_scale`). In place of a name there may be a function that makes another
+    optimiser from the parameters, with its own settings; the rates of its groups are the peaks of the schedule.
     Raises RunError when nothing trains, or the 8-bit one is not installed.
     """
     groups = parameter_groups(module, weight_decay, layer_decay, by_matrices=name == "muon")
     if not groups:
         raise RunError("no parameter trains; look at optim.freeze")
-    if make is not None:
-        optimiser = make([parameter for group in groups for parameter in group["params"]])
+    if not isinstance(name, str):
+        optimiser = name([parameter for group in groups for parameter in group["params"]])
         if not isinstance(optimiser, torch.optim.Optimizer):
             raise RunError(f"optimiser: what makes it gave a {type(optimiser).__name__}; it has to return an optimiser")
         if signature(optimiser.step).parameters["closure"].default is Parameter.empty:

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from blockdiff.sampling.sampler import Sampler
 
 
+TEXTS = 8  # answers of an evaluation whose texts are kept
 SPARE = 1.25  # times the memory that a training step takes for a while, since free memory is in pieces
 
 
 class Sampled(NamedTuple):
-    """`record` for the metrics; `texts`, the records of the first few answers, for RUN/samples.jsonl."""
+    """`record` for the metrics; `texts`, the records of the answers, for RUN/samples.jsonl."""
 
     record: Record
     texts: list[dict[str, Any]]
@@ -40,7 +41,6 @@ def sample_prompts(
     *,
     precision: str | None = None,
     encoder: Encoder | None = None,
-    texts: int = 8,
 ) -> Sampled:
     """Answer the rows' prompts, dealt out to the ranks, as `blockdiff eval` does; every rank gets the same result.
 
@@ -61,7 +61,7 @@ def sample_prompts(
         "sample_errors": found["errors"],
         "sample_seconds": round(found["seconds"], 3),
     }
-    return Sampled(record, found["records"][:texts])
+    return Sampled(record, found["records"])
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from blockdiff.training.recipe_checks import refuse, without_effect
 from blockdiff.training.recipe_choices import described
 from blockdiff.training.recipe_files import AnyRecipe, settled
 from blockdiff.training.run import Run, best_of, best_saved, entered, evaluations_since_best, prune
-from blockdiff.training.samples import sample_prompts
+from blockdiff.training.samples import TEXTS, sample_prompts
 from blockdiff.training.step import Counts, Gradient, SkippedSteps, backpropagate
 from blockdiff.training.trackers import Trackers
 
@@ -262,7 +262,7 @@ class Trainer:
         if self.ranks.is_main:
             texts = MetricsLog(self.directory / SAMPLES)
             texts.cut(step - 1)  # a run that was killed here has written some already
-            for text in sampled.texts:
+            for text in sampled.texts[:TEXTS]:
                 texts.append({"step": step, **text})
         return sampled.record
 
