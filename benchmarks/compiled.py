@@ -79,7 +79,7 @@ def block_sparse(dtype: torch.dtype, heads: int = 64, kv_heads: int = 4, d: int 
     with torch.no_grad():
         with patch.multiple(block_sparse_ops, LEAST_QUERIES=1, SHARED_BY=0):
             block_sparse_attention(q, keys, keys, ids, visible, visible, block, 1.0)
-        pages = BlockTable(torch.zeros(1, 32, dtype=torch.int32), torch.full((1,), 4096), 4096, 128)
+        pages = BlockTable(torch.zeros(1, 32, dtype=torch.int32), torch.full((1,), 4096), 128)
         select_blocks(idx_q, PagedTensor(pool[:, :, :1], pages), visible, block=block, topk=topk)
         whole = q, pool, pool, ids, visible.int(), None, keys[:, :T], keys[:, :T], own, pages.table_BM, 4096, block, 1.0
         for splits in (1, 2):
@@ -140,7 +140,7 @@ def fused(dtype: torch.dtype) -> None:
         cos = torch.zeros(1, N, d, dtype=dtype)
         of_heads = q, keys, keys, w[:d], w[:d], cos, cos, eps, "plain", True
         fused_ops.attention_heads(*of_heads)
-        pages = BlockTable(torch.zeros(1, 2, dtype=torch.int32), torch.full((1,), N), N, 128, torch.arange(N))
+        pages = BlockTable(torch.zeros(1, 2, dtype=torch.int32), torch.full((1,), N), 128, torch.arange(N))
         into = PagedTensor(torch.zeros(4, 128, kv_heads, d, dtype=dtype), pages)
         fused_ops.attention_heads(*of_heads, (into, into))
     # MiniMax M3: half of a head turns; its heads, and those of its indexer; and heads of Qwen3 and Llama

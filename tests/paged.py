@@ -26,4 +26,5 @@ def opened(pages: Pages, prompts: Sequence[Tensor], chunk: int = 1000) -> list[P
     for row, prompt in zip(rows, prompts, strict=True):
         for part in prompt[row.length :].split(chunk):
             pages.encode([row], part[None], [len(part)])
+            pages.accept(row)
     return rows

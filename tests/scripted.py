@@ -144,7 +144,7 @@ class ScriptedPages:
     page_tokens = 128
 
     def __init__(self, model: ScriptedModel):
-        self.model, self.rows = model, set[ScriptedRow]()
+        self.model, self.rows, self.empty = model, set[ScriptedRow](), ScriptedRow()
 
     def open(self) -> ScriptedRow:
         """An empty row."""
@@ -175,14 +175,30 @@ class ScriptedPages:
             row.length, row.canvas, row.step = row.length + length, row.canvas + 1, 0
         return torch.zeros(*tokens_BT.shape, 1)
 
-    def denoise(
-        self, rows: list[ScriptedRow], canvas_BT: Tensor, soft_BTD: Tensor | None = None, canvases: int = 1
-    ) -> Tensor:
+    def accept(self, row: ScriptedRow) -> None:
+        """Nothing is published, so nothing is to be done."""
+
+    def step_buffers(self, most: int, canvases: int, canvas_length: int, keeps: bool = True) -> ScriptedSteps:
+        """What denoises rows."""
+        return ScriptedSteps(self.model)
+
+
+class ScriptedSteps:
+    """Stands in for `StepBuffers`."""
+
+    def __init__(self, model: ScriptedModel):
+        self.model, self.rows = model, list[ScriptedRow]()
+
+    def load(self, rows: list[ScriptedRow]) -> None:
+        """Take rows."""
+        self.rows = list(rows)
+
+    def denoise(self, canvas_BT: Tensor, soft_BTD: Tensor | None = None, first: int = 0) -> Tensor:
         """The next logits of every row's script."""
-        assert canvas_BT.shape == (len(rows), self.model.canvas_length) and canvases == 1
-        self.model.denoised.append(len(rows))
+        assert canvas_BT.shape[1] == self.model.canvas_length
+        self.model.denoised.append(len(canvas_BT))
         logits = []
-        for number, row in enumerate(rows):
+        for number, row in enumerate(self.rows[first : first + len(canvas_BT)]):
             signal = None if soft_BTD is None else soft_BTD[number]
             self.model.signals[row.last, row.canvas, row.step] = signal
             logits.append(self.model.script(row.last, row.canvas, row.step))

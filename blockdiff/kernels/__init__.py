@@ -72,6 +72,11 @@ class Kernels:
         """A copy of a model has the same functions; modules among them cannot be copied."""
         return self
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a denoising step launches alike whatever rows hold, and reads nothing on the host."""
+        return self.fused is not None
+
     # Compositions of the ops above, in one launch where that is there and no gradient is needed.
 
     def attention_heads(

@@ -1,76 +1,168 @@
-"""What the denoising steps of rows read, in buffers that stay where they are, so that a step can be replayed."""
+"""What denoising steps read of rows in pages, in buffers: positions, spans, RoPE and block tables."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from blockdiff.kernels.span_attention.gathered import Gathered
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.layers.attention import Past
-from blockdiff.models.page_steps import TabledSteps
-from blockdiff.spans import Spans
+from blockdiff.models.page_pool import Pool
+from blockdiff.spans import KeptSelection, Spans
 
 if TYPE_CHECKING:
+    from blockdiff.models.family import Rope
     from blockdiff.models.page_rows import PagedRow
     from blockdiff.models.pages import Pages
 
+LEAST_PAGES = 4  # of a block table: a wider one costs little, and each width has a CUDA graph of its own
 
-class FixedSteps:
-    """The steps of at most `most` rows, `canvases` side by side of each: `load` the rows, then `denoise` often.
 
-    Positions, spans, RoPE and block tables stand in buffers, of which a step of fewer rows reads the first ones. What
-    `denoise` launches, and on which memory, depends on what `load` gave and on nothing else.
+@dataclass(frozen=True)
+class StepInputs:
+    """What a call of the model takes beside the canvases of some rows."""
+
+    positions_BT: Tensor
+    spans: dict[str, Spans]
+    rope: dict[str, Rope]
+    past: list[Past]
+
+
+class StepBuffers:
+    """The denoising steps of at most `most` rows, `canvases` side by side of each: `load` rows, then `denoise` often.
+
+    Rows are loaded when they come, go or grow. What `denoise` launches, and on which memory, follows from what `load`
+    gave and from nothing else. keeps: whether what follows from the buffers (masks, native attention's dense copies,
+    what layers select) is kept until rows are loaded again; a step that is captured finds it anew, for it runs again on
+    the rows that are loaded then.
     """
 
-    def __init__(self, pages: Pages, most: int, canvases: int, canvas_length: int):
+    def __init__(self, pages: Pages, most: int, canvases: int, canvas_length: int, keeps: bool = True):
         self.pages, self.most, self.canvases, self.canvas_length = pages, most, canvases, canvas_length
+        self.keeps = keeps
+        self.rows: list[PagedRow] = []
+        self._stamps: list[int] = []  # those that the rows had
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._widths: dict[str, int] = {}  # of the block tables of each kind of layer
+        self._gathered: dict[int, tuple[Gathered, ...]] = {}  # by layer
+        self._kept: dict[tuple[int, int], StepInputs] = {}  # by the first row, and how many
 
     def load(self, rows: Sequence[PagedRow]) -> Hashable:
-        """Write what the steps of these rows read; the same answer means the same launches, for as many rows.
-
-        At least one of them must have tokens.
-        """
-        made = TabledSteps(self.pages.model, self.pages.pools)
-        made.serve(rows, self.canvases, self.canvas_length)
-        assert made.past is not None, "nothing was encoded yet"
-        self._write(made.positions_BT, "positions")
-        for name, pool in self.pages.pools.items():
-            self._write(made.spans[name].bounds_BT4, name, "bounds")
-            for part, x in zip(("cos", "sin"), made.rope[name], strict=True):
-                self._write(x, name, part)
-            prefix = made.past[pool.layers[0]][0]
-            assert isinstance(prefix, PagedTensor)
-            self._widths[name] = prefix.pages.columns // pool.page_tokens
-            self._write(prefix.pages.lengths_B, name, "lengths")
-            self._write(prefix.pages.table_BM, name, "table", str(self._widths[name]))
+        """Write what the steps of these rows read; the same answer means the same launches, for as many rows."""
+        pools = self.pages.tensors_of_pools()
+        stamps, widths = [row.stamp for row in rows], {name: width_of(rows, pool) for name, pool in pools.items()}
+        is_known = widths == self._widths
+        fresh = [n for n, row in enumerate(rows) if not (is_known and self._stamps[n : n + 1] == [row.stamp])]
+        if set(self.rows).isdisjoint(rows):
+            self._gathered.clear()  # nothing of the copies is of use, and they may be large
+        if fresh or len(rows) != len(self.rows):
+            self._kept.clear()
+        self.rows, self._stamps, self._widths = list(rows), stamps, widths
+        if fresh:
+            self._write(fresh)
         # the pools of a CPU grow, and are then other memory
-        memory = [(x.data_ptr(), x.shape) for pool in self.pages.pools.values() for x in pool.tensors]
-        return tuple(self._widths.values()), tuple(memory)
+        memory = [(x.data_ptr(), x.shape) for pool in pools.values() for x in pool.tensors]
+        return tuple(widths.values()), tuple(memory)
 
-    def denoise(self, canvas_BT: Tensor, soft_BTD: Tensor) -> Tensor:
-        """Hidden states [B, T, D], after the final norm, of canvases of the first B rows that were loaded."""
-        B, spans, past = len(canvas_BT), dict[str, Spans](), dict[int, Past]()
-        for name, pool in self.pages.pools.items():
-            # made anew in every step: both remember what they compute of the buffers, and the buffers change
-            spans[name] = Spans(self._read(B, name, "bounds"), is_padded=False)
-            width = self._widths[name]
-            table, lengths = self._read(B, name, "table", str(width)), self._read(B, name, "lengths")
-            pages = BlockTable(table, lengths, width * pool.page_tokens, pool.page_tokens)
-            for n, layer in enumerate(pool.layers):
-                past[layer] = tuple(PagedTensor(x[n], pages) for x in pool.tensors)
-        rope = {name: (self._read(B, name, "cos"), self._read(B, name, "sin")) for name in spans}
-        layers = [past[layer] for layer in sorted(past)]
-        hidden, _ = self.pages.model(canvas_BT, self._read(B, "positions"), spans, layers, True, soft_BTD, rope)
+    def denoise(self, canvas_BT: Tensor, soft_BTD: Tensor | None = None, first: int = 0) -> Tensor:
+        """Hidden states [B, T, D], after the final norm, of the canvases of B of the rows, from the row `first` on.
+
+        canvas_BT: int64 noisy tokens, on the model's device; soft_BTD: the signal of the last prediction (None: none).
+        """
+        count = len(canvas_BT)
+        inputs = self._kept.get((first, count)) or self._inputs(first, count)
+        if self.keeps:
+            self._kept[first, count] = inputs
+        hidden, _ = self.pages.model(
+            canvas_BT, inputs.positions_BT, inputs.spans, inputs.past, True, soft_BTD, inputs.rope
+        )
+        if self.keeps:
+            self._note_selections(inputs.spans, self.rows[first : first + count])
         return hidden
 
-    def _write(self, x: Tensor, *name: str) -> None:
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _write(self, places: list[int]) -> None:
+        """Write what steps read of the rows in these places."""
+        model, rows = self.pages.model, [self.rows[n] for n in places]
+        to = slice(None) if places == list(range(len(self.rows))) else torch.tensor(places, device=model.device)
+        start_B = torch.tensor([row.length for row in rows], device=model.device)
+        positions_BT = start_B[:, None] + torch.arange(self.canvases * self.canvas_length, device=model.device)
+        self._set(to, positions_BT, "positions")
+        for name, (cos, sin) in model.rope(positions_BT).items():
+            self._set(to, cos, name, "cos")
+            self._set(to, sin, name, "sin")
+        for name, pool in self.pages.pools.items():
+            first_B = torch.tensor(first_columns(rows, pool), device=model.device)
+            spans = model.kinds[name].running_spans(start_B, self.canvases, self.canvas_length)
+            self._set(to, spans.shifted(first_B).bounds_BT4, name, "bounds")
+            self._set(to, (start_B - first_B).int(), name, "lengths")
+            width = self._widths[name]
+            self._set(to, table_of(rows, pool, width, model.device), name, "table", str(width))
+
+    def _set(self, to: slice | Tensor, x: Tensor, *name: str) -> None:
         if name not in self._buffers:
             self._buffers[name] = x.new_zeros(self.most, *x.shape[1:])
-        self._buffers[name][: len(x)] = x
+        self._buffers[name][slice(len(x)) if isinstance(to, slice) else to] = x
 
-    def _read(self, count: int, *name: str) -> Tensor:
-        return self._buffers[name][:count]
+    def _inputs(self, first: int, count: int) -> StepInputs:
+        """What a call of `count` rows takes; views of the buffers."""
+        of, rows = slice(first, first + count), self.rows[first : first + count]
+        spans, past, rope = dict[str, Spans](), dict[int, Past](), dict[str, "Rope"]()
+        for name, pool in self.pages.pools.items():
+            spans[name] = Spans(self._buffers[name, "bounds"][of], is_padded=False)
+            if self.keeps and self.pages.model.kinds[name].keeps_selection:
+                selected = [row.kept[1] if row.kept[0] == self._mark(row) else {} for row in rows]
+                spans[name].kept = KeptSelection.together(selected)
+            rope[name] = self._buffers[name, "cos"][of], self._buffers[name, "sin"][of]
+            table_BM = self._buffers[name, "table", str(self._widths[name])][of]
+            pages = BlockTable(table_BM, self._buffers[name, "lengths"][of], pool.page_tokens)
+            if self.keeps:
+                lengths = [row.length - column for row, column in zip(rows, first_columns(rows, pool), strict=True)]
+                contents = [pool.contents(row.tables[name]) for row in rows]
+                pages = BlockTable(
+                    table_BM, pages.lengths_B, pool.page_tokens, lengths=lengths, contents=contents, first=first
+                )
+            for n, layer in enumerate(pool.layers):
+                copies: Sequence[Gathered | None] = [None] * len(pool.tensors)
+                if self.keeps:
+                    copies = self._gathered.setdefault(layer, tuple(Gathered() for _ in pool.tensors))
+                past[layer] = tuple(
+                    PagedTensor(x[n], pages, copy) for x, copy in zip(pool.tensors, copies, strict=True)
+                )
+        return StepInputs(self._buffers["positions",][of], spans, rope, [past[layer] for layer in sorted(past)])
+
+    def _mark(self, row: PagedRow) -> tuple[int, int]:
+        """What has to be the same for a selection to stand: the row and how many queries there are."""
+        return row.stamp, self.canvases * self.canvas_length
+
+    def _note_selections(self, spans: dict[str, Spans], rows: Sequence[PagedRow]) -> None:
+        """After a call: note with the rows what layers have selected of them for all steps of their canvases."""
+        for each in spans.values():
+            if each.kept is None:
+                continue
+            for place, row in enumerate(rows):
+                if row.kept[0] != self._mark(row):
+                    row.kept = self._mark(row), {layer: ids[place] for layer, ids in each.kept.ids.items()}
+            each.kept.open_B = None
+
+
+def width_of(rows: Sequence[PagedRow], pool: Pool) -> int:
+    """How wide the block tables of rows are made: the next power of two of the widest, LEAST_PAGES at least."""
+    return 1 << (max(LEAST_PAGES, *(len(row.tables[pool.kind.name]) for row in rows)) - 1).bit_length()
+
+
+def table_of(rows: Sequence[PagedRow], pool: Pool, width: int, device: torch.device) -> Tensor:
+    """The block tables of rows, int32 [B, width]; zeros after a row's last page."""
+    tables = [row.tables[pool.kind.name] for row in rows]
+    return torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32, device=device)
+
+
+def first_columns(rows: Sequence[PagedRow], pool: Pool) -> list[int]:
+    """The row column that each row's table begins with."""
+    return [row.first[pool.kind.name] * pool.page_tokens for row in rows]

@@ -46,8 +46,9 @@ class Pool:
     ):
         self.kind, self.layers, self.page_tokens, self.most, self.grows = kind, layers, page_tokens, most, grows
         self.published = published
-        self.tensors: list[Tensor] = []  # each of a layer's tensors: [layers, pages, P, ...]; none before a write
+        self.tensors: list[Tensor] = []  # each of a layer's tensors: [layers, pages, P, ...]; none before `make`
         self.references = [0, 0]  # of every page; the first two are ZEROS and SPILL
+        self.versions = [0, 0]  # of what stands in every page; each write makes another one
         self.free: list[int] = []
         self.cached: OrderedDict[int, None] = OrderedDict()  # the one that was given back first comes first
         self.links: dict[int, Link] = {}  # of published pages
@@ -82,8 +83,13 @@ class Pool:
             assert len(self.references) - 2 < self.most, "a page was taken that had not been asked for"
             page = len(self.references)
             self.references.append(0)
+            self.versions.append(0)
         self.references[page] = 1
         return page
+
+    def contents(self, table: Sequence[int]) -> list[tuple[int, int]]:
+        """The pages of a block table, each with the version of what stands in it."""
+        return [(page, self.versions[page]) for page in table]
 
     def _caches_enough(self) -> bool:
         if not self.grows or not self.tensors:
@@ -120,6 +126,7 @@ class Pool:
         self.hold_all()
         for x in self.tensors:
             x[:, own] = x[:, page]
+        self.versions[own] += 1
         self.give_back(page)
         return own
 
@@ -135,14 +142,15 @@ class Pool:
             places.extend(range(page * size + within, page * size + within + count))
             begin += count
 
-    def write(self, kv: Sequence[KV], index_N: Tensor) -> None:
-        """Write a call's tensors [B, T, ...] of each of this kind's layers; index_N: a token's place, B * T of them.
+    def make(self, kv: Sequence[KV]) -> None:
+        """Make the tensors, of whose tokens those of a call are examples: `kv` has each of this kind's layers."""
+        self.tensors = [x.new_zeros(len(kv), 2, self.page_tokens, *x.shape[2:]) for x in kv[0]]
 
-        Layers that wrote theirs themselves have none.
+    def write(self, kv: Sequence[KV], index_N: Tensor) -> None:
+        """Write a call's tensors [B, T, ...] of those of this kind's layers that did not write theirs themselves.
+
+        index_N: a token's place, B * T of them.
         """
-        if not self.tensors:
-            self.tensors = [x.new_zeros(len(kv), 2, self.page_tokens, *x.shape[2:]) for x in kv[0]]
-        self.hold_all()
         for n, tensors in enumerate(kv):
             for x, new in zip(self.tensors, tensors, strict=bool(tensors)):
                 x[n].flatten(0, 1).index_copy_(0, index_N, new.flatten(0, 1))

@@ -1,8 +1,10 @@
 """The pages that rows hold, without the model: block tables, references, and what rows can share.
 
-A row has a block table for each kind of layer. Sliding layers give pages back as their window leaves them. Full pages
-are published under the tokens they hold and all tokens before these, so that a row which begins alike can share them
-instead of encoding the tokens again. They stay cached when no row holds them any more, until their room is needed.
+A row has a block table for each kind of layer. Tokens are written into its pages first, and are accepted when they
+stand; until then the row can be cut back to what it was. With accepted tokens sliding layers give pages back as their
+window leaves them, and full pages are published under the tokens they hold and all tokens before these, so that a row
+which begins alike can share them instead of encoding the tokens again. They stay cached when no row holds them, until
+their room is needed.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from blockdiff.models.page_pool import SPILL, ZEROS, Link, Pool, Published
 class PagedRow:
     """A row's cached tokens: how many, and the pages that hold them by kind of layer.
 
-    first: how many pages before those in the table were given back; links: where its full pages are published;
-    tail: its tokens after them; stamp: changes whenever the row does; cuts: how often it was truncated; kept: what
+    first: how many pages before those in the table were given back; accepted: how many of the tokens stand; links:
+    where its full pages are published; tail: its tokens after them; stamp: changes whenever the row does; kept: what
     layers have selected of it (`KeptSelection`) for so many queries behind it, and the stamp that it had then.
     """
 
@@ -31,10 +33,10 @@ class PagedRow:
     tables: dict[str, list[int]]
     first: dict[str, int]
     length: int = 0
+    accepted: int = 0
     links: list[Link] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
     stamp: int = 0
-    cuts: int = 0
     kept: tuple[tuple[int, int], dict[Any, Any]] = field(default_factory=lambda: ((0, 0), {}))
 
 
@@ -66,6 +68,7 @@ class PagedRows:
         self._rows: set[PagedRow] = set()
         self._stamps = itertools.count(1)
         self._reused = self._asked = 0
+        self.empty = PagedRow(Link(None, b""), {name: [] for name in pools}, dict.fromkeys(pools, 0))  # pads calls
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -105,7 +108,7 @@ class PagedRows:
             for each in found[max(0, row.first[name] - pages_before) :]:
                 pool.refer(each.pages[name])
                 row.tables[name].append(each.pages[name])
-        row.length, row.stamp = length, next(self._stamps)
+        row.length, row.accepted, row.stamp = length, length, next(self._stamps)
         row.links += found
         return length
 
@@ -128,8 +131,22 @@ class PagedRows:
             table += [pool.take() for _ in range(missing)]
         return True
 
+    def accept(self, row: PagedRow, tokens: int | None = None) -> None:
+        """Let a row's first so many tokens stand (None: all): publish their full pages, leave what windows left."""
+        row.accepted = max(row.accepted, row.length if tokens is None else min(tokens, row.length))
+        for _ in range(row.accepted // self.page_tokens - len(row.links)):
+            page_of_tokens, row.tail = row.tail[: self.page_tokens], row.tail[self.page_tokens :]
+            key = row.links[-1] if row.links else row.root, key_of(page_of_tokens)
+            link = self._links.setdefault(key, Link(*key))
+            for name, pool in self.pools.items():
+                pool.publish(row.tables[name][len(row.links) - row.first[name]], link)
+            row.links.append(link)
+        for pool in self.pools.values():
+            self._leave(row, pool, row.accepted)
+        row.stamp = next(self._stamps)
+
     def truncate(self, row: PagedRow, tokens: int) -> None:
-        """Drop a row's tokens after the first so many.
+        """Drop a row's tokens after the first so many; of tokens that were not accepted no trace is left.
 
         Raises BlockdiffError where a sliding layer has given back pages that the row would need again.
         """
@@ -142,22 +159,21 @@ class PagedRows:
                 )
         for pool in self.pools.values():
             self._cut(row, pool, -(-length // size))
-        full = length // size
-        if full < len(row.links):
-            row.tail = tokens_of(row.links[full].tokens)
-        row.length, row.stamp, row.cuts = length, next(self._stamps), row.cuts + 1
-        del row.links[full:], row.tail[length - full * size :]
+        if length // size < len(row.links):
+            row.tail = tokens_of(row.links[length // size].tokens)
+            del row.links[length // size :]
+        del row.tail[length - len(row.links) * size :]
+        row.length, row.accepted, row.stamp = length, min(row.accepted, length), next(self._stamps)
 
     def release(self, row: PagedRow) -> None:
         """Give a row's pages back; published ones can be shared until others need the room. The row is used up."""
         for pool in self.pools.values():
             self._cut(row, pool, 0)
         self._rows.discard(row)
-        row.length, row.links, row.tail, row.stamp = 0, [], [], next(self._stamps)
+        row.length, row.accepted, row.links, row.tail, row.stamp = 0, 0, [], [], next(self._stamps)
 
     def forget(self) -> None:
-        """Let no row share what rows before it have encoded, where the weights may be others; none may be open."""
-        assert not self._rows, "rows are open, whose pages are published"
+        """Let no row that is opened from now on share what rows before it have encoded; these go on as they are."""
         for pool in self.pools.values():
             pool.free += reversed(pool.cached)
             pool.cached.clear()
@@ -196,10 +212,11 @@ class PagedRows:
                 assert link.pages[name] == page and self._links[link.parent, link.tokens] is link
             for row in self._rows:
                 first = row.first[name]
-                assert first <= pool.first_kept(row.length) // self.page_tokens
+                assert first <= pool.first_kept(row.accepted) // self.page_tokens
                 assert first + len(row.tables[name]) >= -(-row.length // self.page_tokens)
         for row in self._rows:
-            assert len(row.links) * self.page_tokens + len(row.tail) == row.length
+            assert len(row.links) * self.page_tokens + len(row.tail) == row.length >= row.accepted
+            assert len(row.links) == row.accepted // self.page_tokens
         published = {id(link) for pool in self.pools.values() for link in pool.links.values()}
         assert {id(link) for link in self._links.values() if link.parent is not None} == published
 
@@ -215,18 +232,13 @@ class PagedRows:
         )
 
     def _append(self, row: PagedRow, tokens: list[int]) -> None:
-        """Note the tokens that were written after a row's own; publish its full pages and leave what windows left."""
+        """Note the tokens that were written after a row's own, not yet accepted."""
+        first, last = row.length // self.page_tokens, -(-(row.length + len(tokens)) // self.page_tokens)
+        for name, pool in self.pools.items():
+            for page in row.tables[name][first - row.first[name] : last - row.first[name]]:
+                pool.versions[page] += 1
         row.length, row.stamp = row.length + len(tokens), next(self._stamps)
         row.tail += tokens
-        for _ in range(len(row.tail) // self.page_tokens):
-            page_of_tokens, row.tail = row.tail[: self.page_tokens], row.tail[self.page_tokens :]
-            key = row.links[-1] if row.links else row.root, key_of(page_of_tokens)
-            link = self._links.setdefault(key, Link(*key))
-            for name, pool in self.pools.items():
-                pool.publish(row.tables[name][len(row.links) - row.first[name]], link)
-            row.links.append(link)
-        for pool in self.pools.values():
-            self._leave(row, pool, row.length)
 
     def _leave(self, row: PagedRow, pool: Pool, length: int) -> None:
         """Give back the pages that a row of such a length needs no more."""

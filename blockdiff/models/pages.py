@@ -14,14 +14,15 @@ from torch import Tensor
 
 from blockdiff import memory
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels import CPU, NATIVE
+from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
+from blockdiff.layers.attention import Past
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.page_buffers import StepBuffers, first_columns, table_of, width_of
 from blockdiff.models.page_pool import SPILL, Pool, Published
 from blockdiff.models.page_rows import PagedRow, PagedRows
-from blockdiff.models.page_steps import GatheredSteps, Steps, TabledSteps, bucket, first_columns, paged_past, table_of
+from blockdiff.models.weights import version_of
 
 PAGE_TOKENS = 128
-MOST_STEPS = 32  # sets of rows that are denoised in turns without being gathered again
 SHARE_OF_MEMORY = {"cpu": 0.4, "cuda": 0.8}  # that pages may take: native ops on a CPU gather live rows a second time
 
 
@@ -31,6 +32,7 @@ class Pages(PagedRows):
     page_tokens: tokens of a page; capacity: tokens that fit in all, of each kind of layer (None: what the device has
     memory for; on a CPU memory is taken as it is needed, elsewhere all of it with the first encode); identity: of the
     model, its adapter and its quantisation: rows share pages only where it is the same. It may be changed between rows.
+    Rows share nothing with those that were opened before the weights changed, see `weights.version_of`.
     """
 
     def __init__(
@@ -49,21 +51,39 @@ class Pages(PagedRows):
         }
         super().__init__(pools, links, page_tokens, identity)
         self.model = model
-        self._steps: list[Steps] = []  # the one used last comes last
+        self._version = version_of(model)
+        self._buffers: StepBuffers | None = None  # of `denoise`
 
-    @property
-    def reads_tables(self) -> bool:
-        """Whether attention reads pages where they stand; shapes are then those of buckets, whatever rows hold."""
-        return self.model.kernels.span_attention not in (NATIVE.span_attention, CPU.span_attention)
+    def open(self) -> PagedRow:
+        """An empty row."""
+        version = version_of(self.model)
+        if version != self._version:
+            self.forget()
+            self._version = version
+        return super().open()
+
+    def tensors_of_pools(self) -> dict[str, Pool]:
+        """The pools, with tensors that have room for all pages there are."""
+        if not all(pool.tensors for pool in self.pools.values()):
+            model = self.model
+            nothing_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+            spans = {name: kind.encode_spans(nothing_11) for name, kind in model.kinds.items()}
+            _, kv = model(nothing_11, nothing_11, spans)  # says what tensors layers keep of a token
+            for pool in self.pools.values():
+                pool.make([kv[layer] for layer in pool.layers])
+        for pool in self.pools.values():
+            pool.hold_all()
+        return self.pools
 
     # -- passes ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def encode(self, rows: Sequence[PagedRow], tokens_BT: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Encode clean tokens causally and append them to their rows: hidden states [B, T, D] after the final norm.
+        """Encode clean tokens causally behind those of their rows: hidden states [B, T, D] after the final norm.
 
-        tokens_BT: int64, rows right-padded, best on the CPU (their values are needed there); lengths: how many tokens
-        each row gets. Raises BlockdiffError where there is no room: `reserve` asks before.
+        The tokens are not accepted: `accept` lets them stand. tokens_BT: int64, rows right-padded, best on the CPU
+        (their values are needed there); lengths: how many tokens each row gets. Raises BlockdiffError where there is no
+        room: `reserve` asks before.
         """
         if not all(self.reserve(row, added) for row, added in zip(rows, lengths, strict=True)):
             raise BlockdiffError(
@@ -75,25 +95,20 @@ class Pages(PagedRows):
         past_B1, added_B1 = torch.tensor(numbers, device=device)[..., None]
         column_T = torch.arange(tokens_BT.shape[1], device=device)
         doc_start_BT = torch.where(column_T < added_B1, 0, -1)
-        spans = {name: kind.encode_spans(doc_start_BT, past_B1[:, 0]) for name, kind in model.kinds.items()}
+        spans, past = {}, dict[int, Past]()
         places = {name: self._places(pool, rows, lengths, len(column_T)) for name, pool in self.pools.items()}
-        past = None
-        # layers write their kv into pages that are there, where attention reads these; the first call says what kv is
-        is_written = self.reads_tables and all(pool.tensors for pool in self.pools.values())
-        if is_written or any(numbers[0]):
-            tables = {
-                name: table_of(rows, pool, device, bucket(rows, pool) if self.reads_tables else 0)
-                for name, pool in self.pools.items()
-            }
-            for pool in self.pools.values():
-                pool.hold_all()
-            own = (lengths, places) if is_written else ()
-            past = paged_past(rows, self.pools, tables, self.reads_tables, *own)
-            spans = {
-                name: each.shifted(torch.tensor(first_columns(rows, self.pools[name]), device=device))
-                for name, each in spans.items()
-            }
-        hidden, kv = model(tokens_BT.to(device), past_B1 + column_T, spans, past)
+        for name, pool in self.tensors_of_pools().items():
+            first = first_columns(rows, pool)
+            spans[name] = model.kinds[name].encode_spans(doc_start_BT, past_B1[:, 0])
+            spans[name] = spans[name].shifted(torch.tensor(first, device=device))
+            # the call's own tokens are written into the pages before attention reads them there, and counted
+            after = [row.length + added - column for row, added, column in zip(rows, lengths, first, strict=True)]
+            table_BM = table_of(rows, pool, width_of(rows, pool), device)
+            after_B = torch.tensor(after, dtype=torch.int32, device=device)
+            pages = BlockTable(table_BM, after_B, pool.page_tokens, places[name], after)
+            for n, layer in enumerate(pool.layers):
+                past[layer] = tuple(PagedTensor(x[n], pages) for x in pool.tensors)
+        hidden, kv = model(tokens_BT.to(device), past_B1 + column_T, spans, [past[layer] for layer in sorted(past)])
         for name, pool in self.pools.items():
             pool.write([kv[n] for n in pool.layers], places[name])
         for row, tokens, added in zip(rows, given, lengths, strict=True):
@@ -106,18 +121,19 @@ class Pages(PagedRows):
     ) -> Tensor:
         """Hidden states [B, T, D], after the final norm, of the canvases that follow each row; leaves the rows alone.
 
-        rows: in any order, one may come twice; canvas_BT: int64 noisy tokens, on the model's device; soft_BTD: the
-        signal of the last prediction (None: none); canvases: how many of a row stand side by side: each sees those
-        before it, as `spans.running_spans` says.
+        canvas_BT: int64 noisy tokens, on the model's device; soft_BTD: the signal of the last prediction (None: none);
+        canvases: how many of a row stand side by side: each sees those before it, as `spans.running_spans` says. Who
+        denoises several sets of rows in turns has `step_buffers` for each.
         """
-        steps = self._steps_of(rows)
-        steps.serve(rows, canvases, canvas_BT.shape[1] // canvases)
-        if steps.order is not None:
-            canvas_BT = canvas_BT[steps.order]
-            soft_BTD = None if soft_BTD is None else soft_BTD[steps.order]
-        hidden, _ = self.model(canvas_BT, steps.positions_BT, steps.spans, steps.past, True, soft_BTD, steps.rope)
-        steps.keep()
-        return hidden if steps.back is None else hidden[steps.back]
+        asked, length = self._buffers, canvas_BT.shape[1] // canvases
+        if asked is None or asked.most < len(rows) or (asked.canvases, asked.canvas_length) != (canvases, length):
+            asked = self._buffers = self.step_buffers(len(rows), canvases, length)
+        asked.load(rows)
+        return asked.denoise(canvas_BT, soft_BTD)
+
+    def step_buffers(self, most: int, canvases: int, canvas_length: int, keeps: bool = True) -> StepBuffers:
+        """What denoises at most so many rows often, see there."""
+        return StepBuffers(self, most, canvases, canvas_length, keeps)
 
     def _places(self, pool: Pool, rows: Sequence[PagedRow], lengths: Sequence[int], width: int) -> Tensor:
         """Where the tokens of a call stand in a pool, int64 [B * width], counted in tokens; padding is spilled."""
@@ -126,20 +142,6 @@ class Pages(PagedRows):
             pool.add_places(places, row.tables[name], row.first[name], row.length, row.length + added)
             places.extend([SPILL * self.page_tokens] * (width - added))
         return torch.frombuffer(places, dtype=torch.int64).to(self.model.device)
-
-    def _steps_of(self, rows: Sequence[PagedRow]) -> Steps:
-        """The steps that were last made for most of these rows, else new ones in place of the oldest."""
-        chosen = max(self._steps, key=lambda steps: steps.shares(rows), default=None)
-        if chosen is None or not chosen.shares(rows):
-            # in place of those whose rows are gone, or else of those that have not been used for longest
-            gone = next((steps for steps in self._steps if self._rows.isdisjoint(steps.rows)), None)
-            chosen = gone or (self._steps[0] if len(self._steps) == MOST_STEPS else None)
-        if chosen is None:
-            chosen = (TabledSteps if self.reads_tables else GatheredSteps)(self.model, self.pools)
-        else:
-            self._steps.remove(chosen)
-        self._steps.append(chosen)
-        return chosen
 
 
 def _capacity(model: BlockDiffusionModel) -> int:

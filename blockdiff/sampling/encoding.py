@@ -36,6 +36,8 @@ class Encoding:
             ]
             rows = [sequence.paged for sequence, _ in call if sequence.paged is not None]
             hidden_BTD = self.pages.encode(rows, torch.tensor(tokens), counts)
+            for each in rows:
+                self.pages.accept(each)
             self.tokens += width * len(call)
             for (sequence, count), start, hidden_TD in zip(call, starts, hidden_BTD, strict=True):
                 self._encode_without_prompt(sequence, count)
@@ -54,6 +56,7 @@ class Encoding:
         )
         assert row.length in (0, 1 + sequence.length - count - prompt)
         self.pages.encode([row], torch.tensor([tokens]), [len(tokens)])
+        self.pages.accept(row)
 
     def _calls_of(self, chunks: abc.Sequence[Chunk]) -> abc.Iterator[list[Chunk]]:
         """Chunks that are encoded together: of similar length, so that little of a call is padding."""

@@ -108,13 +108,11 @@ class Engine:
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
         is_alone = exact or self.settings.is_next_token
         capture = None if graphs is False or is_alone else capture_of(model)
-        of_steps = None if capture is None or not self.pages.reads_tables else Graphs(capture)
+        of_steps = None if capture is None else Graphs(capture)
         if graphs and of_steps is None:
             raise ValueError("graphs: no step of this model can be captured; that takes canvases, CUDA and Triton")
         self._encoding = Encoding(model, self.settings, self.pages, exact)
-        self._live = Live(
-            model, self.settings, self.pages, canvases, 1 if exact else max_rows, buckets, of_steps, fixed
-        )
+        self._live = Live(model, self.settings, self.pages, canvases, max_rows, exact, buckets, of_steps, fixed)
         self._sequences: dict[str | int, Sequence] = {}  # the first draw of each submitted request
         self._unfinished = 0
         self._events: list[Event] = []
@@ -164,7 +162,6 @@ class Engine:
     def close(self) -> None:
         """Give up what is not answered, without results, and give its pages back to those who share them."""
         self._scheduler.close()
-        self._live.close()
         self._sequences.clear()
         self._unfinished = 0
         self._has_changed = True

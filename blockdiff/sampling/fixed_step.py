@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,9 +10,9 @@ from torch import Tensor
 
 from blockdiff.kernels import CPU, NATIVE
 from blockdiff.models.family import BlockDiffusionModel
-from blockdiff.models.page_buffers import FixedSteps
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
+from blockdiff.models.weights import memory_of
 from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy
 from blockdiff.sampling.held import FixedHeld, Held
@@ -40,10 +39,11 @@ class FixedStep:
         graphs: Graphs,
     ):
         self.model, self.settings, self.width, self.most, self.graphs = model, settings, width, most, graphs
-        self._weights = _memory_of(model)
+        self._weights = memory_of(model)
         L, B, device = settings.canvas_length, most * width, model.device
-        self.rows = FixedSteps(pages, most, width, L)
-        self.others = FixedSteps(pages, most, width, L)  # of guided rows, without their prompts
+        self.pages = pages
+        self.rows = pages.step_buffers(most, width, L, keeps=False)
+        self.others = pages.step_buffers(most, width, L, keeps=False)  # of guided rows, without their prompts
         self.held = FixedHeld(B)
         self._now = torch.zeros((), dtype=torch.int64, device=device)
         self._every_B = torch.arange(B, device=device)
@@ -58,14 +58,9 @@ class FixedStep:
         self._loaded = 0, 0  # rows, and their canvases without those of padding
 
     @property
-    def pages(self) -> Pages:
-        """Where the prefixes lie that the steps read."""
-        return self.rows.pages
-
-    @property
     def is_stale(self) -> bool:
         """Whether weights lie elsewhere than they did: what was captured reads where they were."""
-        return self._weights != _memory_of(self.model)
+        return self._weights != memory_of(self.model)
 
     def takes(self, shape: Shape) -> bool:
         """Whether a step of this shape does nothing but launch: top_p natively looks how many tokens it needs."""
@@ -77,11 +72,6 @@ class FixedStep:
         """Whether an engine of these can go on with what is captured here."""
         is_same = self.settings is settings and self.pages is pages and self.width == width
         return is_same and self.most >= most and not self.is_stale
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether there are pages to read: none before the first encode."""
-        return all(pool.tensors for pool in self.pages.pools.values())
 
     def load(
         self, rows: Sequence[PagedRow], others: Sequence[PagedRow], strategy: Strategy, shape: Shape, state: State,
@@ -163,9 +153,3 @@ class FixedStep:
                 buffer.copy_(x)
         self._start_BL[:B].fill_(-1)
         self._may_stop[strategy] = decision.stop_B is not None
-
-
-def _memory_of(model: BlockDiffusionModel) -> list[tuple[int, torch.dtype]]:
-    """Where the model's weights and buffers lie, and their dtypes."""
-    weights = itertools.chain(model.parameters(), model.buffers())
-    return [(x.data_ptr(), x.dtype) for x in weights]

@@ -69,9 +69,12 @@ class CudaCapture:
 def capture_of(model: BlockDiffusionModel) -> Capture | None:
     """How steps of a model can be captured; None off CUDA, and where a step does more than launch.
 
-    That is where ranks exchange something within it, and where layers keep what they select in the first one.
+    That is where ranks exchange something within it, where layers keep what they select in the first one, and where
+    ops run natively.
     """
     if model.device.type != "cuda" or any(kind.keeps_selection for kind in model.kinds.values()):
+        return None
+    if not model.kernels.is_capturable:
         return None
     return None if any(map(is_spread, model.parameters())) else CudaCapture(model.device)
 

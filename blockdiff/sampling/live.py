@@ -25,7 +25,9 @@ from blockdiff.sampling.trace import Step, step_records
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
-    from blockdiff.models.pages import PagedRow, Pages
+    from blockdiff.models.page_buffers import StepBuffers
+    from blockdiff.models.page_rows import PagedRow
+    from blockdiff.models.pages import Pages
     from blockdiff.sampling.sequence import CanvasInFlight, Sequence
     from blockdiff.sampling.settings import SamplingSettings
 
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
 class Live:
     """The batch of live canvases. `arrange` it whenever rows come, go or commit, then `step`.
 
-    rows_per_call: how many rows one call of the model takes; buckets: row counts that such a call is padded up to, so
-    that its shapes are few (None: no padding); graphs: where steps that can be are captured and replayed (None: none);
+    exact: whether every row has calls of its own; buckets: row counts that a call of all rows is padded up to, so that
+    its shapes are few (None: no padding); graphs: where steps that can be are captured and replayed (None: none);
     fixed: what has captured before, to go on with where it fits.
     """
 
@@ -44,13 +46,14 @@ class Live:
         settings: SamplingSettings,
         pages: Pages,
         width: int,
-        rows_per_call: int,
+        max_rows: int,
+        exact: bool,
         buckets: abc.Sequence[int] | None = None,
         graphs: Graphs | None = None,
         fixed: FixedStep | None = None,
     ):
         self.model, self.settings, self.pages, self.width = model, settings, pages, width
-        self.rows_per_call, self.buckets = rows_per_call, buckets
+        self.rows_per_call, self.buckets = 1 if exact else max_rows, None if exact else buckets
         self.sequences: list[Sequence] = []
         self.canvases: list[CanvasInFlight] = []
         self.forwards = 0  # canvases that the model has run, padding included
@@ -62,8 +65,9 @@ class Live:
         self._every_B = torch.empty(0)
         self._shapes: dict[tuple[Strategy, int], list[Shape]] = {}
         self._shapes_B: list[list[Shape]] = []
-        self._padding: list[PagedRow] = []  # empty rows
-        most = rows_per_call + self._missing(rows_per_call)
+        most = max_rows + self._missing(max_rows)
+        of_steps = most, width, settings.canvas_length, graphs is None
+        self._prefixes, self._without_prompts = pages.step_buffers(*of_steps), pages.step_buffers(*of_steps)
         self.fixed = None
         if graphs is not None:
             is_fit = fixed is not None and fixed.serves(settings, pages, width, most)
@@ -71,12 +75,6 @@ class Live:
         # of the live canvases, where their steps can be captured: the strategy, and what it draws from
         self._captured: tuple[Strategy, Shape] | None = None
         self._is_loaded = False
-
-    def close(self) -> None:
-        """Give back the rows that pad calls."""
-        for row in self._padding:
-            self.pages.release(row)
-        self._padding.clear()
 
     # -- who is here -------------------------------------------------------------------------------------------
 
@@ -114,10 +112,19 @@ class Live:
         starting = [None if canvas.has_begun else canvas.control for canvas in canvases]
         self._start_BL = given_tokens([None if c is None else c.start_L for c in starting])
         self._captured, self._is_loaded = self._one_strategy(), False
+        if self._captured is None and not self.settings.is_next_token:
+            self._load(self._prefixes, [row.paged for row in rows])
+            self._load(self._without_prompts, [row.without_prompt for row in rows])
+
+    def _load(self, buffers: StepBuffers, rows: abc.Sequence[PagedRow | None]) -> None:
+        """Load those rows that there are, and those that pad the call of them."""
+        there = [row for row in rows if row is not None]
+        if there:
+            buffers.load([*there, *[self.pages.empty] * self._missing(len(there))])
 
     def _one_strategy(self) -> tuple[Strategy, Shape] | None:
         """The strategy of all canvases, where their steps can be captured; None where they run as they are."""
-        if self.fixed is None or len(self._calls) != 1 or len(self._calls[0].groups) > 1 or not self.fixed.is_ready:
+        if self.fixed is None or len(self._calls) != 1 or len(self._calls[0].groups) > 1:
             return None
         if any(row.is_watched for row in self.sequences) or not all(held.rows is None for held in self._held[0]):
             return None
@@ -160,7 +167,7 @@ class Live:
         assert self.fixed is not None
         if not self._is_loaded:
             rows, others = (
-                [row for row in rows if row is not None] + self._pads(len(rows))
+                [row for row in rows if row is not None] + [self.pages.empty] * self._missing(len(rows))
                 for rows in ([row.paged for row in self.sequences], [row.without_prompt for row in self.sequences])
             )
             given = self._start_BL, self._pinned_BL
@@ -225,7 +232,7 @@ class Live:
         hidden_BLD = self._denoised(call, tokens_BL, soft_BLD)
         first = shapes[of.start].temperature
         temperature = first if all(s.temperature == first for s in shapes[of]) else temperature_B
-        others_BLD = self._without_prompts(call, tokens_BL, soft_BLD)
+        others_BLD = self._unprompted(call, tokens_BL, soft_BLD)
         of_rows = settings.diffusion.mask_id, held, step_B, shapes[of], settings.diffusion.prediction
         stats = predict(model, hidden_BLD, tokens_BL, temperature, uniform_BL, *of_rows, others_BLD)
         ids = [canvas.sequence.id for canvas in self.canvases[of]]
@@ -239,46 +246,35 @@ class Live:
         if self.settings.is_next_token:
             before = [row.last_hidden_D for row in self.sequences[call.rows] if row.last_hidden_D is not None]
             return torch.stack(before)[:, None]
-        rows = [row.paged for row in self.sequences[call.rows] if row.paged is not None]
-        return self._after(rows, tokens_BL, soft_BLD)
+        return self._after(self._prefixes, call.rows.start, tokens_BL, soft_BLD)
 
-    def _after(self, rows: abc.Sequence[PagedRow], tokens_BL: Tensor, soft_BLD: Tensor | None) -> Tensor:
-        """Hidden states [B, L, D] of canvases, `width` side by side after each of these rows, by one call."""
-        count, width, L = len(rows), self.width, tokens_BL.shape[1]
+    def _after(self, buffers: StepBuffers, first: int, tokens_BL: Tensor, soft_BLD: Tensor | None) -> Tensor:
+        """Hidden states [B, L, D] of canvases, `width` side by side after each row from the first on, by one call."""
+        width, (B, L) = self.width, tokens_BL.shape
+        count, missing = B // width, self._missing(B // width)
         tokens_BT = tokens_BL.reshape(count, width * L)
         soft_BTD = None if soft_BLD is None else soft_BLD.reshape(count, width * L, -1)
-        if missing := self._missing(count):
-            rows = [*rows, *self._pads(count)]
+        if missing:
             tokens_BT = torch.cat([tokens_BT, tokens_BT.new_zeros(missing, width * L)])
             if soft_BTD is not None:
                 soft_BTD = torch.cat([soft_BTD, soft_BTD.new_zeros(missing, *soft_BTD.shape[1:])])
-        self.forwards += len(rows) * width
-        hidden_BTD = self.pages.denoise(rows, tokens_BT, soft_BTD, canvases=width)[:count]
-        return hidden_BTD.reshape(count * width, L, -1)
+        self.forwards += len(tokens_BT) * width
+        return buffers.denoise(tokens_BT, soft_BTD, first)[:count].reshape(B, L, -1)
 
     def _missing(self, count: int) -> int:
         """How many rows a call of so many is padded by."""
         return next((bucket for bucket in self.buckets or () if bucket >= count), count) - count
 
-    def _pads(self, count: int) -> list[PagedRow]:
-        """The empty rows that pad a call of so many."""
-        while len(self._padding) < self._missing(count):
-            self._padding.append(self.pages.open())
-        return self._padding[: self._missing(count)]
-
-    def _without_prompts(self, call: Call, tokens_BL: Tensor, soft_BLD: Tensor | None) -> Tensor | None:
+    def _unprompted(self, call: Call, tokens_BL: Tensor, soft_BLD: Tensor | None) -> Tensor | None:
         """Hidden states [B, L, D] of the canvases of a call without their prompts, 0 in rows that are not guided."""
-        guided = {
-            place: row.without_prompt
-            for place, row in enumerate(self.sequences[call.rows])
-            if row.without_prompt is not None
-        }
+        guided = [place for place, row in enumerate(self.sequences[call.rows]) if row.without_prompt is not None]
         if not guided:
             return None
+        first = sum(row.without_prompt is not None for row in self.sequences[: call.rows.start])
         of_rows = [place * self.width + n for place in guided for n in range(self.width)]
         places = torch.tensor(of_rows, device=tokens_BL.device)
         soft = None if soft_BLD is None else soft_BLD[places]
-        hidden_BLD = self._after(list(guided.values()), tokens_BL[places], soft)
+        hidden_BLD = self._after(self._without_prompts, first, tokens_BL[places], soft)
         return hidden_BLD.new_zeros(*tokens_BL.shape, hidden_BLD.shape[2]).index_copy(0, places, hidden_BLD)
 
     def _finished(self, told_BN: Tensor | None, steps: abc.Sequence[int]) -> list[CanvasInFlight]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from blockdiff.kernels import CPU, NATIVE, c_library
 from blockdiff.kernels.span_attention import cpu
-from blockdiff.kernels.span_attention.paged import ReservedTensor
 from blockdiff.spans import Spans, Sweep, denoise_spans, encode_spans
 from tests.closeness import relative_error
 from tests.oracles import span_attention as reference
@@ -77,8 +76,9 @@ def test_few_queries_over_a_prefix_with_room_behind_it_are_exact(T, group, d):
     bounds[..., 3] += torch.arange(T, dtype=torch.int32)
     for x in room:
         x[1, :, 3:] = x[2] = torch.nan
-    out = CPU.span_attention(q, *(ReservedTensor(x, P) for x in room), k, v, Spans(bounds), 0.4)
-    inputs = [x.double() for x in (q, *(x[:, :, :P].transpose(1, 2).nan_to_num() for x in room), k, v)]
+    prefix = [x[:, :, :P].transpose(1, 2) for x in room]
+    out = CPU.span_attention(q, *prefix, k, v, Spans(bounds), 0.4)
+    inputs = [x.double() for x in (q, *(x.nan_to_num() for x in prefix), k, v)]
     truth, _ = reference.span_attention(*inputs, Spans(bounds), 0.4)
     assert relative_error(out, truth) < FP32 / 2
 

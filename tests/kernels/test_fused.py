@@ -119,9 +119,8 @@ def test_heads_of_every_family_are_one_launch(fused, norm, d, r, has_values, lau
 def paged(pool: Tensor, pages: list[int], page_tokens: int) -> PagedTensor:
     """A prefix of two rows in pages of a pool, all of them full."""
     table = torch.tensor([pages, pages[::-1]], dtype=torch.int32, device=DEVICE)
-    columns = len(pages) * page_tokens
-    lengths = torch.tensor([columns, columns], dtype=torch.int32, device=DEVICE)
-    return PagedTensor(pool, BlockTable(table, lengths, columns, page_tokens))
+    lengths = torch.full((2,), len(pages) * page_tokens, dtype=torch.int32, device=DEVICE)
+    return PagedTensor(pool, BlockTable(table, lengths, page_tokens))
 
 
 @pytest.mark.parametrize("norm", [None, RMSNorm, CastRMSNorm])
@@ -174,7 +173,7 @@ def test_heads_are_written_into_their_pages_and_nowhere_else(fused, h, K, d, r, 
     tensors = [*tensors[:2], None] if layout == "no values" else tensors
     places = torch.tensor([22, 23, 24, 25, 26, 9, 8, 10, 4, 4], device=DEVICE)  # 4: a page that padding spills to
     table = torch.zeros(B, 1, dtype=torch.int32, device=DEVICE)
-    pages, count = BlockTable(table, table[:, 0], P, P, places), 1 if tensors[2] is None else 2
+    pages, count = BlockTable(table, table[:, 0], P, places), 1 if tensors[2] is None else 2
     pools = tuple(PagedTensor(torch.full((7, P, K, d), torch.nan, device=DEVICE), pages) for _ in range(count))
     norms_values = norm is ZeroCentredRMSNorm
     out, *own = heads(fused, *tensors, norms_of(norm, d, fused), rope, EPS, norms_values, pools)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention import cpu, native, triton
-from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor, ReservedTensor
+from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.spans import Spans, encode_spans, running_spans
 from tests.closeness import relative_error
 from tests.oracles import span_attention as reference
@@ -36,7 +35,8 @@ def in_pages(dense_BSKd: Tensor, lengths: list[int], page_tokens: int) -> PagedT
             pool[pages[row, column // page_tokens], column % page_tokens] = dense_BSKd[row, column]
         pages[row, -(-length // page_tokens) :] = 0
     table = pages.int().to(DEVICE)
-    return PagedTensor(pool.to(DEVICE), BlockTable(table, torch.tensor(lengths, device=DEVICE).int(), S, page_tokens))
+    lengths_B = torch.tensor(lengths, device=DEVICE).int()
+    return PagedTensor(pool.to(DEVICE), BlockTable(table, lengths_B, page_tokens, lengths=lengths))
 
 
 def spans_of(geometry: str, lengths: list[int], T: int) -> Spans:
@@ -77,7 +77,7 @@ def test_a_prefix_in_pages_is_read_as_a_dense_one(page_tokens, geometry):
         assert relative_error(out, truth) < FP32 and relative_error(its_lse.exp(), lse.exp()) < FP32
     for splits in (2, 3):  # the keys in several parts
         tensors = moved[0], *(pool.pool_NPKd for pool in pools), *moved[1:]
-        table, columns = pools[0].pages.table_BM, pools[0].pages.columns
+        table, columns = pools[0].pages.table_BM, prefix[0].shape[1]
         paged, bounds = torch.ops.blockdiff.span_attention_paged, moved_spans.bounds_BT4
         out = paged(*tensors, bounds, table, columns, 0.9, splits)[0]
         dense = moved[0], *(x.to(DEVICE) for x in prefix), *moved[1:]
@@ -122,7 +122,7 @@ def test_heads_of_any_number_and_size_are_read_from_pages(h, K, d):
 
 
 def test_what_the_kernel_does_not_read_from_pages_is_made_dense_or_refused():
-    """Heads that need padding are read from a copy of the prefix, and no tensor is written to."""
+    """Heads that need padding are read from a copy of the prefix."""
     lengths, T = [20, 9], 5
     q, prefix, own = inputs(lengths, T, 2, 1, 24)
     spans = spans_of("causal", lengths, T)
@@ -131,31 +131,9 @@ def test_what_the_kernel_does_not_read_from_pages_is_made_dense_or_refused():
     pools = [in_pages(x, lengths, 16) for x in prefix]
     out = triton.span_attention(tensors[0], *pools, *tensors[1:], moved, 1.0)
     assert isinstance(out, Tensor) and relative_error(out, truth) < FP32
-    reserved = ReservedTensor(torch.zeros(2, 1, 25, 24, device=DEVICE), 20)
-    with pytest.raises(Unserved, match="writes into no prefix"):
-        triton.span_attention(tensors[0], reserved, reserved, *tensors[1:], moved, 1.0)
     doubles = [PagedTensor(p.pool_NPKd.double(), p.pages) for p in pools]
     with pytest.raises(BlockdiffError, match="not float32, float64"):
         triton.span_attention(tensors[0], *doubles, *tensors[1:], moved, 1.0)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("canvases", [1, 3])
-@pytest.mark.parametrize("limit", [0, 1 << 30])
-def test_a_prefix_with_room_for_own_keys_is_read_as_a_dense_one(canvases, limit, monkeypatch):
-    """By SDPA and by a product of all scores; where all queries see the same and where they do not."""
-    monkeypatch.setattr(native, "SMALL_RESERVED", limit)
-    lengths, T = [9, 0, 4], 6
-    q, prefix, own = inputs(lengths, T, 4, 2, 16)
-    spans = running_spans(torch.tensor(lengths), canvases, T // canvases, None if canvases == 1 else 5)
-    truth, _ = reference.span_attention(*(x.double() for x in (q, *prefix, *own)), spans, 0.9)
-    room = [torch.cat([x, torch.full_like(own[0], float("nan"))], 1).transpose(1, 2).contiguous() for x in prefix]
-    out = native.span_attention(q, *(ReservedTensor(x, 9) for x in room), *own, spans, 0.9)
-    assert isinstance(out, Tensor) and relative_error(out, truth) < FP32
-    whole = Spans(torch.tensor([0, 9, 0, T]).int().expand(3, T, 4), sees_all=True)
-    truth, _ = reference.span_attention(*(x.double() for x in (q, *prefix, *own)), whole, 0.9)
-    out = native.span_attention(q, *(ReservedTensor(x, 9) for x in room), *own, whole, 0.9)
-    assert isinstance(out, Tensor) and relative_error(out, truth) < FP32
 
 
 @pytest.mark.gpu

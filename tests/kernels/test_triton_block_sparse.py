@@ -196,7 +196,7 @@ def in_pages(x_BSKd: Tensor, lengths: list[int], page: int) -> PagedTensor:
     for row, length in enumerate(lengths):
         for column in range(length):
             pool[table[row, column // page], column % page] = x_BSKd[row, column]
-    tables = BlockTable(table.int().to(DEVICE), torch.tensor(lengths).int().to(DEVICE), S, page)
+    tables = BlockTable(table.int().to(DEVICE), torch.tensor(lengths).int().to(DEVICE), page, lengths=lengths)
     return PagedTensor(pool.to(DEVICE), tables)
 
 
@@ -307,7 +307,6 @@ def test_canvases_over_pages_are_denoised_where_the_pages_stand(monkeypatch):
     model, truth = sparse_on_triton()
     canvas, prompt = tokens(2, 8, seed=1), tokens(2, 12)
     pages = Pages(model, page_tokens=8, capacity=160)
-    assert pages.reads_tables
     rows = [pages.open(), pages.open()]
     pages.encode(rows, prompt, [12, 10])
     monkeypatch.setattr(PagedTensor, "dense", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,6 +179,8 @@ def test_steps_that_keep_a_selection_are_not_captured(monkeypatch):
     models = selecting(), selecting("query", True)
     monkeypatch.setattr(graphs, "CudaCapture", lambda device: "captured")
     monkeypatch.setattr(BlockDiffusionModel, "device", torch.device("cuda"))
+    for model in models:
+        model.kernels = SimpleNamespace(is_capturable=True)
     assert [graphs.capture_of(model) for model in models] == ["captured", None]
 
 

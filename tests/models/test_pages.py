@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdiff.kernels.span_attention.paged import BlockTable
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
@@ -130,14 +131,43 @@ def test_a_row_may_come_twice(model):
             close(hidden[n : n + 1], pages.denoise([rows[place]], some[n : n + 1]))
 
 
-def test_sets_of_rows_that_take_turns_are_gathered_once(model, monkeypatch):
+def test_parts_of_a_set_are_denoised_in_turns_as_each_row_alone(model):
     pages = Pages(model, 8)
-    rows = opened(pages, [tokens(20, seed=n) for n in range(6)])
-    sets = rows[:2], rows[2:4], rows[4:]
-    truth = [pages.denoise(some, tokens(2, L)) for some in sets]
-    for steps in pages._steps:
-        monkeypatch.setattr(steps, "_make", None)
-    assert all(torch.equal(pages.denoise(some, tokens(2, L)), one) for some, one in zip(sets, truth, strict=True))
+    rows, canvas = opened(pages, [tokens(n, seed=n) for n in (20, 31, 9)]), tokens(3, L)
+    steps = pages.step_buffers(4, 1, L)
+    truth = [pages.denoise([row], canvas[n : n + 1]) for n, row in enumerate(rows)]
+    for order in ((0, 1, 2), (2, 0, 1)):
+        steps.load(rows)
+        for n in order:
+            assert torch.equal(steps.denoise(canvas[n : n + 1], first=n), truth[n])
+        close(steps.denoise(canvas), torch.cat(truth))
+        close(steps.denoise(canvas[:2]), torch.cat(truth[:2]))
+
+
+def test_only_what_has_changed_is_copied_for_native_attention(model, monkeypatch):
+    """A row that commits a canvas costs its new tokens, and one that leaves the row that takes its place."""
+    pages, found = Pages(model, 8), set[tuple[int, int, int]]()
+    places_of, window = BlockTable.places_of, model.kinds["sliding"].window
+    monkeypatch.setattr(BlockTable, "places_of", lambda *asked: (found.add(asked[1:]), places_of(*asked))[1])
+    first, second, third = opened(pages, [tokens(n, seed=n) for n in (40, 48, 32)])
+    steps = pages.step_buffers(3, 1, L)
+
+    def copied(rows: list[PagedRow]) -> set[tuple[int, int, int]]:
+        """Place, begin and end of what is copied of full layers when these rows are denoised."""
+        found.clear()
+        steps.load(rows)
+        hidden = steps.denoise(tokens(len(rows), L))
+        copies = [each for each in found if each[2] == rows[each[0]].length and each[2] - each[1] >= window]
+        found.clear()
+        assert torch.equal(steps.denoise(tokens(len(rows), L)), hidden) and not found
+        for n, row in enumerate(rows):
+            close(hidden[n : n + 1], pages.denoise([row], tokens(len(rows), L)[n : n + 1]))
+        return set(copies)
+
+    assert copied([first, second, third]) == {(0, 0, 40), (1, 0, 48), (2, 0, 32)}
+    pages.encode([third], tokens(1, 16), [16])
+    assert copied([first, second, third]) == {(2, 32, 48)}
+    assert copied([third, second]) == {(0, 0, 48)}
 
 
 def test_a_row_with_broken_numbers_leaves_nothing_behind(model):

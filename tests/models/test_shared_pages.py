@@ -61,6 +61,7 @@ def test_a_row_can_find_more_pages_between_its_chunks(model):
     pages, prompt = Pages(model, 8), tokens(40)
     row = pages.open()
     pages.encode([row], prompt[None, :8], [8])
+    pages.accept(row)
     opened(pages, [prompt])
     assert pages.reserve(row, 16) and pages.reuse(row, prompt.tolist()) == 40
     pages.check()
@@ -154,6 +155,8 @@ def test_a_row_that_goes_on_in_a_shared_page_writes_to_a_copy(model):
     pages, prompt = Pages(model, 8), tokens(30)
     row, other = pages.open(), pages.open()
     pages.encode([row], prompt[None], [30])
+    assert pages.reuse(pages.open(), prompt.tolist()) == 0
+    pages.accept(row)
     assert pages.reuse(other, prompt.tolist()) == 24
     pages.truncate(other, 23)
     assert pages.reuse(other, prompt.tolist()) == 23
@@ -221,6 +224,7 @@ def test_random_rows_with_common_beginnings_in_little_memory_stay_right_and_lose
                 return False
             if part:
                 pages.encode([row], torch.tensor([part]), [len(part)])
+                pages.accept(row)
         texts[row] = text
         return True
 

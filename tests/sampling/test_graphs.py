@@ -16,7 +16,6 @@ from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.kernels import NATIVE
-from blockdiff.models.pages import Pages
 from blockdiff.sampling import engine as engines
 from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.control import ResponseControl
@@ -58,7 +57,6 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Steps are recorded, and attention reads block tables, as on a GPU."""
     recorder = Recorder()
     monkeypatch.setattr(engines, "capture_of", lambda model: recorder)
-    monkeypatch.setattr(Pages, "reads_tables", True)
     monkeypatch.setattr("blockdiff.kernels.span_attention.native.SMALL_SCORES", -1)  # which looks for empty rows
     return recorder
 

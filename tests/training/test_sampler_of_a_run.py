@@ -11,7 +11,6 @@ import torch
 
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.metrics import SAMPLES, read
-from blockdiff.models.pages import Pages
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.sampling import engine as engines
 from blockdiff.training import export
@@ -46,7 +45,6 @@ class Anew(Counting):
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A little run that samples after every step, with averaged weights."""
     monkeypatch.setattr(export, "write_results", lambda *_: None)
-    monkeypatch.setattr(Pages, "reads_tables", True)  # as on a GPU
     monkeypatch.setattr("blockdiff.kernels.span_attention.native.SMALL_SCORES", -1)
     character_tokenizer(alphabet(4)).save_pretrained(tmp_path / "tokenizer")
     save_preset(tmp_path / "little.json", LITTLE)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves
 from blockdiff.kernels.span_attention import native
-from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
+from blockdiff.kernels.span_attention.gathered import seen_of
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
 from blockdiff.spans import Spans, Sweep
 
 STEP, LARGEST = 16, 512  # a head has a multiple of so many numbers, and at most so many
@@ -31,9 +32,9 @@ def span_attention(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `native.span_attention`."""
-    dense_k, dense_v = _dense(prefix_k), _dense(prefix_v)
-    if return_lse or not _takes(q_BThd, own_k, own_v, dense_k, dense_v):
+    if return_lse or not _takes(q_BThd, own_k, own_v, *map(_stored, (prefix_k, prefix_v))):
         return native.span_attention(q_BThd, prefix_k, prefix_v, own_k, own_v, spans, scale, return_lse)
+    dense_k, dense_v, spans = _dense(prefix_k, spans)[0], *_dense(prefix_v, spans)
     bounds = None if spans.sees_all else spans.bounds_BT4
     return _attended(q_BThd, dense_k, dense_v, own_k, own_v, bounds, 0, scale, False)
 
@@ -50,11 +51,19 @@ def _takes(q_BThd: Tensor, *tensors: Tensor | None) -> bool:
     return is_fitting and not torch.is_autocast_enabled("cpu") and serves(q_BThd, *tensors)
 
 
-def _dense(prefix: PrefixTensor | None) -> Tensor | None:
-    """A prefix as a tensor [B, columns, K, d]; None where there is none."""
-    if isinstance(prefix, ReservedTensor):
-        return prefix.both_BKSd[:, :, : prefix.columns].transpose(1, 2)
-    return prefix.dense() if isinstance(prefix, PagedTensor) else prefix
+def _stored(prefix: PrefixTensor | None) -> Tensor | None:
+    """The tensor that holds a prefix."""
+    return prefix.pool_NPKd if isinstance(prefix, PagedTensor) else prefix
+
+
+def _dense(prefix: PrefixTensor | None, spans: Spans) -> tuple[Tensor | None, Spans]:
+    """A prefix as a tensor [B, columns, K, d] (None where there is none), and the spans over it."""
+    if not isinstance(prefix, PagedTensor):
+        return prefix, spans
+    if prefix.gathered is None:
+        return prefix.dense(), spans
+    seen = seen_of(prefix.pages, spans)
+    return prefix.gathered.prefix(prefix, seen), seen.spans or spans
 
 
 def _attended(q: Tensor, *rest: Any) -> Tensor:

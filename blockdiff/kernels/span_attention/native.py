@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
-from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
+from blockdiff.kernels.span_attention.gathered import seen_of
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
 from blockdiff.kernels.span_attention.pieces import in_pieces
 from blockdiff.spans import Spans
 
 SMALL_SCORES = 1 << 22  # elements of [B, h, T, keys] up to which materialised scores beat SDPA on a CPU
-SMALL_RESERVED = 1 << 19  # the same where keys lie ready, which SDPA gains more from
+SMALL_GATHERED = 1 << 19  # the same where keys lie ready, which SDPA gains more from
 LONG_KEYS, LONG_MASK = 1 << 10, 1 << 21  # keys, and elements of the mask [B, T, keys], above which calls are cut up
 NEVER = -1e30  # the score of a key that is not seen
 
@@ -36,15 +37,14 @@ def span_attention(
     empty gets exactly 0. With return_lse also the log-sum-exp of its scores, fp32 [B, T, h], through which gradients
     flow (-inf for empty rows).
     """
-    if isinstance(prefix_k, ReservedTensor):
-        assert isinstance(prefix_v, ReservedTensor) and not return_lse
-        k, v = prefix_k.joined(own_k), prefix_v.joined(own_v)
-        return _over_reserved(q_BThd, k, v, spans, prefix_k.columns, scale)
-    if isinstance(prefix_k, PagedTensor):
-        prefix_k = prefix_k.dense()
-    if isinstance(prefix_v, PagedTensor):
-        prefix_v = prefix_v.dense()
-    assert not isinstance(prefix_v, ReservedTensor)
+    if isinstance(prefix_k, PagedTensor) and isinstance(prefix_v, PagedTensor):
+        of_k, of_v = prefix_k.gathered, prefix_v.gathered
+        if of_k is not None and of_v is not None and not return_lse:
+            seen = seen_of(prefix_k.pages, spans)
+            k, v = of_k.joined(prefix_k, own_k, seen), of_v.joined(prefix_v, own_v, seen)
+            return _over_gathered(q_BThd, k, v, seen.spans or spans, seen.columns, scale)
+        prefix_k, prefix_v = prefix_k.dense(), prefix_v.dense()
+    assert not isinstance(prefix_k, PagedTensor) and not isinstance(prefix_v, PagedTensor)
     B, T, h, _ = q_BThd.shape
     prefix_tokens = 0 if prefix_k is None else prefix_k.shape[1]
     keys = prefix_tokens + own_k.shape[1]
@@ -155,7 +155,7 @@ def _weights(
     return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(dtype)
 
 
-def _over_reserved(q_BThd: Tensor, k: Tensor, v: Tensor, spans: Spans, columns: int, scale: float) -> Tensor:
+def _over_gathered(q_BThd: Tensor, k: Tensor, v: Tensor, spans: Spans, columns: int, scale: float) -> Tensor:
     """Attention over keys and values [B, K, S, d] of which the first `columns` are the prefix; every query sees some.
 
     Queries of a group stand together as rows, so SDPA need not repeat their key heads either.
@@ -167,7 +167,7 @@ def _over_reserved(q_BThd: Tensor, k: Tensor, v: Tensor, spans: Spans, columns: 
         is_seen = is_seen[:, :1]  # all queries of a row see the same
     q_rows = _rows_of_queries(q_BThd, K)
     is_wide = q_BThd.dtype in (torch.float32, torch.float64)
-    if q_BThd.is_cpu and is_wide and B * h * T * keys <= SMALL_RESERVED:
+    if q_BThd.is_cpu and is_wide and B * h * T * keys <= SMALL_GATHERED:
         weights = _weights(q_rows, k.flatten(0, 1), is_seen, scale, h // K, v.dtype)
         return _heads_of_rows(torch.bmm(weights, v.flatten(0, 1)), q_BThd.shape)
     if is_seen is not None:

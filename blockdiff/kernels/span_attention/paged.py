@@ -1,40 +1,65 @@
-"""A prefix in pages, as span_attention takes it in place of the dense keys and values.
-
-`PagedTensor` is what stands in the pages, `ReservedTensor` is a copy made once for the steps of a canvas.
-"""
+"""A prefix in pages, as ops take it in place of dense keys and values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from blockdiff.kernels.span_attention.gathered import Gathered, Seen
+    from blockdiff.spans import Spans
+
+PageContent = tuple[int, int]  # a page, and the version of what stands in it: the same pair, the same tokens
+
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """Which pages rows have, for all layers that share them.
+    """The pages of rows, for all layers that share them.
 
-    table_BM: int32, the page that holds the columns [m P, (m + 1) P) of a row; lengths_B: int32, how many columns each
-    row has; columns: the most of them; page_tokens: P. own_N: int64, where the tokens of the call itself go, counted in
+    table_BM: int32, the page that holds the columns [m P, (m + 1) P) of a row, in any order of pages; lengths_B: int32,
+    how many columns each row has; page_tokens: P. own_N: int64, where the tokens of the call itself go, counted in
     tokens over all pages: their columns are counted, too (None: the call reads and writes nothing).
+
+    lengths, contents: the same for the host, where it may know them: how many columns each row has, and what stands in
+    its pages; a captured step may not, for it runs again on other rows. first: the place of the first of these rows
+    among all that are denoised together. seen: what `gathered.seen_of` has found.
     """
 
     table_BM: Tensor
     lengths_B: Tensor
-    columns: int
     page_tokens: int
     own_N: Tensor | None = None
+    lengths: Sequence[int] | None = None
+    contents: Sequence[Sequence[PageContent]] = ()
+    first: int = 0
+    seen: dict[Spans | None, Seen] = field(default_factory=dict, repr=False)
+
+    @property
+    def columns(self) -> int:
+        """How many columns the table has room for."""
+        return self.table_BM.shape[1] * self.page_tokens
 
     @cached_property
     def places_BS(self) -> Tensor:
-        """Where every column stands, counted in tokens over all pages; 0, where zeros are, after a row's length."""
-        column = torch.arange(self.columns, device=self.table_BM.device)
+        """Where every column stands, counted in tokens over all pages; 0, where zeros are, after a row's length.
+
+        S: the columns of the longest row; all that the table has room for, where the host does not know the lengths.
+        """
+        columns = self.columns if self.lengths is None else max(self.lengths)
+        column = torch.arange(columns, device=self.table_BM.device)
         page_BS = self.table_BM[:, column // self.page_tokens]
         places_BS = page_BS * self.page_tokens + column % self.page_tokens
         return torch.where(column < self.lengths_B[:, None], places_BS, 0)
+
+    def places_of(self, row: int, begin: int, end: int) -> Tensor:
+        """Where the columns [begin, end) of a row stand, counted in tokens over all pages."""
+        column = torch.arange(begin, end, device=self.table_BM.device)
+        return self.table_BM[row, column // self.page_tokens] * self.page_tokens + column % self.page_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +67,17 @@ class PagedTensor:
     """One tensor of a layer's prefix, the keys or the values, whose tokens stand in pages of a pool.
 
     pool_NPKd: every page's tokens. What a page holds beyond a row's length may be anything; page 0 is never written
-    and holds zeros.
+    and holds zeros. gathered: where native ops keep a dense copy from step to step (None: they make one in each call).
     """
 
     pool_NPKd: Tensor
     pages: BlockTable
+    gathered: Gathered | None = None
 
     def dense(self) -> Tensor:
-        """The prefix as a tensor [B, columns, K, d], zeros after each row's length: a copy."""
+        """The prefix as a tensor [B, columns, K, d], finite after each row's length: a copy."""
+        if self.gathered is not None:
+            return self.gathered.prefix(self)
         places_BS = self.pages.places_BS
         taken = self.pool_NPKd.flatten(0, 1).index_select(0, places_BS.flatten())
         return taken.view(*places_BS.shape, *self.pool_NPKd.shape[2:])
@@ -61,23 +89,7 @@ class PagedTensor:
         return own_BTKd[:, :0]
 
 
-@dataclass(frozen=True, eq=False)
-class ReservedTensor:
-    """One tensor of a layer's prefix with room for the call's own tokens right behind it.
-
-    both_BKSd: the prefix in the first `columns` of the columns, finite where no query sees it, then the room.
-    """
-
-    both_BKSd: Tensor
-    columns: int
-
-    def joined(self, own_BTKd: Tensor) -> Tensor:
-        """Prefix and own tokens [B, K, S, d]; writes the own ones into the room."""
-        self.both_BKSd[:, :, self.columns :].copy_(own_BTKd.transpose(1, 2))
-        return self.both_BKSd
-
-
-PrefixTensor = Tensor | PagedTensor | ReservedTensor
+PrefixTensor = Tensor | PagedTensor
 
 
 def written(past: tuple[PrefixTensor, ...] | None) -> tuple[PagedTensor, ...] | None:

@@ -17,7 +17,7 @@ from blockdiff.kernels.launch import Launch, Unserved, are_of, check_dtypes, emp
 from blockdiff.kernels.scratch import scratch
 from blockdiff.kernels.span_attention import triton_kernels as kernels
 from blockdiff.kernels.span_attention import triton_kernels_backward as backward
-from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
 from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, runs_products_aside, tile_for, tile_of
 from blockdiff.spans import Spans
 
@@ -302,8 +302,6 @@ def span_attention(
             out, lse = _span_attention_paged(*paged, spans.written_BT4, table, columns, scale, 0)
             return (out, lse) if return_lse else out
         prefix_k, prefix_v = prefix_k.dense(), prefix_v.dense()
-    if isinstance(prefix_k, ReservedTensor) or isinstance(prefix_v, ReservedTensor):
-        raise Unserved("span_attention in Triton writes into no prefix")
     assert not isinstance(prefix_k, PagedTensor) and not isinstance(prefix_v, PagedTensor)
     if prefix_k is None or prefix_v is None:
         prefix_k, prefix_v = own_k[:, :0], own_v[:, :0]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels, resolve
-from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, ReservedTensor, written
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, written
 from blockdiff.layers.attention import KV, Attention, Past, heads
 from blockdiff.layers.experts import Experts, SigmoidRouter
 from blockdiff.layers.mlp import MLP
@@ -253,8 +253,6 @@ def mean_query(idx_q_BTHd: Tensor, is_there_BT: Tensor, canvas_length: int) -> T
 
 def dense(x: PrefixTensor) -> Tensor:
     """A tensor of a prefix [B, columns, K, d], whatever it lies in."""
-    if isinstance(x, ReservedTensor):
-        return x.both_BKSd[:, :, : x.columns].transpose(1, 2)
     return x.dense() if isinstance(x, PagedTensor) else x
 
 

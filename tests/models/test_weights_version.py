@@ -1,0 +1,98 @@
+"""A change of weights makes another version, whoever made it, and pages of before are shared by nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from blockdiff.models.pages import Pages
+from blockdiff.models.weights import memory_of, version_of
+from tests.families import small_model
+
+pytestmark = pytest.mark.quick
+
+
+def stepped(make: Callable[..., torch.optim.Optimizer], **how: Any) -> Callable[[nn.Module], None]:
+    """A step of an optimiser."""
+
+    def step(model: nn.Module) -> None:
+        weight = model.vocabulary.table
+        weight.grad = torch.ones_like(weight)
+        make([weight], lr=0.1, **how).step()
+
+    return step
+
+
+def stepped_in_groups(model: nn.Module) -> None:
+    """A step in which one group of two is fused."""
+    weights = [model.vocabulary.table, model.norm.weight]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW([{"params": weights[:1], "fused": True}, {"params": weights[1:], "lr": 0.0}]).step()
+
+
+def filled(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.layers[0].attention.q_proj.weight.fill_(0.1)
+
+
+def moved(model: nn.Module) -> None:
+    weight = model.layers[0].attention.q_proj.weight
+    weight.data = weight.data.clone()
+
+
+CHANGES = {
+    "SGD": stepped(torch.optim.SGD),
+    "foreach": stepped(torch.optim.AdamW, foreach=True),
+    "fused": stepped(torch.optim.AdamW, fused=True),
+    "fused of a group": lambda model: stepped_in_groups(model),
+    "one by one": stepped(torch.optim.AdamW, foreach=False),
+    "load_state_dict": lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
+    "assign": lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True),
+    "in place": filled,
+    "moved": moved,
+    "dtype": lambda model: model.double(),
+    "a module more": lambda model: model.add_module("adapter", nn.Linear(2, 2)),
+    "a buffer": lambda model: model.register_buffer("own", torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whoever_changes_weights_makes_another_version(change):
+    model = small_model("llama", dtype=torch.float32)
+    before, memory = version_of(model), memory_of(model)
+    model(torch.zeros(1, 3, dtype=torch.int64), torch.arange(3)[None], spans_of(model))
+    assert version_of(model) == before
+    CHANGES[change](model)
+    assert version_of(model) != before
+    assert (memory_of(model) != memory) == (change in ("assign", "moved", "dtype", "a module more", "a buffer"))
+
+
+def spans_of(model: Any) -> dict[str, Any]:
+    return {name: kind.encode_spans(torch.zeros(1, 3, dtype=torch.int64)) for name, kind in model.kinds.items()}
+
+
+@torch.no_grad()
+def test_rows_share_nothing_that_other_weights_encoded_and_open_ones_go_on():
+    model = small_model("llama", dtype=torch.float64)
+    pages, tokens = Pages(model, 4), torch.arange(3, 23)
+    row = pages.open()
+    pages.encode([row], tokens[None], [20])
+    pages.accept(row)
+    assert pages.reuse(pages.open(), tokens.tolist()) == 20
+    model.norm.weight.mul_(2)
+    other = pages.open()
+    assert pages.reuse(other, tokens.tolist()) == 0
+    pages.check()
+    for each in (row, other):
+        pages.encode([each], tokens[None, :5], [5])
+        pages.accept(each)
+    pages.check()
+    assert pages.reuse(pages.open(), tokens[:5].tolist()) == 4
+    pages.truncate(row, 18)  # into a page that nobody else can find
+    pages.encode([row], tokens[None, :1], [1])
+    pages.check()
