@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from blockdiff.pieces import local_of
+from blockdiff.tensor_pieces import local_of
 
 _fused_steps = WeakIdKeyDictionary()  # of parameters: fused steps of optimisers, which torch counts as no write
 
