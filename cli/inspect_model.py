@@ -43,7 +43,8 @@ def show_model(target: str, show: Progress) -> None:
     dtypes = ", ".join(sorted({dtype for _, dtype in tensors.values()}))
     show.line(f"stored    {len(tensors):,} tensors as {dtypes}")
     if carried:
-        show.line(f"          {len(carried):,} of them, {sum(carried):,} numbers, are carried: neither run nor trained")
+        numbers = f"{len(carried):,} of them, {sum(carried):,} numbers"
+        show.line(f"          {numbers}, are copied to new checkpoints and neither run nor trained")
     if (directory / ADDED).is_file():
         name, shapes = added_in(directory)
         count = sum(math.prod(shape) for shape in shapes.values())

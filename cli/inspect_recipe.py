@@ -27,7 +27,7 @@ from blockdiff.training.starting_model import corruption_of, read_starting_model
 LEGEND = "prompt dim; canvases coloured; corrupted tokens reversed; fill underlined"
 GLOSSARY = (
     "t: the noise level, from 0 (clean) to 1 (all noise)",
-    "signal: the model's first prediction, fed back into the canvas (self-conditioning) where its coin says so",
+    "signal: the model's first prediction, fed back into the canvases for which the coin is drawn (self-conditioning)",
 )
 Words = Callable[[Sequence[int]], list[str]]  # token ids in a row -> what is shown of each
 CANVAS_COLOURS = ("cyan", "green", "yellow", "magenta", "blue")

@@ -25,7 +25,7 @@ MAX_SEED = 2**64 - 1
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the draws.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that are there already.")]
 AllowControlTokens = Annotated[
-    bool, typer.Option("--allow-control-tokens", help="What prompts spell of control tokens becomes these tokens.")
+    bool, typer.Option("--allow-control-tokens", help="Read control tokens that prompts spell (<turn|>) as tokens.")
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Requests that run together.")]
 Adapter = Annotated[str | None, typer.Option(metavar="DIR", help="An adapter of the model, in PEFT's format.")]

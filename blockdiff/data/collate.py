@@ -228,19 +228,19 @@ def micro_batches(
     rank: int = 0,
     world: int = 1,
     pack: int | None = None,
-    lengths: Sequence[int] | NDArray[np.int64] | None = None,
 ) -> list[Batch]:
     """This rank's part of the global batch of an optimiser step (from 1), in micro-batches on the CPU.
 
     `order(step)` gives (epoch, index of the example) for every slot. A micro-batch has `micro_batch_size` rows (None:
     all). With `pack`, examples share rows of at most so many tokens (`best_fit`), dealt to the ranks by their work; the
     optimiser step sees the same examples with the same draws, so losses and gradients are those of the unpacked one.
-    `lengths`: tokens of every example, where that is cheaper to know than to read them. Several micro-batches are made
-    of rows of similar size. A rank for which no packed row is left gets a batch of padding.
+    Where `examples` have `lengths`, the tokens of each, a rank reads only its own for that. Several micro-batches are
+    made of rows of similar size. A rank for which no packed row is left gets a batch of padding.
     Raises DataError when there are fewer examples than ranks.
     """
     taken = order(step)
     total = len(taken)
+    lengths: Sequence[int] | NDArray[np.int64] | None = getattr(examples, "lengths", None)
     if total < world:
         raise DataError(f"batch_size {total} is less than {world} processes; raise train.batch_size")
 

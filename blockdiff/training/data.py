@@ -50,7 +50,6 @@ class Data:
             rank=rank,
             world=world,
             pack=self.recipe.data.pack,
-            lengths=self.train.lengths if isinstance(self.train, Dataset) else None,
         )
 
     @property

@@ -150,7 +150,7 @@ def test_inspect_counts_every_tensor_of_a_model(workshop: Path) -> None:
     text = works("inspect", workshop / "run" / "model")
     carried = [math.prod(place.shape) for name, place in stored.items() if "vision" in name]
     assert f"{len(stored)} tensors as F32" in text
-    assert f"{len(carried)} of them, {sum(carried):,} numbers, are carried" in text
+    assert f"{len(carried)} of them, {sum(carried):,} numbers, are copied to new checkpoints" in text
     routers = sum(parameter.numel() for parameter in model.parameters_of("router"))
     count = sum(parameter.numel() for parameter in model.parameters())
     assert re.search(rf"router +\d+ +- +{routers:,}\n", text)

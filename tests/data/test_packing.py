@@ -125,17 +125,22 @@ OPTIONS = [
 ]
 
 
+class Measured(list):
+    """Examples whose lengths are known without reading them."""
+
+    @property
+    def lengths(self):
+        return torch.tensor([len(each.tokens) for each in EXAMPLES]).numpy()
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("world, size", [(1, None), (1, 2), (2, None), (4, 1)])
 def test_packed_rows_hold_the_same_examples_with_the_same_draws(options, world, size):
     make = collator(**options)
     whole = micro_batches(EXAMPLES, ORDER, make, STEP)
-    lengths = torch.tensor([len(each.tokens) for each in EXAMPLES]).numpy()
-    for given in (None, lengths):
+    for examples in (EXAMPLES, Measured(EXAMPLES)):
         parts = [
-            micro_batches(
-                EXAMPLES, ORDER, make, STEP, pack=80, micro_batch_size=size, rank=rank, world=world, lengths=given
-            )
+            micro_batches(examples, ORDER, make, STEP, pack=80, micro_batch_size=size, rank=rank, world=world)
             for rank in range(world)
         ]
         packed = list(chain(*parts))
@@ -192,10 +197,10 @@ def test_examples_are_read_once_and_in_order():
         for step in (1, 2):
             micro_batches(stream, InOrder(), collator(), step, pack=pack, micro_batch_size=size)
         assert stream.read == list(range(24))
-    lengths = [len(each.tokens) for each in EXAMPLES]
     own = Forward(EXAMPLES)
-    micro_batches(own, InOrder(), collator(), 1, pack=64, rank=1, world=2, lengths=lengths)
-    assert len(own.read) < 12  # with lengths given, a rank reads its own examples only
+    own.lengths = [len(each.tokens) for each in EXAMPLES]
+    micro_batches(own, InOrder(), collator(), 1, pack=64, rank=1, world=2)
+    assert len(own.read) < 12  # with lengths known, a rank reads its own examples only
 
 
 # -- losses and gradients ------------------------------------------------------------------------------------
@@ -210,7 +215,7 @@ def model() -> DiffusionGemma:
 
 
 def sums_and_gradients(objective: Objective, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the loop makes of them: both sums over counts, and the gradients of their sum."""
+    """The losses as the loop makes them, both sums over counts, and the gradients of their sum."""
     objective.zero_grad(set_to_none=True)
     canvas_count, ar_count = (sum(getattr(b, name)() for b in batches) for name in ("canvas_count", "ar_count"))
     means = torch.zeros(2, dtype=torch.float64)

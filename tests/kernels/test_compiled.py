@@ -1,4 +1,4 @@
-"""What the Triton kernels compile to for an H200, which none is needed for: they fit, and nothing is spilled or waits.
+"""The Triton kernels compiled for an H200, which needs none: they fit, and nothing is spilled or waits.
 
 Compiled, not run, in bf16 and at the sizes of the released models. A process of its own compiles, for Triton
 interprets in this one.
@@ -13,14 +13,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from blockdiff.kernels.tiles import SHARED_MEMORY, table
 
 ROOT = Path(__file__).resolve().parents[2]
 STACK = 144  # bytes that attention keeps there over a loop, not in it
 
 
+ATTENTION = ("span_attention, d = 256", "span_attention, d = 512", "norms")
+OF_EXPERTS = [f"expert_mlp, {tokens} tokens" for tokens in (256, 2048, 4096)]
+AROUND_EXPERTS = ["expert_mlp, all ones", "expert_mlp, low rank", "fused", "fp8, 256 tokens", "fp8 inputs, 4096 tokens"]
+
+
 def compiled(*ops: str, loops: bool = True) -> list[dict[str, Any]]:
-    """What `benchmarks.compiled` says of the kernels of some ops, none of which takes too much shared memory."""
+    """The lines of `benchmarks.compiled` about the kernels of some ops, none of which takes too much shared memory."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compiled", "--architecture", "90", "--json"]
     command += [word for op in ops for word in ("--only", op)] + ["--no-loops"] * (not loops)
@@ -31,9 +38,19 @@ def compiled(*ops: str, loops: bool = True) -> list[dict[str, Any]]:
     return lines
 
 
-def test_attention_and_norms():
+@pytest.fixture(scope="module")
+def looked_into() -> list[dict[str, Any]]:
+    """The kernels whose loops are looked at, compiled in one process."""
+    return compiled(*ATTENTION, "block_sparse", "vocabulary")
+
+
+def of(lines: list[dict[str, Any]], *ops: str) -> list[dict[str, Any]]:
+    return [line for line in lines if line["op"] in ops]
+
+
+def test_attention_and_norms(looked_into):
     """Every kernel of both layer kinds, forward, split and backward."""
-    lines = compiled("span_attention, d = 256", "span_attention, d = 512", "norms")
+    lines = of(looked_into, *ATTENTION)
     heads = {(line["kernel"], line["constants"].get("D")) for line in lines}
     names = {"forward", "backward_queries", "backward_keys"}
     assert heads >= {(f"span_attention_{name}", d) for name in names for d in (256, 512)}
@@ -46,9 +63,9 @@ def test_attention_and_norms():
         assert line["loop_stack"] <= (20 if is_widest else 0), line  # reads and writes of the stack in the loop
 
 
-def test_block_sparse_attention():
+def test_block_sparse_attention(looked_into):
     """MiniMax M3's heads: packed rows, canvases and pages."""
-    lines = compiled("block_sparse")
+    lines = of(looked_into, "block_sparse")
     names = {"scores", "choose", "forward", "forward_keys", "backward_queries", "backward_keys"}
     assert {line["kernel"] for line in lines} >= {f"block_sparse_{name}" for name in names}
     assert all(line["stack"] == 0 for line in lines)
@@ -57,9 +74,9 @@ def test_block_sparse_attention():
         assert line["waits"] < 0.5 * line["issued"], line
 
 
-def test_the_vocabulary():
+def test_the_vocabulary(looked_into):
     names = {"tiles", "rows", "tokens", "filters", "classes", "probabilities", "gradients"}
-    lines = compiled("vocabulary")
+    lines = of(looked_into, "vocabulary")
     assert {line["kernel"] for line in lines} == {f"vocabulary_{name}" for name in names}
     assert all(line["stack"] == 0 for line in lines)
 
@@ -69,8 +86,7 @@ def test_experts_and_what_is_fused_around_them():
 
     And where every size is 1, which Triton then makes a constant.
     """
-    ops = [f"expert_mlp, {tokens} tokens" for tokens in (256, 2048, 4096)]
-    others = ["expert_mlp, all ones", "expert_mlp, low rank", "fused", "fp8, 256 tokens", "fp8 inputs, 4096 tokens"]
+    ops, others = OF_EXPERTS, AROUND_EXPERTS
     lines = compiled(*ops, *others, loops=False)
     assert sum(line["op"] == "expert_mlp, all ones" for line in lines) >= 6
     names = {"gate_up", "product", "activation_backward", "outer_product", "sort_slots", "sum_slots"}
