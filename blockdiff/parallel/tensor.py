@@ -66,7 +66,7 @@ def show(module: nn.Module, seen: dict[str, Seen]) -> None:
 
     From outside, for names, checkpoints and optimisers, they are the parameters that they are.
     """
-    module.__class__ = _showing(type(module))
+    module.__class__ = _showing_class(type(module))
     module.__dict__["_seen"] = module.__dict__.get("_seen", {}) | seen
 
 
@@ -87,24 +87,24 @@ class _Running(threading.local):
     parts = 0
 
 
-def _showing(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind not in _SHOWING:
+def _showing_class(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _SHOWING_CLASSES:
 
-        class Showing(kind):  # type: ignore[misc, valid-type]
+        class WithShownParameters(kind):  # type: ignore[misc, valid-type]
             def __getattr__(self, name: str) -> Any:
                 value = super().__getattr__(name)
                 seen = self.__dict__["_seen"].get(name) if _RUNNING.parts else None
                 return value if seen is None or value is None else seen(value)
 
         for name, attribute in searched(kind).items():
-            setattr(Showing, name, attribute)
-        Showing.__name__ = Showing.__qualname__ = kind.__name__
-        _SHOWING[kind] = Showing
-    return _SHOWING[kind]
+            setattr(WithShownParameters, name, attribute)
+        WithShownParameters.__name__ = WithShownParameters.__qualname__ = kind.__name__
+        _SHOWING_CLASSES[kind] = WithShownParameters
+    return _SHOWING_CLASSES[kind]
 
 
 _RUNNING = _Running()
-_SHOWING: dict[Any, type[nn.Module]] = {}
+_SHOWING_CLASSES: dict[Any, type[nn.Module]] = {}
 
 
 # -- parts -----------------------------------------------------------------------------------------------------

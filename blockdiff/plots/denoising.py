@@ -1,7 +1,7 @@
 """The page of a denoising: canvases fill in, step by step, in one HTML file that needs nothing from outside.
 
-`moments` says what is shown, `denoising.js` draws it. The page's data are JSON, compressed, of at most `LIMIT` bytes:
-of longer traces first the text of the noise is left out, then steps between others, then requests, then canvases.
+`trace_moments` says what is shown, `denoising.js` draws it. The page's data are JSON, compressed, of at most `LIMIT`
+bytes: of longer traces first the text of the noise is left out, then some steps, then requests, then canvases.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockdiff.files import write_text
-from blockdiff.plots.moments import (
+from blockdiff.plots.trace_moments import (
     Cell,
     Decode,
     Moment,

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blockdiff.plots.moments import (
+from blockdiff.plots.trace_moments import (
     Cell,
     Decode,
     Moment,

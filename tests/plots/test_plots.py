@@ -12,9 +12,9 @@ import pytest
 
 from blockdiff.errors import RunError
 from blockdiff.plots.curves import _fill, draw_comparison, draw_curves, smooth
-from blockdiff.plots.moments import grid_moments, grid_side, moments_of, most_entropy, visible
 from blockdiff.plots.panels import LEVEL, NamedRun, by_level, named_apart, panels_of, read_run, series
 from blockdiff.plots.picture import HOT, SURE, draw_picture, drawable, heat
+from blockdiff.plots.trace_moments import grid_moments, grid_side, moments_of, most_entropy, visible
 from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
 
 WORDS = ["<pad>", "<eos>", "<bos>", ".", "=", "1", "2", "3", "4", "\n", "<b>", "a b"]
