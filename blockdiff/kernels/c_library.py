@@ -1,8 +1,8 @@
 """The C functions of the ops: compiled once on each machine, kept in the user's cache, and called with bare pointers.
 
 A small model's step on a CPU is mostly walks over tensors that torch makes one operator at a time; the `cpu.c` of an op
-makes them in one, and attention touches only what queries see. Nothing here is needed: without a C compiler the native
-ops run.
+makes them in one, and attention touches only what queries see. Nothing here is needed: where the functions cannot be
+built or loaded, one warning says why, and the native ops run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,62 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 # Vector code of this machine, and nothing that changes what NaN and infinity do.
-FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
-TRIED = (
-    ("-march=native", "-mprefer-vector-width=512", "-fopenmp"),
-    ("-march=native", "-fopenmp"),
-    ("-march=native", "-fopenmp-simd"),
-    ("-fopenmp-simd",),
+FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
 )
+TRIED = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
 BLOCKS = 16  # partial sums of the gradient of a weight, as in cpu.h
 LONGEST = 300  # seconds that a compiler may take
+
+# The arguments of every C function: p a tensor or None (no memory), n an int64, f a float of 32 bits; spaces group.
+SIGNATURES = {
+    # span_attention
+    "span_attention": "p pppppp f ppp",
+    "span_attention_backward": "p pppppp f ppp ppppp pp",
+    # block_sparse
+    "sparse_gather": "pp nn p",
+    "sparse_scatter": "pp nn p",
+    "sparse_softmax": "ppp nnnn ppp",
+    "sparse_merge": "pppp nnn",
+    "sparse_weights": "ppp nnnn p",
+    "sparse_score_gradients": "pppp nnn",
+    "sparse_block_scores": "pp nnnnnn f p n",
+    "sparse_choose": "pp nnnnnnn p",
+    # expert_mlp
+    "gated": "pp nnn p n p",
+    "gated_backward": "ppp nnn p n pp n pp",
+    "route": "p nnn pppp",
+    "route_backward": "p nnn ppp ppp",
+    "group_by_expert": "p nnn ppppp",
+    "gather_tokens": "pp nn p",
+    "combine_slots": "pp nnnn p",
+    "grouped_product": "pp nn p nnnn p",
+    "grouped_outer_product": "ppp nnn p",
+    # norm_rope
+    "norms": "p nn f p pp pp pp",
+    "norms_backward": "p nn p ppp ppp ppp pp",
+    "add_norm": "pp nn f pp n pp",
+    "add_norm_backward": "pp nn ppp n pppp",
+    "norm_rope": "p nnn nnnn f pppp p nnn",
+    "norm_rope_backward": "p nnn p nnn nnnn pppp ppp",
+    # vocabulary
+    "cross_entropy": "p nn p f pp n pp",
+    "capped_softmax": "p nn ff",
+    "token_stats": "p nn f p n ppp n pppp",
+}
+_TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class NoLibrary(Exception):
+    """The reason why the C functions cannot be built or loaded, in words."""
 
 
 def serves(*tensors: Tensor | None) -> bool:
@@ -45,64 +93,124 @@ def serves(*tensors: Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and library() is not None
 
 
+def serves_products(*tensors: Tensor | None) -> bool:
+    """The same of an op with products of its own, which autocast would round: these run natively under autocast."""
+    return not torch.is_autocast_enabled("cpu") and serves(*tensors)
+
+
 def call(name: str, *arguments: Tensor | int | float | None) -> None:
-    """Call a C function: tensors give their address, None is no memory, integers are int64 and floats fp32.
+    """Call a C function with arguments as `SIGNATURES` has them; a tensor gives its address.
 
-    What lies where is the caller's business, and it has to keep the tensors until the call returns.
+    What lies where is the caller's business. No function allocates: memory to work in is among the arguments.
     """
-    function = _functions.get(name) or _declared(name, arguments)
-    function(*[x if x is None or type(x) in (int, float) else x.data_ptr() for x in arguments])  # type: ignore[union-attr]
+    function, signature = _functions()[name]
+    given: Any = zip(signature, arguments, strict=True)
+    function(*[x if x is None or c != "p" else x.data_ptr() for c, x in given])
 
 
-_functions: dict[str, Any] = {}
-
-
-def _declared(name: str, arguments: tuple[Tensor | int | float | None, ...]) -> Any:
-    """A function of the library that knows the types of its arguments, which are those of its first call."""
-    types = {int: ctypes.c_int64, float: ctypes.c_float}
-    function = _functions[name] = getattr(library(), name)
-    function.restype, function.argtypes = None, [types.get(type(x), ctypes.c_void_p) for x in arguments]
-    return function
+@functools.cache
+def _functions() -> dict[str, tuple[Any, str]]:
+    """Every function of the library and its arguments, by name."""
+    found = library()
+    assert found is not None, "`serves` says whether there is a library"
+    return {name: (getattr(found, name), signature.replace(" ", "")) for name, signature in SIGNATURES.items()}
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library, built where it is not in the cache; None where it cannot be built."""
-    words = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    if shutil.which(words[0]) is None:
+    """The compiled library, built where it is not in the cache; None, after a warning, where it cannot be had."""
+    try:
+        return find_library()
+    except NoLibrary as obstacle:
+        warnings.warn(f"native ops run in place of the C functions for a CPU: {obstacle}", stacklevel=2)
         return None
-    sources = sorted(HERE.glob("*/cpu*.c"))
-    text = b"".join(path.read_bytes() for path in [*sorted(HERE.rglob("*.h")), *sources])
+
+
+def find_library() -> ctypes.CDLL:
+    """The library of the user's cache, else one that is built; NoLibrary where neither can be had."""
+    words = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    if os.name != "posix" or shutil.which(words[0]) is None:
+        raise NoLibrary(f"there is no C compiler {words[0]!r} (the environment variable CC names another)")
+    obstacle, directory = "", _cache()
     for extra in TRIED:
-        command = [*words, *FLAGS, *extra, f"-I{HERE}"]
-        key = hashlib.sha256("\0".join([*words, *FLAGS, *extra, _machine()]).encode() + text).hexdigest()[:24]
-        for directory in _directories():
-            try:
-                return _built(command, sources, directory / f"kernels-{key}.so")
-            except (OSError, subprocess.SubprocessError):
-                continue
-    return None
+        command = [*words, *FLAGS, *extra]
+        kept = None if directory is None else directory / f"kernels-{_key(command)}.so"
+        if kept is not None and _is_ours(kept):
+            with suppress(NoLibrary):  # one that does not load is built anew
+                return _loaded(kept)
+        try:
+            return _built(command, kept)
+        except NoLibrary as reason:
+            obstacle = str(reason)
+    raise NoLibrary(obstacle)
 
 
-def _built(command: list[str], sources: list[Path], target: Path) -> ctypes.CDLL:
-    """The library at `target`, which is compiled there first if it is missing; processes do not disturb each other."""
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as beside:
-            fresh = Path(beside) / target.name
-            words = [*command, *map(str, sources), "-o", str(fresh), "-lm"]
+def sources() -> list[Path]:
+    """The C files of all ops."""
+    return sorted(HERE.glob("*/cpu*.c"))
+
+
+def _built(command: list[str], kept: Path | None) -> ctypes.CDLL:
+    """The library, compiled by a command and moved to `kept`; without that it lies in a directory that is removed."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="blockdiff-", dir=None if kept is None else kept.parent) as directory:
+            fresh = Path(directory) / "kernels.so"
+            words = [*command, f"-I{HERE}", *map(str, sources()), "-o", str(fresh), "-lm"]
             subprocess.run(words, check=True, capture_output=True, timeout=LONGEST, stdin=subprocess.DEVNULL)
-            ctypes.CDLL(str(fresh))  # a library that does not load is never kept
-            fresh.replace(target)
-    return ctypes.CDLL(str(target))
+            fresh.chmod(0o700)
+            found = _loaded(fresh)
+            if kept is not None:
+                fresh.replace(kept)
+            return found
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines()
+        raise NoLibrary(f"{command[0]} failed: {said[0] if said else f'status {error.returncode}'}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoLibrary(f"{command[0]} failed: {error}") from None
 
 
-def _directories() -> Iterator[Path]:
-    """Where the library may lie: in the user's cache, else in a directory that is removed once it is loaded."""
+def _loaded(path: Path) -> ctypes.CDLL:
+    """The library of a file with every function declared; NoLibrary where it does not load or lacks one."""
+    try:
+        found = ctypes.CDLL(str(path))
+        for name, signature in SIGNATURES.items():
+            function = getattr(found, name)
+            function.restype, function.argtypes = None, [_TYPES[c] for c in signature.replace(" ", "")]
+    except (OSError, AttributeError) as error:
+        raise NoLibrary(f"the library does not load: {error}") from None
+    return found
+
+
+def _cache() -> Path | None:
+    """The directory of the user's cache that keeps the library; None, after a warning, where it may not be used."""
     users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    yield Path(users).expanduser() / "blockdiff"
-    with tempfile.TemporaryDirectory(prefix="blockdiff-") as own:
-        yield Path(own)
+    directory = Path(users).expanduser() / "blockdiff"
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        obstacle = "" if _is_ours(directory) else "it belongs to another user, or others may write in it"
+        obstacle = obstacle or ("" if os.access(directory, os.W_OK) else "it cannot be written")
+    except OSError as error:
+        obstacle = error.strerror or str(error)
+    if obstacle:
+        warnings.warn(f"the C functions are compiled anew for this process: {directory}: {obstacle}", stacklevel=2)
+    return None if obstacle else directory
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file or directory is there, no link, the user's own, and writable by nobody else."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    is_real = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+    return is_real and found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _key(command: list[str]) -> str:
+    """A hash of the command, the sources and the machine."""
+    text = b"".join(path.read_bytes() for path in [*sorted(HERE.rglob("*.h")), *sources()])
+    return hashlib.sha256("\0".join([*command, _machine()]).encode() + text).hexdigest()[:24]
 
 
 def _machine() -> str:

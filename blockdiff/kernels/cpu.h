@@ -10,6 +10,7 @@
 
 #define BLOCKS 16
 #define MUCH (1 << 14) /* elements from which a loop is worth a second thread */
+#define ROUNDS 12582912.0f /* 1.5 * 2^23: a number added to it is rounded, and stands in its last bits */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
@@ -30,8 +31,10 @@ static inline float exp_of(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    int32_t bits = ((int32_t)n + 127) << 23;
-    float power;
+    float rounded = n + ROUNDS, power;
+    uint32_t bits;
+    memcpy(&bits, &rounded, sizeof bits);
+    bits = (bits + 127u) << 23;
     memcpy(&power, &bits, sizeof power);
     return is_nothing ? 0.0f : p * power;
 }

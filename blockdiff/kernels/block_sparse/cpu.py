@@ -13,16 +13,12 @@ from torch import Tensor
 
 from blockdiff.kernels.block_sparse import native
 from blockdiff.kernels.block_sparse.native import UNUSED, _documents, as_heads
-from blockdiff.kernels.c_library import call, serves
+from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.span_attention.paged import PagedTensor
 
 SCORED_ROWS, SCORED_KEYS = 512, 1024  # of a product of index queries and keys
 CHUNK = 1024  # queries whose partial results live at once
 PIECE_ROWS = 1024  # of the products of a block: queries times heads, so that what is made of them stays in the cache
-
-
-def _serves(*tensors: Tensor) -> bool:
-    return not torch.is_autocast_enabled("cpu") and serves(*tensors)
 
 
 @torch.no_grad()
@@ -40,7 +36,7 @@ def select_blocks(
 ) -> Tensor:
     """See `native.select_blocks`."""
     keys = as_heads(idx_k_BSd).squeeze(2)
-    if not _serves(idx_q_BTHd, keys):
+    if not serves_products(idx_q_BTHd, keys):
         budget = dict(block=block, topk=topk, init=init, local=local)
         return native.select_blocks(idx_q_BTHd, keys, visible_BT, first_BT, score=score, **budget)
     (B, T, H, d), S = idx_q_BTHd.shape, keys.shape[1]
@@ -82,7 +78,7 @@ def block_sparse_attention(
     """See `native.block_sparse_attention`."""
     k, v, (B, T, h, _) = as_heads(k_BSKd), as_heads(v_BSKd), q_BThd.shape
     sees = ids_BTHk, visible_BT, first_BT, block, scale
-    if B * h * T * k.shape[1] <= native.DENSE_NUMBERS or own_k is not None or not _serves(q_BThd, k, v):
+    if B * h * T * k.shape[1] <= native.DENSE_NUMBERS or own_k is not None or not serves_products(q_BThd, k, v):
         return native.block_sparse_attention(q_BThd, k, v, *sees, own_k, own_v, own_BT2)
     out: Tensor = _ByBlocks.apply(q_BThd, k, v, *sees)
     return out

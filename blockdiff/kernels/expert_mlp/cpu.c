@@ -1,7 +1,5 @@
 /* Gated activations, routing, and where the tokens of each expert stand. */
 
-#include <stdlib.h>
-
 #include "cpu.h"
 
 enum { GELU_TANH, SILU };
@@ -10,7 +8,6 @@ enum { GELU_TANH, SILU };
 #define CUBE 0.044715f
 #define LOG2_E 1.4426950409f
 #define LN_2 0.6931471806f
-#define ROUNDS 12582912.0f    /* 1.5 * 2^23: a number added to it is rounded, and stands in its last bits */
 #define FARTHEST 125.0f       /* powers of two beyond which nothing is left of a share, or of what it lacks */
 
 /* 1 / x of x from 1 to 2^126, to about one unit in the last place and without a division: the exponent is turned round
@@ -161,10 +158,10 @@ static inline int64_t expert_of(const int64_t *index, int64_t slot, int64_t expe
 /* Sort slots by expert, in their order within one; `experts` itself means none, and those come last.
 
    ends [experts]: where each expert's rows end; slot, token: the slot of each row, and slot / k; place: the row of each
-   slot. */
-void group_by_expert(const int64_t *index, int64_t slots, int64_t k, int64_t experts, int32_t *ends, int64_t *slot,
-                     int64_t *token, int64_t *place) {
-    int64_t *next = calloc(experts + 2, sizeof *next);
+   slot; next [experts + 2]: to work in. */
+void group_by_expert(const int64_t *index, int64_t slots, int64_t k, int64_t experts, int64_t *next, int32_t *ends,
+                     int64_t *slot, int64_t *token, int64_t *place) {
+    memset(next, 0, (experts + 2) * sizeof *next);
     for (int64_t s = 0; s < slots; s++) next[expert_of(index, s, experts) + 1]++;
     for (int64_t e = 0; e <= experts; e++) next[e + 1] += next[e];
     for (int64_t e = 0; e < experts; e++) ends[e] = (int32_t)next[e + 1];
@@ -174,7 +171,6 @@ void group_by_expert(const int64_t *index, int64_t slots, int64_t k, int64_t exp
         token[row] = s / k;
         place[s] = row;
     }
-    free(next);
 }
 
 /* Rows of x for the slots. */

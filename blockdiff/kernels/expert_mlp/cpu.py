@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.c_library import BLOCKS, call, serves
+from blockdiff.kernels.c_library import BLOCKS, call, serves, serves_products
 from blockdiff.kernels.expert_mlp import native
 from blockdiff.kernels.fp8 import Fp8
 
@@ -28,7 +28,8 @@ class _Groups(native._Groups):
         self.ends_E = torch.empty(experts, dtype=torch.int32)
         slot, token, self.place_Nk = torch.empty(3, *expert_index_Nk.shape, dtype=torch.int64).unbind(0)
         index = expert_index_Nk.contiguous()
-        call("group_by_expert", index, self.slots, self.k, experts, self.ends_E, slot, token, self.place_Nk)
+        next_E = torch.empty(experts + 2, dtype=torch.int64)
+        call("group_by_expert", index, self.slots, self.k, experts, next_E, self.ends_E, slot, token, self.place_Nk)
         self.rows = int(self.ends_E[-1])
         self.slot, self.token = slot.view(-1)[: self.rows], token.view(-1)[: self.rows]
 
@@ -185,8 +186,7 @@ def expert_mlp(
         return native.expert_mlp(x_ND, gate_up_EFD, down_EDF, *of_tokens)
     inputs = (x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)
     is_served = activation in KINDS and x_ND.shape[0] > 0 and expert_index_Nk.dtype is torch.int64
-    is_served = is_served and not torch.is_autocast_enabled("cpu")
-    if not is_served or not serves(*inputs[:3], expert_weight_Nk, *low_rank):
+    if not is_served or not serves_products(*inputs[:3], expert_weight_Nk, *low_rank):
         return native.expert_mlp(*inputs, activation, low_rank)
     x_ND = x_ND.contiguous()
     if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= native.DENSE_FLOPS:

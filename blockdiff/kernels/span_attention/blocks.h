@@ -4,8 +4,6 @@
    vectors, LANES at most, against KEYS keys at a time; scores are held as [keys, lanes]. Neighbouring queries share a
    block as long as their spans overlap, so each key that a block reads is seen by one of its queries. */
 
-#include <stdlib.h>
-
 #include "products.h"
 
 #define KEYS 96
@@ -27,9 +25,17 @@ typedef struct {
     int32_t batch, first, rows;
 } Block;
 
+/* Where the gradient of a task's keys begins and ends. */
 typedef struct {
+    int64_t begin[2], end[2];
+} Hull;
+
+/* In memory of the caller: batch + 1 numbers for `begin`, four for the hull of each task of a backward, and two for each
+   block, of which there are at most as many as queries times a group's share of LANES, rounded up. */
+typedef struct {
+    int64_t *begin; /* the first block of each batch element */
+    Hull *hulls;
     Block *blocks;
-    int64_t *begin; /* [batch + 1]: the first block of each batch element */
 } Plan;
 
 typedef struct {
@@ -59,11 +65,10 @@ static inline void spans_of(const Call *call, int64_t b, int64_t t, int64_t lo[2
     }
 }
 
-static Plan planned(const Call *call) {
+static Plan planned(const Call *call, int64_t *room) {
     const Shape *s = call->shape;
-    int64_t most = s->batch * s->queries * ((s->group + LANES - 1) / LANES), n = 0;
-    Plan plan = {malloc((most + 1) * sizeof(Block)), malloc((s->batch + 1) * sizeof(int64_t))};
-    if (!plan.blocks || !plan.begin) abort();
+    int64_t *hulls = room + s->batch + 1, *blocks = hulls + 4 * s->batch * s->kv_heads * s->chunks, n = 0;
+    Plan plan = {room, (Hull *)hulls, (Block *)blocks};
     for (int64_t b = 0; b < s->batch; b++) {
         plan.begin[b] = n;
         for (int64_t t = 0, end; t < s->queries; t = end) {

@@ -57,11 +57,13 @@ static void attend_block(const Call *call, Block block, int64_t head, float *out
     write_out(call, block, head, is_first, made, peak, sum, out, lse);
 }
 
-/* out [batch, queries, heads, dim]; lse [batch, queries, heads], or no memory where no backward follows. */
+/* out [batch, queries, heads, dim]; lse [batch, queries, heads], or no memory where no backward follows;
+   room: for the plan. */
 void span_attention(const int64_t *shape, const float *q, const float *prefix_k, const float *prefix_v, const float *own_k,
-                    const float *own_v, const int32_t *bounds, float scale, float *out, float *lse) {
+                    const float *own_v, const int32_t *bounds, float scale, float *out, float *lse,
+                    int64_t *room) {
     Call call = {(const Shape *)shape, q, {prefix_k, own_k}, {prefix_v, own_v}, bounds, scale};
-    Plan plan = planned(&call);
+    Plan plan = planned(&call, room);
     int64_t heads = call.shape->kv_heads, tasks = plan.begin[call.shape->batch] * heads;
     int is_few = call.shape->queries * call.shape->group <= FEW;
 #pragma omp parallel for schedule(dynamic) if (tasks > 1)
@@ -71,6 +73,4 @@ void span_attention(const int64_t *shape, const float *q, const float *prefix_k,
         int64_t head = (n - first * heads) / blocks, block = first + (n - first * heads) % blocks;
         (is_few ? attend_few : attend_block)(&call, plan.blocks[block], head, out, lse);
     }
-    free(plan.blocks);
-    free(plan.begin);
 }

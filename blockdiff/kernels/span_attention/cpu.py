@@ -5,19 +5,19 @@ Everything else runs natively.
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.c_library import call, serves
+from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.span_attention import native
 from blockdiff.kernels.span_attention.gathered import seen_of
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
 from blockdiff.spans import Spans, Sweep
 
 STEP, LARGEST = 16, 512  # a head has a multiple of so many numbers, and at most so many
+LANES = 48  # rows of a block, as in products.h
 TASKS = 16  # a backward of fewer kv heads, rows times heads of a row, divides the queries of each
 
 
@@ -47,8 +47,7 @@ def sweep_attention(q_BThd: Tensor, k: Tensor, v: Tensor, sweep: Sweep, scale: f
 
 
 def _takes(q_BThd: Tensor, *tensors: Tensor | None) -> bool:
-    is_fitting = q_BThd.shape[-1] % STEP == 0 and q_BThd.shape[-1] <= LARGEST
-    return is_fitting and not torch.is_autocast_enabled("cpu") and serves(q_BThd, *tensors)
+    return q_BThd.shape[-1] % STEP == 0 and q_BThd.shape[-1] <= LARGEST and serves_products(q_BThd, *tensors)
 
 
 def _stored(prefix: PrefixTensor | None) -> Tensor | None:
@@ -104,26 +103,26 @@ class _Call:
             self.bounds = bounds.contiguous()
         self.chunks = max(1, -(-TASKS // max(1, B * K)))
         self.shape_B = B, K, d
-        self.places = array(
-            "q",
+        self.places = torch.tensor(
             [
                 *(B, T, K, h // K, d, self.chunks),
                 *self.q.stride()[:3],
                 *((0, 0) if self.bounds is None else self.bounds.stride()[:2]),
                 *(self.tokens[0], *self.prefix_k.stride()[:3], k.shape[1] if columns else self.tokens[0]),
                 *(self.tokens[1], *self.k.stride()[:3], self.tokens[1]),
-            ],
+            ]
         )
+        blocks = B * T * -(-h // (K * LANES)) if K else 0
+        self.room = torch.empty(B + 1 + 4 * B * K * self.chunks + 2 * blocks, dtype=torch.int64)
 
     def inputs(self) -> tuple[Tensor | int | float | None, ...]:
         """What both functions begin with."""
-        address, _ = self.places.buffer_info()
-        return (address, self.q, self.prefix_k, self.prefix_v, self.k, self.v, self.bounds, self.scale)
+        return (self.places, self.q, self.prefix_k, self.prefix_v, self.k, self.v, self.bounds, self.scale)
 
     def forward(self, lse: Tensor | None) -> Tensor:
         """The output [B, T, h, d]; `lse` [B, T, h] gets the log-sum-exp of the scores."""
         out = self.q.new_empty(self.q.shape)
-        call("span_attention", *self.inputs(), out, lse)
+        call("span_attention", *self.inputs(), out, lse, self.room)
         return out
 
 
@@ -155,7 +154,7 @@ class _Attention(torch.autograd.Function):
         B, K, d = made.shape_B
         partial = q.new_empty(B * K * made.chunks * 2 * sum(made.tokens) * d) if made.chunks > 1 else None
         grads = (grad_q, *of_prefix, grad_k, grad_v)
-        call("span_attention_backward", *made.inputs(), grad_out.contiguous(), out, lse, *grads, partial)
+        call("span_attention_backward", *made.inputs(), grad_out.contiguous(), out, lse, *grads, partial, made.room)
         returned = of_prefix if prefix_k is not None else (None, None)
         return grad_q, *returned, grad_k, grad_v, None, None, None, None
 

@@ -113,11 +113,6 @@ static Grads part_of(const Shape *s, float *partial, float *const grads[4], int6
     return to;
 }
 
-/* Where the gradient of a task's keys begins and ends. */
-typedef struct {
-    int64_t begin[2], end[2];
-} Hull;
-
 static Hull hull_of(const Call *call, const Plan *plan, int64_t from, int64_t to) {
     Hull hull = {{INT64_MAX, INT64_MAX}, {0, 0}};
     for (int64_t n = from; n < to; n++) {
@@ -138,15 +133,13 @@ void span_attention_backward(const int64_t *shape, const float *q, const float *
                              const float *own_k, const float *own_v, const int32_t *bounds, float scale,
                              const float *grad_out, const float *out, const float *lse, float *grad_q,
                              float *grad_prefix_k, float *grad_prefix_v, float *grad_own_k, float *grad_own_v,
-                             float *partial) {
+                             float *partial, int64_t *room) {
     Call call = {(const Shape *)shape, q, {prefix_k, own_k}, {prefix_v, own_v}, bounds, scale};
     const Shape *s = call.shape;
     float *const grads[4] = {grad_prefix_k, grad_prefix_v, grad_own_k, grad_own_v};
-    Plan plan = planned(&call);
+    Plan plan = planned(&call, room);
     int64_t chunks = s->chunks, tasks = s->batch * s->kv_heads * chunks;
     const Hull everything = {{0, 0}, {s->of[0].tokens, s->of[1].tokens}};
-    Hull *hulls = malloc(tasks * sizeof *hulls);
-    if (!hulls) abort();
 #pragma omp parallel for schedule(dynamic) if (tasks > 1)
     for (int64_t task = 0; task < tasks; task++) {
         int64_t chunk = task % chunks, head = task / chunks % s->kv_heads, b = task / chunks / s->kv_heads;
@@ -154,7 +147,7 @@ void span_attention_backward(const int64_t *shape, const float *q, const float *
         int64_t from = first + blocks * chunk / chunks, to = first + blocks * (chunk + 1) / chunks;
         Grads target = chunks == 1 ? whole(s, grads, b, head) : part_of(s, partial, grads, task);
         Hull hull = everything;
-        if (chunks > 1) hull = hulls[task] = hull_of(&call, &plan, from, to);
+        if (chunks > 1) hull = plan.hulls[task] = hull_of(&call, &plan, from, to);
         clear(target, hull.begin, hull.end, s->dim);
         for (int64_t n = from; n < to; n++)
             turn_back_block(&call, plan.blocks[n], head, grad_out, out, lse, grad_q, target);
@@ -168,14 +161,11 @@ void span_attention_backward(const int64_t *shape, const float *q, const float *
                 Grads from = part_of(s, partial, grads, task);
                 for (int i = 0; i < 2; i++)
                     if (target.k[i])
-                        for (int64_t t = hulls[task].begin[i]; t < hulls[task].end[i]; t++)
+                        for (int64_t t = plan.hulls[task].begin[i]; t < plan.hulls[task].end[i]; t++)
                             for (int64_t x = 0; x < s->dim; x++) {
                                 target.k[i][t * target.line[i] + x] += from.k[i][t * s->dim + x];
                                 target.v[i][t * target.line[i] + x] += from.v[i][t * s->dim + x];
                             }
             }
         }
-    free(hulls);
-    free(plan.blocks);
-    free(plan.begin);
 }

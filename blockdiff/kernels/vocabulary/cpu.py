@@ -5,15 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.c_library import call, serves
+from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.vocabulary import cross_entropy, native
 from blockdiff.kernels.vocabulary.logits import chunks
 from blockdiff.kernels.vocabulary.native import Stats
 from blockdiff.kernels.vocabulary.shaping import Shaping
-
-
-def _serves(*tensors: Tensor | None) -> bool:
-    return not torch.is_autocast_enabled("cpu") and serves(*tensors)
 
 
 def _cross_entropy_chunk(
@@ -44,7 +40,7 @@ def linear_cross_entropy(
     is_ignored_N: Tensor | None = None,
 ) -> Tensor:
     """See `native.linear_cross_entropy`."""
-    is_served = target_N is not None and _serves(hidden_ND, table_VD, bonus_N)
+    is_served = target_N is not None and serves_products(hidden_ND, table_VD, bonus_N)
     given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, is_ignored_N
     if not is_served:
         return native.linear_cross_entropy(*given)
@@ -66,7 +62,7 @@ def soft_embedding(
 ) -> Tensor:
     """See `native.soft_embedding`."""
     given = hidden_ND, table_VD, softcap, temperature, embedding_VD
-    if not _serves(hidden_ND, table_VD):
+    if not serves_products(hidden_ND, table_VD):
         return native.soft_embedding(*given)
     return native.soft_embedding_by(_probabilities, *given)
 
@@ -84,7 +80,7 @@ def token_stats(
 ) -> Stats:
     """See `native.token_stats`."""
     embedding = table_VD if embedding_VD is None else embedding_VD
-    if shaping is not None or not _serves(hidden_ND, table_VD, uniform_N, embedding):
+    if shaping is not None or not serves_products(hidden_ND, table_VD, uniform_N, embedding):
         extra = given_N, allowed_NW, shaping, embedding_VD
         return native.token_stats(hidden_ND, table_VD, softcap, temperature_N, uniform_N, *extra)
     if not isinstance(temperature_N, Tensor):
