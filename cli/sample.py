@@ -16,7 +16,7 @@ import typer
 
 from blockdiff.cli import options, together
 from blockdiff.cli.answers import Answers, fingerprint
-from blockdiff.cli.tally import Progress, Tally
+from blockdiff.cli.tally import AnsweredSoFar, Tally
 from blockdiff.errors import RequestError
 from blockdiff.terminal import shown
 
@@ -140,7 +140,7 @@ def sample(
         graphs=False if no_graphs else None,
     )
     is_file = prompts is not None
-    tally, progress = Tally(), Progress(len(mine), is_shown=is_file and view is None and ranks.is_main)
+    tally, progress = Tally(), AnsweredSoFar(len(mine), is_shown=is_file and view is None and ranks.is_main)
     try:
         with ranks.guarded("sampling"), ranks.at_own_pace("sampling") as look:
             for place, result in found:

@@ -53,7 +53,7 @@ class Tally:
             typer.echo(f"first failure: {shown(self.first_error, sys.stderr)}", err=True)
 
 
-class Progress:
+class AnsweredSoFar:
     """The number of answered requests of a file: a bar on a terminal, else a line now and then."""
 
     def __init__(self, total: int, is_shown: bool = True):

@@ -196,7 +196,7 @@ def all_meshes(ranks: Ranks, directory: Path, runs: dict[str, list[str]]) -> Non
 
 
 def write_recipes(directory: Path) -> None:
-    """Two recipes of four steps with all that a run may do: a little model from scratch, and adapters of one."""
+    """Two recipes of two steps with all that a run may do: a little model from scratch, and adapters of one."""
     character_tokenizer(alphabet(4)).save_pretrained(directory / "tokenizer")
     save_preset(directory / "little.json", LITTLE)
     tokenizer = load_tokenizer(directory / "tokenizer")
@@ -208,7 +208,7 @@ def write_recipes(directory: Path) -> None:
         "model": {"preset": str(directory / "little.json"), "tokenizer": str(directory / "tokenizer")},
         "data": {"train": "train.jsonl", "heldout": "test.jsonl", "cache": "off"},
         "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 1, "ema": 0.9},
-        "train": {"steps": 4, "batch_size": 6, "micro_batch_size": 2, "log_every": 1, "eval_every": 2, "save_every": 2},
+        "train": {"steps": 2, "batch_size": 6, "micro_batch_size": 2, "log_every": 1, "eval_every": 1, "save_every": 2},
         "evaluation": {"prompts": "test.jsonl", "task": "sudoku", "best": "heldout_canvas_loss"},
         "generation": {"max_steps": 4},
     }

@@ -21,7 +21,7 @@ from blockdiff.checkpoint.fp8 import FORM, form_of
 from blockdiff.checkpoint.fused_adapters import apart, fused
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.checkpoint.stream import Source, write_stream
+from blockdiff.checkpoint.stream import TensorSource, write_stream
 from blockdiff.errors import CheckpointError
 from blockdiff.files import unwritten, whole_directory, write_text
 from blockdiff.layers.lora import LowRank
@@ -196,9 +196,9 @@ def places_of(path_or_hub_id: str | Path, adapter: str | Path | None = None) -> 
     return (directory, find(base_of(directory), with_weights=False)) if has_adapter(directory) else (directory,)
 
 
-def _to_peft(model: BlockDiffusionModel) -> dict[str, Source]:
+def _to_peft(model: BlockDiffusionModel) -> dict[str, TensorSource]:
     """All tensors of the adapters by PEFT's names; those of a sharded model are gathered here."""
-    out: dict[str, Source] = {}
+    out: dict[str, TensorSource] = {}
     names = family_of(model.config).names
     wholes: dict[tuple[str, int], dict[tuple[str, int], Tensor]] = defaultdict(dict)
     for ours, tensor in adapter_tensors(model).items():
@@ -208,11 +208,11 @@ def _to_peft(model: BlockDiffusionModel) -> dict[str, Source]:
             wholes[module, count][ours.rpartition(".")[2], place] = gathered(tensor).cpu()
             continue
         keys, arrange = peft_names(ours, model)
-        out |= dict.fromkeys((PREFIX + key for key in keys), Source.of(arrange(gathered(tensor).cpu())))
+        out |= dict.fromkeys((PREFIX + key for key in keys), TensorSource.of(arrange(gathered(tensor).cpu())))
     for (module, count), parts in wholes.items():
         for leaf, tensor in fused(module, parts, count).items():
             keys = [f"{PREFIX}{name}.{leaf}.weight" for name in names.copies(module)]
-            out |= dict.fromkeys(keys, Source.of(tensor))
+            out |= dict.fromkeys(keys, TensorSource.of(tensor))
     return out
 
 

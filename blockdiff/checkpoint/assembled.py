@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.checkpoint.files import DTYPES, Stored, read_tensors
-from blockdiff.checkpoint.stream import Source
+from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.native import decoded
@@ -146,7 +146,7 @@ def dequantised(values: Tensor, scale: Tensor) -> Tensor:
     return (values.float() * factor).to(torch.bfloat16)
 
 
-def pieces_of(hub: str, source: Source, names: Names, in_fp8: bool = False) -> dict[str, Source]:
+def pieces_of(hub: str, source: TensorSource, names: Names, in_fp8: bool = False) -> dict[str, TensorSource]:
     """A tensor as a file has it: itself, or the matrices of single experts."""
     found = names.pieces_of(hub, in_fp8)
     if not found:
@@ -154,9 +154,9 @@ def pieces_of(hub: str, source: Source, names: Names, in_fp8: bool = False) -> d
     experts, rows, columns = source.shape
     rows //= len(found)
 
-    def of(expert: int, matrix: int) -> Source:
+    def of(expert: int, matrix: int) -> TensorSource:
         of_rows = slice(matrix * rows, (matrix + 1) * rows)
-        return Source((rows, columns), source.dtype, lambda: source.read()[expert, of_rows])
+        return TensorSource((rows, columns), source.dtype, lambda: source.read()[expert, of_rows])
 
     return {
         pattern.replace("[]", str(expert)): of(expert, matrix)

@@ -17,7 +17,7 @@ from torch import nn
 from blockdiff.checkpoint.adapter_names import WEIGHTS as ADAPTER_WEIGHTS
 from blockdiff.checkpoint.assembled import Assembled, assembled
 from blockdiff.checkpoint.files import metadata_in, stored_tensors
-from blockdiff.checkpoint.stream import Source
+from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.fp8 import SCALE, InFp8
@@ -138,10 +138,10 @@ def _ignored(model: BlockDiffusionModel) -> list[str]:
     return sorted(set(found))
 
 
-def sources_of(name: str, sources: Mapping[str, Source]) -> tuple[Source, Source] | None:
+def sources_of(name: str, sources: Mapping[str, TensorSource]) -> tuple[TensorSource, TensorSource] | None:
     """The codes and the scales that a file gets for a tensor in fp8; None for a tensor that is not."""
     scale = sources.get(name + SCALE)
     if scale is None:
         return None
     codes = sources[name]
-    return Source(codes.shape, torch.float8_e4m3fn, lambda: codes.read().view(torch.float8_e4m3fn)), scale
+    return TensorSource(codes.shape, torch.float8_e4m3fn, lambda: codes.read().view(torch.float8_e4m3fn)), scale

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from blockdiff.checkpoint.stream import Source
+from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.errors import CheckpointError
 from blockdiff.rank_json import from_all
 from blockdiff.tensor_pieces import gathered, is_spread
@@ -27,14 +27,14 @@ class Gathering:
         self.is_sharded = spread is not None
         self._device = spread.device_mesh.device_type if self.is_sharded else "cpu"  # where the ranks exchange
         self.is_writer = not self.is_sharded or dist.get_rank() == 0
-        self.order: Sequence[Source] = ()
+        self.order: Sequence[TensorSource] = ()
         self._spread: set[int] = set()
         self._read: set[int] = set()
 
-    def source(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Source:
+    def source(self, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSource:
         """A tensor of the model, cast to `dtype`; one that is sharded is gathered when it is read."""
         if not is_spread(tensor):
-            return Source.of(tensor, dtype)
+            return TensorSource.of(tensor, dtype)
         target = dtype or tensor.dtype
 
         def read() -> Tensor:
@@ -42,7 +42,7 @@ class Gathering:
             whole = gathered(tensor)
             return whole.to("cpu", target) if self.is_writer else whole
 
-        made = Source(tuple(tensor.shape), target, read)
+        made = TensorSource(tuple(tensor.shape), target, read)
         self._spread.add(id(made))
         return made
 

@@ -17,7 +17,7 @@ from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers, form_below, rounds_inputs
 from blockdiff.checkpoint.read import carried_by, empty, resolve_device, resolve_dtype, stored_fp8, stored_weights
-from blockdiff.checkpoint.stream import Source
+from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.checkpoint.write import save
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.fp8 import Fp8
@@ -72,8 +72,8 @@ def export(
     model.to(kept)
     read_added(model, weights, kept, torch.device("cpu"))
     model.carried = carried_by(weights, family_of(model.config).names)
-    stored |= {name: Source.of(tensor) for name, tensor in model.state_dict().items() if name not in stored}
-    sums: dict[str, Source] = {}
+    stored |= {name: TensorSource.of(tensor) for name, tensor in model.state_dict().items() if name not in stored}
+    sums: dict[str, TensorSource] = {}
     if beside is not None:
         model.carried = model.carried.over(beside)
         rounded_below = {} if below is None else _rounded(model, weights, below)
@@ -85,12 +85,12 @@ def export(
 def _written(
     model: BlockDiffusionModel,
     weights: Path,
-    sources: Mapping[str, Source],
-    sums: Mapping[str, Source],
+    sources: Mapping[str, TensorSource],
+    sums: Mapping[str, TensorSource],
     dtype: torch.dtype,
     form: str | None,
     keeps_sums: bool,
-) -> dict[str, Source]:
+) -> dict[str, TensorSource]:
     """The tensors of a merged checkpoint: every weight in `dtype`, or in fp8 in the layers that `form` names.
 
     The model gets these layers in fp8. keeps_sums: weights in `sums` stay in `dtype` all the same.
@@ -102,10 +102,10 @@ def _written(
         """A whole tensor that is asked for piece by piece, in turn with the pieces of one other: it is read once."""
         return sources[name].read().to(dtype)
 
-    def source_of(name: str) -> Source:
+    def source_of(name: str) -> TensorSource:
         is_in_pieces = bool(names.pieces_of(names.to_hub(name) or ""))
         read = partial(latest, name) if is_in_pieces else lambda: sources[name].read().to(dtype)
-        return Source(sources[name].shape, dtype, read)
+        return TensorSource(sources[name].shape, dtype, read)
 
     layers = chosen_layers(model, weights, form)
     if keeps_sums:
@@ -121,19 +121,19 @@ def _written(
     written = {name: source_of(name) for name in sources if name not in leaves}
     for name in leaves:
         shape = sources[name].shape
-        written[name] = Source(shape, torch.uint8, partial(_part, rounded, name, 0))
-        written[name + SCALE] = Source((*shape[:-1], 1), torch.float32, partial(_part, rounded, name, 1))
+        written[name] = TensorSource(shape, torch.uint8, partial(_part, rounded, name, 0))
+        written[name + SCALE] = TensorSource((*shape[:-1], 1), torch.float32, partial(_part, rounded, name, 1))
     return written
 
 
-def _rounded(model: BlockDiffusionModel, directory: Path, form: str) -> dict[str, Source]:
+def _rounded(model: BlockDiffusionModel, directory: Path, form: str) -> dict[str, TensorSource]:
     """The weights that a form rounds to fp8, decoded, each when it is asked for."""
     read, found = stored_fp8(model, directory), {}
     for layer in chosen_layers(model, directory, form):
         for leaf, parameter in model.get_submodule(layer).named_parameters(recurse=False):
             name = f"{layer}.{leaf}"
             value = partial(_decoded, read, name)
-            found[name] = Source(tuple(parameter.shape), torch.float32, value)
+            found[name] = TensorSource(tuple(parameter.shape), torch.float32, value)
     return found
 
 
@@ -146,8 +146,12 @@ def _part(read: Callable[[str], Fp8], name: str, part: int) -> Tensor:
 
 
 def _sums(
-    model: BlockDiffusionModel, weights: Mapping[str, Source], place: Path, dtype: torch.dtype, device: torch.device
-) -> dict[str, Source]:
+    model: BlockDiffusionModel,
+    weights: Mapping[str, TensorSource],
+    place: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, TensorSource]:
     """The weights that the adapter in a directory changes, each read and summed when it is asked for.
 
     model: an empty one, which gets the adapter. Raises CheckpointError for one that does not fit.
@@ -155,27 +159,27 @@ def _sums(
     adapter = read_adapter(place, model)
     adapt(model, adapter.modules, adapter.tokens)
     check_parts(model, adapter.parts, str(place))
-    changed: dict[str, Source] = {}
+    changed: dict[str, TensorSource] = {}
     for name, module in adapters_of(model).items():
         which = {"gate_up_": "gate_up_proj", "down_": "down_proj"}
         for prefix, leaf in which.items() if isinstance(module, AdaptedExperts) else [("", "weight")]:
             A, B = (adapter.parts[f"{name}.{prefix}lora_{letter}"] for letter in "AB")
             weight = weights[f"{name}.{leaf}"]
             sum_of = partial(_sum, weight, A, B, module.low_rank.scale, dtype, device)
-            changed[f"{name}.{leaf}"] = Source(weight.shape, dtype, sum_of)
+            changed[f"{name}.{leaf}"] = TensorSource(weight.shape, dtype, sum_of)
     if adapter.tokens:
         table = weights["vocabulary.table"]
         with_rows = partial(_with_rows, table, adapter.parts[TOKEN_ROWS], adapter.tokens, dtype)
-        changed["vocabulary.table"] = Source(table.shape, dtype, with_rows)
+        changed["vocabulary.table"] = TensorSource(table.shape, dtype, with_rows)
     return changed
 
 
-def _sum(weight: Source, A: Part, B: Part, scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _sum(weight: TensorSource, A: Part, B: Part, scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A weight with its adapter, on the host."""
     w, a, b = (x.to(device) for x in (weight.read(), A.read(None), B.read(None)))
     return merged(w, a, b, scale, dtype).to("cpu")
 
 
-def _with_rows(table: Source, rows: Part, tokens: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _with_rows(table: TensorSource, rows: Part, tokens: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The embedding table with the rows that an adapter brings."""
     return table.read().to(dtype).index_copy(0, torch.tensor(tokens), rows.read(None).to(dtype))

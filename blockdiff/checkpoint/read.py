@@ -19,7 +19,7 @@ from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled,
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_blocks, stored_tensors
 from blockdiff.checkpoint.fp8 import chosen_layers, form_below, rounds_inputs
-from blockdiff.checkpoint.stream import Source
+from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.fp8 import Fp8
@@ -138,7 +138,7 @@ def load_weights(
     return model.eval()
 
 
-def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Source]:
+def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, TensorSource]:
     """The tensors of a model that a checkpoint has, by our names and in any form that `load_weights` takes.
 
     Each is read when it is asked for. Raises CheckpointError.
@@ -155,7 +155,7 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Sou
         return next(read_blocks(stored, [(hub, None)]))[2]
 
     return {
-        ours: Source(stored[hub].shape, DTYPES[stored[hub].dtype], partial(read, hub))
+        ours: TensorSource(stored[hub].shape, DTYPES[stored[hub].dtype], partial(read, hub))
         for ours, hub in _match(shapes, stored, directory, names).items()
     }
 

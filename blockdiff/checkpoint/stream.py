@@ -44,7 +44,7 @@ _PLACE = {dtype: place for place, dtype in enumerate(WORDS)}
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """A tensor that can be had: what it will be, and how to get it."""
 
     shape: tuple[int, ...]
@@ -57,23 +57,23 @@ class Source:
         return prod(self.shape) * self.dtype.itemsize
 
     @classmethod
-    def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> Source:
+    def of(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSource:
         """A tensor that is there, cast to `dtype`."""
         target = dtype or tensor.dtype
         return cls(tuple(tensor.shape), target, lambda: tensor.detach().to("cpu", target))
 
     @classmethod
-    def stored(cls, name: str, place: Stored) -> Source:
+    def stored(cls, name: str, place: Stored) -> TensorSource:
         """A tensor in a file, as it lies there."""
         return cls(place.shape, DTYPE_OF[place.dtype], lambda: next(read_tensors({name: place}, [name]))[1])
 
 
-def in_order(sources: Mapping[str, Source]) -> list[str]:
+def in_order(sources: Mapping[str, TensorSource]) -> list[str]:
     """The names of tensors in the order in which a file has them, which is that in which they are read."""
     return sorted(sources, key=lambda name: (-_PLACE[sources[name].dtype], name))
 
 
-def write_stream(file: Path, sources: Mapping[str, Source], metadata: Mapping[str, str] | None = None) -> str:
+def write_stream(file: Path, sources: Mapping[str, TensorSource], metadata: Mapping[str, str] | None = None) -> str:
     """Write tensors to a file, each read when its turn comes, and wait until they are on the disk.
 
     Returns the digest of the file, made of what was to be written and not of what is read back. Raises OSError, and

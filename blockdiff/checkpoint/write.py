@@ -20,7 +20,7 @@ from blockdiff.checkpoint.fp8 import described, sources_of
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
-from blockdiff.checkpoint.stream import Source, in_order, write_stream
+from blockdiff.checkpoint.stream import TensorSource, in_order, write_stream
 from blockdiff.errors import CheckpointError
 from blockdiff.files import unwritten, whole_directory
 from blockdiff.layers.fp8 import SCALE, is_scale
@@ -40,7 +40,7 @@ def save(
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
-    weights: Mapping[str, Source] | None = None,
+    weights: Mapping[str, TensorSource] | None = None,
 ) -> Path:
     """Write `model` to `directory`, which appears complete or not at all; returns the directory.
 
@@ -105,7 +105,7 @@ def _require_free(target: Path, overwrite: bool) -> None:
 def _write(
     model: BlockDiffusionModel,
     fresh: Path,
-    files: Mapping[str, Mapping[str, Source]],
+    files: Mapping[str, Mapping[str, TensorSource]],
     index: Mapping[str, Any] | None,
     carried: Carried,
     tokenizer: Any,
@@ -139,8 +139,8 @@ def _write(
 
 
 def _files_of(
-    model: BlockDiffusionModel, own: dict[str, Source], carried: Carried, shard_bytes: int
-) -> tuple[dict[str, dict[str, Source]], dict[str, Any] | None]:
+    model: BlockDiffusionModel, own: dict[str, TensorSource], carried: Carried, shard_bytes: int
+) -> tuple[dict[str, dict[str, TensorSource]], dict[str, Any] | None]:
     """The tensors of every file, and the index where there are several with the weights.
 
     Files are of at most `shard_bytes`, or of one tensor.
@@ -149,7 +149,7 @@ def _files_of(
 
     names = family_of(model.config).names
     added = {name: own.pop(name) for name in added_to(model)}
-    sources: dict[str, Source] = {}
+    sources: dict[str, TensorSource] = {}
     for name, source in own.items():
         hub, in_fp8 = str(names.to_hub(name)), sources_of(name, own)
         if in_fp8 is not None:
@@ -157,8 +157,8 @@ def _files_of(
             sources |= numbers | {piece + SCALE: scale for piece, scale in scales.items()}
         elif not is_scale(name):
             sources |= pieces_of(hub, source, names)
-    sources |= {name: Source.of(tensor) for name, tensor in carried.tensors.items()}
-    sources |= {name: Source.stored(name, place) for name, place in carried.stored.items()}
+    sources |= {name: TensorSource.of(tensor) for name, tensor in carried.tensors.items()}
+    sources |= {name: TensorSource.stored(name, place) for name, place in carried.stored.items()}
     split: Any = split_state_dict_into_shards_factory(
         {name: sources[name].nbytes for name in sorted(sources)},
         get_storage_size=int,

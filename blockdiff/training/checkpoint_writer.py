@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from blockdiff.checkpoint.stream import WORDS, Source, write_stream
+from blockdiff.checkpoint.stream import WORDS, TensorSource, write_stream
 from blockdiff.errors import RESUME, RunError
 from blockdiff.files import digest, hidden_directory, publish, seal, sync, unwritten, write_text
 from blockdiff.metrics import FILE_NAME, SAMPLES
@@ -168,7 +168,7 @@ class CheckpointWriter:
             if not pieces and self._is_sharded:
                 continue
             name = f"{kind}-{self.ranks.rank}.safetensors" if self._is_sharded else f"{kind}.safetensors"
-            sources = {key: Source.of(piece.local) for key, piece in pieces.items()}
+            sources = {key: TensorSource.of(piece.local) for key, piece in pieces.items()}
             digests[name] = write_stream(self._beside / name, sources)
             held[kind] = _entries(name, pieces)
         self._part: dict[str, dict[str, Any]] = {"digests": digests, "pieces": held}

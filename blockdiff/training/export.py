@@ -21,7 +21,7 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.added import fill
 from blockdiff.checkpoint.files import ADAPTER, MODEL, Carried, find
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
-from blockdiff.checkpoint.stream import Source
+from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.data.dataset import Dataset
 from blockdiff.errors import RESUME, CheckpointError, RunError
 from blockdiff.files import remove_leftovers, write_text
@@ -162,7 +162,7 @@ def consolidate(
         raise CheckpointError(f"{saved}: export it as it is first, and then the checkpoint with quantize={quantize!r}")
     cast = None if dtype == "auto" else resolve_dtype(dtype)
     sources = {
-        name: Source(weights[name].shape, cast or kept, partial(read, name, cast or kept))
+        name: TensorSource(weights[name].shape, cast or kept, partial(read, name, cast or kept))
         for name in model.state_dict()
     }
     if recipe.model.path is not None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from blockdiff.checkpoint import draw_weights, empty, init, load, read_config, save
-from blockdiff.checkpoint.stream import WORDS, Source, write_stream
+from blockdiff.checkpoint.stream import WORDS, TensorSource, write_stream
 from blockdiff.files import piecewise_digest
 from tests import forked, sharded_files
 from tests.oracle import TWO_LAYERS, tiny_config
@@ -31,7 +31,7 @@ def test_a_streamed_file_has_the_bytes_that_safetensors_writes(tmp_path, metadat
     for size, dtype in enumerate(WORDS, start=1):
         tensors |= {f"{name}.{dtype}": torch.arange(2 * size).view(2, size).to(dtype) for name in "bza"}
     save_file(tensors, tmp_path / "theirs", metadata=metadata)
-    said = write_stream(tmp_path / "ours", {name: Source.of(t) for name, t in tensors.items()}, metadata)
+    said = write_stream(tmp_path / "ours", {name: TensorSource.of(t) for name, t in tensors.items()}, metadata)
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
     assert said == piecewise_digest(tmp_path / "ours")
 

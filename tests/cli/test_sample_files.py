@@ -14,7 +14,7 @@ from blockdiff.checkpoint import init, load, save, save_adapter
 from blockdiff.cli import together
 from blockdiff.cli.answers import Answers
 from blockdiff.cli.main import app
-from blockdiff.cli.tally import Progress
+from blockdiff.cli.tally import AnsweredSoFar
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import BlockdiffError
 from blockdiff.layers.lora import LowRank
@@ -120,7 +120,7 @@ def test_lines_that_are_no_answers_are_refused(tmp_path):
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch, capsys):
     clock = iter(range(0, 100, 4))
     monkeypatch.setattr("blockdiff.cli.tally.time.monotonic", lambda: float(next(clock)))
-    progress = Progress(8)
+    progress = AnsweredSoFar(8)
     for _ in range(8):
         progress.add()
     assert capsys.readouterr().err == "3 of 8 answered, 0.2 a second\n6 of 8 answered, 0.2 a second\n"
@@ -128,14 +128,14 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch,
 
 def test_an_interruption_says_where_it_stands_and_keeps_what_is_answered(model, tmp_path, monkeypatch):
     output = tmp_path / "o.jsonl"
-    add = Progress.add
+    add = AnsweredSoFar.add
 
-    def interrupted(progress: Progress) -> None:
+    def interrupted(progress: AnsweredSoFar) -> None:
         add(progress)
         if progress.done == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Progress, "add", interrupted)
+    monkeypatch.setattr(AnsweredSoFar, "add", interrupted)
     result = CliRunner().invoke(app, words(model, output))
     assert result.exit_code == 130
     assert f"stopped: 5 of 9 answered and in {output}; the same command goes on from there" in result.stderr

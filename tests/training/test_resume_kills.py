@@ -16,7 +16,7 @@ from benchmarks.damage import SILENT, Damage, outcome
 from blockdiff.errors import RESUME
 from tests.forked import run
 
-KILLS = 6
+KILLS = 3  # one of each kind
 
 
 def test_kills_change_neither_metrics_nor_samples_nor_weights_and_damage_does_not_go_unnoticed(tmp_path):
