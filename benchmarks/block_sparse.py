@@ -44,7 +44,8 @@ def inputs(
 def selected(kernels: Kernels, drawn: tuple[Tensor, ...], block: int, topk: int) -> tuple[Tensor, Tensor]:
     """The blocks of every query, and how many keys each sees."""
     visible = torch.arange(1, drawn[0].shape[1] + 1, device=drawn[0].device)[None]
-    return kernels.select_blocks(*drawn[3:], visible, block=block, topk=topk), visible
+    idx_q, idx_k = drawn[3:]
+    return kernels.select_blocks(idx_q, idx_k, visible, block=block, topk=topk), visible
 
 
 def sparse(kernels: Kernels, drawn: tuple[Tensor, ...], block: int, topk: int) -> Tensor:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -31,12 +32,16 @@ from triton.runtime.jit import JITFunction
 from blockdiff.kernels import tiles
 from blockdiff.kernels.block_sparse import triton as block_sparse_ops
 from blockdiff.kernels.block_sparse.triton import block_sparse_attention, select_blocks
-from blockdiff.kernels.expert_mlp.triton import expert_mlp
+from blockdiff.kernels.expert_mlp.triton import expert_mlp, expert_slots
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.triton import fp8_linears
-from blockdiff.kernels.fused import triton as fused_ops
+from blockdiff.kernels.gated.triton import gated_linear
+from blockdiff.kernels.heads import HeadNorms, Norm
+from blockdiff.kernels.heads.triton import attention_heads
 from blockdiff.kernels.launch import forget_sizes
-from blockdiff.kernels.norm_rope.triton import add_rms_norm, norm_rope, rms_norms
+from blockdiff.kernels.layer_end.triton import layer_end
+from blockdiff.kernels.norm_rope.triton import add_rms_norm, norm_rope, residual_norms, rms_norms
+from blockdiff.kernels.routing.triton import routed_tokens
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.kernels.span_attention.triton import span_attention
 from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, pack_allowed, triton_launch
@@ -127,36 +132,42 @@ def in_fp8(tokens: int, dtype: torch.dtype, goes_back: bool, rounds_inputs: bool
         sum(out.sum() for out in outs).backward()  # type: ignore[union-attr]
     if not rounds_inputs:
         with torch.no_grad():
-            fused_ops.gated_product(x.detach(), weight(2112, D), weight(2112, D), "gelu_tanh")
+            gated_linear(x.detach(), weight(2112, D), weight(2112, D), "gelu_tanh")
 
 
 @torch.no_grad()
-def fused(dtype: torch.dtype) -> None:
-    """Several ops in one launch, as a denoising step of the released model has them: both layer kinds."""
+def inference(dtype: torch.dtype) -> None:
+    """What is several ops with gradients, as a denoising step of the released model has it: both layer kinds."""
     N, D, F, E, k, eps = 256, 2816, 2112, 128, 8, 1e-6
     x, w, scalar = (torch.zeros(*shape, dtype=dtype) for shape in ((1, N, D), (D,), (1,)))
+
+    def norms(form: str, d: int, norms_values: bool = False) -> HeadNorms:
+        norm = None if form == "none" else cast(Norm, SimpleNamespace(form=form, weight=w[:d]))
+        return HeadNorms(d, norm, norm, norms_values, eps)
+
     for d, kv_heads in ((256, 8), (512, 2)):
         q, keys = torch.zeros(1, N, 16, d, dtype=dtype), torch.zeros(1, N, kv_heads, d, dtype=dtype)
         cos = torch.zeros(1, N, d, dtype=dtype)
-        of_heads = q, keys, keys, w[:d], w[:d], cos, cos, eps, "plain", True
-        fused_ops.attention_heads(*of_heads)
+        of_heads = q, keys, keys, norms("direct", d, True), (cos, cos)
+        attention_heads(*of_heads)
         pages = BlockTable(torch.zeros(1, 2, dtype=torch.int32), torch.full((1,), N), 128, torch.arange(N))
         into = PagedTensor(torch.zeros(4, 128, kv_heads, d, dtype=dtype), pages)
-        fused_ops.attention_heads(*of_heads, (into, into))
+        attention_heads(*of_heads, (into, into))
     # MiniMax M3: half of a head turns; its heads, and those of its indexer; and heads of Qwen3 and Llama
     q, keys, cos, whole = (torch.zeros(1, N, *shape, dtype=dtype) for shape in ((64, 128), (4, 128), (64,), (128,)))
-    for norm in ("cast", "none"):
-        fused_ops.attention_heads(q, keys, keys, w[:128], w[:128], whole, whole, eps, norm, False)
-    fused_ops.attention_heads(q, keys, keys, w[:128], w[:128], cos, cos, eps, "centred", False)
-    fused_ops.attention_heads(q[:, :, :4], keys[:, :, :1], None, w[:128], w[:128], cos, cos, eps, "centred", False)
-    fused_ops.residual_norms(x, x, w, (w, w, None), eps)
+    for form in ("cast", "none"):
+        attention_heads(q, keys, keys, norms(form, 128), (whole, whole))
+    centred = norms("centred", 128)
+    attention_heads(q, keys, keys, centred, (cos, cos))
+    attention_heads(q[:, :, :4], keys[:, :, :1], None, centred, (cos, cos))
+    residual_norms(x, x, w, (w, w, None), eps)
     of_experts = torch.empty(E, D, dtype=dtype), torch.zeros(E, dtype=dtype)
-    index, weight = fused_ops.routed_tokens(x[0], w, D**-0.5, *of_experts, k)
+    index, weight = routed_tokens(x[0], w, D**-0.5, *of_experts, k)
     weights = torch.empty(E, 2 * 704, D, dtype=dtype), torch.empty(E, D, 704, dtype=dtype)
-    slots = fused_ops.expert_slots(x[0], *weights, index, weight)
+    slots = expert_slots(x[0], *weights, index, weight)
     gate = torch.empty(F, D, dtype=dtype)
-    fused_ops.gated_product(x[0], gate, gate, "gelu_tanh")
-    fused_ops.layer_end(x, x, slots, (w, w, w), eps, scalar)
+    gated_linear(x[0], gate, gate, "gelu_tanh")
+    layer_end(x, x, slots, (w, w, w), eps, scalar)
 
 
 def vocabulary(dtype: torch.dtype) -> None:
@@ -200,7 +211,7 @@ OPS: dict[str, Callable[[], None]] = {
     "fp8 inputs, 256 tokens": lambda: in_fp8(256, torch.bfloat16, False, True),
     "fp8 inputs, 2048 tokens": lambda: in_fp8(2048, torch.bfloat16, False, True),
     "fp8 inputs, 4096 tokens": lambda: in_fp8(4096, torch.bfloat16, False, True),
-    "fused": lambda: fused(torch.bfloat16),
+    "inference": lambda: inference(torch.bfloat16),
     "vocabulary": lambda: vocabulary(torch.bfloat16),
 }
 

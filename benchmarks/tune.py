@@ -63,7 +63,7 @@ def attention(head: int, kv_heads: int, dtype: torch.dtype) -> None:
     shapes = ((rows, T, 16, head), (rows, T, kv_heads, head), (rows, T, kv_heads, head))
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
     out = span_attention(q, None, None, k, v, encode_spans(torch.zeros(rows, T, dtype=torch.int64)), 1.0)
-    out.sum().backward()  # type: ignore[union-attr]
+    out.sum().backward()
 
 
 def experts(tokens: int, dtype: torch.dtype) -> None:

@@ -25,6 +25,7 @@ class Spans:
     """
 
     kept: KeptSelection | None = None
+    first_query = 0  # of the call's tokens, the first one that asks
 
     def __init__(self, bounds_BT4: Tensor, sees_all: bool = False, is_padded: bool = True, is_causal: bool = False):
         self.bounds_BT4 = bounds_BT4 if bounds_BT4.dtype is torch.int32 else bounds_BT4.to(torch.int32)
@@ -170,6 +171,11 @@ class Sweep:
     def clean_tokens(self) -> int:
         """The number of clean tokens in each row of the call."""
         return self.clean.bounds_BT4.shape[1]
+
+    @property
+    def first_query(self) -> int:
+        """The first token of the call whose result is wanted."""
+        return 0 if self.wants_clean else self.clean_tokens
 
     def with_clean(self) -> Sweep:
         """The same call, with the result of the clean tokens, too."""

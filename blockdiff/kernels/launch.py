@@ -1,4 +1,4 @@
-"""How the Triton ops are launched and made known to torch: the same few lines for every op."""
+"""How Triton kernels are launched and made known to torch: the same few lines for every op."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from blockdiff.errors import BlockdiffError
+from blockdiff.kernels.autocast import is_on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # what the kernels compute with
 
-RUNS: dict[str, Callable[..., Any]] = {}  # what every op does, by its name
+RUNS: dict[str, Callable[..., Any]] = {}  # the registered functions by their names
 P = ParamSpec("P")
 R = TypeVar("R")
 _modes = torch._C._len_torch_dispatch_stack
@@ -24,11 +25,15 @@ _OF_SIZES: list[Any] = []  # the functions that `of_sizes` remembers the results
 
 
 class Unserved(BlockdiffError):
-    """A call that an op has no Triton kernel for, and why; with kernels="auto" it runs natively."""
+    """A call that a form of an op cannot serve: `Unserved("the reason")`. Where there is another form, that answers."""
 
-    def __init__(self, reason: str):
-        super().__init__(f'{reason}; kernels="torch" has no such limit')
-        self.reason = reason
+    @property
+    def reason(self) -> str:
+        """The reason alone."""
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return f'{self.reason}; kernels="torch" has no such limit'
 
 
 def of_sizes(function: Callable[P, R]) -> Callable[P, R]:
@@ -92,8 +97,8 @@ def _first_tensor(arguments: tuple[Any, ...]) -> Tensor:
     raise TypeError("a kernel was launched without a tensor")
 
 
-def op(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Iterator[Any]]], Any]:
-    """Register `blockdiff::name` with torch, so that torch.compile and checkpointing see one op.
+def registered(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Iterator[Any]]], Any]:
+    """Register `blockdiff::name` with torch, so that torch.compile and recomputation see one operation.
 
     The decorated function is a generator: it yields its outputs while they are still empty, and then launches what
     fills them. With fake tensors torch stops it at the outputs, so their shapes are written once. mutates: the
@@ -110,23 +115,23 @@ def op(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Iterat
         (outputs,) = typing.get_args(types["return"])
         run.__signature__ = inspect.Signature(parameters, return_annotation=outputs)  # type: ignore[attr-defined]
         schema = torch.library.infer_schema(run, mutates_args=mutates)
-        registered = torch.library.custom_op(f"blockdiff::{name}", run, mutates_args=mutates, schema=schema)
-        registered.register_fake(lambda *inputs: next(make(*inputs)))
-        return Op(registered, make)
+        custom = torch.library.custom_op(f"blockdiff::{name}", run, mutates_args=mutates, schema=schema)
+        custom.register_fake(lambda *inputs: next(make(*inputs)))
+        return Registered(custom, make)
 
     return register
 
 
-class Op:
-    """An op that torch knows, called past torch where nothing asks for it: on the host that costs a third."""
+class Registered:
+    """A function that torch knows, called past torch where nothing asks for it: on the host that costs a third."""
 
-    def __init__(self, registered: Any, make: Callable[..., Iterator[Any]]):
-        self.registered, self.make = registered, make
-        self.register_autograd = registered.register_autograd
+    def __init__(self, custom: Any, make: Callable[..., Iterator[Any]]):
+        self.custom, self.make = custom, make
+        self.register_autograd = custom.register_autograd
 
     def __call__(self, *inputs: Any) -> Any:
         if asks_torch():
-            return self.registered(*inputs)
+            return self.custom(*inputs)
         making = self.make(*inputs)
         outputs = next(making)
         next(making, None)
@@ -179,3 +184,12 @@ def check_dtypes(op: str, *tensors: Tensor) -> None:
     if (dtype := tensors[0].dtype) not in DTYPES or not are_of(dtype, tensors):
         names = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in tensors}))
         raise Unserved(f"{op} in Triton takes tensors of one dtype, float32, bfloat16 or float16, not {names}")
+
+
+def check_without_gradient(op: str, x: Tensor) -> None:
+    """Raise Unserved where gradients are recorded or autocast is on, and for dtypes that the kernels do not have.
+
+    Kernels that do the work of several ops have no backward and cast nothing.
+    """
+    if is_grad_enabled() or x.dtype not in DTYPES or is_on(x):
+        raise Unserved(f"{op} in Triton has no gradient and no autocast, and takes float32, bfloat16 or float16")

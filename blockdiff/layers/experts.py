@@ -78,32 +78,28 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
         self.kernels, self.activation = kernels, activation
 
-    def forward(
-        self,
-        x: Tensor,
-        index_Nk: Tensor,
-        weight_Nk: Tensor,
-        padding_N: Tensor | None = None,
-        may_be_slots: bool = False,
-    ) -> Slots | Tensor:
-        """The weighted sum [N, D] of the experts of N tokens [..., D]; padding tokens go to none and give 0.
-
-        may_be_slots: whether the caller takes what is to be summed, too, for `Kernels.layer_end`.
-        """
-        if may_be_slots and padding_N is None and self.exchange is None:
-            of_tokens = index_Nk, weight_Nk, self.activation, self.low_rank_matrices()
-            return self.kernels.expert_slots(x, *self.matrices(), *of_tokens)
+    def forward(self, x: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None) -> Tensor:
+        """The weighted sum [N, D] of the experts of N tokens [..., D]; padding tokens go to none and give 0."""
         experts, x_ND = self.gate_up_proj.shape[0], x.flatten(0, -2)
-        if padding_N is not None:
-            index_Nk = index_Nk.masked_fill(padding_N[:, None], experts)
+        index_Nk = without_padding(index_Nk, padding_N, experts)
         if self.exchange is not None:
             return self.exchange(x_ND, index_Nk, weight_Nk, experts, self.computed)
         return self.computed(x_ND, index_Nk, weight_Nk)
 
+    def slots(self, x: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None) -> Slots:
+        """The same, as `Kernels.layer_end` takes it, which may be before the sum."""
+        if self.exchange is not None:
+            return Slots(self(x, index_Nk, weight_Nk, padding_N).unsqueeze(1), None, 0)
+        index_Nk = without_padding(index_Nk, padding_N, self.gate_up_proj.shape[0])
+        gate_up, down = self.matrices()
+        low_rank = self.low_rank_matrices()
+        return self.kernels.expert_slots(x, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
+
     def computed(self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor) -> Tensor:
         """The weighted sum over those of each token's experts that lie here; indices count from the first of them."""
-        of_tokens = index_Nk, weight_Nk, self.activation, self.low_rank_matrices()
-        return self.kernels.expert_mlp(x_ND, *self.matrices(), *of_tokens)
+        gate_up, down = self.matrices()
+        low_rank = self.low_rank_matrices()
+        return self.kernels.expert_mlp(x_ND, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
 
     def matrices(self) -> tuple[Tensor | Fp8, Tensor | Fp8]:
         """gate_up and down of the experts that lie here, as the expert op takes them."""
@@ -118,3 +114,8 @@ def here(parameter: Tensor) -> Tensor:
     """The part of a parameter that this rank computes with: of a DTensor the local one, else all of it."""
     is_plain = type(parameter) is nn.Parameter  # which is quicker to see than what a tensor does not have
     return parameter if is_plain or not hasattr(parameter, "to_local") else parameter.to_local()
+
+
+def without_padding(index_Nk: Tensor, padding_N: Tensor | None, experts: int) -> Tensor:
+    """The experts of each token, none for padding."""
+    return index_Nk if padding_N is None else index_Nk.masked_fill(padding_N[:, None], experts)

@@ -1,4 +1,4 @@
-"""Products with linear layers of any kind: what the kernels need of one, and what it gives."""
+"""Products with linear layers of any kind: by the ops where a layer is a product alone, else by calling the layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,23 @@ def weight_of(module: nn.Module) -> Tensor | Fp8 | None:
 
 
 def product(module: nn.Module, x: Tensor, kernels: Kernels) -> Tensor:
-    """What a linear layer gives, by the kernels where it is a product alone."""
+    """What a linear layer gives."""
     weight = weight_of(module)
     made: Tensor = module(x) if weight is None else kernels.linear(x, weight)
     return made
+
+
+def products(modules: tuple[nn.Module, ...], x: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
+    """What each of some linear layers gives of x."""
+    weights = [weight for module in modules if (weight := weight_of(module)) is not None]
+    if len(weights) < len(modules):
+        return tuple([module(x) for module in modules])
+    return kernels.linears(x, weights)
+
+
+def gated_product(gate: nn.Module, up: nn.Module, x: Tensor, activation: str, kernels: Kernels) -> Tensor:
+    """`f(gate x) * g(up x)` of two linear layers."""
+    gate_FD, up_FD = weight_of(gate), weight_of(up)
+    if gate_FD is None or up_FD is None:
+        return kernels.gated(gate(x), up(x), activation)
+    return kernels.gated_linear(x, gate_FD, up_FD, activation)

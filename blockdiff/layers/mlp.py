@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.expert_mlp.activations import activation_of
-from blockdiff.layers.linear import product, weight_of
+from blockdiff.layers.linear import gated_product, product
 from blockdiff.layers.members import submodule
 
 
@@ -26,7 +26,5 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = weight_of(self.gate_proj), weight_of(self.up_proj)
-        if gate is not None and up is not None:
-            return product(self.down_proj, self.kernels.gated_linear(x, gate, up, self.activation), self.kernels)
-        return self.down_proj(self.kernels.gated(self.gate_proj(x), self.up_proj(x), self.activation))
+        hidden = gated_product(self.gate_proj, self.up_proj, x, self.activation, self.kernels)
+        return product(self.down_proj, hidden, self.kernels)

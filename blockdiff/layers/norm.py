@@ -12,10 +12,20 @@ from blockdiff.layers.members import parameter
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last axis in fp32; the weight multiplies directly (no +1)."""
+    """RMSNorm over the last axis in fp32; the weight multiplies directly (no +1).
+
+    form: how the weight counts, as kernels have it (`kernels.heads.Norm`); a subclass with a `forward` of its own has
+    a form of its own, "own", unless it says which.
+    """
 
     neutral = 1.0  # the weight that changes nothing
+    form = "direct"
     weight: Tensor = parameter()
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if "forward" in vars(cls) and "form" not in vars(cls):
+            cls.form = "own"
 
     def __init__(self, dim: int, eps: float, kernels: Kernels):
         super().__init__()
@@ -25,13 +35,11 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norms(x, (self.weight,), self.eps)[0]
 
-    def added_to(self, x: Tensor, branch: Tensor, scalar: Tensor | None = None) -> Tensor:
-        """The end of a residual branch in one op: `(x + norm(branch)) * scalar`."""
-        return self.kernels.add_rms_norm(x, branch, self.weight, self.eps, scalar)
-
 
 class CastRMSNorm(RMSNorm):
     """RMSNorm as Llama has it: normed in fp32, cast to x's dtype, and then multiplied by the weight."""
+
+    form = "cast"
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:  # where casting changes nothing
@@ -43,20 +51,7 @@ class ZeroCentredRMSNorm(RMSNorm):
     """RMSNorm whose weight is added to 1: `x * rsqrt(mean(x^2) + eps) * (1 + w)`, all in fp32."""
 
     neutral = 0.0
+    form = "centred"
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norms(x, (1.0 + self.weight.float(),), self.eps)[0]
-
-
-# How a norm applies its weight, by what it computes with: whoever overrides that has none of these forms.
-NORM_FORMS: dict[Any, str] = {
-    RMSNorm.forward: "plain",
-    CastRMSNorm.forward: "cast",
-    ZeroCentredRMSNorm.forward: "centred",
-    None: "none",
-}
-
-
-def norm_form_of(norm: RMSNorm | None) -> str | None:
-    """The form of a norm; "none" without one, None for a form of somebody's own."""
-    return NORM_FORMS.get(None if norm is None else type(norm).forward)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, their angles at given positions, and turning without a norm before it."""
+"""Rotary position embedding: frequencies, and their angles at given positions."""
 
 from __future__ import annotations
 
@@ -47,11 +47,3 @@ def angles(positions_BT: Tensor, frequencies_f: Tensor, dtype: torch.dtype) -> t
     angle = positions_BT[..., None].float() * frequencies_f
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
-def turned(x_BThd: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> Tensor:
-    """What `norm_rope` does after its norm, for the first r dimensions of every head; the others pass."""
-    cos, sin, r = cos_BTr.unsqueeze(2), sin_BTr.unsqueeze(2), cos_BTr.shape[-1]
-    first = x_BThd if r == x_BThd.shape[-1] else x_BThd[..., :r]
-    rotated = first * cos + first.roll(r // 2, -1) * sin
-    return rotated if first is x_BThd else torch.cat([rotated, x_BThd[..., r:]], -1)

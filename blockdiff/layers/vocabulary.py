@@ -85,9 +85,9 @@ class Vocabulary(nn.Module):
         """What makes the logits: the head, or the table where it is tied."""
         return self.weights() if self.head is None else self.head
 
-    def _embedding(self) -> dict[str, Tensor]:
-        """The argument by which ops learn that embeddings are not the rows that make the logits."""
-        return {} if self.head is None else {"embedding_VD": self.weights()}
+    def _embedding(self) -> Tensor | None:
+        """The embeddings, where they are not the rows that make the logits."""
+        return None if self.head is None else self.weights()
 
     def forward(self, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Every op of this module passes through here."""
@@ -140,7 +140,8 @@ class Vocabulary(nn.Module):
         A gradient flows to E, none through z: the signal is given, how it is embedded is learnt.
         """
         flat = hidden.reshape(-1, hidden.shape[-1])
-        soft = self.kernels.soft_embedding(flat, self.output_weights(), self.softcap, temperature, **self._embedding())
+        given = self.output_weights(), self.softcap, temperature, self._embedding()
+        soft = self.kernels.soft_embedding(flat, *given)
         return soft.view(hidden.shape).mul_(self._scale(self.table.dtype))
 
     @as_call
@@ -177,8 +178,8 @@ class Vocabulary(nn.Module):
             uniform_BL.reshape(-1),
             None if given_BL is None else given_BL.reshape(-1),
             None if allowed_BLW is None else allowed_BLW.flatten(0, 1),
-            *(() if shaping is None else (shaping.flat(),)),
-            **self._embedding(),
+            None if shaping is None else shaping.flat(),
+            embedding_VD=self._embedding(),
         )
         stats.soft_embedding.mul_(self._scale(self.table.dtype))
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in stats))
@@ -237,7 +238,7 @@ class Vocabulary(nn.Module):
             classes,
             penalty,
             excluded,
-            **self._embedding(),
+            embedding_VD=self._embedding(),
         )
         stats.soft_embedding.mul_(self._scale(self.table.dtype))
         return ClassStats(*(column.view(B, L, *column.shape[1:]) for column in stats))

@@ -125,7 +125,7 @@ class SharedVocabulary(Vocabulary):
         rows, flat = self.output_weights(), hidden.reshape(-1, hidden.shape[-1]).detach()
         log_sum_N, _ = self.kernels.log_sums(flat, rows.detach(), self.softcap, temperature)
         share_N = (log_sum_N - stacked(log_sum_N, self.group).logsumexp(0)).exp()
-        part = self.kernels.soft_embedding(flat, rows, self.softcap, temperature, **self._embedding())
+        part = self.kernels.soft_embedding(flat, rows, self.softcap, temperature, embedding_VD=self._embedding())
         soft = summed(part * share_N[:, None], self.group).to(rows.dtype).view(hidden.shape)
         return soft * self._scale(rows.dtype)
 
@@ -172,7 +172,7 @@ class SharedVocabulary(Vocabulary):
             own_N.to(uniform_N.dtype),
             place_N,
             allowed_NW,
-            **self._embedding(),
+            embedding_VD=self._embedding(),
         )
         log_share_N = log_share_RN[self.group.rank()]
         share_N = log_share_N.exp()

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from blockdiff.kernels import CPU, NATIVE
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
@@ -65,8 +64,8 @@ class FixedStep:
     def takes(self, shape: Shape) -> bool:
         """Whether a step of this shape does nothing but launch: top_p natively looks how many tokens it needs."""
         model = self.model
-        is_native = model.kernels.token_stats in (NATIVE.token_stats, CPU.token_stats)
-        return shape.top_p >= 1 or not (is_native or shape.guidance or model.vocabulary.head is not None)
+        filters = model.kernels.filters_on_device and not shape.guidance and model.vocabulary.head is None
+        return shape.top_p >= 1 or filters
 
     def serves(self, settings: SamplingSettings, pages: Pages, width: int, most: int) -> bool:
         """Whether an engine of these can go on with what is captured here."""

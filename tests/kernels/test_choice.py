@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields
+import inspect
 
 import pytest
 import torch
 import triton
 from torch import Tensor
 
-from blockdiff import kernels
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels import CPU, NATIVE, NATIVE_ONLY, OPS, Kernels, resolve, triton_op
+from blockdiff.kernels import CPU, NATIVE, Kernels, choice, resolve
+from blockdiff.kernels.choice import OPS
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.norm_rope import triton as norms
+from blockdiff.kernels.op import Composition
+
+NATIVE_ONLY = {"route", "gated", "logits", "linear", "linears", "attend", "sweep_attention"}
 
 
-def test_every_op_has_a_folder_and_two_implementations():
-    assert OPS.keys() == {op.name for op in fields(Kernels)} - {"fused", "sweep_attention"}
-    chosen = resolve("triton")
-    for op in OPS:
-        assert getattr(chosen, op).__name__ == op == getattr(NATIVE, op).__name__
-        assert (getattr(chosen, op) is getattr(NATIVE, op)) == (op in NATIVE_ONLY)
+@pytest.mark.parametrize("name", OPS)
+def test_the_forms_of_an_op_are_called_alike(name):
+    op = OPS[name]
+    assert name == op.name == op.native.__name__ and ("triton" in op.others) is (name not in NATIVE_ONLY)
+    own = [*inspect.signature(op.native).parameters][isinstance(op, Composition) :]
+    for form in op.others:
+        assert [*inspect.signature(op.form(form)).parameters] == own
+
+
+def test_a_choice_binds_the_forms_that_it_names():
+    for name, op in OPS.items():
+        if not isinstance(op, Composition):
+            assert getattr(NATIVE, name) is op.native
+            assert getattr(resolve("triton"), name) is (op.native if name in NATIVE_ONLY else op.form("triton"))
+
+
+def test_an_op_may_have_a_choice_of_its_own_and_compositions_use_it():
+    calls = []
+
+    def noted(x: Tensor, weights: object, eps: float) -> tuple[Tensor, ...]:
+        calls.append(weights)
+        return NATIVE.rms_norms(x, (None,), eps)
+
+    x, kernels = torch.randn(3, 8), CPU.replaced(rms_norms=noted, add_rms_norm="torch")
+    kernels.residual_norms(x, x, torch.ones(8), (None,), 1e-6)
+    assert calls == [(None,)] and kernels.add_rms_norm is NATIVE.add_rms_norm
+    assert kernels.norm_rope.__name__ == "norm_rope" and CPU.rms_norms is not noted
 
 
 def test_the_folder_of_an_op_stays_a_module():
@@ -70,7 +94,7 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch):
         resolve("triton")
     with pytest.warns(UserWarning, match="native ops only"):
         assert resolve("auto") is CPU
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BlockdiffError, match="triton package is not installed"):
         resolve("triton")
 
@@ -103,7 +127,7 @@ def test_auto_runs_a_call_that_has_no_kernel_natively_and_says_so_once(monkeypat
         outs = [chosen.rms_norms(x, (None,), 1e-6)[0] for _ in range(2)]
     assert len(warned) == 1 and torch.equal(*outs) and torch.equal(outs[0], NATIVE.rms_norms(x, (None,), 1e-6)[0])
     with pytest.raises(BlockdiffError, match='has no tile for it; kernels="torch" has no such limit'):
-        triton_op("rms_norms")(x, (None,), 1e-6)
+        Kernels.rms_norms.form("triton")(x, (None,), 1e-6)
 
 
 def test_auto_on_a_gpu_machine_leaves_cpu_tensors_and_fp64_to_the_ops_of_a_cpu(monkeypatch):

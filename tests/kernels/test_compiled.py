@@ -23,7 +23,7 @@ STACK = 144  # bytes that attention keeps there over a loop, not in it
 
 ATTENTION = ("span_attention, d = 256", "span_attention, d = 512", "norms")
 OF_EXPERTS = [f"expert_mlp, {tokens} tokens" for tokens in (256, 2048, 4096)]
-AROUND_EXPERTS = ["expert_mlp, all ones", "expert_mlp, low rank", "fused", "fp8, 256 tokens", "fp8 inputs, 4096 tokens"]
+AROUND_EXPERTS = ["expert_mlp, all ones", "expert_mlp, low rank", "inference", "fp8, 256 tokens", "fp8 inputs, 4096 tokens"]
 
 
 def compiled(*ops: str, loops: bool = True) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def test_the_vocabulary(looked_into):
     assert all(line["stack"] == 0 for line in lines)
 
 
-def test_experts_and_what_is_fused_around_them():
+def test_experts_and_the_kernels_of_inference_around_them():
     """Forward and backward with every line of the table, hardly a register spilled.
 
     And where every size is 1, which Triton then makes a constant.
@@ -98,8 +98,8 @@ def test_experts_and_what_is_fused_around_them():
         assert gate_up["ROWS"] == tile.rows and gate_up["COLUMNS"] == tile.columns
     kernels = {op: {line["kernel"] for line in lines if line["op"] == op} for op in others}
     assert kernels["expert_mlp, low rank"] == {f"expert_mlp_{name}" for name in (*names, "narrow", "count_slots")}
-    fused = {"attention_heads", "residual_norms", "routed_tokens", "gated_product", "layer_end"}
-    assert kernels["fused"] >= fused
+    inference = {"attention_heads", "residual_norms", "routed_tokens", "gated_product", "layer_end"}
+    assert kernels["inference"] >= inference
     in_fp8 = {"expert_mlp_gate_up", "expert_mlp_product", "fp8_product"}
     assert kernels["fp8, 256 tokens"] >= in_fp8 | {"gated_product"}
     assert kernels["fp8 inputs, 4096 tokens"] >= in_fp8 | {"fp8_round_rows"}

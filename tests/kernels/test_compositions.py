@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels import CPU, NATIVE, Kernels
-from blockdiff.layers.attention import heads
+from blockdiff.kernels.expert_mlp import Slots
+from blockdiff.kernels.heads import HeadNorms
 from blockdiff.layers.norm import RMSNorm
 
 pytestmark = pytest.mark.quick
@@ -72,7 +73,8 @@ def test_the_end_of_a_layer(shape, scalars, trains):
     scalar = {"none": None, "one": drawn((1,), 6, False), "rows": drawn((B, T, 1), 6, False)}[scalars]
 
     def end(kernels: Kernels, x, dense, routed, first, second, third, scalar):
-        return [kernels.layer_end(x, dense, routed, (first, second, third), EPS, scalar)]
+        slots = Slots(routed.unsqueeze(1), None, 0)
+        return [kernels.layer_end(x, dense, slots, (first, second, third), EPS, scalar)]
 
     inputs = drawn(shape, 0), drawn(shape, 1), drawn((B * T, D), 2), *weights, scalar
     compare(end, inputs)
@@ -89,8 +91,8 @@ def test_queries_keys_and_values_after_norms_and_rope(is_key, d):
         for norm, weight in zip(norms, (q_weight, k_weight), strict=True):
             norm.kernels = kernels
             norm._parameters["weight"] = weight
-        turns = [x.to(q.dtype) for x in rope]
-        return heads(kernels, q, k, k if is_key else v, (norms[0], norms[1]), (turns[0], turns[1]), EPS, True)
+        cos, sin = (x.to(q.dtype) for x in rope)
+        return kernels.attention_heads(q, k, k if is_key else v, HeadNorms(d, *norms, True, EPS), (cos, sin))
 
     inputs = [drawn((B, T, n, d), seed) for seed, n in enumerate((h, K, K))]
     inputs[2].requires_grad_(not is_key)

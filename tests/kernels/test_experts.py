@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -124,7 +123,7 @@ def test_a_model_sends_padding_tokens_to_no_expert_and_real_ones_where_they_were
         return native.expert_mlp(x_ND, gate_up, down, index_Nk, *rest)
 
     for layer in model.layers:
-        monkeypatch.setattr(layer.experts, "kernels", replace(layer.experts.kernels, expert_mlp=spy))
+        monkeypatch.setattr(layer.experts, "kernels", layer.experts.kernels.replaced(expert_mlp=spy))
     chosen: list[Tensor] = []
     for layer in model.layers:
         layer.router.register_forward_hook(lambda module, args, out: chosen.append(out[0]))

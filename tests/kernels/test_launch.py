@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blockdiff.kernels import tiles
-from blockdiff.kernels.fused import triton as fused
+from blockdiff.kernels.gated.triton import gated_linear
 from blockdiff.kernels.launch import Launch, forget_sizes
 
 pytestmark = pytest.mark.quick
@@ -27,7 +27,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 def test_equal_sizes_share_a_launch_and_others_have_their_own(launched):
     weights = torch.zeros(48, 16), torch.zeros(48, 16)
     for x in (torch.zeros(5, 16), torch.ones(1, 5, 16), torch.zeros(70, 16), torch.zeros(5, 16, dtype=torch.bfloat16)):
-        fused.gated_product(x, *(weight.to(x.dtype) for weight in weights), "silu")
+        gated_linear(x, *(weight.to(x.dtype) for weight in weights), "silu")
     first, same, longer, narrow = launched
     assert same is first and longer is not first and narrow is not first
     assert longer.grid != first.grid and narrow.constants["PRECISION"] != first.constants["PRECISION"]
@@ -36,13 +36,13 @@ def test_equal_sizes_share_a_launch_and_others_have_their_own(launched):
 @torch.no_grad()
 def test_other_tiles_count_after_sizes_are_forgotten(launched):
     x, weight = torch.zeros(70, 16), torch.zeros(48, 16)
-    fused.gated_product(x, weight, weight, "silu")
+    gated_linear(x, weight, weight, "silu")
     key: Any = ("expert_mlp_gate_up", 90, 4)
     with patch.dict(tiles.table(), {key: [(float("inf"), tiles.Tile(16, 16, 16, 2, 1))]}):
         forget_sizes()
-        fused.gated_product(x, weight, weight, "silu")
+        gated_linear(x, weight, weight, "silu")
     forget_sizes()
-    fused.gated_product(x, weight, weight, "silu")
+    gated_linear(x, weight, weight, "silu")
     before, other, after = launched
     assert other.constants["num_warps"] == 2 and other.grid != before.grid
     assert after.constants == before.constants

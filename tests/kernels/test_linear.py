@@ -10,6 +10,7 @@ from blockdiff.kernels import CPU
 from blockdiff.layers.attention import Attention
 from blockdiff.layers.linear import product
 from blockdiff.layers.mlp import MLP
+from blockdiff.spans import encode_spans
 from tests.closeness import relative_error
 from tests.oracles import expert_mlp as reference
 
@@ -57,5 +58,6 @@ def test_layers_multiply_through_the_kernels(kind, monkeypatch):
         assert module(drawn(200, 64)).shape == (200, 64) and len(products) == 3
     else:
         rope = drawn(1, 8, 32), drawn(1, 8, 32)
-        q, k, v = module.heads_of(drawn(1, 8, 64), rope)
-        assert (q.shape[2], k.shape[2], v.shape[2]) == (2, 1, 1) and len(products) == 4
+        spans = encode_spans(torch.zeros(1, 8, dtype=torch.int64))
+        out, (k, v) = module(drawn(1, 8, 64), rope, spans, None)
+        assert out.shape == (1, 8, 64) and k.shape == v.shape == (1, 8, 1, 32) and len(products) == 4

@@ -49,7 +49,7 @@ def attention_case(T: int, P: int, group: int, dtype: torch.dtype, d: int = 8) -
     return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
-PATHS = ["materialised", "sdpa", "pieces", "lse"]
+PATHS = ["materialised", "sdpa", "pieces"]
 
 
 def attend(path: str, monkeypatch: Any, inputs: list[Tensor | None], spans: Spans, scale: float) -> Any:
@@ -59,7 +59,7 @@ def attend(path: str, monkeypatch: Any, inputs: list[Tensor | None], spans: Span
         monkeypatch.setattr(attention_native, name, -1 if path == "pieces" else 1 << 40)
     for name, small in (("MASK", 100), ("LEAST_QUERIES", 3), ("PROBED_QUERIES", 2)):
         monkeypatch.setattr(attention_pieces, name, small)
-    return NATIVE.span_attention(*inputs, spans, scale, return_lse=path == "lse")
+    return NATIVE.span_attention(*inputs, spans, scale)
 
 
 def compare_attention(
@@ -67,29 +67,21 @@ def compare_attention(
 ) -> None:
     """Outputs and gradients in the inputs' dtype against the reference in fp64; empty rows exactly 0."""
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    truth, truth_lse = attention_reference.span_attention(*wide, spans, scale)
+    truth, _ = attention_reference.span_attention(*wide, spans, scale)
     given: list[Tensor | None] = list(inputs)
-    if inputs[1].shape[1] == 0 and path != "lse":
+    if inputs[1].shape[1] == 0:
         given[1] = given[2] = None  # no prefix may be given as None or as no keys
     with torch.no_grad():
         quick = attend(path, monkeypatch, given, spans, scale)
-    result = attend(path, monkeypatch, given, spans, scale)
-    out, lse = result if path == "lse" else (result, None)
+    out = attend(path, monkeypatch, given, spans, scale)
     is_empty = ~spans.dense(inputs[1].shape[1], inputs[3].shape[1]).any(-1)
     assert out.dtype == inputs[0].dtype and relative_error(out, truth) < tolerance
-    assert relative_error(quick[0] if path == "lse" else quick, truth) < tolerance
+    assert relative_error(quick, truth) < tolerance
     assert (out[is_empty] == 0).all()
     g = generator(0)
     direction = torch.randn(truth.shape, generator=g, dtype=torch.float64)
-    loss, truth_loss = (out * direction).sum(), (truth * direction).sum()
-    if lse is not None:
-        assert torch.equal(lse == float("-inf"), is_empty[..., None].expand_as(lse))
-        weight = torch.randn(truth_lse.shape, generator=g, dtype=torch.float64)
-        seen = ~is_empty
-        assert relative_error(lse[seen], truth_lse[seen]) < tolerance
-        loss, truth_loss = loss + (lse * weight)[seen].sum(), truth_loss + (truth_lse * weight)[seen].sum()
-    loss.backward()
-    truth_loss.backward()
+    (out * direction).sum().backward()
+    (truth * direction).sum().backward()
     for x, y in zip(inputs, wide, strict=True):
         if x.numel():
             assert relative_error(x.grad, y.grad, floor=3.0) < tolerance  # of a single key seen it is 0
@@ -121,7 +113,7 @@ def test_span_attention_without_a_mask_equals_seeing_everything(path, monkeypatc
     whole = Spans(bounds, sees_all=True)
     truth, _ = attention_reference.span_attention(*inputs, Spans(bounds), 1.0)
     out = attend(path, monkeypatch, list(inputs), whole, 1.0)
-    assert relative_error(out[0] if path == "lse" else out, truth) < 1e-12
+    assert relative_error(out, truth) < 1e-12
 
 
 @pytest.mark.parametrize("path", PATHS)

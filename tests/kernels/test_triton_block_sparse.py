@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import blockdiff
 from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.kernels import FOLDERS, NATIVE, triton_op
+from blockdiff.kernels import NATIVE
 from blockdiff.kernels.block_sparse import native, triton, triton_selection
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
@@ -277,8 +276,8 @@ def test_keys_that_no_query_sees_may_hold_anything_and_get_no_gradient():
 
 def sparse_on_triton() -> tuple[Any, Any]:
     """A small MiniMax M3 in fp32 whose attention and selection run in Triton, and the same natively in fp64."""
-    ops = [*FOLDERS["span_attention"], *FOLDERS["block_sparse"]]
-    kernels = dataclasses.replace(NATIVE, **{name: triton_op(name) for name in ops})
+    ops = ("span_attention", "select_blocks", "block_sparse_attention")
+    kernels = NATIVE.replaced(**dict.fromkeys(ops, "triton"))
     truth = small_model("minimax_m3 denoising")
     model = blockdiff.init(CONFIGS["minimax_m3 denoising"](), seed=0, device=DEVICE, kernels=kernels)
     model.load_state_dict({name: x.float() for name, x in truth.state_dict().items()})

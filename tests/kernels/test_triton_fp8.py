@@ -12,7 +12,7 @@ from blockdiff.kernels.expert_mlp import native as expert_native
 from blockdiff.kernels.expert_mlp import triton as experts
 from blockdiff.kernels.fp8 import Fp8, native
 from blockdiff.kernels.fp8 import triton as ours
-from blockdiff.kernels.fused import triton as fused
+from blockdiff.kernels.gated.triton import gated_linear
 from tests.closeness import relative_error
 from tests.oracles import expert_mlp as expert_reference
 from tests.oracles import fp8 as reference
@@ -58,7 +58,7 @@ def test_the_gated_half_of_an_mlp():
     gate, up = in_fp8(37, 44, seed=1), in_fp8(37, 44, seed=2)
     x = torch.randn(21, 44, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        out = fused.gated_product(x.to(DEVICE), gate, up, "gelu_tanh")
+        out = gated_linear(x.to(DEVICE), gate, up, "gelu_tanh")
     truth = expert_reference.gated(x.double() @ dense(gate).T, x.double() @ dense(up).T, "gelu_tanh")
     assert relative_error(out, truth) < FP32
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -309,7 +308,7 @@ def models() -> tuple[DiffusionGemma, DiffusionGemma]:
     native_model = ours(oracle(tiny_config(canvas_length=8), dtype=torch.float32)).to(DEVICE)
     triton_model = copy.deepcopy(native_model)
     vocabulary = triton_model.vocabulary
-    vocabulary.kernels = replace(vocabulary.kernels, **{name: getattr(triton, name) for name in OPS})
+    vocabulary.kernels = vocabulary.kernels.replaced(**dict.fromkeys(OPS, "triton"))
     return native_model, triton_model
 
 

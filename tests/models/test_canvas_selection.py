@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +56,7 @@ def watched(model: BlockDiffusionModel) -> list[Tensor]:
         return ids
 
     for layer in model.layers:
-        layer.attention.kernels = dataclasses.replace(model.kernels, select_blocks=noted)
+        layer.attention.kernels = model.kernels.replaced(select_blocks=noted)
     return found
 
 

@@ -14,7 +14,8 @@ import blockdiff
 from blockdiff.checkpoint import read_config
 from blockdiff.checkpoint.config import config_from
 from blockdiff.errors import CheckpointError
-from blockdiff.layers.rope import llama3_frequencies, turned
+from blockdiff.kernels.norm_rope.native import turned
+from blockdiff.layers.rope import llama3_frequencies
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from tests.closeness import require_close
 from tests.families import LLAMA3, SLIDING, SMALL

@@ -6,7 +6,6 @@ On torch's meta device tensors have no values: whatever reads one, or makes a te
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.kernels import NATIVE
 from blockdiff.kernels import launch as launching
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_rows import PagedRow
@@ -100,7 +98,7 @@ STRATEGIES = (
 def test_a_denoising_step_reads_nothing_and_brings_nothing_from_the_host(strategy):
     model = model_on("meta")
     if strategy is not None and "guidance" in strategy:  # which has no kernel
-        model.vocabulary.kernels = replace(model.kernels, token_stats=NATIVE.token_stats)
+        model.vocabulary.kernels = model.kernels.replaced(token_stats="torch")
     pages = Pages(model, page_tokens=PAGE, capacity=4096)
     step = step_of(model, pages, rows_of(pages, [21, 30]), strategy)
     with NothingFromTheHost():

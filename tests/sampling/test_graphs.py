@@ -15,7 +15,6 @@ from benchmarks.soak import soak
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.kernels import NATIVE
 from blockdiff.sampling import engine as engines
 from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.control import ResponseControl
@@ -293,7 +292,7 @@ def test_what_is_the_same_in_every_step_but_for_the_temperature_is_captured():
 def test_top_p_is_captured_where_a_kernel_finds_its_tokens(recorder):
     model = init(tiny_config(L, **TWO_LAYERS), seed=3, kernels="triton")
     top_p = Shape(1.0, top_p=0.9)
-    for kernels, is_taken in ((model.kernels, True), (replace(model.kernels, token_stats=NATIVE.token_stats), False)):
+    for kernels, is_taken in ((model.kernels, True), (model.kernels.replaced(token_stats="torch"), False)):
         model.kernels = kernels
         fixed = Engine(model, None, LIVELY, page_tokens=8, graphs=True).fixed
         assert fixed.takes(top_p) is is_taken and fixed.takes(Shape(1.0, 20, min_p=0.1, guidance=0.5))

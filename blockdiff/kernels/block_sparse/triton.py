@@ -28,7 +28,7 @@ from blockdiff.kernels.block_sparse.triton_selection import (
     _tile,
     select_blocks,
 )
-from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, op, wanted
+from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, registered, wanted
 from blockdiff.kernels.span_attention.paged import PagedTensor
 from blockdiff.kernels.span_attention.triton import (
     _backward_keys,
@@ -54,7 +54,7 @@ FAR = torch.iinfo(torch.int32).max  # the first key of a choice that is none
 # -- launchers -------------------------------------------------------------------------------------------------
 
 
-@op("block_sparse_attention")
+@registered("block_sparse_attention")
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, own_k: Tensor, own_v: Tensor,
     own: Tensor | None, block: int, scale: float, splits: int,
@@ -63,7 +63,7 @@ def _attention(
     yield from _forward(q, (k, v, own_k, own_v), ids, (visible, first, own), block, scale, splits, k.shape[1])
 
 
-@op("block_sparse_attention_paged")
+@registered("block_sparse_attention_paged")
 def _attention_paged(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, own_k: Tensor, own_v: Tensor,
     own: Tensor | None, table: Tensor, columns: int, block: int, scale: float, splits: int,
@@ -149,7 +149,7 @@ def _forward_by_block(
             launch(span_attention_combine, merging.grid(rows), *merged, rows, SPLITS=topk, **merging.options)
 
 
-@op("block_sparse_attention_backward")
+@registered("block_sparse_attention_backward")
 def _attention_backward(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, visible: Tensor, first: Tensor | None, own_k: Tensor, own_v: Tensor,
     own: Tensor | None, block: int, scale: float, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor,

@@ -14,7 +14,7 @@ from torch import Tensor
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.block_sparse import triton_kernels_selection as kernels
 from blockdiff.kernels.block_sparse.native import as_heads
-from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, op
+from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, registered
 from blockdiff.kernels.span_attention.paged import PagedTensor
 from blockdiff.kernels.span_attention.triton import _dense_heads, _multiprocessors, is_read_as_it_is, splits_of
 from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, tile_of
@@ -39,7 +39,7 @@ def _tile(kernel: str, x: Tensor, block: int, rows: int) -> Tile:
     return tile_of(f"block_sparse_{kernel}", x, x.shape[-1]).fitted(rows=rows, columns=block)
 
 
-@op("block_sparse_scores")
+@registered("block_sparse_scores")
 def _scores(
     q: Tensor, k: Tensor, visible: Tensor, first: Tensor | None, table: Tensor | None, columns: int, block: int,
     scale: float, uses_sum: bool, splits: int,
@@ -69,7 +69,7 @@ def _sources(B: int, table: Tensor | None, *tensors: Tensor) -> tuple[list[Tenso
     return [_dense_heads(x).flatten(0, 1).expand(B, -1, -1, -1) for x in tensors], tensors[0].shape[1]
 
 
-@op("block_sparse_choose")
+@registered("block_sparse_choose")
 def _choose(scores: Tensor, visible: Tensor, block: int, topk: int, init: int, local: int) -> Iterator[Tensor]:
     """The blocks of the highest claims, int64 [B, T, H, k]."""
     B, T, H, N = scores.shape

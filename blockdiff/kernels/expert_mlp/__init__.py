@@ -1,4 +1,4 @@
-"""The routed experts: expert_mlp, the dense gated activation, and the choice of experts."""
+"""The routed experts: expert_mlp, and expert_slots before the sum over each token's experts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from torch import Tensor
 
 
 class Slots(NamedTuple):
-    """What experts give, before it is summed: values [N, k, D] with their routing weights, and whose they are.
+    """The outputs of each token's experts times their routing weights, [N, k, D], whose sum over k is wanted.
 
-    index_Nk: the expert of every slot; a slot with none of the `experts` may hold anything and counts for nothing.
+    index_Nk: the expert of every slot, None where all count; one of none of the `experts` may hold anything and counts
+    for nothing.
     """
 
     values_NkD: Tensor
-    index_Nk: Tensor
+    index_Nk: Tensor | None
     experts: int
+
+    def summed(self) -> Tensor:
+        """The sums [N, D]; there is one slot that counts for each token."""
+        assert self.index_Nk is None
+        return self.values_NkD.squeeze(1)

@@ -1,4 +1,4 @@
-"""Routed experts, their routing and gated activations by the C functions of cpu.c for fp32 on a CPU; else natively.
+"""Routed experts by the C functions of cpu.c for fp32 on a CPU; else natively.
 
 A row of the routing weights is multiplied into the activation, so that neither the sum over a token's experts nor the
 gradient of a matrix needs it.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.c_library import BLOCKS, call, serves, serves_products
+from blockdiff.kernels.c_library import call, serves, serves_products
 from blockdiff.kernels.expert_mlp import native
 from blockdiff.kernels.fp8 import Fp8
 
@@ -192,78 +192,3 @@ def expert_mlp(
     if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= native.DENSE_FLOPS:
         return _dense(x_ND, *inputs[1:], KINDS[activation], low_rank)
     return _ExpertMLP.apply(x_ND, *inputs[1:], KINDS[activation], *(low_rank or (None,) * 4))
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: int) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.kind = kind
-        return _gated(gate, up, kind)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        width, of_gate, of_up = gate.shape[-1], torch.empty_like(gate), torch.empty_like(up)
-        line = (gate.numel() // max(width, 1), width, width, None, ctx.kind)
-        call("gated_backward", grad.contiguous(), gate, up, *line, of_gate, of_up, width, None, None)
-        return of_gate, of_up, None
-
-
-def _gated(gate: Tensor, up: Tensor, kind: int) -> Tensor:
-    out, width = torch.empty_like(gate), gate.shape[-1]
-    call("gated", gate, up, gate.numel() // max(width, 1), width, width, None, kind, out)
-    return out
-
-
-def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
-    """See `native.gated`."""
-    if activation not in KINDS or not serves(gate, up):
-        return native.gated(gate, up, activation)
-    gate, up = gate.contiguous(), up.contiguous()
-    if torch.is_grad_enabled():
-        return _Gated.apply(gate, up, KINDS[activation])
-    return _gated(gate, up, KINDS[activation])
-
-
-class _Route(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        index_Nk, share_Nk, weight_Nk = _route(scores_NE, scale_E, k)
-        ctx.save_for_backward(index_Nk, share_Nk, scale_E)
-        ctx.mark_non_differentiable(index_Nk)
-        return index_Nk, weight_Nk
-
-    @staticmethod
-    def backward(ctx: Any, _: Any, grad_Nk: Tensor) -> tuple[Tensor | None, ...]:
-        index_Nk, share_Nk, scale_E = ctx.saved_tensors
-        return *_route_backward(grad_Nk, index_Nk, share_Nk, scale_E), None
-
-
-def _route_backward(grad_Nk: Tensor, index_Nk: Tensor, share_Nk: Tensor, scale_E: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of scores and of the scale per expert."""
-    (N, k), E = index_Nk.shape, scale_E.shape[0]
-    of_scores, of_scale = share_Nk.new_empty(N, E), torch.empty_like(scale_E)
-    partial = share_Nk.new_empty(BLOCKS, E)
-    saved = (scale_E, index_Nk, share_Nk)
-    call("route_backward", grad_Nk.contiguous(), N, E, k, *saved, partial, of_scores, of_scale)
-    return of_scores, of_scale
-
-
-def _route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    N, E = scores_NE.shape
-    index_Nk = torch.empty(N, k, dtype=torch.int64)
-    share_Nk, weight_Nk = scores_NE.new_empty(2, N, k).unbind(0)
-    call("route", scores_NE, N, E, k, scale_E, index_Nk, share_Nk, weight_Nk)
-    return index_Nk, share_Nk, weight_Nk
-
-
-def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See `native.route`."""
-    if not serves(scores_NE, scale_E):
-        return native.route(scores_NE, scale_E, k)
-    scores_NE = scores_NE.contiguous()
-    if torch.is_grad_enabled():
-        return _Route.apply(scores_NE, scale_E, k)
-    index_Nk, _, weight_Nk = _route(scores_NE, scale_E, k)
-    return index_Nk, weight_Nk

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.expert_mlp.activations import Activation, activation_of
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.native import Matrices, rounded
+
+if TYPE_CHECKING:
+    from blockdiff.kernels import Kernels
 
 DENSE_FLOPS = 3e7  # dense products up to this size cost less than sorting and one launch per expert
 
@@ -235,19 +239,6 @@ def _dense(
     return (y * routing.t()[:, :, None]).sum(0).to(x_ND.dtype)
 
 
-def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
-    """`f(gate) * g(up)` of two tensors of one shape; activation as in `expert_mlp`."""
-    gates = activation_of(activation)
-    return gates.gate(gate) * gates.linear(up)
-
-
-def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Of each token's scores the k best experts, int64 [N, k], and their fp32 softmax over these k times `scale_E`."""
-    weight, index = scores_NE.softmax(-1, dtype=torch.float32).topk(k, dim=-1)
-    weight = weight / weight.sum(-1, keepdim=True)
-    return index, weight * scale_E[index]
-
-
 def expert_mlp(
     x_ND: Tensor,
     gate_up_EFD: Tensor | Fp8,
@@ -281,3 +272,19 @@ def expert_mlp(
         return _dense(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk, gated, low_rank)
     matrices = low_rank or (None,) * 4
     return _ExpertMLP.apply(x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk, gated, *matrices)
+
+
+def expert_slots(
+    ops: Kernels,
+    x: Tensor,
+    gate_up_EFD: Tensor | Fp8,
+    down_EDF: Tensor | Fp8,
+    expert_index_Nk: Tensor,
+    expert_weight_Nk: Tensor,
+    activation: str = "gelu_tanh",
+    low_rank: Sequence[Tensor] = (),
+) -> Slots:
+    """What `expert_mlp` gives of tokens [..., D], for an op that sums: here it is summed, and one slot each."""
+    of_tokens = expert_index_Nk, expert_weight_Nk, activation, low_rank
+    summed_ND = ops.expert_mlp(x.flatten(0, -2), gate_up_EFD, down_EDF, *of_tokens)
+    return Slots(summed_ND.unsqueeze(1), None, 0)

@@ -1,4 +1,4 @@
-"""expert_mlp in Triton: launchers as ops for torch, their gradient, and the public function.
+"""expert_mlp in Triton: launchers as ops for torch, their gradient, and the public functions.
 
 Forward: sort, gate_up with the activation, down with the routing weight, sum over each token's slots. No step waits
 for the host and no launch depends on the routing, so a CUDA graph can hold it. For a backward only the rows' gate
@@ -22,7 +22,18 @@ from blockdiff.kernels.expert_mlp import triton_kernels_slots as slot_kernels
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS, activation_of
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.triton import parts_of, rounded_rows
-from blockdiff.kernels.launch import Launch, Unserved, check_dtypes, empty, launch, needed, of_sizes, op, wanted
+from blockdiff.kernels.launch import (
+    Launch,
+    Unserved,
+    check_dtypes,
+    check_without_gradient,
+    empty,
+    launch,
+    needed,
+    of_sizes,
+    registered,
+    wanted,
+)
 from blockdiff.kernels.scratch import scratch
 from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, tile_for, tile_of
 
@@ -137,7 +148,7 @@ def _sum_slots(y_SD: Tensor, index: Tensor, experts: int, out_ND: Tensor) -> Non
     launch(slot_kernels.expert_mlp_sum_slots, tile.grid(N, D), y_SD, index, out_ND, N, experts, **constants)
 
 
-@op("expert_mlp")
+@registered("expert_mlp")
 def _expert_mlp(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str, keeps_h: bool,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
@@ -156,7 +167,7 @@ def _expert_mlp(
     _sum_slots(y, index, E, out)
 
 
-@op("expert_slots")
+@registered("expert_slots")
 def _expert_slots(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, activation: str,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
@@ -227,7 +238,7 @@ def _forward_of(
 Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-@op("expert_mlp_backward")
+@registered("expert_mlp_backward")
 def _expert_mlp_backward(
     grad: Tensor, x: Tensor | None, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor,
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
@@ -313,7 +324,7 @@ def _gradients(ctx: Any, grad_ND: Tensor | None, _h: None, _plan: None) -> tuple
 _expert_mlp.register_autograd(_gradients, setup_context=_save)
 
 
-# -- the public function: signature and meaning as in native.py ------------------------------------------------
+# -- the public functions: signature and meaning as in native.py ------------------------------------------------
 
 
 def expert_mlp(
@@ -326,9 +337,7 @@ def expert_mlp(
     low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
     """As in native.py: fp32, bf16 or fp16, routing weights in any of them. Raises Unserved for other dtypes."""
-    activation_of(activation)
-    if activation not in ACTIVATIONS:
-        raise Unserved(f"{activation} has no Triton kernel, only the numbers of gpt-oss have")
+    check_activation(activation)
     x, gate_up, down, of_fp8, low_rank = _inputs(x_ND, gate_up_EFD, down_EDF, low_rank)
     inputs = (x, gate_up, down, expert_weight_Nk, *low_rank)
     keeps_h = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
@@ -346,12 +355,21 @@ def expert_slots(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Slots:
-    """What `expert_mlp` sums for each token of x [..., D], not summed and without gradient."""
+    """As in native.py, before it is summed; Unserved where a gradient is needed."""
+    check_without_gradient("expert_slots", x)
+    check_activation(activation)
     x, gate_up, down, of_fp8, low_rank = _inputs(x, gate_up_EFD, down_EDF, low_rank)
     matrices = [t.contiguous() for t in low_rank] if low_rank else NO_MATRICES
     of_experts = x, gate_up, down, expert_index_Nk, expert_weight_Nk
     values = _expert_slots(*of_experts, activation, *matrices, *of_fp8)
     return Slots(values, expert_index_Nk.contiguous(), down.shape[0])
+
+
+def check_activation(name: str) -> None:
+    """Raise Unserved for an activation that kernels do not have, BlockdiffError where there is none of that name."""
+    if name not in ACTIVATIONS:
+        activation_of(name)
+        raise Unserved(f"{name} has no Triton kernel, only the numbers of gpt-oss have")
 
 
 def _inputs(x: Tensor, gate_up: Tensor | Fp8, down: Tensor | Fp8, low_rank: Sequence[Tensor]) -> Any:

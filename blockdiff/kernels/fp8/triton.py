@@ -17,7 +17,7 @@ from torch import Tensor
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8 import triton_kernels as kernels
-from blockdiff.kernels.launch import check_dtypes, empty, launch, op
+from blockdiff.kernels.launch import check_dtypes, empty, launch, registered
 from blockdiff.kernels.tiles import Tile, decodes_fp8, elementwise, tile_of
 
 # For more rows, writing and reading a decoded weight costs less than what torch's product is ahead of the one here.
@@ -45,7 +45,7 @@ def torch_multiplies_fp8(x: Tensor, inner: int, columns: int) -> bool:
     return x.dtype == torch.bfloat16 and x.is_cuda and decodes_fp8(x) and inner % 16 == columns % 16 == 0
 
 
-@op("fp8_rounded_rows")
+@registered("fp8_rounded_rows")
 def rounded_rows(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """The codes of the rows of x [N, K], int8, and their scales [N]."""
     (N, K), tile = x.shape, elementwise(x.shape[1])
@@ -55,7 +55,7 @@ def rounded_rows(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     launch(kernels.fp8_round_rows, tile.grid(N)[:1], x.contiguous(), codes, scale, N, **constants)
 
 
-@op("fp8_linear")
+@registered("fp8_linear")
 def _fp8_linear(
     x: Tensor, codes: Tensor, scale: Tensor, of_x: Tensor | None, of_rows: Tensor | None
 ) -> Iterator[Tensor]:
@@ -79,7 +79,7 @@ def _fp8_linear(
     launch(kernels.fp8_product, tile.grid(N, F), left, of_rows, codes, scale, out, N, **constants)
 
 
-@op("fp8_linear_backward")
+@registered("fp8_linear_backward")
 def _fp8_linear_backward(grad: Tensor, codes: Tensor, scale: Tensor) -> Iterator[Tensor]:
     """grad [N, F] times the weight [F, K]."""
     grad_x = empty(grad, grad.shape[0], codes.shape[1])

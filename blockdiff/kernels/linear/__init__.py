@@ -1,1 +1,1 @@
-"""linears: the products of one tensor with several weights."""
+"""Products of one tensor with one weight or several, in its dtype or in fp8."""

@@ -7,11 +7,14 @@ times in the backward; on a CPU these elementwise walks are half of a small mode
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from blockdiff.kernels import Kernels
 
 FEW = 1 << 14  # elements
 
@@ -161,3 +164,19 @@ def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, 
     if torch.is_grad_enabled():
         return _NormRope.apply(x_BThd, weight, cos, sin, eps)
     return _rotate(_normed(x_BThd, eps).mul_(weight), cos, sin)
+
+
+def turned(x_BThd: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> Tensor:
+    """What `norm_rope` does after its norm, for the first r dimensions of every head; the others pass."""
+    cos, sin, r = cos_BTr.unsqueeze(2), sin_BTr.unsqueeze(2), cos_BTr.shape[-1]
+    first = x_BThd if r == x_BThd.shape[-1] else x_BThd[..., :r]
+    rotated = first * cos + first.roll(r // 2, -1) * sin
+    return rotated if first is x_BThd else torch.cat([rotated, x_BThd[..., r:]], -1)
+
+
+def residual_norms(
+    ops: Kernels, x: Tensor, y: Tensor, weight: Tensor, weights: Sequence[Tensor | None], eps: float
+) -> tuple[Tensor, ...]:
+    """`x + rms_norm(y)`, and what `rms_norms` gives of that under up to three weights."""
+    x = ops.add_rms_norm(x, y, weight, eps)
+    return x, *ops.rms_norms(x, weights, eps)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.launch import Launch, empty, launch, of_sizes, op
+from blockdiff.kernels.launch import Launch, check_without_gradient, empty, launch, of_sizes, registered
 from blockdiff.kernels.norm_rope import triton_kernels as kernels
 from blockdiff.kernels.tiles import Tile, elementwise
 
@@ -38,6 +38,7 @@ def by_rows(kernel: Any) -> Callable[..., tuple[Launch, int]]:
 
 
 _rms_norms_of, _add_rms_norm_of = by_rows(kernels.rms_norms_forward), by_rows(kernels.add_rms_norm_forward)
+_residual_norms_of = by_rows(kernels.residual_norms)
 
 
 def _backward_grid(rows: Tensor, tile: Tile) -> tuple[int]:
@@ -50,7 +51,7 @@ def _partial(rows: Tensor, grid: tuple[int]) -> Tensor:
 
 
 # torch gives gradients to optional tensors, but not to a list of them: three weights stand one by one.
-@op("rms_norms")
+@registered("rms_norms")
 def _rms_norms(
     x: Tensor, w0: Tensor | None, w1: Tensor | None, w2: Tensor | None, count: int, eps: float
 ) -> Iterator[list[Tensor]]:
@@ -61,7 +62,7 @@ def _rms_norms(
     launched(x, (w0, w1, w2)[:count], tuple(outs), N, eps)
 
 
-@op("rms_norms_backward")
+@registered("rms_norms_backward")
 def _rms_norms_backward(
     x: Tensor, w0: Tensor | None, w1: Tensor | None, w2: Tensor | None, grads: Sequence[Tensor], eps: float
 ) -> Iterator[list[Tensor]]:
@@ -77,23 +78,23 @@ def _rms_norms_backward(
         grad.copy_(partial.sum(0))
 
 
-def _row_scalars(scalar: Tensor | None, y: Tensor) -> tuple[Tensor | None, int]:
+def row_scalars(scalar: Tensor | None, y: Tensor) -> tuple[Tensor | None, int]:
     """The layer scalar as the kernels take it, and the step from that of one row to the next: 0 where all share it."""
     if scalar is None or scalar.numel() == 1:
         return scalar, 0
     return scalar.expand(*y.shape[:-1], 1).contiguous(), 1
 
 
-@op("add_rms_norm")
+@registered("add_rms_norm")
 def _add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, scalar: Tensor | None, eps: float) -> Iterator[Tensor]:
     dtype = torch.promote_types(x.dtype, y.dtype)
     out = empty(y, dtype=dtype if scalar is None else torch.promote_types(dtype, scalar.dtype))
     yield out
     launched, N = _add_rms_norm_of(y.numel(), y.shape[-1])
-    launched(x.contiguous(), y.contiguous(), weight, *_row_scalars(scalar, y), out, N, eps)
+    launched(x.contiguous(), y.contiguous(), weight, *row_scalars(scalar, y), out, N, eps)
 
 
-@op("add_rms_norm_backward")
+@registered("add_rms_norm_backward")
 def _add_rms_norm_backward(
     y: Tensor, weight: Tensor, scalar: Tensor | None, grad: Tensor, x_dtype: torch.dtype, eps: float
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -102,12 +103,12 @@ def _add_rms_norm_backward(
     rows, tile = _flat(y), elementwise(y.shape[-1])
     grid = _backward_grid(rows, tile)
     partial = _partial(rows, grid)
-    arguments = rows, weight, *_row_scalars(scalar, y), _flat(grad), grad_x, grad_y, partial, rows.shape[0], eps
+    arguments = rows, weight, *row_scalars(scalar, y), _flat(grad), grad_x, grad_y, partial, rows.shape[0], eps
     launch(kernels.add_rms_norm_backward, grid, *arguments, D=y.shape[-1], **tile.options)
     grad_weight.copy_(partial.sum(0))
 
 
-@op("norm_rope")
+@registered("norm_rope")
 def _norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, eps: float) -> Iterator[Tensor]:
     out = empty(x_BThd, dtype=torch.promote_types(x_BThd.dtype, cos_BTd.dtype))
     yield out
@@ -117,7 +118,7 @@ def _norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor,
     launch(kernels.norm_rope_forward, tile.grid(rows.shape[0]), *arguments, HEADS=h, D=d, **tile.options)
 
 
-@op("norm_rope_backward")
+@registered("norm_rope_backward")
 def _norm_rope_backward(
     x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, grad: Tensor, eps: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -130,6 +131,19 @@ def _norm_rope_backward(
     tensors = rows, weight, cos_BTd.contiguous(), sin_BTd.contiguous(), _flat(grad), grad_x, partial
     launch(kernels.norm_rope_backward, grid, *tensors, rows.shape[0], eps, HEADS=h, D=d, **tile.options)
     grad_weight.copy_(partial.sum(0))
+
+
+@registered("residual_norms")
+def _residual_norms(
+    x: Tensor, y: Tensor, weight: Tensor, w0: Tensor | None, w1: Tensor | None, w2: Tensor | None, count: int,
+    eps: float,
+) -> Iterator[list[Tensor]]:  # fmt: skip
+    """The sum, and its norms under the first `count` weights."""
+    x = x.contiguous()
+    out, *norms = outs = [torch.empty_like(x) for _ in range(count + 1)]
+    yield outs
+    launched, N = _residual_norms_of(x.numel(), x.shape[-1])
+    launched(x, y.contiguous(), weight, (w0, w1, w2)[:count], out, tuple(norms), N, eps)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------
@@ -192,3 +206,11 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tenso
 def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, eps: float) -> Tensor:
     """RMSNorm over each head, then `y = x cos + roll(x, d/2) sin`, rounded once; d is even."""
     return _norm_rope(x_BThd, weight, cos_BTd, sin_BTd, eps)
+
+
+def residual_norms(
+    x: Tensor, y: Tensor, weight: Tensor, weights: Sequence[Tensor | None], eps: float
+) -> tuple[Tensor, ...]:
+    """`x + rms_norm(y)`, and its norms under up to three weights; Unserved where a gradient is needed."""
+    check_without_gradient("residual_norms", x)
+    return tuple(_residual_norms(x, y, weight, *weights, *(None,) * (3 - len(weights)), len(weights), eps))

@@ -197,3 +197,22 @@ def norm_rope_backward(
         tl.store(grad_x + at + HALF, (grad2 - second * along) * rstd, mask=is_there)
     _store_partial(partial, program, sum1, D, HALF, COLUMNS)
     _store_partial(partial + HALF, program, sum2, D, HALF, COLUMNS)
+
+
+@triton.jit
+def residual_norms(
+    x, y, weight, weights, out, outs, N, eps, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """out = x + norm of y under its weight, and the norms of out under each of `weights` (None: no weight)."""
+    _, at, is_there = _tile(tl.program_id(0), N, D, ROWS, COLUMNS)
+    branch = _load(y, at, is_there)
+    total = _load(x, at, is_there) + branch * _rstd(branch * branch, eps, D) * _weight(weight, D, COLUMNS)
+    rounded = total.to(out.dtype.element_ty)
+    tl.store(out + at, rounded, mask=is_there)
+    wide = rounded.to(tl.float32)
+    normed = wide * _rstd(wide * wide, eps, D)
+    for i in tl.static_range(len(outs)):
+        if weights[i] is None:
+            tl.store(outs[i] + at, normed, mask=is_there)
+        else:
+            tl.store(outs[i] + at, normed * _weight(weights[i], D, COLUMNS), mask=is_there)

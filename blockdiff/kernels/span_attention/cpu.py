@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves_products
+from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention import native
 from blockdiff.kernels.span_attention.gathered import seen_of
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
@@ -29,20 +30,19 @@ def span_attention(
     own_v: Tensor,
     spans: Spans,
     scale: float,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """See `native.span_attention`."""
-    if return_lse or not _takes(q_BThd, own_k, own_v, *map(_stored, (prefix_k, prefix_v))):
-        return native.span_attention(q_BThd, prefix_k, prefix_v, own_k, own_v, spans, scale, return_lse)
+    if not _takes(q_BThd, own_k, own_v, *map(_stored, (prefix_k, prefix_v))):
+        return native.span_attention(q_BThd, prefix_k, prefix_v, own_k, own_v, spans, scale)
     dense_k, dense_v, spans = _dense(prefix_k, spans)[0], *_dense(prefix_v, spans)
     bounds = None if spans.sees_all else spans.bounds_BT4
     return _attended(q_BThd, dense_k, dense_v, own_k, own_v, bounds, 0, scale, False)
 
 
-def sweep_attention(q_BThd: Tensor, k: Tensor, v: Tensor, sweep: Sweep, scale: float) -> Tensor | None:
-    """Attention of all tokens of a sweep [B, T, h, d] in one call; None where it has to be made of two."""
+def sweep_attention(q_BThd: Tensor, k: Tensor, v: Tensor, sweep: Sweep, scale: float) -> Tensor:
+    """See `attend.sweep_attention`: in one call."""
     if not _takes(q_BThd, k, v):
-        return None
+        raise Unserved("sweep_attention in C takes fp32 tensors of a CPU")
     return _attended(q_BThd, None, None, k, v, sweep.joint_BT4, sweep.columns, scale, sweep.stop_gradient)
 
 

@@ -28,18 +28,16 @@ def span_attention(
     own_v: Tensor,
     spans: Spans,
     scale: float,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Attend over cached (`prefix`) and this call's (`own`) keys, each query to its two spans.
 
     q_BThd: queries; prefix_k, prefix_v: [B, P, K, d], None, or what stands for them in paged.py, without gradient;
     own_k, own_v: [B, O, K, d], K divides h; scale: factor on the scores. Returns [B, T, h, d]; a query whose spans are
-    empty gets exactly 0. With return_lse also the log-sum-exp of its scores, fp32 [B, T, h], through which gradients
-    flow (-inf for empty rows).
+    empty gets exactly 0.
     """
     if isinstance(prefix_k, PagedTensor) and isinstance(prefix_v, PagedTensor):
         of_k, of_v = prefix_k.gathered, prefix_v.gathered
-        if of_k is not None and of_v is not None and not return_lse:
+        if of_k is not None and of_v is not None:
             seen = seen_of(prefix_k.pages, spans)
             k, v = of_k.joined(prefix_k, own_k, seen), of_v.joined(prefix_v, own_v, seen)
             return _over_gathered(q_BThd, k, v, seen.spans or spans, seen.columns, scale)
@@ -48,7 +46,7 @@ def span_attention(
     B, T, h, _ = q_BThd.shape
     prefix_tokens = 0 if prefix_k is None else prefix_k.shape[1]
     keys = prefix_tokens + own_k.shape[1]
-    if not return_lse and keys > LONG_KEYS and B * T * keys > LONG_MASK:
+    if keys > LONG_KEYS and B * T * keys > LONG_MASK:
         if prefix_k is None or prefix_v is None:
             prefix_k, prefix_v = own_k[:, :0], own_v[:, :0]
         q_BThd, *sources = in_autocast(q_BThd, prefix_k, prefix_v, own_k, own_v)
@@ -58,8 +56,6 @@ def span_attention(
         k, v = torch.cat([prefix_k, own_k], 1), torch.cat([prefix_v, own_v], 1)
     q_BThd, k, v = in_autocast(q_BThd, k, v)  # fp32 cos and sin leave fp32 q and k beside bf16 v
     is_seen = None if spans.sees_all else spans.dense(prefix_tokens, own_k.shape[1])
-    if return_lse:
-        return _with_lse(q_BThd, k, v, is_seen, scale)
     is_wide = q_BThd.dtype in (torch.float32, torch.float64)  # in half precision SDPA still sums scores in fp32
     if q_BThd.is_cpu and is_wide and B * h * T * k.shape[1] <= SMALL_SCORES:
         if torch.is_grad_enabled():
@@ -175,17 +171,3 @@ def _over_gathered(q_BThd: Tensor, k: Tensor, v: Tensor, spans: Spans, columns: 
     q_rows = q_rows.view(B, K, h // K * T, d)
     out = F.scaled_dot_product_attention(q_rows, k, v, attn_mask=is_seen, scale=scale)
     return _heads_of_rows(out.reshape(B * K, h // K * T, d), q_BThd.shape)
-
-
-def _with_lse(q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, composed of differentiable ops."""
-    B, T, h, d = q_BThd.shape
-    q = q_BThd.view(B, T, k.shape[2], -1, d)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.einsum("btkgd,bskd->btkgs", q, k).to(wide) * scale
-    if is_seen is not None:
-        scores = scores.masked_fill(~is_seen[:, :, None, None], float("-inf"))
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.clamp(min=NEVER)[..., None]).exp()
-    out = torch.einsum("btkgs,bskd->btkgd", weights.to(v.dtype), v)
-    return out.reshape(B, T, h, d), lse.view(B, T, h)

@@ -13,7 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast, is_on
-from blockdiff.kernels.launch import Launch, Unserved, are_of, check_dtypes, empty, launch, needed, of_sizes, op, wanted
+from blockdiff.kernels.launch import (
+    Launch,
+    Unserved,
+    are_of,
+    check_dtypes,
+    empty,
+    launch,
+    needed,
+    of_sizes,
+    registered,
+    wanted,
+)
 from blockdiff.kernels.scratch import scratch
 from blockdiff.kernels.span_attention import triton_kernels as kernels
 from blockdiff.kernels.span_attention import triton_kernels_backward as backward
@@ -96,7 +107,7 @@ def _keys(pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor) -> tuple[Any, ...]:
     return (pk, ok), _strides(pk, ok), (pv, ov), _strides(pv, ov)
 
 
-@op("span_attention")
+@registered("span_attention")
 def _span_attention(
     q: Tensor, pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor, bounds: Tensor, scale: float, splits: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -104,7 +115,7 @@ def _span_attention(
     return _forward(q, (pk, pv, ok, ov), bounds, scale, splits, pk.shape[1])
 
 
-@op("span_attention_paged")
+@registered("span_attention_paged")
 def _span_attention_paged(
     q: Tensor, pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor, bounds: Tensor, table: Tensor, columns: int,
     scale: float, splits: int,
@@ -178,7 +189,7 @@ def _forward_of(
     return splits, forward, combine
 
 
-@op("span_attention_backward")
+@registered("span_attention_backward")
 def _span_attention_backward(
     q: Tensor, pk: Tensor, pv: Tensor, ok: Tensor, ov: Tensor, bounds: Tensor, scale: float,
     out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor, needs: Sequence[bool],
@@ -287,12 +298,22 @@ def span_attention(
     own_v: Tensor,
     spans: Spans,
     scale: float,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """As in native.py: fp32, bf16 or fp16 and heads of up to 512; Unserved for others.
 
     Head sizes that are no power of two are padded. Keys that no query sees are not loaded, except where they stand
     between seen ones: there they must be finite. Pages are read where they stand, if their heads need no padding.
+    """
+    return with_lse(q_BThd, prefix_k, prefix_v, own_k, own_v, spans, scale)[0]
+
+
+def with_lse(
+    q_BThd: Tensor, prefix_k: PrefixTensor | None, prefix_v: PrefixTensor | None, own_k: Tensor, own_v: Tensor,
+    spans: Spans, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same, and the log-sum-exp of every query's scores, fp32 [B, T, h], through which gradients flow.
+
+    It is -inf where a query sees nothing.
     """
     if isinstance(prefix_k, PagedTensor) and isinstance(prefix_v, PagedTensor):
         paged = q_BThd, prefix_k.pool_NPKd, prefix_v.pool_NPKd, own_k, own_v
@@ -300,7 +321,7 @@ def span_attention(
             check_dtypes("span_attention", q_BThd)
             table, columns = prefix_k.pages.table_BM, prefix_k.pages.columns
             out, lse = _span_attention_paged(*paged, spans.written_BT4, table, columns, scale, 0)
-            return (out, lse) if return_lse else out
+            return out, lse
         prefix_k, prefix_v = prefix_k.dense(), prefix_v.dense()
     assert not isinstance(prefix_k, PagedTensor) and not isinstance(prefix_v, PagedTensor)
     if prefix_k is None or prefix_v is None:
@@ -316,4 +337,4 @@ def span_attention(
         tiles_for(tensors[0])  # raises here what the backward would meet
     out, lse = _span_attention(*tensors, spans.written_BT4, scale, 0)
     out = out[..., :d] if padding else out
-    return (out, lse) if return_lse else out
+    return out, lse

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
-from blockdiff.kernels.launch import Unserved, empty, op
+from blockdiff.kernels.launch import Unserved, empty, registered
 from blockdiff.kernels.vocabulary.native import Stats
 from blockdiff.kernels.vocabulary.shaping import Shaping
 from blockdiff.kernels.vocabulary.triton_classes import UNTIED, class_stats
@@ -54,7 +54,7 @@ def _without_ignored(hidden: Tensor, is_ignored: Tensor | None) -> Tensor:
 # -- launchers: cross-entropy ----------------------------------------------------------------------------------
 
 
-@op("cross_entropy")
+@registered("cross_entropy")
 def _cross_entropy(
     hidden: Tensor, table: Tensor, target: Tensor, softcap: float | None, observed: Tensor | None,
     bonus: Tensor | None, is_ignored: Tensor | None, with_argmax: bool, needs_hidden: bool, needs_table: bool,
@@ -79,7 +79,7 @@ def _cross_entropy(
             torch.mm(x, table, out=grad_hidden[rows])
 
 
-@op("cross_entropy_backward")
+@registered("cross_entropy_backward")
 def _cross_entropy_backward(
     hidden: Tensor, table: Tensor, target: Tensor, softcap: float | None, observed: Tensor | None,
     bonus: Tensor | None, is_ignored: Tensor | None, peak: Tensor, total: Tensor, kept: Tensor,
@@ -108,7 +108,7 @@ def _cross_entropy_backward(
 # -- launchers: soft embedding and statistics ------------------------------------------------------------------
 
 
-@op("soft_embedding")
+@registered("soft_embedding")
 def _soft_embedding(
     hidden: Tensor, table: Tensor, softcap: float | None, temperature: float, needs_table: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -126,7 +126,7 @@ def _soft_embedding(
         torch.mm(x, table, out=soft[rows])
 
 
-@op("soft_embedding_backward")
+@registered("soft_embedding_backward")
 def _soft_embedding_backward(
     hidden: Tensor, table: Tensor, softcap: float | None, temperature: float, kept: Tensor, grad: Tensor
 ) -> Iterator[Tensor]:
@@ -144,7 +144,7 @@ def _soft_embedding_backward(
         torch.mm(x.t(), grad, out=grad_table[tokens])
 
 
-@op("token_stats")
+@registered("token_stats")
 def _token_stats(
     hidden: Tensor, table: Tensor, softcap: float | None, temperature: Tensor, uniform: Tensor,
     given: Tensor | None, allowed: Tensor | None, top_k: int | None, top_p: float, min_p: float,
@@ -175,7 +175,7 @@ def _token_stats(
         torch.mm(x, table, out=soft[rows])
 
 
-@op("log_sums")
+@registered("log_sums")
 def _log_sums(
     hidden: Tensor, table: Tensor, softcap: float | None, temperature: Tensor, allowed: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor]]:

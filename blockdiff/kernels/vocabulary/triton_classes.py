@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
-from blockdiff.kernels.launch import Unserved, empty, launch, op
+from blockdiff.kernels.launch import Unserved, empty, launch, registered
 from blockdiff.kernels.tiles import Tile
 from blockdiff.kernels.vocabulary import triton_kernels as kernels
 from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty
@@ -38,7 +38,7 @@ class OfRows(NamedTuple):
     row: Tensor
 
 
-@op("class_stats")
+@registered("class_stats")
 def _class_stats(
     hidden: Tensor, table: Tensor, softcap: float | None, temperature: Tensor, uniform: Tensor, token: Tensor,
     end: Tensor, seen: Tensor | None, factor: Tensor | None, row: Tensor | None, excluded: int | None,

@@ -94,16 +94,14 @@ class Layer(nn.Module):
         """
         (normed,) = self.kernels.rms_norms(x, (self.input_norm.weight,), self.eps)
         attended, kv = self.attention(normed, rope, spans, past)
-        if attended.shape[1] != x.shape[1]:
-            x, is_noisy = wanted(x, is_noisy, attended.shape[1])
+        x, is_noisy = wanted(x, is_noisy, attended.shape[1])
         # x + norm(attended), and its three norms: for the MLP, the experts, and (without weight) the router
         weights = (self.pre_mlp_norm.weight, self.pre_experts_norm.weight, None)
         norm = self.post_attention_norm
         x, for_mlp, for_experts, for_router = self.kernels.residual_norms(x, attended, norm.weight, weights, self.eps)
         index_Nk, weight_Nk = self.router(for_router)
-        padding_BT = spans.padding_BT
-        padding_N = None if padding_BT is None else padding_BT.flatten()
-        routed = self.experts(for_experts, index_Nk, weight_Nk, padding_N, True)
+        padding_N = None if spans.padding_BT is None else spans.padding_BT.flatten()
+        routed = self.experts.slots(for_experts, index_Nk, weight_Nk, padding_N)
         norms = self.post_mlp_norm.weight, self.post_experts_norm.weight, self.post_ff_norm.weight
         scalar = layer_scalar(self, is_noisy, x.dtype)
         return self.kernels.layer_end(x, self.mlp(for_mlp), routed, norms, self.eps, scalar), kv

@@ -19,14 +19,15 @@ Config: transformers' `MiniMaxM3VLConfig`. Image tensors are carried and not run
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels, resolve
+from blockdiff.kernels.heads import HeadNorms
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, written
-from blockdiff.layers.attention import KV, Attention, Past, heads
+from blockdiff.layers.attention import KV, Attention, Past
 from blockdiff.layers.experts import Experts, SigmoidRouter
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import ZeroCentredRMSNorm
@@ -61,7 +62,7 @@ class MiniMaxM3Indexer(nn.Module):
 
     def __init__(self, text: Any, kernels: Kernels):
         super().__init__()
-        self.heads, self.head_dim = text.index_n_heads, text.index_head_dim
+        self.heads, self.head_dim, self.kernels = text.index_n_heads, text.index_head_dim, kernels
         self.q_proj = nn.Linear(text.hidden_size, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(text.hidden_size, self.head_dim, bias=False)
         self.q_norm = MiniMaxM3RMSNorm(self.head_dim, text.rms_norm_eps, kernels)
@@ -76,8 +77,8 @@ class MiniMaxM3Indexer(nn.Module):
         B, T, _ = x_BTD.shape
         q = self.q_proj(x_BTD).view(B, T, self.heads, self.head_dim)
         k = self.k_proj(x_BTD).view(B, T, 1, self.head_dim)
-        norms = self.q_norm, self.k_norm
-        q, k, _ = heads(self.q_norm.kernels, q, k, None, norms, rope, self.q_norm.eps, into=into)
+        norms = HeadNorms(self.head_dim, self.q_norm, self.k_norm, False, self.q_norm.eps)
+        q, k, _ = self.kernels.attention_heads(q, k, None, norms, rope, into)
         return q, k
 
 
@@ -114,7 +115,10 @@ class MiniMaxM3Attention(Attention):
         if self.indexer is None:
             return super().forward(x_BTD, rope, spans, past)
         into = written(past)
-        q, k, v = self.heads_of(x_BTD, rope, into)
+        q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in self.projected(x_BTD))
+        norms = HeadNorms(self.head_dim, self.q_norm, self.k_norm, self.norms_values, self.eps)
+        q, k, own_v = self.kernels.attention_heads(q, k, v, norms, rope, into)
+        v = v if own_v is None else own_v
         idx_q, idx_k = self.indexer(x_BTD, rope, None if into is None else into[2:])
         if isinstance(spans, Sweep):
             n = spans.clean_tokens
@@ -138,10 +142,12 @@ class MiniMaxM3Attention(Attention):
         """
         prefix_lo, prefix_hi, own_lo, own_hi = spans.bounds_BT4.long().unbind(-1)
         first_BT: Tensor | None = None
-        if past is not None and written(past) is not None:  # pages hold all keys, and begin with a row's first token
+        pages = written(past)
+        if pages is not None:  # pages hold all keys, and begin with a row's first token
             visible_BT = spans.in_one_run.bounds_BT4[..., 1]
-            ids = self.kernels.select_blocks(idx_q, past[2], visible_BT, None, **self.budget)
-            return self.kernels.block_sparse_attention(q, *past[:2], ids, visible_BT, None, self.block, self.scale)
+            ids = self.kernels.select_blocks(idx_q, pages[2], visible_BT, None, **self.budget)
+            of_queries = ids, visible_BT, None, self.block, self.scale
+            return self.kernels.block_sparse_attention(q, pages[0], pages[1], *of_queries)
         if spans.is_causal:
             before = None if past is None else tuple(dense(x) for x in past)
             past_B = prefix_hi.amax(1)
@@ -151,7 +157,7 @@ class MiniMaxM3Attention(Attention):
             ids = self.kernels.select_blocks(idx_q, idx_k.squeeze(2), visible_BT, first_BT, **self.budget)
             return self.kernels.block_sparse_attention(q, k, v, ids, visible_BT, first_BT, self.block, self.scale)
         assert past is not None or not bool((prefix_hi > prefix_lo).any())
-        prefix_k, prefix_v, prefix_idx = past or (k[:, :0], v[:, :0], idx_k[:, :0])
+        prefix_k, prefix_v, prefix_idx = cast(tuple[Any, ...], past) or (k[:, :0], v[:, :0], idx_k[:, :0])
         if not isinstance(prefix_k, PagedTensor):  # pages begin with a row's first token
             prefix_k, prefix_v, prefix_idx = dense(prefix_k), dense(prefix_v), dense(prefix_idx)
             first_BT = prefix_lo

@@ -20,7 +20,7 @@ from torch import Tensor
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.files import DTYPES
 from blockdiff.errors import RecipeError
-from blockdiff.kernels import OPS, Kernels, planned_op
+from blockdiff.kernels import Kernels
 from blockdiff.memory import size
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.training.activations import checkpoint_activations
@@ -196,7 +196,7 @@ def kernels_for(device: str) -> str | Kernels:
     """Triton's kernels for a GPU, wherever the plan is made; native ones for a CPU, or where there is no triton."""
     if device == "cpu" or importlib.util.find_spec("triton") is None:
         return "torch"
-    return Kernels(**{name: planned_op(name) for name in OPS})
+    return Kernels("shapes")
 
 
 def worst_batch(recipe: Recipe, model: BlockDiffusionModel, tokens: int, rows: int) -> Batch:

@@ -1,0 +1,25 @@
+"""The gated activation in torch's own operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from blockdiff.kernels.expert_mlp.activations import activation_of
+from blockdiff.kernels.fp8 import Fp8
+
+if TYPE_CHECKING:
+    from blockdiff.kernels import Kernels
+
+
+def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
+    """`f(gate) * g(up)` of two tensors of one shape; activation as in `expert_mlp`."""
+    gates = activation_of(activation)
+    return gates.gate(gate) * gates.linear(up)
+
+
+def gated_linear(ops: Kernels, x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
+    """`gated` of the products of x [..., D] with two weights."""
+    gate, up = ops.linears(x, (gate_FD, up_FD))
+    return ops.gated(gate, up, activation)

@@ -1,0 +1,59 @@
+"""gated_linear in Triton, as an op for torch without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from blockdiff.kernels.expert_mlp.activations import activation_of
+from blockdiff.kernels.expert_mlp.triton import _precision, check_activation
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.fp8.triton import parts_of
+from blockdiff.kernels.gated import triton_kernels as kernels
+from blockdiff.kernels.launch import Launch, Unserved, check_dtypes, check_without_gradient, of_sizes, registered
+from blockdiff.kernels.tiles import decodes_fp8, tile_for
+
+FEW_ROWS = 1024  # for more, torch's product is faster than a product here saves launches
+
+
+@registered("gated_product")
+def _gated_product(
+    x: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor | None, up_scale: Tensor | None, activation: str
+) -> Iterator[Tensor]:
+    """f(x gate^T) * g(x up^T) [..., F] of tokens [..., D]."""
+    D, F = x.shape[-1], gate.shape[0]
+    out = x.new_empty(*x.shape[:-1], F)
+    yield out
+    N, hardware = x.numel() // D, gate_scale is not None and decodes_fp8(x)
+    launched = _gated_product_of(N, D, F, activation, hardware, x.dtype, x.device)
+    launched(x.contiguous(), gate.contiguous(), up.contiguous(), gate_scale, up_scale, out, N)
+
+
+@of_sizes
+def _gated_product_of(
+    N: int, D: int, F: int, activation: str, hardware: bool, dtype: torch.dtype, device: torch.device
+) -> Launch:
+    activation_of(activation)  # raises where there is none
+    tile = tile_for("expert_mlp_gate_up", dtype, device, N / 4).fitted(rows=N, columns=F, inner=D)
+    constants = dict(D=D, F=F, ACTIVATION=activation, HARDWARE=hardware, PRECISION=_precision(dtype), **tile.options)
+    return Launch(kernels.gated_product, tile.grid(N, F), **constants)
+
+
+def gated_linear(x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
+    """As in native.py, of few tokens; Unserved where a gradient is needed and for weights that round their inputs."""
+    check_without_gradient("gated_linear", x)
+    check_activation(activation)
+    if x.numel() > FEW_ROWS * x.shape[-1]:
+        raise Unserved(f"gated_linear in Triton takes up to {FEW_ROWS} tokens")
+    if isinstance(gate_FD, Fp8) or isinstance(up_FD, Fp8):
+        if isinstance(gate_FD, Fp8) and gate_FD.rounds_inputs:
+            raise Unserved("gated_linear in Triton rounds no inputs")
+        (gate, gate_scale), (up, up_scale) = parts_of(gate_FD), parts_of(up_FD)
+        check_dtypes("gated_linear", *((x, gate, up) if gate_scale is None else (x,)))
+    else:
+        check_dtypes("gated_linear", x, gate_FD, up_FD)
+        gate, up, gate_scale, up_scale = gate_FD, up_FD, None, None
+    out: Tensor = _gated_product(x, gate, up, gate_scale, up_scale, activation)
+    return out

@@ -1,0 +1,45 @@
+"""The Triton kernel of gated_linear, without gradient."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from blockdiff.kernels.expert_mlp.triton_kernels import _activation
+from blockdiff.kernels.fp8.triton_kernels import decoded, factor
+
+
+@triton.jit
+def gated_product(
+    x, gate_weight, up_weight, gate_scale, up_scale, out, N,
+    D: tl.constexpr, F: tl.constexpr, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """out [N, F] = f(x gate^T) * g(x up^T); the weights are [F, D], those in fp8 with scales [F]."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column, inner = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, INNER)
+    rows = tl.minimum(row, N - 1).to(tl.int64)[:, None] * D  # rows and columns too many repeat the last one
+    columns = tl.minimum(column, F - 1)[None, :] * D
+    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, D, INNER):
+        d = start + inner
+        if D % INNER == 0:
+            a = tl.load(x + rows + d[None, :])
+            g = tl.load(gate_weight + columns + d[:, None])
+            u = tl.load(up_weight + columns + d[:, None])
+        else:
+            a = tl.load(x + rows + d[None, :], mask=(d < D)[None, :], other=0.0)
+            g = tl.load(gate_weight + columns + d[:, None], mask=(d < D)[:, None], other=0.0)
+            u = tl.load(up_weight + columns + d[:, None], mask=(d < D)[:, None], other=0.0)
+        if gate_scale is not None:
+            g, u = decoded(g, a.dtype, HARDWARE), decoded(u, a.dtype, HARDWARE)
+        gate = tl.dot(a, g, gate, input_precision=PRECISION)
+        up = tl.dot(a, u, up, input_precision=PRECISION)
+    if gate_scale is not None:
+        gate *= tl.load(gate_scale + tl.minimum(column, F - 1))[None, :] * factor(HARDWARE)
+        up *= tl.load(up_scale + tl.minimum(column, F - 1))[None, :] * factor(HARDWARE)
+    activated, _, linear, _ = _activation(gate, up, ACTIVATION)
+    is_there = (row < N)[:, None] & (column < F)[None, :]
+    at = row.to(tl.int64)[:, None] * F + column[None, :]
+    tl.store(out + at, (activated * linear).to(out.dtype.element_ty), mask=is_there)

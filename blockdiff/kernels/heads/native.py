@@ -1,0 +1,60 @@
+"""The heads of attention, composed of norms, RoPE and attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from blockdiff.kernels.heads import HeadNorms, Norm
+from blockdiff.kernels.norm_rope.native import turned
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, written
+from blockdiff.spans import Spans, Sweep
+
+if TYPE_CHECKING:
+    from blockdiff.kernels import Kernels
+
+Rope = tuple[Tensor, Tensor]
+
+
+def attention_heads(
+    ops: Kernels, q_BThd: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms, rope: Rope,
+    into: tuple[PagedTensor, ...] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Queries and keys after their norms and RoPE, values as they are or normed.
+
+    k, v: [B, T, K, d] (v None: there are none), of whose tokens the queries' are the last ones or all; rope: cos and
+    sin [B, T, r] of `layers.rope.angles`, which turn the first r numbers of every head; into: pages that keys and
+    values are written to; then none are returned, [B, 0, K, d].
+    """
+    first = k.shape[1] - q_BThd.shape[1]
+    if norms.norms_values and v is not None:
+        (v,) = ops.rms_norms(v, (None,), norms.eps)
+    q = _normed_and_turned(ops, q_BThd, norms.q_norm, (rope[0][:, first:], rope[1][:, first:]) if first else rope)
+    k = _normed_and_turned(ops, k, norms.k_norm, rope)
+    if into is None:
+        return q, k, v
+    return q, into[0].write(k), None if v is None else into[1].write(v)
+
+
+def _normed_and_turned(ops: Kernels, x_BThd: Tensor, norm: Norm | None, rope: Rope) -> Tensor:
+    if norm is not None and norm.form == "direct":
+        return ops.norm_rope(x_BThd, norm.weight, *rope, norm.eps)
+    return turned(x_BThd if norm is None else norm(x_BThd), *rope)
+
+
+def attention(
+    ops: Kernels, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, rope: Rope, spans: Spans | Sweep,
+    past: tuple[PrefixTensor, ...] | None, scale: float,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """What every query gathers over the tokens before the call and its own, [B, T, h * d], and these tokens' (k, v).
+
+    q: [B, T, h * d], k, v: [B, T, K * d], as projections give them; the same tensor twice where values are the raw
+    keys. The rest as in `attention_heads` and `attend`. Keys and values that were written into pages are not returned.
+    """
+    q_BThd, raw_k = (x.view(*x.shape[:2], -1, norms.d) for x in (q, k))
+    raw_v, into = raw_k if v is k else v.view(raw_k.shape), written(past)
+    q_BThd, own_k, own_v = ops.attention_heads(q_BThd, raw_k, raw_v, norms, rope, into)
+    assert own_v is not None
+    out = ops.attend(q_BThd, own_k, own_v, spans, past, scale)
+    return out.flatten(2), (own_k, own_v) if into is None else ()

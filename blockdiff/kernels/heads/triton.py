@@ -1,0 +1,148 @@
+"""attention_heads in Triton, as ops for torch without gradient, and attention from the products of tokens on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from blockdiff.kernels.heads import HeadNorms
+from blockdiff.kernels.heads import triton_kernels as kernels
+from blockdiff.kernels.launch import (
+    Launch,
+    Unserved,
+    are_of,
+    asks_torch,
+    check_without_gradient,
+    empty,
+    of_sizes,
+    registered,
+)
+from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
+from blockdiff.kernels.span_attention.triton import fill_forward, has_tile
+from blockdiff.kernels.tiles import elementwise, power_of_2
+from blockdiff.spans import Spans, Sweep
+
+FORMS = ("direct", "cast", "centred")  # of norms that the kernel has
+
+# -- launchers -------------------------------------------------------------------------------------------------
+
+
+@registered("attention_heads")
+def _attention_heads(
+    q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    eps: float, norm: str, norms_values: bool,
+) -> Iterator[list[Tensor]]:  # fmt: skip
+    """Queries [B, T, h, d], keys and values [B, T, K, d], dense; norm: its form or "none"."""
+    heads = [x for x in (q, k, v) if x is not None]
+    outs = [empty(x) for x in heads]
+    yield outs
+    _launch_heads(heads, outs, None, q_weight, k_weight, cos, sin, eps, norm, norms_values)
+
+
+@registered("attention_heads_into", mutates=("k_pages", "v_pages"))
+def _attention_heads_into(
+    q: Tensor, k: Tensor, v: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    eps: float, norm: str, norms_values: bool, k_pages: Tensor, v_pages: Tensor | None, places: Tensor,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Queries alone; keys and values go into pools [pages, P, K, d], to `places` int64 [B * T], counted in tokens."""
+    heads, pages = ([x for x in both if x is not None] for both in ((q, k, v), (k_pages, v_pages)))
+    out = empty(q)
+    yield out
+    _launch_heads(heads, [out, *pages], places, q_weight, k_weight, cos, sin, eps, norm, norms_values)
+
+
+def _launch_heads(
+    heads: Sequence[Tensor], outs: Sequence[Tensor], places: Tensor | None, q_weight: Tensor | None,
+    k_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, norm: str, norms_values: bool,
+) -> None:  # fmt: skip
+    """Fill what queries, keys and values are written to; the heads of a token may stand in one axis."""
+    (B, T, h, d), K, turned = outs[0].shape, outs[1].shape[2], cos.shape[-1]
+    # a token's heads are neighbours in what a product gives, whole or sliced: rows and tokens are then one axis
+    tensors, strides = zip(*[_of_tokens(x, d) for x in heads], strict=True)
+    arguments = tensors, strides, tuple(outs), places, q_weight, k_weight, cos.contiguous(), sin.contiguous()
+    _attention_heads_of(B * T, h, K * (len(heads) - 1), K, d, turned, norm, norms_values)(*arguments, B * T, eps)
+
+
+@of_sizes
+def _attention_heads_of(
+    N: int, h: int, others: int, K: int, d: int, turned: int, norm: str, norms_values: bool
+) -> Launch:
+    rest = power_of_2(d - turned) if d > turned else 0
+    tile = replace(elementwise(max(turned // 2, rest)), columns=power_of_2(turned // 2))
+    constants = dict(QUERIES=h, KEYS=K, D=d, TURNED=turned, NORM=norm, NORMS_VALUES=norms_values, REST=rest)
+    return Launch(kernels.attention_heads, (tile.grid(N)[0], h + others), **constants, **tile.options)
+
+
+def _of_tokens(x: Tensor, d: int) -> tuple[Tensor, tuple[int, int]]:
+    """Heads [B, T, heads, d] or [B, T, heads * d] with rows and tokens as one axis, a copy if they are not, and strides
+    over tokens and over heads."""
+    of_row, of_token, *of_heads, of_number = x.stride()
+    if of_number == 1 and of_row == x.shape[1] * of_token:
+        return x, (of_token, of_heads[0] if of_heads else d)
+    return x.contiguous(), (math.prod(x.shape[2:]), d)
+
+
+# -- the public functions: signature and meaning as in native.py ------------------------------------------------
+
+
+def _weights_and_form(norms: HeadNorms) -> tuple[Tensor | None, Tensor | None, str]:
+    """The weights of the norms of queries and of keys, and the form of both, "none" where there are none."""
+    of_q, of_k = norms.q_norm, norms.k_norm
+    if of_q is None and of_k is None:
+        return None, None, "none"
+    if of_q is None or of_k is None or of_q.form != of_k.form or of_q.form not in FORMS:
+        raise Unserved("attention_heads in Triton takes norms of queries and keys of one form that it knows")
+    return of_q.weight, of_k.weight, of_q.form
+
+
+def attention_heads(
+    q_BThd: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms, rope: tuple[Tensor, Tensor],
+    into: tuple[PagedTensor, ...] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """As in native.py; Unserved where a gradient is needed, for norms of one's own and for fewer queries than keys."""
+    check_without_gradient("attention_heads", q_BThd)
+    if q_BThd.shape[1] != k.shape[1]:
+        raise Unserved("attention_heads in Triton takes queries of all tokens")
+    q_weight, k_weight, form = _weights_and_form(norms)
+    inputs = q_BThd, k, v, q_weight, k_weight, *rope, norms.eps, form, norms.norms_values
+    if into is None:
+        q, k, *of_values = _attention_heads(*inputs)
+        return q, k, of_values[0] if of_values else None
+    k_pages, v_pages = into[0].pool_NPKd, None if v is None else into[1].pool_NPKd
+    q = _attention_heads_into(*inputs, k_pages, v_pages, into[0].pages.own_N)
+    return q, k[:, :0], None if v is None else v[:, :0]
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, rope: tuple[Tensor, Tensor], spans: Spans | Sweep,
+    past: tuple[PrefixTensor, ...] | None, scale: float,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """What attention_heads and span_attention launch over pages, past torch's views of heads and the checks of both.
+
+    Unserved where torch has to see the ops, where pages are not read as they are or are written to, and without a tile.
+    """
+    check_without_gradient("attention", q)
+    if asks_torch() or past is None or len(past) > 2 or isinstance(spans, Sweep) or q.shape[1] != k.shape[1]:
+        raise Unserved("attention in Triton takes the queries of all tokens, and two tensors of a prefix")
+    prefix_k, prefix_v = past
+    if (
+        not (isinstance(prefix_k, PagedTensor) and isinstance(prefix_v, PagedTensor))
+        or prefix_k.pages.own_N is not None
+    ):
+        raise Unserved("attention in Triton takes pages that it only reads")
+    q_weight, k_weight, form = _weights_and_form(norms)
+    pk, pv, pages, d = prefix_k.pool_NPKd, prefix_v.pool_NPKd, prefix_k.pages, norms.d
+    if not has_tile(d, q.dtype, q.device) or not are_of(q.dtype, (pk, pv, q, k, v)):
+        raise Unserved("attention in Triton has no tile for these heads")
+    (B, T, width), K = q.shape, pk.shape[2]
+    h = width // d
+    heads = q.new_empty(B, T, h, d), q.new_empty(B, T, K, d), q.new_empty(B, T, K, d)
+    out, lse = q.new_empty(B, T, width), q.new_empty(B, T, h, dtype=torch.float32)
+    _launch_heads((q, k, v), heads, None, q_weight, k_weight, *rope, norms.eps, form, norms.norms_values)
+    own_q, own_k, own_v = heads
+    fill_forward(own_q, (pk, pv, own_k, own_v), spans.written_BT4, scale, 0, pages.columns, pages.table_BM, out, lse)
+    return out, (own_k, own_v)

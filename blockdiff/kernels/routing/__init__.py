@@ -1,0 +1,1 @@
+"""The choice of experts: route, and routed_tokens from the tokens on."""

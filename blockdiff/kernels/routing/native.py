@@ -1,0 +1,31 @@
+"""The choice of experts in torch's own operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from blockdiff.kernels import Kernels
+
+
+def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Of each token's scores the k best experts, int64 [N, k], and their fp32 softmax over these k times `scale_E`."""
+    weight, index = scores_NE.softmax(-1, dtype=torch.float32).topk(k, dim=-1)
+    weight = weight / weight.sum(-1, keepdim=True)
+    return index, weight * scale_E[index]
+
+
+def routed_tokens(
+    ops: Kernels, x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    """What `route` gives of the scores `(x * scale * root) weight^T` of tokens [..., D]."""
+    x_ND = x.flatten(0, -2)
+    if x_ND.dtype == torch.bfloat16:  # the released model rounds after each factor
+        scores = F.linear(x_ND * scale_D * root, weight_ED)
+    else:
+        scores = F.linear(x_ND, weight_ED * (scale_D * root))
+    return ops.route(scores, expert_scale_E, k)

@@ -1,0 +1,45 @@
+"""routed_tokens in Triton, as an op for torch without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from blockdiff.kernels.expert_mlp.triton import _precision
+from blockdiff.kernels.launch import Launch, check_dtypes, check_without_gradient, of_sizes, registered
+from blockdiff.kernels.routing import triton_kernels as kernels
+from blockdiff.kernels.tiles import LEAST, Tile, power_of_2
+
+ROUTER = Tile(16, LEAST, 128, 4, 3)  # few tokens a program: there are never many of them
+
+
+@registered("routed_tokens")
+def _routed_tokens(
+    x: Tensor, scale: Tensor, root: float, weight: Tensor, expert_scale: Tensor, k: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Experts int64 [N, k] and their fp32 weights of N tokens [..., D]."""
+    E, D = weight.shape
+    N = x.numel() // D
+    index, of_expert = x.new_empty(N, k, dtype=torch.int64), x.new_empty(N, k, dtype=torch.float32)
+    yield index, of_expert
+    launched = _routed_tokens_of(N, E, D, k, x.dtype)
+    launched(x.contiguous(), scale, root, weight.contiguous(), expert_scale, index, of_expert, N)
+
+
+@of_sizes
+def _routed_tokens_of(N: int, E: int, D: int, k: int, dtype: torch.dtype) -> Launch:
+    tile = Tile(ROUTER.rows, max(LEAST, power_of_2(E)), ROUTER.inner, ROUTER.warps, ROUTER.stages).fitted(inner=D)
+    constants = dict(E=E, D=D, TOP_K=k, CHOICES=power_of_2(k), PRECISION=_precision(dtype), **tile.options)
+    return Launch(kernels.routed_tokens, tile.grid(N)[:1], **constants)
+
+
+def routed_tokens(
+    x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    """As in native.py; Unserved where a gradient is needed."""
+    check_without_gradient("routed_tokens", x)
+    check_dtypes("routed_tokens", x, weight_ED)
+    index_Nk, weight_Nk = _routed_tokens(x, scale_D, root, weight_ED, expert_scale_E, k)
+    return index_Nk, weight_Nk
