@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.c_library import call, serves, serves_products
+from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.expert_mlp import native
 from blockdiff.kernels.fp8 import Fp8
 
