@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def is_on(x: Tensor) -> bool:
-    """Whether autocast is on for a tensor's device; torch's meta device has none."""
+    """True where autocast is on for a tensor's device; torch's meta device has none."""
     device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else _device_of(x)
     return device != "meta" and torch.is_autocast_enabled(device)
 

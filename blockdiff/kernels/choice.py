@@ -80,12 +80,12 @@ class Kernels:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether attention launches the same whatever rows hold, so that a CUDA graph can hold a step."""
+        """True where attention launches the same whatever rows hold, so that a CUDA graph can hold a step."""
         return self.others.get("span_attention", self.choice) in ON_GPU
 
     @property
     def filters_on_device(self) -> bool:
-        """Whether `token_stats` keeps the most likely tokens (top_p) without the host knowing how many they are."""
+        """True where `token_stats` keeps the most likely tokens (top_p) without the host knowing how many they are."""
         return self.others.get("token_stats", self.choice) in ON_GPU
 
 
@@ -119,7 +119,7 @@ def resolve(kernels: str | Kernels = "auto") -> Kernels:
 
 
 def _why_not_triton() -> str | None:
-    """What keeps Triton from running in this process, in words; None where it runs."""
+    """The reason for which Triton cannot run in this process, in words; None where it can."""
     if importlib.util.find_spec("triton") is None:
         return "the triton package is not installed"
     import triton

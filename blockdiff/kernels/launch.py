@@ -1,4 +1,4 @@
-"""How Triton kernels are launched and made known to torch: the same few lines for every op."""
+"""Launching Triton kernels and making them known to torch: the same few lines for every op."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _made(making: Iterator[Any]) -> Any:
 
 
 def asks_torch() -> bool:
-    """Whether torch has to see each op: it compiles, records gradients, or a mode (fake tensors, say) looks on."""
+    """True where torch has to see each op: it compiles, records gradients, or a mode (fake tensors, say) looks on."""
     return is_grad_enabled() or is_compiling() or _modes() > 0
 
 
@@ -172,7 +172,7 @@ def needed(grads: Iterable[Tensor], needs: Sequence[bool]) -> list[Any]:
 
 
 def are_of(dtype: torch.dtype, tensors: Iterable[Tensor]) -> bool:
-    """Whether all tensors have that dtype."""
+    """True where all tensors have that dtype."""
     for x in tensors:  # noqa: SIM110 (twice as fast as `all`, and every launch asks)
         if x.dtype is not dtype:
             return False

@@ -68,7 +68,7 @@ class Op(Generic[P, R]):
         return self.form("triton")
 
     def _first(self, form: str, native: Callable[P, R], warning: str | None = None) -> Callable[P, R]:
-        """What asks a form, if the op has it, and the native one after `Unserved`; each reason is told once."""
+        """A function that asks a form, if any, and the native one after `Unserved`; each reason is told once."""
         if form not in self.others:
             return native
         function, told = self.form(form), set[str]()

@@ -27,7 +27,7 @@ _is_said = False  # that something of Triton's cannot be called
 
 
 def starter(kernel: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> Callable[..., Any]:
-    """What launches a kernel with a grid and the values of its constants, when it is called with its arguments."""
+    """A function that launches a kernel with a grid and the values of its constants, given the arguments."""
     is_known = IS_ON and type(kernel) is JITFunction and not kernel.pre_run_hooks
     return Relaunch(kernel, grid, constants) if is_known else functools.partial(kernel[grid], **constants)
 
@@ -64,7 +64,7 @@ class Relaunch:
             self.compiled[kind] = self._run_of(compiled, [self.constants[name] for name in names])
 
     def _run_of(self, compiled: CompiledKernel, constants: list[Any]) -> Callable[..., Any]:
-        """What launches a compiled kernel: it takes all parameters in their order, and skips the constants itself."""
+        """The launcher of a compiled kernel: it takes all parameters in their order, and skips the constants itself."""
         try:
             run = compiled[(*self.grid, 1, 1)[:3]]
         except Exception as error:

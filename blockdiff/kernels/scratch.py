@@ -34,7 +34,7 @@ def shared_scratch() -> Iterator[None]:
 
 
 def scratch(make: Callable[..., R], like: Tensor, *sizes: Any) -> R:
-    """What `make` gives of these arguments: memory whose content no one needs before or after the op that asks."""
+    """The result of `make` for these arguments: memory whose content no one needs before or after the op that asks."""
     held = _SCRATCH.held
     if held is None:
         return make(like, *sizes)

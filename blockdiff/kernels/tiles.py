@@ -40,7 +40,7 @@ class Tile:
         return _fitted(self, **sizes)
 
     def grid(self, rows: int, columns: int = 1) -> tuple[int, int]:
-        """How many programs cover a result of that size."""
+        """The number of programs that cover a result of that size."""
         return -(-rows // self.rows), -(-columns // self.columns)
 
     @functools.cached_property
@@ -80,12 +80,12 @@ def architecture(device: torch.device) -> int:
 
 
 def runs_products_aside(x: Tensor) -> bool:
-    """Whether x's device goes on with other instructions during a product, until it waits for it (wgmma of sm_90)."""
+    """True where x's device goes on with other instructions during a product until it waits for it (wgmma of sm_90)."""
     return architecture(x.device) == 90 and not INTERPRETED
 
 
 def decodes_fp8(x: Tensor) -> bool:
-    """Whether x's device has an instruction that makes fp16 of e4m3; the interpreter has none."""
+    """True where x's device has an instruction that makes fp16 of e4m3; the interpreter has none."""
     return architecture(x.device) >= 89 and not INTERPRETED
 
 

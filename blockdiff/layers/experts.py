@@ -106,7 +106,7 @@ class Experts(nn.Module):
         return here(self.gate_up_proj), here(self.down_proj)
 
     def low_rank_matrices(self) -> Sequence[Tensor]:
-        """What adapters add to the weights, as the expert op takes it: nothing here."""
+        """The low-rank matrices of adapters, in the form that the expert op takes: none here."""
         return ()
 
 

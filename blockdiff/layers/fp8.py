@@ -23,12 +23,12 @@ SCALES = ("weight_scale", "gate_up_proj_scale", "down_proj_scale")
 
 
 def is_scale(name: str) -> bool:
-    """Whether a buffer of this name holds the scales of a tensor in fp8."""
+    """True where a buffer of this name holds the scales of a tensor in fp8."""
     return name.rpartition(".")[2] in SCALES
 
 
 class InFp8(nn.Module):
-    """What holds tensors in fp8: casting leaves them as they are, moving moves them.
+    """A module that holds tensors in fp8: casting leaves them as they are, moving moves them.
 
     rounds_inputs: whether their products take inputs in fp8, too (`kernels.fp8.Fp8`).
     """

@@ -22,14 +22,14 @@ def weight_of(module: nn.Module) -> Tensor | Fp8 | None:
 
 
 def product(module: nn.Module, x: Tensor, kernels: Kernels) -> Tensor:
-    """What a linear layer gives."""
+    """The output of a linear layer."""
     weight = weight_of(module)
     made: Tensor = module(x) if weight is None else kernels.linear(x, weight)
     return made
 
 
 def products(modules: tuple[nn.Module, ...], x: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
-    """What each of some linear layers gives of x."""
+    """The outputs of some linear layers for x."""
     weights = [weight for module in modules if (weight := weight_of(module)) is not None]
     if len(weights) < len(modules):
         return tuple([module(x) for module in modules])

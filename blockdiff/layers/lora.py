@@ -21,7 +21,7 @@ LOW_RANK = ("lora_A", "lora_B", "gate_up_lora_A", "gate_up_lora_B", "down_lora_A
 
 @dataclass(frozen=True)
 class LowRank:
-    """How a weight is adapted: B A of rank `rank`, times alpha / rank, or alpha / sqrt(rank) with `rslora`.
+    """The adaptation of a weight: B A of rank `rank`, times alpha / rank, or alpha / sqrt(rank) with `rslora`.
 
     dropout: share of the inputs of A that are zeroed in training (experts have none).
     """
@@ -33,12 +33,12 @@ class LowRank:
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by (rank-stabilised: arXiv 2312.03732)."""
+        """The factor of B A (rank-stabilised: arXiv 2312.03732)."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 def is_low_rank(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
+    """True where a parameter of this name belongs to an adapter."""
     return name.rpartition(".")[2] in LOW_RANK
 
 

@@ -82,7 +82,7 @@ class Vocabulary(nn.Module):
         return self.table.index_copy(0, index, self.token_rows.to(self.table.dtype))
 
     def output_weights(self) -> Tensor:
-        """What makes the logits: the head, or the table where it is tied."""
+        """The weights that make the logits: the head, or the table where it is tied."""
         return self.weights() if self.head is None else self.head
 
     def _embedding(self) -> Tensor | None:
@@ -130,7 +130,7 @@ class Vocabulary(nn.Module):
     def scores(
         self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None = None, bonus_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What `cross_entropy` gives, fp32 [N], and the argmax of the same logits, int64 [N]; no gradients."""
+        """The losses of `cross_entropy`, fp32 [N], and the argmax of the same logits, int64 [N]; no gradients."""
         return self.kernels.token_scores(hidden_ND, self.output_weights(), targets_N, self.softcap, observed_N, bonus_N)
 
     @as_call

@@ -28,7 +28,7 @@ DENSE_FLOPS = 3e7  # dense products up to this size cost less than sorting and o
 
 
 def _has_grouped_mm(x_M: Tensor, weights_E: Tensor) -> bool:
-    """Whether torch's grouped product takes these: 16-byte rows, fp32 on a CPU or bf16 anywhere."""
+    """True where torch's grouped product takes these: 16-byte rows, fp32 on a CPU or bf16 anywhere."""
     if x_M.dtype != torch.bfloat16 and not (x_M.is_cpu and x_M.dtype == torch.float32):
         return False
     aligned = 16 // x_M.element_size()
@@ -36,7 +36,7 @@ def _has_grouped_mm(x_M: Tensor, weights_E: Tensor) -> bool:
 
 
 def _trims(index_Nk: Tensor) -> bool:
-    """Whether slots without an expert are cut off: their number is then read, which on a GPU the host waits for."""
+    """True where slots without an expert are cut off: their number is then read, which on a GPU the host waits for."""
     return index_Nk.is_cpu
 
 
@@ -284,7 +284,7 @@ def expert_slots(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Slots:
-    """What `expert_mlp` gives of tokens [..., D], for an op that sums: here it is summed, and one slot each."""
+    """The result of `expert_mlp` for tokens [..., D], for an op that sums: here it is summed, and one slot each."""
     of_tokens = expert_index_Nk, expert_weight_Nk, activation, low_rank
     summed_ND = ops.expert_mlp(x.flatten(0, -2), gate_up_EFD, down_EDF, *of_tokens)
     return Slots(summed_ND.unsqueeze(1), None, 0)

@@ -173,7 +173,7 @@ def _expert_slots(
     gate_up_A: Tensor | None, gate_up_B: Tensor | None, down_A: Tensor | None, down_B: Tensor | None,
     gate_up_scale: Tensor | None, down_scale: Tensor | None, rounds_inputs: bool,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """What every slot gives, [N, k, D], with its weight and before it is summed; without gradient."""
+    """The output of every slot, [N, k, D], with its weight and before it is summed; without gradient."""
     y = x.new_empty(*index.shape, down.shape[1])
     yield y
     low_rank, scales = (gate_up_A, gate_up_B, down_A, down_B), (gate_up_scale, down_scale)

@@ -41,7 +41,7 @@ def _decoded(codes: Tensor, scale: Tensor, like: Tensor) -> Tensor:
 
 
 def torch_multiplies_fp8(x: Tensor, inner: int, columns: int) -> bool:
-    """Whether torch has a product of fp8 with a scale for each row and column on x's device, of x's dtype."""
+    """True where torch has a product of fp8 with a scale for each row and column on x's device, of x's dtype."""
     return x.dtype == torch.bfloat16 and x.is_cuda and decodes_fp8(x) and inner % 16 == columns % 16 == 0
 
 

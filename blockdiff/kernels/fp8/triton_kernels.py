@@ -30,7 +30,7 @@ def decoded(codes, DTYPE: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def factor(HARDWARE: tl.constexpr):
-    """What scales are multiplied by, for `decoded` divides by it."""
+    """The factor of scales, by which `decoded` divides."""
     if HARDWARE:
         return 1.0
     else:

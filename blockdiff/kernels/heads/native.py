@@ -47,7 +47,7 @@ def attention(
     ops: Kernels, q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, rope: Rope, spans: Spans | Sweep,
     past: tuple[PrefixTensor, ...] | None, scale: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """What every query gathers over the tokens before the call and its own, [B, T, h * d], and these tokens' (k, v).
+    """The output of attention over the tokens before the call and its own, [B, T, h * d], and these tokens' (k, v).
 
     q: [B, T, h * d], k, v: [B, T, K * d], as projections give them; the same tensor twice where values are the raw
     keys. The rest as in `attention_heads` and `attend`. Keys and values that were written into pages are not returned.

@@ -121,7 +121,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, rope: tuple[Tensor, Tensor], spans: Spans | Sweep,
     past: tuple[PrefixTensor, ...] | None, scale: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """What attention_heads and span_attention launch over pages, past torch's views of heads and the checks of both.
+    """Launch attention_heads and span_attention over pages, past torch's views of heads and the checks of both.
 
     Unserved where torch has to see the ops, where pages are not read as they are or are written to, and without a tile.
     """

@@ -28,7 +28,7 @@ def _composed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def _is_fast(x: Tensor, *weights: Tensor | None) -> bool:
-    """Whether the hand-written path serves: plain fp32 on a CPU."""
+    """True where the hand-written path serves: plain fp32 on a CPU."""
     return x.dtype == torch.float32 and x.is_cpu and all(w is None or w.dtype == torch.float32 for w in weights)
 
 
@@ -167,7 +167,7 @@ def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, 
 
 
 def turned(x_BThd: Tensor, cos_BTr: Tensor, sin_BTr: Tensor) -> Tensor:
-    """What `norm_rope` does after its norm, for the first r dimensions of every head; the others pass."""
+    """The rotation of `norm_rope`, for the first r dimensions of every head; the others pass."""
     cos, sin, r = cos_BTr.unsqueeze(2), sin_BTr.unsqueeze(2), cos_BTr.shape[-1]
     first = x_BThd if r == x_BThd.shape[-1] else x_BThd[..., :r]
     rotated = first * cos + first.roll(r // 2, -1) * sin

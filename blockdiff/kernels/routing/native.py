@@ -22,7 +22,7 @@ def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def routed_tokens(
     ops: Kernels, x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """What `route` gives of the scores `(x * scale * root) weight^T` of tokens [..., D]."""
+    """The result of `route` for the scores `(x * scale * root) weight^T` of tokens [..., D]."""
     x_ND = x.flatten(0, -2)
     if x_ND.dtype == torch.bfloat16:  # the released model rounds after each factor
         scores = F.linear(x_ND * scale_D * root, weight_ED)

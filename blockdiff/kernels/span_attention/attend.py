@@ -18,7 +18,7 @@ def attend(
     ops: Kernels, q_BThd: Tensor, k: Tensor, v: Tensor, spans: Spans | Sweep, past: tuple[PrefixTensor, ...] | None,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """What every query of a call gathers [B, T, h, d] over the tokens before the call and its own ones.
+    """The output of attention for every query of a call [B, T, h, d] over the tokens before the call and its own ones.
 
     k, v: [B, T, K, d] of this call, without tokens where these were written into the pages of `past`.
     """
@@ -30,7 +30,7 @@ def attend(
 
 
 def sweep_attention(ops: Kernels, q_BThd: Tensor, k: Tensor, v: Tensor, sweep: Sweep, scale: float) -> Tensor:
-    """What the queries of a sweep gather [B, T, h, d]: clean tokens see one another, canvases them as a prefix.
+    """The output of attention in a sweep [B, T, h, d]: clean tokens see one another, canvases them as a prefix.
 
     k, v: [B, T, K, d] of all tokens; the queries are those of the wanted ones, the last or all.
     """

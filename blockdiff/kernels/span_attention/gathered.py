@@ -36,7 +36,7 @@ class Seen:
 
 
 def seen_of(pages: BlockTable, spans: Spans | None = None) -> Seen:
-    """What queries of these spans see of a table's rows (None: all), found out once; the host must know the lengths."""
+    """The part of a table's rows that these spans see (None: all), found out once; the host must know the lengths."""
     if spans not in pages.seen:
         assert pages.lengths is not None
         begins, shown = [0] * len(pages.lengths), spans
@@ -58,7 +58,7 @@ def seen_of(pages: BlockTable, spans: Spans | None = None) -> Seen:
 
 @dataclass(eq=False)
 class _Place:
-    """What a copy holds of a row: the columns [begin, end), which stand in these pages; zeros follow up to `clean`."""
+    """The part of a row in a copy: the columns [begin, end), which stand in these pages; zeros follow up to `clean`."""
 
     begin: int = 0
     end: int = 0

@@ -41,7 +41,7 @@ class BlockTable:
 
     @property
     def columns(self) -> int:
-        """How many columns the table has room for."""
+        """The number of columns that the table has room for."""
         return self.table_BM.shape[1] * self.page_tokens
 
     @cached_property

@@ -82,7 +82,7 @@ def _one(piece: _Piece, parts: Sequence[Tensor], spans: Spans, scale: float, att
 
 
 def _parts(piece: _Piece, sources: Sequence[Tensor]) -> list[Tensor]:
-    """What a piece has of the prefix's keys and values and of the own ones."""
+    """The keys and values of a piece, of the prefix and of its own."""
     return [x[:, part] for x, part in zip(sources, (piece.prefix, piece.prefix, piece.own, piece.own), strict=True)]
 
 

@@ -140,7 +140,7 @@ def _forward(
 
 
 def _parts(q: Tensor, *sizes: int) -> tuple[Tensor, Tensor]:
-    """What each split gives [splits, B, T, h, d], and the log-sum-exp of its keys [splits, B, T, h], in fp32."""
+    """The output of each split [splits, B, T, h, d], and the log-sum-exp of its keys [splits, B, T, h], in fp32."""
     return q.new_empty(*sizes, dtype=torch.float32), q.new_empty(*sizes[:-1], dtype=torch.float32)
 
 
@@ -176,7 +176,7 @@ def _forward_of(
     B: int, T: int, h: int, K: int, d: int, keys: tuple[int, int], splits: int, page: int, dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[int, Launch, Launch]:  # fmt: skip
-    """How many splits there are, the launch of the forward, and that of what combines the splits."""
+    """The number of splits, the launch of the forward, and that of what combines the splits."""
     tile = tile_for("span_attention_forward", dtype, device, d).fitted(rows=T * h // K)
     row_tiles, _ = tile.grid(T * h // K)
     if not splits:
@@ -260,20 +260,20 @@ _span_attention.register_autograd(_gradients, setup_context=_save)
 
 
 def is_read_as_it_is(*tensors: Tensor) -> bool:
-    """Whether tensors with heads need neither padding nor casting, which would copy whole pools."""
+    """True where tensors with heads need neither padding nor casting, which would copy whole pools."""
     q = tensors[0]
     return is_size_of_heads(q.shape[-1]) and are_of(q.dtype, tensors) and not is_on(q)
 
 
 @of_sizes
 def is_size_of_heads(d: int) -> bool:
-    """Whether kernels take heads of d numbers without padding."""
+    """True where kernels take heads of d numbers without padding."""
     return _padding(d) == 0 and d <= LARGEST_HEAD
 
 
 @of_sizes
 def has_tile(d: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there is a tile for the forward of such heads as they are."""
+    """True where there is a tile for the forward of such heads as they are."""
     try:
         tile_for("span_attention_forward", dtype, device, d)
     except Unserved:
@@ -283,7 +283,7 @@ def has_tile(d: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 @of_sizes
 def _padding(d: int) -> int:
-    """How many numbers a head of d lacks for one that kernels take."""
+    """The padding of a head of d to a size that kernels take."""
     return max(LEAST, power_of_2(d)) - d
 
 

@@ -61,7 +61,7 @@ def _bounds(bounds, t, is_row, keys):
 
 @triton.jit
 def _span(bounds, t, is_row, keys, COLUMNS: tl.constexpr):
-    """What a row tile sees of one source of keys; rows that are not there see nothing.
+    """The keys of one source that a row tile sees; rows that are not there see nothing.
 
     The hull [begin, end) of the keys that any row sees and how many tiles it touches; the keys [full_begin, full_end)
     that every row sees.
@@ -78,7 +78,7 @@ def _span(bounds, t, is_row, keys, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _spans(bounds, t, is_row, keys, COLUMNS: tl.constexpr):
-    """What a row tile sees of the prefix and of its own keys, and how many tiles the walk has."""
+    """The keys of the prefix and of its own that a row tile sees, and the number of tiles of the walk."""
     prefix = _span(bounds, t, is_row, keys[0], COLUMNS)
     own = _span(bounds + 2, t, is_row, keys[1], COLUMNS)
     return prefix, own, prefix[2] + own[2]

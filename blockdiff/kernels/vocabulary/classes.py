@@ -35,7 +35,7 @@ class Classes:
 
 
 class ClassStats(NamedTuple):
-    """What stands in each class C of tokens at every position, of logits z / T under a penalty of repetitions."""
+    """Statistics of each class C of tokens at every position, of logits z / T under a penalty of repetitions."""
 
     log_sum: Tensor  # fp64 [..., C]: log of the sum of exp(z / T)
     maximum: Tensor  # fp64 [..., C]
@@ -93,7 +93,7 @@ def of_logits(z: Tensor, uniform_N: Tensor, classes: Classes) -> tuple[Tensor, .
 
 
 def _before(running: Tensor, start_C: Tensor) -> Tensor:
-    """What a running sum held before each class, [N, C]."""
+    """The value of a running sum before each class, [N, C]."""
     return torch.where(start_C > 0, running[:, (start_C - 1).clamp(min=0)], 0)
 
 

@@ -21,7 +21,7 @@ def logits(hidden: Tensor, table_VD: Tensor, softcap: float | None) -> Tensor:
 
 
 def chunk_rows(hidden_ND: Tensor, vocabulary: int) -> int:
-    """How many rows' fp32 logits fill a chunk, on a CPU one that stays in its caches."""
+    """The number of rows whose fp32 logits fill a chunk, on a CPU one that stays in its caches."""
     rows = max(1, (min(CHUNK_BYTES, CPU_BYTES) if hidden_ND.is_cpu else CHUNK_BYTES) // (4 * vocabulary))
     return max(rows, min(64, CHUNK_BYTES // (4 * vocabulary)))  # the product needs some rows to be efficient
 
@@ -34,5 +34,5 @@ def chunks(hidden_ND: Tensor, vocabulary: int) -> Iterator[slice]:
 
 
 def fits(rows: int, vocabulary: int, dtype: torch.dtype) -> bool:
-    """Whether so many rows of logits, in that dtype, are no more than a chunk."""
+    """True where so many rows of logits, in that dtype, are no more than a chunk."""
     return rows * vocabulary * dtype.itemsize <= CHUNK_BYTES

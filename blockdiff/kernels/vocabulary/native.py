@@ -18,7 +18,7 @@ __all__ = ["class_stats", "linear_cross_entropy", "log_sums", "logits", "soft_em
 
 
 class Stats(NamedTuple):
-    """What one denoising step needs of the logits z / T of every position; tokens not allowed have z = -inf."""
+    """Statistics for one denoising step of the logits z / T of every position; tokens not allowed have z = -inf."""
 
     entropy: Tensor  # fp32 [...], nats
     argmax: Tensor  # int64 [...], ties to the lower id
@@ -213,7 +213,7 @@ def class_stats(
     excluded: int | None = None,
     embedding_VD: Tensor | None = None,
 ) -> ClassStats:
-    """What a constraint needs of every position and class of tokens, and the model's own soft embedding, in one sweep.
+    """Statistics for a constraint of every position and class of tokens, and the soft embedding, in one sweep.
 
     `excluded` is a token that no distribution has, the soft embedding's included: the mask of a model of mask noise.
     """

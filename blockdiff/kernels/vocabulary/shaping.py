@@ -1,4 +1,4 @@
-"""What may be done to the distribution of a position before it is drawn from: guidance, a bonus, filters.
+"""Shaping of the distribution of a position before it is drawn from: guidance, a bonus, filters.
 
 Plain torch on chunks of whole logit rows; the filters have a Triton form.
 """
@@ -35,7 +35,7 @@ class Shaping(NamedTuple):
 
     @property
     def has_filters(self) -> bool:
-        """Whether any tokens may be left out."""
+        """True where any tokens may be left out."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     def flat(self) -> Shaping:

@@ -20,7 +20,7 @@ TILE = Tile(2, 512, warps=4)  # rows, and tokens of a class that a program takes
 
 
 class Columns(NamedTuple):
-    """What `ClassStats` has for each class of some rows, [n, C]."""
+    """The columns of `ClassStats` for each class of some rows, [n, C]."""
 
     log_sum: Tensor
     maximum: Tensor

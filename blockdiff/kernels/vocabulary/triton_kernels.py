@@ -70,8 +70,8 @@ def _finite(peak):
 
 @triton.jit(do_not_specialize=["place"])
 def vocabulary_tiles(x, how, target, tiles, N, width, first, place, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """What each tile of some rows leaves in `tiles` [N, count], from `place` on; the target's z is written by the tile
-    that holds it."""
+    """Write what each tile of some rows leaves in `tiles` [N, count], from `place` on; the tile that holds the target
+    writes its z."""
     row, is_row = _rows(N, ROWS)
     column = _columns(COLUMNS)
     z, _ = _logits(x, how, row, is_row, column, width, first)
@@ -167,7 +167,7 @@ def _order(z):
 
 @triton.jit
 def _held(x, how, row, width, peak, least, counts: tl.constexpr, COLUMNS: tl.constexpr):
-    """How many tokens of a row (or else how much 2^(z - peak)) there are from the number `least` on, in `_order`."""
+    """The number of tokens of a row (or else the sum of 2^(z - peak)) from the number `least` on, in `_order`."""
     held = tl.zeros([1], tl.float32)
     for start in range(0, width, COLUMNS):
         z, _ = _logits(x, how, row, row >= 0, start + tl.arange(0, COLUMNS)[None, :], width, 0)

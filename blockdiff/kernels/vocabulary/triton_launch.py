@@ -18,7 +18,7 @@ TILE, ELEMENTS = 4096, 4096  # tokens of a tile at most, and elements of a progr
 
 
 class Logits(NamedTuple):
-    """What makes logits of raw products: softcap, then what there is for every row."""
+    """The way from raw products to logits: softcap, then the changes of every row."""
 
     softcap: float | None
     temperature: Tensor | None = None
@@ -34,7 +34,7 @@ class Logits(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What one pass over raw products leaves of every row: [N, tiles], and the target's logit [N]; base 2."""
+    """Statistics of one pass over raw products for every row: [N, tiles], and the target's logit [N]; base 2."""
 
     peaks: Tensor
     sums: Tensor
@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What merging its tiles says of every row [N]."""
+    """The statistics of every row [N], merged from its tiles."""
 
     peak: Tensor
     total: Tensor
@@ -130,7 +130,7 @@ def temperatures(temperature: Tensor | float, like: Tensor) -> Tensor:
 
 
 class Chunks(NamedTuple):
-    """How raw products are cut: so many rows and tokens at a time, in tiles that no cut goes through, in one memory."""
+    """The cut of raw products: so many rows and tokens at a time, in tiles that no cut goes through, in one memory."""
 
     rows: int
     tokens: int
@@ -150,7 +150,7 @@ class Chunks(NamedTuple):
 
 
 def fit(hidden: Tensor, table: Tensor) -> bool:
-    """Whether all raw products fit into one chunk."""
+    """True where all raw products fit into one chunk."""
     return len(hidden) * len(table) * table.element_size() <= CHUNK_BYTES
 
 
