@@ -42,6 +42,7 @@ class Kernels:
     attention = heads.attention
     select_blocks = block_sparse.select_blocks
     block_sparse_attention = block_sparse.block_sparse_attention
+    sparse_attention = block_sparse.sparse_attention
     rms_norms = norms.rms_norms
     add_rms_norm = norms.add_rms_norm
     norm_rope = norms.norm_rope

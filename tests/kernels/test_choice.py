@@ -17,7 +17,7 @@ from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.norm_rope import triton as norms
 from blockdiff.kernels.op import Composition
 
-NATIVE_ONLY = {"route", "gated", "logits", "linear", "linears", "attend", "sweep_attention"}
+NATIVE_ONLY = {"route", "gated", "logits", "linear", "linears", "attend", "sweep_attention", "sparse_attention"}
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -75,8 +75,8 @@ def test_queries_of_a_canvas_share_the_selection_of_their_mean_index_query():
     assert [ids.shape for ids in found] == [(2, 1, 2, 2)] * 2, "a choice for each canvas and index head"
     for ids, idx_q, layer in zip(found, queries, model.layers[1:], strict=True):
         mean, visible = idx_q.mean(1, keepdim=True), torch.full((2, 1), 36)
-        budget, keys = layer.attention.budget, prefix.layers()[list(model.layers).index(layer)][2].squeeze(2)
-        assert torch.equal(ids, model.kernels.select_blocks(mean, keys, visible, **budget))
+        selection, keys = layer.attention.selection, prefix.layers()[list(model.layers).index(layer)][2].squeeze(2)
+        assert torch.equal(ids, selection.blocks(model.kernels, mean, keys, visible, None))
 
 
 def test_canvases_side_by_side_have_selections_of_their_own_and_padding_counts_for_nothing():
@@ -187,7 +187,7 @@ def test_a_config_says_how_canvases_select_and_files_keep_it(tmp_path):
     model = selecting("canvas", True)
     blockdiff.save(model, tmp_path / "m")
     again = blockdiff.load(tmp_path / "m", dtype="float64", device="cpu", kernels="torch")
-    assert again.layers[1].attention.canvas_length == L and again.kinds["sparse"].keeps_selection
+    assert again.layers[1].attention.selection.canvas_length == L and again.kinds["sparse"].keeps_selection
     values = m3_config(canvas_length=L).to_dict()
     with pytest.raises(CheckpointError, match="canvas_selection is 'row'; there are: query, canvas"):
         config_from(values | {"canvas_selection": "row"}, "here")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def test_enough_blocks_are_dense_attention():
 def small(topk: int) -> BlockDiffusionModel:
     model = small_model("minimax_m3")
     for layer in model.layers:
-        layer.attention.budget["topk"] = topk
+        layer.attention.selection = replace(layer.attention.selection, topk=topk)
     return model
 
 

@@ -19,14 +19,15 @@ Config: transformers' `MiniMaxM3VLConfig`. Image tensors are carried and not run
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels, resolve
+from blockdiff.kernels.block_sparse.attend import Selection
 from blockdiff.kernels.heads import HeadNorms
-from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, written
+from blockdiff.kernels.span_attention.paged import PagedTensor, written
 from blockdiff.layers.attention import KV, Attention, Past
 from blockdiff.layers.experts import Experts, SigmoidRouter
 from blockdiff.layers.mlp import MLP
@@ -102,13 +103,14 @@ class MiniMaxM3Attention(Attention):
             scale=text.head_dim**-0.5,
         )
         self.indexer = MiniMaxM3Indexer(text, kernels) if is_sparse else None
-        self.block, self.canvas_length = text.index_block_size, canvas_length
-        self.budget: dict[str, Any] = dict(
+        self.selection = Selection(
             block=text.index_block_size,
             topk=text.index_topk_blocks,
             init=getattr(text, "index_init_blocks", 0),
             local=text.index_local_blocks,
             score=getattr(text, "index_score_type", "max"),
+            scale=self.scale,
+            canvas_length=canvas_length,
         )
 
     def forward(self, x_BTD: Tensor, rope: Rope, spans: Spans | Sweep, past: Past | None) -> tuple[Tensor, KV]:
@@ -120,61 +122,8 @@ class MiniMaxM3Attention(Attention):
         q, k, own_v = self.kernels.attention_heads(q, k, v, norms, rope, into)
         v = v if own_v is None else own_v
         idx_q, idx_k = self.indexer(x_BTD, rope, None if into is None else into[2:])
-        if isinstance(spans, Sweep):
-            n = spans.clean_tokens
-            prefix = [x[:, : min(n, spans.columns)] for x in (k, v, idx_k)]
-            prefix = [x.detach() for x in prefix] if spans.stop_gradient else prefix
-            of_clean = self._attend(q[:, :n], k[:, :n], v[:, :n], idx_q[:, :n], idx_k[:, :n], spans.clean, None)
-            own = q[:, n:], k[:, n:], v[:, n:], idx_q[:, n:], idx_k[:, n:]
-            of_noisy = self._attend(*own, spans.noisy, tuple(prefix))
-            out = torch.cat([of_clean, of_noisy], 1)
-        else:
-            out = self._attend(q, k, v, idx_q, idx_k, spans, past)
+        out = self.kernels.sparse_attention(q, idx_q, (k, v, idx_k), spans, past, self.selection, self)
         return self.o_proj(out.flatten(2)), (k, v, idx_k) if into is None else ()
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, idx_q: Tensor, idx_k: Tensor, spans: Spans, past: Past | None
-    ) -> Tensor:
-        """The output of attention [B, T, h, d].
-
-        Clean ones select among the blocks of all keys before them; noisy ones among those of the prefix, and see all
-        own keys of their span besides.
-        """
-        prefix_lo, prefix_hi, own_lo, own_hi = spans.bounds_BT4.long().unbind(-1)
-        first_BT: Tensor | None = None
-        pages = written(past)
-        if pages is not None:  # pages hold all keys, and begin with a row's first token
-            visible_BT = spans.in_one_run.bounds_BT4[..., 1]
-            ids = self.kernels.select_blocks(idx_q, pages[2], visible_BT, None, **self.budget)
-            of_queries = ids, visible_BT, None, self.block, self.scale
-            return self.kernels.block_sparse_attention(q, pages[0], pages[1], *of_queries)
-        if spans.is_causal:
-            before = None if past is None else tuple(dense(x) for x in past)
-            past_B = prefix_hi.amax(1)
-            k, v, idx_k = (joined(a, b, past_B) for a, b in zip(before or (None,) * 3, (k, v, idx_k), strict=True))
-            first_BT = torch.where(own_lo > 0, past_B[:, None] + own_lo, prefix_lo)
-            visible_BT = torch.where(own_hi > own_lo, past_B[:, None] + own_hi - first_BT, 0)
-            ids = self.kernels.select_blocks(idx_q, idx_k.squeeze(2), visible_BT, first_BT, **self.budget)
-            return self.kernels.block_sparse_attention(q, k, v, ids, visible_BT, first_BT, self.block, self.scale)
-        assert past is not None or not bool((prefix_hi > prefix_lo).any())
-        prefix_k, prefix_v, prefix_idx = cast(tuple[Any, ...], past) or (k[:, :0], v[:, :0], idx_k[:, :0])
-        if not isinstance(prefix_k, PagedTensor):  # pages begin with a row's first token
-            prefix_k, prefix_v, prefix_idx = dense(prefix_k), dense(prefix_v), dense(prefix_idx)
-            first_BT = prefix_lo
-        visible_BT = (prefix_hi - prefix_lo).clamp(min=0)
-
-        def select() -> Tensor:
-            queries, L = (idx_q, visible_BT, first_BT), min(self.canvas_length or 1, idx_q.shape[1])
-            if L > 1:
-                first = None if first_BT is None else first_BT[:, ::L]
-                queries = mean_query(idx_q, own_hi > own_lo, L), visible_BT[:, ::L], first
-            ids = self.kernels.select_blocks(queries[0], prefix_idx, *queries[1:], **self.budget)
-            return ids if L == 1 else ids.repeat_interleave(L, 1)
-
-        ids = select() if spans.kept is None else spans.kept.of(self, select)
-        own = k, v, torch.stack([own_lo, own_hi], -1)
-        sizes = visible_BT, first_BT, self.block, self.scale
-        return self.kernels.block_sparse_attention(q, prefix_k, prefix_v, ids, *sizes, *own)
 
 
 class Block(nn.Module):
@@ -248,28 +197,3 @@ class MiniMaxM3(BlockDiffusionModel):
             name: LayerKind(name, None, frequencies, keeps_selection(config) and name == "sparse")
             for name in dict.fromkeys(self.layer_kinds)
         }
-
-
-def mean_query(idx_q_BTHd: Tensor, is_there_BT: Tensor, canvas_length: int) -> Tensor:
-    """The mean index query of each canvas [B, T / canvas_length, H, d]; padding counts for nothing."""
-    B, _, H, d = idx_q_BTHd.shape
-    weight = is_there_BT.view(B, -1, canvas_length, 1, 1).to(idx_q_BTHd.dtype)
-    return (idx_q_BTHd.view(B, -1, canvas_length, H, d) * weight).sum(2) / weight.sum(2).clamp(min=1)
-
-
-def dense(x: PrefixTensor) -> Tensor:
-    """A tensor of a prefix [B, columns, K, d], whatever it lies in."""
-    return x.dense() if isinstance(x, PagedTensor) else x
-
-
-def joined(before: Tensor | None, own: Tensor, past_B: Tensor) -> Tensor:
-    """Each row's `past_b` tokens before a call and the call's own ones right behind them: [B, columns, ...]."""
-    if before is None or not before.shape[1]:
-        return own
-    if bool((past_B == before.shape[1]).all()):
-        return torch.cat([before, own], 1)
-    both, columns, T = torch.cat([before, own], 1), before.shape[1], own.shape[1]
-    place = torch.arange(columns + T, device=own.device).expand(len(past_B), -1)
-    past_B1 = past_B[:, None]
-    source = torch.where(place < past_B1, place, (place - past_B1 + columns).clamp(max=columns + T - 1))
-    return both[torch.arange(len(past_B), device=own.device)[:, None], source]
