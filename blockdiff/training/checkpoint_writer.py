@@ -159,7 +159,7 @@ class CheckpointWriter:
 
     def _write_files(self) -> None:
         digests: dict[str, str] = {}
-        held: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         if not self._is_sharded:
             if not self.ranks.is_main:
                 return
@@ -170,8 +170,8 @@ class CheckpointWriter:
             name = f"{kind}-{self.ranks.rank}.safetensors" if self._is_sharded else f"{kind}.safetensors"
             sources = {key: TensorSource.of(piece.local) for key, piece in pieces.items()}
             digests[name] = write_stream(self._beside / name, sources)
-            held[kind] = _entries(name, pieces)
-        self._part: dict[str, dict[str, Any]] = {"digests": digests, "pieces": held}
+            entries[kind] = _entries(name, pieces)
+        self._part: dict[str, dict[str, Any]] = {"digests": digests, "pieces": entries}
         if self._is_sharded:
             write_text(self._beside / _said_by(self.ranks.rank), json.dumps(self._part))
 
@@ -329,7 +329,7 @@ def _index_of(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dic
                 known["pieces"] += entry["pieces"]
     for tensors in index.values():
         for name, entry in tensors.items():
-            held = sum(Block((), tuple(sizes)).numel for _, _, sizes in entry["pieces"])
-            if held != Block((), tuple(entry["shape"])).numel:
+            saved = sum(Block((), tuple(sizes)).numel for _, _, sizes in entry["pieces"])
+            if saved != Block((), tuple(entry["shape"])).numel:
                 raise ValueError(f"the ranks do not have all of {name}")
     return index

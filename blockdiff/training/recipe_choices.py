@@ -24,7 +24,7 @@ from blockdiff.diffusion.weight import ElboWeight, NoWeight
 from blockdiff.errors import DataError, RecipeError
 from blockdiff.training.schedule import Constant, CosineDecay, LinearDecay, StableDecay
 
-PLAIN = (str, bool, int, float, Mapping, list, tuple, type(None))  # what YAML has
+YAML_TYPES = (str, bool, int, float, Mapping, list, tuple, type(None))  # what YAML has
 
 
 class OneOf:
@@ -108,7 +108,7 @@ class OneOf:
         def chosen(value: Any, read: Any) -> Any:
             if type(value) in self.kinds.values():
                 return value
-            if not isinstance(value, PLAIN):
+            if not isinstance(value, YAML_TYPES):
                 missing = [name for name in verbs if not callable(getattr(value, name, None))]
                 if not verbs or missing or isinstance(value, type):
                     methods = ", ".join(f"{verb}()" for verb in verbs)
@@ -133,7 +133,7 @@ def by_class(part: Any) -> Any:
         return {str(key): by_class(value) for key, value in part.items()}
     if isinstance(part, list | tuple):
         return [by_class(value) for value in part]
-    if isinstance(part, PLAIN):
+    if isinstance(part, YAML_TYPES):
         return part
     if hasattr(part, "tolist"):  # tensors and arrays
         return part.tolist()
