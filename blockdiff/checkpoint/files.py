@@ -26,7 +26,7 @@ ADAPTER = "adapter"  # or of its adapter
 ADAPTER_CONFIG = "adapter_config.json"
 GENERATION = "generation_config.json"
 ADDED = "blockdiff.safetensors"  # what a tweaked model class adds (`added.py`)
-CHOICES = "blockdiff.json"  # what the model was trained for (`sampling.choices`)
+CHOICES = "blockdiff.json"  # what the model was trained for (`checkpoint.diffusion`)
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model")  # a directory with neither holds no tokenizer
 TOKENIZER_FILES = (
     *VOCABULARY_FILES,

@@ -46,7 +46,7 @@ def save(
 
     tokenizer: anything with `save_pretrained`; None carries the files of the checkpoint the model came from.
     generation: the settings, or the content of generation_config.json; None carries the old ones or writes the
-    defaults. choices: what sampling has to know beyond that (`sampling.Choices`). dtype: cast the text tensors (None:
+    defaults. choices: the `DiffusionSettings` that go beside them. dtype: cast the text tensors (None:
     as they are; those in fp8 stay so); image tensors are written as they were read. overwrite: replace a checkpoint
     that stands there. weights: what is written in place of the model's own tensors, by the same names, read one by one.
     What a tweaked model class adds is written to `blockdiff.safetensors`. Tensors are written one after the other. Of a

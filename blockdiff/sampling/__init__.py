@@ -1,7 +1,7 @@
 """From a model and prompts to text: requests in, results out, and what happened in between."""
 
+from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.prompts import read_prompts
 from blockdiff.sampling.request import Request, Result
@@ -10,12 +10,15 @@ from blockdiff.sampling.strategies import Composed, parse_strategy
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Recorder, Step, Trace, write_traces
 
+Choices = DiffusionSettings  # its name in 0.1.0
+
 __all__ = [
     "Canvases",
     "Choices",
     "CommittedCanvas",
     "Composed",
     "Decision",
+    "DiffusionSettings",
     "Engine",
     "Generation",
     "Recorder",

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import RequestError
 from blockdiff.models.pages import Pages
-from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.control import CanvasControl
 from blockdiff.sampling.encoding import Encoding
-from blockdiff.sampling.fixed_step import FixedStep
 from blockdiff.sampling.graphs import Graphs, capture_of
 from blockdiff.sampling.live import Live
 from blockdiff.sampling.request import Request, Result
@@ -46,11 +45,12 @@ class Engine:
 
     max_rows: requests that run at the same time; max_waiting: those that may wait for it; tokens_per_step: what a step
     encodes and denoises at most, as far as prompts can wait (None: twice the canvases of `max_rows` rows); page_tokens,
-    capacity: of `Pages`; chunk_tokens: the pieces in which prompts are encoded; canvases: how many of a response are
+    capacity: of `Pages`; chunk_tokens: the chunks in which prompts are encoded; canvases: how many of a response are
     denoised side by side; exact: a request's tokens are the same to the bit whatever else runs, on a CPU, because each
     runs in calls of its own; buckets: row counts that calls are padded to (None: none on a CPU); graphs: whether steps
-    are captured in CUDA graphs and replayed where they can be (None: on a GPU, where attention reads pages); fixed: the
-    `fixed` of an engine of the same settings and pages that is closed, to go on with what that has captured.
+    are captured in CUDA graphs and replayed where they can be (None: on a GPU, where attention reads pages).
+
+    One thread at a time may call it.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Engine:
         model: BlockDiffusionModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         generation: Generation | None = None,
-        choices: Choices | None = None,
+        choices: DiffusionSettings | None = None,
         strategy: Strategy | str | None = None,
         *,
         settings: SamplingSettings | None = None,
@@ -74,7 +74,6 @@ class Engine:
         buckets: abc.Sequence[int] | None = None,
         pages: Pages | None = None,
         graphs: bool | None = None,
-        fixed: FixedStep | None = None,
     ):
         counts = dict(max_rows=max_rows, max_waiting=max_waiting, page_tokens=page_tokens, chunk_tokens=chunk_tokens)
         for name, count in {**counts, "canvases": canvases}.items():
@@ -87,23 +86,12 @@ class Engine:
         self.capacity = self.pages.free_tokens()
         if canvases > 1 and self.settings.is_next_token:
             raise ValueError("canvases: next tokens are drawn one after the other, so there is one at a time; give 1")
-        row_tokens = canvases * self.settings.canvas_length
-        least = chunk_tokens if self.settings.is_next_token else 0
-        tokens_per_step = tokens_per_step or max(2 * max_rows * row_tokens, least)
-        if tokens_per_step < row_tokens:
-            raise ValueError(f"tokens_per_step {tokens_per_step} is less than the {row_tokens} of one row's canvases")
-        max_rows = min(max_rows, tokens_per_step // row_tokens)
         self._scheduler = Scheduler(
-            self.pages,
-            max_rows,
-            max_waiting,
-            chunk_tokens,
-            tokens_per_step,
-            self.settings.canvas_length,
-            canvases,
-            exact,
+            self.pages, max_waiting, chunk_tokens, self.settings.canvas_length, canvases, exact,
             self.settings.is_next_token,
-        )
+        )  # fmt: skip
+        self._scheduler.limit(max_rows, tokens_per_step)
+        self.most_rows = max_rows = self._scheduler.max_rows
         if buckets is None and model.device.type != "cpu":
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
         is_alone = exact or self.settings.is_next_token
@@ -112,7 +100,7 @@ class Engine:
         if graphs and of_steps is None:
             raise ValueError("graphs: no step of this model can be captured; that takes canvases, CUDA and Triton")
         self._encoding = Encoding(model, self.settings, self.pages, exact)
-        self._live = Live(model, self.settings, self.pages, canvases, max_rows, exact, buckets, of_steps, fixed)
+        self._live = Live(model, self.settings, self.pages, canvases, max_rows, exact, buckets, of_steps)
         self._sequences: dict[str | int, Sequence] = {}  # the first draw of each submitted request
         self._unfinished = 0
         self._events: list[Event] = []
@@ -160,11 +148,24 @@ class Engine:
         return first is not None
 
     def close(self) -> None:
-        """Give up what is not answered, without results, and give its pages back to those who share them."""
+        """Give up what is not answered, without results, and all pages; new requests may be submitted then."""
         self._scheduler.close()
+        self._live.arrange([])
         self._sequences.clear()
+        self._events.clear()
+        self._answered.clear()
         self._unfinished = 0
-        self._has_changed = True
+
+    def limit(self, max_rows: int) -> None:
+        """Set how many requests run at the same time, at most `most_rows`; none may be unfinished."""
+        if self._unfinished or not 1 <= max_rows <= self.most_rows:
+            raise ValueError(f"max_rows {max_rows}: an idle engine takes 1 to {self.most_rows}, as it was made for")
+        self._scheduler.limit(max_rows)
+
+    @property
+    def is_stale(self) -> bool:
+        """True where the weights lie elsewhere than when steps were captured."""
+        return self._live.fixed is not None and self._live.fixed.is_stale
 
     def events(self) -> list[Event]:
         """What happened since the last call: steps that are watched, committed canvases, and results."""
@@ -175,11 +176,6 @@ class Engine:
         """The first draws that `enter` took and that have a result since the last call, in the order of their ends."""
         answered, self._answered = self._answered, []
         return answered
-
-    @property
-    def fixed(self) -> FixedStep | None:
-        """What has captured steps; None where none can be."""
-        return self._live.fixed
 
     @property
     def unfinished(self) -> int:

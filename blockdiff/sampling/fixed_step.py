@@ -67,11 +67,6 @@ class FixedStep:
         filters = model.kernels.filters_on_device and not shape.guidance and model.vocabulary.head is None
         return shape.top_p >= 1 or filters
 
-    def serves(self, settings: SamplingSettings, pages: Pages, width: int, most: int) -> bool:
-        """Whether an engine of these can go on with what is captured here."""
-        is_same = self.settings is settings and self.pages is pages and self.width == width
-        return is_same and self.most >= most and not self.is_stale
-
     def load(
         self, rows: Sequence[PagedRow], others: Sequence[PagedRow], strategy: Strategy, shape: Shape, state: State,
         start_BL: Tensor | None, pinned_BL: Tensor | None, held: Held | None,

@@ -36,8 +36,7 @@ class Live:
     """The batch of live canvases. `arrange` it whenever rows come, go or commit, then `step`.
 
     exact: whether every row has calls of its own; buckets: row counts that a call of all rows is padded up to, so that
-    its shapes are few (None: no padding); graphs: where steps that can be are captured and replayed (None: none);
-    fixed: what has captured before, to go on with where it fits.
+    its shapes are few (None: no padding); graphs: where steps that can be are captured and replayed (None: none).
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class Live:
         exact: bool,
         buckets: abc.Sequence[int] | None = None,
         graphs: Graphs | None = None,
-        fixed: FixedStep | None = None,
     ):
         self.model, self.settings, self.pages, self.width = model, settings, pages, width
         self.rows_per_call, self.buckets = 1 if exact else max_rows, None if exact else buckets
@@ -68,10 +66,7 @@ class Live:
         most = max_rows + self._missing(max_rows)
         of_steps = most, width, settings.canvas_length, graphs is None
         self._prefixes, self._without_prompts = pages.step_buffers(*of_steps), pages.step_buffers(*of_steps)
-        self.fixed = None
-        if graphs is not None:
-            is_fit = fixed is not None and fixed.serves(settings, pages, width, most)
-            self.fixed = fixed if is_fit else FixedStep(model, settings, pages, width, most, graphs)
+        self.fixed = None if graphs is None else FixedStep(model, settings, pages, width, most, graphs)
         # of the live canvases, where their steps can be captured: the strategy, and what it draws from
         self._captured: tuple[Strategy, Shape] | None = None
         self._is_loaded = False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,17 +13,16 @@ import torch
 
 from blockdiff.checkpoint import load
 from blockdiff.checkpoint.adapters import places_of
+from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import GENERATION, VOCABULARY_FILES, holding
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.models.pages import PAGE_TOKENS, Pages
-from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.engine import Engine
-from blockdiff.sampling.fixed_step import FixedStep
 from blockdiff.sampling.request import Prompt, Request, Result, as_request
 from blockdiff.sampling.sequence import Sequence, sequences_of
-from blockdiff.sampling.settings import settings_of
+from blockdiff.sampling.settings import SamplingSettings, settings_of
 from blockdiff.sampling.strategies import as_strategy
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step
@@ -39,25 +40,29 @@ OnStep = Callable[[Step], object]
 class Sampler:
     """Answers prompts with a model; what may be left out is said at `settings_of`.
 
-    Prompts that begin alike share their beginning within a call; with `pages` (of this model, while its weights stay as
-    they are) between calls, too, and then only one thread may call. Where steps are captured in CUDA graphs, the memory
-    that they read and write is kept for the next call (`release` gives it back); weights may have changed in place or
-    have moved by then. Under autocast nothing is kept: steps read the weights as torch has cast them, which are gone
-    when autocast ends.
-    """
+    A sampler makes one engine, with its first call, and goes on with it: captured steps and the memory of pages are
+    there for the next call (`release` gives them back), and weights may have changed in place or have moved by then. A
+    call that needs more rows or memory than any before, or another `exact` or `graphs`, makes the engine anew. Calls
+    may overlap, in turns or from several threads: a call that begins while another is under way has an engine of its
+    own, and their steps take turns. Under autocast every call has one: its steps read the weights as torch has cast
+    them, which are gone when autocast ends.
 
-    _kept: tuple[FixedStep, int] | None = None  # what has captured steps, and how many tokens its pages were asked for
+    Prompts that begin alike share their beginning within a call; with `pages` (of this model, while its weights stay as
+    they are) between calls, too.
+    """
 
     def __init__(
         self,
         model: BlockDiffusionModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         generation: Generation | None = None,
-        choices: Choices | None = None,
+        choices: DiffusionSettings | None = None,
         strategy: Strategy | str | None = None,
         pages: Pages | None = None,
     ):
         self.model, self.pages = model, pages
+        self._idle: _Idle | None = None  # the engine, while no call has it
+        self._turn = threading.RLock()
         self.settings = settings_of(model, tokenizer, generation, choices, strategy)
 
     @property
@@ -71,7 +76,7 @@ class Sampler:
         return self.settings.generation
 
     @property
-    def choices(self) -> Choices:
+    def choices(self) -> DiffusionSettings:
         """What the model was trained for."""
         return self.settings.diffusion
 
@@ -81,8 +86,9 @@ class Sampler:
         return self.settings.strategy
 
     def release(self) -> None:
-        """Give back the memory that is kept from call to call."""
-        self._kept = None
+        """Give back the memory that the engine keeps from call to call."""
+        with self._turn:
+            self._idle = None
 
     @classmethod
     def from_pretrained(
@@ -188,30 +194,25 @@ class Sampler:
         longest = max(len(first.prompt_tokens) + first.canvases * length for _, (first, *_) in asked)
         count = sum(len(draws) for _, draws in asked)
         rows = min(2 * batch_size, count) + 1
-        needed = rows * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
-        is_cast = torch.is_autocast_enabled(self.model.device.type)
-        fixed, needed = self._taken(needed, graphs is not False and not exact and not is_cast)
-        engine = Engine(
-            self.model,
-            settings=self.settings,
-            max_rows=min(batch_size, count),
-            max_waiting=count,
-            exact=exact,
-            graphs=graphs,
-            pages=self.pages or (self._own_pages(needed) if fixed is None else fixed.pages),
-            fixed=fixed,
-        )
-        del fixed  # the engine made a larger one where this was too small, and its memory must not be held beside it
-        places: dict[int, int] = {}
-        for place, draws in asked:
-            try:
-                engine.enter(draws, watch=on_step is not None)
-                places[id(draws[0])] = place
-            except RequestError as error:
-                yield place, Result.failed(draws[0].request.id, error)
+        tokens = rows * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+        model = self.model
+        is_cast = torch.is_autocast_enabled(model.device.type)
+        purpose = _Purpose(self.settings, exact, graphs, is_cast, model.device, model.dtype)
+        idle = self._taken(min(batch_size, count), tokens, purpose)
+        engine, places = idle.engine, dict[int, int]()
+        is_whole = True  # no step has been left half done
         try:
+            for place, draws in asked:
+                try:
+                    engine.enter(draws, watch=on_step is not None)
+                    places[id(draws[0])] = place
+                except RequestError as error:
+                    yield place, Result.failed(draws[0].request.id, error)
             while engine.unfinished:
-                engine.step()
+                is_whole = False
+                with self._turn:
+                    engine.step()
+                is_whole = True
                 for event in engine.events():
                     if isinstance(event, Step) and on_step is not None:
                         on_step(event)
@@ -220,26 +221,61 @@ class Sampler:
                 for first, result in engine.answered():
                     yield places[id(first)], result
         finally:
-            engine.close()  # who stops listening leaves rows whose pages others may need
-            if engine.fixed is not None:
-                if self.pages is None:
+            with self._turn:
+                engine.close()  # who stops listening leaves sequences whose pages others may need
+                if self.pages is None and is_whole:
                     engine.pages.forget()
-                self._kept = None if is_cast else (engine.fixed, needed)
+                if is_whole and not is_cast:
+                    self._idle = idle
 
-    def _taken(self, needed: int, captures: bool) -> tuple[FixedStep | None, int]:
-        """What was kept, where a call that needs pages of so many tokens can use it, and how many these then are for.
+    def _taken(self, rows: int, tokens: int, purpose: _Purpose) -> _Idle:
+        """The sampler's engine where no other call has it and it can serve this one, else a new one."""
+        with self._turn:
+            idle, self._idle = self._idle, None
+        if idle is not None and idle.purpose == purpose and idle.serves(rows, tokens, self.pages):
+            idle.engine.limit(rows)
+            return idle
+        del idle  # its memory must not be held beside that of the new one
+        pages = self.pages
+        if pages is None:
+            pages = Pages(self.model)
+            pages = pages if tokens > pages.free_tokens() else Pages(self.model, capacity=tokens)
+        engine = Engine(
+            self.model,
+            settings=purpose.settings,
+            max_rows=rows,
+            max_waiting=sys.maxsize,
+            exact=purpose.exact,
+            graphs=purpose.graphs,
+            pages=pages,
+        )
+        return _Idle(engine, tokens, purpose)
 
-        It is kept no more: the call has its memory, and a call that runs beside this one has memory of its own.
-        """
-        kept, self._kept = self._kept, None
-        if kept is None or not captures or kept[0].is_stale or (self.pages is None and kept[1] < needed):
-            return None, needed
-        return kept
 
-    def _own_pages(self, needed: int) -> Pages:
-        """Pages for so many tokens, or for as many as there is memory for."""
-        pages = Pages(self.model)
-        return pages if needed > pages.free_tokens() else Pages(self.model, capacity=needed)
+@dataclass(frozen=True)
+class _Purpose:
+    """The state of a sampler and of a call that decide whether an engine made for one call can serve another."""
+
+    settings: SamplingSettings
+    exact: bool
+    graphs: bool | None
+    is_cast: bool
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Idle:
+    """An engine between two calls, and the tokens that its pages were asked for."""
+
+    engine: Engine
+    tokens: int
+    purpose: _Purpose
+
+    def serves(self, rows: int, tokens: int, pages: Pages | None) -> bool:
+        """True where a call of so many rows and tokens, and in these pages if any, can have the engine."""
+        is_large = self.engine.most_rows >= rows and self.tokens >= tokens
+        return is_large and pages in (None, self.engine.pages) and not self.engine.is_stale
 
 
 def _with_defaults(request: Request, settings: Generation) -> Request:

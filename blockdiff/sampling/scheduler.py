@@ -28,10 +28,8 @@ class Scheduler:
     """
 
     pages: Pages
-    max_rows: int
     max_waiting: int
     chunk_tokens: int
-    tokens_per_step: int
     canvas_length: int
     canvases: int
     exact: bool = False
@@ -39,7 +37,21 @@ class Scheduler:
     waiting: deque[Sequence] = field(default_factory=deque)
     seated: list[Sequence] = field(default_factory=list)
     live: list[Sequence] = field(default_factory=list)
+    max_rows: int = 1
+    tokens_per_step: int = 0
     preemptions: int = 0
+
+    def limit(self, max_rows: int, tokens_per_step: int | None = None) -> None:
+        """Set how many sequences are live at most, and the tokens of a step; ValueError for fewer than a row has.
+
+        tokens_per_step: None for twice the canvases of so many rows.
+        """
+        row_tokens = self.canvases * self.canvas_length
+        least = self.chunk_tokens if self.is_next_token else 0
+        self.tokens_per_step = tokens_per_step or max(2 * max_rows * row_tokens, least)
+        if self.tokens_per_step < row_tokens:
+            raise ValueError(f"tokens_per_step {tokens_per_step} is less than the {row_tokens} of one row's canvases")
+        self.max_rows = min(max_rows, self.tokens_per_step // row_tokens)
 
     def add(self, *sequences: Sequence) -> None:
         """Let sequences wait for a seat, all or none; raises Full where the queue has no room for them."""

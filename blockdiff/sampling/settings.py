@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import CHOICES
 from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.models.family import family_of
-from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.strategies import NextToken, as_strategy
 from blockdiff.sampling.strategy import Strategy
@@ -34,7 +34,7 @@ class SamplingSettings:
 
     tokenizer: PreTrainedTokenizerBase | None
     generation: Generation
-    diffusion: Choices
+    diffusion: DiffusionSettings
     strategy: Strategy
     canvas_length: int
     vocab_size: int
@@ -86,7 +86,7 @@ def settings_of(
     model: BlockDiffusionModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     generation: Generation | None = None,
-    diffusion: Choices | None = None,
+    diffusion: DiffusionSettings | None = None,
     strategy: Strategy | str | None = None,
 ) -> SamplingSettings:
     """The settings of a model, of which those that are given replace its own.
@@ -105,7 +105,7 @@ def settings_of(
     is_next_token = isinstance(strategy, NextToken)
     if not denoises and not is_next_token:
         raise RequestError(f"the strategy {strategy!r:.80} denoises canvases, and a causal model has none")
-    diffusion = diffusion or (Choices.from_pretrained(origin) if origin else Choices())
+    diffusion = diffusion or (DiffusionSettings.from_pretrained(origin) if origin else DiffusionSettings())
     if diffusion.mask_id is not None and diffusion.mask_id >= model.vocab_size:
         raise CheckpointError(
             f"{CHOICES}: mask_id {diffusion.mask_id} is none of the model's {model.vocab_size} tokens"

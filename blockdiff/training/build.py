@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from blockdiff import checkpoint, evals
+from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.errors import RunError
 from blockdiff.evals.questions import questions_of
 from blockdiff.models.adapters import draw_adapters
@@ -21,7 +22,6 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
-from blockdiff.sampling.choices import Choices
 from blockdiff.training import optimiser as optimisers
 from blockdiff.training import schedule
 from blockdiff.training.activations import checkpoint_activations
@@ -50,7 +50,7 @@ class Built:
     optimiser: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
     average: Ema | None
-    choices: Choices
+    choices: DiffusionSettings
     facts: dict[str, Any]  # what must be the same for the run to be resumed
     steps: int  # the length of the run
     step: int  # the optimiser step of the checkpoint that was restored, 0 = none was
@@ -127,7 +127,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
             key = "steps" if recipe.train.epochs is None else "epochs"
             length = f"{getattr(recipe.train, key):g}"
             raise RunError(f"{saved}: already at step {step}, past train.{key} = {length}; raise train.{key} to go on")
-    choices = Choices.of(objective, objective_record(recipe, objective))
+    choices = DiffusionSettings.of(objective, objective_record(recipe, objective))
     return Built(
         base=base,
         data=data,

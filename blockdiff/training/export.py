@@ -19,6 +19,7 @@ from torch import Tensor
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint.added import fill
+from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import ADAPTER, MODEL, Carried, find
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.checkpoint.stream import TensorSource
@@ -29,7 +30,6 @@ from blockdiff.metrics import FILE_NAME, SAMPLES, MetricsLog, Record
 from blockdiff.models.adapters import adapter_tensors
 from blockdiff.models.family import family_of
 from blockdiff.plots.curves import draw_curves
-from blockdiff.sampling.choices import Choices
 from blockdiff.training.checkpoint_content import AVERAGE, steps_saved
 from blockdiff.training.checkpoint_content import MODEL as WEIGHTS
 from blockdiff.training.checkpoint_reader import open_checkpoint, restore_weights
@@ -139,7 +139,7 @@ def consolidate(
     weights = tensors.tensors(WEIGHTS)
     kept = weights[next(name for name in ("vocabulary.table", *weights) if name in weights)].dtype
     objective = without_weights(recipe, found, dtype=None if recipe.lora.trains else kept)
-    model, choices = objective.model, Choices.of(objective, objective_record(recipe, objective))
+    model, choices = objective.model, DiffusionSettings.of(objective, objective_record(recipe, objective))
     beside = {"tokenizer": found.tokenizer, "generation": found.generation, "choices": choices}
 
     def read(name: str, target: torch.dtype | None = None) -> Tensor:

@@ -67,7 +67,7 @@ def sample_prompts(
 @contextmanager
 def _room_after(sampler: Sampler, device: torch.device) -> Iterator[None]:
     """Surrounds sampling, after which the memory of a training step has to be free on a GPU, as it was before."""
-    if device.type != "cuda":  # only there a sampler keeps anything
+    if device.type != "cuda":  # elsewhere a sampler keeps the memory of its largest call
         yield
         return
     passing = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)

@@ -19,7 +19,7 @@ from blockdiff.kernels import launch as launching
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
-from blockdiff.sampling.choices import Choices
+from blockdiff.sampling import Choices
 from blockdiff.sampling.control import control_of
 from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.fixed_step import FixedStep

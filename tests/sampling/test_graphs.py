@@ -15,8 +15,8 @@ from benchmarks.soak import soak
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.sampling import Choices
 from blockdiff.sampling import engine as engines
-from blockdiff.sampling.choices import Choices
 from blockdiff.sampling.control import ResponseControl
 from blockdiff.sampling.controls.restriction import Restriction
 from blockdiff.sampling.engine import Engine
@@ -294,7 +294,7 @@ def test_top_p_is_captured_where_a_kernel_finds_its_tokens(recorder):
     top_p = Shape(1.0, top_p=0.9)
     for kernels, is_taken in ((model.kernels, True), (model.kernels.replaced(token_stats="torch"), False)):
         model.kernels = kernels
-        fixed = Engine(model, None, LIVELY, page_tokens=8, graphs=True).fixed
+        fixed = Engine(model, None, LIVELY, page_tokens=8, graphs=True)._live.fixed
         assert fixed.takes(top_p) is is_taken and fixed.takes(Shape(1.0, 20, min_p=0.1, guidance=0.5))
         assert not fixed.takes(replace(top_p, guidance=0.5))  # the logits of both prefixes are filtered natively
 

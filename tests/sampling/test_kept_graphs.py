@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,8 +28,8 @@ def uncaptured(model: Any, count: int, **how: Any) -> list[Result]:
 
 
 def kept_pages(sampler: Sampler) -> Pages:
-    assert sampler._kept is not None
-    return sampler._kept[0].pages
+    assert sampler._idle is not None
+    return sampler._idle.engine.pages
 
 
 def test_a_call_like_those_before_captures_nothing_and_answers_the_same(model, recorder):
@@ -83,12 +85,12 @@ def test_calls_in_turns_have_memory_of_their_own(model, recorder):
 def test_memory_is_given_back_when_asked_and_for_calls_that_capture_nothing(model, recorder):
     sampler = sampler_of(model)
     sampler.generate(requests_of(1))
-    assert sampler._kept is not None
+    assert sampler._idle is not None and sampler._idle.engine._live.fixed is not None
     sampler.release()
-    assert sampler._kept is None
+    assert sampler._idle is None
     sampler.generate(requests_of(1))
     sampler.generate(requests_of(1), graphs=False)
-    assert sampler._kept is None
+    assert sampler._idle is not None and sampler._idle.engine._live.fixed is None
 
 
 def test_pages_that_were_given_keep_prompts_and_steps_for_the_next_call(model, recorder):
@@ -101,9 +103,46 @@ def test_pages_that_were_given_keep_prompts_and_steps_for_the_next_call(model, r
     pages.check()
 
 
-def test_where_nothing_is_captured_nothing_is_kept(model):
+def test_one_engine_answers_call_after_call_and_another_only_where_it_has_to(model):
     sampler = sampler_of(model)
-    assert sampler.generate(requests_of(1))[0].error is None and sampler._kept is None
+    expected = uncaptured(model, 3)
+
+    def engine_after(count: int, **how: Any) -> Any:
+        assert sampler.generate(requests_of(3)[:count], **how) == expected[:count]
+        return sampler._idle.engine
+
+    first = engine_after(2)
+    assert engine_after(2) is first and engine_after(1) is first and engine_after(2, batch_size=1) is first
+    more = engine_after(3)
+    assert more is not first and engine_after(2) is more
+    exact = engine_after(2, exact=True)
+    assert exact is not more and engine_after(1, exact=True) is exact and engine_after(1) is not exact
+    sampler.generate([replace(request, tokens=request.tokens * 40) for request in requests_of(1)])
+    assert sampler._idle.engine.capacity > first.capacity
+
+
+def test_a_call_that_breaks_off_within_a_step_leaves_no_engine_and_one_that_stops_between_steps_does(
+    model, monkeypatch
+):
+    sampler = sampler_of(model)
+    stream = sampler.stream(requests_of(3), batch_size=1)
+    next(stream)
+    stream.close()
+    engine = sampler._idle.engine
+    assert not engine.unfinished and not engine.events()
+    monkeypatch.setattr(engine._live, "step", lambda now: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sampler.generate(requests_of(3), batch_size=1)
+    assert sampler._idle is None
+    assert sampler.generate(requests_of(3)) == uncaptured(model, 3)
+
+
+def test_calls_of_several_threads_take_turns_and_each_gets_its_answers(model):
+    sampler, expected = sampler_of(model), uncaptured(model, 4)
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(sampler.generate, requests_of(4)) for _ in range(8)]
+        assert all(call.result() == expected for call in calls)
+    assert sampler._idle is not None and not sampler._idle.engine.unfinished
 
 
 def test_nothing_is_shared_of_pages_that_were_forgotten(model):

@@ -12,7 +12,7 @@ from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.sampling.choices import Choices
+from blockdiff.sampling import Choices
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import Sampler

@@ -1,4 +1,4 @@
-"""What a model was trained for, as far as sampling must know it: `blockdiff.json` beside the weights."""
+"""The settings of a model's diffusion that sampling follows: `blockdiff.json` beside the weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from blockdiff.files import write_text
 
 
 @dataclass(frozen=True)
-class Choices:
-    """The choices of the training objective that sampling follows, and for the record the others.
+class DiffusionSettings:
+    """The prediction and the corruption that a model was trained with, and for the record the rest of its objective.
 
     prediction: what the logits mean; corruption: what a canvas starts from and what stands where nothing is accepted,
-    uniform tokens or the mask token `mask_id`; objective: what the objective was made of, which nothing reads. The
+    uniform tokens or the mask token `mask_id`; objective: the parts of the objective by name. The
     defaults are those of the released model, whose directory has no such file.
     """
 
@@ -37,8 +37,8 @@ class Choices:
             raise ValueError(f"mask_id must be a token id with mask corruption, else null, not {self.mask_id!r}")
 
     @classmethod
-    def of(cls, objective: Any, record: Mapping[str, Any] | None = None) -> Choices:
-        """The choices of an `Objective` that trains a model; `record` says what it is made of.
+    def of(cls, objective: Any, record: Mapping[str, Any] | None = None) -> DiffusionSettings:
+        """The settings of an `Objective` that trains a model; `record` says what it is made of.
 
         A corruption of one's own is sampled as mask noise if it has a `mask_id`, else as uniform noise.
         """
@@ -55,8 +55,8 @@ class Choices:
         write_text(Path(directory) / CHOICES, json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path) -> Choices:
-        """The choices of a checkpoint directory; without the file, the defaults. CheckpointError if unusable."""
+    def from_pretrained(cls, directory: str | Path) -> DiffusionSettings:
+        """The settings of a checkpoint directory; without the file, the defaults. CheckpointError if unusable."""
         file = Path(directory) / CHOICES
         if not file.is_file():
             return cls()
