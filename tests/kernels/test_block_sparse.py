@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockdiff.kernels import CPU
 from blockdiff.kernels.block_sparse import cpu, native
 from blockdiff.kernels.c_library import library
 from tests.oracles import block_sparse as reference
@@ -226,6 +227,6 @@ def test_memory_for_long_rows_is_linear():
 
     q, k, visible = torch.randn(1, T, 2, 16), torch.randn(1, T, 1, 16), torch.arange(1, T + 1)[None]
     with Watch():
-        ids = cpu.select_blocks(q[:, :, :1], k[:, :, 0], visible, block=32, topk=4)
-        cpu.block_sparse_attention(q, k, k, ids, visible, None, 32, 0.25)
+        ids = CPU.select_blocks(q[:, :, :1], k[:, :, 0], visible, block=32, topk=4)
+        CPU.block_sparse_attention(q, k, k, ids, visible, None, 32, 0.25)
     assert largest <= max(T * 2 * 16, cpu.SCORED_ROWS * cpu.SCORED_KEYS, 4 * cpu.PIECE_ROWS * 32)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
+from blockdiff.kernels import CPU, NATIVE
 from blockdiff.kernels.c_library import serves
 from blockdiff.kernels.expert_mlp import cpu, native
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS
@@ -161,7 +162,7 @@ def low_rank_case(E: int, D: int, F: int, rank: int, dtype: torch.dtype) -> list
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("dtype,tolerance", DTYPES)
 @pytest.mark.parametrize("rank", [1, 4])
-@pytest.mark.parametrize("module", [native, cpu])
+@pytest.mark.parametrize("module", [NATIVE, CPU])
 def test_low_rank_matrices_are_added_to_the_weights_of_every_expert(module, rank, dtype, tolerance, is_frozen):
     tensors, index = case(41, 5, 2)  # some experts get no token
     results = []
@@ -179,7 +180,7 @@ def test_low_rank_matrices_are_added_to_the_weights_of_every_expert(module, rank
         assert relative_error(mine, truth) < tolerance * (1 if rank == 1 else 3)
 
 
-@pytest.mark.parametrize("module", [native, cpu])
+@pytest.mark.parametrize("module", [NATIVE, CPU])
 @pytest.mark.parametrize("dtype,tolerance", DTYPES)
 def test_low_rank_matrices_count_in_the_dense_products_of_few_tokens_too(module, dtype, tolerance):
     tensors, index = case(3, 5, 2)
@@ -195,7 +196,7 @@ def test_low_rank_matrices_count_in_the_dense_products_of_few_tokens_too(module,
 def test_frozen_tokens_get_no_gradient_and_the_matrices_over_them_do():
     (x, gate_up, down, weight), index = case(41, 5, 2)
     grads = []
-    for op in (cpu.expert_mlp, reference.expert_mlp):
+    for op in (CPU.expert_mlp, reference.expert_mlp):
         low_rank = low_rank_case(5, 12, 8, 4, torch.float32)
         op(x.float(), gate_up.float(), down.float(), index, weight.float(), low_rank=low_rank).square().sum().backward()
         grads.append([matrix.grad for matrix in low_rank])

@@ -1,4 +1,4 @@
-"""Block selection and block-sparse attention with the C functions of cpu.c for fp32 on a CPU; else natively.
+"""Block selection and block-sparse attention with the C functions of cpu.c for fp32 on a CPU.
 
 Products are torch's, of pieces that stay in the cache; what stands between them is one walk in C.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 from blockdiff.kernels.block_sparse import native
 from blockdiff.kernels.block_sparse.native import UNUSED, _documents, as_heads
 from blockdiff.kernels.c_library import call, serves_products
+from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention.paged import PagedTensor
 
 SCORED_ROWS, SCORED_KEYS = 512, 1024  # of a product of index queries and keys
@@ -37,8 +38,7 @@ def select_blocks(
     """See `native.select_blocks`."""
     keys = as_heads(idx_k_BSd).squeeze(2)
     if not serves_products(idx_q_BTHd, keys):
-        budget = dict(block=block, topk=topk, init=init, local=local)
-        return native.select_blocks(idx_q_BTHd, keys, visible_BT, first_BT, score=score, **budget)
+        raise Unserved("select_blocks in C takes fp32 tensors of a CPU")
     (B, T, H, d), S = idx_q_BTHd.shape, keys.shape[1]
     k, queries_each = max(1, min(topk, -(-S // block))), max(1, SCORED_ROWS // H)
     keys_each = max(block, SCORED_KEYS // block * block)
@@ -79,7 +79,7 @@ def block_sparse_attention(
     k, v, (B, T, h, _) = as_heads(k_BSKd), as_heads(v_BSKd), q_BThd.shape
     sees = ids_BTHk, visible_BT, first_BT, block, scale
     if B * h * T * k.shape[1] <= native.DENSE_NUMBERS or own_k is not None or not serves_products(q_BThd, k, v):
-        return native.block_sparse_attention(q_BThd, k, v, *sees, own_k, own_v, own_BT2)
+        raise Unserved("block_sparse_attention in C takes large fp32 tensors of a CPU, without keys of its own")
     out: Tensor = _ByBlocks.apply(q_BThd, k, v, *sees)
     return out
 

@@ -1,4 +1,4 @@
-"""Routed experts by the C functions of cpu.c for fp32 on a CPU; else natively.
+"""Routed experts by the C functions of cpu.c for fp32 on a CPU.
 
 A row of the routing weights is multiplied into the activation, so that neither the sum over a token's experts nor the
 gradient of a matrix needs it.
@@ -15,6 +15,7 @@ from torch import Tensor
 from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.expert_mlp import native
 from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.launch import Unserved
 
 STEP = 16  # the sides of a matrix that cpu_products.c takes are multiples
 KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that cpu.c has
@@ -182,12 +183,11 @@ def expert_mlp(
 ) -> Tensor:
     """See `native.expert_mlp`."""
     if isinstance(gate_up_EFD, Fp8) or isinstance(down_EDF, Fp8):
-        of_tokens = expert_index_Nk, expert_weight_Nk, activation, low_rank
-        return native.expert_mlp(x_ND, gate_up_EFD, down_EDF, *of_tokens)
+        raise Unserved("expert_mlp in C takes no weights in fp8")
     inputs = (x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)
     is_served = activation in KINDS and x_ND.shape[0] > 0 and expert_index_Nk.dtype is torch.int64
     if not is_served or not serves_products(*inputs[:3], expert_weight_Nk, *low_rank):
-        return native.expert_mlp(*inputs, activation, low_rank)
+        raise Unserved(f"expert_mlp in C takes fp32 tensors of a CPU, some tokens, and {' or '.join(KINDS)}")
     x_ND = x_ND.contiguous()
     if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= native.DENSE_FLOPS:
         return _dense(x_ND, *inputs[1:], KINDS[activation], low_rank)

@@ -1,4 +1,4 @@
-"""Norms and QK-norm + RoPE by the C functions of cpu.c for fp32 on a CPU; everything else runs natively.
+"""Norms and QK-norm + RoPE by the C functions of cpu.c for fp32 on a CPU.
 
 What is normed head by head is read where it stands and written as attention takes it, [B, h, T, d] in memory, so that
 neither direction copies it to turn tokens and heads around.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.c_library import BLOCKS, call, serves
-from blockdiff.kernels.norm_rope import native
+from blockdiff.kernels.launch import Unserved
 
 MOST = 3  # norms of one tensor that a call can make
 
@@ -57,7 +57,7 @@ def _norms(x: Tensor, weights: Sequence[Tensor | None], eps: float, rstd: Tensor
 def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:
     """See `native.rms_norms`."""
     if len(weights) > MOST or not serves(x, *weights):
-        return native.rms_norms(x, weights, eps)
+        raise Unserved(f"rms_norms in C takes fp32 tensors of a CPU and up to {MOST} weights")
     if x.dim() == 4 and len(weights) == 1:
         return (_heads(x, weights[0], None, None, eps),)
     x = x.contiguous()
@@ -99,7 +99,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tenso
     """See `native.add_rms_norm`."""
     is_by_row = scalar is None or scalar.numel() in (1, _rows(y)[0])
     if not is_by_row or x.shape != y.shape or not serves(x, y, weight, scalar):
-        return native.add_rms_norm(x, y, weight, eps, scalar)
+        raise Unserved("add_rms_norm in C takes fp32 tensors of a CPU, of one shape, and a scalar for all or each row")
     x, y, scalar = x.contiguous(), y.contiguous(), None if scalar is None else scalar.contiguous()
     if torch.is_grad_enabled():
         return _AddNorm.apply(x, y, weight, eps, scalar)
@@ -146,7 +146,7 @@ def _heads(x_BThd: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tenso
 def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, eps: float) -> Tensor:
     """See `native.norm_rope`."""
     if not serves(x_BThd, weight, cos_BTd, sin_BTd):
-        return native.norm_rope(x_BThd, weight, cos_BTd, sin_BTd, eps)
+        raise Unserved("norm_rope in C takes fp32 tensors of a CPU")
     B, T, _, d = x_BThd.shape
     cos, sin = (x.expand(B, T, d).contiguous() for x in (cos_BTd, sin_BTd))
     return _heads(x_BThd, weight, cos, sin, eps)

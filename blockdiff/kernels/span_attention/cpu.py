@@ -1,7 +1,4 @@
-"""span_attention in fp32 on a CPU by the C functions of cpu.c and cpu_backward.c, which touch only what queries see.
-
-Everything else runs natively.
-"""
+"""span_attention in fp32 on a CPU by the C functions of cpu.c and cpu_backward.c, which touch only what queries see."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.launch import Unserved
-from blockdiff.kernels.span_attention import native
 from blockdiff.kernels.span_attention.gathered import seen_of
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
 from blockdiff.spans import Spans, Sweep
@@ -33,7 +29,7 @@ def span_attention(
 ) -> Tensor:
     """See `native.span_attention`."""
     if not _takes(q_BThd, own_k, own_v, *map(_stored, (prefix_k, prefix_v))):
-        return native.span_attention(q_BThd, prefix_k, prefix_v, own_k, own_v, spans, scale)
+        raise Unserved(f"span_attention in C takes fp32 tensors of a CPU, heads of {STEP} n up to {LARGEST}")
     dense_k, dense_v, spans = _dense(prefix_k, spans)[0], *_dense(prefix_v, spans)
     bounds = None if spans.sees_all else spans.bounds_BT4
     return _attended(q_BThd, dense_k, dense_v, own_k, own_v, bounds, 0, scale, False)

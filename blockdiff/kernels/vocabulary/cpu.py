@@ -1,4 +1,4 @@
-"""The vocabulary ops whose walks over logits are the C functions of cpu.c, for fp32 on a CPU; else natively."""
+"""The vocabulary ops whose walks over logits are the C functions of cpu.c, for fp32 on a CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves_products
+from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.vocabulary import cross_entropy, native
 from blockdiff.kernels.vocabulary.logits import chunks
 from blockdiff.kernels.vocabulary.native import Stats
@@ -43,7 +44,7 @@ def linear_cross_entropy(
     is_served = target_N is not None and serves_products(hidden_ND, table_VD, bonus_N)
     given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, is_ignored_N
     if not is_served:
-        return native.linear_cross_entropy(*given)
+        raise Unserved("linear_cross_entropy in C takes fp32 tensors of a CPU and targets")
     return cross_entropy.cross_entropy_by(_cross_entropy_chunk, *given)
 
 
@@ -63,7 +64,7 @@ def soft_embedding(
     """See `native.soft_embedding`."""
     given = hidden_ND, table_VD, softcap, temperature, embedding_VD
     if not serves_products(hidden_ND, table_VD):
-        return native.soft_embedding(*given)
+        raise Unserved("soft_embedding in C takes fp32 tensors of a CPU")
     return native.soft_embedding_by(_probabilities, *given)
 
 
@@ -81,8 +82,7 @@ def token_stats(
     """See `native.token_stats`."""
     embedding = table_VD if embedding_VD is None else embedding_VD
     if shaping is not None or not serves_products(hidden_ND, table_VD, uniform_N, embedding):
-        extra = given_N, allowed_NW, shaping, embedding_VD
-        return native.token_stats(hidden_ND, table_VD, softcap, temperature_N, uniform_N, *extra)
+        raise Unserved("token_stats in C takes fp32 tensors of a CPU and shapes no logits")
     if not isinstance(temperature_N, Tensor):
         temperature_N = torch.tensor([temperature_N])
     factor, N = temperature_N.to(torch.float32).reciprocal().contiguous(), hidden_ND.shape[0]
