@@ -75,8 +75,7 @@ def chat(
             "messages (or with data.chat: true), or ask by `blockdiff sample --prompt`"
         )
     weights = load(directory, dtype=dtype, device=device, kernels=kernels, quantize=quantize)
-    # The pages keep what was said before, so that a turn encodes only what is new.
-    sampler = Sampler(weights, tokenizer, settings, strategy=strategy, pages=Pages(weights))
+    sampler = Sampler(weights, tokenizer, settings, strategy=strategy, pages=Pages(weights))  # room for a long talk
     talk = Chat(sampler, system, seed, thinking)
     if talk.is_terminal:
         talk.note(f"{model}; /help says what can be typed, Ctrl-D ends the chat")

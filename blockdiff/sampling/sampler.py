@@ -47,8 +47,8 @@ class Sampler:
     own, and their steps take turns. Under autocast every call has one: its steps read the weights as torch has cast
     them, which are gone when autocast ends.
 
-    Prompts that begin alike share their beginning within a call; with `pages` (of this model, while its weights stay as
-    they are) between calls, too.
+    Prompts that begin alike share their beginning, within a call and from call to call while the weights stay as they
+    are. pages: where prefixes lie (None: pages of its own, with room for the largest call so far).
     """
 
     def __init__(
@@ -223,8 +223,6 @@ class Sampler:
         finally:
             with self._turn:
                 engine.close()  # who stops listening leaves sequences whose pages others may need
-                if self.pages is None and is_whole:
-                    engine.pages.forget()
                 if is_whole and not is_cast:
                     self._idle = idle
 
