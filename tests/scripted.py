@@ -199,7 +199,7 @@ class ScriptedSteps:
         self.model.denoised.append(len(canvas_BT))
         logits = []
         for number, row in enumerate(self.rows[first : first + len(canvas_BT)]):
-            signal = None if soft_BTD is None else soft_BTD[number]
+            signal = None if soft_BTD is None else soft_BTD[number].clone()
             self.model.signals[row.last, row.canvas, row.step] = signal
             logits.append(self.model.script(row.last, row.canvas, row.step))
             row.step += 1

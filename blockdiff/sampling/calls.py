@@ -1,4 +1,4 @@
-"""Canvases that are decided apart: by calls of the model, and within one by their strategies."""
+"""Calls of a step, and canvases within one that several strategies decide."""
 
 from __future__ import annotations
 
@@ -9,36 +9,48 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.vocabulary import Stats
-from blockdiff.sampling.strategy import Canvases, Decision, Strategy, decision_of
+from blockdiff.sampling.canvas_controls import CanvasControls
+from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy, decision_of
 
 
 @dataclass(frozen=True)
-class Call:
-    """Canvases that one call of the model takes: a slice of all rows and of all canvases.
+class StepCall:
+    """One call of a step: rows from `first` on, `rows` of them and then those that pad the call up to `padded` rows.
 
-    groups: which of them (None: all) are decided by each strategy.
+    ids: of the requests of the canvases. groups: which canvases of the call (None: all) are decided by each strategy;
+    controls: what may stand in them; shapes: what each draws from. guided: the canvases of the call that are denoised
+    without their prompts, too, whose rows come from the place `first_guided` on (None: all; empty: none). has_signal: a
+    prediction before this one is there for some canvas; has_pins: tokens are given in some. hidden_BLD: hidden states
+    that are there, of tokens before the canvases.
     """
 
-    rows: slice
-    slots: slice
+    first: int
+    rows: int
+    padded: int
+    ids: Sequence[str | int]
     groups: tuple[tuple[Strategy, Tensor | None], ...]
+    controls: Sequence[CanvasControls]
+    shapes: Sequence[Shape]
+    guided: Tensor | None
+    first_guided: int = 0
+    has_signal: bool = True
+    has_pins: bool = True
+    hidden_BLD: Tensor | None = None
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """Those that decide."""
+        return tuple(strategy for strategy, _ in self.groups)
 
 
-def calls_of(strategies: Sequence[Strategy], rows: int, rows_per_call: int, device: torch.device) -> list[Call]:
-    """The calls for so many rows, of which the canvases, as many of each, have these strategies."""
-    calls, width = [], len(strategies) // max(1, rows)
-    for first in range(0, rows, rows_per_call):
-        of = slice(first, min(first + rows_per_call, rows))
-        slots = slice(of.start * width, of.stop * width)
-        by_strategy: dict[Strategy, list[int]] = {}
-        for place, strategy in enumerate(strategies[slots]):
-            by_strategy.setdefault(strategy, []).append(place)
-        groups = tuple(
-            (strategy, torch.tensor(places, device=device) if len(by_strategy) > 1 else None)
-            for strategy, places in by_strategy.items()
-        )
-        calls.append(Call(of, slots, groups))
-    return calls
+def groups_of(strategies: Sequence[Strategy], device: torch.device) -> tuple[tuple[Strategy, Tensor | None], ...]:
+    """Every strategy once, with the canvases that have it (None: all)."""
+    places: dict[Strategy, list[int]] = {}
+    for place, strategy in enumerate(strategies):
+        places.setdefault(strategy, []).append(place)
+    if len(places) == 1:
+        return ((strategies[0], None),)
+    return tuple((strategy, torch.tensor(of_it, device=device)) for strategy, of_it in places.items())
 
 
 def decided(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | None]]) -> Decision:
@@ -78,28 +90,4 @@ def _some(canvases: Canvases, places: Tensor) -> Canvases:
         kept_BL=canvases.kept_BL[places],
         is_pinned_BL=None if canvases.is_pinned_BL is None else canvases.is_pinned_BL[places],
         draw=lambda: canvases.uniform_BL[places],
-    )
-
-
-def joined(
-    parts: Sequence[tuple[Stats, Tensor, Decision, Tensor]],
-) -> tuple[Stats, Tensor, Decision, Tensor]:
-    """What several calls gave, as if it had been one."""
-    stats, unchanged, decisions, standing = zip(*parts, strict=True)
-
-    def whole(columns: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor | None:
-        if all(column is None for column in columns):
-            return None
-        return torch.cat([torch.zeros_like(b) if a is None else a for a, b in zip(columns, like, strict=True)])
-
-    keep = [decision.keep_BL for decision in decisions]
-    stop_B = whole([decision.stop_B for decision in decisions], [each[:, 0] for each in keep])
-    stay_BL = whole([decision.stay_BL for decision in decisions], keep)
-    argmax = [column.argmax for column, *_ in parts]
-    final_BL = torch.cat([a if d.final_BL is None else d.final_BL for d, a in zip(decisions, argmax, strict=True)])
-    return (
-        Stats(*(torch.cat(columns) for columns in zip(*stats, strict=True))),
-        torch.cat(unchanged),
-        Decision(torch.cat(keep), stop_B, stay_BL, final_BL),
-        torch.cat(standing),
     )

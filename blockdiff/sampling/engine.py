@@ -15,10 +15,10 @@ from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import RequestError
 from blockdiff.models.pages import Pages
+from blockdiff.sampling.canvas_batch import CanvasBatch
 from blockdiff.sampling.control import CanvasControl
 from blockdiff.sampling.encoding import Encoding
 from blockdiff.sampling.graphs import Graphs, capture_of
-from blockdiff.sampling.live import Live
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.scheduler import Scheduler
 from blockdiff.sampling.scores import best
@@ -100,7 +100,7 @@ class Engine:
         if graphs and of_steps is None:
             raise ValueError("graphs: no step of this model can be captured; that takes canvases, CUDA and Triton")
         self._encoding = Encoding(model, self.settings, self.pages, exact)
-        self._live = Live(model, self.settings, self.pages, canvases, max_rows, exact, buckets, of_steps)
+        self._batch = CanvasBatch(model, self.settings, self.pages, canvases, max_rows, exact, buckets, of_steps)
         self._sequences: dict[str | int, Sequence] = {}  # the first draw of each submitted request
         self._unfinished = 0
         self._events: list[Event] = []
@@ -150,7 +150,7 @@ class Engine:
     def close(self) -> None:
         """Give up what is not answered, without results, and all pages; new requests may be submitted then."""
         self._scheduler.close()
-        self._live.arrange([])
+        self._batch.arrange([])
         self._sequences.clear()
         self._events.clear()
         self._answered.clear()
@@ -161,11 +161,6 @@ class Engine:
         if self._unfinished or not 1 <= max_rows <= self.most_rows:
             raise ValueError(f"max_rows {max_rows}: an idle engine takes 1 to {self.most_rows}, as it was made for")
         self._scheduler.limit(max_rows)
-
-    @property
-    def is_stale(self) -> bool:
-        """True where the weights lie elsewhere than when steps were captured."""
-        return self._live.fixed is not None and self._live.fixed.is_stale
 
     def events(self) -> list[Event]:
         """What happened since the last call: steps that are watched, committed canvases, and results."""
@@ -185,7 +180,7 @@ class Engine:
     @property
     def forwards(self) -> int:
         """How many canvases the model has denoised so far, padding included."""
-        return self._live.forwards
+        return self._batch.forwards
 
     @property
     def encoded_tokens(self) -> int:
@@ -219,11 +214,11 @@ class Engine:
                 sequence.in_flight.append(self._begun(sequence))
                 has_changed = True
         if has_changed or self._has_changed:
-            self._live.arrange(self._scheduler.live)
+            self._batch.arrange(self._scheduler.live)
             self._has_changed = False
-        if not self._live.sequences:
+        if not self._batch.sequences:
             return
-        finished, told = self._live.step(self._now)
+        finished, told = self._batch.step(self._now)
         self._now += 1
         self._events += told
         for canvas in finished:

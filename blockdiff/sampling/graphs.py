@@ -19,7 +19,7 @@ from blockdiff.tensor_pieces import is_spread
 
 MOST_GRAPHS = 64  # that are kept at once; they share the memory of what they compute, and each takes some of its own
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 class Capture(Protocol):
@@ -108,6 +108,10 @@ class Graphs:
         self._replays.move_to_end(key)
         while len(self._replays) > self._most:
             self._replays.popitem(last=False)
+
+    def forget(self) -> None:
+        """Capture anew what is asked for from now on."""
+        self._replays.clear()
 
     def _captured(self, work: Work) -> Work | None:
         try:

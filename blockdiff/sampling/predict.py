@@ -13,7 +13,7 @@ from torch import Tensor
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels.vocabulary import Shaping, Stats, pack_allowed
-from blockdiff.sampling.held import Held, held_stats
+from blockdiff.sampling.canvas_controls import CanvasControls, controlled_stats
 from blockdiff.sampling.strategy import Shape
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def predict(
     temperature: Tensor | float,
     uniform_BL: Tensor,
     mask_id: int | None = None,
-    held: Sequence[Held] = (),
+    controls: Sequence[CanvasControls] = (),
     step_B: Tensor | None = None,
     shapes: Sequence[Shape] | None = None,
     prediction: str = "posterior",
@@ -36,22 +36,22 @@ def predict(
     """The statistics of a step over B canvases, each [B, L] (the soft embedding [B, L, D]).
 
     `canvas_BL` is what the step saw; `temperature` is one number or one per row; `uniform_BL` picks the samples. With
-    mask noise the mask is never predicted, and a token that is not a mask stays what it is. `held` says what may stand
-    in rows, where not every token may, and then `step_B` (int64) which step of its canvas each row is at. `shapes` say
-    what else is done to the distributions of the other rows; `prediction` is what the model was trained for, and
-    `other_BLD` are its hidden states without the prompts, where a shape asks for guidance.
+    mask noise the mask is never predicted, and a token that is not a mask stays what it is. `controls` say what may
+    stand in rows, where not every token may, and then `step_B` (int64) which step of its canvas each row is at.
+    `shapes` say what else is done to the distributions of the other rows; `prediction` is what the model was trained
+    for, and `other_BLD` are its hidden states without the prompts, where a shape asks for guidance.
     """
     if shapes is not None and all(shape.is_plain for shape in {id(shape): shape for shape in shapes}.values()):
         shapes = None
-    if not held:
+    if not controls:
         return _free(model, hidden_BLD, canvas_BL, temperature, uniform_BL, mask_id, shapes, prediction, other_BLD)
-    assert step_B is not None, "held rows draw by their steps"
-    if held[0].rows is None:
-        return held_stats(model, hidden_BLD, canvas_BL, temperature, uniform_BL, step_B, mask_id, held[0])
-    parts, order = [], [row for each in held for row in each.rows or ()]
-    for each in held:
+    assert step_B is not None, "rows under controls draw by their steps"
+    if controls[0].rows is None:
+        return controlled_stats(model, hidden_BLD, canvas_BL, temperature, uniform_BL, step_B, mask_id, controls[0])
+    parts, order = [], [row for each in controls for row in each.rows or ()]
+    for each in controls:
         inputs = _some(each.rows or (), hidden_BLD, canvas_BL, temperature, uniform_BL)
-        parts.append(held_stats(model, *inputs, step_B[each.rows], mask_id, each))
+        parts.append(controlled_stats(model, *inputs, step_B[each.rows], mask_id, each))
     if free := sorted(set(range(len(canvas_BL))).difference(order)):
         inputs = _some(free, hidden_BLD, canvas_BL, temperature, uniform_BL)
         of_rows = None if shapes is None else [shapes[row] for row in free]

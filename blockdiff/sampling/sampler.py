@@ -273,7 +273,7 @@ class _Idle:
     def serves(self, rows: int, tokens: int, pages: Pages | None) -> bool:
         """True where a call of so many rows and tokens, and in these pages if any, can have the engine."""
         is_large = self.engine.most_rows >= rows and self.tokens >= tokens
-        return is_large and pages in (None, self.engine.pages) and not self.engine.is_stale
+        return is_large and pages in (None, self.engine.pages)
 
 
 def _with_defaults(request: Request, settings: Generation) -> Request:

@@ -62,7 +62,7 @@ class Canvases:
     """B canvases that a strategy decides for, after a step has seen them.
 
     Every row is decided on its own: what shares the step changes nothing. Tensors lie on the model's device, and
-    reading one on the host makes that wait.
+    reading one on the host makes that wait. Steps that follow write over them: clone what `decide` keeps for itself.
     """
 
     ids: Sequence[str | int]  # the requests they belong to

@@ -20,17 +20,14 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import Choices
+from blockdiff.sampling.calls import StepCall
+from blockdiff.sampling.canvas_controls import ControlBuffers, controlled_stats, controls_of
+from blockdiff.sampling.canvas_step import CanvasStep
 from blockdiff.sampling.control import control_of
-from blockdiff.sampling.draws import STEPS_AHEAD
-from blockdiff.sampling.fixed_step import FixedStep
-from blockdiff.sampling.graphs import Graphs
-from blockdiff.sampling.held import FixedHeld, Held, held_canvases, held_stats
-from blockdiff.sampling.live_state import State
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.settings import settings_of
 from blockdiff.sampling.strategies import captured_shape
 from tests.oracle import tiny_config
-from tests.recorder import Recorder
 
 L, D, PAGE = 16, 64, 8
 
@@ -66,22 +63,19 @@ def rows_of(pages: Pages, lengths: list[int]) -> list[PagedRow]:
 
 
 def step_of(
-    model: DiffusionGemma, pages: Pages, rows: list[PagedRow], strategy: str | None = None, held: Held | None = None
-) -> Callable[[], None]:
+    model: DiffusionGemma, pages: Pages, rows: list[PagedRow], strategy: str | None = None
+) -> Callable[[], Any]:
     """The step of canvases after these rows, by the default strategy or another, as a graph would hold it."""
     settings, B = settings_of(model, None, Generation(), strategy=strategy), len(rows)
-    with torch.device(model.device):
-        numbers, tokens_BL = torch.zeros(B, dtype=torch.int64), torch.zeros(B, L, dtype=torch.int64)
-        draws_BTL, kept_BL = torch.zeros(B, STEPS_AHEAD, L), torch.zeros(B, L, dtype=torch.bool)
-        state = State(
-            *[numbers] * 5, draws_BTL, draws_BTL.long(), tokens_BL, kept_BL, tokens_BL - 1, torch.zeros(B, L, D)
-        )
-    step = FixedStep(model, settings, pages, 1, B, Graphs(Recorder()))
+    step = CanvasStep(model, settings, pages, 1, B, keeps=False)
     shape = captured_shape(settings.strategy, 8)
-    assert shape is not None and step.takes(shape)
-    others = rows_of(pages, [1 + L * n for n in range(B)]) if shape.guidance else []
-    step.load(rows, others, settings.strategy, shape, state, None, None, held)
-    return lambda: step._step(settings.strategy)
+    assert shape is not None
+    step.prefixes.load(rows)
+    if shape.guidance:
+        step.without_prompts.load(rows_of(pages, [1 + L * n for n in range(B)]))
+    guided = None if shape.guidance else torch.zeros(0, dtype=torch.int64, device=model.device)
+    call = StepCall(0, B, B, (), ((settings.strategy, None),), [], [shape] * B, guided)
+    return lambda: step(call)
 
 
 STRATEGIES = (
@@ -123,11 +117,11 @@ def test_what_holds_canvases_reads_nothing_and_brings_nothing_from_the_host(aske
     noise = Choices() if mask_id is None else Choices(corruption="mask", mask_id=mask_id)
     settings = settings_of(model, tokenizer, Generation(eos_ids=(1,), pad_id=0), noise)
     control = control_of(Request(0, tokens=[3], **asked), [3], settings, canvases=2, max_steps=4, device=device)
-    [held] = held_canvases([control.begin(0, [], n) for n in range(2)], L, model.vocab_size, device)
-    fixed = FixedHeld(4)
+    [held] = controls_of([control.begin(0, [], n) for n in range(2)], L, model.vocab_size, device)
+    fixed = ControlBuffers(4)
     fixed.load(held)
     with NothingFromTheHost():
-        held_stats(model, hidden_BLD, tokens_BL, 0.8, uniform_BL, step_B, mask_id, fixed.read(2))
+        controlled_stats(model, hidden_BLD, tokens_BL, 0.8, uniform_BL, step_B, mask_id, fixed.read(2))
 
 
 def test_what_is_refused_is_noticed():

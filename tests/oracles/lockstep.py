@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from blockdiff.sampling.canvas_controls import controls_of
 from blockdiff.sampling.draws import STEPS_AHEAD, draw_ahead, second_draws, signed
-from blockdiff.sampling.held import given_tokens, held_canvases
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.sequence import NOT_FINITE, Sequence
 from blockdiff.sampling.settings import SamplingSettings
@@ -153,7 +153,7 @@ def _denoise(
             canvas_BL = pinned_BL.where(pinned_BL >= 0, canvas_BL)
         hidden_BLD = model.denoise(canvas_BL, prefix, soft_BLD)
         other_BLD = None if other is None else model.denoise(canvas_BL, other, soft_BLD)
-        held = held_canvases(controls, model.canvas_length, model.vocab_size, device)
+        held = controls_of(controls, model.canvas_length, model.vocab_size, device)
         of_rows = (
             mask_id,
             held,
@@ -209,3 +209,12 @@ def _denoise(
         prefix, other = prefix.select(kept), None if other is None else other.select(kept)
         draws.select(kept)
     return final_BL, steps
+
+
+def given_tokens(of_rows: abc.Sequence[Tensor | None]) -> Tensor | None:
+    """Tokens that are given, int64 [B, L], -1 where none is; None where no row has any."""
+    given = next((given_L for given_L in of_rows if given_L is not None), None)
+    if given is None:
+        return None
+    free_L = torch.full_like(given, -1)
+    return torch.stack([free_L if given_L is None else given_L for given_L in of_rows])

@@ -13,12 +13,11 @@ import torch
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
-from blockdiff.sampling import Choices, Recorder, Request, Sampler
-from blockdiff.sampling import held as held_module
+from blockdiff.sampling import Choices, Recorder, Request, Sampler, canvas_controls
+from blockdiff.sampling.canvas_controls import controls_of
 from blockdiff.sampling.control import ResponseControl, control_of
 from blockdiff.sampling.controls.restriction import FREE
 from blockdiff.sampling.controls.template import parse_template
-from blockdiff.sampling.held import held_canvases
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.settings import SamplingSettings
@@ -185,7 +184,7 @@ def test_statistics_under_a_constraint_are_those_of_all_canvases_that_satisfy_it
     controls = [held.begin(0, [], seed) for seed in range(n)]
     uniform = torch.rand(n, length, generator=torch.Generator().manual_seed(1))
     canvas = torch.zeros(n, length, dtype=torch.int64)
-    together = held_canvases(controls, length, V, canvas.device)
+    together = controls_of(controls, length, V, canvas.device)
     stats = predict(model, z.expand(n, -1, -1), canvas, 0.7, uniform, None, together, torch.zeros(n).long())
     assert stats.argmax[0].tolist() == list(canvases[int(truth.argmax())])
     torch.testing.assert_close(stats.entropy[0], torch.special.entr(marginal).sum(-1).float(), atol=1e-4, rtol=1e-4)
@@ -333,7 +332,7 @@ def test_the_engine_answers_as_the_loop_in_lockstep_does_and_groups_of_rows_chan
     asked = [sequence for request in requests for sequence in sequences_of(request, engine.settings)]
     generate_in_lockstep(engine.model, engine.settings, asked)
     assert results == [each.result(engine.settings) for each in asked]
-    monkeypatch.setattr(held_module, "NUMBERS", 1)
+    monkeypatch.setattr(canvas_controls, "NUMBERS", 1)
     assert results == sampler().generate(requests)
 
 

@@ -278,7 +278,7 @@ def test_strategies_of_requests_that_are_gone_are_forgotten(model):
     for n in range(8):
         engine.submit(Request(n, tokens=[20], strategy=f"entropy_bound:t_max={0.8 + n / 100}"))
     finished(engine)
-    assert len(engine._live._shapes) <= 4
+    assert len(engine._batch._shapes) <= 4
 
 
 def test_padding_to_buckets_changes_no_answer(model):
@@ -374,7 +374,7 @@ def test_a_canvas_goes_on_while_several_before_it_are_committed_at_once(model):
     engine = Engine(model, None, replace(LIVELY, confidence=1e-9, max_new_tokens=4 * L, eos_ids=()), canvases=3)
     engine.submit(request)
     engine.step()
-    [sequence] = engine._live.sequences
+    [sequence] = engine._batch.sequences
     _, second, third = sequence.in_flight
     third.entered += 2
     second.final = [30] * L
@@ -384,7 +384,7 @@ def test_a_canvas_goes_on_while_several_before_it_are_committed_at_once(model):
     assert len(sequence.steps) == 2 and sequence.in_flight == [third]
     engine.step()
     assert sequence.in_flight[0] is third and sequence.missing == 0 and third.index == 0
-    assert sequence in engine._live.sequences
+    assert sequence in engine._batch.sequences
     assert len(finished(engine)[request.id].steps) == 4
     nothing_is_left(engine)
 

@@ -294,9 +294,9 @@ def test_top_p_is_captured_where_a_kernel_finds_its_tokens(recorder):
     top_p = Shape(1.0, top_p=0.9)
     for kernels, is_taken in ((model.kernels, True), (model.kernels.replaced(token_stats="torch"), False)):
         model.kernels = kernels
-        fixed = Engine(model, None, LIVELY, page_tokens=8, graphs=True)._live.fixed
-        assert fixed.takes(top_p) is is_taken and fixed.takes(Shape(1.0, 20, min_p=0.1, guidance=0.5))
-        assert not fixed.takes(replace(top_p, guidance=0.5))  # the logits of both prefixes are filtered natively
+        batch = Engine(model, None, LIVELY, page_tokens=8, graphs=True)._batch
+        assert batch.takes(top_p) is is_taken and batch.takes(Shape(1.0, 20, min_p=0.1, guidance=0.5))
+        assert not batch.takes(replace(top_p, guidance=0.5))  # the logits of both prefixes are filtered natively
 
 
 def test_a_strategy_that_reads_on_the_host_is_noticed(model, recorder):
@@ -307,7 +307,7 @@ def test_a_strategy_that_reads_on_the_host_is_noticed(model, recorder):
 def test_graphs_are_refused_where_there_are_none_and_left_out_where_nobody_asks(model):
     with pytest.raises(ValueError, match=r"graphs: no step of this model can be captured"):
         Engine(model, None, LIVELY, graphs=True)
-    assert Engine(model, None, LIVELY)._live.fixed is None
+    assert Engine(model, None, LIVELY)._batch.graphs is None
 
 
 class Broken(Recorder):
@@ -416,8 +416,8 @@ def test_graphs_on_a_gpu_give_the_tokens_of_steps_that_are_launched_anew(dtype, 
     options |= dict(tokenizer=character_tokenizer("abcd"), generation=replace(LIVELY, eos_ids=(1,), pad_id=0))
     engine = Engine(model, **options)
     replays = []
-    run = engine._live.fixed.graphs._captured
-    engine._live.fixed.graphs._captured = lambda work: replays.append(run(work)) or replays[-1]
+    run = engine._batch.graphs._captured
+    engine._batch.graphs._captured = lambda work: replays.append(run(work)) or replays[-1]
     found = [Engine(model, graphs=False, **options), engine]
     for each in found:
         for request in requests_of(7, 500, **ON_A_GPU[kind]):  # up to four pages, and so block tables of several widths

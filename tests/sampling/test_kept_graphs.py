@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from blockdiff.models.pages import Pages
+from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.request import Result
 from blockdiff.sampling.sampler import Sampler
 from tests.sampling.test_graphs import LIVELY, model, recorder, requests_of, small_model
@@ -67,7 +68,29 @@ def test_other_weights_count_wherever_they_lie(recorder):
     model.load_state_dict(small_model().state_dict(), assign=True)
     captures = recorder.captures
     assert sampler.generate(requests_of(2)) == uncaptured(small_model(), 2) != expected
-    assert kept_pages(sampler) is not pages and recorder.captures > captures
+    assert recorder.captures > captures
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_training_step_between_calls_counts_in_pages_that_are_kept(fused):
+    model = small_model()
+    pages = Pages(model, page_tokens=8, capacity=4096)
+    optimiser = torch.optim.AdamW(model.parameters(), 0.05, fused=fused)
+    sampler, engine = sampler_of(model, pages=pages), Engine(model, None, LIVELY, page_tokens=8)
+    before = None
+    for _ in range(2):
+        expected = uncaptured(model, 3)
+        assert sampler.generate(requests_of(3)) == expected != before
+        for request in requests_of(3):
+            engine.submit(request)
+        while engine.step():
+            pass
+        ended = {event.id: event for event in engine.events() if isinstance(event, Result)}
+        assert [ended[n].tokens for n in range(3)] == [each.tokens for each in expected]
+        before = expected
+        model.unembed(model.encode(torch.tensor([requests_of(1)[0].tokens])).hidden).square().mean().backward()
+        optimiser.step()
+    assert not pages._rows
 
 
 def test_calls_in_turns_have_memory_of_their_own(model, recorder):
@@ -85,12 +108,12 @@ def test_calls_in_turns_have_memory_of_their_own(model, recorder):
 def test_memory_is_given_back_when_asked_and_for_calls_that_capture_nothing(model, recorder):
     sampler = sampler_of(model)
     sampler.generate(requests_of(1))
-    assert sampler._idle is not None and sampler._idle.engine._live.fixed is not None
+    assert sampler._idle is not None and sampler._idle.engine._batch.graphs is not None
     sampler.release()
     assert sampler._idle is None
     sampler.generate(requests_of(1))
     sampler.generate(requests_of(1), graphs=False)
-    assert sampler._idle is not None and sampler._idle.engine._live.fixed is None
+    assert sampler._idle is not None and sampler._idle.engine._batch.graphs is None
 
 
 def test_pages_that_were_given_keep_prompts_and_steps_for_the_next_call(model, recorder):
@@ -130,7 +153,7 @@ def test_a_call_that_breaks_off_within_a_step_leaves_no_engine_and_one_that_stop
     stream.close()
     engine = sampler._idle.engine
     assert not engine.unfinished and not engine.events()
-    monkeypatch.setattr(engine._live, "step", lambda now: 1 / 0)
+    monkeypatch.setattr(engine._batch, "step", lambda now: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sampler.generate(requests_of(3), batch_size=1)
     assert sampler._idle is None

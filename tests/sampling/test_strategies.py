@@ -93,6 +93,11 @@ def test_stopping_equals_transformers_step_for_step(stability):
     assert 0 < stops < 8 * 40
 
 
+def kept(canvases: Canvases) -> Canvases:
+    """The same with memory of its own."""
+    return replace(canvases, previous_BL=canvases.previous_BL.clone(), kept_BL=canvases.kept_BL.clone())
+
+
 class Watch:
     """The released rules, which remembers what it saw, keeps position 0 as it is and never stops."""
 
@@ -103,7 +108,7 @@ class Watch:
         return self.inner.shape(step, steps)
 
     def decide(self, canvases: Canvases) -> Decision:
-        self.seen.append((canvases, canvases.uniform_BL))
+        self.seen.append((kept(canvases), canvases.uniform_BL))
         keep_BL = self.inner.decide(canvases).keep_BL.clone()
         keep_BL[:, 0] = False
         stay_BL = torch.zeros_like(keep_BL)
@@ -339,7 +344,7 @@ def test_a_sticky_quota_is_block_refinement():
 def test_what_a_sticky_rule_keeps_never_changes_and_every_step_keeps_more(rule):
     watch = Watch()
     watch.inner = Composed(Sticky(rule), stopping=AllKept())
-    watch.decide = lambda canvases: watch.seen.append(canvases) or watch.inner.decide(canvases)
+    watch.decide = lambda canvases: watch.seen.append(kept(canvases)) or watch.inner.decide(canvases)
     generation = Generation(max_steps=L + 1, max_new_tokens=L)
     sampler = sampler_for(ScriptedModel(random_script(L, V, {}, {}), L, V), None, generation, strategy=watch)
     [result] = sampler.generate([Request(0, tokens=[7], seed=1)])

@@ -1,4 +1,4 @@
-"""What is known of live canvases between two steps, on the device, and what a step takes from it and leaves in it."""
+"""The state of canvases between two steps, on the device: what a step takes from it and leaves in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class State:
+class CanvasState:
     """What is known of every canvas between two steps; the names are those of `Canvases`.
 
     entered_B: the engine's step that was step 0; uniform_BTL and noise_BTL: the draws of the steps that begin with the
@@ -40,7 +40,9 @@ class State:
     soft_BLD: Tensor
 
     @classmethod
-    def of(cls, canvases: Sequence[CanvasInFlight], model: BlockDiffusionModel, settings: SamplingSettings) -> State:
+    def of(
+        cls, canvases: Sequence[CanvasInFlight], model: BlockDiffusionModel, settings: SamplingSettings
+    ) -> CanvasState:
         """Canvases before their first steps."""
         L, B, device = settings.canvas_length, len(canvases), model.device
         numbers = [
@@ -61,17 +63,31 @@ class State:
         given_B = seed_B, number_B, entered_B, steps_B
         return cls(*given_B, nothing_B, *draws, nothing_BL, is_kept_BL, nothing_BL, soft_BLD)
 
-    def then(self, other: State) -> State:
-        """These canvases and then others."""
-        return State(*(torch.cat(both) for both in zip(self, other, strict=True)))
+    @classmethod
+    def buffers(cls, count: int, model: BlockDiffusionModel, settings: SamplingSettings) -> CanvasState:
+        """Room for so many canvases."""
+        L, device = settings.canvas_length, model.device
+        zeros_B, zeros_BL = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((count,), (count, L)))
+        draws_BTL = torch.zeros((count, STEPS_AHEAD, L), dtype=torch.float32, device=device)
+        soft_BLD = torch.zeros((count, L, model.vocabulary.table.shape[1]), dtype=model.dtype, device=device)
+        draws = draws_BTL, draws_BTL.long()
+        like = [*[zeros_B] * 5, *draws, zeros_BL, zeros_BL.bool(), zeros_BL, soft_BLD]
+        return cls(*(x.clone() for x in like))
 
-    def select(self, places: Tensor) -> State:
-        """Some canvases."""
-        return State(*(each.index_select(0, places) for each in self))
+    def write(self, to: Tensor | slice, other: CanvasState) -> None:
+        """Have the state of others in these places."""
+        for mine, its in zip(self, other, strict=True):
+            if not (isinstance(to, slice) and mine is its):
+                mine[to] = its
 
-    def part(self, of: slice) -> State:
+    def move(self, to: Tensor, come: Tensor) -> None:
+        """Have the state of canvases in other places, which they may take from one another."""
+        for each in self:
+            each[to] = each[come]
+
+    def part(self, of: slice) -> CanvasState:
         """Neighbouring canvases, in the same memory."""
-        return State(*(each[of] for each in self))
+        return CanvasState(*(each[of] for each in self))
 
     def draw_on(self, steps: Sequence[int], settings: SamplingSettings) -> list[int]:
         """Draw for the canvases that have used up their draws, whose places are returned; steps: that each is at."""

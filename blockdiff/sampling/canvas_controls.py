@@ -1,4 +1,4 @@
-"""What may stand in canvases, as tensors, and the statistics of a denoising step over that alone."""
+"""Controls of canvases as tensors, and the statistics of a denoising step over what these let stand."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NUMBERS = 4 << 20  # of (position, class): as many live at once in each column o
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """What holds B canvases whose controls tell the same classes of tokens apart; `CanvasControl` says the rest.
+class CanvasControls:
+    """The controls of B canvases that tell the same classes of tokens apart; `CanvasControl` says the rest.
 
     rows: which canvases of a step they are (None: all). pinned_BL: tokens that are given, -1 elsewhere. is_seen_BV,
     factor_B: the tokens that a penalty makes less likely, and by how much (None: no canvas has one). What stands
@@ -52,12 +52,12 @@ class Held:
                 yield field.name, value
 
 
-def held_canvases(
+def controls_of(
     controls: Sequence[CanvasControl | None], length: int, vocab_size: int, device: torch.device
-) -> list[Held]:
-    """What holds canvases: together where the same classes of tokens are told apart, but not too many of them.
+) -> list[CanvasControls]:
+    """The controls of canvases, together where the same classes of tokens are told apart, but not too many of them.
 
-    Canvases that are in none of these are free.
+    Every token may stand anywhere in canvases that are in none of these.
     """
     groups: dict[int, list[int]] = {}
     for row, control in enumerate(controls):
@@ -69,23 +69,14 @@ def held_canvases(
         assert some[0].classes is not None
         most = max(1, NUMBERS // (length * len(some[0].classes.end_C)))
         for lo in range(0, len(rows), most):
-            held = _held(rows[lo : lo + most], some[lo : lo + most], length, vocab_size, device)
-            found.append(replace(held, rows=None) if held.rows == list(range(len(controls))) else held)
+            alike = _controls_alike(rows[lo : lo + most], some[lo : lo + most], length, vocab_size, device)
+            found.append(replace(alike, rows=None) if alike.rows == list(range(len(controls))) else alike)
     return found
 
 
-def given_tokens(of_rows: Sequence[Tensor | None]) -> Tensor | None:
-    """Tokens that are given, int64 [B, L], -1 where none is; None where no row has any."""
-    given = next((given_L for given_L in of_rows if given_L is not None), None)
-    if given is None:
-        return None
-    free_L = torch.full_like(given, -1)
-    return torch.stack([free_L if given_L is None else given_L for given_L in of_rows])
-
-
-def _held(
+def _controls_alike(
     rows: list[int], controls: Sequence[CanvasControl], length: int, vocab_size: int, device: torch.device
-) -> Held:
+) -> CanvasControls:
     classes, automaton, parts = controls[0].classes, controls[0].automaton, dict[str, Any]()
     assert classes is not None
     free_L = torch.full((length,), -1, device=device)
@@ -106,32 +97,32 @@ def _held(
             number_B=number_B,
         )
     pinned_BL = torch.stack([free_L if control.pinned_L is None else control.pinned_L for control in controls])
-    return Held(rows, classes, pinned_BL, automaton=automaton, **parts)
+    return CanvasControls(rows, classes, pinned_BL, automaton=automaton, **parts)
 
 
-class FixedHeld:
-    """What holds canvases, at most `most`, in buffers that stay where they are: `load` it, then `read` it."""
+class ControlBuffers:
+    """The controls of at most `most` canvases in buffers that stay where they are: `load` them, then `read` them."""
 
     def __init__(self, most: int):
         self.most = most
         self._buffers: dict[str, Tensor] = {}
-        self._loaded: Held | None = None
+        self._loaded: CanvasControls | None = None
 
-    def load(self, held: Held | None) -> Hashable:
-        """Write what holds canvases; the same answer means the same launches, for as many of them."""
-        self._loaded = held
-        if held is None:
+    def load(self, controls: CanvasControls | None) -> Hashable:
+        """Write the controls of canvases; the same answer means the same launches, for as many of them."""
+        self._loaded = controls
+        if controls is None:
             return None
-        for name, x in held.tensors():
+        for name, x in controls.tensors():
             if name not in self._buffers:
                 widest = [MOST_STATES + 1] if name == "is_final_BS" else x.shape[1:]
                 self._buffers[name] = x.new_zeros(self.most, *widest)
             self._buffers[name][len(x) :] = 0  # canvases of padding
             self._buffers[name][tuple(map(slice, x.shape))] = x
-        return held.classes, held.automaton, held.factor_B is None
+        return controls.classes, controls.automaton, controls.factor_B is None
 
-    def read(self, count: int) -> Held | None:
-        """What holds the first `count` canvases, of which there may be more than were loaded."""
+    def read(self, count: int) -> CanvasControls | None:
+        """The controls of the first `count` canvases, of which there may be more than were loaded."""
         if self._loaded is None:
             return None
         parts = dict[str, Any]()
@@ -140,7 +131,7 @@ class FixedHeld:
         return replace(self._loaded, **parts)
 
 
-def held_stats(
+def controlled_stats(
     model: BlockDiffusionModel,
     hidden_BLD: Tensor,
     canvas_BL: Tensor,
@@ -148,22 +139,26 @@ def held_stats(
     uniform_BL: Tensor,
     step_B: Tensor,
     mask_id: int | None,
-    held: Held,
+    controls: CanvasControls,
 ) -> Stats:
-    """The statistics of canvases that are held, and nothing but launches.
+    """The statistics of canvases under controls, and nothing but launches.
 
     Under a constraint argmax is the best canvas that satisfies it, the sample a canvas drawn from the model's
     distribution given that it is satisfied, and the entropy that of each position's marginal of that distribution.
     """
-    stats = model.vocabulary.class_stats(hidden_BLD, temperature, uniform_BL, held.classes, _penalty(held), mask_id)
-    pinned_BL = held.pinned_BL
+    stats = model.vocabulary.class_stats(
+        hidden_BLD, temperature, uniform_BL, controls.classes, _penalty(controls), mask_id
+    )
+    pinned_BL = controls.pinned_BL
     if mask_id is not None:  # under mask noise what is visible is given, too
         pinned_BL = pinned_BL.where(pinned_BL >= 0, canvas_BL.where(canvas_BL != mask_id, -1))
-    if held.automaton is None:
+    if controls.automaton is None:
         best_BL = random_BL = torch.zeros_like(pinned_BL)
         entropy_BL, of_class_BL = stats.entropy[..., 0], torch.zeros_like(stats.entropy[..., 0])
     else:
-        best_BL, random_BL, entropy_BL, of_class_BL = _constrained(stats, held, held.automaton, pinned_BL, step_B)
+        best_BL, random_BL, entropy_BL, of_class_BL = _constrained(
+            stats, controls, controls.automaton, pinned_BL, step_B
+        )
     argmax_BL, sample_BL, log_p_BL = (
         column.gather(-1, place_BL[..., None]).squeeze(-1)
         for column, place_BL in (
@@ -180,25 +175,25 @@ def held_stats(
     )
 
 
-def _penalty(held: Held) -> Penalty | None:
-    if held.is_seen_BV is None or held.factor_B is None:
+def _penalty(controls: CanvasControls) -> Penalty | None:
+    if controls.is_seen_BV is None or controls.factor_B is None:
         return None
-    B, L = held.pinned_BL.shape
-    row_BL = torch.arange(B, device=held.factor_B.device)[:, None].expand(B, L)
-    return Penalty(held.is_seen_BV, held.factor_B, row_BL.reshape(-1))
+    B, L = controls.pinned_BL.shape
+    row_BL = torch.arange(B, device=controls.factor_B.device)[:, None].expand(B, L)
+    return Penalty(controls.is_seen_BV, controls.factor_B, row_BL.reshape(-1))
 
 
 def _constrained(
-    stats: ClassStats, held: Held, automaton: TokenAutomaton, pinned_BL: Tensor, step_B: Tensor
+    stats: ClassStats, controls: CanvasControls, automaton: TokenAutomaton, pinned_BL: Tensor, step_B: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The classes of the best and of a random canvas [B, L], the entropies, and the random ones' log-probabilities."""
     B, L = pinned_BL.shape
-    assert held.is_text_BL is not None and held.state_B is not None and held.is_final_BS is not None
-    assert held.seed_B is not None and held.number_B is not None
-    log_sum, maximum = _given((stats.log_sum, stats.maximum), automaton, pinned_BL, held.is_text_BL)
+    assert controls.is_text_BL is not None and controls.state_B is not None and controls.is_final_BS is not None
+    assert controls.seed_B is not None and controls.number_B is not None
+    log_sum, maximum = _given((stats.log_sum, stats.maximum), automaton, pinned_BL, controls.is_text_BL)
     # two numbers for each position, that pick the way of the random canvas through the automaton
-    uniform_BL2 = uniform(held.seed_B, Stream.CONSTRAINT, (held.number_B, step_B), 2 * L).view(B, L, 2)
-    found = paths(automaton, log_sum, maximum, held.state_B, held.is_final_BS, uniform_BL2)
+    uniform_BL2 = uniform(controls.seed_B, Stream.CONSTRAINT, (controls.number_B, step_B), 2 * L).view(B, L, 2)
+    found = paths(automaton, log_sum, maximum, controls.state_B, controls.is_final_BS, uniform_BL2)
     share = found.share_BLC
     entropy_BL = torch.special.entr(share).sum(-1) + (share * stats.entropy).where(share > 0, 0.0).sum(-1)
     entropy_BL = entropy_BL.masked_fill(~found.is_possible_B[:, None], torch.nan)  # logits that are not finite

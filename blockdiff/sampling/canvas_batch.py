@@ -1,0 +1,292 @@
+"""The canvases that are denoised together: each with its own step, temperature, draws and prefix.
+
+Tensors: B canvases, `width` of them side by side for each row, L positions.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from blockdiff.kernels.vocabulary import Stats
+from blockdiff.models.weights import memory_of
+from blockdiff.sampling.calls import StepCall, groups_of
+from blockdiff.sampling.canvas_controls import CanvasControls, ControlBuffers, controls_of
+from blockdiff.sampling.canvas_state import CanvasState
+from blockdiff.sampling.canvas_step import CanvasStep
+from blockdiff.sampling.draws import STEPS_AHEAD
+from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy
+from blockdiff.sampling.strategies import captured_shape
+from blockdiff.sampling.strategy import Decision, Shape, Strategy
+from blockdiff.sampling.trace import Step, step_records
+
+if TYPE_CHECKING:
+    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.models.page_buffers import StepBuffers
+    from blockdiff.models.page_rows import PagedRow
+    from blockdiff.models.pages import Pages
+    from blockdiff.sampling.sequence import CanvasInFlight, Sequence
+    from blockdiff.sampling.settings import SamplingSettings
+
+
+class CanvasBatch:
+    """The batch of live canvases. `arrange` it whenever sequences come, go or commit, then `step`.
+
+    Sequences that stay keep their places; one that leaves is replaced by a new one, else by the last. exact: every row
+    has calls of its own; buckets: row counts that a call of all rows is padded up to, so that its shapes are few (None:
+    no padding); graphs: where steps that can be are captured and replayed (None: none).
+    """
+
+    def __init__(
+        self,
+        model: BlockDiffusionModel,
+        settings: SamplingSettings,
+        pages: Pages,
+        width: int,
+        max_rows: int,
+        exact: bool,
+        buckets: abc.Sequence[int] | None = None,
+        graphs: Graphs | None = None,
+    ):
+        self.model, self.settings, self.pages, self.width = model, settings, pages, width
+        self.exact, self.buckets, self.graphs = exact, None if exact else buckets, graphs
+        self.sequences: list[Sequence] = []
+        self.canvases: list[CanvasInFlight] = []
+        self.forwards = 0  # canvases that the model has run, padding included
+        most = max_rows + self._missing(max_rows)
+        self._step = CanvasStep(model, settings, pages, width, most, keeps=graphs is None)
+        self._controls = ControlBuffers(most * width)  # of captured steps
+        self._told = HostCopy(self._step.told_BN)
+        self._shapes: dict[tuple[Strategy, int], list[Shape]] = {}
+        self._shapes_B: list[list[Shape]] = []
+        self._controls_of_calls: list[list[CanvasControls]] = []
+        self._has_pins = self._is_new = False
+        # of the live canvases, where their steps can be captured: what all of them draw from, and the graph's key
+        self._captured: tuple[Shape, abc.Hashable] | None = None
+        self._memory: abc.Hashable = None  # where the weights were that captured steps read
+
+    def takes(self, shape: Shape) -> bool:
+        """Whether a step of this shape does nothing but launch: top_p natively looks how many tokens it needs."""
+        filters = self.model.kernels.filters_on_device and not shape.guidance and self.model.vocabulary.head is None
+        return shape.top_p >= 1 or filters
+
+    # -- who is here -------------------------------------------------------------------------------------------
+
+    def arrange(self, live: abc.Sequence[Sequence]) -> None:
+        """Make these sequences the batch, `width` canvases each; canvases without an index begin now."""
+        self.sequences, step, device = self._placed(live), self._step, self.model.device
+        self.canvases = canvases = [canvas for row in self.sequences for canvas in row.in_flight]
+        moved = [(n, canvas.index) for n, canvas in enumerate(canvases) if canvas.index not in (None, n)]
+        fresh = [n for n, canvas in enumerate(canvases) if canvas.index is None]
+        if moved:
+            step.state.move(*torch.tensor(moved, device=device).unbind(1))
+        if fresh:
+            begun = CanvasState.of([canvases[n] for n in fresh], self.model, self.settings)
+            step.state.write(torch.tensor(fresh, device=device), begun)
+        for index, canvas in enumerate(canvases):
+            canvas.index = index
+        if len(self._shapes) > len(canvases):  # requests may bring any number of strategies
+            in_use = {(canvas.sequence.strategy, canvas.sequence.max_steps) for canvas in canvases}
+            self._shapes = {key: known for key, known in self._shapes.items() if key in in_use}
+        self._shapes_B = [self._shapes.setdefault((c.sequence.strategy, c.sequence.max_steps), []) for c in canvases]
+        controls = [canvas.control for canvas in canvases]
+        self._has_pins = any(control is not None and control.pinned_L is not None for control in controls)
+        step.given(step.pinned_BL, [None if c is None else c.pinned_L for c in controls])
+        starting = [None if canvas.has_begun else canvas.control for canvas in canvases]
+        step.given(step.start_BL, [None if c is None else c.start_L for c in starting])
+        of_all = self.settings.canvas_length, self.settings.vocab_size, device
+        self._controls_of_calls = [controls_of(controls[of], *of_all) for of in self._slices()]
+        self._is_new, self._captured = True, None
+        if not self.settings.is_next_token and self.sequences:
+            prefixes = self._load(step.prefixes, [row.paged for row in self.sequences])
+            others = self._load(step.without_prompts, [row.without_prompt for row in self.sequences])
+            self._captured = self._capturable(prefixes, others)
+        if len(step.may_stop) > MOST_GRAPHS:  # of what is replayed, the others say it again
+            used = set() if self.graphs is None else {key[1] for key in self.graphs.keys}
+            step.may_stop = {each: stops for each, stops in step.may_stop.items() if each in used}
+
+    def _placed(self, live: abc.Sequence[Sequence]) -> list[Sequence]:
+        """The live sequences in their places."""
+        new = [row for row in live if row not in self.sequences]
+        places: list[Sequence | None] = [row if row in live else None for row in self.sequences]
+        for n, row in enumerate(places):
+            if row is None and new:
+                places[n] = new.pop(0)
+        while None in places:
+            last = places.pop()
+            if last is not None:
+                places[places.index(None)] = last
+        return [row for row in places if row is not None] + new
+
+    def _slices(self) -> list[slice]:
+        """The canvases of each call."""
+        if not self.exact:
+            return [slice(0, len(self.canvases))]
+        return [slice(n * self.width, (n + 1) * self.width) for n in range(len(self.sequences))]
+
+    def _missing(self, count: int) -> int:
+        """The number of rows that a call of so many is padded by."""
+        return next((bucket for bucket in self.buckets or () if bucket >= count), count) - count
+
+    def _load(self, buffers: StepBuffers, rows: abc.Sequence[PagedRow | None]) -> abc.Hashable:
+        """Load those rows that there are, and those that pad the call of them; as `StepBuffers.load`."""
+        there = [row for row in rows if row is not None]
+        return buffers.load([*there, *[self.pages.empty] * self._missing(len(there))]) if there else None
+
+    def _capturable(self, prefixes: abc.Hashable, others: abc.Hashable) -> tuple[Shape, abc.Hashable] | None:
+        """What all canvases draw from and the key of their step, where it can be captured; None where it is called."""
+        strategies = {row.strategy for row in self.sequences}
+        controls = next(iter(self._controls_of_calls), [])
+        if self.graphs is None or len(strategies) > 1 or any(row.is_watched for row in self.sequences):
+            return None
+        if not all(each.rows is None for each in controls):
+            return None
+        [strategy], diffusion = strategies, self.settings.diffusion
+        steps = {row.max_steps for row in self.sequences}
+        shapes = {captured_shape(strategy, each, diffusion.prediction, diffusion.mask_id) for each in steps}
+        shape = shapes.pop()
+        if shapes or shape is None or not self.takes(shape):
+            return None
+        if (memory := memory_of(self.model)) != self._memory:
+            self.graphs.forget()  # what was captured reads where weights were
+            self._memory = memory
+        padding = slice(len(self.canvases), None)  # rules divide by steps
+        self._step.pinned_BL[padding], self._step.state.steps_B[padding] = 0, 1
+        of_controls = self._controls.load(next(iter(controls), None))
+        rows = len(self.sequences) + self._missing(len(self.sequences))
+        return shape, (rows, (strategy,), shape, prefixes, others, of_controls)
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def step(self, now: int) -> tuple[list[CanvasInFlight], list[Step]]:
+        """Denoise every canvas once: those that are finished by it, and the records of those that are watched."""
+        steps, step = [now - canvas.entered for canvas in self.canvases], self._step
+        due = step.state.draw_on(steps, self.settings)
+        if places := range(len(steps)) if self._is_new else due:
+            temperatures = torch.tensor([self._temperatures(n, steps[n]) for n in places], device=self.model.device)
+            step.temperature_BT[torch.tensor(places, device=self.model.device)] = temperatures
+        self._is_new = False
+        step.now.fill_(now)
+        calls, told = self._calls(steps), list[Step]()
+        if self._captured is not None:
+            assert self.graphs is not None
+            self.graphs.run(self._captured[1], lambda: step(calls[0]))
+        else:
+            for call, of in zip(calls, self._slices(), strict=True):
+                tokens_BL, stats, decision = step(call)
+                told += self._records(of.start, steps, tokens_BL, stats, decision)
+        for call in calls:
+            guided = 0 if call.guided is not None and not len(call.guided) else 1
+            rows = call.padded if call.hidden_BLD is None else 0
+            others = call.padded if call.guided is None else len(call.guided) // self.width
+            self.forwards += (rows + guided * others) * self.width
+        self._told.send(len(steps))
+        # where nothing stops here the host need not wait for the device; else this is the one wait
+        is_last = any(n + 1 == canvas.sequence.max_steps for n, canvas in zip(steps, self.canvases, strict=True))
+        may_end = is_last or any(step.may_stop[call.strategies] for call in calls)
+        return self._finished(self._told.read(len(steps)) if may_end else None, steps), told
+
+    def _calls(self, steps: abc.Sequence[int]) -> list[StepCall]:
+        """The calls of a step; steps: that each canvas is at."""
+        calls, width, guided_before = [], self.width, 0
+        for of, controls in zip(self._slices(), self._controls_of_calls, strict=True):
+            rows = self.sequences[of.start // width : -(-of.stop // width)]
+            some, missing = self.canvases[of], self._missing(len(rows))
+            guided = [n for n, row in enumerate(rows) if row.without_prompt is not None]
+            places: Tensor | None = None
+            if len(guided) < len(rows):
+                of_guided = [n * width + k for n in guided for k in range(width)]
+                places = torch.tensor(of_guided, dtype=torch.int64, device=self.model.device)
+            hidden_BLD = None
+            if self.settings.is_next_token:
+                hidden_BLD = torch.stack([r.last_hidden_D for r in rows if r.last_hidden_D is not None])[:, None]
+            count, shapes = len(rows), [self._shape(n, steps[n]) for n in range(of.start, of.stop)]
+            if self._captured is not None:  # over rows of padding as over others, whatever stands in the buffers
+                count += missing
+                shapes = [self._captured[0]] * (count * width)
+                read = self._controls.read(count * width)
+                controls = [] if read is None else [read]
+            calls.append(
+                StepCall(
+                    first=of.start // width,
+                    rows=count,
+                    padded=len(rows) + missing if hidden_BLD is None else len(rows),
+                    ids=() if self._captured is not None else [canvas.sequence.id for canvas in some],
+                    groups=groups_of([canvas.sequence.strategy for canvas in some], self.model.device),
+                    controls=controls,
+                    shapes=shapes,
+                    guided=places,
+                    first_guided=guided_before,
+                    has_signal=not self._is_cheaper_without(some),
+                    has_pins=self._has_pins or self._captured is not None,
+                    hidden_BLD=hidden_BLD,
+                )
+            )
+            guided_before += len(guided)
+        return calls
+
+    def _is_cheaper_without(self, canvases: abc.Sequence[CanvasInFlight]) -> bool:
+        """Whether these canvases have no prediction before this step, and it is worth leaving the signal out."""
+        return self.graphs is None and self.model.device.type == "cpu" and not any(c.has_begun for c in canvases)
+
+    def _temperatures(self, place: int, step: int) -> list[float]:
+        """Those of a canvas from the last multiple of STEPS_AHEAD on."""
+        first = step - step % STEPS_AHEAD
+        return [self._shape(place, first + ahead).temperature for ahead in range(STEPS_AHEAD)]
+
+    def _shape(self, place: int, step: int) -> Shape:
+        """The shape of a step; a canvas that waits for those before it counts on, and its shape means nothing."""
+        sequence, known = self.canvases[place].sequence, self._shapes_B[place]
+        step = min(max(step, 0), sequence.max_steps - 1)
+        while len(known) <= step:
+            known.append(sequence.strategy.shape(len(known), sequence.max_steps))
+        return known[step]
+
+    def _finished(self, told_BN: Tensor | None, steps: abc.Sequence[int]) -> list[CanvasInFlight]:
+        """The canvases that are finished by a step, as `ends` tells it; None: none is."""
+        for canvas in self.canvases:
+            canvas.has_begun = True
+        if told_BN is None:
+            return []
+        finished = []
+        for canvas, step, (stops, is_finite), final_L in zip(
+            self.canvases, steps, told_BN[:, :2].tolist(), told_BN[:, 2:], strict=True
+        ):
+            is_over = stops or step + 1 == canvas.sequence.max_steps or not is_finite
+            if is_over and canvas.number is not None and canvas.final is None:
+                canvas.steps, canvas.final = step + 1 - canvas.first_step, final_L.tolist()
+                canvas.is_finite = bool(is_finite)
+                finished.append(canvas)
+        return finished
+
+    def _records(
+        self, first: int, steps: abc.Sequence[int], tokens_BL: Tensor, stats: Stats, decision: Decision
+    ) -> list[Step]:
+        """The records of a call of the watched sequences, each told once even where a sequence begins again.
+
+        first: the place of the call's first canvas.
+        """
+        places = []
+        for place in range(first, first + len(tokens_BL)):
+            canvas, step = self.canvases[place], steps[place]
+            sequence, number = canvas.sequence, canvas.number
+            if not sequence.is_watched or number is None or canvas.final is not None:
+                continue
+            if step > sequence.told.get(number, -1):
+                sequence.told[number] = step
+                places.append(place)
+        if not places:
+            return []
+        chosen = torch.tensor(places, device=tokens_BL.device)
+        of_call = chosen - first
+        some = Stats(*(column[of_call] for column in stats))
+        at = [
+            (self.canvases[n].sequence.id, self.canvases[n].number or 0, steps[n], self._shape(n, steps[n]).temperature)
+            for n in places
+        ]
+        given = self._step.pinned_BL[chosen] >= 0 if self._has_pins else None
+        stays = None if decision.stay_BL is None else decision.stay_BL[of_call]
+        return list(step_records(at, tokens_BL[of_call], some, decision.keep_BL[of_call], given, stays))

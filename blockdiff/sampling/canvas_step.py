@@ -1,0 +1,110 @@
+"""The denoising step: one function over buffers that stay where they are, so that it can be captured and replayed."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockdiff.kernels.vocabulary import Stats
+from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.page_buffers import StepBuffers
+from blockdiff.models.pages import Pages
+from blockdiff.sampling.calls import StepCall, decided
+from blockdiff.sampling.canvas_state import CanvasState, ends
+from blockdiff.sampling.draws import STEPS_AHEAD
+from blockdiff.sampling.predict import predict
+from blockdiff.sampling.settings import SamplingSettings
+from blockdiff.sampling.strategy import Decision
+
+
+class CanvasStep:
+    """The step of the canvases of at most `most` rows, `width` of them side by side for each.
+
+    What changes from step to step is the number of the step, which the host writes, and what a step leaves for the
+    next; draws and temperatures stand in the buffers for several steps ahead. What a call launches, and on which
+    memory, follows from the `StepCall` and from what the prefixes gave when rows were loaded. keeps: as in
+    `StepBuffers`; False where steps are captured.
+    """
+
+    def __init__(
+        self, model: BlockDiffusionModel, settings: SamplingSettings, pages: Pages, width: int, most: int, keeps: bool
+    ):
+        self.model, self.settings, self.width = model, settings, width
+        L, B, device = settings.canvas_length, most * width, model.device
+        self.prefixes = pages.step_buffers(most, width, L, keeps)
+        self.without_prompts = pages.step_buffers(most, width, L, keeps)  # of guided rows
+        self.state = CanvasState.buffers(B, model, settings)
+        self.now = torch.zeros((), dtype=torch.int64, device=device)
+        self.temperature_BT = torch.ones(B, STEPS_AHEAD, device=device)
+        self.start_BL = torch.full((B, L), -1, device=device)  # tokens that are given at the first step, -1 elsewhere
+        self.pinned_BL = torch.full((B, L), -1, device=device)  # and at every step
+        self.told_BN = torch.zeros((B, 2 + L), dtype=torch.int64, device=device)  # what `ends` says of the step
+        self.may_stop: dict[tuple[object, ...], bool] = {}  # by strategies: whether they stop canvases before the last
+        self._every_B = torch.arange(B, device=device)
+
+    def given(self, buffer_BL: Tensor, of_canvases: abc.Sequence[Tensor | None]) -> None:
+        """Write the tokens that are given in canvases, from the first place on; -1 where none is."""
+        buffer_BL[: len(of_canvases)] = -1
+        for place, given_L in enumerate(of_canvases):
+            if given_L is not None:
+                buffer_BL[place] = given_L
+
+    def __call__(self, call: StepCall) -> tuple[Tensor, Stats, Decision]:
+        """Denoise and decide every canvas of a call once: what it saw [B, L], what came of it, and what stays."""
+        lo, count = call.first * self.width, call.rows * self.width
+        of, mask_id = slice(lo, lo + count), self.settings.diffusion.mask_id
+        padded = slice(lo, lo + call.padded * self.width)
+        state, every_B = self.state.part(padded), self._every_B[padded]
+        step_B = self.now - state.entered_B
+        place_B = step_B % STEPS_AHEAD
+        uniform_BL, noise_BL = self.state.uniform_BTL[every_B, place_B], self.state.noise_BTL[every_B, place_B]
+        temperature_B = self.temperature_BT[every_B, place_B][:count]
+        tokens_BL = state.seen(noise_BL, mask_id, self.start_BL[padded], self.pinned_BL[padded])
+        # without one soft is 0, which changes nothing: left out where that is cheaper
+        soft_BLD = state.soft_BLD if call.has_signal else None
+        hidden_BLD, other_BLD = call.hidden_BLD, None
+        if hidden_BLD is None:
+            hidden_BLD = self._denoised(self.prefixes, tokens_BL, soft_BLD, call.first)[:count]
+        if call.guided is None:
+            other_BLD = self._denoised(self.without_prompts, tokens_BL, soft_BLD, call.first_guided)[:count]
+        elif len(call.guided):
+            other_BLD = self._guided(call, tokens_BL, soft_BLD)
+        state, tokens_BL, step_B = self.state.part(of), tokens_BL[:count], step_B[:count]
+        drawn = temperature_B, uniform_BL[:count], mask_id, call.controls, step_B, call.shapes
+        stats = predict(self.model, hidden_BLD, tokens_BL, *drawn, self.settings.diffusion.prediction, other_BLD)
+        pinned_BL = self.pinned_BL[of] if call.has_pins else None
+        canvases = state.canvases(self.settings, call.ids, step_B, temperature_B, tokens_BL, stats, pinned_BL)
+        decision = decided(canvases, call.groups)
+        left = replace(
+            state,
+            unchanged_B=canvases.unchanged_B,
+            standing_BL=decision.standing(canvases),
+            kept_BL=decision.kept_BL,
+            previous_BL=stats.argmax,
+            soft_BLD=stats.soft_embedding,
+        )
+        self.told_BN[of] = ends(stats, decision)  # first: a decision may say what stands in the buffers
+        state.write(slice(None), left)
+        self.start_BL[of].fill_(-1)
+        self.may_stop[call.strategies] = decision.stop_B is not None
+        return tokens_BL, stats, decision
+
+    def _denoised(self, buffers: StepBuffers, tokens_BL: Tensor, soft_BLD: Tensor | None, first: int) -> Tensor:
+        """Hidden states [B, L, D] of canvases, `width` side by side after each row from the first on, by one call."""
+        rows = len(tokens_BL) // self.width, self.width * tokens_BL.shape[1]
+        soft_BTD = None if soft_BLD is None else soft_BLD.reshape(*rows, -1)
+        return buffers.denoise(tokens_BL.reshape(rows), soft_BTD, first).reshape(*tokens_BL.shape, -1)
+
+    def _guided(self, call: StepCall, tokens_BL: Tensor, soft_BLD: Tensor | None) -> Tensor:
+        """Hidden states [B, L, D] without the prompts of the canvases of which some are guided; 0 in the others."""
+        assert call.guided is not None
+        missing = len(self.without_prompts.rows) * self.width - len(call.guided) if call.padded > call.rows else 0
+        tokens = F.pad(tokens_BL[call.guided], (0, 0, 0, missing))
+        soft = None if soft_BLD is None else F.pad(soft_BLD[call.guided], (0, 0, 0, 0, 0, missing))
+        hidden_BLD = self._denoised(self.without_prompts, tokens, soft, call.first_guided)[: len(call.guided)]
+        whole_BLD = hidden_BLD.new_zeros(call.rows * self.width, *hidden_BLD.shape[1:])
+        return whole_BLD.index_copy(0, call.guided, hidden_BLD)
