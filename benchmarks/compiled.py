@@ -137,7 +137,7 @@ def in_fp8(tokens: int, dtype: torch.dtype, goes_back: bool, rounds_inputs: bool
 
 @torch.no_grad()
 def inference(dtype: torch.dtype) -> None:
-    """What is several ops with gradients, as a denoising step of the released model has it: both layer kinds."""
+    """The ops that are several with gradients, as a denoising step of the released model has them: both layer kinds."""
     N, D, F, E, k, eps = 256, 2816, 2112, 128, 8, 1e-6
     x, w, scalar = (torch.zeros(*shape, dtype=dtype) for shape in ((1, N, D), (D,), (1,)))
 

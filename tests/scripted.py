@@ -179,7 +179,7 @@ class ScriptedPages:
         """Nothing is published, so nothing is to be done."""
 
     def step_buffers(self, most: int, canvases: int, canvas_length: int, keeps: bool = True) -> ScriptedSteps:
-        """What denoises rows."""
+        """Buffers by which rows are denoised."""
         return ScriptedSteps(self.model)
 
 

@@ -86,7 +86,7 @@ class NoLibrary(Exception):
 
 
 def serves(*tensors: Tensor | None) -> bool:
-    """Whether the C functions take these: plain fp32 tensors in the memory of a CPU, outside of torch.compile."""
+    """True where the C functions take these: plain fp32 tensors in the memory of a CPU, outside of torch.compile."""
     for x in tensors:
         if x is not None and not (type(x) in _PLAIN and x.dtype is torch.float32 and x.is_cpu):
             return False
@@ -198,7 +198,7 @@ def _cache() -> Path | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file or directory is there, no link, the user's own, and writable by nobody else."""
+    """True where a file or directory is there, no link, the user's own, and writable by nobody else."""
     try:
         found = path.lstat()
     except OSError:
@@ -214,7 +214,7 @@ def _key(command: list[str]) -> str:
 
 
 def _machine() -> str:
-    """What the vector code depends on: a home directory can be shared by machines of several kinds."""
+    """The machine's traits that vector code depends on: machines of several kinds can share a home directory."""
     facts = [platform.system(), platform.machine(), platform.processor()]
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""What denoising steps read of rows in pages, in buffers: positions, spans, RoPE and block tables."""
+"""Buffers that denoising steps over rows in pages read: positions, spans, RoPE and block tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEAST_PAGES = 4  # of a block table: a wider one costs little, and each width ha
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a call of the model takes beside the canvases of some rows."""
+    """The arguments of a call of the model beside the canvases of some rows."""
 
     positions_BT: Tensor
     spans: dict[str, Spans]
@@ -111,7 +111,7 @@ class StepBuffers:
         self._buffers[name][slice(len(x)) if isinstance(to, slice) else to] = x
 
     def _inputs(self, first: int, count: int) -> StepInputs:
-        """What a call of `count` rows takes; views of the buffers."""
+        """The arguments of a call of `count` rows, as views of the buffers."""
         of, rows = slice(first, first + count), self.rows[first : first + count]
         spans, past, rope = dict[str, Spans](), dict[int, Past](), dict[str, "Rope"]()
         for name, pool in self.pages.pools.items():
@@ -138,7 +138,7 @@ class StepBuffers:
         return StepInputs(self._buffers["positions",][of], spans, rope, [past[layer] for layer in sorted(past)])
 
     def _mark(self, row: PagedRow) -> tuple[int, int]:
-        """What has to be the same for a selection to stand: the row and how many queries there are."""
+        """The mark that has to be the same for a selection to stand: the row and how many queries there are."""
         return row.stamp, self.canvases * self.canvas_length
 
     def _note_selections(self, spans: dict[str, Spans], rows: Sequence[PagedRow]) -> None:
@@ -153,7 +153,7 @@ class StepBuffers:
 
 
 def width_of(rows: Sequence[PagedRow], pool: Pool) -> int:
-    """How wide the block tables of rows are made: the next power of two of the widest, LEAST_PAGES at least."""
+    """The width of the block tables of rows: the next power of two of the widest, LEAST_PAGES at least."""
     return 1 << (max(LEAST_PAGES, *(len(row.tables[pool.kind.name]) for row in rows)) - 1).bit_length()
 
 

@@ -112,7 +112,7 @@ class Pool:
                 self.free.append(page)
 
     def is_shared(self, page: int) -> bool:
-        """Whether others refer to the page, or could find it."""
+        """True where others refer to the page, or could find it."""
         return self.references[page] > 1 or page in self.links
 
     def publish(self, page: int, link: Link) -> None:

@@ -42,7 +42,7 @@ class PagedRow:
 
 @dataclass(frozen=True)
 class PageStatistics:
-    """What the pages hold, by kind of layer, and what happened so far.
+    """Counts of pages by kind of layer, and of what happened so far.
 
     pages: in use; cached: not in use, and their tokens can be shared; published: all that can be shared;
     reused_tokens: what `reuse` found, of the asked_tokens of new rows; evictions: cached pages given to other tokens.
@@ -183,12 +183,12 @@ class PagedRows:
     # -- memory ------------------------------------------------------------------------------------------------
 
     def free_tokens(self) -> int:
-        """How many tokens can still be reserved, whole pages of them."""
+        """The number of tokens that can still be reserved, in whole pages."""
         return min(pool.available for pool in self.pools.values()) * self.page_tokens
 
     @property
     def statistics(self) -> PageStatistics:
-        """What the pages hold now, and what happened since the beginning."""
+        """Counts of the pages now, and of what happened since the beginning."""
         pools = self.pools.items()
         return PageStatistics(
             pages={name: pool.in_use for name, pool in pools},
@@ -223,7 +223,7 @@ class PagedRows:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _can_share(self, found: list[Link], pages_before: int, multiple: int) -> bool:
-        """Whether all that a row needs after the found links is there still, and its length is such a multiple."""
+        """True where all that a row needs after the found links is there still, and its length is such a multiple."""
         length = (pages_before + len(found)) * self.page_tokens
         return length % multiple == 0 and all(
             name in link.pages

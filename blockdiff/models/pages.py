@@ -132,7 +132,7 @@ class Pages(PagedRows):
         return asked.denoise(canvas_BT, soft_BTD)
 
     def step_buffers(self, most: int, canvases: int, canvas_length: int, keeps: bool = True) -> StepBuffers:
-        """What denoises at most so many rows often, see there."""
+        """Buffers for denoising at most so many rows again and again, see there."""
         return StepBuffers(self, most, canvases, canvas_length, keeps)
 
     def _places(self, pool: Pool, rows: Sequence[PagedRow], lengths: Sequence[int], width: int) -> Tensor:
@@ -145,7 +145,7 @@ class Pages(PagedRows):
 
 
 def _capacity(model: BlockDiffusionModel) -> int:
-    """How many tokens fit into the share of the device's memory that pages may take."""
+    """The number of tokens that fit into the share of the device's memory that pages may take."""
     each = (
         family_of(model.config).outline(model.config).cached_per_token
         * torch.empty(0, dtype=model.dtype).element_size()

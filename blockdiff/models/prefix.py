@@ -18,7 +18,7 @@ KV = tuple[Tensor, ...]
 
 
 class Prefix:
-    """What `encode` returns: every layer's kv of the rows' clean tokens, right-padded.
+    """The result of `encode`: every layer's kv of the rows' clean tokens, right-padded.
 
     hidden [B, S, D]: the last call's tokens after the final norm; kinds: the kind of each layer; lengths_B: cached
     tokens of each row, int64; common_length: their length where the host knows it is the same for all rows, else

@@ -54,7 +54,7 @@ def groups_of(strategies: Sequence[Strategy], device: torch.device) -> tuple[tup
 
 
 def decided(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | None]]) -> Decision:
-    """What becomes of canvases, those of each strategy decided by it."""
+    """The decision about canvases, those of each strategy decided by it."""
     strategy, places = groups[0]
     if places is None:
         return decision_of(strategy, canvases)

@@ -69,7 +69,7 @@ class CanvasBatch:
         self._memory: abc.Hashable = None  # where the weights were that captured steps read
 
     def takes(self, shape: Shape) -> bool:
-        """Whether a step of this shape does nothing but launch: top_p natively looks how many tokens it needs."""
+        """True where a step of this shape does nothing but launch: top_p natively looks how many tokens it needs."""
         filters = self.model.kernels.filters_on_device and not shape.guidance and self.model.vocabulary.head is None
         return shape.top_p >= 1 or filters
 
@@ -137,7 +137,7 @@ class CanvasBatch:
         return buffers.load([*there, *[self.pages.empty] * self._missing(len(there))]) if there else None
 
     def _capturable(self, prefixes: abc.Hashable, others: abc.Hashable) -> tuple[Shape, abc.Hashable] | None:
-        """What all canvases draw from and the key of their step, where it can be captured; None where it is called."""
+        """The shape that all canvases draw from and the key of their step, where it can be captured; None elsewhere."""
         strategies = {row.strategy for row in self.sequences}
         controls = next(iter(self._controls_of_calls), [])
         if self.graphs is None or len(strategies) > 1 or any(row.is_watched for row in self.sequences):
@@ -229,7 +229,7 @@ class CanvasBatch:
         return calls
 
     def _is_cheaper_without(self, canvases: abc.Sequence[CanvasInFlight]) -> bool:
-        """Whether these canvases have no prediction before this step, and it is worth leaving the signal out."""
+        """True where these canvases have no prediction before this step, and it is worth leaving the signal out."""
         return self.graphs is None and self.model.device.type == "cpu" and not any(c.has_begun for c in canvases)
 
     def _temperatures(self, place: int, step: int) -> list[float]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class CanvasState:
-    """What is known of every canvas between two steps; the names are those of `Canvases`.
+    """The state of every canvas between two steps; the names are those of `Canvases`.
 
     entered_B: the engine's step that was step 0; uniform_BTL and noise_BTL: the draws of the steps that begin with the
     last multiple of STEPS_AHEAD; standing_BL: what stands in the next canvas where kept_BL is True.
@@ -121,7 +121,7 @@ class CanvasState:
         stats: Stats,
         pinned_BL: Tensor | None,
     ) -> Canvases:
-        """What a strategy decides by, after a step that saw these tokens."""
+        """The canvases by which a strategy decides, after a step that saw these tokens."""
         return Canvases(
             ids=ids,
             step_B=step_B,
@@ -142,7 +142,7 @@ class CanvasState:
 
 
 def ends(stats: Stats, decision: Decision) -> Tensor:
-    """What the host is told of a step, int64 [B, 2 + L]: whether canvases stop, are finite, and their tokens."""
+    """The report of a step to the host, int64 [B, 2 + L]: whether canvases stop, are finite, and their tokens."""
     is_finite_B = stats.entropy.isfinite().all(-1)
     is_stopped_B = torch.zeros_like(is_finite_B) if decision.stop_B is None else decision.stop_B
     final_BL = stats.argmax if decision.final_BL is None else decision.final_BL

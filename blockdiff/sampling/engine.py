@@ -163,7 +163,7 @@ class Engine:
         self._scheduler.limit(max_rows)
 
     def events(self) -> list[Event]:
-        """What happened since the last call: steps that are watched, committed canvases, and results."""
+        """The events since the last call: steps that are watched, committed canvases, and results."""
         events, self._events = self._events, []
         return events
 
@@ -174,17 +174,17 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        """How many requests are not answered yet."""
+        """The number of requests that are not answered yet."""
         return self._unfinished
 
     @property
     def forwards(self) -> int:
-        """How many canvases the model has denoised so far, padding included."""
+        """The number of canvases that the model has denoised so far, padding included."""
         return self._batch.forwards
 
     @property
     def encoded_tokens(self) -> int:
-        """How many tokens the model has encoded so far, padding included."""
+        """The number of tokens that the model has encoded so far, padding included."""
         return self._encoding.tokens
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ Work = Callable[[], object]
 
 
 class Capture(Protocol):
-    """How work is captured on some device."""
+    """The way in which work is captured on some device."""
 
     def warm_up(self, work: Work) -> None:
         """Run work the way it runs before it is captured."""
@@ -67,7 +67,7 @@ class CudaCapture:
 
 
 def capture_of(model: BlockDiffusionModel) -> Capture | None:
-    """How steps of a model can be captured; None off CUDA, and where a step does more than launch.
+    """The way in which steps of a model can be captured; None off CUDA, and where a step does more than launch.
 
     That is where ranks exchange something within it, where layers keep what they select in the first one, and where
     ops run natively.
@@ -127,7 +127,7 @@ class Graphs:
 
 
 class HostCopy:
-    """What the host reads of a device's buffer: it is sent for, and the host waits for it when it reads."""
+    """A copy of a device's buffer on the host: it is sent for, and the host waits for it when it reads."""
 
     def __init__(self, buffer: Tensor):
         self._buffer = buffer

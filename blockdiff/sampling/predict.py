@@ -106,7 +106,7 @@ def _free(
 def _shaping(
     shape: Shape, canvas_BL: Tensor, vocab_size: int, mask_id: int | None, prediction: str, other_BLD: Tensor | None
 ) -> Shaping | None:
-    """What a shape does to the distributions; None where nothing."""
+    """The changes that a shape makes to the distributions; None for none."""
     shaping = Shaping(shape.top_k, shape.top_p, shape.min_p)
     if shape.guidance:
         if other_BLD is None:

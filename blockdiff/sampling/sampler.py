@@ -67,7 +67,7 @@ class Sampler:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """What turns words into tokens and back."""
+        """The tokenizer, which turns words into tokens and back."""
         return self.settings.tokenizer
 
     @property
@@ -77,12 +77,12 @@ class Sampler:
 
     @property
     def choices(self) -> DiffusionSettings:
-        """What the model was trained for."""
+        """The choices that the model was trained for."""
         return self.settings.diffusion
 
     @property
     def strategy(self) -> Strategy:
-        """How canvases are denoised."""
+        """The strategy by which canvases are denoised."""
         return self.settings.strategy
 
     def release(self) -> None:
@@ -155,7 +155,7 @@ class Sampler:
         exact: bool = False,
         graphs: bool | None = None,
     ) -> Iterator[tuple[int, Result]]:
-        """What `generate` gives, as it comes: the place of a prompt and its result."""
+        """The results of `generate` as they come: the place of a prompt and its result."""
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
             given = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
             raise RequestError(f"prompts must be a list, got {given}; write [prompt]")

@@ -1,4 +1,4 @@
-"""How probable a text is, by the model's own next-token predictions.
+"""Scores of texts by the model's own next-token predictions.
 
 The encode pass is causal and its next-token loss is trained beside the denoising loss, so the hidden state of every
 clean token predicts the token after it. A sum of such log-probabilities is exact; what it says is as good as the
@@ -26,7 +26,7 @@ CHUNK = 2048  # columns that one encode takes: the memory of a long text's hidde
 
 @dataclass(frozen=True)
 class Score:
-    """What next-token prediction says of some tokens after a context.
+    """The log-probabilities of some tokens after a context, by next-token prediction.
 
     logprobs: of each token given all before it, in nats; is_greedy: whether each is the most probable one there.
     """

@@ -1,4 +1,4 @@
-"""What a strategy is: what a denoising step draws from, and what stays of what it drew.
+"""Strategies: the distribution that a denoising step draws from, and the samples that stay.
 
 The strategies there are lie in `strategies/`. Tensors: B canvases, L positions.
 """
@@ -46,11 +46,11 @@ class Shape:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the tempered logits are drawn from as they are."""
+        """True where the tempered logits are drawn from as they are."""
         return self == Shape(self.temperature)
 
     def corrects(self, prediction: str, mask_id: int | None) -> bool:
-        """Whether what a seen token says of itself is added to the logits, or taken from them, of a model so trained.
+        """True where the evidence of a seen token about itself is added to the logits, or taken from them.
 
         Under mask noise a mask says nothing of its token, and what is visible is carried over.
         """
@@ -86,7 +86,7 @@ class Canvases:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of every position, and of every canvas.
+    """A decision about every position, and about every canvas.
 
     keep_BL: the sample stands in the canvas of the next step. stay_BL: the token that this step saw stands there
     again (where both are True, the sample is kept). Every other position gets fresh noise. stop_B: the canvas is
@@ -100,7 +100,7 @@ class Decision:
     final_BL: Tensor | None = None
 
     def standing(self, canvases: Canvases) -> Tensor:
-        """What stands in the next step's canvas wherever `kept_BL` is True, int64 [B, L]; elsewhere no matter what."""
+        """The tokens of the next step's canvas wherever `kept_BL` is True, int64 [B, L]; elsewhere any."""
         sample_BL = canvases.stats.sample
         return sample_BL if self.stay_BL is None else sample_BL.where(self.keep_BL, canvases.tokens_BL)
 
@@ -111,7 +111,7 @@ class Decision:
 
 
 def decision_of(strategy: Strategy, canvases: Canvases) -> Decision:
-    """What a strategy decides; RequestError where that is no decision about these canvases."""
+    """The decision of a strategy; RequestError where that is no decision about these canvases."""
     decision = strategy.decide(canvases)
     if not isinstance(decision, Decision):
         raise _refusal(strategy, f"a {type(decision).__name__}, not a Decision")
@@ -144,7 +144,7 @@ class Strategy(Protocol):
         """That of its fields."""
 
     def shape(self, step: int, steps: int) -> Shape:
-        """What step `step` (from 0) of at most `steps` draws from."""
+        """The distribution that step `step` (from 0) of at most `steps` draws from."""
 
     def decide(self, canvases: Canvases) -> Decision:
-        """What stays of the step's samples, and which canvases are finished."""
+        """The decision about the step's samples, and about the canvases that are finished."""

@@ -18,7 +18,7 @@ ENDS = ",:]}"  # of a value or key without quotes
 
 
 class _NoCallError(ValueError):
-    """What stands between the tokens of a call is none."""
+    """The text between the tokens of a call is no call."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _bare(atoms: list[str | _Quoted], ends: str) -> str:
 
 
 def _taken(atoms: list[str | _Quoted], character: str) -> bool:
-    """Whether a character comes next; it is taken then."""
+    """True where a character comes next; it is taken then."""
     if not atoms:
         raise _NoCallError
     return atoms[-1] == character and bool(atoms.pop())

@@ -1,4 +1,4 @@
-"""What happened while a request was answered, as plain records; `blockdiff.plots.denoising` draws them."""
+"""Traces: the course of a request as plain records; `blockdiff.plots.denoising` draws them."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def without_gradients() -> Iterator[None]:
 
 
 def state_of(pages: Pages, row: PagedRow) -> object:
-    """What pools and a row hold, without the stamps."""
+    """The content of pools and of a row, without the stamps."""
     pools = {
         name: (sorted(pool.references), sorted(pool.free), list(pool.cached), sorted(pool.links), pool.in_use)
         for name, pool in pages.pools.items()

@@ -68,7 +68,7 @@ def generate_in_lockstep(
 
 
 def _settings(each: Sequence) -> tuple[int, int, str, int, float]:
-    """What the rows of a batch have in common."""
+    """The settings that the rows of a batch have in common."""
     control = each.control
     starts = (0, 0.0) if control is None else (len(control.restriction.start), control.restriction.noise)
     return each.canvases, each.max_steps, repr(each.strategy), *starts

@@ -51,7 +51,7 @@ def requests_of(count: int, longest: int = 60, seed: int = 5) -> list[Request]:
 
 
 def alone(model, requests: list[Request], generation: Generation = LIVELY) -> dict[str | int, Result]:
-    """What the loop in lockstep answers, each request by itself."""
+    """The answers of the loop in lockstep, each request by itself."""
     settings = settings_of(model, None, generation)
     results = {}
     for request in requests:

@@ -70,7 +70,7 @@ def requests_of(count: int, longest: int = 60, **settings: Any) -> list[Request]
 
 
 def answers(model: Any, requests: list[Request], graphs: bool, **options: Any) -> dict[str | int, Result]:
-    """What an engine answers to requests that come one after the other while others run."""
+    """The answers of an engine to requests that come one after the other while others run."""
     options = dict(generation=LIVELY, page_tokens=8, max_rows=5, buckets=BUCKETS) | options
     engine = Engine(model, options.pop("tokenizer", None), graphs=graphs, **options)
     results = {}

@@ -20,7 +20,7 @@ KV = tuple[Tensor, Tensor, Tensor]  # keys, values, index keys
 
 @dataclass(frozen=True)
 class Selection:
-    """How a layer selects: block to score as `select_blocks` has them; scale: of attention's scores.
+    """The selection of a layer: block to score as `select_blocks` has them; scale: of attention's scores.
 
     canvas_length: of canvases whose queries have one selection (None: each query has its own).
     """
@@ -34,7 +34,7 @@ class Selection:
     canvas_length: int | None = None
 
     def blocks(self, ops: Kernels, idx_q: Tensor, idx_k: Any, visible_BT: Tensor, first_BT: Tensor | None) -> Tensor:
-        """What `select_blocks` gives by these numbers."""
+        """The blocks that `select_blocks` gives by these numbers."""
         return ops.select_blocks(
             idx_q, idx_k, visible_BT, first_BT,
             block=self.block, topk=self.topk, init=self.init, local=self.local, score=self.score,

@@ -113,7 +113,7 @@ def _forward(
 
 
 def goes_by_block(q: Tensor, S: int, constants: dict[str, Any]) -> bool:
-    """Whether blocks have so many queries each that it is worth to load each block once and to merge parts."""
+    """True where blocks have so many queries each that loading each block once and merging parts pays."""
     T, block, topk = q.shape[1], constants["BLOCK"], constants["TOPK"]
     if T < LEAST_QUERIES or T * topk < SHARED_BY * -(-S // block):
         return False

@@ -26,7 +26,7 @@ MOST_CHOSEN_FROM = 1024  # blocks that compete at a time
 
 
 def _precision(x: Tensor) -> str:
-    """How products are made: fp32 as three tf32 products where there are registers for it."""
+    """The precision of products: fp32 as three tf32 products where there are registers for it."""
     return "tf32" if x.dtype != torch.float32 else "tf32x3" if x.shape[-1] <= 128 else "ieee"
 
 
@@ -94,7 +94,7 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def _reads_pages(q: Tensor, *sources: Tensor | PagedTensor) -> bool:
-    """Whether all of them are pages that are read where they stand: neither padded nor cast, which would copy them."""
+    """True where all of them are pages that are read in place: neither padded nor cast, which would copy them."""
     if q.shape[-1] > LARGEST_HEAD:
         return False
     return all(isinstance(x, PagedTensor) and is_read_as_it_is(q, x.pool_NPKd) for x in sources)

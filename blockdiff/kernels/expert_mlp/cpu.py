@@ -67,7 +67,7 @@ class _Groups(native._Groups):
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """What the gated halves give is not kept: the walk that makes their gradients makes it again."""
+    """Experts whose gated halves are not kept: the walk that makes their gradients makes it again."""
 
     @staticmethod
     def forward(

@@ -19,7 +19,7 @@ MOST = 3  # norms of one tensor that a call can make
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
-    """How many rows of how many numbers a tensor has."""
+    """The number of rows of a tensor, and the numbers in each."""
     width = x.shape[-1]
     return x.numel() // max(width, 1), width
 

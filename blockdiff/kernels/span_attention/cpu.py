@@ -112,7 +112,7 @@ class _Call:
         self.room = torch.empty(B + 1 + 4 * B * K * self.chunks + 2 * blocks, dtype=torch.int64)
 
     def inputs(self) -> tuple[Tensor | int | float | None, ...]:
-        """What both functions begin with."""
+        """The arguments with which both functions begin."""
         return (self.places, self.q, self.prefix_k, self.prefix_v, self.k, self.v, self.bounds, self.scale)
 
     def forward(self, lse: Tensor | None) -> Tensor:

@@ -39,7 +39,7 @@ class TokenAutomaton:
 
     @property
     def states(self) -> int:
-        """How many states there are, the end included."""
+        """The number of states, the end included."""
         return len(self.next_SC) - 1
 
     def on(self, device: torch.device) -> TokenAutomaton:

@@ -29,11 +29,11 @@ class ByteAutomaton:
 
     @property
     def states(self) -> int:
-        """How many live states there are."""
+        """The number of live states."""
         return len(self.next_SB) - 1
 
     def accepts(self, text: bytes) -> bool:
-        """Whether a text is in the language."""
+        """True where a text is in the language."""
         state = 0
         for byte in text:
             state = int(self.next_SB[state, byte])

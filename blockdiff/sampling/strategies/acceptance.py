@@ -16,11 +16,11 @@ class Acceptance(Protocol):
     """A frozen dataclass."""
 
     def accept(self, canvases: Canvases) -> Decision:
-        """What becomes of every position; when a canvas stops is another rule's."""
+        """The decision about every position; another rule decides when a canvas stops."""
 
 
 def declares_capturable(rule: object) -> bool:
-    """Whether the class of a strategy or a rule says itself that a CUDA graph can hold it (see `Strategy`)."""
+    """True where the class of a strategy or a rule itself says that a CUDA graph can hold it (see `Strategy`)."""
     return "is_capturable" in vars(type(rule)) and bool(rule.is_capturable)  # type: ignore[attr-defined]
 
 
@@ -93,7 +93,7 @@ class Quota:
         return Decision(torch.empty_like(is_wanted_BL).scatter_(-1, order_BL, is_wanted_BL))
 
     def of_steps(self, done_B: Tensor, steps_B: Tensor, length: int) -> Tensor:
-        """How many of `length` positions are kept when so many of the steps are done, int64 [B]."""
+        """The number of `length` positions that are kept when so many of the steps are done, int64 [B]."""
         if self.pace == "linear":  # in integers: no rounding is rounded up
             return (done_B * length + steps_B - 1) // steps_B
         share_B = 1 - torch.cos(done_B.double() / steps_B * (math.pi / 2))
@@ -102,7 +102,7 @@ class Quota:
 
 @dataclass(frozen=True)
 class Sticky:
-    """What another rule keeps is kept for good: a kept token stays and counts as certain ever after.
+    """A rule that keeps for good what another rule keeps: a kept token stays and counts as certain ever after.
 
     So uniform noise is treated like masks, which are only ever filled in (carry-over, arXiv 2406.07524).
     """
@@ -111,7 +111,7 @@ class Sticky:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether the other rule is."""
+        """True where the other rule is."""
         return declares_capturable(self.rule)
 
     def accept(self, canvases: Canvases) -> Decision:

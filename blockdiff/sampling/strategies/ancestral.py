@@ -40,7 +40,7 @@ class Ancestral(Rules):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether the stopping is; corrections, which not every row is at in the same step, are not."""
+        """True where the stopping is; corrections, which not every row is at in the same step, are not."""
         return not self.corrections and declares_capturable(self.stopping)
 
     def shape(self, step: int, steps: int) -> Shape:
@@ -52,7 +52,7 @@ class Ancestral(Rules):
         return replace(shape, alpha=before)
 
     def decide(self, canvases: Canvases) -> Decision:
-        """What of the next noise level's canvas is predicted, what stays, and what is noise."""
+        """The next noise level's canvas: positions that are predicted, that stay, and that are noise."""
         stats, seen_BL, pi = canvases.stats, canvases.tokens_BL, canvases.noise_probability
         before_B1, after_B1, is_correction_B1 = (x[:, None] for x in self._levels(canvases.step_B, canvases.steps_B))
         share_B1 = before_B1 / after_B1

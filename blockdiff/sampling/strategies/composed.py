@@ -17,7 +17,7 @@ from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What strategies have in common: the temperature, the stopping, and filters and guidance as `Shape` has them."""
+    """The common part of strategies: the temperature, the stopping, and filters and guidance as `Shape` has them."""
 
     temperature: Temperature = field(default_factory=LinearTemperature)
     stopping: Stopping = field(default_factory=StableAndConfident)
@@ -56,17 +56,17 @@ class Composed(Rules):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether both rules are."""
+        """True where both rules are."""
         return declares_capturable(self.acceptance) and declares_capturable(self.stopping)
 
     def decide(self, canvases: Canvases) -> Decision:
-        """What the acceptance keeps, and which canvases the stopping ends."""
+        """The decision: positions that the acceptance keeps, canvases that the stopping ends."""
         return replace(self.acceptance.accept(canvases), stop_B=self.stopping.stop(canvases))
 
 
 @lru_cache(maxsize=64)
 def is_guided(strategy: Strategy, steps: int) -> bool:
-    """Whether any of so many steps wants guidance, and with it a prefix without the prompt.
+    """True where any of so many steps wants guidance, and with it a prefix without the prompt.
 
     Raises RequestError where a strategy gives something else than shapes that a step can draw from.
     """
@@ -79,7 +79,7 @@ def is_guided(strategy: Strategy, steps: int) -> bool:
 
 
 def _obstacle(shape: object) -> str | None:
-    """What of a shape no step can draw from; None where there is nothing."""
+    """The part of a shape that no step can draw from, in words; None where there is none."""
     if not isinstance(shape, Shape):
         return f"a {type(shape).__name__}, not a Shape,"
     between = {
@@ -101,7 +101,7 @@ def _obstacle(shape: object) -> str | None:
 def captured_shape(
     strategy: Strategy, steps: int, prediction: str = "posterior", mask_id: int | None = None
 ) -> Shape | None:
-    """What all of so many steps draw from, at temperature 1, where they can be captured in CUDA graphs; else None.
+    """The shape that all of so many steps share at temperature 1, where they can be captured in CUDA graphs; else None.
 
     That is where the strategy says so, and its shapes have the same filters and the same guidance, and nothing else but
     a temperature each.

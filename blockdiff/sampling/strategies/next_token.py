@@ -44,7 +44,7 @@ class NextToken:
 
     @classmethod
     def of(cls, generation: Generation) -> NextToken:
-        """What a model's settings say, with transformers' names and meaning."""
+        """The strategy of a model's settings, with transformers' names and meaning."""
         return cls(generation.temperature, generation.top_k, generation.top_p)
 
     def shape(self, step: int, steps: int) -> Shape:

@@ -28,7 +28,7 @@ Value = Any
 
 @dataclass(frozen=True)
 class Key:
-    """What stands behind `key=`: what it is by default, what it may be, and what it is for."""
+    """A value behind `key=`: its default, its range, and its purpose."""
 
     default: Value  # a name in capitals: that of the model's settings
     read: Callable[[str], Value]
