@@ -78,22 +78,28 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
         self.kernels, self.activation = kernels, activation
 
-    def forward(self, x: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None) -> Tensor:
-        """The weighted sum [N, D] of the experts of N tokens [..., D]; padding tokens go to none and give 0."""
+    def forward(
+        self, x: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None, as_slots: bool = False
+    ) -> Any:
+        """The weighted sum [N, D] of the experts of N tokens [..., D]; padding tokens go to none and give 0.
+
+        as_slots: as `Kernels.layer_end` takes it, `Slots`, which may be before the sum.
+        """
         experts, x_ND = self.gate_up_proj.shape[0], x.flatten(0, -2)
         index_Nk = without_padding(index_Nk, padding_N, experts)
         if self.exchange is not None:
-            return self.exchange(x_ND, index_Nk, weight_Nk, experts, self.computed)
-        return self.computed(x_ND, index_Nk, weight_Nk)
-
-    def slots(self, x: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None) -> Slots:
-        """The same, as `Kernels.layer_end` takes it, which may be before the sum."""
-        if self.exchange is not None:
-            return Slots(self(x, index_Nk, weight_Nk, padding_N).unsqueeze(1), None, 0)
-        index_Nk = without_padding(index_Nk, padding_N, self.gate_up_proj.shape[0])
+            summed_ND = self.exchange(x_ND, index_Nk, weight_Nk, experts, self.computed)
+            return Slots(summed_ND.unsqueeze(1), None, 0) if as_slots else summed_ND
+        if not as_slots:
+            return self.computed(x_ND, index_Nk, weight_Nk)
         gate_up, down = self.matrices()
         low_rank = self.low_rank_matrices()
         return self.kernels.expert_slots(x, gate_up, down, index_Nk, weight_Nk, self.activation, low_rank)
+
+    def slots(self, x: Tensor, index_Nk: Tensor, weight_Nk: Tensor, padding_N: Tensor | None = None) -> Slots:
+        """The experts of tokens as `Slots`, by a call of the module, around which sharded weights are gathered."""
+        slots: Slots = self(x, index_Nk, weight_Nk, padding_N, True)
+        return slots
 
     def computed(self, x_ND: Tensor, index_Nk: Tensor, weight_Nk: Tensor) -> Tensor:
         """The weighted sum over those of each token's experts that lie here; indices count from the first of them."""
