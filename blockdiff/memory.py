@@ -1,7 +1,8 @@
-"""The memory that a device has left, and the one line that says, before anything is read, what does not fit."""
+"""The memory of a device, and the line that says, before anything is read, what does not fit into it."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,19 +21,36 @@ def available_bytes(device: Any) -> int | None:
     return _host_bytes(Path("/")) if place.type == "cpu" else None
 
 
+def total_bytes(device: Any) -> int | None:
+    """Bytes of a device of torch, whoever uses them; of the host no more than this process's control groups allow."""
+    import torch
+
+    place = torch.device(device)
+    if place.type == "cuda":
+        return int(torch.cuda.mem_get_info(place)[1])
+    return _host_bytes(Path("/"), is_whole=True) if place.type == "cpu" else None
+
+
 def require(needs: Mapping[str, int], device: Any, smaller: Mapping[str, int] | None = None) -> None:
-    """Refuse what does not fit on a device.
+    """Refuse what a device cannot hold, and warn of what it cannot hold beside what else uses it now.
 
     needs: bytes by what they hold (weights, gradients, ...); smaller: all that would be needed instead, by what the
     user would have to say. Raises BlockdiffError, naming those of `smaller` that fit.
     """
-    available, asked = available_bytes(device), sum(needs.values())
-    if available is None or asked <= available:
-        return
+    total, available, asked = total_bytes(device), available_bytes(device), sum(needs.values())
     parts = ", ".join(f"{name} {size(count)}" for name, count in needs.items())
-    fitting = [f"{choice} ({size(count)})" for choice, count in (smaller or {}).items() if count <= available]
-    remedy = f"what would fit: {', '.join(fitting)}" if fitting else "use a device with more memory"
-    raise BlockdiffError(f"{device}: needs {size(asked)} ({parts}), {size(available)} are there; {remedy}")
+    if total is not None and asked > total:
+        fitting = [f"{choice} ({size(count)})" for choice, count in (smaller or {}).items() if count <= total]
+        larger = "take a machine with more memory" if str(device).startswith("cpu") else "take a GPU with more memory"
+        remedy = f"what would fit: {', '.join(fitting)}" if fitting else f"{larger}, or a smaller model"
+        raise BlockdiffError(f"{device}: needs {size(asked)} ({parts}), it has {size(total)}; {remedy}")
+    if available is not None and asked > available:
+        has = "" if total is None else f" of its {size(total)}"
+        warnings.warn(
+            f"{device}: needs {size(asked)} ({parts}), {size(available)}{has} are free now; end other programs, or "
+            "it may be stopped when memory runs out",
+            stacklevel=2,
+        )
 
 
 def of_training(numbers: int, trained: int) -> dict[str, int]:
@@ -45,21 +63,30 @@ def size(count: float) -> str:
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
-def _host_bytes(root: Path) -> int | None:
-    """The bytes that the kernel says are available, and no more than the control groups of this process leave."""
+def _host_bytes(root: Path, is_whole: bool = False) -> int | None:
+    """Bytes that the kernel says are available, and no more than the control groups of this process leave.
+
+    is_whole: all that there are, and no more than the groups allow.
+    """
+    word = "MemTotal:" if is_whole else "MemAvailable:"
     lines = [line.split() for line in _text(root / "proc/meminfo").splitlines()]
-    limits = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
+    limits = [int(words[1]) * 1024 for words in lines if words[:1] == [word]]
     group = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
     for path in (PurePosixPath(group), *PurePosixPath(group).parents):
-        limits += _left_in_group(root / "sys/fs/cgroup" / path.relative_to("/"))
+        limits += _left_in_group(root / "sys/fs/cgroup" / path.relative_to("/"), is_whole)
     return min(limits, default=None)
 
 
-def _left_in_group(group: Path) -> list[int]:
-    """The limit of a control group (version 2) less what it holds, without file pages that can be dropped; or none."""
+def _left_in_group(group: Path, is_whole: bool) -> list[int]:
+    """The limit of a control group (version 2) less what it holds, without file pages that can be dropped; or none.
+
+    is_whole: the limit itself.
+    """
     most, held = _text(group / "memory.max").strip(), _text(group / "memory.current").strip()
     if not most.isdecimal() or not held.isdecimal():
         return []
+    if is_whole:
+        return [int(most)]
     statistics = dict(line.split() for line in _text(group / "memory.stat").splitlines())
     return [max(0, int(most) - int(held) + int(statistics.get("inactive_file", 0)))]
 

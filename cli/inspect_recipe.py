@@ -17,7 +17,7 @@ from blockdiff.cli.inspect_model import show_shape
 from blockdiff.data.chat import Example
 from blockdiff.terminal import printable
 from blockdiff.training.build import checked_data
-from blockdiff.training.plan.spread import Spread
+from blockdiff.training.plan.rank import kept_bytes
 from blockdiff.training.plan.training import dtypes_of
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
@@ -53,7 +53,7 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
     base = read_starting_model(recipe)
     corruption = corruption_of(recipe, base)
     objective = without_weights(recipe, base)
-    needs = Spread(recipe, objective.model, ranks=1).parts(objective, *dtypes_of(recipe, base))
+    needs = kept_bytes(objective, recipe, 1, *dtypes_of(recipe, base))
     show_shape(objective.model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show, needs)
     data = checked_data(recipe, base)
     for line in ("", *data.lines(), *(f"note      {each}" for each in without_effect(recipe, data.steps)), ""):

@@ -1,4 +1,4 @@
-"""`blockdiff plan`: whether a training or a sampling fits into memory, before anything is loaded."""
+"""`blockdiff plan`: the memory of a training or a sampling, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def plan(
     tokens: Annotated[int | None, typer.Option(min=2, help="Of the longest row, or of a sampled prefix.")] = None,
     quantize: options.Quantize = None,
     device: Annotated[str, typer.Option(help="cuda (Triton's kernels) or cpu (native ones).")] = "cuda",
-    tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s of a device, to estimate seconds.")] = 400.0,
-    bandwidth: Annotated[float, typer.Option(min=0.001, help="TB/s that a device reads and writes, likewise.")] = 3.0,
-    network: Annotated[float, typer.Option(min=0.001, help="GB/s that it receives from others, likewise.")] = 100.0,
+    tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s of a GPU, to estimate seconds.")] = 400.0,
+    bandwidth: Annotated[float, typer.Option(min=0.001, help="TB/s that a GPU reads and writes, likewise.")] = 3.0,
+    network: Annotated[float, typer.Option(min=0.001, help="GB/s that a GPU receives from others, likewise.")] = 100.0,
 ) -> None:
     """Say how much memory each part takes at the peak, and what to change where it does not fit (exit code 1).
 
-    Nothing is loaded or allocated: the step is run on tensors without memory. A recipe is planned for training, a model
+    Nothing is loaded or allocated: a layer of each kind is run on shapes. A recipe is planned for training, a model
     for sampling. The data of a recipe need not be there.
     """
     if device not in ("cuda", "cpu"):
@@ -61,10 +61,11 @@ def _training(
     recipe = read_recipe(target, overrides, needs_data=False)
     refuse(recipe, gpus)
     base, reached = read_starting_model(recipe), Rates(*rates)
-    made = plans.plan_training(recipe, ranks=gpus, device=device, tokens=tokens, base=base, rates=reached)
+    made = plans.plan_training(recipe, ranks=gpus, device=device, tokens=tokens, base=base)
     for line in plans.lines(made, limit):
         print(line)
-    print(plans.time_line(made, reached))
+    if device == "cuda":
+        print(plans.time_line(made, reached))
     if limit is None or made.total <= limit:
         return True
     print(f"what breaks: {plans.breaking(made, limit)}")

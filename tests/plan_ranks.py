@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def held(recipe: Recipe, ranks: Ranks, tokens: int) -> int:
     """The peak of live bytes of a rank's step above what it held before, gradients among them."""
     base, mesh = read_starting_model(recipe), mesh_of(recipe, ranks)
-    objective = without_weights(recipe, base, "torch")
+    objective = without_weights(recipe, base)
     model = objective.model.train()
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 HERE = Path(__file__).parent
 # Vector code of this machine, and nothing that changes what NaN and infinity do.
@@ -78,7 +79,7 @@ SIGNATURES = {
     "token_stats": "p nn f p n ppp n pppp",
 }
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class NoLibrary(Exception):
@@ -101,8 +102,11 @@ def serves_products(*tensors: Tensor | None) -> bool:
 def call(name: str, *arguments: Tensor | int | float | None) -> None:
     """Call a C function with arguments as `SIGNATURES` has them; a tensor gives its address.
 
-    What lies where is the caller's business. No function allocates: memory to work in is among the arguments.
+    What lies where is the caller's business. No function allocates: memory to work in is among the arguments. Where one
+    is a fake tensor of torch, which has no memory, nothing is called.
     """
+    if FakeTensor in map(type, arguments):
+        return
     function, signature = _functions()[name]
     given: Any = zip(signature, arguments, strict=True)
     function(*[x if x is None or c != "p" else x.data_ptr() for c, x in given])

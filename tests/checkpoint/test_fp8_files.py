@@ -242,7 +242,7 @@ def test_sizes_say_what_weights_in_fp8_take(base, written, monkeypatch):
         how = "fp8" if planned is config else None
         assert plan_sampling(planned, torch.float32, device="cpu", quantize=how).weights == held
     assert held < 0.6 * plan_sampling(config, torch.float32, device="cpu").weights
-    monkeypatch.setattr(memory, "available_bytes", lambda device: held + 1000)
+    monkeypatch.setattr(memory, "total_bytes", lambda device: held + 1000)
     assert layers_in_fp8(load(base, quantize="fp8"))
     with pytest.raises(BlockdiffError, match=r'quantize="fp8" \('):
         load(base)

@@ -40,13 +40,14 @@ def kept(recipe: Recipe) -> int:
 @pytest.mark.parametrize("share", [0.5, 1.2])  # of what is kept: weights do not fit, or activations do not
 def test_a_training_that_cannot_fit_is_refused_before_weights_are_drawn(tree, tmp_path, monkeypatch, share):
     available = int(kept(read_recipe(tree)) * share)
-    monkeypatch.setattr(memory, "available_bytes", lambda device: available)
+    for name in ("available_bytes", "total_bytes"):
+        monkeypatch.setattr(memory, name, lambda device: available)
     drawn = []
     monkeypatch.setattr(checkpoint, "draw_weights", lambda *_, **__: drawn.append(1))
     with pytest.raises(BlockdiffError) as error:
         blockdiff.train(tree, output=tmp_path / "run")
     message = str(error.value)
-    assert re.match(r"cpu: needs .* \(weights .*optimiser .*\), .* are there; ", message) and "\n" not in message
+    assert re.match(r"cpu: needs .* \(weights .*optimiser .*\), it has .*; ", message) and "\n" not in message
     assert not drawn and ("activations" in message) == (share > 1)
     assert share < 1 or "--set train.activation_checkpointing=true" in message
 
@@ -58,7 +59,7 @@ def test_what_is_taken_to_be_plenty_is_more_than_a_step_holds(tree, override):
     objective = without_weights(recipe, base, "torch")
     batch = plans.worst_batch(recipe, objective.model, 30, 8)
     plan = plans.plan_training(recipe, device="cpu", batch=batch, base=base)
-    assert device_memory.plenty(objective, batch) > 2 * (plan.total - kept(recipe))
+    assert device_memory.plenty(objective, 8, 30) > 2 * (plan.total - kept(recipe))
 
 
 def test_a_training_that_clearly_fits_is_not_planned(tree, tmp_path, monkeypatch):

@@ -55,7 +55,8 @@ def test_a_rank_of_a_mesh_holds_what_is_planned(tree: dict[str, Any], tmp_path):
     found = json.loads((tmp_path / "held.json").read_text())
     for case, bytes_ in zip(cases, found, strict=True):
         plan = plans.plan_training(read_recipe(tree, case), ranks=2, device="cpu")
-        kept = sum(n for name, n in plan.parts.items() if name in ("weights", "masters", "adapters", "optimiser"))
+        apart = ("weights", "masters", "adapters", "optimiser", "given back late")  # of the last, see `plan_ranks`
+        kept = sum(n for name, n in plan.parts.items() if name in apart)
         assert plan.total - kept == pytest.approx(bytes_, rel=0.1), (case, (plan.total - kept) / bytes_)
         assert ("gathered layer" in plan.parts) == any("full" in each for each in case)
 
@@ -82,9 +83,9 @@ def test_what_does_not_fit_on_a_rank_is_sharded_where_that_helps(tree: dict[str,
     recipe = read_recipe(tree)
     whole = plans.plan_training(recipe, ranks=2, device="cpu")
     sharded = plans.plan_training(read_recipe(tree, [SHARDED]), ranks=2, device="cpu")
-    assert sharded.exchanged > whole.exchanged > 0
+    assert sharded.work.exchanged > whole.work.exchanged > 0
     limit = (whole.total + sharded.total) // 2
-    assert plans.breaking(whole, limit) in ("activations", "optimiser", "vocabulary chunk", "cache")
+    assert plans.breaking(whole, limit) in ("activations", "optimiser", "vocabulary chunk")
     base = read_starting_model(recipe)
     found = what_fits(recipe, limit, base, ranks=2, device="cpu", tokens=None)
     assert found is not None and found[1].total <= limit

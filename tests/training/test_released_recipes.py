@@ -20,7 +20,7 @@ from blockdiff.models.family import family_of
 from blockdiff.recipes.sudoku import alphabet
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.plan import training as plans
-from blockdiff.training.plan.live_bytes import planned_for
+from blockdiff.training.plan.live_bytes import LiveBytes
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import read_starting_model, without_weights
 
@@ -73,7 +73,9 @@ def test_a_checkpointed_lora_step_at_the_released_shapes_reaches_every_adapter(t
     model = objective.model.train()
     checkpoint_activations(model)
     batch = plans.worst_batch(recipe, model, 1024, 1)
-    with planned_for("cpu", [*objective.parameters(), *objective.buffers()]):
+    counted = LiveBytes()
+    counted.fill(objective)
+    with counted:
         losses = objective(batch)
         (losses.canvas_sum + losses.ar_sum).backward()
     parameters = dict(model.named_parameters())

@@ -355,7 +355,7 @@ def test_a_run_that_is_past_its_last_step_is_refused(inputs, plain):
 
 @pytest.mark.quick
 def test_a_model_that_does_not_fit_is_refused_before_its_data_are_read(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr("blockdiff.memory.available_bytes", lambda device: 55_000)
+    monkeypatch.setattr("blockdiff.memory.total_bytes", lambda device: 55_000)
     recipe = {**inputs, "data": {"train": [{"prompt": "no response"}], "cache": "off"}}
     with pytest.raises(BlockdiffError, match=r"needs .*weights .*gradients .*optimiser "):
         blockdiff.train(recipe, output=tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Which changes of a recipe make its training fit into a memory: each is planned, and only what helps is named."""
+"""Changes of a recipe that make its training fit into a memory: each is planned, and only what helps is named."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from blockdiff.data.collate import AllCanvases
 from blockdiff.models.family import family_of
-from blockdiff.training.plan.training import TrainingPlan, plan_training
+from blockdiff.training.plan.rank import ORDER
+from blockdiff.training.plan.training import TrainingPlan, plan_training, rows_of
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.starting_model import StartingModel
 
-KEPT = ("weights", "masters", "adapters", "gradients", "optimiser", "average")  # parts that do not depend on rows
 WORTH = 0.99  # of the bytes before: a change that leaves more is not named
 
 
@@ -29,7 +29,7 @@ class Change:
 # In the order in which they are tried: what costs little first.
 CHANGES = (
     Change("train.activation_checkpointing", "true", False, lambda r, _: not r.train.activation_checkpointing),
-    Change("train.micro_batch_size", "1", False, lambda r, ranks: _rows(r, ranks) > 1),
+    Change("train.micro_batch_size", "1", False, lambda r, ranks: rows_of(r, ranks // r.parallel.tensor) > 1),
     Change("parallel.shard", "full", True, lambda r, ranks: ranks > 1 and _can_be_sharded(r)),
     Change("model.dtype", "bfloat16", True, lambda r, _: r.model.dtype == "float32" and r.lora.trains),
     Change("train.autocast", "bfloat16", False, lambda r, _: r.parallel.shard == "full" and not _is_narrow(r)),
@@ -65,7 +65,7 @@ def _candidates(
     recipe: Recipe, plan: TrainingPlan, limit: int, ranks: int, base: StartingModel
 ) -> Iterator[tuple[str, str, int | None]]:
     """What to try, as key, value and the longest row that follows from it (None: as before)."""
-    kept = sum(plan.parts.get(name, 0) for name in KEPT)
+    kept = sum(plan.parts.get(name, 0) for name in ORDER)
     first = [each for each in CHANGES if each.keeps_less == (kept > limit)]
     made = recipe
     for change in (*first, *(each for each in CHANGES if each not in first)):
@@ -79,11 +79,6 @@ def _candidates(
     for parts in (2, 4):
         if plan.tokens // parts > base.canvas_length:
             yield key, str(plan.tokens // parts), plan.tokens // parts
-
-
-def _rows(recipe: Recipe, ranks: int) -> int:
-    share = -(-recipe.train.batch_size * recipe.parallel.tensor // ranks)
-    return min(share, recipe.train.micro_batch_size or share)
 
 
 def _can_be_sharded(recipe: Recipe) -> bool:

@@ -1,4 +1,4 @@
-"""How much memory sampling with a model needs, from its config alone: a step is run on tensors without memory."""
+"""The memory that sampling with a model needs, from its config alone: a step is run on shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from blockdiff.checkpoint.fp8 import is_fp8, rounds_inputs
 from blockdiff.models.adapters import adapt
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.fp8 import fp8_layers, put_in_fp8
-from blockdiff.training.plan.live_bytes import planned_for
+from blockdiff.training.plan.live_bytes import LiveBytes
+from blockdiff.training.plan.step_bytes import keep_one_of_each
 from blockdiff.training.plan.training import kernels_for
 
 
@@ -55,13 +56,16 @@ def plan_sampling(
         adapt(model, found.modules, found.tokens)
     cached = family_of(config).outline(config).cached_per_token
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    one, two = (_step(model, device, rows) for rows in (1, 2))
+    keep_one_of_each(model)
+    one, two = (_step(model, rows) for rows in (1, 2))
     return SamplingPlan(weights, 1000 * cached * dtype.itemsize, (one, two - one))
 
 
-def _step(model: BlockDiffusionModel, device: str, rows: int) -> int:
-    """The peak of one denoising step with a signal and the statistics of all its tokens."""
-    with torch.no_grad(), planned_for(device, [*model.parameters(), *model.buffers()]) as counted:
+def _step(model: BlockDiffusionModel, rows: int) -> int:
+    """The peak of one denoising step with a signal and the statistics of all its tokens, in which layers follow."""
+    counted = LiveBytes()
+    counted.fill(model)
+    with torch.no_grad(), counted:
         canvas = torch.zeros(rows, model.canvas_length, dtype=torch.int64)
         prefix = model.encode(torch.zeros(rows, 1000, dtype=torch.int64))
         counted.start_again()
@@ -69,7 +73,7 @@ def _step(model: BlockDiffusionModel, device: str, rows: int) -> int:
             hidden = model.encode(canvas, prefix=prefix).hidden
             model.vocabulary.stats(hidden, 1.0, torch.zeros(rows, 1))
             return counted.peak
-        soft = torch.empty(rows, model.canvas_length, model.vocabulary.table.shape[1], dtype=model.dtype, device="meta")
+        soft = counted.empty((rows, model.canvas_length, model.vocabulary.table.shape[1]), model.dtype)
         hidden = model.denoise(canvas, prefix, soft)
         model.vocabulary.stats(hidden, 1.0, torch.zeros(rows, model.canvas_length))
     return counted.peak

@@ -1,36 +1,36 @@
-"""`plan_training`: what a rank holds at the peak of an optimiser step, and at least how long the step takes.
+"""`plan_training`: what a rank holds at the peak of an optimiser step, and for a GPU at least how long the step takes.
 
-The training step of the recipe is run on tensors without memory (`live_bytes`), so what is counted is what the code
-holds at its peak: with Triton's kernels for a GPU, with the native ones for a CPU. What sharded weights take is counted
-where they would be gathered (`gathering`). `changes` finds what makes a training fit.
+What a rank keeps is arithmetic over the weights (`rank`). What a step adds comes from running one layer of each kind on
+shapes (`step_bytes`), with Triton's kernels for a GPU and those of a CPU for a CPU. `changes` finds what makes a
+training fit.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.files import DTYPES
 from blockdiff.errors import RecipeError
-from blockdiff.kernels import Kernels
+from blockdiff.kernels import CPU, Kernels
 from blockdiff.memory import size
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.training.activations import checkpoint_activations
-from blockdiff.training.plan.gathering import Gathering
-from blockdiff.training.plan.live_bytes import planned_for
-from blockdiff.training.plan.spread import Spread
-from blockdiff.training.plan.tensor_parallel import one_rank
-from blockdiff.training.plan.work import Rates, Work
+from blockdiff.training.muon import AT_ONCE
+from blockdiff.training.optimiser import matrices_of, trainable
+from blockdiff.training.plan.live_bytes import CHUNK
+from blockdiff.training.plan.rank import kept_bytes, sharding_ranks, split_experts, with_own_heads
+from blockdiff.training.plan.step_bytes import GATHERED, LATE, Step, keep_one_of_each
+from blockdiff.training.plan.work import Rates, Work, of_step
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel, computed_in, read_starting_model, without_weights
+
+MOST_ROWS = 64  # of a micro-batch that is run on shapes; more take as many times as much
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,7 @@ class TrainingPlan:
     """What one rank holds at the peak of an optimiser step, and what it does in one.
 
     parts: bytes on the device by what they hold; host: the same of what is kept on the host instead. tokens, canvases:
-    of a row; rows: of a micro-batch. flops, moved, exchanged: operations of matrix products, bytes that operations read
-    and write, and bytes received from other ranks, in an optimiser step; computing: seconds of it without the exchange.
-    numbers, trained: parameters and buffers of the whole model, and those that train.
+    of a row; rows: of a micro-batch. numbers, trained: parameters and buffers of the whole model, and those that train.
     """
 
     parts: dict[str, int]
@@ -50,10 +48,7 @@ class TrainingPlan:
     rows: int
     numbers: int
     trained: int
-    flops: float
-    moved: float
-    exchanged: float
-    computing: float
+    work: Work
 
     @property
     def total(self) -> int:
@@ -65,10 +60,6 @@ class TrainingPlan:
         """The part that takes most of the device."""
         return max(self.parts, key=lambda name: self.parts[name])
 
-    def seconds(self, rates: Rates) -> float:
-        """At least how long an optimiser step takes, if what is exchanged is exchanged meanwhile."""
-        return max(self.computing, self.exchanged / rates.network)
-
 
 def plan_training(
     recipe: Recipe,
@@ -78,64 +69,59 @@ def plan_training(
     tokens: int | None = None,
     base: StartingModel | None = None,
     batch: Batch | None = None,
-    rates: Rates | None = None,
+    times: float = 1.0,
 ) -> TrainingPlan:
     """The memory and the work of an optimiser step of one of `ranks` processes on a "cuda" or "cpu" device.
 
     tokens: of the longest row, where the recipe names neither data.pack nor data.max_length. Every row is taken to be
     that long, all of it response but a prompt of one canvas, and every canvas to get the signal: the most there can be.
-    batch: a micro-batch of the run, to be planned instead. Raises RecipeError where the length of a row is not known.
+    batch: a micro-batch of the run, to be planned instead; times: how many times as many rows it has in the run. Raises
+    RecipeError where the length of a row is not known.
     """
     if ranks % recipe.parallel.tensor:
         raise RecipeError(f"parallel.tensor: {recipe.parallel.tensor} does not divide the {ranks} processes")
     base = read_starting_model(recipe) if base is None else base
     stored, computed = dtypes_of(recipe, base)
+    is_sharded = recipe.parallel.shard == "full"
     objective = without_weights(recipe, base, kernels_for(device), computed)
-    model = objective.model.train()
     weights = [*objective.parameters(), *objective.buffers()]
     numbers, trains = (sum(x.numel() for x in some) for some in (weights, [x for x in weights if x.requires_grad]))
-    work = Work()
-    objective = one_rank(objective, recipe, work)
-    model, ranks = objective.model, ranks // recipe.parallel.tensor
-    spread = Spread(recipe, model, ranks)
-    static = spread.parts(objective, stored, computed)
-    spread.split_experts(work)
+    objective = with_own_heads(objective, recipe)
+    model, ranks = objective.model.train(), ranks // recipe.parallel.tensor
+    static = kept_bytes(objective, recipe, ranks, stored, computed)
+    share, rows = -(-recipe.train.batch_size // ranks), rows_of(recipe, ranks)
+    if batch is None:
+        few = min(rows, MOST_ROWS)
+        batch, times = worst_batch(recipe, model, _longest(recipe, tokens), few), rows / few
+    if ranks > 1 and not is_sharded and share > rows:  # DDP's buckets, beside what earlier micro-batches left
+        static["buckets"] = static.get("gradients", 0)
+    split_experts(objective, recipe)
+    work = of_step(objective, recipe, batch, share, ranks)
+    orthogonalised = _orthogonalised(objective, recipe, ranks)
+    counts = keep_one_of_each(model)
     if recipe.train.activation_checkpointing:
         checkpoint_activations(model)
-    share = -(-recipe.train.batch_size // ranks)
-    rows = min(share, recipe.train.micro_batch_size or share)
-    if batch is None:
-        batch = worst_batch(recipe, model, _longest(recipe, tokens), rows)
-    weights = [*objective.parameters(), *objective.buffers()]  # without the experts of other ranks
-    trained = [parameter for parameter in weights if parameter.requires_grad]
-    precision = None if recipe.parallel.shard == "full" else computed_in(recipe)
-    with planned_for(device, weights, model.vocabulary.table.shape[0], precision) as counted:
-        counted.work = work
-        gathering = Gathering(spread.units(), counted, share > rows) if recipe.parallel.shard == "full" else None
-        if gathering is None:  # gradients of the micro-batch before, or the buckets that ranks exchange
-            for parameter in trained if share > rows else spread.replicated(trained):
-                parameter.grad = torch.empty_like(parameter)
-        model.register_forward_hook(lambda *call: counted.call(_keys(call[-1]), "cache"))
-        with nullcontext() if precision is None else torch.autocast(device, dtype=precision):
-            losses = objective(batch)
-        (losses.canvas_sum + losses.ar_sum).backward()
-        if gathering is not None:
-            gathering.finish()
+    sharing = sharding_ranks(objective, recipe, ranks) if is_sharded else {}
+    has_gradients = share > rows or (ranks > 1 and not is_sharded)
+    apart = recipe.parallel.experts > 1 and share <= rows
+    step = Step(objective, counts, sharing, has_gradients, is_late=device == "cpu", experts_apart=apart)
+    counted = step.run(batch, None if is_sharded else computed_in(recipe))
     gradients = static.get("gradients", 0)
-    others = {name: counted.parts[name] for name in ("vocabulary chunk", "gathered layer", "cache")}
     peak = max(0, counted.peak - gradients)
-    left = peak - sum(others.values())
+    others = {name: min(counted.parts[name], peak) for name in (CHUNK, GATHERED, LATE) if counted.parts[name] > 0}
+    moving = {"activations": int(times * max(0, peak - sum(others.values())))} | others
+    if orthogonalised > sum(moving.values()):
+        moving = {"orthogonalised": orthogonalised}
     host = static if recipe.parallel.offload else {}
-    parts = {} if recipe.parallel.offload else static
-    parts = parts | {"activations": max(0, left)} | {name: min(n, peak) for name, n in others.items() if n}
-    times = share / rows
-    exchanged = work.exchanged * math.ceil(times)
-    if gathering is None and ranks > 1:
-        exchanged = 2 * gradients * (ranks - 1) / ranks
-    return TrainingPlan(
-        parts, host, batch.tokens_BS.shape[1], batch.start_BC.shape[1], batch.tokens_BS.shape[0],
-        numbers, trains, work.flops * times, work.moved * times, exchanged, work.seconds(rates or Rates()) * times,
-    )  # fmt: skip
+    parts = ({} if recipe.parallel.offload else static) | moving
+    sizes = batch.tokens_BS.shape[1], batch.start_BC.shape[1], round(times * batch.tokens_BS.shape[0])
+    return TrainingPlan(parts, host, *sizes, numbers, trains, work)
+
+
+def rows_of(recipe: Recipe, ranks: int) -> int:
+    """Rows of a micro-batch of one of so many ranks with rows of their own."""
+    share = -(-recipe.train.batch_size // ranks)
+    return min(share, recipe.train.micro_batch_size or share)
 
 
 def breaking(plan: TrainingPlan, limit: int) -> str:
@@ -163,13 +149,23 @@ def lines(plan: TrainingPlan, limit: int | None = None) -> Iterator[str]:
 
 def time_line(plan: TrainingPlan, rates: Rates) -> str:
     """How long an optimiser step takes at least, and what it is made of."""
-    exchanged = f", {size(plan.exchanged)} from other ranks" if plan.exchanged else ""
+    work = plan.work
+    exchanged = f", {size(work.exchanged)} from other ranks" if work.exchanged else ""
     reached = f"{rates.flops / 1e12:g} TFLOP/s, {rates.memory / 1e12:g} TB/s"
-    reached += f" and {rates.network / 1e9:g} GB/s" if plan.exchanged else ""
+    reached += f" and {rates.network / 1e9:g} GB/s" if work.exchanged else ""
     return (
-        f"about {plan.seconds(rates):.3g} s an optimiser step, an estimate: {plan.flops / 1e12:,.3g} TFLOP of "
-        f"products, {size(plan.moved)} read and written{exchanged}, at {reached}"
+        f"at least {work.seconds(rates):.3g} s an optimiser step: {work.flops / 1e12:,.3g} TFLOP of products, "
+        f"{size(work.moved)} read and written by them{exchanged}, at {reached}"
     )
+
+
+def _orthogonalised(objective: Any, recipe: Recipe, ranks: int) -> int:
+    """Bytes that Muon's step holds: where all matrices are to go, and three times those that it moves at once."""
+    if recipe.optim.name != "muon":
+        return 0
+    sizes = [x.numel() for name, x in trainable(objective).items() if matrices_of(name, x)]
+    held = sum(sizes) // (ranks if recipe.parallel.shard == "full" else 1)
+    return 4 * (held + 3 * min(sum(sizes), max(AT_ONCE, *sizes)))
 
 
 def _longest(recipe: Recipe, tokens: int | None) -> int:
@@ -192,10 +188,10 @@ def dtypes_of(recipe: Recipe, base: StartingModel) -> tuple[torch.dtype, torch.d
     return stored, torch.bfloat16 if is_narrowed else stored
 
 
-def kernels_for(device: str) -> str | Kernels:
-    """Triton's kernels for a GPU, wherever the plan is made; native ones for a CPU, or where there is no triton."""
+def kernels_for(device: str) -> Kernels:
+    """Triton's kernels for a GPU, wherever the plan is made, if there is triton; what a CPU runs for a CPU."""
     if device == "cpu" or importlib.util.find_spec("triton") is None:
-        return "torch"
+        return CPU
     return Kernels("shapes")
 
 
@@ -210,8 +206,3 @@ def worst_batch(recipe: Recipe, model: BlockDiffusionModel, tokens: int, rows: i
     canvases = [Canvas([0] * L, start + place * L, t=0.5, coin=True, address=(0, 0, place)) for place in chosen]
     row = CleanRow([0] * tokens, canvases)
     return lay_out([row] * rows, L, pad_id=0)
-
-
-def _keys(returned: Any) -> Iterable[Tensor]:
-    """The keys and values of clean tokens that a call of the model returned."""
-    return [x for layer in returned[1] for x in layer]

@@ -1,0 +1,176 @@
+"""Bytes that a step adds to what is kept: a layer of each kind is run on shapes and counted as often as it is there.
+
+What a layer leaves for its backward is there once for each layer that stands for, until its backward has run; then its
+gradients are. The units of sharded weights are whole while they run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from blockdiff.canvas import Batch
+from blockdiff.layers.experts import Experts
+from blockdiff.training.plan.live_bytes import LiveBytes
+
+GATHERED, LATE = "gathered layer", "given back late"
+
+
+def keep_one_of_each(model: Any) -> dict[nn.Module, int]:
+    """Leave a model without memory the last layer of each kind, in place: how many layers each stands for.
+
+    Layers are of a kind that see the same tokens, and whose weights have the same shapes and are trained alike.
+    """
+    kinds: dict[Any, list[int]] = {}
+    for number, (kind, layer) in enumerate(zip(model.layer_kinds, model.layers, strict=True)):
+        weights = tuple((name, x.shape, x.dtype, x.requires_grad) for name, x in layer.named_parameters())
+        kinds.setdefault((kind, weights), []).append(number)
+    numbers = sorted(each[-1] for each in kinds.values())
+    counts = {each[-1]: len(each) for each in kinds.values()}
+    layers = [model.layers[number] for number in numbers]
+    model.layers = nn.ModuleList(layers)
+    model.layer_kinds = tuple(model.layer_kinds[number] for number in numbers)
+    return dict(zip(layers, (counts[number] for number in numbers), strict=True))
+
+
+class Step:
+    """Forward and backward of a micro-batch on shapes, by an objective whose model has one layer of each kind.
+
+    counts: how many layers each of them stands for. has_gradients: whether gradients are there before, of an earlier
+    micro-batch or in the buckets that ranks exchange. sharing: how many ranks share the weights of each sharding unit,
+    inner ones first; empty where weights are not sharded. is_late: whether what ranks have added up is given back late,
+    as by gloo's threads: measured, those of four units more, and after another micro-batch those of all.
+    experts_apart: whether the experts' gradients are not there before, as those that DDP leaves alone.
+    """
+
+    def __init__(
+        self,
+        objective: Any,
+        counts: dict[nn.Module, int],
+        sharing: dict[nn.Module, int],
+        has_gradients: bool,
+        is_late: bool = False,
+        experts_apart: bool = False,
+    ) -> None:
+        self.is_late = is_late
+        self.objective, self.has_gradients, self.is_sharded = objective, has_gradients, bool(sharing)
+        self.counts = {**counts, objective.model.vocabulary: 1}
+        self.counted = LiveBytes(objective.model.vocabulary.table.shape[0])
+        self.counted.fill(objective)
+        split = {id(x) for part in objective.modules() if isinstance(part, Experts) for x in part.parameters()}
+        apart = split if experts_apart else set()
+        self.there = {id(x) for x in _trained(objective) if has_gradients and id(x) not in apart}
+        self.units = _units(sharing)
+        self.sharers = {id(x): ranks for unit, ranks in sharing.items() for x in self.units[unit]}
+        self.open: tuple[nn.Module, int] | None = None  # whose backward runs, and what it kept for it
+        self.live = 0
+        self.calls: Counter[nn.Module] = Counter()  # of which a backward is still to come
+        self.waiting: Counter[nn.Module] = Counter()  # bytes of gradients that wait for those of other calls
+
+    def run(self, batch: Batch, autocast: torch.dtype | None) -> LiveBytes:
+        """The bytes that live beside what is kept, gradients among them."""
+        counted = self.counted
+        if self.has_gradients:
+            for module in (self.objective, *self.counts):
+                counted.hold((self.counts.get(module, 2) - 1) * self._gradients(module, True), "gradients")
+            for module, count in self.counts.items() if self.is_sharded and self.is_late else ():
+                counted.hold(count * sum(4 * x.numel() for x in _trained(module)), LATE)
+            for parameter in _trained(self.objective) if not self.is_sharded else ():
+                if id(parameter) not in self.there:
+                    continue
+                parameter.grad = counted.empty(parameter.shape, parameter.dtype)
+        for module in self.counts:
+            module.register_forward_pre_hook(self._before)
+            module.register_forward_hook(self._after)
+        with counted:
+            with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
+                losses = self.objective(batch)
+            (losses.canvas_sum + losses.ar_sum).backward()
+            self._begin(self.objective.model.vocabulary, 0)
+            self._close()
+        return counted
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self.live = self.counted.live
+        self.counted.hold(self._gathered(module), GATHERED)
+
+    def _after(self, module: nn.Module, args: Any, out: Any) -> None:
+        self.counted.hold(-self._gathered(module), GATHERED)
+        hidden = out[0] if isinstance(out, tuple) else out
+        if torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.requires_grad:
+            kept = (self.counts[module] - 1) * (self.counted.live - self.live)
+            self.counted.hold(kept, "activations")
+            self.calls[module] += 1
+            register_multi_grad_hook([hidden], lambda _: self._begin(module, kept), mode="any")
+
+    def _begin(self, module: nn.Module, kept: int) -> None:
+        self._close()
+        self.open = module, kept
+        self.counted.begin_interval()
+        self._hold_units(module, 1)
+
+    def _close(self) -> None:
+        """End the backward of a layer: that of the first of its kind has the gradients of all, and what it kept.
+
+        The gradients of several calls wait for one another before they are added to those that are there.
+        """
+        if self.open is None:
+            return
+        (module, kept), self.open = self.open, None
+        self.calls[module] -= 1
+        is_first, is_last = module not in self.waiting, self.calls[module] <= 0
+        of_others, to_be_added = ((self.counts[module] - 1) * self._gradients(module, there) for there in (False, True))
+        new = of_others * is_first + to_be_added * (is_first and not is_last)
+        self.counted.note_recent(new, "gradients", kept, "activations")
+        self._hold_units(module, -1)
+        self.counted.hold(-kept, "activations")
+        self.counted.hold(new, "gradients")
+        self.waiting[module] += new - of_others * is_first
+        if is_last:
+            self.counted.hold(-self.waiting[module], "gradients")
+            self.waiting[module] = 0
+        if self.is_sharded and is_last:  # a rank keeps its pieces alone
+            self.counted.hold(self._gradients(module, False), "gradients")
+            for parameter in _trained(module):
+                parameter.grad = None
+
+    def _gradients(self, module: nn.Module, there: bool) -> int:
+        """Bytes of the gradients that a rank keeps of a module, of those that are there before or of the others."""
+        weights = [x for x in _trained(module) if (id(x) in self.there) is there]
+        return sum(x.numel() * max(4, x.itemsize) // self.sharers.get(id(x), 1) for x in weights)
+
+    def _gathered(self, module: nn.Module) -> int:
+        """Bytes of the weights of a module's units, and of the largest as it comes from the other ranks."""
+        sizes = [sum(x.nbytes for x in own) for own in self._units_of(module)]
+        return sum(sizes) + max(sizes, default=0)
+
+    def _hold_units(self, module: nn.Module, sign: int) -> None:
+        """In a backward: the weights, the outer ones of the next layer, and the gradients that are added up."""
+        sizes = [sum(x.nbytes for x in own) for own in self._units_of(module)]
+        added_up = max(
+            (sum(4 * x.numel() for x in own if x.requires_grad) for own in self._units_of(module)), default=0
+        )
+        self.counted.hold(sign * (sum(sizes) + sum(sizes[-1:]) + added_up), GATHERED)
+        if self.is_late and not self.has_gradients:
+            self.counted.hold(sign * 4 * added_up, LATE)
+
+    def _units_of(self, module: nn.Module) -> list[list[nn.Parameter]]:
+        return [own for unit, own in self.units.items() if any(unit is part for part in module.modules())]
+
+
+def _units(sharing: dict[nn.Module, int]) -> dict[nn.Module, list[nn.Parameter]]:
+    """The weights that are gathered with each unit: those that no unit inside it has."""
+    seen, units = set[int](), dict[nn.Module, list[nn.Parameter]]()
+    for unit in sharing:
+        units[unit] = [x for x in unit.parameters() if id(x) not in seen]
+        seen |= {id(x) for x in units[unit]}
+    return units
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [x for x in module.parameters() if x.requires_grad]
