@@ -1,4 +1,4 @@
-"""What `test_plan_mesh.py` runs: steps over a mesh whose tensors are traced, on every rank."""
+"""The ranks of `test_plan_mesh.py`: steps over a mesh whose tensors are traced, on every rank."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def has_memory(x: Tensor) -> bool:
-    """Whether a tensor has numbers: those of torch's meta device and its fake ones have shapes alone."""
+    """True where a tensor has numbers: those of torch's meta device and its fake ones have shapes alone."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 

@@ -1,4 +1,4 @@
-"""What a plan says of memory against what a traced step holds, and what the command answers."""
+"""The memory of a plan against that of a traced step, and the answers of the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of ranks that share weights against what a traced rank holds."""
+"""The plan of ranks that share weights against the memory of a traced rank."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What memory a run will need on every rank, and at least how long a step takes, without loading anything."""
+"""The plan of a run: the memory that it needs on every rank and the least time of a step, without loading anything."""

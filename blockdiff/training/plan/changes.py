@@ -64,7 +64,7 @@ def what_fits(
 def _candidates(
     recipe: Recipe, plan: TrainingPlan, limit: int, ranks: int, base: StartingModel
 ) -> Iterator[tuple[str, str, int | None]]:
-    """What to try, as key, value and the longest row that follows from it (None: as before)."""
+    """Changes to try, as key, value and the longest row that follows from it (None: as before)."""
     kept = sum(plan.parts.get(name, 0) for name in ORDER)
     first = [each for each in CHANGES if each.keeps_less == (kept > limit)]
     made = recipe

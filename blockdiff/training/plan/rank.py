@@ -26,7 +26,7 @@ ORDER = ("weights", "masters", "adapters", "gradients", "buckets", "optimiser", 
 
 
 def sharding_ranks(objective: Any, recipe: Recipe, ranks: int) -> dict[nn.Module, int]:
-    """How many of `ranks` processes share the weights of each sharding unit of the model, inner units first."""
+    """The number of `ranks` processes that share the weights of each sharding unit of the model, inner units first."""
     experts = recipe.parallel.experts
     if ranks % experts:
         raise RecipeError(f"parallel.experts: {experts} does not divide the {ranks} processes")

@@ -20,7 +20,7 @@ from blockdiff.training.plan.training import kernels_for
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What sampling holds, in bytes: `weights`, the `cache` of 1,000 tokens of a row, and a denoising `step`.
+    """The memory of sampling, in bytes: `weights`, the `cache` of 1,000 tokens of a row, and a denoising `step`.
 
     step: of the first row and of each further one, beside a prefix of 1,000 tokens.
     """
@@ -30,7 +30,7 @@ class SamplingPlan:
     step: tuple[int, int]
 
     def rows(self, limit: int, tokens: int) -> int:
-        """How many rows of a prefix of so many tokens fit together."""
+        """The number of rows with prefixes of so many tokens that fit together."""
         first, further = self.step
         left = limit - self.weights - first
         each = further + self.cache * tokens // 1000

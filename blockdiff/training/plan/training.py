@@ -35,7 +35,7 @@ MOST_ROWS = 64  # of a micro-batch that is run on shapes; more take as many time
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What one rank holds at the peak of an optimiser step, and what it does in one.
+    """The memory of one rank at the peak of an optimiser step, and its work in one.
 
     parts: bytes on the device by what they hold; host: the same of what is kept on the host instead. tokens, canvases:
     of a row; rows: of a micro-batch. numbers, trained: parameters and buffers of the whole model, and those that train.
@@ -148,7 +148,7 @@ def lines(plan: TrainingPlan, limit: int | None = None) -> Iterator[str]:
 
 
 def time_line(plan: TrainingPlan, rates: Rates) -> str:
-    """How long an optimiser step takes at least, and what it is made of."""
+    """The least time of an optimiser step, and its parts."""
     work = plan.work
     exchanged = f", {size(work.exchanged)} from other ranks" if work.exchanged else ""
     reached = f"{rates.flops / 1e12:g} TFLOP/s, {rates.memory / 1e12:g} TB/s"

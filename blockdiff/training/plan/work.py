@@ -15,7 +15,7 @@ from blockdiff.training.recipe import Recipe
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reaches. flops: operations of products per second; memory: bytes per second that it reads and
+    """Rates of a device. flops: operations of products per second; memory: bytes per second that it reads and
     writes; network: bytes per second that it receives from the others."""
 
     flops: float = 400e12
