@@ -229,8 +229,8 @@ class CanvasBatch:
         return calls
 
     def _is_cheaper_without(self, canvases: abc.Sequence[CanvasInFlight]) -> bool:
-        """True where these canvases have no prediction before this step, and it is worth leaving the signal out."""
-        return self.graphs is None and self.model.device.type == "cpu" and not any(c.has_begun for c in canvases)
+        """True where these canvases have no prediction before this step, and no captured step wants the signal."""
+        return self.graphs is None and not any(canvas.has_begun for canvas in canvases)
 
     def _temperatures(self, place: int, step: int) -> list[float]:
         """Those of a canvas from the last multiple of STEPS_AHEAD on."""

@@ -47,8 +47,9 @@ class Engine:
     encodes and denoises at most, as far as prompts can wait (None: twice the canvases of `max_rows` rows); page_tokens,
     capacity: of `Pages`; chunk_tokens: the chunks in which prompts are encoded; canvases: how many of a response are
     denoised side by side; exact: a request's tokens are the same to the bit whatever else runs, on a CPU, because each
-    runs in calls of its own; buckets: row counts that calls are padded to (None: none on a CPU); graphs: whether steps
-    are captured in CUDA graphs and replayed where they can be (None: on a GPU, where attention reads pages).
+    runs in calls of its own; buckets: row counts that calls are padded to (None: none but for captured steps); graphs:
+    whether steps are captured in CUDA graphs and replayed where they can be (None: on a GPU, where attention reads
+    pages).
 
     One thread at a time may call it.
     """
@@ -92,10 +93,10 @@ class Engine:
         )  # fmt: skip
         self._scheduler.limit(max_rows, tokens_per_step)
         self.most_rows = max_rows = self._scheduler.max_rows
-        if buckets is None and model.device.type != "cpu":
-            buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
         is_alone = exact or self.settings.is_next_token
         capture = None if graphs is False or is_alone else capture_of(model)
+        if buckets is None and capture is not None:
+            buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
         of_steps = None if capture is None else Graphs(capture)
         if graphs and of_steps is None:
             raise ValueError("graphs: no step of this model can be captured; that takes canvases, CUDA and Triton")
