@@ -1,4 +1,4 @@
-"""`blockdiff sample`: text out of a model, and what happened on the way."""
+"""`blockdiff sample`: answers prompts with a model, and writes traces of how the answers were denoised."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from blockdiff.sampling import Request, Result, Sampler, Trace
 
 TRACE_KINDS = (".html", ".jsonl", ".png", ".gif")
-CHUNK = 4096  # requests that are tokenised together at least
-DRAWN = 16  # requests on a page; a JSONL trace has them all
+CHUNK = 4096  # the least number of requests that are tokenised together
+DRAWN = 16  # the number of requests that a page or a picture traces; a JSONL trace has all of them
 
 
 def sample(
@@ -93,21 +93,21 @@ def sample(
     if mesh is not None and not mesh.ranks.is_main:
         output = trace = None
     options.require_free(trace, model, prompts, overwrite=overwrite)
-    options.require_free(output, model, prompts, overwrite=True)  # what it has is gone on with
+    options.require_free(output, model, prompts, overwrite=True)  # answers that it has are kept, see `Answers.keep`
     for written in (output, trace):
         options.make_parent(written)
     quiet()
     ranks = _ranks(device, output, trace, stream) if mesh is None else mesh.ranks
     settings = dict(seed=seed, max_new_tokens=max_new_tokens, max_steps=steps, strategy=strategy, exact=exact)
-    named = Path(model).resolve() if Path(model).exists() else model
-    identity = {**settings, "model": str(named), "dtype": dtype} | ({"adapter": adapter} if adapter else {})
+    model_name = Path(model).resolve() if Path(model).exists() else model
+    identity = {**settings, "model": str(model_name), "dtype": dtype} | ({"adapter": adapter} if adapter else {})
     identity |= {"quantize": quantize} if quantize else {}
     answers = Answers(
         output, [fingerprint(entry, identity) for entry in entries], ranks.rank, is_alone=ranks.row_world == 1
     )
     with ranks.main_first("reading the output file"):
         answers.keep(overwrite and ranks.is_main)
-    before = len(answers.written)
+    answered_before = len(answers.written)
     mine = ranks.agree(answers.missing)[ranks.row_rank :: ranks.row_world]
     sampler = Sampler.from_pretrained(
         model,
@@ -126,7 +126,7 @@ def sample(
         recorder = Recorder(ids if trace.suffix == ".jsonl" else ids[:DRAWN])
     if stream:
         view = Watcher(sampler.tokenizer, several=prompts is not None)
-    found = _in_chunks(
+    results = _in_chunks(
         sampler,
         entries,
         mine,
@@ -143,7 +143,7 @@ def sample(
     tally, progress = Tally(), AnsweredSoFar(len(mine), is_shown=is_file and view is None and ranks.is_main)
     try:
         with ranks.guarded("sampling"), ranks.at_own_pace("sampling") as look:
-            for place, result in found:
+            for place, result in results:
                 tally.add(result)
                 if is_file or output is not None:
                     answers.write(place, result)
@@ -153,7 +153,7 @@ def sample(
         answers.flush()
         progress.close()
         goes_on = f" and in {output}; the same command goes on from there" if output is not None else ""
-        typer.echo(f"stopped: {before + progress.done} of {len(entries)} answered{goes_on}", err=True)
+        typer.echo(f"stopped: {answered_before + progress.done} of {len(entries)} answered{goes_on}", err=True)
         raise typer.Exit(130) from None
     finally:
         progress.close()
@@ -170,10 +170,10 @@ def sample(
         ranks.barrier()
     if not ranks.is_main:
         return
-    if not tally.counts["answered"] and not before:
+    if not tally.counts["answered"] and not answered_before:
         raise RequestError(tally.first_error or "no request could be answered")
     if is_file:
-        tally.say(before, progress.seconds, steps or sampler.generation.max_steps)
+        tally.say(answered_before, progress.seconds, steps or sampler.generation.max_steps)
     elif output is None and view is None and tally.last is not None:
         _say_answer(tally.last)
 
@@ -202,25 +202,25 @@ def _entries(prompt: str | None, chat: str | None, prompts: Path | None) -> list
 
 
 def _with_options(entry: Request | Result, **asked: Any) -> Request | Result:
-    """A request with the command's options where it says nothing itself; a line of a file goes before them."""
+    """A request with the command's options for the fields that have their defaults; a failed line as it is."""
     from blockdiff.sampling import Request
 
     if not isinstance(entry, Request):
         return entry
-    silent = Request(1)
-    changes = {name: value for name, value in asked.items() if getattr(entry, name) == getattr(silent, name)}
+    defaults = Request(1)
+    changes = {name: value for name, value in asked.items() if getattr(entry, name) == getattr(defaults, name)}
     return replace(entry, **changes)
 
 
 def _in_chunks(
     sampler: Sampler, entries: Sequence[Request | Result], places: Sequence[int], batch_size: int, **settings: Any
 ) -> Iterator[tuple[int, Result]]:
-    """The results of the entries at these places as they come, each after its place."""
+    """The pairs (place, result) of the entries at these places, in the order in which they are answered."""
     size = max(CHUNK, 32 * batch_size)
     for first in range(0, len(places), size):
         chunk = places[first : first + size]
-        found = sampler.stream([entries[place] for place in chunk], batch_size=batch_size, **settings)
-        yield from ((chunk[index], result) for index, result in found)
+        results = sampler.stream([entries[place] for place in chunk], batch_size=batch_size, **settings)
+        yield from ((chunk[index], result) for index, result in results)
 
 
 def _say_answer(result: Result) -> None:
@@ -236,12 +236,12 @@ def _say_answer(result: Result) -> None:
 
 
 def _ranks(device: str, output: Path | None, trace: Path | None, stream: bool) -> Ranks:
-    """This process among those that share the prompts: alone, unless a launcher has started several."""
+    """The ranks that share the prompts; this process is the only one unless a launcher has started several."""
     import torch
 
     from blockdiff.parallel.ranks import Ranks, from_accelerate
 
-    # SIGTERM ends the work as Ctrl-C does, so that what is answered is said.
+    # SIGTERM ends the work as Ctrl-C does, so that the command says how many requests are answered.
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -256,7 +256,7 @@ def _ranks(device: str, output: Path | None, trace: Path | None, stream: bool) -
 
 
 def _write_trace(path: Path, traces: list[Trace], sampler: Sampler) -> None:
-    """Write traces as the kind that the suffix names: a page, records, or a picture of the first request."""
+    """Write traces in the form that the suffix names: a page, records, or a picture of the first request."""
     from blockdiff.checkpoint.tokenizer import decoder
 
     decode = decoder(sampler.tokenizer)
@@ -275,6 +275,6 @@ def _write_trace(path: Path, traces: list[Trace], sampler: Sampler) -> None:
 
 
 def _each(*listeners: Callable[[Any], object] | Any) -> Callable[[Any], object] | None:
-    """One listener that calls all that are there; None where none is (hearing of steps costs time)."""
-    there = [listener for listener in listeners if listener]
-    return (lambda record: [listener(record) for listener in there]) if there else None
+    """A listener that calls all the given ones; None where none is given, because telling of steps costs time."""
+    given = [listener for listener in listeners if listener]
+    return (lambda record: [listener(record) for listener in given]) if given else None

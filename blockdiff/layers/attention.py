@@ -14,15 +14,16 @@ from blockdiff.spans import Spans, Sweep
 
 KV = tuple[Tensor, ...]
 Rope = tuple[Tensor, Tensor]  # cos and sin
-Past = tuple[PrefixTensor, ...]  # what stands for the kv of tokens before the call
+Past = tuple[PrefixTensor, ...]  # the kv of tokens before the call, as tensors or in pages
 
 
 class Attention(nn.Module):
     """One attention layer: returns the keys and values of this call's tokens beside its output.
 
-    It is pure, but where `past` is pages with places for these tokens: it writes them there, and returns none.
+    Where `past` is pages with places for these tokens, it writes them there and returns none; else it changes nothing.
     has_value: whether values have a projection of their own, else they are the raw keys; qk_norm: the norm of every
-    query and key before RoPE (None: none); norms_values: whether values are normed, without weight; scale: of scores.
+    query and key before RoPE (None: none); norms_values: whether values are normed, without weight; scale: the factor
+    of the scores.
     """
 
     q_proj: nn.Linear = submodule()

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from blockdiff.models.page_rows import PagedRow
     from blockdiff.models.pages import Pages
 
-LEAST_PAGES = 4  # of a block table: a wider one costs little, and each width has a CUDA graph of its own
+LEAST_PAGES = 4  # the least width of a block table: pages more cost little, and each width has a CUDA graph of its own
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The arguments of a call of the model beside the canvases of some rows."""
+    """The arguments of a call of the model over canvases of some rows, without the canvases themselves."""
 
     positions_BT: Tensor
     spans: dict[str, Spans]
@@ -34,45 +34,48 @@ class StepInputs:
 
 
 class StepBuffers:
-    """The denoising steps of at most `most` rows, `canvases` side by side of each: `load` rows, then `denoise` often.
+    """Buffers for denoising steps over at most `most` rows with `canvases` side by side: `load` once, `denoise` often.
 
-    Rows are loaded when they come, go or grow. What `denoise` launches, and on which memory, follows from what `load`
-    gave and from nothing else. keeps: whether what follows from the buffers (masks, native attention's dense copies,
-    what layers select) is kept until rows are loaded again; a step that is captured finds it anew, for it runs again on
-    the rows that are loaded then.
+    Rows are loaded when they come, go or grow. The key that `load` returns determines what `denoise` launches, and on
+    which memory. keeps: whether masks, native attention's dense copies and the selections of layers, all made from the
+    buffers, are kept until rows are loaded again; a captured step must make them anew, for it is replayed on the rows
+    that are loaded then.
     """
 
     def __init__(self, pages: Pages, most: int, canvases: int, canvas_length: int, keeps: bool = True):
         self.pages, self.most, self.canvases, self.canvas_length = pages, most, canvases, canvas_length
         self.keeps = keeps
         self.rows: list[PagedRow] = []
-        self._stamps: list[int] = []  # those that the rows had
+        self._stamps: list[int] = []  # of the rows when they were loaded
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._widths: dict[str, int] = {}  # of the block tables of each kind of layer
         self._gathered: dict[int, tuple[Gathered, ...]] = {}  # by layer
-        self._kept: dict[tuple[int, int], StepInputs] = {}  # by the first row, and how many
+        self._kept: dict[tuple[int, int], StepInputs] = {}  # by the first row of a call, and how many it has
 
     def load(self, rows: Sequence[PagedRow]) -> Hashable:
-        """Write what the steps of these rows read; the same answer means the same launches, for as many rows."""
+        """Write what the steps of these rows read; returns a key.
+
+        Calls over equally many rows launch the same on the same memory when the key is the same.
+        """
         pools = self.pages.tensors_of_pools()
         stamps, widths = [row.stamp for row in rows], {name: width_of(rows, pool) for name, pool in pools.items()}
         is_known = widths == self._widths
         fresh = [n for n, row in enumerate(rows) if not (is_known and self._stamps[n : n + 1] == [row.stamp])]
         if set(self.rows).isdisjoint(rows):
-            self._gathered.clear()  # nothing of the copies is of use, and they may be large
+            self._gathered.clear()  # no copy is of use, and they may be large
         if fresh or len(rows) != len(self.rows):
             self._kept.clear()
         self.rows, self._stamps, self._widths = list(rows), stamps, widths
         if fresh:
             self._write(fresh)
-        # the pools of a CPU grow, and are then other memory
+        # on a CPU pools grow, and then lie elsewhere in memory
         memory = [(x.data_ptr(), x.shape) for pool in pools.values() for x in pool.tensors]
         return tuple(widths.values()), tuple(memory)
 
     def denoise(self, canvas_BT: Tensor, soft_BTD: Tensor | None = None, first: int = 0) -> Tensor:
         """Hidden states [B, T, D], after the final norm, of the canvases of B of the rows, from the row `first` on.
 
-        canvas_BT: int64 noisy tokens, on the model's device; soft_BTD: the signal of the last prediction (None: none).
+        canvas_BT: int64 noisy tokens, on the model's device; soft_BTD: the signal of the last prediction, if any.
         """
         count = len(canvas_BT)
         inputs = self._kept.get((first, count)) or self._inputs(first, count)
@@ -88,7 +91,7 @@ class StepBuffers:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _write(self, places: list[int]) -> None:
-        """Write what steps read of the rows in these places."""
+        """Write into the buffers what steps read of the rows in these places."""
         model, rows = self.pages.model, [self.rows[n] for n in places]
         to = slice(None) if places == list(range(len(self.rows))) else torch.tensor(places, device=model.device)
         start_B = torch.tensor([row.length for row in rows], device=model.device)
@@ -138,11 +141,11 @@ class StepBuffers:
         return StepInputs(self._buffers["positions",][of], spans, rope, [past[layer] for layer in sorted(past)])
 
     def _mark(self, row: PagedRow) -> tuple[int, int]:
-        """The mark that has to be the same for a selection to stand: the row and how many queries there are."""
+        """The mark under which a row keeps selections: they stand while its tokens and its queries are the same."""
         return row.stamp, self.canvases * self.canvas_length
 
     def _note_selections(self, spans: dict[str, Spans], rows: Sequence[PagedRow]) -> None:
-        """After a call: note with the rows what layers have selected of them for all steps of their canvases."""
+        """Keep with each row what layers selected of it in this call, for the other steps of its canvases."""
         for each in spans.values():
             if each.kept is None:
                 continue
@@ -164,5 +167,5 @@ def table_of(rows: Sequence[PagedRow], pool: Pool, width: int, device: torch.dev
 
 
 def first_columns(rows: Sequence[PagedRow], pool: Pool) -> list[int]:
-    """The row column that each row's table begins with."""
+    """The first column of each row that its block table still has."""
     return [row.first[pool.kind.name] * pool.page_tokens for row in rows]

@@ -1,6 +1,7 @@
-"""The canvases that are denoised together: each with its own step, temperature, draws and prefix.
+"""The canvases that are denoised together, each with its own step, temperature, draws and prefix.
 
-Tensors: B canvases, `width` of them side by side for each row, L positions.
+This is the host's side: which canvas has which place in the buffers, and which calls a step makes. `canvas_step` is the
+device's. Tensors: B canvases, `width` of them side by side for each row, L positions.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
 class CanvasBatch:
     """The batch of live canvases. `arrange` it whenever sequences come, go or commit, then `step`.
 
-    Sequences that stay keep their places; one that leaves is replaced by a new one, else by the last. exact: every row
-    has calls of its own; buckets: row counts that a call of all rows is padded up to, so that its shapes are few (None:
-    no padding); graphs: where steps that can be are captured and replayed (None: none).
+    Sequences that stay keep their places; one that leaves is replaced by a new one, else by the last. width: the
+    canvases that each row has side by side; exact: whether every row has calls of its own; buckets: row counts that a
+    call of all rows is padded up to, so that its shapes are few (None: no padding); graphs: capture and replay the
+    steps that can be captured (None: no step is).
     """
 
     def __init__(
@@ -58,25 +60,25 @@ class CanvasBatch:
         self.forwards = 0  # canvases that the model has run, padding included
         most = max_rows + self._missing(max_rows)
         self._step = CanvasStep(model, settings, pages, width, most, keeps=graphs is None)
-        self._controls = ControlBuffers(most * width)  # of captured steps
+        self._controls = ControlBuffers(most * width)  # which captured steps read
         self._told = HostCopy(self._step.told_BN)
         self._shapes: dict[tuple[Strategy, int], list[Shape]] = {}
         self._shapes_B: list[list[Shape]] = []
         self._controls_of_calls: list[list[CanvasControls]] = []
         self._has_pins = self._is_new = False
-        # of the live canvases, where their steps can be captured: what all of them draw from, and the graph's key
+        # where steps of the live canvases can be captured: the shape of all, and the key of the graph
         self._captured: tuple[Shape, abc.Hashable] | None = None
-        self._memory: abc.Hashable = None  # where the weights were that captured steps read
+        self._memory: abc.Hashable = None  # where the weights lay when steps were captured
 
     def takes(self, shape: Shape) -> bool:
-        """True where a step of this shape does nothing but launch: top_p natively looks how many tokens it needs."""
+        """True where a step of this shape only launches kernels; native top_p asks how many tokens it needs."""
         filters = self.model.kernels.filters_on_device and not shape.guidance and self.model.vocabulary.head is None
         return shape.top_p >= 1 or filters
 
-    # -- who is here -------------------------------------------------------------------------------------------
+    # -- the canvases and their places -------------------------------------------------------------------------
 
     def arrange(self, live: abc.Sequence[Sequence]) -> None:
-        """Make these sequences the batch, `width` canvases each; canvases without an index begin now."""
+        """Make these sequences the batch, with `width` canvases each; canvases without an index begin now."""
         self.sequences, step, device = self._placed(live), self._step, self.model.device
         self.canvases = canvases = [canvas for row in self.sequences for canvas in row.in_flight]
         moved = [(n, canvas.index) for n, canvas in enumerate(canvases) if canvas.index not in (None, n)]
@@ -97,19 +99,19 @@ class CanvasBatch:
         step.given(step.pinned_BL, [None if c is None else c.pinned_L for c in controls])
         starting = [None if canvas.has_begun else canvas.control for canvas in canvases]
         step.given(step.start_BL, [None if c is None else c.start_L for c in starting])
-        of_all = self.settings.canvas_length, self.settings.vocab_size, device
-        self._controls_of_calls = [controls_of(controls[of], *of_all) for of in self._slices()]
+        sizes_and_device = self.settings.canvas_length, self.settings.vocab_size, device
+        self._controls_of_calls = [controls_of(controls[of], *sizes_and_device) for of in self._slices()]
         self._is_new, self._captured = True, None
         if not self.settings.is_next_token and self.sequences:
             prefixes = self._load(step.prefixes, [row.paged for row in self.sequences])
             others = self._load(step.without_prompts, [row.without_prompt for row in self.sequences])
             self._captured = self._capturable(prefixes, others)
-        if len(step.may_stop) > MOST_GRAPHS:  # of what is replayed, the others say it again
+        if len(step.may_stop) > MOST_GRAPHS:  # what replayed steps said is needed; others say it again
             used = set() if self.graphs is None else {key[1] for key in self.graphs.keys}
             step.may_stop = {each: stops for each, stops in step.may_stop.items() if each in used}
 
     def _placed(self, live: abc.Sequence[Sequence]) -> list[Sequence]:
-        """The live sequences in their places."""
+        """The live sequences in the order of their places."""
         new = [row for row in live if row not in self.sequences]
         places: list[Sequence | None] = [row if row in live else None for row in self.sequences]
         for n, row in enumerate(places):
@@ -122,7 +124,7 @@ class CanvasBatch:
         return [row for row in places if row is not None] + new
 
     def _slices(self) -> list[slice]:
-        """The canvases of each call."""
+        """The places of the canvases of each call."""
         if not self.exact:
             return [slice(0, len(self.canvases))]
         return [slice(n * self.width, (n + 1) * self.width) for n in range(len(self.sequences))]
@@ -132,12 +134,12 @@ class CanvasBatch:
         return next((bucket for bucket in self.buckets or () if bucket >= count), count) - count
 
     def _load(self, buffers: StepBuffers, rows: abc.Sequence[PagedRow | None]) -> abc.Hashable:
-        """Load those rows that there are, and those that pad the call of them; as `StepBuffers.load`."""
+        """Load the rows that are not None, and empty rows that pad their call; the key of `StepBuffers.load`."""
         there = [row for row in rows if row is not None]
         return buffers.load([*there, *[self.pages.empty] * self._missing(len(there))]) if there else None
 
     def _capturable(self, prefixes: abc.Hashable, others: abc.Hashable) -> tuple[Shape, abc.Hashable] | None:
-        """The shape that all canvases draw from and the key of their step, where it can be captured; None elsewhere."""
+        """The shape that all canvases draw from and the key of their step's graph; None if it cannot be captured."""
         strategies = {row.strategy for row in self.sequences}
         controls = next(iter(self._controls_of_calls), [])
         if self.graphs is None or len(strategies) > 1 or any(row.is_watched for row in self.sequences):
@@ -151,9 +153,9 @@ class CanvasBatch:
         if shapes or shape is None or not self.takes(shape):
             return None
         if (memory := memory_of(self.model)) != self._memory:
-            self.graphs.forget()  # what was captured reads where weights were
+            self.graphs.forget()  # captured steps read the memory where the weights were
             self._memory = memory
-        padding = slice(len(self.canvases), None)  # rules divide by steps
+        padding = slice(len(self.canvases), None)  # strategies divide by the number of steps
         self._step.pinned_BL[padding], self._step.state.steps_B[padding] = 0, 1
         of_controls = self._controls.load(next(iter(controls), None))
         rows = len(self.sequences) + self._missing(len(self.sequences))
@@ -162,7 +164,10 @@ class CanvasBatch:
     # -- one step ----------------------------------------------------------------------------------------------
 
     def step(self, now: int) -> tuple[list[CanvasInFlight], list[Step]]:
-        """Denoise every canvas once: those that are finished by it, and the records of those that are watched."""
+        """Denoise every canvas once; returns the canvases that this finishes, and the records of the watched ones.
+
+        now: the number of the engine's step.
+        """
         steps, step = [now - canvas.entered for canvas in self.canvases], self._step
         due = step.state.draw_on(steps, self.settings)
         if places := range(len(steps)) if self._is_new else due:
@@ -184,13 +189,13 @@ class CanvasBatch:
             others = call.padded if call.guided is None else len(call.guided) // self.width
             self.forwards += (rows + guided * others) * self.width
         self._told.send(len(steps))
-        # where nothing stops here the host need not wait for the device; else this is the one wait
+        # where no canvas can end the host need not wait for the device; else it waits here, once
         is_last = any(n + 1 == canvas.sequence.max_steps for n, canvas in zip(steps, self.canvases, strict=True))
         may_end = is_last or any(step.may_stop[call.strategies] for call in calls)
         return self._finished(self._told.read(len(steps)) if may_end else None, steps), told
 
     def _calls(self, steps: abc.Sequence[int]) -> list[StepCall]:
-        """The calls of a step; steps: that each canvas is at."""
+        """The calls of a step; steps: the step that each canvas is at."""
         calls, width, guided_before = [], self.width, 0
         for of, controls in zip(self._slices(), self._controls_of_calls, strict=True):
             rows = self.sequences[of.start // width : -(-of.stop // width)]
@@ -204,7 +209,7 @@ class CanvasBatch:
             if self.settings.is_next_token:
                 hidden_BLD = torch.stack([r.last_hidden_D for r in rows if r.last_hidden_D is not None])[:, None]
             count, shapes = len(rows), [self._shape(n, steps[n]) for n in range(of.start, of.stop)]
-            if self._captured is not None:  # over rows of padding as over others, whatever stands in the buffers
+            if self._captured is not None:  # it treats rows of padding as it does others
                 count += missing
                 shapes = [self._captured[0]] * (count * width)
                 read = self._controls.read(count * width)
@@ -229,16 +234,20 @@ class CanvasBatch:
         return calls
 
     def _is_cheaper_without(self, canvases: abc.Sequence[CanvasInFlight]) -> bool:
-        """True where these canvases have no prediction before this step, and no captured step wants the signal."""
+        """True where no canvas has a prediction yet and no step is captured, so that the signal, 0, is left out."""
         return self.graphs is None and not any(canvas.has_begun for canvas in canvases)
 
     def _temperatures(self, place: int, step: int) -> list[float]:
-        """Those of a canvas from the last multiple of STEPS_AHEAD on."""
+        """The temperatures of a canvas in the STEPS_AHEAD steps of which this step is one."""
         first = step - step % STEPS_AHEAD
         return [self._shape(place, first + ahead).temperature for ahead in range(STEPS_AHEAD)]
 
     def _shape(self, place: int, step: int) -> Shape:
-        """The shape of a step; a canvas that waits for those before it counts on, and its shape means nothing."""
+        """The shape of a step of the canvas in this place.
+
+        The steps of a finished canvas that waits for those before it are counted on; they get the last step's shape,
+        which has no effect.
+        """
         sequence, known = self.canvases[place].sequence, self._shapes_B[place]
         step = min(max(step, 0), sequence.max_steps - 1)
         while len(known) <= step:
@@ -246,7 +255,7 @@ class CanvasBatch:
         return known[step]
 
     def _finished(self, told_BN: Tensor | None, steps: abc.Sequence[int]) -> list[CanvasInFlight]:
-        """The canvases that are finished by a step, as `ends` tells it; None: none is."""
+        """The canvases that a step has finished; told_BN: the report of `ends` (None: no canvas can have ended)."""
         for canvas in self.canvases:
             canvas.has_begun = True
         if told_BN is None:
@@ -265,7 +274,7 @@ class CanvasBatch:
     def _records(
         self, first: int, steps: abc.Sequence[int], tokens_BL: Tensor, stats: Stats, decision: Decision
     ) -> list[Step]:
-        """The records of a call of the watched sequences, each told once even where a sequence begins again.
+        """The records of the watched sequences of a call; a step that is repeated after a preemption is told once.
 
         first: the place of the call's first canvas.
         """
@@ -283,10 +292,10 @@ class CanvasBatch:
         chosen = torch.tensor(places, device=tokens_BL.device)
         of_call = chosen - first
         some = Stats(*(column[of_call] for column in stats))
-        at = [
+        steps_told = [
             (self.canvases[n].sequence.id, self.canvases[n].number or 0, steps[n], self._shape(n, steps[n]).temperature)
             for n in places
         ]
         given = self._step.pinned_BL[chosen] >= 0 if self._has_pins else None
         stays = None if decision.stay_BL is None else decision.stay_BL[of_call]
-        return list(step_records(at, tokens_BL[of_call], some, decision.keep_BL[of_call], given, stays))
+        return list(step_records(steps_told, tokens_BL[of_call], some, decision.keep_BL[of_call], given, stays))

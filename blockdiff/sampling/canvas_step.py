@@ -24,10 +24,10 @@ from blockdiff.sampling.strategy import Decision
 class CanvasStep:
     """The step of the canvases of at most `most` rows, `width` of them side by side for each.
 
-    What changes from step to step is the number of the step, which the host writes, and what a step leaves for the
-    next; draws and temperatures stand in the buffers for several steps ahead. What a call launches, and on which
-    memory, follows from the `StepCall` and from what the prefixes gave when rows were loaded. keeps: as in
-    `StepBuffers`; False where steps are captured.
+    From step to step the host writes the number of the step alone, into `now`; a step leaves its state in the buffers
+    for the next one, and draws and temperatures stand there for several steps ahead. What a call launches, and on which
+    memory, follows from the `StepCall` and from the key that `StepBuffers.load` returned for the rows. most: rows that
+    there may be, padding included; keeps: as in `StepBuffers`, False where steps are captured.
     """
 
     def __init__(
@@ -41,20 +41,20 @@ class CanvasStep:
         self.now = torch.zeros((), dtype=torch.int64, device=device)
         self.temperature_BT = torch.ones(B, STEPS_AHEAD, device=device)
         self.start_BL = torch.full((B, L), -1, device=device)  # tokens that are given at the first step, -1 elsewhere
-        self.pinned_BL = torch.full((B, L), -1, device=device)  # and at every step
-        self.told_BN = torch.zeros((B, 2 + L), dtype=torch.int64, device=device)  # what `ends` says of the step
-        self.may_stop: dict[tuple[object, ...], bool] = {}  # by strategies: whether they stop canvases before the last
+        self.pinned_BL = torch.full((B, L), -1, device=device)  # tokens that are given at every step
+        self.told_BN = torch.zeros((B, 2 + L), dtype=torch.int64, device=device)  # the report of `ends`
+        self.may_stop: dict[tuple[object, ...], bool] = {}  # by strategies: whether they end canvases early
         self._every_B = torch.arange(B, device=device)
 
     def given(self, buffer_BL: Tensor, of_canvases: abc.Sequence[Tensor | None]) -> None:
-        """Write the tokens that are given in canvases, from the first place on; -1 where none is."""
+        """Write the given tokens of canvases into a buffer, from its first place on, and -1 where no token is given."""
         buffer_BL[: len(of_canvases)] = -1
         for place, given_L in enumerate(of_canvases):
             if given_L is not None:
                 buffer_BL[place] = given_L
 
     def __call__(self, call: StepCall) -> tuple[Tensor, Stats, Decision]:
-        """Denoise and decide every canvas of a call once: what it saw [B, L], what came of it, and what stays."""
+        """Denoise every canvas of a call once and decide what stays: the tokens seen [B, L], statistics, decision."""
         lo, count = call.first * self.width, call.rows * self.width
         of, mask_id = slice(lo, lo + count), self.settings.diffusion.mask_id
         padded = slice(lo, lo + call.padded * self.width)
@@ -64,7 +64,7 @@ class CanvasStep:
         uniform_BL, noise_BL = self.state.uniform_BTL[every_B, place_B], self.state.noise_BTL[every_B, place_B]
         temperature_B = self.temperature_BT[every_B, place_B][:count]
         tokens_BL = state.seen(noise_BL, mask_id, self.start_BL[padded], self.pinned_BL[padded])
-        # without one soft is 0, which changes nothing: left out where that is cheaper
+        # before the first prediction the signal is 0, which changes nothing; it is left out where nothing is captured
         soft_BLD = state.soft_BLD if call.has_signal else None
         hidden_BLD, other_BLD = call.hidden_BLD, None
         if hidden_BLD is None:
@@ -79,7 +79,7 @@ class CanvasStep:
         pinned_BL = self.pinned_BL[of] if call.has_pins else None
         canvases = state.canvases(self.settings, call.ids, step_B, temperature_B, tokens_BL, stats, pinned_BL)
         decision = decided(canvases, call.groups)
-        left = replace(
+        next_state = replace(
             state,
             unchanged_B=canvases.unchanged_B,
             standing_BL=decision.standing(canvases),
@@ -87,20 +87,20 @@ class CanvasStep:
             previous_BL=stats.argmax,
             soft_BLD=stats.soft_embedding,
         )
-        self.told_BN[of] = ends(stats, decision)  # first: a decision may say what stands in the buffers
-        state.write(slice(None), left)
+        self.told_BN[of] = ends(stats, decision)  # before the state: a decision may be views of it
+        state.write(slice(None), next_state)
         self.start_BL[of].fill_(-1)
         self.may_stop[call.strategies] = decision.stop_B is not None
         return tokens_BL, stats, decision
 
     def _denoised(self, buffers: StepBuffers, tokens_BL: Tensor, soft_BLD: Tensor | None, first: int) -> Tensor:
-        """Hidden states [B, L, D] of canvases, `width` side by side after each row from the first on, by one call."""
+        """Hidden states [B, L, D], by one call, of canvases: `width` side by side after each row from `first` on."""
         rows = len(tokens_BL) // self.width, self.width * tokens_BL.shape[1]
         soft_BTD = None if soft_BLD is None else soft_BLD.reshape(*rows, -1)
         return buffers.denoise(tokens_BL.reshape(rows), soft_BTD, first).reshape(*tokens_BL.shape, -1)
 
     def _guided(self, call: StepCall, tokens_BL: Tensor, soft_BLD: Tensor | None) -> Tensor:
-        """Hidden states [B, L, D] without the prompts of the canvases of which some are guided; 0 in the others."""
+        """Hidden states [B, L, D] of a call's canvases without their prompts; 0 in canvases that are not guided."""
         assert call.guided is not None
         missing = len(self.without_prompts.rows) * self.width - len(call.guided) if call.padded > call.rows else 0
         tokens = F.pad(tokens_BL[call.guided], (0, 0, 0, missing))

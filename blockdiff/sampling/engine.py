@@ -1,7 +1,8 @@
 """The engine: many requests at once, each with its own seed, settings and prefix, a denoising step at a time.
 
-One step encodes what waits to be encoded (committed canvases, pieces of prompts) and denoises every live canvas once.
-Who runs is the scheduler's business, the tensors of live canvases are `Live`'s, and the prefixes lie in pages.
+One step encodes committed canvases and chunks of prompts, and denoises every live canvas once. `Scheduler` chooses the
+sequences that run, `Encoding` encodes, `CanvasBatch` denoises and has the tensors of live canvases, and prefixes lie in
+`Pages`.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ Event = Step | CommittedCanvas | Result
 class Engine:
     """Answers requests as they come. `submit` them, call `step` until it is False, and read `events` in between.
 
-    What may be left out of tokenizer, generation, choices and strategy is said at `settings_of`; `settings` is all of
-    them together. `seed` is what the seeds of requests that bring none follow from.
+    `settings_of` says which of tokenizer, generation, choices and strategy may be left out, and what then takes their
+    place; `settings` stands for all four. `seed` is what the seeds of requests that bring none follow from.
 
-    max_rows: requests that run at the same time; max_waiting: those that may wait for it; tokens_per_step: what a step
-    encodes and denoises at most, as far as prompts can wait (None: twice the canvases of `max_rows` rows); page_tokens,
-    capacity: of `Pages`; chunk_tokens: the chunks in which prompts are encoded; canvases: how many of a response are
-    denoised side by side; exact: a request's tokens are the same to the bit whatever else runs, on a CPU, because each
-    runs in calls of its own; buckets: row counts that calls are padded to (None: none but for captured steps); graphs:
-    whether steps are captured in CUDA graphs and replayed where they can be (None: on a GPU, where attention reads
-    pages).
+    max_rows: requests that run at the same time; max_waiting: requests that may wait for it; tokens_per_step: the most
+    tokens that a step encodes and denoises, as far as prompts can wait (None: twice the canvases of `max_rows` rows);
+    page_tokens, capacity: of `Pages`; chunk_tokens: prompts are encoded in chunks of so many tokens; canvases: how many
+    canvases of a response are denoised side by side; exact: a request's tokens are the same to the bit whatever else
+    runs, on a CPU, because each runs in calls of its own; buckets: row counts that calls are padded to (None: none
+    but for captured steps); pages: where prefixes lie (None: pages of its own); graphs: whether steps that can be are
+    captured in CUDA graphs and replayed (None: on a GPU, where attention reads pages).
 
-    One thread at a time may call it.
+    One thread at a time may call the engine.
     """
 
     def __init__(
@@ -93,15 +94,15 @@ class Engine:
         )  # fmt: skip
         self._scheduler.limit(max_rows, tokens_per_step)
         self.most_rows = max_rows = self._scheduler.max_rows
-        is_alone = exact or self.settings.is_next_token
-        capture = None if graphs is False or is_alone else capture_of(model)
+        is_uncapturable = exact or self.settings.is_next_token
+        capture = None if graphs is False or is_uncapturable else capture_of(model)
         if buckets is None and capture is not None:
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
-        of_steps = None if capture is None else Graphs(capture)
-        if graphs and of_steps is None:
+        step_graphs = None if capture is None else Graphs(capture)
+        if graphs and step_graphs is None:
             raise ValueError("graphs: no step of this model can be captured; that takes canvases, CUDA and Triton")
         self._encoding = Encoding(model, self.settings, self.pages, exact)
-        self._batch = CanvasBatch(model, self.settings, self.pages, canvases, max_rows, exact, buckets, of_steps)
+        self._batch = CanvasBatch(model, self.settings, self.pages, canvases, max_rows, exact, buckets, step_graphs)
         self._sequences: dict[str | int, Sequence] = {}  # the first draw of each submitted request
         self._unfinished = 0
         self._events: list[Event] = []
@@ -109,10 +110,10 @@ class Engine:
         self._now = 0  # steps so far
         self._has_changed = False  # a canvas has been finished since the last step
 
-    # -- the door ----------------------------------------------------------------------------------------------
+    # -- requests in, events out -------------------------------------------------------------------------------
 
     def submit(self, request: Request, watch: bool = False) -> str | int:
-        """Take a request, and return its id; with `watch` its steps are told, which costs a copy to the host each.
+        """Take a request, and return its id; with `watch` each of its steps is an event, and costs a copy to the host.
 
         Raises RequestError for one that cannot be answered, and Full where too many wait already.
         """
@@ -127,7 +128,7 @@ class Engine:
         return request.id
 
     def enter(self, draws: list[Sequence], watch: bool = False) -> None:
-        """Take all draws of a request; as `submit`, but that ids may come several times."""
+        """Take all draws of a request, as `submit` does; ids may come several times, and `cancel` finds none."""
         first = draws[0]
         needed = len(first.prompt_tokens) + (1 + first.is_guided) * first.canvases * self.settings.canvas_length
         if needed > self.capacity:
@@ -141,7 +142,7 @@ class Engine:
         self._unfinished += 1
 
     def cancel(self, id: str | int) -> bool:
-        """End a request with what it has; False where none of this id is being answered."""
+        """End a request with the tokens that it has; False where no request of this id is being answered."""
         first = self._sequences.get(id)
         for draw in [] if first is None else [each for each in first.draws if not each.is_done]:
             draw.finish_reason = "cancelled"
@@ -149,7 +150,7 @@ class Engine:
         return first is not None
 
     def close(self) -> None:
-        """Give up what is not answered, without results, and all pages; new requests may be submitted then."""
+        """Drop all unanswered requests, without results, and give back all pages; new requests may be submitted."""
         self._scheduler.close()
         self._batch.arrange([])
         self._sequences.clear()
@@ -169,7 +170,7 @@ class Engine:
         return events
 
     def answered(self) -> list[tuple[Sequence, Result]]:
-        """The first draws that `enter` took and that have a result since the last call, in the order of their ends."""
+        """The requests taken by `enter` and answered since the last call, as first draws and results, in that order."""
         answered, self._answered = self._answered, []
         return answered
 
@@ -190,7 +191,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Encode what waits for it and denoise every live canvas once; False when nothing is left to do."""
+        """Encode what the scheduler chooses and denoise every live canvas once; False when nothing is left to do."""
         self._scheduler.seat()
         self._encode(self._scheduler.chunks())
         while chunks := self._scheduler.chunks(of_live=True):  # of sequences that committed several canvases at once
@@ -199,7 +200,7 @@ class Engine:
         return self._unfinished > 0
 
     def _encode(self, chunks: list[tuple[Sequence, int]]) -> None:
-        """Encode chunks of sequences, and let those leave that waited for nothing else."""
+        """Encode chunks of sequences; sequences that have ended leave when nothing of them is left to encode."""
         self._encoding.encode(chunks)
         for each in [each for each in self._scheduler.seated if each.error or each.finish_reason]:
             if each.error or not each.missing:
@@ -208,10 +209,10 @@ class Engine:
     # -- denoising ---------------------------------------------------------------------------------------------
 
     def _denoise(self) -> None:
-        """One denoising step of as many sequences that have everything encoded as may be live."""
+        """Denoise every canvas of the live sequences once, and commit the canvases that are finished."""
         has_changed = self._scheduler.enliven()
         for sequence in self._scheduler.live:
-            while len(sequence.in_flight) < self.canvases:  # the next canvases begin, as many as there are places for
+            while len(sequence.in_flight) < self.canvases:  # each has this many places for canvases
                 sequence.in_flight.append(self._begun(sequence))
                 has_changed = True
         if has_changed or self._has_changed:
@@ -226,7 +227,10 @@ class Engine:
             self._finish(canvas)
 
     def _begun(self, sequence: Sequence) -> CanvasInFlight:
-        """The next canvas of a sequence; none where it has no more, or where that needs to know what is committed."""
+        """The next canvas of a sequence; one without a number where none may begin now.
+
+        None is left, or the sequence has a control, which must know the canvas before as committed.
+        """
         number, control = len(sequence.steps) + len(sequence.in_flight), sequence.control
         if number >= sequence.canvases or (sequence.in_flight and control is not None):
             return CanvasInFlight(sequence, None, self._now)
@@ -249,7 +253,7 @@ class Engine:
             sequence.error = f"{named}: decide() gave {given}; change it (docs/extending.md)"
             self._leave(sequence)
             return
-        if sequence.in_flight[0] is not canvas:  # what comes after it sees what it will be
+        if sequence.in_flight[0] is not canvas:  # until it is committed, the canvases after it see its final tokens
             final_L = torch.tensor(tokens, device=self.model.device)
             canvas.control = CanvasControl(number, sequence.seed, pinned_L=final_L)
         while sequence.in_flight and not sequence.is_done and sequence.finish_reason is None:
@@ -258,7 +262,7 @@ class Engine:
             self._commit(sequence, sequence.in_flight.pop(0))
 
     def _commit(self, sequence: Sequence, canvas: CanvasInFlight) -> None:
-        """Add a finished canvas to the response, and to what is known where that is still needed."""
+        """Add a finished canvas to the response, and to the known tokens where these are still to be encoded."""
         tokens = canvas.final or []
         kept = sequence.commit(tokens, canvas.steps, self.settings.generation.eos_ids)
         kept -= sequence.stop(kept, self.settings.text)
@@ -293,7 +297,7 @@ class Engine:
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Give a sequence's seat and pages back, and tell the result when it was the last draw of its request."""
+        """Give a sequence's seat and pages back; the last draw of a request to leave makes its result an event."""
         sequence.is_done = self._has_changed = True
         self._scheduler.leave(sequence)
         draws = sequence.draws

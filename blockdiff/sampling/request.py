@@ -32,18 +32,19 @@ class Request:
     """One prompt, given in exactly one of three ways.
 
     `prompt` is raw text (bos is put before it), `messages` a conversation for the chat template, `tokens` the
-    prompt's ids as they are. Without `seed` it follows from the seed of the call and `id`. `tools` are declarations
-    of functions that the conversation may call: {"type": "function", "function": {name, description, parameters}}.
-    `thinking` asks the chat template for reasoning; `scores` asks for the log-probability of every token of the answer;
-    of `best_of` answers, each with draws of its own, the one with the highest mean log-probability is given.
+    prompt's ids as they are. A request without `seed` gets one that follows from the seed of the call and its `id`.
+    `tools` are declarations of functions that the conversation may call: {"type": "function", "function": {name,
+    description, parameters}}. `thinking` asks the chat template for reasoning; `scores` asks for the log-probability of
+    every token of the answer; of `best_of` answers, each with draws of its own, the result is the one with the highest
+    mean log-probability. The first of the texts `stop` ends the response; the result's text is what stands before it.
 
-    Any of the texts `stop` ends the response, whose text stands before it.
+    Three fields override the settings of the call. max_new_tokens: rounded up to whole canvases; max_steps: the most
+    denoising steps of a canvas; strategy: how canvases are denoised.
 
-    The others override the settings of the call. max_new_tokens: rounded up to whole canvases; max_steps: most
-    denoising steps of a canvas; strategy: how its canvases are denoised. What may stand in the response: template, with
-    holes; regex; json_schema; banned, texts or token ids; repetition_penalty, 1 for none. draft: a text to start from,
-    noised to level `noise` in [0, 1]. Where the prompt's texts spell control tokens, such as `<turn|>`, they are read
-    as text, unless `allow_control_tokens`.
+    The other fields say what may stand in the response (docs/sampling.md). template: its form, with holes; regex;
+    json_schema; banned: texts or token ids; repetition_penalty: 1 for none; draft: a text to start from, noised to
+    level `noise` in [0, 1]. Where the prompt's texts spell control tokens, such as `<turn|>`, they are read as text,
+    unless `allow_control_tokens`.
     """
 
     id: str | int
@@ -79,11 +80,11 @@ class Request:
 
     @property
     def controls(self) -> list[Control]:
-        """The controls that are asked for; RequestError for fields that are no control, or that cannot be together."""
+        """The controls that the fields ask for; RequestError for fields that are wrong, or that exclude each other."""
         return [found for control in CONTROLS if (found := control.of(self)) is not None]
 
     def check(self) -> None:
-        """Raise RequestError, one line that says what is wrong, unless this is a prompt of one kind."""
+        """Raise RequestError, with one line that says what is wrong, for fields that cannot be answered."""
         given = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
         if len(given) != 1:
             which = " and ".join(given) or "none"
@@ -120,7 +121,7 @@ class Request:
         _ = self.controls
 
     def as_tokens(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> tuple[str, list[int]]:
-        """The prompt as text ("" where it came as tokens) and tokens; RequestError says what is wrong with it."""
+        """The prompt as text ("" where it came as tokens) and as tokens; RequestError says what is wrong with it."""
         self.check()
         text, tokens = "", list(self.tokens or ())
         if self.tokens is None:
@@ -141,19 +142,19 @@ class Request:
         return text, tokens
 
     def spelt(self, text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
-        """The tokens of another text of the request, called by a name; RequestError where they spell it otherwise."""
+        """The tokens of a text, such as the draft, called `name` in messages; RequestError where they spell another."""
         try:
             tokens = tokens_of(text, tokenizer, self.control_tokens, f"{name} {text!r:.60}")
         except DataError as error:
             raise RequestError(str(error)) from None
-        said = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if said != text:
-            raise RequestError(f"{name} {text!r:.60} becomes {said!r:.60} in the model's tokens; write it otherwise")
+        decoded = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if decoded != text:
+            raise RequestError(f"{name} {text!r:.60} becomes {decoded!r:.60} in the model's tokens; write it otherwise")
         return tokens
 
     @property
     def control_tokens(self) -> ControlTokens:
-        """The reading of control tokens that the texts of the request spell."""
+        """The way to read control tokens that the texts of the request spell: allow them, or take them as text."""
         return "allow" if self.allow_control_tokens else "text"
 
 
@@ -161,11 +162,11 @@ class Request:
 class Result:
     """The answer to a request.
 
-    `tokens` ends with the first eos if there is one; `text` leaves special tokens out, and the `reasoning` before the
-    answer, which stands apart; `steps` are the denoising steps of each canvas; `finish_reason` is "eos", "length",
-    "stop", "cancelled" or, with the reason in `error`, "error". `logprobs`, where asked for, are those of `tokens` by
-    next-token prediction, in nats; with `best_of`, `draw` says which of the answers this is, from 0. `tool_calls` are
-    the calls in the response as messages have them, which its text leaves out.
+    `tokens` ends with the first eos if there is one; `text` has no special tokens, nor the `reasoning` before the
+    answer, nor the `tool_calls` of the response, which are given in the form that messages have; `steps` are the
+    denoising steps of each canvas; `finish_reason` is "eos", "length", "stop", "cancelled" or, with the reason in
+    `error`, "error". `logprobs`, where asked for, are those of `tokens` by next-token prediction, in nats; with
+    `best_of`, `draw` says which of the answers this is, from 0.
     """
 
     id: str | int
@@ -186,14 +187,14 @@ class Result:
 
     @classmethod
     def failed(cls, id: str | int, error: object) -> Result:
-        """The answer to what could not be answered."""
+        """The result of a request that could not be answered, with the reason."""
         return cls(id, "", [], "error", [], error=str(error))
 
     def to_record(self) -> dict[str, Any]:
         """The fields of an output line."""
         names = ("id", "text", "tokens", "finish_reason", "steps")
-        there = {name: getattr(self, name) for name in ("reasoning", "tool_calls", *SCORES, "error")}
-        return {name: getattr(self, name) for name in names} | {k: v for k, v in there.items() if v is not None}
+        optional = {name: getattr(self, name) for name in ("reasoning", "tool_calls", *SCORES, "error")}
+        return {name: getattr(self, name) for name in names} | {k: v for k, v in optional.items() if v is not None}
 
 
 Prompt = str | Sequence[Message] | Request

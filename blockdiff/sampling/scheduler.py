@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 class Scheduler:
     """Seats for sequences, and a queue of at most `max_waiting` before them, in the order of arrival.
 
-    At most `max_rows` sequences are live. Meanwhile up to as many are encoded ahead, in groups, so that one that ends
-    is followed at once. chunk_tokens: a prompt is encoded in chunks that end at multiples of it; tokens_per_step: how
-    many tokens a step encodes and denoises: prompts wait where canvases and commits leave no room, but one chunk goes
-    on in every step. exact: sequences share nothing, for what others encoded may be rounded another way. is_next_token:
-    a canvas is the one token that the last encoded one predicts.
+    At most `max_rows` sequences are live. Up to as many more are encoded meanwhile, in groups, so that another one can
+    take the place of a sequence that ends in the same step.
+
+    chunk_tokens: a prompt is encoded in chunks that end at multiples of it; canvases: the places that each live
+    sequence has for canvases; tokens_per_step: the tokens that a step encodes and denoises: prompts wait where canvases
+    and commits leave no room, but one chunk is encoded in every step; exact: sequences share no pages, because tokens
+    that another one has encoded may be rounded another way; is_next_token: a canvas is the one token that the last
+    encoded token predicts; preemptions: the number of sequences sent back to the queue so far.
     """
 
     pages: Pages
@@ -42,9 +45,9 @@ class Scheduler:
     preemptions: int = 0
 
     def limit(self, max_rows: int, tokens_per_step: int | None = None) -> None:
-        """Set how many sequences are live at most, and the tokens of a step; ValueError for fewer than a row has.
+        """Set how many sequences are live at most, and the tokens of a step; ValueError for too few tokens.
 
-        tokens_per_step: None for twice the canvases of so many rows.
+        tokens_per_step: at least those of one row's canvases (None: twice the canvases of so many rows).
         """
         row_tokens = self.canvases * self.canvas_length
         least = self.chunk_tokens if self.is_next_token else 0
@@ -74,7 +77,7 @@ class Scheduler:
             self.seated.append(self.waiting.popleft())
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence's seat or its place in the queue away, and its pages."""
+        """Take away a sequence's place in the queue, or its seat with its pages."""
         if sequence.paged is None:
             self.waiting.remove(sequence)
         else:
@@ -90,20 +93,20 @@ class Scheduler:
         self.live = []
 
     def chunks(self, of_live: bool = False) -> list[tuple[Sequence, int]]:
-        """The sequences of which tokens are encoded in this step, and how many: committed canvases, then prompts.
+        """The pairs (sequence, number of its tokens to encode in this step): committed canvases first, then prompts.
 
-        of_live: only of the sequences that were live in the step before.
+        of_live: whether only sequences that were live in the step before are asked for.
         """
         some = [each for each in self.live if each.paged is not None] if of_live else self.seated
-        filling = [each for each in some if each.missing > 0]
-        if not filling:
+        unencoded = [each for each in some if each.missing > 0]
+        if not unencoded:
             return []
-        filling.sort(key=lambda each: each.is_prompting)  # stable: within both, who sat down first
+        unencoded.sort(key=lambda each: each.is_prompting)  # stable: both groups stay in the order of their seats
         room = self.tokens_per_step - len(self.live) * self.canvases * self.canvas_length
         chosen: list[tuple[Sequence, int]] = []
-        pages: set[tuple[int, ...]] = set()  # that are encoded in this step, each with all tokens before it
-        for sequence in filling:
-            if sequence.paged is None:  # it was preempted for one before it
+        pages: set[tuple[int, ...]] = set()  # encoded in this step; each is its tokens and all tokens before them
+        for sequence in unencoded:
+            if sequence.paged is None:  # it was preempted to make room for a sequence before it
                 continue
             if sequence.is_prompting and self._shares_soon(sequence, pages):
                 continue
@@ -116,7 +119,10 @@ class Scheduler:
         return [(sequence, count) for sequence, count in chosen if sequence.paged is not None]
 
     def enliven(self) -> bool:
-        """Let sequences that are encoded be live, those first that were before; True where others are live now."""
+        """Choose the live sequences among those with nothing left to encode; True where they are others than before.
+
+        Sequences that were live stay so before others become live.
+        """
         live = [each for each in self.live if each.paged is not None and each.missing == 0]
         has_changed = len(live) < len(self.live)
         if len(live) < self.max_rows:
@@ -128,21 +134,21 @@ class Scheduler:
         return has_changed
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Share what others have encoded of a sequence's tokens, but not those that must still be scored."""
+        """Share the pages that others have encoded of a sequence's tokens, up to those that must still be scored."""
         assert sequence.paged is not None
         prompt, scored = len(sequence.prompt_tokens), len(sequence.logprobs or ())
         end = prompt + scored - 1 if sequence.is_scored else len(sequence.known)
         if self.is_next_token:  # the encode of the last token predicts the next
             end = min(end, len(sequence.known) - 1)
-        if sequence.is_guided:  # the encode of the prompt's last token is where the prefix without it begins
+        if sequence.is_guided:  # the prefix without the prompt begins when the prompt's last token is encoded
             end = min(end, prompt - 1)
         if not self.exact:
             self.pages.reuse(sequence.paged, sequence.known[:end])
 
     def _shares_soon(self, sequence: Sequence, pages: set[tuple[int, ...]]) -> bool:
-        """True where a sequence needs no chunk now: its next tokens are encoded, or are by one before it in this step.
+        """True where a sequence gets no chunk now: nothing of it is missing, or another one encodes its next page.
 
-        pages: those that are encoded in this step, to which the sequence's own next one is added.
+        pages: the pages that sequences before it encode in this step; its own next page is added.
         """
         end, prompt = sequence.length + self.pages.page_tokens, len(sequence.prompt_tokens)
         if self.exact or sequence.is_guided or sequence.length % self.pages.page_tokens or end > prompt:
@@ -160,12 +166,12 @@ class Scheduler:
     def _chunk(self, sequence: Sequence) -> int:
         """The number of tokens of a sequence that go into one call: up to the next multiple of a chunk, or one canvas.
 
-        They depend on nothing but the sequence, so that one that is encoded again is encoded by the same calls.
+        The number depends on the sequence alone, so that a sequence that is encoded again is encoded by the same calls.
         """
         at, prompt = sequence.length, len(sequence.prompt_tokens)
         if at < prompt:
             return min((at // self.chunk_tokens + 1) * self.chunk_tokens, prompt) - at
-        # next tokens that are encoded again, after a preemption, need not be one by one
+        # next tokens that are encoded again, after a preemption, need not go one by one
         size = self.chunk_tokens if self.is_next_token and not self.exact else self.canvas_length
         end = prompt + ((at - prompt) // size + 1) * size
         return min(end, len(sequence.known)) - at

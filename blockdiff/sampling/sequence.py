@@ -32,10 +32,11 @@ NOT_FINITE = "the model's logits are not finite; are its weights? a wider --dtyp
 class CanvasInFlight:
     """A canvas of a sequence that is being denoised, or is finished and waits for those before it.
 
-    number: its place in the response (None: the sequence has no canvas here); entered: the engine's step that was
-    step 0 of the canvas, or would have been; control: what may stand in it; index: where its numbers are in the batch
-    (None: not there yet); final: its tokens once it is finished, after so many steps; is_finite: False where its
-    logits were not.
+    number: its place in the response (None: a place in the batch is kept for the sequence, which has no canvas to put
+    there); entered: the engine's step that was step 0 of the canvas, or would have been for one that begins later, from
+    a draft; control: what may stand in it; index: its place in the buffers of the batch (None: it has none yet);
+    has_begun: whether a step has denoised it; final: its tokens (None: it is not finished), after so many `steps`;
+    is_finite: False where its logits were not finite.
     """
 
     sequence: Sequence
@@ -56,20 +57,22 @@ class CanvasInFlight:
 
 @dataclass(eq=False)
 class Sequence:
-    """One answer to a request; `sequences_of` makes it, the engine carries it on, and `result` is its end.
+    """One answer to a request; `sequences_of` makes it, the engine extends it, and `result` gives the end of it.
 
     prompt, prompt_tokens: the prompt as text ("" where it came as tokens) and as the model sees it; seed: that of its
-    draws; canvases, max_steps: the most canvases of the response, and steps of each; control: what may stand in them;
-    draw: which answer of several this is; draws: all of them, itself included; `id` tells them apart.
+    draws; canvases, max_steps: the most canvases of the response, and the most steps of each; control: what may stand
+    in them; draw: the number of this answer among the request's several (None: it is the only one); draws: all of them,
+    this one included; `id` tells them apart.
 
-    The response so far is `tokens`, with the `steps` of each canvas, `logprobs` of those that are scored, and a
-    `finish_reason` or an `error` at its end.
+    The response so far is `tokens`, with the `steps` of each canvas, the `logprobs` of the tokens that are scored, and
+    a `finish_reason` or an `error` at its end.
 
-    In the engine: known: the prompt and the committed canvases, which the next canvas must see; paged: their keys and
-    values as far as they are encoded (None while it has no seat); without_prompt: those of bos and the committed
-    canvases, where guidance sees canvases without the prompt, too; last_hidden_D: the hidden state of the last encoded
-    token, where the next token is scored or drawn from it; in_flight: its canvases that are denoised, in order.
-    is_watched: its steps are told; told: the last step that was, by canvas.
+    The rest is the engine's. known: the prompt and the committed canvases, which the next canvas must see; paged: the
+    pages with the keys and values of those known tokens that are encoded (None while the sequence has no seat);
+    without_prompt: the same of bos and the committed canvases, for guidance, which denoises each canvas without the
+    prompt, too; last_hidden_D: the hidden state of the last encoded token, from which the next one is scored or drawn;
+    in_flight: the canvases that are denoised, in order; is_watched: whether its steps are recorded; told: the last
+    recorded step of each canvas.
     """
 
     request: Request
@@ -120,18 +123,18 @@ class Sequence:
         return self.length < len(self.prompt_tokens)
 
     def added_without_prompt(self, count: int) -> int:
-        """The number of tokens that the prefix without the prompt gets when `count` more are encoded."""
+        """The number of tokens that are added to the prefix without the prompt when `count` more are encoded."""
         if self.without_prompt is None or self.length + count < len(self.prompt_tokens):
             return 0
         return count if self.without_prompt.length else 1
 
     def needed(self, canvas_length: int) -> int:
-        """The tokens of memory that it takes until its next canvas is committed, with the prefix without the prompt."""
+        """The tokens that need room in pages until the next canvas is committed, those of `without_prompt` included."""
         other = 1 + len(self.known) - len(self.prompt_tokens) + canvas_length if self.is_guided else 0
         return self.missing + canvas_length + other
 
     def commit(self, tokens: list[int], steps: int, eos_ids: abc.Collection[int]) -> int:
-        """Add a canvas to the response up to its first eos, which ends it; returns how many tokens that is."""
+        """Add a canvas to the response up to its first eos, which ends it; returns the number of tokens added."""
         end = next((place + 1 for place, token in enumerate(tokens) if token in eos_ids), None)
         is_last = len(self.steps) + 1 == self.canvases
         self.finish_reason = "eos" if end is not None else "length" if is_last else None
@@ -143,7 +146,7 @@ class Sequence:
         return kept
 
     def stop(self, fresh: int, text_of: abc.Callable[[list[int]], str]) -> int:
-        """End the response at the first of its stop texts; returns how many of its last `fresh` tokens that leaves out.
+        """End the response at the first of its stop texts; returns how many of its last `fresh` tokens that cuts off.
 
         A response ends with the token that completes the text. Only special tokens have no bytes, so a text of n bytes
         that the fresh tokens complete begins in the n tokens before them, or in a few more.
@@ -157,15 +160,15 @@ class Sequence:
             return 0
         whole = len(self.tokens)
         for count in range(whole - fresh + 1, whole + 1):
-            said = text_of(self.tokens[:count])
-            if any(text in said for text in texts):
+            beginning = text_of(self.tokens[:count])
+            if any(text in beginning for text in texts):
                 del self.tokens[count:]
                 self.finish_reason = "stop"
                 return whole - count
         return 0
 
     def result(self, settings: SamplingSettings) -> Result:
-        """The answer as the asker gets it."""
+        """The result, as the caller of the engine gets it."""
         if self.error is not None:
             return Result.failed(self.request.id, self.error)
         reasoning, calls, answer = None, None, self.tokens
@@ -193,8 +196,8 @@ def sequences_of(
 ) -> list[Sequence]:
     """The answers to a request that are to be drawn: one, or `best_of`; RequestError says why it cannot be answered.
 
-    seed: what the request's own seed follows from where it brings none; device: the model's. Later answers are called
-    "ID draw N" in what is heard of steps and canvases, and their seeds follow from the first one's.
+    seed: what the request's own seed follows from where it brings none; device: the model's. Answers after the first
+    are called "ID draw N" in the records of steps and canvases, and their seeds follow from the first one's.
     """
     prompt, tokens = request.as_tokens(settings.tokenizer, settings.vocab_size)
     canvases = settings.canvases(request.max_new_tokens or settings.generation.max_new_tokens)
@@ -257,7 +260,7 @@ def sequences_of(
 def _require_plain(strategy: Strategy, max_steps: int, settings: SamplingSettings) -> None:
     """Raise RequestError for a strategy that changes the distributions of a step."""
     shapes = [strategy.shape(step, max_steps) for step in range(max_steps)]
-    if settings.diffusion.prediction == "posterior":  # of what this model predicts the noise level changes nothing
+    if settings.diffusion.prediction == "posterior":  # which the step's noise level leaves alone
         shapes = [replace(shape, alpha=None) for shape in shapes]
     if not all(shape.is_plain for shape in shapes):
         raise RequestError(
