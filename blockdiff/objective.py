@@ -1,4 +1,4 @@
-"""The objective: encode once, denoise without and with the self-conditioning signal, and both losses.
+"""The objective: it encodes clean rows, denoises canvases without and with the signal, and gives both losses.
 
 DDP wraps the objective, the trainer trains it, and held-out evaluation measures it token by token. Noise levels and
 coins come with the batch, and the training step divides the sums that the objective returns.
@@ -57,7 +57,7 @@ class Evaluation(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """A batch after its encode pass: hidden states, the prefix of the canvases, and the noise put in."""
+    """A batch after its encode pass: hidden states, the prefix that canvases see, and the batch with noise in them."""
 
     hidden_BSD: Tensor
     past: list[KV]
@@ -66,10 +66,10 @@ class _Encoded(NamedTuple):
 
 
 class _Scored(NamedTuple):
-    """N tokens that a loss is taken of: what predicts them, the true ones, and what each loss is multiplied by.
+    """The N positions of a loss, with their true tokens and the factor of each position's loss.
 
-    of_token_N: the hidden states [N, D], or whatever else there is of each token. observed_N, bonus_N: noisy tokens and
-    what their logits gain (both or neither).
+    of_token_N: the hidden states [N, D], or in a sweep their places among all tokens of the call [N]. observed_N,
+    bonus_N: the noisy tokens and what their logits gain (both or neither).
     """
 
     of_token_N: Tensor
@@ -84,14 +84,15 @@ class Objective(nn.Module):
 
     The defaults are Google's DiffusionGemma recipe. Which parameters train is not decided here.
 
-    seed: of the corruption draws, which are addressed by the batch's `address_BC3`. weight: what the canvas loss is
-    multiplied by; None = 1. prediction: whether the logits are the posterior given the whole noisy canvas, or
-    (leave_one_out) predict each token from all others. positions: which positions of a canvas have a loss; the counts
-    that losses are divided by stay the same. stop_gradient: whether the canvas loss leaves the encoder alone.
-    sweep: encode in the same call as pass two, and once more in that of pass one, instead of in a call of its own: a
-    step then runs every layer twice and not three times, and where weights are sharded gathers it that often less.
-    A causal model has the AR loss alone; its batches have no canvases.
-    Raises RecipeError for leave_one_out with other than uniform noise, for which its bonus gives no posterior.
+    seed: of the corruption draws, which are addressed by the batch's `address_BC3`. weight: the factor of the canvas
+    loss; None = 1. prediction: whether the logits are the posterior given the whole noisy canvas, or (leave_one_out)
+    predict each token from all others. positions: the positions of a canvas that have a loss; the counts that losses
+    are divided by stay the same. stop_gradient: whether the canvas loss leaves the encoder alone. sweep: whether clean
+    rows are encoded in the calls of both denoise passes instead of in one of their own: every layer then runs twice
+    and not three times, and sharded weights are gathered twice.
+
+    A causal model has the AR loss alone; its batches have no canvases. Raises RecipeError for leave_one_out with other
+    than uniform noise, for which its bonus gives no posterior.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Objective(nn.Module):
         return Losses(_loss(vocabulary, self._scored(hidden_BTD, batch, noisy, is_corrupted_BCL)), ar_sum)
 
     def _losses_of_sweep(self, batch: Batch) -> Losses:
-        """Both sums in one call of the vocabulary, which so is gathered once, and whose gradient is made once."""
+        """Both sums from one call of the vocabulary, so that its table is gathered once and gets its gradient once."""
         noisy, is_corrupted_BCL = self._corrupted(batch)
         has_pairs = bool(batch.is_ar_scored_BS.any())
         hidden_BTD = self._sweep(noisy, self._signal(noisy, None), has_pairs)
@@ -146,7 +147,7 @@ class Objective(nn.Module):
         if has_pairs:
             scored.append(_pairs(place_BT[:, :S], batch))
         place_N = torch.cat([each.of_token_N for each in scored])
-        hidden_ND = F.embedding(place_N, hidden_BTD.flatten(0, 1))  # whose gradient is made in one walk
+        hidden_ND = F.embedding(place_N, hidden_BTD.flatten(0, 1))  # its gradient is made in one pass
         target_N = torch.cat([each.target_N for each in scored])
         observed_N, bonus_N = scored[0].observed_N, scored[0].bonus_N
         if observed_N is not None and bonus_N is not None:  # next tokens have no bonus
@@ -158,7 +159,7 @@ class Objective(nn.Module):
         return Losses(canvas_sum, ar_sums[0] if has_pairs else canvas_sum.new_zeros(()))
 
     def _corrupted(self, batch: Batch) -> tuple[Batch, Tensor]:
-        """The batch with noise in its canvases, and where it was put [B, C, L]."""
+        """The batch with noise in its canvases, and its corrupted positions [B, C, L]."""
         alpha_BC = self.schedule.alpha(batch.t_BC)
         made = self.corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, self.seed)
         noisy_BCL, is_corrupted_BCL = _noise(made, batch.canvas_BCL, self.corruption, self.model.vocab_size)
@@ -181,9 +182,9 @@ class Objective(nn.Module):
     def _signal(self, noisy: Batch, past: list[KV] | None) -> Tensor:
         """The self-conditioning signal [B, C * L, D]: soft embeddings from pass one of the coin canvases, 0 elsewhere.
 
-        past: the prefix (None: pass one encodes it itself). With several processes a rank without coins runs one canvas
-        and takes nothing of it: the ranks of a sharded model must gather its weights equally often, also in the
-        backward, whose graph so has the same calls on every rank.
+        past: the prefix (None: pass one encodes it itself). With several processes a rank without a coin canvas runs
+        pass one over one canvas and uses none of its result: the ranks of a sharded model must gather its weights
+        equally often, forward and backward.
         """
         has_signal_BC = noisy.coin_BC & (noisy.length_BC > 0)
         D = self.model.vocabulary.table.shape[1]
@@ -224,7 +225,7 @@ class Objective(nn.Module):
     def _sweep(self, noisy: Batch, soft_BTD: Tensor | None, wants_clean: bool) -> Tensor:
         """Run the clean rows and the noisy canvases in one call: hidden states [B, S + C * L, D].
 
-        Without `wants_clean` those of the clean rows may be left out.
+        Without `wants_clean` the hidden states of the clean rows may be missing.
         """
         columns = _columns_seen(noisy)
         spans = {
@@ -270,7 +271,7 @@ class Objective(nn.Module):
         return batch.weight_BC[..., None] * weight_BCL * has_loss_BCL
 
     def _bonus(self, batch: Batch) -> Tensor | None:
-        """The gain of the observed tokens' logits, fp32 [B, C]; the signal is always made without it."""
+        """The gain of the observed tokens' logits, fp32 [B, C], or None; the signal is always made without it."""
         if self.bonus_vocabulary is None:
             return None
         return leave_one_out_bonus(self.schedule, batch.t_BC, self.bonus_vocabulary)
@@ -328,7 +329,7 @@ def _loss(vocabulary: Vocabulary, scored: _Scored) -> Tensor:
 
 
 def _columns_seen(batch: Batch) -> int:
-    """The most columns of the rows that a canvas sees: no clean token at or after its start."""
+    """The largest number of row columns that a canvas sees: no canvas sees a clean token at or after its start."""
     return int(batch.start_BC.max())
 
 
@@ -346,9 +347,9 @@ def _positions(noisy: Batch) -> Tensor:
 def _noise(
     made: tuple[Tensor, Tensor], canvas_BCL: Tensor, corruption: Corruption, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The canvases that a corruption made; RecipeError where it is not noisy tokens and marks of their shape.
+    """The noisy canvases and the marks that a corruption made; RecipeError where they are of another form.
 
-    Whether the vocabulary has the tokens is looked at on a CPU, where nothing has to wait for the answer.
+    That the vocabulary has the tokens is checked on a CPU alone, where nothing has to wait for the answer.
     """
     wanted = [(canvas_BCL.shape, canvas_BCL.dtype), (canvas_BCL.shape, torch.bool)]
     if not isinstance(made, tuple) or [(getattr(x, "shape", ()), getattr(x, "dtype", None)) for x in made] != wanted:
@@ -370,7 +371,7 @@ def _noise(
 
 
 def _complete(batch: Batch) -> Batch:
-    """A batch without canvases gets an absent one per row: every parameter is used, with a zero gradient."""
+    """The batch, with an absent canvas per row where it has none, so that every parameter is used."""
     if batch.start_BC.numel():
         return batch
     empty = {name: getattr(batch, name) for name in CANVAS_FIELDS}
@@ -385,9 +386,10 @@ def _scores(
     observed: Tensor | None = None,
     bonus: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Losses, and True where the argmax is the target, in the shape of `target`; 0 and False where not scored.
+    """The losses, and True where the argmax is the target, in the shape of `target`; 0 and False where not scored.
 
-    hidden: of all tokens in that order [..., D]. observed, bonus: noisy tokens and the gain of their logits (None: 0).
+    hidden: the hidden states of all tokens in that order [..., D]. observed, bonus: noisy tokens and the gain of their
+    logits (None: 0).
     """
     hidden_ND = hidden.view(*target.shape, -1)[is_scored]
     observed_N, bonus_N = (None, None) if observed is None or bonus is None else (observed[is_scored], bonus[is_scored])

@@ -57,10 +57,10 @@ class Built:
 
 
 def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = None) -> Built:
-    """Make everything that a recipe names, and restore the checkpoint `saved`; `show` prints what it is.
+    """Make everything that a recipe names, and restore the checkpoint `saved`; `show` prints a line for each part.
 
-    What can be refused without weights is refused before they are read. Optimiser and average are made of the
-    parameters as they are spread over the ranks. Raises RecipeError, DataError, CheckpointError or RunError, in one
+    A recipe that can be refused without weights is refused before they are read. Optimiser and average are made of
+    the parameters as they are spread over the ranks. Raises RecipeError, DataError, CheckpointError or RunError, in one
     line each.
     """
     base = read_starting_model(recipe)
@@ -98,7 +98,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     if mesh.offload:
         move_own(objective, ranks.device)
     else:
-        objective.to(ranks.device)  # what it has beside the model
+        objective.to(ranks.device)  # the objective's own tensors; the model's are there already
     module = replicate(objective, mesh)
 
     optimiser = optimisers.build(
@@ -147,12 +147,12 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
 
 
 def _kept(model: BlockDiffusionModel) -> str:
-    """The dtype of a model's weights as they are kept, and that in which they are gathered if it is another one."""
+    """The line that says in which dtype a model's weights are kept, and gathered if that is another one."""
     kept, gathered = (str(dtype).removeprefix("torch.") for dtype in (model.vocabulary.table.dtype, model.dtype))
-    said = kept if kept == gathered else f"{kept}, gathered in {gathered}"
+    dtypes = kept if kept == gathered else f"{kept}, gathered in {gathered}"
     layers = layers_in_fp8(model).values()
     inputs = " with their inputs" if any(layer.rounds_inputs for layer in layers) else ""
-    return f"{said}, linear layers and experts in fp8{inputs}" if layers else said
+    return f"{dtypes}, linear layers and experts in fp8{inputs}" if layers else dtypes
 
 
 def mesh_of(recipe: Recipe, ranks: Ranks) -> Mesh:
@@ -162,7 +162,7 @@ def mesh_of(recipe: Recipe, ranks: Ranks) -> Mesh:
 
 
 def move_own(objective: nn.Module, device: torch.device) -> None:
-    """Move what an objective has beside its model, which is where it belongs, to a device."""
+    """Move an objective's own tensors to a device; those of its model, which is offloaded, stay where they are."""
     for name, part in objective.named_children():
         if name != "model":
             part.to(device)
@@ -176,7 +176,7 @@ def warmup_steps(recipe: Recipe, steps: int) -> int:
 
 
 def checked_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None) -> Data:
-    """The data of a recipe, whose prompts are questions of its task; DataError for a row that is none."""
+    """The data of a recipe; DataError for a row of `evaluation.prompts` that is no question of `evaluation.task`."""
     data = read_data(recipe, base, ranks)
     if data.prompts:
         questions_of(data.prompts, evals.task(recipe.evaluation.task), data.encoder)

@@ -41,7 +41,7 @@ from blockdiff.training.checkpoint_content import (
 )
 from blockdiff.training.ema import Ema
 
-LOGS = (FILE_NAME, SAMPLES)  # whose content up to a checkpoint is compared
+LOGS = (FILE_NAME, SAMPLES)  # logs whose content up to a checkpoint is compared on resuming
 
 
 class CheckpointWriter:
@@ -53,11 +53,11 @@ class CheckpointWriter:
 
     def __init__(self, run: Path, ranks: Ranks, in_background: bool = False) -> None:
         self.run, self.ranks, self.in_background = run, ranks, in_background
-        self.step = 0  # whose checkpoint is being written, 0 = none is
+        self.step = 0  # the step whose checkpoint is being written, 0 = none
         self._thread: Thread | None = None
         self._error: RunError | None = None
-        self._hidden: Path | None = None  # the directory that is written, which has no name of a checkpoint yet
-        self._mine: dict[str, dict[str, Piece]] = {}  # what this rank writes of it
+        self._hidden: Path | None = None  # the directory that is being written, not yet named as a checkpoint
+        self._mine: dict[str, dict[str, Piece]] = {}  # the tensors' pieces that this rank writes, by file and name
 
     def start(
         self,
@@ -67,7 +67,7 @@ class CheckpointWriter:
         facts: Facts,
         average: Ema | None = None,
     ) -> None:
-        """Begin the checkpoint of a step, after the one before is complete.
+        """Begin the checkpoint of a step, once the one before is complete.
 
         objective: what trains; the tensors of its `model` have the names they have there. `facts` (JSON values, such as
         seed and recipe) are compared by `restore`. Raises RunError in one line for what cannot be written, which leaves
@@ -149,11 +149,12 @@ class CheckpointWriter:
 
     @property
     def _beside(self) -> Path:
+        """The hidden directory that is being written, which stands beside the finished checkpoints."""
         assert self._hidden is not None
         return self._hidden
 
     def _write(self) -> None:
-        """Write this rank's files, and which pieces are in them; all are on the disk afterwards."""
+        """Write this rank's files and the list of the pieces in them; all are on the disk afterwards."""
         with self._refused():
             self._write_files()
 
@@ -206,9 +207,9 @@ class CheckpointWriter:
         """The digests of all files with tensors; of several ranks' pieces an index is written, too."""
         if not self._is_sharded:
             return dict(self._part["digests"])
-        said = [self._beside / _said_by(rank) for rank in range(self.ranks.world)]
-        parts = [json.loads(part.read_text(encoding="utf-8")) for part in said]
-        for part in said:
+        lists = [self._beside / _said_by(rank) for rank in range(self.ranks.world)]
+        parts = [json.loads(part.read_text(encoding="utf-8")) for part in lists]
+        for part in lists:
             part.unlink()
         index = _index_of([part["pieces"] for part in parts])
         (self._beside / PIECES).write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
@@ -251,7 +252,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _refused(self) -> Iterator[None]:
-        """Makes one line, which says what is saved, of the errors inside."""
+        """Turns errors inside into a RunError of one line, which says which step is saved."""
         try:
             yield
         except (OSError, SafetensorError, ValueError) as error:
@@ -283,7 +284,7 @@ def save_checkpoint(
 
 
 def _owned(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Piece]:
-    """The pieces that a rank writes: of all that hold the same numbers one does, and nobody writes empty pieces."""
+    """The pieces that a rank writes: one rank writes what several hold alike, and none writes empty pieces."""
     pieces = {name: piece_of(tensor, rank) for name, tensor in tensors.items()}
     is_empty = {name: 0 in piece.block.sizes and 0 not in piece.shape for name, piece in pieces.items()}
     return {name: piece for name, piece in pieces.items() if piece.is_owned and not is_empty[name]}
@@ -294,7 +295,7 @@ def _copied(piece: Piece) -> Piece:
 
 
 def _synced_logs(run: Path) -> dict[str, Any]:
-    """Lengths and digests of the logs; a checkpoint never outlives the records of its steps."""
+    """Lengths and digests of the logs, which are on the disk before the checkpoint whose steps they record."""
     logs: dict[str, Any] = {}
     for path in (run / name for name in LOGS if (run / name).exists()):
         sync(path)
@@ -303,7 +304,7 @@ def _synced_logs(run: Path) -> dict[str, Any]:
 
 
 def _said_by(rank: int) -> str:
-    """The file in which a rank says what it has written; rank 0 joins them and removes them."""
+    """The name of the file that lists the pieces a rank has written; rank 0 joins the lists and removes them."""
     return f"rank-{rank}.json"
 
 

@@ -52,7 +52,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_switch_for_a_number(cls, value: Any, key: ValidationInfo) -> Any:
-        if isinstance(value, bool):  # which pydantic would take for 0 or 1
+        if isinstance(value, bool):  # pydantic would take it for 0 or 1
             kinds = _kinds(cls.model_fields[str(key.field_name)].annotation)
             if kinds & {int, float} and bool not in kinds:
                 raise ValueError("input should be a number, not a switch")
@@ -60,7 +60,7 @@ class Section(BaseModel):
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The types of which a key's value may be, below unions and what is annotated."""
+    """The types that a key's value may have, taken out of unions and annotations."""
     if get_origin(annotation) in (Union, UnionType, Annotated):
         inner = get_args(annotation)
         return set().union(*map(_kinds, inner[:1] if get_origin(annotation) is Annotated else inner))
@@ -138,7 +138,7 @@ class ObjectiveSection(Section):
 class LoraSection(Section):
     """Low-rank adapters in place of the weights; without a rank all weights train (docs/training.md)."""
 
-    rank: Count = 0  # of every part that `parts` does not name; 0 = no adapters
+    rank: Count = 0  # of attention and mlp, where `parts` is null; 0 = no adapters
     alpha: AboveZero | dict[str, AboveZero] | None = None  # for all parts or by part; null = twice each part's rank
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0  # of the inputs of linear layers; experts have none
     rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
@@ -224,7 +224,7 @@ def _strategy(text: str) -> str:
 
 
 class ParallelSection(Section):
-    """The spread of weights over processes (docs/cluster.md), which have rows of their own but with `tensor`."""
+    """The spread of weights over processes (docs/cluster.md), each with rows of its own, except with `tensor`."""
 
     shard: Literal["none", "full"] = "none"  # none: all weights on each; full: a piece of every tensor (FSDP2)
     experts: Positive = 1  # processes that split the experts of each layer
@@ -239,7 +239,7 @@ class ParallelSection(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The capabilities that the model's family needs, all of them."""
+        """The kinds of mesh that this asks for; the model's family must be capable of all of them."""
         asked = {"shard": self.shard == "full", "experts": self.experts > 1, "tensor": self.tensor > 1}
         return tuple(name for name, is_asked in asked.items() if is_asked) or ("replicate",)
 
@@ -254,7 +254,7 @@ class EvaluationSection(Section):
     prompts_count: Positive = 32
     task: Literal[TASKS] = "exact"  # type: ignore[valid-type]
     strategy: Annotated[str, AfterValidator(_strategy)] | None = None  # of the sampling: NAME:key=value,...
-    best: str | None = None  # the metric whose best checkpoint is kept and becomes model/
+    best: str | None = None  # the metric by which the best checkpoint is chosen, which is kept and becomes model/
     patience: Positive | None = None  # evaluations without a better `best` before training ends
 
 

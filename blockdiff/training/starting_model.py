@@ -37,22 +37,22 @@ class StartingModel:
 
     @property
     def canvas_length(self) -> int:
-        """L of the model."""
+        """The length L of the model's canvases."""
         return family_of(self.config).outline(self.config).canvas_length
 
     @property
     def denoises(self) -> bool:
-        """True of a model that has canvases, False of one that is causal alone."""
+        """True where the model denoises canvases, False where it is causal alone."""
         return family_of(self.config).outline(self.config).denoises
 
     @property
     def vocab_size(self) -> int:
-        """V of the model."""
+        """The size V of the model's vocabulary."""
         return family_of(self.config).outline(self.config).vocab_size
 
 
 def read_starting_model(recipe: Recipe) -> StartingModel:
-    """Config, tokenizer and settings of the model a recipe starts from; reads no weights."""
+    """Read the config, tokenizer and settings of the model that a recipe starts from, and no weights."""
     m, generation = recipe.model, None
     if m.path is not None:
         config = checkpoint.read_config(m.path)
@@ -87,9 +87,9 @@ def read_starting_model(recipe: Recipe) -> StartingModel:
 def without_weights(
     recipe: Recipe, base: StartingModel, kernels: str | Kernels | None = None, dtype: torch.dtype | None = None
 ) -> Any:
-    """The objective and its model with adapters, frozen as the recipe says, whose weights have no memory.
+    """The objective over a model that has its adapters and is frozen as the recipe says; no weight has memory yet.
 
-    kernels: others than the recipe's; dtype: of the weights (None: they get theirs when they are filled).
+    kernels: replace the recipe's; dtype: of the weights (None: they get it when they are filled).
     """
     corruption = corruption_of(recipe, base)
     model = checkpoint.empty(base.config, kernels=kernels or recipe.model.kernels)
@@ -137,7 +137,7 @@ def put_adapters(model: BlockDiffusionModel, lora: LoraSection, tokenizer: Any) 
 
 
 def corruption_of(recipe: Recipe, base: StartingModel) -> Corruption:
-    """The corruption of canvases for this tokenizer; the recipe may hold one that was given from Python.
+    """The corruption of canvases with this tokenizer's tokens, or the one that the recipe was given from Python.
 
     Raises CheckpointError where the family supports neither it nor the rest of the objective.
     """
@@ -164,5 +164,5 @@ def trains_routers(recipe: Recipe) -> bool:
 
 
 def computed_in(recipe: Recipe) -> torch.dtype | None:
-    """The dtype in which sharded weights are gathered; None = their own."""
+    """The dtype in which sharded weights are gathered; None for the one in which they are kept."""
     return None if recipe.train.autocast is None else getattr(torch, recipe.train.autocast)

@@ -1,6 +1,6 @@
-"""One optimiser step's losses and gradients over its micro-batches and ranks, and what to do when they are not finite.
+"""The losses and gradient of one optimiser step over micro-batches and ranks, and the steps that are skipped.
 
-Nothing here touches the weights: the loop decides whether the gradient is taken.
+Nothing here touches the weights: the trainer decides whether the optimiser step is taken.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def backpropagate(
 
 
 def _as_many(batches: Sequence[Batch], ranks: Ranks) -> list[Batch]:
-    """This rank's micro-batches, and empty ones where others have more of them: the ranks run the model together."""
+    """This rank's micro-batches, and empty ones up to the most that a rank has: the ranks run the model together."""
     missing = max(ranks.gather(len(batches))) - len(batches)
     empty = lay_out([PADDING_ROW], batches[0].canvas_BCL.shape[-1], pad_id=0) if missing else None
     return [*batches, *([] if empty is None else [empty] * missing)]
@@ -147,7 +147,7 @@ def samples_of(batch: Batch) -> list[int]:
 
 
 def autocast(device: torch.device, precision: str | None) -> AbstractContextManager[Any]:
-    """Surrounds a forward that computes in `precision`, "bfloat16" or None for the model's own."""
+    """Surrounds a forward, which computes in `precision`: "bfloat16", or None for the model's own dtype."""
     if precision is None:
         return nullcontext()
     return torch.autocast(device.type, dtype=getattr(torch, precision))

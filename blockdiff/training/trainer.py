@@ -1,7 +1,7 @@
 """`Trainer`: a run from its first optimiser step, or its last checkpoint, to its export. `fit()` is the way through it.
 
-What a run is made of comes from `build`, the gradient of an optimiser step from `step`, the files of a checkpoint from
-`state`, and what else a run writes from `export`.
+`build` makes what a run needs, `step` computes the gradient of an optimiser step, `checkpoint_writer` writes
+checkpoints, and `export` the model, the curves and the report.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class Trainer:
     other arguments are those of `blockdiff.train`.
     """
 
-    # While `fit()` runs there are:
-    step: int  # the optimiser step that was taken last; they are counted from 1
-    steps: int  # the one that the run ends with
-    saved: int  # the one of the newest checkpoint
+    # While `fit()` runs, a trainer has:
+    step: int  # the number of the last optimiser step, counted from 1
+    steps: int  # the number of the one that the run ends with
+    saved: int  # the number of the one of the newest checkpoint
     ranks: Ranks
     built: Built  # model, objective, optimiser, data, ...
     records: list[Record]  # all of metrics.jsonl, on the main process
     show: Progress  # what is printed
     trackers: Trackers
     saver: CheckpointWriter
-    sampler: Sampler | None  # of all evaluations, once there was one
+    sampler: Sampler | None  # the one of all evaluations, made by the first
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Trainer:
         self.directory = Path(str(self.recipe.output))
         self.resume, self.callbacks = resume, checked(callbacks)
         self.began = time.perf_counter()
-        self.doing = "the start of the run"  # what the message says when another rank is lost meanwhile
+        self.doing = "the start of the run"  # for the message when another rank is lost meanwhile
 
     def fit(self) -> Run:
         """Train to the end of the recipe, from step 0 or the last checkpoint, and export the model.
@@ -127,7 +127,7 @@ class Trainer:
         return self.built.data.batches(step, self.ranks.row_rank, self.ranks.row_world, rows)
 
     def next_batches(self) -> tuple[Sequence[Batch], Counts]:
-        """The micro-batches of the next optimiser step, and what all ranks count in theirs.
+        """The micro-batches of the next optimiser step, and the counts over those of all ranks.
 
         Saves and raises, on all ranks together, Stopped when a signal asks for it and DataError when any rank cannot
         read its micro-batches.
@@ -147,7 +147,7 @@ class Trainer:
         return batches, Counts.over_ranks(batches, self.ranks)
 
     def backpropagate(self, batches: Sequence[Batch], counts: Counts) -> Gradient:
-        """Fill the gradients of what trains with those of the global batch."""
+        """Fill the gradients of the parameters that train with those of the global batch."""
         self.built.optimiser.zero_grad(set_to_none=True)
         b, ar_loss = self.built, self.recipe.objective.ar_loss
         ar_weight = 0.0 if ar_loss is None else ar_loss.weight
@@ -160,7 +160,7 @@ class Trainer:
         return self.built.learning_rate(step)
 
     def update(self, gradient: Gradient) -> None:
-        """Take the optimiser step, and take the new weights into their average."""
+        """Take the optimiser step, and add the new weights to their average."""
         clip_gradients(self.weights, gradient.norm, self.recipe.optim.clip)
         set_lr(self.built.optimiser, self.learning_rate(self.step))
         self.built.optimiser.step()
@@ -185,7 +185,7 @@ class Trainer:
     # -- between optimiser steps -----------------------------------------------------------------------------------
 
     def is_due(self, every: int) -> bool:
-        """True where something done `every` so many optimiser steps (0 = at the end only) is done after this one."""
+        """True where work of every `every` optimiser steps (0 = at the end only) is due after this one."""
         return self.step == self.steps or (every > 0 and self.step % every == 0)
 
     def between_steps(self, made: Sequence[str] = ()) -> bool:
@@ -297,7 +297,7 @@ class Trainer:
             getattr(callback, event)(self, *values)
 
     def ensure_saved(self, is_waiting: bool = False) -> None:
-        """Save this step if it has not been saved, or is about to be; `is_waiting`: until it is."""
+        """Begin the checkpoint of this step unless it was begun before; with `is_waiting` wait until it is complete."""
         if self.step > self.saved:
             self.completed(self.saver.wait())
             self.save(self.step)
@@ -308,7 +308,7 @@ class Trainer:
             self.completed(self.saver.wait())
 
     def save(self, step: int) -> None:
-        """Write a checkpoint, or begin to with `train.save_async`."""
+        """Write a checkpoint; with `train.save_async` only begin to write it."""
         b = self.built
         self.saver.start(step, b.objective, b.optimiser, b.facts, b.average)
 
@@ -319,7 +319,7 @@ class Trainer:
             self.notify("on_save")
 
     def prune(self) -> None:
-        """Remove checkpoints but the newest, those at multiples of `keep_every`, and the best, on the main process."""
+        """Remove checkpoints, on the main process, but the newest, the best and those at multiples of `keep_every`."""
         if self.ranks.is_main:
             t, found = self.recipe.train, self.best_saved()
             prune(self.directory, t.keep, keep_every=t.keep_every, protect=() if found is None else (found[0],))
@@ -364,14 +364,14 @@ class Trainer:
         ranks = from_accelerate(timeout=r.train.timeout)
         catching = caught(speaks=ranks.is_main, is_alone=ranks.world == 1)
         try:
-            with watched(ranks, lambda: self.doing) as known, known.guarded(lambda: self.doing), catching as signals:
-                self.ranks = replace(known, is_stopping=signals.is_stopping, alike=self.recipe.parallel.tensor)
+            with watched(ranks, lambda: self.doing) as joined, joined.guarded(lambda: self.doing), catching as signals:
+                self.ranks = replace(joined, is_stopping=signals.is_stopping, alike=self.recipe.parallel.tensor)
                 self.show = Progress(self.recipe.train.steps or 0, is_shown=ranks.is_main)
                 refuse(self.recipe, ranks.world)
                 with entered(self.directory, self.resume, self.ranks) as checkpoint:
                     self.start(checkpoint)
                     shown = self.show.running(self.step)
-                    with closing(self.saver), closing(self.trackers), shown, known.guarded(lambda: self.doing):
+                    with closing(self.saver), closing(self.trackers), shown, joined.guarded(lambda: self.doing):
                         self.notify("on_start")
                         yield
         except BaseException:
@@ -394,7 +394,7 @@ class Trainer:
             self.show.line(f"resumed   nothing: {self.directory} has no checkpoint, so this starts at step 0")
 
     def begin(self, built: Built, records: list[Record]) -> None:
-        """Take what was built, and count the skipped steps and the seconds on from what the log says."""
+        """Take over what was built; skipped steps and seconds are counted on from the records of the log."""
         self.built, self.records = built, records
         self.sampler = None
         self.step = self.saved = built.step
