@@ -200,7 +200,7 @@ def now(name: str) -> int:
 
 def main() -> None:
     """Print a line for every case."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name has this")
     parser.add_argument("--trace", action="store_true", help="bytes of tensors alive at once, too")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)

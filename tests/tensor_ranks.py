@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -45,8 +44,7 @@ Found = dict[str, Tensor]
 
 def in_double(model: BlockDiffusionModel) -> BlockDiffusionModel:
     """The model with vocabulary ops that compute in fp64."""
-    model.vocabulary.kernels = replace(
-        model.kernels,
+    model.vocabulary.kernels = model.kernels.replaced(
         linear_cross_entropy=reference.linear_cross_entropy,
         soft_embedding=soft_embedding,
         log_sums=reference.log_sums,

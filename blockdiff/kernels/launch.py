@@ -58,7 +58,7 @@ class Launch:
     """A Triton kernel with a grid and the values of its constants: called with its arguments, it is launched.
 
     It runs on the device of its first tensor, whatever device is current; for an empty grid nothing is launched.
-    Tensors without memory are left as they are.
+    Tensors without numbers, those of torch's meta device and its fake ones, are left as they are.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **constants: Any):
@@ -74,7 +74,7 @@ class Launch:
             x = x[0]
         if not isinstance(x, Tensor):
             x = _first_tensor(arguments)
-        if self._is_empty or not has_memory(x):
+        if self._is_empty or x.is_meta or isinstance(x, FakeTensor):
             return
         if x.is_cuda and x.get_device() != torch.cuda.current_device():
             with torch.cuda.device(x.device):
@@ -86,11 +86,6 @@ class Launch:
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launch a kernel at once, where its grid and constants are not worth remembering."""
     Launch(kernel, grid, **constants)(*arguments)
-
-
-def has_memory(x: Tensor) -> bool:
-    """True where a tensor has numbers: those of torch's meta device and its fake ones have shapes alone."""
-    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def _first_tensor(arguments: tuple[Any, ...]) -> Tensor:
