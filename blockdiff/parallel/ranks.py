@@ -82,7 +82,7 @@ class Ranks:
         return values
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value` (what JSON can say, see `plain`), by rank."""
+        """Every rank's `value` (what JSON can say, see `rank_json`), by rank."""
         return [value] if self.world == 1 else from_all(value, self.beats)
 
     def any(self, *answers: bool) -> list[bool]:
