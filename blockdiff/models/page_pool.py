@@ -46,7 +46,7 @@ class Pool:
     ):
         self.kind, self.layers, self.page_tokens, self.most, self.grows = kind, layers, page_tokens, most, grows
         self.published = published
-        self.tensors: list[Tensor] = []  # each of a layer's tensors: [layers, pages, P, ...]; none before `make`
+        self.tensors: list[Tensor] = []  # as a layer's kv, each [layers, pages, P, ...]; none before `make`
         self.references = [0, 0]  # of every page; the first two are ZEROS and SPILL
         self.versions = [0, 0]  # of what stands in every page; each write makes another one
         self.free: list[int] = []
@@ -56,12 +56,12 @@ class Pool:
 
     @property
     def in_use(self) -> int:
-        """Pages that rows refer to."""
+        """The number of pages that rows refer to."""
         return len(self.references) - 2 - len(self.free) - len(self.cached)
 
     @property
     def available(self) -> int:
-        """Pages that can still be taken."""
+        """The number of pages that can still be taken."""
         return self.most - self.in_use
 
     def first_kept(self, length: int) -> int:
@@ -98,12 +98,12 @@ class Pool:
         return len(self.cached) > max(self.in_use, CACHED_BYTES // bytes_each)
 
     def refer(self, page: int) -> None:
-        """One reference more."""
+        """Count one more reference to a page."""
         self.references[page] += 1
         self.cached.pop(page, None)
 
     def give_back(self, page: int) -> None:
-        """One reference less."""
+        """Count one reference to a page less; without any it is cached, if it is published, or free."""
         self.references[page] -= 1
         if not self.references[page]:
             if page in self.links:
@@ -112,7 +112,7 @@ class Pool:
                 self.free.append(page)
 
     def is_shared(self, page: int) -> bool:
-        """True where others refer to the page, or could find it."""
+        """True where several rows refer to the page, or others could find it."""
         return self.references[page] > 1 or page in self.links
 
     def publish(self, page: int, link: Link) -> None:
@@ -143,7 +143,7 @@ class Pool:
             begin += count
 
     def make(self, kv: Sequence[KV]) -> None:
-        """Make the tensors, of whose tokens those of a call are examples: `kv` has each of this kind's layers."""
+        """Make the tensors in the form of a call's: `kv` has one entry for each of this kind's layers."""
         self.tensors = [x.new_zeros(len(kv), 2, self.page_tokens, *x.shape[2:]) for x in kv[0]]
 
     def write(self, kv: Sequence[KV], index_N: Tensor) -> None:

@@ -25,8 +25,8 @@ class PagedRow:
     """A row's cached tokens: how many, and the pages that hold them by kind of layer.
 
     first: how many pages before those in the table were given back; accepted: how many of the tokens stand; links:
-    where its full pages are published; tail: its tokens after them; stamp: changes whenever the row does; kept: what
-    layers have selected of it (`KeptSelection`) for so many queries behind it, and the stamp that it had then.
+    where its full pages are published; tail: its tokens after them; stamp: a number that changes whenever the row does;
+    kept: the row's stamp and the number of queries, and what layers selected of the row for these (`KeptSelection`).
     """
 
     root: Link
@@ -59,7 +59,7 @@ class PageStatistics:
 class PagedRows:
     """The rows of some pools of pages, one for each kind of layer.
 
-    identity: of what encodes: rows share pages only where it is the same. It may be changed between rows.
+    identity: a text that names the encoder: rows share pages only where it is the same. It may be changed between rows.
     """
 
     def __init__(self, pools: dict[str, Pool], links: Published, page_tokens: int, identity: str):
@@ -173,7 +173,7 @@ class PagedRows:
         row.length, row.accepted, row.links, row.tail, row.stamp = 0, 0, [], [], next(self._stamps)
 
     def forget(self) -> None:
-        """Let no row that is opened from now on share what rows before it have encoded; these go on as they are."""
+        """Keep rows that are opened from now on from sharing what earlier ones encoded; those go on as they are."""
         for pool in self.pools.values():
             pool.free += reversed(pool.cached)
             pool.cached.clear()
@@ -223,7 +223,7 @@ class PagedRows:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _can_share(self, found: list[Link], pages_before: int, multiple: int) -> bool:
-        """True where all that a row needs after the found links is there still, and its length is such a multiple."""
+        """True where the pages that a row needs after the found links are still there, and its length is a multiple."""
         length = (pages_before + len(found)) * self.page_tokens
         return length % multiple == 0 and all(
             name in link.pages
@@ -241,7 +241,7 @@ class PagedRows:
         row.tail += tokens
 
     def _leave(self, row: PagedRow, pool: Pool, length: int) -> None:
-        """Give back the pages that a row of such a length needs no more."""
+        """Give back the pages that a row of such a length no longer needs."""
         table, first = row.tables[pool.kind.name], pool.first_kept(length) // self.page_tokens
         for page in table[: first - row.first[pool.kind.name]]:
             pool.give_back(page)
@@ -249,7 +249,7 @@ class PagedRows:
         row.first[pool.kind.name] = first
 
     def _cut(self, row: PagedRow, pool: Pool, pages: int) -> None:
-        """Give back all pages after a row's first so many, the last one first: it is the first to be forgotten."""
+        """Give back all pages after a row's first so many, the last one first, because that is evicted first."""
         table, kept = row.tables[pool.kind.name], max(0, pages - row.first[pool.kind.name])
         for page in reversed(table[kept:]):
             pool.give_back(page)
@@ -257,7 +257,7 @@ class PagedRows:
 
 
 def key_of(tokens: Sequence[int]) -> bytes:
-    """Token ids as bytes, to be found by."""
+    """Token ids as bytes, a key of published links."""
     return array("q", tokens).tobytes()
 
 

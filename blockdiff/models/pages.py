@@ -1,6 +1,6 @@
-"""The prefixes of many rows in pages that rows can share: what an engine samples with.
+"""The prefixes of an engine's rows, in pages that rows can share.
 
-Which pages a row holds and shares is the business of `page_rows.py`; here tokens are encoded into them and canvases are
+`page_rows.py` keeps count of the pages that a row holds and shares; here tokens are encoded into them and canvases are
 denoised over them.
 """
 
@@ -63,7 +63,7 @@ class Pages(PagedRows):
         return super().open()
 
     def tensors_of_pools(self) -> dict[str, Pool]:
-        """The pools, with tensors that have room for all pages there are."""
+        """The pools, with tensors that have room for every page."""
         if not all(pool.tensors for pool in self.pools.values()):
             model = self.model
             nothing_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
@@ -122,17 +122,17 @@ class Pages(PagedRows):
         """Hidden states [B, T, D], after the final norm, of the canvases that follow each row; leaves the rows alone.
 
         canvas_BT: int64 noisy tokens, on the model's device; soft_BTD: the signal of the last prediction (None: none);
-        canvases: how many of a row stand side by side: each sees those before it, as `spans.running_spans` says. Who
-        denoises several sets of rows in turns has `step_buffers` for each.
+        canvases: how many of a row stand side by side: each sees those before it, as `spans.running_spans` says. A
+        caller that denoises several sets of rows in turns takes `step_buffers` for each.
         """
-        asked, length = self._buffers, canvas_BT.shape[1] // canvases
-        if asked is None or asked.most < len(rows) or (asked.canvases, asked.canvas_length) != (canvases, length):
-            asked = self._buffers = self.step_buffers(len(rows), canvases, length)
-        asked.load(rows)
-        return asked.denoise(canvas_BT, soft_BTD)
+        steps, length = self._buffers, canvas_BT.shape[1] // canvases
+        if steps is None or steps.most < len(rows) or (steps.canvases, steps.canvas_length) != (canvases, length):
+            steps = self._buffers = self.step_buffers(len(rows), canvases, length)
+        steps.load(rows)
+        return steps.denoise(canvas_BT, soft_BTD)
 
     def step_buffers(self, most: int, canvases: int, canvas_length: int, keeps: bool = True) -> StepBuffers:
-        """Buffers for denoising at most so many rows again and again, see there."""
+        """Buffers for denoising at most so many rows again and again, see `StepBuffers`."""
         return StepBuffers(self, most, canvases, canvas_length, keeps)
 
     def _places(self, pool: Pool, rows: Sequence[PagedRow], lengths: Sequence[int], width: int) -> Tensor:

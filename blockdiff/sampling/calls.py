@@ -1,4 +1,4 @@
-"""Calls of a step, and canvases within one that several strategies decide."""
+"""The calls of a step, and the decision about canvases of one call that have several strategies."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy, dec
 
 @dataclass(frozen=True)
 class StepCall:
-    """One call of a step: rows from `first` on, `rows` of them and then those that pad the call up to `padded` rows.
+    """One call of a step: `rows` rows from `first` on, followed by rows of padding up to `padded` rows.
 
-    ids: of the requests of the canvases. groups: which canvases of the call (None: all) are decided by each strategy;
-    controls: what may stand in them; shapes: what each draws from. guided: the canvases of the call that are denoised
-    without their prompts, too, whose rows come from the place `first_guided` on (None: all; empty: none). has_signal: a
-    prediction before this one is there for some canvas; has_pins: tokens are given in some. hidden_BLD: hidden states
-    that are there, of tokens before the canvases.
+    ids: the ids of the canvases' sequences; groups: each strategy, with the canvases that it decides (None: all);
+    controls: the controls of canvases that have one; shapes: the shape that each canvas draws from; guided: the
+    canvases that are denoised without their prompts, too (None: all; empty: none), whose rows among those without
+    prompts begin at `first_guided`; has_signal: whether the signal is read, which is 0 before a canvas's first
+    prediction; has_pins: whether some canvas has pinned tokens; hidden_BLD: hidden states of the tokens before the
+    canvases, from which next tokens are drawn (None: the canvases are denoised).
     """
 
     first: int
@@ -39,12 +40,12 @@ class StepCall:
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """Those that decide."""
+        """The strategies that decide."""
         return tuple(strategy for strategy, _ in self.groups)
 
 
 def groups_of(strategies: Sequence[Strategy], device: torch.device) -> tuple[tuple[Strategy, Tensor | None], ...]:
-    """Every strategy once, with the canvases that have it (None: all)."""
+    """The pairs of each strategy and the canvases that have it (None: all have it)."""
     places: dict[Strategy, list[int]] = {}
     for place, strategy in enumerate(strategies):
         places.setdefault(strategy, []).append(place)
@@ -54,7 +55,7 @@ def groups_of(strategies: Sequence[Strategy], device: torch.device) -> tuple[tup
 
 
 def decided(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | None]]) -> Decision:
-    """The decision about canvases, those of each strategy decided by it."""
+    """The decision about all canvases, made of the decisions of each strategy about its own."""
     strategy, places = groups[0]
     if places is None:
         return decision_of(strategy, canvases)
@@ -76,7 +77,7 @@ def decided(canvases: Canvases, groups: Sequence[tuple[Strategy, Tensor | None]]
 
 
 def _some(canvases: Canvases, places: Tensor) -> Canvases:
-    """Some of the canvases."""
+    """The canvases in some places."""
     return replace(
         canvases,
         ids=[canvases.ids[place] for place in places.tolist()],

@@ -1,4 +1,4 @@
-"""Controls of canvases as tensors, and the statistics of a denoising step over what these let stand."""
+"""The controls of canvases as tensors, and the statistics of a denoising step over the tokens that they allow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockdiff.seeding import Stream, uniform
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
 
-NUMBERS = 4 << 20  # of (position, class): as many live at once in each column of the statistics of classes
+NUMBERS = 4 << 20  # the most numbers, one for each (position, class), in a column of the statistics of classes
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +27,9 @@ class CanvasControls:
     """The controls of B canvases that tell the same classes of tokens apart; `CanvasControl` says the rest.
 
     rows: which canvases of a step they are (None: all). pinned_BL: tokens that are given, -1 elsewhere. is_seen_BV,
-    factor_B: the tokens that a penalty makes less likely, and by how much (None: no canvas has one). What stands
-    after the automaton comes with it: the states before and, as is_final_BS, after the canvases, the positions at which
-    no response can end, and where their draws are.
+    factor_B: the tokens that a penalty makes less likely, and by how much (None: no canvas has one). The fields after
+    `automaton` come with it: the states before the canvases and, as is_final_BS, those allowed after them, the
+    positions at which no response can end, and the addresses of their draws.
     """
 
     rows: list[int] | None
@@ -55,9 +55,9 @@ class CanvasControls:
 def controls_of(
     controls: Sequence[CanvasControl | None], length: int, vocab_size: int, device: torch.device
 ) -> list[CanvasControls]:
-    """The controls of canvases, together where the same classes of tokens are told apart, but not too many of them.
+    """The controls of canvases, in groups that tell the same classes of tokens apart and are not too large.
 
-    Every token may stand anywhere in canvases that are in none of these.
+    In a canvas that is in no group every token may stand anywhere.
     """
     groups: dict[int, list[int]] = {}
     for row, control in enumerate(controls):
@@ -109,7 +109,7 @@ class ControlBuffers:
         self._loaded: CanvasControls | None = None
 
     def load(self, controls: CanvasControls | None) -> Hashable:
-        """Write the controls of canvases; the same answer means the same launches, for as many of them."""
+        """Write the controls of canvases; returns a key: equally many canvases with the same key launch the same."""
         self._loaded = controls
         if controls is None:
             return None
@@ -141,7 +141,7 @@ def controlled_stats(
     mask_id: int | None,
     controls: CanvasControls,
 ) -> Stats:
-    """The statistics of canvases under controls, and nothing but launches.
+    """The statistics of canvases under controls; nothing here waits for the device.
 
     Under a constraint argmax is the best canvas that satisfies it, the sample a canvas drawn from the model's
     distribution given that it is satisfied, and the entropy that of each position's marginal of that distribution.

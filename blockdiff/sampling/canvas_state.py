@@ -1,4 +1,4 @@
-"""The state of canvases between two steps, on the device: what a step takes from it and leaves in it."""
+"""The state of canvases between two steps, on the device: a step reads it and writes that of the next step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class CanvasState:
     """The state of every canvas between two steps; the names are those of `Canvases`.
 
-    entered_B: the engine's step that was step 0; uniform_BTL and noise_BTL: the draws of the steps that begin with the
-    last multiple of STEPS_AHEAD; standing_BL: what stands in the next canvas where kept_BL is True.
+    entered_B: the engine's step that was the canvas's step 0; uniform_BTL and noise_BTL: the draws of STEPS_AHEAD
+    steps, of which the first is the last multiple of STEPS_AHEAD; standing_BL: the tokens that the next step sees where
+    kept_BL is True.
     """
 
     seed_B: Tensor
@@ -43,7 +44,7 @@ class CanvasState:
     def of(
         cls, canvases: Sequence[CanvasInFlight], model: BlockDiffusionModel, settings: SamplingSettings
     ) -> CanvasState:
-        """Canvases before their first steps."""
+        """The state of canvases before their first steps."""
         L, B, device = settings.canvas_length, len(canvases), model.device
         numbers = [
             (
@@ -65,7 +66,7 @@ class CanvasState:
 
     @classmethod
     def buffers(cls, count: int, model: BlockDiffusionModel, settings: SamplingSettings) -> CanvasState:
-        """Room for so many canvases."""
+        """The state of `count` canvases, all zeros: room that is written to later."""
         L, device = settings.canvas_length, model.device
         zeros_B, zeros_BL = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((count,), (count, L)))
         draws_BTL = torch.zeros((count, STEPS_AHEAD, L), dtype=torch.float32, device=device)
@@ -75,34 +76,37 @@ class CanvasState:
         return cls(*(x.clone() for x in like))
 
     def write(self, to: Tensor | slice, other: CanvasState) -> None:
-        """Have the state of others in these places."""
+        """Write the state of other canvases to these places."""
         for mine, its in zip(self, other, strict=True):
             if not (isinstance(to, slice) and mine is its):
                 mine[to] = its
 
     def move(self, to: Tensor, come: Tensor) -> None:
-        """Have the state of canvases in other places, which they may take from one another."""
+        """Copy the state of the canvases in the places `come` to the places `to`; the two may overlap."""
         for each in self:
             each[to] = each[come]
 
     def part(self, of: slice) -> CanvasState:
-        """Neighbouring canvases, in the same memory."""
+        """The state of neighbouring canvases, as views of the same memory."""
         return CanvasState(*(each[of] for each in self))
 
     def draw_on(self, steps: Sequence[int], settings: SamplingSettings) -> list[int]:
-        """Draw for the canvases that have used up their draws, whose places are returned; steps: that each is at."""
+        """Draw anew for canvases that have used up their draws; returns their places.
+
+        steps: the step that each canvas is at.
+        """
         due = [place for place, step in enumerate(steps) if step and step % STEPS_AHEAD == 0]
         if due:
             device = self.seed_B.device
             places = torch.tensor(due, device=device)
             first_B = torch.tensor([steps[place] for place in due], device=device)
-            of_those = self.seed_B[places], self.number_B[places], first_B
-            draws = draw_ahead(*of_those, settings.canvas_length, settings.vocab_size)
+            addresses = self.seed_B[places], self.number_B[places], first_B
+            draws = draw_ahead(*addresses, settings.canvas_length, settings.vocab_size)
             self.uniform_BTL[places], self.noise_BTL[places] = draws
         return due
 
     def seen(self, noise_BL: Tensor, mask_id: int | None, start_BL: Tensor | None, pinned_BL: Tensor | None) -> Tensor:
-        """The tokens [B, L] that a step sees; start_BL, pinned_BL: those that are given, -1 elsewhere."""
+        """The tokens [B, L] that a step sees; start_BL, pinned_BL: tokens that are given, -1 elsewhere."""
         if mask_id is not None:
             noise_BL = torch.full_like(noise_BL, mask_id)
         tokens_BL = self.standing_BL.where(self.kept_BL, noise_BL)

@@ -1,4 +1,4 @@
-"""Encoding in the engine: chunks of prompts and committed canvases go into pages, and are scored where asked."""
+"""Encoding in the engine: chunks of prompts and committed canvases go into pages, and scores come out."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ if TYPE_CHECKING:
     from blockdiff.sampling.sequence import Sequence
     from blockdiff.sampling.settings import SamplingSettings
 
-Chunk = tuple["Sequence", int]  # and how many of its tokens
+Chunk = tuple["Sequence", int]  # a sequence, and how many of its tokens are encoded
 
 
 class Encoding:
-    """Encodes chunks of sequences; exact: each in a call of its own; tokens: encoded so far, padding included."""
+    """Encodes chunks of sequences.
+
+    exact: whether each chunk has a call of its own; tokens: the number encoded so far, padding included.
+    """
 
     def __init__(self, model: BlockDiffusionModel, settings: SamplingSettings, pages: Pages, exact: bool):
         self.model, self.settings, self.pages, self.exact, self.tokens = model, settings, pages, exact, 0
 
     def encode(self, chunks: abc.Sequence[Chunk]) -> None:
-        """Encode chunks, and score the tokens that are to be scored."""
+        """Encode chunks, and score the tokens of sequences that ask for scores."""
         for call in self._calls_of(chunks):
             counts, starts = [count for _, count in call], [sequence.length for sequence, _ in call]
             width = max(counts)
@@ -59,7 +62,7 @@ class Encoding:
         self.pages.accept(row)
 
     def _calls_of(self, chunks: abc.Sequence[Chunk]) -> abc.Iterator[list[Chunk]]:
-        """Chunks that are encoded together: of similar length, so that little of a call is padding."""
+        """The chunks of each call: of similar lengths, so that little of a call is padding."""
         call: list[Chunk] = []
         for chunk in sorted(chunks, key=lambda chunk: -chunk[1]):
             if call and (self.exact or 2 * chunk[1] < call[0][1]):
@@ -70,9 +73,9 @@ class Encoding:
             yield call
 
     def score(self, sequence: Sequence, start: int, hidden_TD: Tensor) -> None:
-        """Score the tokens of a response that the tokens encoded from column `start` on, and the one before, predict.
+        """Score the tokens of a response that the columns from `start` on, and the one before them, predict.
 
-        A sequence that is encoded again is scored on from where it was.
+        A sequence that is encoded again keeps its scores and goes on after them.
         """
         prompt, end, before_D = len(sequence.prompt_tokens), start + len(hidden_TD), sequence.last_hidden_D
         if len(hidden_TD):

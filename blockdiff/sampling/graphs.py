@@ -17,7 +17,7 @@ from torch import Tensor
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.tensor_pieces import is_spread
 
-MOST_GRAPHS = 64  # that are kept at once; they share the memory of what they compute, and each takes some of its own
+MOST_GRAPHS = 64  # kept at once; they share the memory of what they compute, and each takes some of its own
 
 Work = Callable[[], object]
 
@@ -29,7 +29,7 @@ class Capture(Protocol):
         """Run work the way it runs before it is captured."""
 
     def capture(self, work: Work) -> Work:
-        """Record work without running it: what runs it."""
+        """Record work without running it; returns the function that runs it."""
 
 
 class CudaCapture:
@@ -50,7 +50,7 @@ class CudaCapture:
             current.wait_stream(self._stream)
 
     def capture(self, work: Work) -> Work:
-        """The replay of a graph; torch raises RuntimeError for work that cannot be captured."""
+        """Capture work as a graph and return its replay; torch raises RuntimeError for work that cannot be captured."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may do what is forbidden while this one captures.
         how = dict(pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
@@ -92,7 +92,7 @@ class Graphs:
 
     @property
     def keys(self) -> Collection[Any]:
-        """Of what ran before, or was captured."""
+        """The keys of work that has run or was captured."""
         return self._replays.keys()
 
     def run(self, key: Hashable, work: Work) -> None:
@@ -110,7 +110,7 @@ class Graphs:
             self._replays.popitem(last=False)
 
     def forget(self) -> None:
-        """Capture anew what is asked for from now on."""
+        """Forget all that ran or was captured; work is captured anew from now on."""
         self._replays.clear()
 
     def _captured(self, work: Work) -> Work | None:
