@@ -35,10 +35,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norms(x, (self.weight,), self.eps)[0]
 
-    def added_to(self, x: Tensor, branch: Tensor, scalar: Tensor | None = None) -> Tensor:
-        """The end of a residual branch in one op: `(x + norm(branch)) * scalar`."""
-        return self.kernels.add_rms_norm(x, branch, self.weight, self.eps, scalar)
-
 
 class CastRMSNorm(RMSNorm):
     """RMSNorm as Llama has it: normed in fp32, cast to x's dtype, and then multiplied by the weight."""

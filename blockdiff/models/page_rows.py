@@ -79,11 +79,11 @@ class PagedRows:
         self._rows.add(row)
         return row
 
-    def reuse(self, row: PagedRow, tokens: Sequence[int], multiple: int = 1) -> int:
+    def reuse(self, row: PagedRow, tokens: Sequence[int]) -> int:
         """Share the pages of the longest beginning of `tokens` that others have encoded; returns the tokens now in it.
 
-        tokens: all of the row's tokens, from its first on; multiple: the row's length becomes a multiple of it. Nothing
-        is shared after a row's own tokens unless these end with a page. The tokens themselves are compared.
+        tokens: all of the row's tokens, from its first on. Nothing is shared after a row's own tokens unless these end
+        with a page. The tokens themselves are compared.
         """
         if row.tail:
             return row.length
@@ -96,7 +96,7 @@ class PagedRows:
                 break
             found.append(link := following)
         pages_before = row.length // size
-        while found and not self._can_share(found, pages_before, multiple):
+        while found and not self._can_share(found, pages_before):
             found.pop()
         if not found:
             return row.length
@@ -222,10 +222,10 @@ class PagedRows:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _can_share(self, found: list[Link], pages_before: int, multiple: int) -> bool:
-        """True where the pages that a row needs after the found links are still there, and its length is a multiple."""
+    def _can_share(self, found: list[Link], pages_before: int) -> bool:
+        """True where the pages that a row needs after the found links are still there."""
         length = (pages_before + len(found)) * self.page_tokens
-        return length % multiple == 0 and all(
+        return all(
             name in link.pages
             for name, pool in self.pools.items()
             for link in found[max(0, pool.first_kept(length) // self.page_tokens - pages_before) :]

@@ -139,8 +139,18 @@ class Sampler:
         and `graphs` are those of `Engine`. A prompt that cannot be used gives a result with an `error`; the others are
         answered. A `Result` among the prompts, as `read_prompts` has for a line that is none, is returned as it is.
         """
-        settings = (seed, max_new_tokens, max_steps, batch_size, on_canvas, on_step, exact, graphs)
-        results = dict(self.stream(prompts, *settings))
+        answers = self.stream(
+            prompts,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            max_steps=max_steps,
+            batch_size=batch_size,
+            on_canvas=on_canvas,
+            on_step=on_step,
+            exact=exact,
+            graphs=graphs,
+        )
+        results = dict(answers)
         return [results[place] for place in range(len(results))]
 
     def stream(

@@ -68,14 +68,12 @@ def test_a_row_can_find_more_pages_between_its_chunks(model):
     close(pages.denoise([row], tokens(1, L)), model.denoise(tokens(1, L), model.encode(prompt[None])))
 
 
-def test_a_released_prefix_is_found_again_and_a_length_can_be_asked_to_be_a_multiple(model):
+def test_a_released_prefix_is_found_again_in_whole_pages_from_its_first_token_on(model):
     pages, prompt = Pages(model, 8), tokens(60)
     pages.release(opened(pages, [prompt])[0])
     assert not any(pages.statistics.pages.values())
-    for multiple, length in ((1, 56), (16, 48), (32, 32), (64, 0)):
-        row = pages.open()
-        assert pages.reuse(row, prompt.tolist(), multiple) == length
-        pages.check()
+    assert pages.reuse(pages.open(), prompt.tolist()) == 56
+    pages.check()
     assert pages.reuse(pages.open(), [5, *prompt.tolist()]) == 0
 
 

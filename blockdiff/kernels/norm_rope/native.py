@@ -102,11 +102,6 @@ def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[
     return _weighted(_normed(x, eps), weights)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm over the last axis in fp32, cast back to x's dtype."""
-    return rms_norms(x, (weight,), eps)[0]
-
-
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None) -> Tensor:

@@ -30,16 +30,17 @@ def span_attention(
     """See `native.span_attention`."""
     if not _takes(q_BThd, own_k, own_v, *map(_stored, (prefix_k, prefix_v))):
         raise Unserved(f"span_attention in C takes fp32 tensors of a CPU, heads of {STEP} n up to {LARGEST}")
-    dense_k, dense_v, spans = _dense(prefix_k, spans)[0], *_dense(prefix_v, spans)
+    (dense_k, _), (dense_v, spans) = _dense(prefix_k, spans), _dense(prefix_v, spans)
     bounds = None if spans.sees_all else spans.bounds_BT4
-    return _attended(q_BThd, dense_k, dense_v, own_k, own_v, bounds, 0, scale, False)
+    prefix = None if dense_k is None or dense_v is None else (dense_k, dense_v)
+    return _attended(q_BThd, prefix, own_k, own_v, bounds, scale)
 
 
 def sweep_attention(q_BThd: Tensor, k: Tensor, v: Tensor, sweep: Sweep, scale: float) -> Tensor:
     """See `attend.sweep_attention`: in one call."""
     if not _takes(q_BThd, k, v):
         raise Unserved("sweep_attention in C takes fp32 tensors of a CPU")
-    return _attended(q_BThd, None, None, k, v, sweep.joint_BT4, sweep.columns, scale, sweep.stop_gradient)
+    return _attended(q_BThd, None, k, v, sweep.joint_BT4, scale, sweep.columns, sweep.stop_gradient)
 
 
 def _takes(q_BThd: Tensor, *tensors: Tensor | None) -> bool:
@@ -61,12 +62,16 @@ def _dense(prefix: PrefixTensor | None, spans: Spans) -> tuple[Tensor | None, Sp
     return prefix.gathered.prefix(prefix, seen), seen.spans or spans
 
 
-def _attended(q: Tensor, *rest: Any) -> Tensor:
-    tensors = (q, *rest[:4])
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        out: Tensor = _Attention.apply(q, *rest)
+def _attended(
+    q: Tensor, prefix: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor, bounds: Tensor | None, scale: float,
+    columns: int = 0, stop_gradient: bool = False,
+) -> Tensor:  # fmt: skip
+    """The output [B, T, h, d]; prefix: its keys and values; columns, stop_gradient: those of a sweep."""
+    prefix_k, prefix_v = (None, None) if prefix is None else prefix
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, prefix_k, prefix_v, k, v)):
+        out: Tensor = _Attention.apply(q, prefix_k, prefix_v, k, v, bounds, scale, columns, stop_gradient)
         return out
-    return _Call(q, *rest).forward(None)
+    return _Call(q, prefix_k, prefix_v, k, v, bounds, scale, columns).forward(None)
 
 
 class _Call:
@@ -83,9 +88,8 @@ class _Call:
         k: Tensor,
         v: Tensor,
         bounds: Tensor | None,
-        columns: int,
         scale: float,
-        *_: Any,
+        columns: int,
     ):
         (B, T, h, d), K = q.shape, k.shape[2]
         self.q, self.scale, self.bounds = q if q.stride(3) == 1 else q.contiguous(), scale, bounds
@@ -126,24 +130,25 @@ class _Attention(torch.autograd.Function):
     """Scores are not kept: the backward makes them again."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, *rest: Any) -> Tensor:
-        made = _Call(q, *rest)
+    def forward(
+        ctx: Any, q: Tensor, prefix_k: Tensor | None, prefix_v: Tensor | None, k: Tensor, v: Tensor,
+        bounds: Tensor | None, scale: float, columns: int, stop_gradient: bool,
+    ) -> Tensor:  # fmt: skip
+        made = _Call(q, prefix_k, prefix_v, k, v, bounds, scale, columns)
         lse = q.new_empty(q.shape[:3])
         out = made.forward(lse)
-        prefix_k, prefix_v, k, v, bounds, *ctx.rest = rest
+        ctx.scale, ctx.columns, ctx.stop_gradient = scale, columns, stop_gradient
         ctx.save_for_backward(q, prefix_k, prefix_v, k, v, bounds, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out, lse = ctx.saved_tensors
-        q, prefix_k, _, k, v, _ = inputs
-        columns, _, stop_gradient = ctx.rest
-        made = _Call(*inputs, *ctx.rest)
+        q, prefix_k, prefix_v, k, v, bounds, out, lse = ctx.saved_tensors
+        made = _Call(q, prefix_k, prefix_v, k, v, bounds, ctx.scale, ctx.columns)
         grad_q = torch.empty_like(out)
         grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
         of_prefix: tuple[Tensor | None, Tensor | None] = None, None
-        if columns and not stop_gradient:
+        if ctx.columns and not ctx.stop_gradient:
             of_prefix = grad_k, grad_v
         elif prefix_k is not None and any(ctx.needs_input_grad[1:3]):
             of_prefix = prefix_k.new_empty(prefix_k.shape), prefix_k.new_empty(prefix_k.shape)

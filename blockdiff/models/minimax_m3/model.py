@@ -120,10 +120,10 @@ class MiniMaxM3Attention(Attention):
         q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in self.projected(x_BTD))
         norms = HeadNorms(self.head_dim, self.q_norm, self.k_norm, self.norms_values, self.eps)
         q, k, own_v = self.kernels.attention_heads(q, k, v, norms, rope, into)
-        v = v if own_v is None else own_v
+        assert own_v is not None, "values were given"
         idx_q, idx_k = self.indexer(x_BTD, rope, None if into is None else into[2:])
-        out = self.kernels.sparse_attention(q, idx_q, (k, v, idx_k), spans, past, self.selection, self)
-        return self.o_proj(out.flatten(2)), (k, v, idx_k) if into is None else ()
+        out = self.kernels.sparse_attention(q, idx_q, (k, own_v, idx_k), spans, past, self.selection, self)
+        return self.o_proj(out.flatten(2)), (k, own_v, idx_k) if into is None else ()
 
 
 class Block(nn.Module):
