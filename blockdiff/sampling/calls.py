@@ -1,16 +1,19 @@
-"""The calls of a step, and the decision about canvases of one call that have several strategies."""
+"""The calls of a step, the inputs of its statistics, and the decision about canvases that have several strategies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from blockdiff.kernels.vocabulary import Stats
-from blockdiff.sampling.canvas_controls import CanvasControls
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy, decision_of
+
+if TYPE_CHECKING:
+    from blockdiff.sampling.canvas_controls import CanvasControls
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,35 @@ class StepCall:
     def strategies(self) -> tuple[Strategy, ...]:
         """The strategies that decide."""
         return tuple(strategy for strategy, _ in self.groups)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs of the statistics of a step over B canvases.
+
+    hidden_BLD: the model's hidden states; tokens_BL: the tokens that the step saw; temperature: one number or one per
+    canvas; uniform_BL: the numbers in [0, 1) that pick the samples; step_B: the step that each canvas is at, int64, by
+    which canvases under controls draw; other_BLD: the hidden states without the prompts, for guidance.
+    """
+
+    hidden_BLD: Tensor
+    tokens_BL: Tensor
+    temperature: Tensor | float
+    uniform_BL: Tensor
+    step_B: Tensor | None = None
+    other_BLD: Tensor | None = None
+
+    def of(self, rows: Sequence[int]) -> StepInputs:
+        """The inputs of some canvases."""
+        chosen = torch.tensor(rows, device=self.tokens_BL.device)
+        return StepInputs(
+            hidden_BLD=self.hidden_BLD[chosen],
+            tokens_BL=self.tokens_BL[chosen],
+            temperature=self.temperature[chosen] if isinstance(self.temperature, Tensor) else self.temperature,
+            uniform_BL=self.uniform_BL[chosen],
+            step_B=None if self.step_B is None else self.step_B[chosen],
+            other_BLD=None if self.other_BLD is None else self.other_BLD[chosen],
+        )
 
 
 def groups_of(strategies: Sequence[Strategy], device: torch.device) -> tuple[tuple[Strategy, Tensor | None], ...]:

@@ -18,6 +18,7 @@ from blockdiff.seeding import Stream, uniform
 
 if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.sampling.calls import StepInputs
 
 NUMBERS = 4 << 20  # the most numbers, one for each (position, class), in a column of the statistics of classes
 
@@ -132,32 +133,26 @@ class ControlBuffers:
 
 
 def controlled_stats(
-    model: BlockDiffusionModel,
-    hidden_BLD: Tensor,
-    canvas_BL: Tensor,
-    temperature: Tensor | float,
-    uniform_BL: Tensor,
-    step_B: Tensor,
-    mask_id: int | None,
-    controls: CanvasControls,
+    model: BlockDiffusionModel, inputs: StepInputs, controls: CanvasControls, mask_id: int | None = None
 ) -> Stats:
     """The statistics of canvases under controls; nothing here waits for the device.
 
     Under a constraint argmax is the best canvas that satisfies it, the sample a canvas drawn from the model's
     distribution given that it is satisfied, and the entropy that of each position's marginal of that distribution.
     """
+    assert inputs.step_B is not None, "canvases under controls draw by their steps"
     stats = model.vocabulary.class_stats(
-        hidden_BLD, temperature, uniform_BL, controls.classes, _penalty(controls), mask_id
+        inputs.hidden_BLD, inputs.temperature, inputs.uniform_BL, controls.classes, _penalty(controls), mask_id
     )
-    pinned_BL = controls.pinned_BL
+    pinned_BL, tokens_BL = controls.pinned_BL, inputs.tokens_BL
     if mask_id is not None:  # under mask noise what is visible is given, too
-        pinned_BL = pinned_BL.where(pinned_BL >= 0, canvas_BL.where(canvas_BL != mask_id, -1))
+        pinned_BL = pinned_BL.where(pinned_BL >= 0, tokens_BL.where(tokens_BL != mask_id, -1))
     if controls.automaton is None:
         best_BL = random_BL = torch.zeros_like(pinned_BL)
         entropy_BL, of_class_BL = stats.entropy[..., 0], torch.zeros_like(stats.entropy[..., 0])
     else:
         best_BL, random_BL, entropy_BL, of_class_BL = _constrained(
-            stats, controls, controls.automaton, pinned_BL, step_B
+            stats, controls, controls.automaton, pinned_BL, inputs.step_B
         )
     argmax_BL, sample_BL, log_p_BL = (
         column.gather(-1, place_BL[..., None]).squeeze(-1)

@@ -13,7 +13,7 @@ from blockdiff.kernels.vocabulary import Stats
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.page_buffers import StepBuffers
 from blockdiff.models.pages import Pages
-from blockdiff.sampling.calls import StepCall, decided
+from blockdiff.sampling.calls import StepCall, StepInputs, decided
 from blockdiff.sampling.canvas_state import CanvasState, ends
 from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.predict import predict
@@ -74,8 +74,9 @@ class CanvasStep:
         elif len(call.guided):
             other_BLD = self._guided(call, tokens_BL, soft_BLD)
         state, tokens_BL, step_B = self.state.part(of), tokens_BL[:count], step_B[:count]
-        drawn = temperature_B, uniform_BL[:count], mask_id, call.controls, step_B, call.shapes
-        stats = predict(self.model, hidden_BLD, tokens_BL, *drawn, self.settings.diffusion.prediction, other_BLD)
+        inputs = StepInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[:count], step_B, other_BLD)
+        prediction = self.settings.diffusion.prediction
+        stats = predict(self.model, inputs, call.controls, call.shapes, mask_id, prediction)
         pinned_BL = self.pinned_BL[of] if call.has_pins else None
         canvases = state.canvases(self.settings, call.ids, step_B, temperature_B, tokens_BL, stats, pinned_BL)
         decision = decided(canvases, call.groups)

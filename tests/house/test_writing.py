@@ -19,7 +19,7 @@ PUBLIC = {
     "blockdiff/sampling/sampler.py": {"generate", "stream"},
     "blockdiff/training/train.py": {"train"},
 }
-# Ops and what launches them: the tensors and sizes of one call. `predict` and its two parts are left as they were.
+# Ops and what launches them: the tensors and sizes of one call.
 LEFT = {
     "blockdiff/kernels/block_sparse/cpu.py": {"select_blocks", "block_sparse_attention"},
     "blockdiff/kernels/block_sparse/native.py": {"select_blocks", "block_sparse_attention", "_masked"},
@@ -33,7 +33,6 @@ LEFT = {
     "blockdiff/kernels/vocabulary/native.py": {"token_stats", "class_stats"},
     "blockdiff/kernels/vocabulary/triton.py": {"token_stats"},
     "blockdiff/kernels/vocabulary/triton_classes.py": {"class_stats"},
-    "blockdiff/sampling/predict.py": {"predict", "_free", "_own"},
 }
 
 

@@ -20,7 +20,7 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import Choices
-from blockdiff.sampling.calls import StepCall
+from blockdiff.sampling.calls import StepCall, StepInputs
 from blockdiff.sampling.canvas_controls import ControlBuffers, controlled_stats, controls_of
 from blockdiff.sampling.canvas_step import CanvasStep
 from blockdiff.sampling.control import control_of
@@ -120,8 +120,9 @@ def test_what_holds_canvases_reads_nothing_and_brings_nothing_from_the_host(aske
     [held] = controls_of([control.begin(0, [], n) for n in range(2)], L, model.vocab_size, device)
     fixed = ControlBuffers(4)
     fixed.load(held)
+    inputs = StepInputs(hidden_BLD, tokens_BL, 0.8, uniform_BL, step_B)
     with NothingFromTheHost():
-        controlled_stats(model, hidden_BLD, tokens_BL, 0.8, uniform_BL, step_B, mask_id, fixed.read(2))
+        controlled_stats(model, inputs, fixed.read(2), mask_id)
 
 
 def test_what_is_refused_is_noticed():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from blockdiff.sampling.calls import StepInputs
 from blockdiff.sampling.canvas_controls import controls_of
 from blockdiff.sampling.draws import STEPS_AHEAD, draw_ahead, second_draws, signed
 from blockdiff.sampling.predict import predict
@@ -154,19 +155,13 @@ def _denoise(
         hidden_BLD = model.denoise(canvas_BL, prefix, soft_BLD)
         other_BLD = None if other is None else model.denoise(canvas_BL, other, soft_BLD)
         held = controls_of(controls, model.canvas_length, model.vocab_size, device)
-        of_rows = (
-            mask_id,
-            held,
-            torch.full_like(steps_B, step),
-            [shape] * len(live),
-            settings.diffusion.prediction,
-            other_BLD,
-        )
-        stats = predict(model, hidden_BLD, canvas_BL, shape.temperature, uniform_BL, *of_rows)
+        step_B = torch.full_like(steps_B, step)
+        inputs = StepInputs(hidden_BLD, canvas_BL, shape.temperature, uniform_BL, step_B, other_BLD)
+        stats = predict(model, inputs, held, [shape] * len(live), mask_id, settings.diffusion.prediction)
         unchanged_B = (unchanged_B + 1) * (stats.argmax == previous_BL).all(-1)
         canvases = Canvases(
             ids=[batch[place].id for place in live],
-            step_B=torch.full_like(steps_B, step),
+            step_B=step_B,
             steps_B=steps_B,
             temperature_B=torch.full(steps_B.shape, shape.temperature, device=device),
             tokens_BL=canvas_BL,

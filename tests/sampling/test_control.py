@@ -14,6 +14,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Choices, Recorder, Request, Sampler, canvas_controls
+from blockdiff.sampling.calls import StepInputs
 from blockdiff.sampling.canvas_controls import controls_of
 from blockdiff.sampling.control import ResponseControl, control_of
 from blockdiff.sampling.controls.restriction import FREE
@@ -185,7 +186,8 @@ def test_statistics_under_a_constraint_are_those_of_all_canvases_that_satisfy_it
     uniform = torch.rand(n, length, generator=torch.Generator().manual_seed(1))
     canvas = torch.zeros(n, length, dtype=torch.int64)
     together = controls_of(controls, length, V, canvas.device)
-    stats = predict(model, z.expand(n, -1, -1), canvas, 0.7, uniform, None, together, torch.zeros(n).long())
+    inputs = StepInputs(z.expand(n, -1, -1), canvas, 0.7, uniform, step_B=torch.zeros(n).long())
+    stats = predict(model, inputs, together)
     assert stats.argmax[0].tolist() == list(canvases[int(truth.argmax())])
     torch.testing.assert_close(stats.entropy[0], torch.special.entr(marginal).sum(-1).float(), atol=1e-4, rtol=1e-4)
     of_sample = marginal[torch.arange(length), stats.sample].log()

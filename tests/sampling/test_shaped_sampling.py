@@ -13,6 +13,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.sampling import Choices
+from blockdiff.sampling.calls import StepInputs
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.sampler import Sampler
@@ -38,14 +39,15 @@ def test_rows_of_unlike_shapes_are_shaped_each_in_its_own_way():
     temperature = torch.linspace(0.5, 1.5, 6)
     shapes = [Shape(0.5), Shape(0.7, top_k=2), Shape(0.9), Shape(1.1, top_p=0.3), Shape(1.3, top_k=2), Shape(1.5)]
     shapes[5] = Shape(1.5, alpha=0.5, is_of_others=True, is_of_seen=True)
-    together = predict(model, hidden, canvas, temperature, uniform, shapes=shapes, prediction="posterior")
+    inputs = StepInputs(hidden, canvas, temperature, uniform)
+    together = predict(model, inputs, shapes=shapes, prediction="posterior")
     for row, shape in enumerate(shapes):
-        inputs = (x[row : row + 1] for x in (hidden, canvas, temperature, uniform))
-        alone = predict(model, *inputs, shapes=[shape])
+        own = StepInputs(hidden[row, None], canvas[row, None], temperature[row, None], uniform[row, None])
+        alone = predict(model, own, shapes=[shape])
         assert all(torch.equal(a[row : row + 1], b) for a, b in zip(together, alone, strict=True))
     log_p = (hidden[1] / temperature[1]).topk(2).values.log_softmax(-1)
     assert torch.allclose(together.entropy[1], -(log_p.exp() * log_p).sum(-1), atol=1e-5)
-    plain = predict(model, hidden, canvas, temperature, uniform)
+    plain = predict(model, inputs)
     assert torch.equal(together.soft_embedding, plain.soft_embedding)
 
 
@@ -55,7 +57,8 @@ def test_rows_of_unlike_shapes_are_shaped_each_in_its_own_way():
 def test_what_a_seen_token_says_of_itself_is_added_or_taken_away(prediction, is_of_others, sign):
     model, hidden, canvas, uniform = model_and_inputs()
     alpha, shape = 0.75, Shape(0.8, alpha=0.75, is_of_others=is_of_others, is_of_seen=True)
-    stats = predict(model, hidden, canvas, 0.8, uniform, shapes=[shape] * 6, prediction=prediction)
+    inputs = StepInputs(hidden, canvas, 0.8, uniform)
+    stats = predict(model, inputs, shapes=[shape] * 6, prediction=prediction)
     bonus = float(leave_one_out_bonus(Linear(), torch.tensor([[1 - alpha]]), V))
     z = hidden + sign * bonus * torch.nn.functional.one_hot(canvas, V)
     log_p = (z / 0.8).log_softmax(-1)
@@ -67,8 +70,9 @@ def test_under_mask_noise_a_seen_token_is_carried_over_whatever_alpha():
     model, hidden, canvas, uniform = model_and_inputs()
     canvas[:, ::2] = 7
     shape = Shape(0.8, alpha=0.75, is_of_others=True)
-    shaped = predict(model, hidden, canvas, 0.8, uniform, mask_id=7, shapes=[shape] * 6)
-    plain = predict(model, hidden, canvas, 0.8, uniform, mask_id=7)
+    inputs = StepInputs(hidden, canvas, 0.8, uniform)
+    shaped = predict(model, inputs, mask_id=7, shapes=[shape] * 6)
+    plain = predict(model, inputs, mask_id=7)
     assert all(torch.equal(a, b) for a, b in zip(shaped, plain, strict=True))
     assert torch.equal(shaped.sample[:, 1::2], canvas[:, 1::2])
 
