@@ -57,7 +57,7 @@ class StepBuffers:
 
         Calls over equally many rows launch the same on the same memory when the key is the same.
         """
-        pools = self.pages.tensors_of_pools()
+        pools = self.pages.make_pools()
         stamps, widths = [row.stamp for row in rows], {name: width_of(rows, pool) for name, pool in pools.items()}
         is_known = widths == self._widths
         fresh = [n for n, row in enumerate(rows) if not (is_known and self._stamps[n : n + 1] == [row.stamp])]

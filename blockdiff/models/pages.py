@@ -62,8 +62,8 @@ class Pages(PagedRows):
             self._version = version
         return super().open()
 
-    def tensors_of_pools(self) -> dict[str, Pool]:
-        """The pools, with tensors that have room for every page."""
+    def make_pools(self) -> dict[str, Pool]:
+        """Make the pools' tensors, with room for every page, where that is not done yet; returns the pools."""
         if not all(pool.tensors for pool in self.pools.values()):
             model = self.model
             nothing_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
@@ -97,7 +97,7 @@ class Pages(PagedRows):
         doc_start_BT = torch.where(column_T < added_B1, 0, -1)
         spans, past = {}, dict[int, Past]()
         places = {name: self._places(pool, rows, lengths, len(column_T)) for name, pool in self.pools.items()}
-        for name, pool in self.tensors_of_pools().items():
+        for name, pool in self.make_pools().items():
             first = first_columns(rows, pool)
             spans[name] = model.kinds[name].encode_spans(doc_start_BT, past_B1[:, 0])
             spans[name] = spans[name].shifted(torch.tensor(first, device=device))

@@ -61,7 +61,7 @@ class CanvasBatch:
         most = max_rows + self._missing(max_rows)
         self._step = CanvasStep(model, settings, pages, width, most, keeps=graphs is None)
         self._controls = ControlBuffers(most * width)  # which captured steps read
-        self._told = HostCopy(self._step.told_BN)
+        self._report = HostCopy(self._step.report_BN)
         self._shapes: dict[tuple[Strategy, int], list[Shape]] = {}
         self._shapes_B: list[list[Shape]] = []
         self._controls_of_calls: list[list[CanvasControls]] = []
@@ -70,7 +70,7 @@ class CanvasBatch:
         self._captured: tuple[Shape, abc.Hashable] | None = None
         self._memory: abc.Hashable = None  # where the weights lay when steps were captured
 
-    def takes(self, shape: Shape) -> bool:
+    def can_capture(self, shape: Shape) -> bool:
         """True where a step of this shape only launches kernels; native top_p asks how many tokens it needs."""
         filters = self.model.kernels.filters_on_device and not shape.guidance and self.model.vocabulary.head is None
         return shape.top_p >= 1 or filters
@@ -96,16 +96,17 @@ class CanvasBatch:
         self._shapes_B = [self._shapes.setdefault((c.sequence.strategy, c.sequence.max_steps), []) for c in canvases]
         controls = [canvas.control for canvas in canvases]
         self._has_pins = any(control is not None and control.pinned_L is not None for control in controls)
-        step.given(step.pinned_BL, [None if c is None else c.pinned_L for c in controls])
+        step.write_given(step.pinned_BL, [None if c is None else c.pinned_L for c in controls])
         starting = [None if canvas.has_begun else canvas.control for canvas in canvases]
-        step.given(step.start_BL, [None if c is None else c.start_L for c in starting])
+        step.write_given(step.start_BL, [None if c is None else c.start_L for c in starting])
         sizes_and_device = self.settings.canvas_length, self.settings.vocab_size, device
         self._controls_of_calls = [controls_of(controls[of], *sizes_and_device) for of in self._slices()]
         self._is_new, self._captured = True, None
         if not self.settings.is_next_token and self.sequences:
             prefixes = self._load(step.prefixes, [row.paged for row in self.sequences])
             others = self._load(step.without_prompts, [row.without_prompt for row in self.sequences])
-            self._captured = self._capturable(prefixes, others)
+            if (shape := self._shape_to_capture()) is not None:
+                self._captured = shape, self._prepared(shape, prefixes, others)
         if len(step.may_stop) > MOST_GRAPHS:  # what replayed steps said is needed; others say it again
             used = set() if self.graphs is None else {key[1] for key in self.graphs.keys}
             step.may_stop = {each: stops for each, stops in step.may_stop.items() if each in used}
@@ -138,8 +139,8 @@ class CanvasBatch:
         there = [row for row in rows if row is not None]
         return buffers.load([*there, *[self.pages.empty] * self._missing(len(there))]) if there else None
 
-    def _capturable(self, prefixes: abc.Hashable, others: abc.Hashable) -> tuple[Shape, abc.Hashable] | None:
-        """The shape that all canvases draw from and the key of their step's graph; None if it cannot be captured."""
+    def _shape_to_capture(self) -> Shape | None:
+        """The shape that all canvases draw from, at whatever temperatures; None if their step cannot be captured."""
         strategies = {row.strategy for row in self.sequences}
         controls = next(iter(self._controls_of_calls), [])
         if self.graphs is None or len(strategies) > 1 or any(row.is_watched for row in self.sequences):
@@ -150,16 +151,23 @@ class CanvasBatch:
         steps = {row.max_steps for row in self.sequences}
         shapes = {captured_shape(strategy, each, diffusion.prediction, diffusion.mask_id) for each in steps}
         shape = shapes.pop()
-        if shapes or shape is None or not self.takes(shape):
-            return None
+        return None if shapes or shape is None or not self.can_capture(shape) else shape
+
+    def _prepared(self, shape: Shape, prefixes: abc.Hashable, others: abc.Hashable) -> abc.Hashable:
+        """Fill the buffers that a captured step reads beside those of its rows; returns the key of the step's graph.
+
+        prefixes, others: the keys of the rows' buffers, with and without prompts. Graphs of weights that have moved are
+        forgotten.
+        """
+        assert self.graphs is not None
         if (memory := memory_of(self.model)) != self._memory:
             self.graphs.forget()  # captured steps read the memory where the weights were
             self._memory = memory
         padding = slice(len(self.canvases), None)  # strategies divide by the number of steps
         self._step.pinned_BL[padding], self._step.state.steps_B[padding] = 0, 1
-        of_controls = self._controls.load(next(iter(controls), None))
+        of_controls = self._controls.load(next(iter(self._controls_of_calls[0]), None))
         rows = len(self.sequences) + self._missing(len(self.sequences))
-        return shape, (rows, (strategy,), shape, prefixes, others, of_controls)
+        return rows, (self.sequences[0].strategy,), shape, prefixes, others, of_controls
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -175,24 +183,24 @@ class CanvasBatch:
             step.temperature_BT[torch.tensor(places, device=self.model.device)] = temperatures
         self._is_new = False
         step.now.fill_(now)
-        calls, told = self._calls(steps), list[Step]()
+        calls, records = self._calls(steps), list[Step]()
         if self._captured is not None:
             assert self.graphs is not None
             self.graphs.run(self._captured[1], lambda: step(calls[0]))
         else:
             for call, of in zip(calls, self._slices(), strict=True):
                 tokens_BL, stats, decision = step(call)
-                told += self._records(of.start, steps, tokens_BL, stats, decision)
+                records += self._records(of.start, steps, tokens_BL, stats, decision)
         for call in calls:
             guided = 0 if call.guided is not None and not len(call.guided) else 1
             rows = call.padded if call.hidden_BLD is None else 0
             others = call.padded if call.guided is None else len(call.guided) // self.width
             self.forwards += (rows + guided * others) * self.width
-        self._told.send(len(steps))
+        self._report.send(len(steps))
         # where no canvas can end the host need not wait for the device; else it waits here, once
         is_last = any(n + 1 == canvas.sequence.max_steps for n, canvas in zip(steps, self.canvases, strict=True))
         may_end = is_last or any(step.may_stop[call.strategies] for call in calls)
-        return self._finished(self._told.read(len(steps)) if may_end else None, steps), told
+        return self._finished(self._report.read(len(steps)) if may_end else None, steps), records
 
     def _calls(self, steps: abc.Sequence[int]) -> list[StepCall]:
         """The calls of a step; steps: the step that each canvas is at."""
@@ -254,15 +262,15 @@ class CanvasBatch:
             known.append(sequence.strategy.shape(len(known), sequence.max_steps))
         return known[step]
 
-    def _finished(self, told_BN: Tensor | None, steps: abc.Sequence[int]) -> list[CanvasInFlight]:
-        """The canvases that a step has finished; told_BN: the report of `ends` (None: no canvas can have ended)."""
+    def _finished(self, report_BN: Tensor | None, steps: abc.Sequence[int]) -> list[CanvasInFlight]:
+        """The canvases that a step has finished; report_BN: by `step_report` (None: no canvas can have ended)."""
         for canvas in self.canvases:
             canvas.has_begun = True
-        if told_BN is None:
+        if report_BN is None:
             return []
         finished = []
         for canvas, step, (stops, is_finite), final_L in zip(
-            self.canvases, steps, told_BN[:, :2].tolist(), told_BN[:, 2:], strict=True
+            self.canvases, steps, report_BN[:, :2].tolist(), report_BN[:, 2:], strict=True
         ):
             is_over = stops or step + 1 == canvas.sequence.max_steps or not is_finite
             if is_over and canvas.number is not None and canvas.final is None:

@@ -145,7 +145,7 @@ class CanvasState:
         return (getattr(self, field.name) for field in fields(self))
 
 
-def ends(stats: Stats, decision: Decision) -> Tensor:
+def step_report(stats: Stats, decision: Decision) -> Tensor:
     """The report of a step to the host, int64 [B, 2 + L]: whether canvases stop, are finite, and their tokens."""
     is_finite_B = stats.entropy.isfinite().all(-1)
     is_stopped_B = torch.zeros_like(is_finite_B) if decision.stop_B is None else decision.stop_B

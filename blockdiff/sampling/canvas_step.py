@@ -14,7 +14,7 @@ from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.page_buffers import StepBuffers
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.calls import StepCall, StepInputs, decided
-from blockdiff.sampling.canvas_state import CanvasState, ends
+from blockdiff.sampling.canvas_state import CanvasState, step_report
 from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.settings import SamplingSettings
@@ -42,11 +42,11 @@ class CanvasStep:
         self.temperature_BT = torch.ones(B, STEPS_AHEAD, device=device)
         self.start_BL = torch.full((B, L), -1, device=device)  # tokens that are given at the first step, -1 elsewhere
         self.pinned_BL = torch.full((B, L), -1, device=device)  # tokens that are given at every step
-        self.told_BN = torch.zeros((B, 2 + L), dtype=torch.int64, device=device)  # the report of `ends`
+        self.report_BN = torch.zeros((B, 2 + L), dtype=torch.int64, device=device)  # by `step_report`
         self.may_stop: dict[tuple[object, ...], bool] = {}  # by strategies: whether they end canvases early
         self._every_B = torch.arange(B, device=device)
 
-    def given(self, buffer_BL: Tensor, of_canvases: abc.Sequence[Tensor | None]) -> None:
+    def write_given(self, buffer_BL: Tensor, of_canvases: abc.Sequence[Tensor | None]) -> None:
         """Write the given tokens of canvases into a buffer, from its first place on, and -1 where no token is given."""
         buffer_BL[: len(of_canvases)] = -1
         for place, given_L in enumerate(of_canvases):
@@ -88,7 +88,7 @@ class CanvasStep:
             previous_BL=stats.argmax,
             soft_BLD=stats.soft_embedding,
         )
-        self.told_BN[of] = ends(stats, decision)  # before the state: a decision may be views of it
+        self.report_BN[of] = step_report(stats, decision)  # before the state: a decision may be views of it
         state.write(slice(None), next_state)
         self.start_BL[of].fill_(-1)
         self.may_stop[call.strategies] = decision.stop_B is not None

@@ -295,8 +295,8 @@ def test_top_p_is_captured_where_a_kernel_finds_its_tokens(recorder):
     for kernels, is_taken in ((model.kernels, True), (model.kernels.replaced(token_stats="torch"), False)):
         model.kernels = kernels
         batch = Engine(model, None, LIVELY, page_tokens=8, graphs=True)._batch
-        assert batch.takes(top_p) is is_taken and batch.takes(Shape(1.0, 20, min_p=0.1, guidance=0.5))
-        assert not batch.takes(replace(top_p, guidance=0.5))  # the logits of both prefixes are filtered natively
+        assert batch.can_capture(top_p) is is_taken and batch.can_capture(Shape(1.0, 20, min_p=0.1, guidance=0.5))
+        assert not batch.can_capture(replace(top_p, guidance=0.5))  # the logits of both prefixes are filtered natively
 
 
 def test_a_strategy_that_reads_on_the_host_is_noticed(model, recorder):
