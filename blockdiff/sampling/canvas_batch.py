@@ -286,24 +286,13 @@ class CanvasBatch:
 
         first: the place of the call's first canvas.
         """
-        places = []
-        for place in range(first, first + len(tokens_BL)):
-            canvas, step = self.canvases[place], steps[place]
-            sequence, number = canvas.sequence, canvas.number
+        watched = {}
+        for place, canvas in enumerate(self.canvases[first : first + len(tokens_BL)]):
+            sequence, number, step = canvas.sequence, canvas.number, steps[first + place]
             if not sequence.is_watched or number is None or canvas.final is not None:
                 continue
             if step > sequence.told.get(number, -1):
                 sequence.told[number] = step
-                places.append(place)
-        if not places:
-            return []
-        chosen = torch.tensor(places, device=tokens_BL.device)
-        of_call = chosen - first
-        some = Stats(*(column[of_call] for column in stats))
-        steps_told = [
-            (self.canvases[n].sequence.id, self.canvases[n].number or 0, steps[n], self._shape(n, steps[n]).temperature)
-            for n in places
-        ]
-        given = self._step.pinned_BL[chosen] >= 0 if self._has_pins else None
-        stays = None if decision.stay_BL is None else decision.stay_BL[of_call]
-        return list(step_records(steps_told, tokens_BL[of_call], some, decision.keep_BL[of_call], given, stays))
+                watched[place] = sequence.id, number, step, self._shape(first + place, step).temperature
+        pinned_BL = self._step.pinned_BL[first : first + len(tokens_BL)] if self._has_pins else None
+        return step_records(watched, tokens_BL, stats, decision, pinned_BL)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from blockdiff.files import write_text
 from blockdiff.kernels.vocabulary import Stats
+
+if TYPE_CHECKING:
+    from blockdiff.sampling.strategy import Decision
 
 
 @dataclass(frozen=True)
@@ -37,18 +42,31 @@ class Step:
 
 
 def step_records(
-    places: Sequence[tuple[str | int, int, int, float]],
+    steps: Mapping[int, tuple[str | int, int, int, float]],
     tokens_BL: Tensor,
     stats: Stats,
-    is_accepted_BL: Tensor,
-    is_pinned_BL: Tensor | None = None,
-    stays_BL: Tensor | None = None,
-) -> Iterator[Step]:
-    """The records of one denoising step of a batch, one per canvas: its request, number, step and temperature."""
-    columns = (tokens_BL, stats.argmax, stats.sample, stats.entropy, is_accepted_BL)
-    some = [[None] * len(places) if column is None else column.tolist() for column in (is_pinned_BL, stays_BL)]
-    for place, pinned, stays, *lists in zip(places, *some, *(column.tolist() for column in columns), strict=True):
-        yield replace(Step(*place, *lists), is_pinned=pinned if pinned and any(pinned) else None, stays=stays)
+    decision: Decision,
+    pinned_BL: Tensor | None = None,
+) -> list[Step]:
+    """The records of one denoising step of some canvases of a batch.
+
+    steps: by the places of these canvases, their requests' ids, numbers, steps and temperatures; pinned_BL: tokens that
+    are given, -1 elsewhere (None: no canvas has any).
+    """
+    if not steps:
+        return []
+    chosen = torch.tensor([*steps], device=tokens_BL.device)
+    is_pinned_BL = None if pinned_BL is None else pinned_BL >= 0
+    some = [
+        [None] * len(steps) if column is None else column[chosen].tolist()
+        for column in (is_pinned_BL, decision.stay_BL)
+    ]
+    columns = (tokens_BL, stats.argmax, stats.sample, stats.entropy, decision.keep_BL)
+    lists = [column[chosen].tolist() for column in columns]
+    return [
+        replace(Step(*step, *of_canvas), is_pinned=pinned if pinned and any(pinned) else None, stays=stays)
+        for step, pinned, stays, *of_canvas in zip(steps.values(), *some, *lists, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
