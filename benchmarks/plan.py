@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,26 +170,15 @@ def work(folder: Path, case: Case, is_traced: bool) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     found.clear()
     if is_traced:
-        print(f"peak {most_alive(lambda: train('large'))}")
+        import torch
+
+        from benchmarks.timing import peak_of_one_call
+
+        print(f"peak {peak_of_one_call(lambda: train('large'), torch.device('cpu'))}")
     else:
         train("large")
         print("after", found[1])
         print(f"peak {found[0]}")
-
-
-def most_alive(train: Callable[[], object]) -> int:
-    """The most bytes that torch's allocator had given out at once."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        train()
-    assert trace.profiler is not None and trace.profiler.kineto_results is not None
-    held = peak = 0
-    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 def now(name: str) -> int:

@@ -110,11 +110,12 @@ def peak_memories(
     found = []
     for _ in range(calls):
         release()
-        found.append(_peak_memory(work, device))
+        found.append(peak_of_one_call(work, device))
     return found
 
 
-def _peak_memory(work: Callable[[], object], device: torch.device) -> int:
+def peak_of_one_call(work: Callable[[], object], device: torch.device) -> int:
+    """`peak_memory` without a call before it: what is allocated once and kept counts, too."""
     if device.type == "cuda":
         _wait(device)
         before = torch.cuda.memory_allocated(device)

@@ -44,4 +44,5 @@ def _count(optimiser: torch.optim.Optimizer, _: Any, __: Any) -> None:
             _fused_steps[weight] = _fused_steps.get(weight, 0) + 1
 
 
+# Here and not in the trainer, for whoever makes the optimiser: fused AdamW leaves `_version` as it is.
 register_optimizer_step_post_hook(_count)

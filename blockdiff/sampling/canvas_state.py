@@ -57,23 +57,43 @@ class CanvasState:
             for canvas in canvases
         ]
         seed_B, number_B, entered_B, steps_B, first_B = torch.tensor(numbers, device=device).unbind(1)
-        nothing_B, nothing_BL = torch.zeros_like(seed_B), torch.full((B, L), -1, device=device)
-        draws = draw_ahead(seed_B, number_B, first_B, L, model.vocab_size)
-        is_kept_BL = torch.zeros((B, L), dtype=torch.bool, device=device)
-        soft_BLD = torch.zeros((B, L, model.vocabulary.table.shape[1]), dtype=model.dtype, device=device)
-        given_B = seed_B, number_B, entered_B, steps_B
-        return cls(*given_B, nothing_B, *draws, nothing_BL, is_kept_BL, nothing_BL, soft_BLD)
+        nothing_BL = torch.full((B, L), -1, device=device)
+        uniform_BTL, noise_BTL = draw_ahead(seed_B, number_B, first_B, L, model.vocab_size)
+        return cls(
+            seed_B=seed_B,
+            number_B=number_B,
+            entered_B=entered_B,
+            steps_B=steps_B,
+            unchanged_B=torch.zeros_like(seed_B),
+            uniform_BTL=uniform_BTL,
+            noise_BTL=noise_BTL,
+            standing_BL=nothing_BL,
+            kept_BL=torch.zeros((B, L), dtype=torch.bool, device=device),
+            previous_BL=nothing_BL,
+            soft_BLD=torch.zeros((B, L, model.vocabulary.table.shape[1]), dtype=model.dtype, device=device),
+        )
 
     @classmethod
     def buffers(cls, count: int, model: BlockDiffusionModel, settings: SamplingSettings) -> CanvasState:
         """The state of `count` canvases, all zeros: room that is written to later."""
-        L, device = settings.canvas_length, model.device
-        zeros_B, zeros_BL = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((count,), (count, L)))
-        draws_BTL = torch.zeros((count, STEPS_AHEAD, L), dtype=torch.float32, device=device)
-        soft_BLD = torch.zeros((count, L, model.vocabulary.table.shape[1]), dtype=model.dtype, device=device)
-        draws = draws_BTL, draws_BTL.long()
-        like = [*[zeros_B] * 5, *draws, zeros_BL, zeros_BL.bool(), zeros_BL, soft_BLD]
-        return cls(*(x.clone() for x in like))
+        L, D = settings.canvas_length, model.vocabulary.table.shape[1]
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(count, *shape, dtype=dtype, device=model.device)
+
+        return cls(
+            seed_B=zeros(),
+            number_B=zeros(),
+            entered_B=zeros(),
+            steps_B=zeros(),
+            unchanged_B=zeros(),
+            uniform_BTL=zeros(STEPS_AHEAD, L, dtype=torch.float32),
+            noise_BTL=zeros(STEPS_AHEAD, L),
+            standing_BL=zeros(L),
+            kept_BL=zeros(L, dtype=torch.bool),
+            previous_BL=zeros(L),
+            soft_BLD=zeros(L, D, dtype=model.dtype),
+        )
 
     def write(self, to: Tensor | slice, other: CanvasState) -> None:
         """Write the state of other canvases to these places."""
@@ -105,14 +125,13 @@ class CanvasState:
             self.uniform_BTL[places], self.noise_BTL[places] = draws
         return due
 
-    def seen(self, noise_BL: Tensor, mask_id: int | None, start_BL: Tensor | None, pinned_BL: Tensor | None) -> Tensor:
+    def seen(self, noise_BL: Tensor, mask_id: int | None, start_BL: Tensor, pinned_BL: Tensor) -> Tensor:
         """The tokens [B, L] that a step sees; start_BL, pinned_BL: tokens that are given, -1 elsewhere."""
         if mask_id is not None:
             noise_BL = torch.full_like(noise_BL, mask_id)
         tokens_BL = self.standing_BL.where(self.kept_BL, noise_BL)
         for given_BL in (start_BL, pinned_BL):
-            if given_BL is not None:
-                tokens_BL = given_BL.where(given_BL >= 0, tokens_BL)
+            tokens_BL = given_BL.where(given_BL >= 0, tokens_BL)
         return tokens_BL
 
     def canvases(
