@@ -18,9 +18,11 @@ from blockdiff.sampling.strategies import (
     EntropyBound,
     LinearTemperature,
     Never,
+    NextToken,
     Quota,
     StableAndConfident,
     Sticky,
+    adjusted,
     parse_strategy,
     released,
     strategies_table,
@@ -87,3 +89,36 @@ def test_the_table_names_everything_that_text_may_say():
     for name, named in NAMES.items():
         assert f"{name}: {named.meaning}" in table
         assert all(f"  {key}=" in table for key in {**named.keys, **COMMON})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (NextToken(), NextToken(temperature=0.5, top_p=0.9)),
+        (
+            released(SETTINGS),
+            Composed(
+                EntropyBound(0.3), **(RULES | {"temperature": LinearTemperature(0.1 * 0.5 / 0.9, 0.5)}), top_p=0.9
+            ),
+        ),
+        (Ancestral(temperature=ConstantTemperature(2.0)), Ancestral(temperature=ConstantTemperature(0.5), top_p=0.9)),
+    ],
+    ids=["next tokens", "canvases", "constant"],
+)
+def test_a_temperature_scales_all_steps_and_top_p_filters_them(strategy, expected):
+    assert adjusted(strategy) == strategy
+    assert adjusted(strategy, 0.5, 0.9) == expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "temperature", "top_p", "reason"),
+    [
+        (Composed(), 0.0, None, "temperature must be more than 0 where canvases are denoised"),
+        (Composed(), None, 1.5, "top_p must be more than 0 and at most 1"),
+        (NextToken(), -1.0, None, "temperature must be at least 0"),
+        (object(), 0.5, None, "strategy object has no temperature and no top_p"),
+    ],
+)
+def test_a_temperature_or_top_p_that_cannot_be_is_refused(strategy, temperature, top_p, reason):
+    with pytest.raises(RequestError, match=reason):
+        adjusted(strategy, temperature, top_p)

@@ -1,6 +1,7 @@
 """The strategies there are, and the three rules that most of them are made of."""
 
 from blockdiff.sampling.strategies.acceptance import Confident, EntropyBound, Quota, Sticky
+from blockdiff.sampling.strategies.adjusted import adjusted
 from blockdiff.sampling.strategies.ancestral import Ancestral
 from blockdiff.sampling.strategies.composed import Composed, captured_shape, is_guided, released
 from blockdiff.sampling.strategies.next_token import NextToken
@@ -22,6 +23,7 @@ __all__ = [
     "Quota",
     "StableAndConfident",
     "Sticky",
+    "adjusted",
     "as_strategy",
     "captured_shape",
     "is_guided",
