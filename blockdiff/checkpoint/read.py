@@ -34,7 +34,7 @@ from blockdiff.tensor_pieces import Block, is_spread, local_of, piece_of
 
 def load(
     path_or_hub_id: str | Path,
-    dtype: str | torch.dtype = "bfloat16",
+    dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     kernels: str = "auto",
     model: type[BlockDiffusionModel] | None = None,
@@ -43,8 +43,9 @@ def load(
 ) -> BlockDiffusionModel:
     """A model from a Hub-layout directory or a Hub id, in evaluation mode: see `empty` and `load_weights`.
 
-    adapter: a directory in PEFT's format whose adapters the model gets; the directory of an adapter may also stand in
-    place of the model's, whose name it then brings. Settings and tokenizer beside the adapter go before the model's.
+    dtype: "auto" is the one that is stored. adapter: a directory in PEFT's format whose adapters the model gets; the
+    directory of an adapter may also stand in place of the model's, whose name it then brings. Settings and tokenizer
+    beside the adapter go before the model's.
     quantize: "fp8" rounds the weights of linear layers and experts to fp8, one tensor after the other, and lets them
     stand still; with "fp8-dynamic" their products take inputs in fp8, too, every token with a scale of its own; "none"
     makes what is stored in fp8 weights like others; None leaves each as it is stored, below an adapter as it was
@@ -84,7 +85,7 @@ def empty(
 def load_weights(
     model: BlockDiffusionModel,
     path_or_hub_id: str | Path,
-    dtype: str | torch.dtype = "bfloat16",
+    dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
 ) -> BlockDiffusionModel:
     """Fill an empty model with the weights of a checkpoint, one tensor at a time; returns it, in evaluation mode.

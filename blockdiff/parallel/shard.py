@@ -64,7 +64,7 @@ def split(model: BlockDiffusionModel, mesh: Mesh, dtype: torch.dtype, computes_i
 def load_split(
     path_or_hub_id: str | Path,
     mesh: Mesh,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     kernels: str = "auto",
     adapter: str | Path | None = None,
     quantize: str | None = None,

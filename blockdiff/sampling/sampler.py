@@ -94,7 +94,7 @@ class Sampler:
     def from_pretrained(
         cls,
         path_or_hub_id: str | Path,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         device: str = "auto",
         kernels: str = "auto",
         strategy: Strategy | str | None = None,

@@ -36,6 +36,8 @@ class Run:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "directory", Path(self.directory))
+        if not self.directory.is_dir():
+            raise RunError(f"{self.directory}: no such directory; name the one that a training wrote into")
 
     @property
     def records(self) -> list[Record]:
@@ -58,11 +60,8 @@ class Run:
         return best_saved(self.directory, self.records, recipe["evaluation"]["best"])
 
     def model(self, **options: Any) -> Any:
-        """The exported model, with its adapters if it has some; `options` go to `blockdiff.load`.
-
-        The dtype is the stored one unless they say another.
-        """
-        return checkpoint.load(self.directory, **{"dtype": "auto", **options})
+        """The exported model, with its adapters if it has some; `options` go to `blockdiff.load`."""
+        return checkpoint.load(self.directory, **options)
 
     def _file(self, name: str) -> Path:
         path = self.directory / name

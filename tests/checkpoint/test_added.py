@@ -92,7 +92,7 @@ def test_what_a_class_adds_is_drawn_beside_the_same_weights_saved_and_read_back(
     assert type(again) is Gated
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
     assert torch.equal(hidden_of(again), hidden_of(model)) and not torch.equal(hidden_of(model), hidden_of(plain))
-    in_half = blockdiff.load(out, device="cpu", kernels="torch", model=Gated).state_dict()
+    in_half = blockdiff.load(out, "bfloat16", "cpu", kernels="torch", model=Gated).state_dict()
     assert in_half["layers.0.gate"].dtype == torch.bfloat16 and in_half["layers.0.calls"].dtype == torch.int64
 
 

@@ -121,6 +121,12 @@ def inputs(tmp_path_factory):
     }
 
 
+@pytest.mark.quick
+def test_a_run_is_made_of_a_directory_that_is_there(tmp_path):
+    with pytest.raises(RunError, match="nowhere: no such directory; name the one that a training wrote into"):
+        blockdiff.Run(tmp_path / "nowhere")
+
+
 def weights_of(run: blockdiff.Run) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in run.model().state_dict().values()])
 
