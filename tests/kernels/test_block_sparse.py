@@ -50,6 +50,13 @@ def test_of_equal_blocks_the_lower_comes_first_and_forced_ones_count():
     assert ids[0, 0, 0].tolist() == [1, 0] and ids.shape[-1] == 2
 
 
+def test_in_fp64_blocks_whose_scores_only_rounding_tells_apart_are_equal():
+    q, k = drawn(1, 1, 1, 16), drawn(1, 48, 16, seed=1)
+    k += (1 - k @ q[0, 0, 0])[..., None] * q[0, 0] / q.square().sum()  # q . k is 1 for every key, but for rounding
+    ids = native.select_blocks(q, k, torch.tensor([[48]]), block=4, topk=6)
+    assert ids[0, 0, 0].tolist() == [11, 0, 1, 2, 3, 4]
+
+
 def test_keys_after_a_query_in_its_block_do_not_lift_the_block():
     """The best key of the first block is not visible yet, so that block has the score of the visible ones."""
     q, k = torch.ones(1, 1, 1, 1), torch.tensor([1.0, 9.0, 2.0, 2.0, 0.0, 0.0])[None, :, None]

@@ -40,10 +40,11 @@ def select_blocks(
     """The blocks that every query and index head attends to, int64 [B, T, H, k], left-packed, -1 where there is none.
 
     visible_BT: how many keys a query sees, 0 for padding; first_BT: the first of them (None: key 0). A key's score is
-    idx_q . idx_k / sqrt(d) in fp32, a block's the maximum ("max") or log-sum-exp ("lse") of its visible keys'. Of at
-    most `topk` blocks the first `init` ones come first, then the last `local` ones, then those of the highest scores;
-    of equal ones the lower comes first. Keys may stand in pages, as those of one head. Source: transformers'
-    MiniMaxM3VLIndexer, with vLLM's order of forced blocks.
+    idx_q . idx_k / sqrt(d) in fp32 (in fp64 of fp64, rounded to fp32, so that scores that differ by rounding are equal),
+    a block's the maximum ("max") or log-sum-exp ("lse") of its visible keys'. Of at most `topk` blocks the first `init`
+    ones come first, then the last `local` ones, then those of the highest scores; of equal ones the lower comes first.
+    Keys may stand in pages, as those of one head. Source: transformers' MiniMaxM3VLIndexer, with vLLM's order of forced
+    blocks.
     """
     B, T, H, _ = idx_q_BTHd.shape
     idx_k_BSd = as_heads(idx_k_BSd).squeeze(2)
@@ -89,10 +90,11 @@ def _select(
         visible = visible_BT[:, lo : lo + size]
         seen = max(1, int(visible.max()))
         blocks = -(-seen // block)
-        q = q_BTHd[:, lo : lo + size].float().transpose(1, 2).flatten(1, 2)  # [B, H * t, d]
-        keys = k_BSd[:, :seen].float()
+        wide = torch.promote_types(q_BTHd.dtype, torch.float32)
+        q = q_BTHd[:, lo : lo + size].to(wide).transpose(1, 2).flatten(1, 2)  # [B, H * t, d]
+        keys = k_BSd[:, :seen].to(wide)
         keys = F.pad(keys, (0, 0, 0, blocks * block - keys.shape[1]))
-        scores = (q @ keys.transpose(1, 2) * d**-0.5).view(B, H, visible.shape[1], blocks, block)
+        scores = (q @ keys.transpose(1, 2) * d**-0.5).float().view(B, H, visible.shape[1], blocks, block)
         column = torch.arange(blocks * block, device=q.device).view(blocks, block)
         scores.masked_fill_((column >= visible[..., None, None])[:, None], -torch.inf)
         of_block = scores.amax(-1) if score == "max" else scores.logsumexp(-1)  # [B, H, t, blocks]
