@@ -29,3 +29,7 @@ class RequestError(BlockdiffError):
 
 class Full(BlockdiffError):
     """An engine's queue has no place for another request now; ask again when some are answered."""
+
+
+class EngineError(BlockdiffError):
+    """An engine failed or was closed, and with it the requests that ran; none of them is to blame."""

@@ -112,17 +112,18 @@ class Engine:
 
     # -- requests in, events out -------------------------------------------------------------------------------
 
-    def submit(self, request: Request, watch: bool = False) -> str | int:
+    def submit(self, request: Request, watch: bool = False, draws: list[Sequence] | None = None) -> str | int:
         """Take a request, and return its id; with `watch` each of its steps is an event, and costs a copy to the host.
 
-        Raises RequestError for one that cannot be answered, and Full where too many wait already.
+        draws: what `sequences_of` has made of the request, perhaps in another thread (None: it is made here). Raises
+        RequestError for one that cannot be answered, and Full where too many wait already.
         """
         if not isinstance(request, Request):
             kind = type(request).__name__
             raise RequestError(f"submit takes a Request, got a {kind}; Request('first', prompt=...) makes one of text")
         if request.id in self._sequences:
             raise RequestError(f"a request with the id {request.id!r} is being answered; give each its own")
-        sequences = sequences_of(request, self.settings, self.seed, self.model.device)
+        sequences = draws or sequences_of(request, self.settings, self.seed, self.model.device)
         self.enter(sequences, watch)
         self._sequences[request.id] = sequences[0]
         return request.id

@@ -36,6 +36,7 @@ FLOORS = {
     "sampling": 5,
     "evals": 6,
     "plots": 6,
+    "serving": 6,
     "training": 7,
     "cli": 8,
 }

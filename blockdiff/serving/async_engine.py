@@ -1,0 +1,281 @@
+"""An engine for asynchronous programs: one thread runs it, and every request is a stream of events.
+
+HTTP has no part in it; `blockdiff.serving.app` is one of its users.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from blockdiff.errors import EngineError, Full, RequestError
+from blockdiff.sampling.engine import Engine, Event
+from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.sampler import Sampler
+from blockdiff.sampling.sequence import Sequence, sequences_of
+from blockdiff.sampling.settings import SamplingSettings, settings_of
+from blockdiff.sampling.trace import Step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from blockdiff.models.family import BlockDiffusionModel
+
+LOG = logging.getLogger("blockdiff.serving")
+MOST_FRAMES = 64  # steps that wait for a slow reader; later ones are left out until it has read some
+PREPARING_THREADS = 2
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class _Stream:
+    """The events of one request on their way to its reader: those that wait, and the loop in which it reads."""
+
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Event | Exception] = field(default_factory=asyncio.Queue)
+    ids: list[str | int] = field(default_factory=list)  # of its draws; none while it has not entered the engine
+    is_left: bool = False  # nobody reads any more
+
+    def put(self, event: Event | Exception) -> None:
+        """Add an event, in the reader's loop. Committed canvases are few; steps are left out where many wait."""
+        if not (isinstance(event, Step) and self.events.qsize() >= MOST_FRAMES):
+            self.events.put_nowait(event)
+
+
+class AsyncEngine:
+    """Answers requests in one thread, which alone touches the engine: `async for event in engine.generate(request)`.
+
+    model: a model, with its tokenizer, or a `Sampler`, whose settings are taken. max_waiting: the requests that may be
+    unanswered beside those that run. options: those of `Engine`, such as max_rows, seed and exact. Use it with `async
+    with`, or call `start` and `close`.
+
+    A request is tokenised, and its constraint compiled, in threads beside the engine's. An exception of the engine
+    fails the requests that run with EngineError, and later ones are answered by a new engine.
+    """
+
+    def __init__(
+        self,
+        model: BlockDiffusionModel | Sampler,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        settings: SamplingSettings | None = None,
+        max_waiting: int = 1000,
+        **options: Any,
+    ):
+        if isinstance(model, Sampler):
+            settings = settings or model.settings
+            model = model.model
+        self.model = model
+        self.settings = settings or settings_of(model, tokenizer)
+        self._make = partial(Engine, model, settings=self.settings, max_waiting=sys.maxsize, **options)
+        self._engine: Engine | None = (engine := self._make())
+        self.seed, self.max_unanswered = engine.seed, engine.most_rows + max_waiting
+        self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._preparing = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="blockdiff-prepare")
+        self._streams: dict[str | int, _Stream] = {}  # by the ids of draws; only the engine's thread looks at it
+        self._thread: threading.Thread | None = None
+        self._step_began: float | None = None
+        self._unanswered = 0
+        self._is_closed = False
+
+    def start(self) -> AsyncEngine:
+        """Start the engine's thread, if it does not run yet."""
+        if self._is_closed:
+            raise EngineError("the engine is closed; make another one")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="blockdiff-engine", daemon=True)
+            self._thread.start()
+        return self
+
+    async def close(self) -> None:
+        """End the requests that run with EngineError, and the thread after its step."""
+        self._is_closed = True
+        self._commands.put(None)
+        if self._thread is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request, watch: bool = False) -> AsyncGenerator[Event, None]:
+        """The events of a request as they come: committed canvases, with `watch` also steps, and last its Result.
+
+        Raises RequestError for a request that cannot be answered, Full where too many wait, and EngineError where the
+        engine fails. Closing the generator ends the request within one step.
+        """
+        if self._is_closed:
+            raise EngineError("the engine is closed; ask another one")
+        if self._unanswered >= self.max_unanswered:
+            raise Full(f"{self._unanswered} requests are unanswered, and no more may wait; ask later")
+        self.start()
+        loop = asyncio.get_running_loop()
+        stream = _Stream(loop)
+        self._unanswered += 1
+        event: Event | Exception | None = None
+        try:
+            prepare = partial(sequences_of, request, self.settings, self.seed, self.model.device)
+            draws = await loop.run_in_executor(self._preparing, prepare)
+            self._commands.put(partial(self._enter, stream, draws, watch))
+            while not isinstance(event, Result):
+                event = await stream.events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            self._unanswered -= 1
+            if not isinstance(event, Result | Exception):
+                stream.is_left = True
+                self._commands.put(partial(self._leave, stream))
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """The answer of a function, which the engine's thread calls between two steps."""
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(self._working()))
+            except Exception as error:
+                future.set_exception(error)
+
+        if self._is_closed:
+            raise EngineError("the engine is closed; ask another one")
+        self.start()
+        self._commands.put(answer)
+        return await asyncio.wrap_future(future)
+
+    @property
+    def unanswered(self) -> int:
+        """The number of requests that are being prepared, wait or run."""
+        return self._unanswered
+
+    @property
+    def is_working(self) -> bool:
+        """False where no step can run any more: the engine is closed, or could not be made anew after a failure."""
+        is_running = self._thread is None or self._thread.is_alive()
+        return is_running and self._engine is not None and not self._is_closed
+
+    @property
+    def step_seconds(self) -> float:
+        """The time for which the step under way has run; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    # -- the engine's thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Take commands and step, until a command is None."""
+        while self._take_commands():
+            failure = None
+            self._step_began = time.monotonic()
+            try:
+                self._step()
+            except Exception as error:  # whatever it is, the next requests are to be answered
+                LOG.exception("the engine failed")
+                failure = f"{type(error).__name__}: {error}"
+            self._step_began = None
+            if failure is not None:
+                self._start_anew(failure)
+        self._fail_all("the engine was closed; ask another one")
+        self._engine = None
+        while not self._commands.empty():  # requests that came meanwhile are told, too
+            if (command := self._commands.get()) is not None:
+                command()
+
+    def _step(self) -> None:
+        engine = self._working()
+        engine.step()
+        self._hand_over([(event.id, event) for event in engine.events()])
+
+    def _take_commands(self) -> bool:
+        """Run the commands that came since the last step, and wait for one while nothing else is to do."""
+        while True:
+            is_idle = self._engine is None or not self._engine.unfinished
+            if not is_idle and self._commands.empty():
+                return True
+            command = self._commands.get()
+            if command is None:
+                return False
+            command()
+
+    def _enter(self, stream: _Stream, draws: list[Sequence], watch: bool) -> None:
+        """Give a request to the engine; an error is its reader's."""
+        if stream.is_left:
+            return
+        try:
+            if taken := [draw.id for draw in draws if draw.id in self._streams]:
+                raise RequestError(f"a request with the id {taken[0]!r} is being answered; give each its own")
+            self._working().submit(draws[0].request, watch, draws)
+        except Exception as error:
+            if not isinstance(error, RequestError | Full | EngineError):
+                LOG.exception("a request could not be taken")
+            self._post(stream, error)
+            return
+        stream.ids = [*{draws[0].request.id, *(draw.id for draw in draws)}]
+        self._streams |= dict.fromkeys(stream.ids, stream)
+
+    def _leave(self, stream: _Stream) -> None:
+        """End the request of a stream that nobody reads any more."""
+        for id in stream.ids:
+            if self._streams.pop(id, None) is not None and self._engine is not None:
+                self._engine.cancel(id)
+
+    def _hand_over(self, events: list[tuple[str | int, Event]]) -> None:
+        """Give the events of a step to their readers, with one call into each loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Event]]] = {}
+        for id, event in events:
+            stream = self._streams.get(id)
+            if stream is None:
+                continue
+            by_loop.setdefault(stream.loop, []).append((stream, event))
+            if isinstance(event, Result):
+                for each in stream.ids:
+                    del self._streams[each]
+        for loop, several in by_loop.items():
+            with suppress(RuntimeError):  # the loop is closed, so nobody reads
+                loop.call_soon_threadsafe(_put_all, several)
+
+    def _post(self, stream: _Stream, event: Exception) -> None:
+        with suppress(RuntimeError):
+            stream.loop.call_soon_threadsafe(stream.put, event)
+
+    def _start_anew(self, failure: str) -> None:
+        """Fail the requests that ran, and make a new engine for those that come."""
+        self._engine = None
+        self._fail_all(f"the engine failed ({failure:.200}); ask again")
+        try:
+            self._engine = self._make()
+        except Exception:
+            LOG.exception("no new engine could be made; restart the program")
+
+    def _fail_all(self, reason: str) -> None:
+        streams, self._streams = {*self._streams.values()}, {}
+        for stream in streams:
+            self._post(stream, EngineError(reason))
+
+    def _working(self) -> Engine:
+        if self._engine is None:
+            raise EngineError("the engine is closed, or failed and could not be made anew; ask another one")
+        return self._engine
+
+
+def _put_all(events: list[tuple[_Stream, Event]]) -> None:
+    for stream, event in events:
+        stream.put(event)

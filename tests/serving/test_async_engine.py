@@ -1,0 +1,145 @@
+"""AsyncEngine: many readers, one thread; what goes wrong with one request or one engine stays there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from blockdiff.checkpoint import init
+from blockdiff.checkpoint.generation import Generation
+from blockdiff.errors import EngineError, Full, RequestError
+from blockdiff.sampling import CommittedCanvas, Engine, Request, Result, Sampler, Step
+from blockdiff.serving import AsyncEngine
+from tests.oracle import TWO_LAYERS, tiny_config
+from tests.scripted import ScriptedModel, ScriptedPages, random_script
+
+pytestmark = pytest.mark.quick
+
+L = 8
+GENERATION = Generation(max_steps=3, max_new_tokens=2 * L, eos_ids=(1,))
+
+
+@pytest.fixture(scope="module")
+def sampler() -> Sampler:
+    model = init(tiny_config(L, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
+    return Sampler(model, None, GENERATION)
+
+
+def request(id: str, **options) -> Request:
+    return Request(id, **{"tokens": [*range(12, 12 + len(id) * 5)], "seed": 7, **options})
+
+
+async def events_of(engine: AsyncEngine, asked: Request, watch: bool = False) -> list:
+    return [event async for event in engine.generate(asked, watch)]
+
+
+def with_engine(sampler: Sampler, use: Callable[[AsyncEngine], Awaitable], **options):
+    async def run():
+        async with AsyncEngine(sampler, **options) as engine:
+            return await asyncio.wait_for(use(engine), 60)
+
+    return asyncio.run(run())
+
+
+def test_each_reader_gets_the_events_of_its_request(sampler):
+    asked = [request(id) for id in ("a", "bb", "ccc")] + [request("d", best_of=2)]
+    alone = sampler.generate(asked)
+
+    async def ask(engine):
+        return await asyncio.gather(*(events_of(engine, each, watch=each.id == "a") for each in asked))
+
+    found = with_engine(sampler, ask, max_rows=2)
+    assert [replace(events[-1], logprobs=None) for events in found] == [replace(each, logprobs=None) for each in alone]
+    assert all(isinstance(event, CommittedCanvas) for events in found[1:] for event in events[:-1])
+    assert sum(isinstance(event, Step) for event in found[0]) == sum(alone[0].steps)
+    assert {event.id for event in found[3]} == {"d", "d draw 1"}
+
+
+def test_a_request_that_cannot_be_answered_raises_for_its_reader_alone(sampler):
+    async def ask(engine):
+        wrong = [request("a", noise=2.0), request("b", prompt="both"), Request("c", prompt="no tokenizer")]
+        asked = [*wrong, request("d"), request("d")]
+        return await asyncio.gather(*(events_of(engine, each) for each in asked), return_exceptions=True)
+
+    *refused, answered, double = with_engine(sampler, ask)
+    assert [type(error) for error in (*refused, double)] == [RequestError] * 4
+    assert "id 'd' is being answered" in str(double)
+    assert answered[-1].finish_reason == "length"
+
+
+def test_who_stops_reading_ends_the_request_within_a_step_and_its_pages_are_free(sampler):
+    async def ask(engine):
+        stream = engine.generate(request("a", max_new_tokens=64 * L), watch=True)
+        async for _ in stream:
+            break
+        steps = await engine.call(lambda inner: inner.forwards)
+        await stream.aclose()
+        left = await engine.call(lambda inner: (inner.unfinished, inner.pages.statistics.pages, inner.forwards))
+        return steps, left, engine.unanswered
+
+    steps, (unfinished, pages, forwards), unanswered = with_engine(sampler, ask)
+    assert unfinished == unanswered == 0 and not any(pages.values())
+    assert forwards <= steps + 1
+
+
+def test_an_engine_that_fails_fails_those_that_run_and_the_next_are_answered(sampler, monkeypatch, caplog):
+    step, steps = Engine.step, []
+
+    def failing(engine):
+        steps.append(engine)
+        if len(steps) == 2:
+            raise RuntimeError("a kernel broke")
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", failing)
+
+    async def ask(engine):
+        lost = await asyncio.gather(*(events_of(engine, request(id)) for id in "ab"), return_exceptions=True)
+        return lost, await events_of(engine, request("a")), engine.is_working
+
+    lost, answered, is_working = with_engine(sampler, ask, max_rows=2)
+    assert [type(error) for error in lost] == [EngineError] * 2 and "a kernel broke" in str(lost[0])
+    assert answered[-1] == sampler.generate([request("a")])[0] and is_working
+    assert "a kernel broke" in caplog.text and steps[0] is not steps[-1]
+
+
+def test_logits_that_are_not_finite_end_the_row_that_has_them_alone():
+    script = random_script(L, 40, {}, {})
+
+    def broken(last: int, canvas: int, step: int) -> torch.Tensor:
+        return script(last, canvas, step) * (float("nan") if last == 11 else 1.0)
+
+    model = ScriptedModel(broken, L, 40)
+
+    async def ask(engine):
+        return await asyncio.gather(*(events_of(engine, Request(n, tokens=[n])) for n in (10, 11, 12)))
+
+    found = with_engine(Sampler(model, None, GENERATION), ask, pages=ScriptedPages(model))
+    assert "not finite" in found[1][-1].error
+    assert all(isinstance(found[n][-1], Result) and found[n][-1].error is None for n in (0, 2))
+
+
+def test_more_than_may_wait_are_told_to_come_later(sampler):
+    async def ask(engine):
+        many = [events_of(engine, request(f"n{n}")) for n in range(4)]
+        return await asyncio.gather(*many, return_exceptions=True)
+
+    found = with_engine(sampler, ask, max_rows=1, max_waiting=2)
+    assert [type(each) for each in found] == [list] * 3 + [Full]
+
+
+def test_closing_tells_those_that_still_read(sampler):
+    async def ask(engine):
+        stream = engine.generate(request("a", max_new_tokens=64 * L))
+        await anext(stream)
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            [event async for event in stream]
+        with pytest.raises(EngineError, match="closed"):
+            await events_of(engine, request("b"))
+
+    with_engine(sampler, ask)
