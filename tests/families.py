@@ -43,6 +43,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "minimax_m3": lambda: m3_config(),
     "minimax_m3 dense, denoising": lambda: m3_config(topk=99, canvas_length=8),
     "minimax_m3 denoising": lambda: m3_config(canvas_length=8),
+    "minimax_m3 text, denoising": lambda: m3_text_config(canvas_length=8),
     "qwen3": lambda: Qwen3Config(**SMALL, tie_word_embeddings=True),
     "qwen3 sliding, denoising": lambda: Qwen3Config(**SMALL, **SLIDING, canvas_length=8),
 }
@@ -84,6 +85,11 @@ def m3_config(topk: int = 2, canvas_length: int | None = None, **text: Any) -> M
     whole: dict[str, Any] = dict(projector_hidden_size=16, image_token_index=92, video_token_index=93)
     whole |= {} if canvas_length is None else {"canvas_length": canvas_length}
     return family_of("minimax_m3_vl").read({"text_config": values | text, "vision_config": vision, **whole})
+
+
+def m3_text_config(**more: Any) -> Any:
+    """The text side of `m3_config` alone, as transformers has it."""
+    return family_of("minimax_m3_vl_text").read(m3_config().text_config.to_dict() | more)
 
 
 def small_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> BlockDiffusionModel:

@@ -74,6 +74,11 @@ def read_and_write(ranks: Ranks, directory: Path, how: How) -> None:
         save(model, directory / "taken", overwrite=True)
 
 
+def write(ranks: Ranks, directory: Path) -> None:
+    """The ranks of a sharded model write it together."""
+    save(load_weights(sharded(directory / "source", "full"), directory / "source", "auto", "cpu"), directory / "out")
+
+
 def full_disk(ranks: Ranks, directory: Path) -> None:
     """The disk of rank 0 is full in the middle of writing: one line on all ranks, nothing is left of it."""
     model = load_weights(sharded(directory / "source", "full"), directory / "source", "auto", "cpu")

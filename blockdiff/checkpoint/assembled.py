@@ -1,17 +1,19 @@
-"""Tensors that a file has in another form than a model: the matrices of single experts, and values in fp8.
+"""Tensors that a file has in another form than a model: the matrices of single experts, several matrices as one, and
+values in fp8.
 
-A model's tensor is then made of several stored ones, each read and dequantised alone.
+A model's tensor is then made of several stored ones, each read and dequantised alone, or is some rows of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from blockdiff.checkpoint.files import DTYPES, Stored, read_tensors
+from blockdiff.checkpoint.files import DTYPES, Stored, read_tensors, stored_tensors
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.fp8 import Fp8
@@ -22,6 +24,7 @@ from blockdiff.tensor_pieces import Block
 SCALE = "_scale_inv"  # follows the name of a tensor in MXFP8
 CHANNELS = "_scale"  # follows that of one in e4m3 with a scale for each output channel (compressed-tensors)
 SCALED = 32  # numbers along the input dimension that share a scale
+WEIGHT = ".weight"  # ends the names of matrices; of one in fp8 its scales' names go on
 SCALE_DTYPES = ("U8", "F8_E8M0")
 
 
@@ -31,6 +34,38 @@ class Assembled(Stored):
 
     parts: tuple[tuple[str, Block], ...] = ()
     is_fp8: bool = False  # e4m3 with a scale for each output channel, all of it
+
+
+def stored_apart(directory: Path, names: Names) -> dict[str, Stored]:
+    """`stored_tensors`, with the matrices apart that files of the family have as one."""
+    stored = stored_tensors(directory)
+    found: dict[str, Stored] = {}
+    for hub, place in stored.items():
+        module, weight, end = hub.rpartition(WEIGHT)
+        parts = names.parts_of(module) if names.files_are_fused and weight else [module]
+        if len(parts) == 1 or not place.shape or place.shape[0] % len(parts):
+            found |= {part + weight + end: place for part in parts}
+            continue
+        rows = place.shape[0] // len(parts)
+        for n, part in enumerate(parts):
+            found[part + weight + end] = replace(
+                place, shape=(rows, *place.shape[1:]), nbytes=place.nbytes // len(parts), inside=(hub, n * rows)
+            )
+    return found
+
+
+def fused_in_files(sources: Mapping[str, TensorSource], names: Names) -> dict[str, TensorSource]:
+    """Tensors as files of the family have them: where those have several matrices as one, one under the other."""
+    found: dict[str, TensorSource] = {}
+    wholes: dict[str, list[TensorSource]] = {}
+    for hub in sorted(sources, key=lambda name: (names.fused_of(name.rpartition(WEIGHT)[0]) or ("", 0))[1]):
+        module, weight, end = hub.rpartition(WEIGHT)
+        whole = names.fused_of(module) if names.files_are_fused and weight else None
+        if whole is None:
+            found[hub] = sources[hub]
+        else:
+            wholes.setdefault(whole[0] + weight + end, []).append(sources[hub])
+    return found | {hub: TensorSource.joined(parts) for hub, parts in wholes.items()}
 
 
 def assembled(stored: Mapping[str, Stored], names: Names) -> dict[str, Stored]:
@@ -48,10 +83,10 @@ def assembled(stored: Mapping[str, Stored], names: Names) -> dict[str, Stored]:
             pieces.setdefault(piece[0], {})[piece[1:]] = hub
         elif hub + SCALE in stored:
             whole = ((hub, Block.whole(place.shape)),)
-            found[hub] = Assembled(place.file, place.shape, "BF16", place.nbytes * 2, whole)
+            found[hub] = Assembled(place.file, place.shape, "BF16", place.nbytes * 2, parts=whole)
         elif hub + CHANNELS in stored:
             whole = ((hub, Block.whole(place.shape)),)
-            found[hub] = Assembled(place.file, place.shape, "F32", place.nbytes * 4, whole, is_fp8=True)
+            found[hub] = Assembled(place.file, place.shape, "F32", place.nbytes * 4, parts=whole, is_fp8=True)
         else:
             found[hub] = place
     for hub, of_place in pieces.items():
@@ -75,7 +110,7 @@ def _stacked(hub: str, of_place: Mapping[tuple[int, int], str], stored: Mapping[
     has_channels = [name + CHANNELS in stored for name, _ in parts]
     dtype = "BF16" if of_place[min(of_place)] + SCALE in stored else "F32" if any(has_channels) else first.dtype
     shape, nbytes = (experts, matrices * rows, columns), sum(stored[name].nbytes for name, _ in parts)
-    return Assembled(first.file, shape, dtype, nbytes, tuple(parts), is_fp8=all(has_channels))
+    return Assembled(first.file, shape, dtype, nbytes, parts=tuple(parts), is_fp8=all(has_channels))
 
 
 def read_assembled(
@@ -147,19 +182,32 @@ def dequantised(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def pieces_of(hub: str, source: TensorSource, names: Names, in_fp8: bool = False) -> dict[str, TensorSource]:
-    """A tensor as a file has it: itself, or the matrices of single experts."""
+    """A tensor as a file has it: itself, or the matrices of single experts, for all of which it is read once."""
     found = names.pieces_of(hub, in_fp8)
     if not found:
         return {hub: source}
     experts, rows, columns = source.shape
     rows //= len(found)
+    read = _read_once(source.read, experts * len(found))
 
     def of(expert: int, matrix: int) -> TensorSource:
         of_rows = slice(matrix * rows, (matrix + 1) * rows)
-        return TensorSource((rows, columns), source.dtype, lambda: source.read()[expert, of_rows])
+        return TensorSource((rows, columns), source.dtype, lambda: read()[expert, of_rows], (source,))
 
     return {
         pattern.replace("[]", str(expert)): of(expert, matrix)
         for expert in range(experts)
         for matrix, pattern in enumerate(found)
     }
+
+
+def _read_once(read: Callable[[], Tensor], times: int) -> Callable[[], Tensor]:
+    """A function that gives so many times what `read` gave the first time, and lets it go with the last."""
+    kept: list[Tensor] = []
+    left = iter(range(times - 1, -1, -1))
+
+    def once() -> Tensor:
+        kept.extend([] if kept else [read()])
+        return kept[0] if next(left) else kept.pop()
+
+    return once

@@ -58,6 +58,15 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str  # safetensors' word: F32, BF16, ...
     nbytes: int
+    inside: tuple[str, int] | None = None  # the tensor of the file whose rows it is, and the first of them
+
+    def place(self, name: str, block: Block | None) -> tuple[str, Block | None]:
+        """The tensor of the file, and the box of it, where a block (None: all) of the tensor called `name` lies."""
+        if self.inside is None:
+            return name, block
+        whole, row = self.inside
+        box = block or Block.whole(self.shape)
+        return whole, Block((row + box.offsets[0], *box.offsets[1:]), box.sizes)
 
 
 @dataclass(frozen=True)
@@ -190,7 +199,7 @@ def read_blocks(
         try:
             with safe_open(file, framework="pt", device="cpu") as handle:
                 for name, block in here:
-                    yield name, block, read_block(handle, name, block)
+                    yield name, block, read_block(handle, *stored[name].place(name, block))
         except FileNotFoundError:
             raise CheckpointError(f"{file} has gone since it was loaded; {here[0][0]} is read from it") from None
         except (SafetensorError, OSError) as error:

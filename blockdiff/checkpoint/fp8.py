@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from blockdiff.checkpoint.adapter_names import WEIGHTS as ADAPTER_WEIGHTS
-from blockdiff.checkpoint.assembled import Assembled, assembled
-from blockdiff.checkpoint.files import metadata_in, stored_tensors
+from blockdiff.checkpoint.assembled import Assembled, assembled, stored_apart
+from blockdiff.checkpoint.files import metadata_in
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.experts import Experts
@@ -46,7 +46,7 @@ def chosen_layers(model: BlockDiffusionModel, directory: Path, quantize: str | N
         return []
     asked = [] if quantize is None else fp8_layers(model)
     names = family_of(model.config).names
-    stored = assembled(stored_tensors(directory), names)
+    stored = assembled(stored_apart(directory, names), names)
     there = []
     for layer, module in model.named_modules():
         if isinstance(module, nn.Linear | Experts) and layer not in asked:
@@ -144,4 +144,6 @@ def sources_of(name: str, sources: Mapping[str, TensorSource]) -> tuple[TensorSo
     if scale is None:
         return None
     codes = sources[name]
-    return TensorSource(codes.shape, torch.float8_e4m3fn, lambda: codes.read().view(torch.float8_e4m3fn)), scale
+    return TensorSource(
+        codes.shape, torch.float8_e4m3fn, lambda: codes.read().view(torch.float8_e4m3fn), (codes,)
+    ), scale

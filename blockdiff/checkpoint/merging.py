@@ -95,17 +95,9 @@ def _written(
 
     The model gets these layers in fp8. keeps_sums: weights in `sums` stay in `dtype` all the same.
     """
-    names = family_of(model.config).names
-
-    @functools.lru_cache(maxsize=2)
-    def latest(name: str) -> Tensor:
-        """A whole tensor that is asked for piece by piece, in turn with the pieces of one other: it is read once."""
-        return sources[name].read().to(dtype)
 
     def source_of(name: str) -> TensorSource:
-        is_in_pieces = bool(names.pieces_of(names.to_hub(name) or ""))
-        read = partial(latest, name) if is_in_pieces else lambda: sources[name].read().to(dtype)
-        return TensorSource(sources[name].shape, dtype, read)
+        return TensorSource(sources[name].shape, dtype, lambda: sources[name].read().to(dtype))
 
     layers = chosen_layers(model, weights, form)
     if keeps_sums:

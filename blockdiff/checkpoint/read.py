@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from blockdiff import memory
 from blockdiff.checkpoint.adapters import base_of, has_adapter, load_adapter
 from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shapes_of
-from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_fp8
+from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_fp8, stored_apart
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_blocks, stored_tensors
 from blockdiff.checkpoint.fp8 import chosen_layers, form_below, rounds_inputs
@@ -99,7 +99,7 @@ def load_weights(
     """
     directory = find(path_or_hub_id)
     names, added = family_of(model.config).names, added_to(model)
-    in_files = stored_tensors(directory)
+    in_files = stored_apart(directory, names)
     stored = assembled(in_files, names)
     shapes = {name: shape for name, shape in shapes_of(model).items() if name not in added}
     source = _match(shapes, stored, directory, names)
@@ -145,7 +145,7 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Ten
     Each is read when it is asked for. Raises CheckpointError.
     """
     names, added = family_of(model.config).names, added_to(model)
-    in_files = stored_tensors(directory)
+    in_files = stored_apart(directory, names)
     stored = assembled(in_files, names)
     shapes = {name: shape for name, shape in shapes_of(model).items() if name not in added}
 
@@ -163,7 +163,8 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Ten
 
 def stored_fp8(model: BlockDiffusionModel, directory: Path) -> Callable[[str], Fp8]:
     """A function that reads a tensor of a checkpoint in fp8 by our name: as it is stored, or rounded."""
-    names, in_files = family_of(model.config).names, stored_tensors(directory)
+    names = family_of(model.config).names
+    in_files = stored_apart(directory, names)
     stored = assembled(in_files, names)
     source = _match(shapes_of(model), stored, directory, names)
     return lambda name: _in_fp8(in_files, stored, source[name], torch.device("cpu"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -45,11 +45,12 @@ _PLACE = {dtype: place for place, dtype in enumerate(WORDS)}
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor that can be had: what it will be, and how to get it."""
+    """A tensor that can be had: what it will be, how to get it, and the sources that it is made of, if any."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    of_sources: tuple[TensorSource, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +62,16 @@ class TensorSource:
         """A tensor that is there, cast to `dtype`."""
         target = dtype or tensor.dtype
         return cls(tuple(tensor.shape), target, lambda: tensor.detach().to("cpu", target))
+
+    @classmethod
+    def joined(cls, parts: Sequence[TensorSource]) -> TensorSource:
+        """Several tensors as one, one under the other."""
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        return cls(shape, parts[0].dtype, lambda: torch.cat([part.read() for part in parts]), tuple(parts))
+
+    def first_sources(self) -> list[TensorSource]:
+        """The sources that are made of no other, in the order in which reading this one reads them."""
+        return [first for source in self.of_sources for first in source.first_sources()] or [self]
 
     @classmethod
     def stored(cls, name: str, place: Stored) -> TensorSource:

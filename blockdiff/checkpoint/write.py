@@ -14,7 +14,7 @@ import transformers
 from safetensors import SafetensorError
 
 from blockdiff.checkpoint.added import added_to, check_whole, is_own_class, metadata_of
-from blockdiff.checkpoint.assembled import pieces_of
+from blockdiff.checkpoint.assembled import fused_in_files, pieces_of
 from blockdiff.checkpoint.files import ADDED, CONFIG, GENERATION, INDEX, TOKENIZER_FILES, Carried
 from blockdiff.checkpoint.fp8 import described, sources_of
 from blockdiff.checkpoint.gathering import Gathering
@@ -70,7 +70,8 @@ def save(
     else:
         own = dict(weights)
     files, index = _files_of(model, own, carried, shard_bytes)
-    gathering.order = [file[name] for file in files.values() for name in in_order(file)]
+    in_turn = [file[name] for file in files.values() for name in in_order(file)]
+    gathering.order = [first for source in in_turn for first in source.first_sources()]
 
     def write() -> None:
         _require_free(target, overwrite)
@@ -157,6 +158,7 @@ def _files_of(
             sources |= numbers | {piece + SCALE: scale for piece, scale in scales.items()}
         elif not is_scale(name):
             sources |= pieces_of(hub, source, names)
+    sources = fused_in_files(sources, names)
     sources |= {name: TensorSource.of(tensor) for name, tensor in carried.tensors.items()}
     sources |= {name: TensorSource.stored(name, place) for name, place in carried.stored.items()}
     split: Any = split_state_dict_into_shards_factory(

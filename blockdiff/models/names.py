@@ -22,7 +22,8 @@ class Names:
     those end of which it is made: for each expert, whose number `[]` is, matrices one under the other. modules: parts
     of Hub names and what transformers' names of modules have in their place. fused: the last name of a module of
     transformers that is several matrices of ours, one under the other, and theirs. fp8_pieces: the same as
-    pieces, of tensors that only files with weights in fp8 have in pieces.
+    pieces, of tensors that only files with weights in fp8 have in pieces. files_are_fused: whether files, too, have the
+    matrix of a fused module in place of ours.
     """
 
     table: tuple[tuple[str, str], ...]
@@ -33,6 +34,7 @@ class Names:
     modules: tuple[tuple[str, str], ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fp8_pieces: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    files_are_fused: bool = False
 
     @cached_property
     def _hub(self) -> dict[str, str]:

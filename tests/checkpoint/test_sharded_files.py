@@ -12,6 +12,7 @@ from blockdiff.checkpoint import draw_weights, empty, init, load, read_config, s
 from blockdiff.checkpoint.stream import WORDS, TensorSource, write_stream
 from blockdiff.files import piecewise_digest
 from tests import forked, sharded_files
+from tests.families import m3_config, m3_text_config
 from tests.oracle import TWO_LAYERS, tiny_config
 
 
@@ -43,6 +44,14 @@ def test_each_rank_reads_its_parts_alone_and_together_they_write_the_files_of_on
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
     save(draw_weights(empty(read_config(source)), seed=5, device="cpu"), tmp_path / "drawn-alone")
     assert contents(tmp_path / "drawn") == contents(tmp_path / "drawn-alone")
+
+
+@pytest.mark.parametrize("config", [m3_config, m3_text_config])
+def test_a_sharded_model_whose_files_have_other_tensors_is_written_as_by_one_process(tmp_path, config):
+    """Experts one by one, or gate and up as one matrix: each tensor is gathered once."""
+    save(init(config(), seed=3, device="cpu", dtype="bfloat16"), tmp_path / "source")
+    forked.run_ranks(2, sharded_files.write, tmp_path)
+    assert contents(tmp_path / "out") == contents(tmp_path / "source")
 
 
 def test_a_full_disk_of_rank_0_is_one_line_on_all_ranks(source, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
     MiniMaxM3SparseForConditionalGeneration,
+    MiniMaxM3VLForCausalLM,
     MiniMaxM3VLRMSNorm,
 )
 
@@ -25,7 +27,7 @@ from blockdiff.models.pages import Pages
 from blockdiff.objective import Objective
 from blockdiff.sampling import Generation, Request, Sampler
 from tests.closeness import require_close
-from tests.families import m3_config, small_model
+from tests.families import m3_config, m3_text_config, small_model
 
 pytestmark = pytest.mark.quick
 PARITY = 1e-8
@@ -182,6 +184,37 @@ def test_files_go_from_transformers_to_us_and_back(tmp_path):
     assert hub.keys() == ours.keys() and all(torch.equal(x, ours[name]) for name, x in hub.items())
     _, said = MiniMaxM3SparseForConditionalGeneration.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(said.values())
+
+
+def test_a_text_only_model_goes_from_transformers_to_us_and_back_and_computes_the_same(tmp_path):
+    torch.manual_seed(0)
+    config = m3_config().text_config
+    config._attn_implementation = "sdpa"
+    model = MiniMaxM3VLForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    mine = blockdiff.load(tmp_path / "theirs", dtype="auto", device="cpu", kernels="torch")
+    blockdiff.save(mine, tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert theirs.keys() == ours.keys() and all(torch.equal(x, ours[name]) for name, x in theirs.items())
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "ours")]
+    assert configs[0] == configs[1]
+    _, said = MiniMaxM3VLForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(said.values())
+    prompt = tokens(2, 37)
+    close(mine.unembed(mine.encode(prompt).hidden), model(input_ids=prompt).logits, 1e-5)
+
+
+def test_a_text_only_model_in_fp8_is_read_as_it_was_written(tmp_path):
+    blockdiff.save(blockdiff.init(m3_text_config(), seed=1), tmp_path / "m")
+    rounded = blockdiff.load(tmp_path / "m", dtype="float32", device="cpu", kernels="torch", quantize="fp8")
+    blockdiff.save(rounded, tmp_path / "rounded")
+    again = blockdiff.load(tmp_path / "rounded", dtype="float32", device="cpu", kernels="torch").state_dict()
+    assert all(torch.equal(x, again[name]) for name, x in rounded.state_dict().items())
+
+
+def test_a_text_only_model_is_refused_by_the_name_of_its_own_field(tmp_path):
+    with pytest.raises(CheckpointError, match="here: num_experts_per_tok is 5, of 4"):
+        config_from(m3_config().text_config.to_dict() | {"num_experts_per_tok": 5}, "here")
 
 
 def test_fresh_weights_have_everything_that_transformers_wants(tmp_path):

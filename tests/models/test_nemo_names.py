@@ -24,7 +24,7 @@ def test_the_modules_are_what_a_model_is_made_of():
     assert type(dense.mlp) is type(sparse.shared) is minimax_m3.MiniMaxM3MLP
     norms = (model.norm, dense.input_norm, sparse.attention.q_norm, sparse.attention.indexer.k_norm)
     assert {type(norm) for norm in norms} == {minimax_m3.MiniMaxM3RMSNorm}
-    assert {name for name in minimax_m3.__all__ if name not in ("FAMILY", "MiniMaxM3")} <= vars(minimax_m3).keys()
+    assert {name for name in minimax_m3.__all__ if name not in ("FAMILIES", "MiniMaxM3")} <= vars(minimax_m3).keys()
 
 
 def test_the_functions_take_the_arguments_by_their_names():

@@ -15,54 +15,63 @@ from blockdiff.models.minimax_m3.model import (
     MiniMaxM3MLP,
     MiniMaxM3RMSNorm,
 )
-from blockdiff.models.minimax_m3.names import NAMES
+from blockdiff.models.minimax_m3.names import NAMES, TEXT_NAMES
+from blockdiff.models.names import Names
 
-FAMILY = Family(
-    model_type="minimax_m3_vl",
-    architecture="MiniMaxM3SparseForConditionalGeneration",
-    model_class=MiniMaxM3,
-    names=NAMES,
-    parts={
-        "layer_scalars": ("layers.*_scalar",),
-        "router": ("layers.*.router.*",),
-        "experts": ("layers.*.experts.*",),
-        "self_conditioning": ("self_conditioning.*",),
-        "indexer": ("layers.*.indexer.*",),
-        "norms": ("*norm.weight",),
-        "attention": ("layers.*.attention.*",),
-        "mlp": ("layers.*.mlp.*", "layers.*.shared.*"),
-        "head": ("vocabulary.head",),
-        "embedding": ("vocabulary.*",),
-    },
-    fp8_parts=("attention", "mlp", "experts"),
-    adapted_parts=("attention", "mlp", "experts"),
-    sharding_units=("layers.{}.experts", "layers.{}", "vocabulary"),
-    capabilities=Capabilities(
-        kernels=("torch", "triton"),
-        predictions=("posterior", "leave_one_out"),
-        corruptions=("uniform", "mask"),
-        meshes=("replicate", "shard", "experts", "tensor"),
-        adapters=("lora",),
-    ),
-    read=config.read,
-    check=config.check,
-    outline=config.outline,
-    with_tokens=config.with_tokens,
-    image_tensors=config.image_tensors,
-    with_canvases=config.with_canvases,
-    tensor_parts={
-        "layers.*.attention": "attention",
-        "layers.*.mlp": "mlp",
-        "layers.*.shared": "mlp",
-        "layers.*.experts": "experts",
-        "self_conditioning": "mlp",
-        "vocabulary": "vocabulary",
-    },
-    selecting_parts=("indexer",),
+
+def _family(model_type: str, architecture: str, names: Names) -> Family:
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        model_class=MiniMaxM3,
+        names=names,
+        parts={
+            "layer_scalars": ("layers.*_scalar",),
+            "router": ("layers.*.router.*",),
+            "experts": ("layers.*.experts.*",),
+            "self_conditioning": ("self_conditioning.*",),
+            "indexer": ("layers.*.indexer.*",),
+            "norms": ("*norm.weight",),
+            "attention": ("layers.*.attention.*",),
+            "mlp": ("layers.*.mlp.*", "layers.*.shared.*"),
+            "head": ("vocabulary.head",),
+            "embedding": ("vocabulary.*",),
+        },
+        fp8_parts=("attention", "mlp", "experts"),
+        adapted_parts=("attention", "mlp", "experts"),
+        sharding_units=("layers.{}.experts", "layers.{}", "vocabulary"),
+        capabilities=Capabilities(
+            kernels=("torch", "triton"),
+            predictions=("posterior", "leave_one_out"),
+            corruptions=("uniform", "mask"),
+            meshes=("replicate", "shard", "experts", "tensor"),
+            adapters=("lora",),
+        ),
+        read=config.read,
+        check=config.check,
+        outline=config.outline,
+        with_tokens=config.with_tokens,
+        image_tensors=config.image_tensors,
+        with_canvases=config.with_canvases,
+        tensor_parts={
+            "layers.*.attention": "attention",
+            "layers.*.mlp": "mlp",
+            "layers.*.shared": "mlp",
+            "layers.*.experts": "experts",
+            "self_conditioning": "mlp",
+            "vocabulary": "vocabulary",
+        },
+        selecting_parts=("indexer",),
+    )
+
+
+FAMILIES = (
+    _family("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration", NAMES),
+    _family(config.TEXT, "MiniMaxM3VLForCausalLM", TEXT_NAMES),
 )
 
 __all__ = [
-    "FAMILY",
+    "FAMILIES",
     "Block",
     "MiniMaxM3",
     "MiniMaxM3Attention",

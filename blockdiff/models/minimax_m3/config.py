@@ -13,6 +13,7 @@ from blockdiff.errors import CheckpointError
 from blockdiff.kernels.expert_mlp.activations import oai
 from blockdiff.models.family import Outline
 
+TEXT = "minimax_m3_vl_text"  # the model type of the text side alone, as transformers' MiniMaxM3VLForCausalLM saves it
 KINDS = {"full_attention": "full", "minimax_m3_sparse": "sparse"}  # layer types, and our names of the kinds
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
@@ -47,28 +48,30 @@ def read(values: Mapping[str, Any]) -> Any:
     Raises CheckpointError for values that are not supported, and what transformers raises for those that cannot be.
     """
     from transformers import MiniMaxM3VLConfig
+    from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 
     own: dict[str, Any] = json.loads(json.dumps(values))
-    text = own.get("text_config")
+    is_text = own.get("model_type") == TEXT
+    text, where = (own, "") if is_text else (own.get("text_config"), "text_config.")
     if not isinstance(text, dict):
         raise CheckpointError("no text_config")
     for name in SIZES:
         size, most = text.get(name), LARGEST.get(name, 2**31)
         if isinstance(size, int) and not 1 <= size <= most:
-            raise CheckpointError(f"text_config.{name} is {size}; it must be at least 1 and at most {most}")
+            raise CheckpointError(f"{where}{name} is {size}; it must be at least 1 and at most {most}")
     own.pop("quantization_config", None)
     sparse = text.get("sparse_attention_config") or {}
     values_of = sparse.get("sparse_disable_index_value", 1)
     carry = [not off for off in values_of] if isinstance(values_of, list) else [not values_of]
     if any(carry):
-        raise CheckpointError("text_config.sparse_attention_config: layers whose index path carries values are refused")
-    # transformers knows neither, and would drop them
-    text.setdefault("index_init_blocks", sparse.get("sparse_init_block", 0))
-    text.setdefault("index_score_type", sparse.get("sparse_score_type", "max"))
+        raise CheckpointError(f"{where}sparse_attention_config: layers whose index path carries values are refused")
+    for ours, theirs in (("index_init_blocks", "sparse_init_block"), ("index_score_type", "sparse_score_type")):
+        if theirs in sparse:  # transformers knows neither, and would drop them
+            text.setdefault(ours, sparse[theirs])
     rope = text.get("rope_parameters") or {}
     if "partial_rotary_factor" not in rope and "partial_rotary_factor" not in text and "rotary_dim" in text:
         text["partial_rotary_factor"] = text["rotary_dim"] / text.get("head_dim", 128)
-    config = MiniMaxM3VLConfig(**own)
+    config = (MiniMaxM3VLTextConfig if is_text else MiniMaxM3VLConfig)(**own)
     check(config)
     return config
 
@@ -81,43 +84,44 @@ def check(config: Any) -> None:
 
 
 def _wrong(config: Any) -> Iterator[str]:
-    text = config.text_config
+    text = config.get_text_config()
+    where = "" if text is config else "text_config."
     for name, allowed in ONE_VALUE.items():
         value = getattr(text, name, allowed[0])
         if value not in allowed:
-            yield f"text_config.{name} is {value!r}; only {allowed[0]!r} is supported"
+            yield f"{where}{name} is {value!r}; only {allowed[0]!r} is supported"
     for name in SIZES:
         if not isinstance(getattr(text, name), int) or getattr(text, name) < 1:
-            yield f"text_config.{name} is {getattr(text, name)!r}; it must be at least 1"
+            yield f"{where}{name} is {getattr(text, name)!r}; it must be at least 1"
     for heads in ("num_key_value_heads", "index_n_heads"):
         if text.num_attention_heads % getattr(text, heads):
-            yield f"text_config.{heads} {getattr(text, heads)} does not divide num_attention_heads"
+            yield f"{where}{heads} {getattr(text, heads)} does not divide num_attention_heads"
     larger, smaller = sorted((text.index_n_heads, text.num_key_value_heads), reverse=True)
     if larger % smaller:
-        yield f"text_config.index_n_heads {text.index_n_heads} and num_key_value_heads must divide one another"
+        yield f"{where}index_n_heads {text.index_n_heads} and num_key_value_heads must divide one another"
     if text.num_experts_per_tok > text.num_local_experts:
-        yield f"text_config.num_experts_per_tok is {text.num_experts_per_tok}, of {text.num_local_experts} experts"
+        yield f"{where}num_experts_per_tok is {text.num_experts_per_tok}, of {text.num_local_experts} experts"
     for name, known in (("layer_types", KINDS), ("mlp_layer_types", ("dense", "sparse"))):
         kinds = getattr(text, name)
         if len(kinds) != text.num_hidden_layers:
-            yield f"text_config.{name} names {len(kinds)} layers, but there are {text.num_hidden_layers}"
+            yield f"{where}{name} names {len(kinds)} layers, but there are {text.num_hidden_layers}"
         for kind in kinds:
             if kind not in known:
-                yield f"text_config.{name} {kind!r} is not supported; there are: {', '.join(known)}"
+                yield f"{where}{name} {kind!r} is not supported; there are: {', '.join(known)}"
     for name in ("index_init_blocks", "index_local_blocks"):
         if not isinstance(getattr(text, name, 0), int) or getattr(text, name, 0) < 0:
-            yield f"text_config.{name} is {getattr(text, name)!r}; it must be at least 0"
+            yield f"{where}{name} is {getattr(text, name)!r}; it must be at least 0"
     if getattr(text, "index_score_type", "max") not in ("max", "lse"):
-        yield f"text_config.index_score_type is {text.index_score_type!r}; there are: max, lse"
+        yield f"{where}index_score_type is {text.index_score_type!r}; there are: max, lse"
     for name in ("swiglu_alpha", "swiglu_limit"):
         if not isinstance(getattr(text, name), int | float) or getattr(text, name) < 0:
-            yield f"text_config.{name} is {getattr(text, name)!r}; it must be at least 0"
+            yield f"{where}{name} is {getattr(text, name)!r}; it must be at least 0"
     rope = text.rope_parameters or {}
     if not rope.get("rope_theta") or rope.get("rope_type", "default") != "default":
-        yield f"text_config.rope_parameters is {rope!r}; rope_type default with a rope_theta is supported"
+        yield f"{where}rope_parameters is {rope!r}; rope_type default with a rope_theta is supported"
     turned = int(text.head_dim * rope.get("partial_rotary_factor", 1.0))
     if turned < 2 or turned % 2 or turned > text.index_head_dim:
-        yield f"text_config.rope_parameters: {turned} dimensions turn; it must be even, and index heads as wide"
+        yield f"{where}rope_parameters: {turned} dimensions turn; it must be even, and index heads as wide"
     canvas_length = getattr(config, "canvas_length", None)
     if canvas_length is not None and (not isinstance(canvas_length, int) or canvas_length < 0):
         yield f"canvas_length is {canvas_length!r}; it must be a number of tokens, or null for a causal model"
@@ -150,7 +154,7 @@ def activation(text: Any) -> str:
 
 def outline(config: Any) -> Outline:
     """The config in words that all families share."""
-    text = config.text_config
+    text = config.get_text_config()
     layers, sparse = text.num_hidden_layers, list(text.layer_types).count("minimax_m3_sparse")
     canvas = f"canvas {config.canvas_length}" if denoises(config) else "causal"
     if denoises(config) and selects_per_canvas(config):
@@ -179,7 +183,7 @@ def outline(config: Any) -> Outline:
 def with_tokens(config: Any, vocab_size: int, special: Mapping[str, int | None]) -> Any:
     """The config with another vocabulary; special: bos_token_id, eos_token_id and pad_token_id."""
     values = config.to_dict()
-    values["text_config"] |= {"vocab_size": vocab_size, **special}
+    values.get("text_config", values).update(vocab_size=vocab_size, **special)
     return read(values)
 
 
@@ -200,7 +204,7 @@ IMAGE = (
 
 def image_tensors(config: Any, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Random image tensors by Hub name, as transformers initialises them; none without an image side."""
-    if config.vision_config is None:
+    if getattr(config, "vision_config", None) is None:
         return {}
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
         MiniMaxM3VLMultiModalProjector,

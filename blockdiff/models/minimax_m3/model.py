@@ -176,7 +176,7 @@ class MiniMaxM3(BlockDiffusionModel):
     def __init__(self, config: Any, kernels: str | Kernels = "auto"):
         super().__init__()
         check(config)
-        text = config.text_config
+        text = config.get_text_config()
         self.config, self.kernels = config, resolve(kernels)
         self.denoises, self.canvas_length = denoises(config), getattr(config, "canvas_length", None) or 1
         hidden, self.vocab_size = text.hidden_size, text.vocab_size

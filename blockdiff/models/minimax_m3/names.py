@@ -1,4 +1,4 @@
-"""The names of MiniMax M3's tensors on the Hub (MiniMaxAI/MiniMax-M3)."""
+"""The names of MiniMax M3's tensors on the Hub (MiniMaxAI/MiniMax-M3), and where the text side stands alone."""
 
 from __future__ import annotations
 
@@ -52,4 +52,26 @@ NAMES = Names(
         (".block_sparse_moe.shared_experts", ".mlp.shared_experts"),
     ),
     fused=(("gate_up_proj", ("gate_proj", "up_proj")),),
+)
+
+# The text side alone, under the names of transformers' modules: experts are stacked, gate and up are one matrix.
+_TO_TEXT = (
+    ("language_model.", ""),
+    (".block_sparse_moe.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
+    (".block_sparse_moe.", ".mlp."),
+    (".self_attn.index_", ".self_attn.indexer."),
+)
+
+
+def _in_text(hub: str) -> str:
+    for of_hub, of_module in _TO_TEXT:
+        hub = hub.replace(of_hub, of_module)
+    return hub
+
+
+TEXT_NAMES = Names(
+    tuple((ours, _in_text(hub)) for ours, hub in TABLE),
+    ties=(("lm_head.weight", "model.embed_tokens.weight"),),
+    fused=NAMES.fused,
+    files_are_fused=True,
 )
