@@ -22,7 +22,12 @@ from blockdiff.training.plan.training import dtypes_of
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_checks import refuse, without_effect
-from blockdiff.training.starting_model import corruption_of, read_starting_model, without_weights
+from blockdiff.training.starting_model import (
+    corruption_of,
+    read_starting_model,
+    with_objective_of_base,
+    without_weights,
+)
 
 LEGEND = "prompt dim; canvases coloured; corrupted tokens reversed; fill underlined"
 GLOSSARY = (
@@ -49,6 +54,7 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
 
     What training refuses before it reads weights is refused here, too, in the same words.
     """
+    recipe, said = with_objective_of_base(recipe)
     refuse(recipe)
     base = read_starting_model(recipe)
     corruption = corruption_of(recipe, base)
@@ -56,6 +62,8 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
     needs = kept_bytes(objective, recipe, 1, *dtypes_of(recipe, base))
     show_shape(objective.model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show, needs)
     data = checked_data(recipe, base)
+    if said:
+        show.line(f"objective {said}")
     for line in ("", *data.lines(), *(f"note      {each}" for each in without_effect(recipe, data.steps)), ""):
         show.line(line)
     batch, examples = data.batches(step)[0], data.examples_of(step)

@@ -56,9 +56,9 @@ def _training(
     from blockdiff.training.plan.work import Rates
     from blockdiff.training.recipe_checks import refuse
     from blockdiff.training.recipe_files import read_recipe
-    from blockdiff.training.starting_model import read_starting_model
+    from blockdiff.training.starting_model import read_starting_model, with_objective_of_base
 
-    recipe = read_recipe(target, overrides, needs_data=False)
+    recipe, _ = with_objective_of_base(read_recipe(target, overrides, needs_data=False))
     refuse(recipe, gpus)
     base, reached = read_starting_model(recipe), Rates(*rates)
     made = plans.plan_training(recipe, ranks=gpus, device=device, tokens=tokens, base=base)

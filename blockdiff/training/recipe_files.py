@@ -96,7 +96,9 @@ def _name(source: AnyRecipe) -> str:
 
 
 def _tree(section: Section) -> dict[str, Any]:
-    return {key: _tree(value) if isinstance(value, Section) else value for key, value in section}
+    """The keys that were said, whatever the others have by default."""
+    said = ((key, value) for key, value in section if key in section.model_fields_set)
+    return {key: _tree(value) if isinstance(value, Section) else value for key, value in said}
 
 
 def _merge(into: dict[str, Any], tree: Mapping[Any, Any], path: Key, layer: Place, origins: Origins) -> None:
@@ -162,8 +164,7 @@ def _layers(source: AnyRecipe, chain: tuple[Path, ...] = ()) -> list[Layer]:
     """The recipe's own layer, preceded by those of the recipes it extends."""
     origin = _name(source)
     if isinstance(source, Recipe):  # its paths have been looked up
-        given = _tree(source)
-        return [(origin, None, {key: given[key] for key in given if key in source.model_fields_set})]
+        return [(origin, None, _tree(source))]
     if isinstance(source, Mapping):
         directory, tree = Path(), _with_rows(source)
     else:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from blockdiff import checkpoint
+from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption
@@ -20,7 +23,7 @@ from blockdiff.objective import Objective
 from blockdiff.sampling import Generation
 from blockdiff.training.checkpoint_content import require_own_names
 from blockdiff.training.freeze import freeze
-from blockdiff.training.recipe import LoraSection, Recipe
+from blockdiff.training.recipe import LoraSection, ObjectiveSection, Recipe
 from blockdiff.training.recipe_checks import refuse_of_causal
 from blockdiff.training.recipe_choices import MaskToken, UniformTokens
 
@@ -49,6 +52,30 @@ class StartingModel:
     def vocab_size(self) -> int:
         """The size V of the model's vocabulary."""
         return family_of(self.config).outline(self.config).vocab_size
+
+
+def with_objective_of_base(recipe: Recipe) -> tuple[Recipe, str]:
+    """The recipe with the objective that `model.path` was trained with, in the keys that the recipe leaves out.
+
+    The text says what was taken that is no default, and what the recipe has otherwise; empty: nothing. The order of
+    passes (`sweep`) and the parts that train (`router`) are not taken. Raises CheckpointError for a model that is not
+    there.
+    """
+    if recipe.model.path is None:
+        return recipe, ""
+    base = DiffusionSettings.from_pretrained(find(recipe.model.path, with_weights=False)).objective
+    own = recipe.objective.model_dump(mode="json", exclude={"sweep", "router"})
+    taken: dict[str, Any] = {}
+    for key in base.keys() & own.keys() - recipe.objective.model_fields_set:
+        with suppress(ValidationError):  # of a part that was given from Python
+            taken[key] = getattr(ObjectiveSection.model_validate({key: base[key]}), key)
+    unlike = [key for key in own if key in base and own[key] != base[key]]
+    as_base = [f"{key} {base[key]} (default {own[key]})" for key in unlike if key in taken]
+    otherwise = [f"{key} {own[key]} (there {base[key]})" for key in unlike if key not in taken]
+    said = [f"as model.path was trained: {', '.join(as_base)}"] * bool(as_base)
+    said += [f"not as model.path was trained: {', '.join(otherwise)}"] * bool(otherwise)
+    recipe = recipe.model_copy(update={"objective": recipe.objective.model_copy(update=taken)})
+    return recipe, "; ".join(said)
 
 
 def read_starting_model(recipe: Recipe) -> StartingModel:

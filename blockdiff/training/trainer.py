@@ -43,6 +43,7 @@ from blockdiff.training.recipe_choices import described
 from blockdiff.training.recipe_files import AnyRecipe, settled
 from blockdiff.training.run import Run, best_of, best_saved, entered, evaluations_since_best, prune
 from blockdiff.training.samples import TEXTS, sample_prompts
+from blockdiff.training.starting_model import with_objective_of_base
 from blockdiff.training.step import Counts, Gradient, SkippedSteps, backpropagate
 from blockdiff.training.trackers import Trackers
 
@@ -367,6 +368,9 @@ class Trainer:
             with watched(ranks, lambda: self.doing) as joined, joined.guarded(lambda: self.doing), catching as signals:
                 self.ranks = replace(joined, is_stopping=signals.is_stopping, alike=self.recipe.parallel.tensor)
                 self.show = Progress(self.recipe.train.steps or 0, is_shown=ranks.is_main)
+                self.recipe, said = with_objective_of_base(self.recipe)
+                if said:
+                    self.show.line(f"objective {said}")
                 refuse(self.recipe, ranks.world)
                 with entered(self.directory, self.resume, self.ranks) as checkpoint:
                     self.start(checkpoint)

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,8 +18,12 @@ from blockdiff.models.adapters import adapter_tensors, is_adapted
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.sampling import Sampler
 from blockdiff.training.plan.sampling import plan_sampling
+from blockdiff.training.recipe_choices import ArLoss
+from blockdiff.training.recipe_files import read_recipe
+from blockdiff.training.starting_model import with_objective_of_base
 from tests.commands import works
 from tests.little_model import LITTLE, save_preset
+from tests.recipes import Square
 
 NO_RANKS = "{attention: 0, mlp: 0, experts: 0, self_conditioning: 0}"
 
@@ -97,6 +102,31 @@ def test_a_resumed_run_ends_where_an_undisturbed_one_does(inputs, trained, tmp_p
     one, other = (load_file(run.directory / "adapter" / "adapter_model.safetensors") for run in (trained, again))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert [r["loss"] for r in again.records if "loss" in r] == [r["loss"] for r in trained.records if "loss" in r]
+
+
+@pytest.fixture(scope="module")
+def without_ar(inputs, tmp_path_factory):
+    """A model that was trained without the AR loss, with another coin and a schedule of one's own."""
+    first = {key: inputs[key] for key in ("data", "train")} | {"model": inputs["model"], "lora": "none"}
+    first["objective"] = {"ar_loss": "none", "coin": 0.25, "schedule": Square()}
+    return blockdiff.train(first, ["train.steps=1", "train.eval_every=0"], tmp_path_factory.mktemp("first") / "run")
+
+
+def test_training_goes_on_with_the_objective_of_its_base_and_says_what_differs(inputs, without_ar, tmp_path, capsys):
+    recipe = {key: inputs[key] for key in ("data", "train", "lora")} | {"objective": {"coin": 0.75}}
+    recipe["model"] = {"path": str(without_ar.directory / "model")}
+    capsys.readouterr()
+    run = blockdiff.train(recipe, ["train.steps=2"], tmp_path / "run")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("objective")]
+    assert line.startswith("objective as model.path was trained: ar_loss none (default 1.0); not as model.path was ")
+    assert "schedule linear (there {'tests.recipes.Square'" in line and "coin 0.75 (there 0.25)" in line
+    assert not any(record.get("ar_loss") for record in run.records)
+    resolved = yaml.safe_load((run.directory / "recipe.yaml").read_text())["objective"]
+    assert (resolved["ar_loss"], resolved["coin"], resolved["schedule"]) == ("none", 0.75, "linear")
+    resumed = blockdiff.train(recipe, output=run.directory, resume=True)
+    assert resumed.records[-1]["step"] == 4 and not any(record.get("ar_loss") for record in resumed.records)
+    other, _ = with_objective_of_base(read_recipe(recipe, ["objective.ar_loss=0.5"]))
+    assert other.objective.ar_loss == ArLoss(0.5)  # the recipe decides
 
 
 def test_resuming_with_other_weights_below_the_adapters_is_refused(inputs, tmp_path):
