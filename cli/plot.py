@@ -12,7 +12,8 @@ from blockdiff.cli import options
 
 def plot(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories of `blockdiff train`.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The PNG to write, or to draw anew.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The PNG to write.")],
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Draw what runs measured: losses, also by noise level, sampled prompts and their steps per canvas, speed.
 
@@ -22,6 +23,7 @@ def plot(
 
     if output.suffix.lower() != ".png":
         raise typer.BadParameter(f"{output} is no .png file", param_hint="--output")
+    options.require_free(output, overwrite=overwrite)
     options.make_parent(output)
     draw_comparison(runs, output)
     print(f"{output}: {len(runs)} run{'s' * (len(runs) != 1)}")

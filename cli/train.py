@@ -15,19 +15,24 @@ from blockdiff.cli import options
 def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe (recipes/README.md lists the keys).")],
     set_: options.Overrides = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The run directory.")] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="The run directory.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is there.")] = False,
 ) -> None:
     """Train a model as a recipe says.
 
     The run directory gets recipe.yaml (as resolved), metrics.jsonl, checkpoints/step-N, model (Hub layout)
     and curves.png. Several processes: `accelerate launch -m blockdiff train ...`.
     """
+    if output == "":
+        raise typer.BadParameter("is empty; name a directory", param_hint="--output")
+    if resume and overwrite:
+        raise typer.BadParameter("--resume goes on with a run and --overwrite replaces it; give one of them")
     from blockdiff.parallel.signals import Stopped
     from blockdiff.terminal import quiet
     from blockdiff.training.trainer import Trainer
 
-    trainer = Trainer(recipe, list(set_ or []), output, resume)
+    trainer = Trainer(recipe, list(set_ or []), output, resume, overwrite=overwrite)
     quiet()
     try:
         trainer.fit()

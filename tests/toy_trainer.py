@@ -65,7 +65,7 @@ class ToyTrainer(Trainer):
                 "evaluation": {"prompts_every": o.sample_every},
             }
         )
-        super().__init__(recipe, output="toy")
+        super().__init__(recipe, output=".")
         is_stopping = watch.pop("is_stopping", None)
         self.ranks = ranks if is_stopping is None else replace(ranks, is_stopping=is_stopping)
         self.options, self.batches, self.lr, self.watch = o, batches, lr, watch

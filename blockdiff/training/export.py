@@ -35,7 +35,7 @@ from blockdiff.training.checkpoint_content import MODEL as WEIGHTS
 from blockdiff.training.checkpoint_reader import open_checkpoint, restore_weights
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.report import report_line, run_report
-from blockdiff.training.run import RECIPE, REPORT
+from blockdiff.training.run import CURVES, DATA, RECIPE, REPORT, remove_run
 from blockdiff.training.same_run import objective_record
 from blockdiff.training.starting_model import read_starting_model, without_weights
 
@@ -46,9 +46,14 @@ if TYPE_CHECKING:
 
 
 def open_logs(directory: Path, recipe: Recipe, built: Built, checkpoint: Path | None) -> list[Record]:
-    """Write what the run is, and cut its logs back to the checkpoint; returns the records that are left."""
+    """Write what the run is, and cut its logs back to the checkpoint; returns the records that are left.
+
+    Without a checkpoint what another run has left there is removed.
+    """
     write_text(directory / RECIPE, recipe.resolved())
-    write_text(directory / "data.json", json.dumps(built.data.report(), indent=1) + "\n")
+    if checkpoint is None:
+        remove_run(directory)
+    write_text(directory / DATA, json.dumps(built.data.report(), indent=1) + "\n")
     last = -1 if checkpoint is None else built.step  # a new run evaluates at step 0 again
     MetricsLog(directory / SAMPLES).cut(last)
     return MetricsLog(directory / FILE_NAME).cut(last)
@@ -98,7 +103,7 @@ def write_results(trainer: Trainer, which: str) -> None:
     """Write the curves and the report, and say in one line what the run was; which: what `write_model` wrote."""
     directory, recipe, data = trainer.directory, trainer.recipe, trainer.built.data
     trainer.prune()  # a kill in the last save may have left what it was about to remove
-    draw_curves(directory / FILE_NAME, directory / "curves.png", title=directory.name)
+    draw_curves(directory / FILE_NAME, directory / CURVES, title=directory.name)
     report = run_report(
         trainer.records,
         run=directory.name,

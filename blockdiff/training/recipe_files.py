@@ -85,7 +85,7 @@ def settled(
     given = {name: {key: value for key, value in keys.items() if value is not None} for name, keys in sections.items()}
     settled = read_recipe(recipe, overrides, {name: keys for name, keys in given.items() if keys})
     where = settled.output if output is None else output
-    if where is None:
+    if where is None or not str(where):
         name = recipe if isinstance(recipe, str | Path) else "recipe"
         raise RecipeError(f"{name}: output: missing; give --output DIR or set it in the recipe")
     return settled.model_copy(update={"output": str(Path(where).expanduser().absolute())})

@@ -14,14 +14,16 @@ from typing import Any
 import yaml
 
 from blockdiff import checkpoint
+from blockdiff.checkpoint.files import ADAPTER, MODEL
 from blockdiff.errors import RESUME, RunError
 from blockdiff.files import remove_directory, remove_leftovers
-from blockdiff.metrics import FILE_NAME, METRICS, Record, decisive_metrics, read
+from blockdiff.metrics import FILE_NAME, METRICS, SAMPLES, Record, decisive_metrics, read
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_content import FOLDER, steps_saved
 
-RECIPE, REPORT = "recipe.yaml", "report.json"
-SIGNS_OF_A_RUN = (FOLDER, FILE_NAME, RECIPE)
+RECIPE, REPORT, DATA, CURVES, IDENTITY = "recipe.yaml", "report.json", "data.json", "curves.png", "tracker-id"
+SIGNS_OF_A_RUN = (FOLDER, FILE_NAME)  # what only a run has
+WRITTEN = (*SIGNS_OF_A_RUN, SAMPLES, MODEL, ADAPTER, RECIPE, REPORT, DATA, CURVES, IDENTITY)
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,28 @@ class Run:
 
 
 @contextmanager
-def entered(run: Path, resume: bool, ranks: Ranks) -> Iterator[Path | None]:
+def entered(run: Path, resume: bool, ranks: Ranks, overwrite: bool = False) -> Iterator[Path | None]:
     """Hold a run directory; gives the checkpoint to go on from, None to start at step 0.
 
+    With `overwrite` a run that is there is started over; `remove_run` removes it once the new one can begin.
+
     Inside, no other process trains into the directory, and a start that fails leaves no empty one. All ranks call it
-    before any of them writes. Raises RunError when a run is there and `resume` is not asked for, when another process
-    holds the directory, and when the ranks see different checkpoints.
+    before any of them writes. Raises RunError when a run is there and neither `resume` nor `overwrite` is asked for,
+    when files are there that a run would write over and that are no run's, when another process holds the directory,
+    and when the ranks see different checkpoints.
     """
-    saved = steps_saved(run)
-    if not resume and any((run / sign).exists() for sign in SIGNS_OF_A_RUN):
+    saved = {} if overwrite else steps_saved(run)
+    if resume and overwrite:
+        raise RunError("resume goes on with a run and overwrite replaces it; ask for one of them")
+    is_run = any((run / sign).exists() for sign in SIGNS_OF_A_RUN)
+    strange = [run / name for name in WRITTEN if (run / name).exists()]
+    if strange and not is_run:
+        raise RunError(f"{strange[0]}: is there already and is no run's; choose another output")
+    if is_run and not (resume or overwrite):
         reached = f"saved up to step {max(saved)}" if saved else "with no checkpoint yet"
-        raise RunError(f"{run} already holds a run {reached}; {RESUME}, or choose another output")
+        raise RunError(
+            f"{run} already holds a run {reached}; {RESUME}, replace it with --overwrite, or choose another output"
+        )
     latest = ranks.gather(max(saved, default=0))  # nobody goes on before everybody has looked
     if len(set(latest)) > 1:
         raise RunError(f"{run}: processes see checkpoints up to steps {latest}; put it where all of them see the same")
@@ -97,6 +110,7 @@ def entered(run: Path, resume: bool, ranks: Ranks) -> Iterator[Path | None]:
                 refusal = f"{run}: another process trains into this directory; wait for its end or stop it"
         if (refusal := ranks.agree(refusal)) is not None:
             raise RunError(refusal)
+        run.mkdir(parents=True, exist_ok=True)  # a node may have a disk of its own
         try:
             if ranks.is_main:
                 remove_leftovers(run / FOLDER)
@@ -109,6 +123,17 @@ def entered(run: Path, resume: bool, ranks: Ranks) -> Iterator[Path | None]:
     finally:
         if handle is not None:
             os.close(handle)
+
+
+def remove_run(run: Path) -> None:
+    """Remove what a run has written into its directory, but its recipe; other files stay."""
+    for step in steps_saved(run).values():
+        remove_directory(step)
+    for name in set(WRITTEN) - {FOLDER, RECIPE}:
+        if (run / name).is_dir():
+            remove_directory(run / name)
+        else:
+            (run / name).unlink(missing_ok=True)
 
 
 def _is_locked(handle: int) -> bool:

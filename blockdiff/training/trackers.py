@@ -14,9 +14,9 @@ from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import RunError
 from blockdiff.files import write_text
 from blockdiff.metrics import Record
+from blockdiff.training.run import IDENTITY
 
 PROJECT = "blockdiff"
-IDENTITY = "tracker-id"
 
 
 class Trackers:

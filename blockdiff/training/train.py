@@ -23,6 +23,7 @@ def train(
     output: str | Path | None = None,
     resume: bool = False,
     *,
+    overwrite: bool = False,
     schedule: Schedule | None = None,
     corruption: Corruption | None = None,
     weight: Weight | None = None,
@@ -33,14 +34,16 @@ def train(
     """Train what a recipe says and return the run: `Trainer(...).fit()`, with every guarantee of the command.
 
     recipe: the path of a YAML recipe, a mapping with the same keys (rows may stand in it, in memory), or a Recipe.
-    overrides: `key.path=value` texts. output: the run directory. resume: go on from its last checkpoint. The others
-    are parts of one's own, as `Trainer` takes them. Raises what `Trainer.fit` raises.
+    overrides: `key.path=value` texts. output: the run directory. resume: go on from its last checkpoint. overwrite:
+    replace the run that is there, once the new one can begin. The others are parts of one's own, as `Trainer` takes
+    them. Raises what `Trainer.fit` raises.
     """
     return Trainer(
         recipe,
         overrides,
         output,
         resume,
+        overwrite=overwrite,
         schedule=schedule,
         corruption=corruption,
         weight=weight,

@@ -22,7 +22,7 @@ from blockdiff.data.dataset import Dataset
 from blockdiff.diffusion.corruption import Corruption
 from blockdiff.diffusion.schedule import Schedule
 from blockdiff.diffusion.weight import Weight
-from blockdiff.errors import RESUME, DataError
+from blockdiff.errors import RESUME, DataError, RunError
 from blockdiff.metrics import FILE_NAME, METRICS, SAMPLES, MetricsLog, Record, of_kind
 from blockdiff.objective import Objective
 from blockdiff.parallel.accelerate_config import refuse_settings
@@ -77,6 +77,7 @@ class Trainer:
         output: str | Path | None = None,
         resume: bool = False,
         *,
+        overwrite: bool = False,
         schedule: Schedule | None = None,
         corruption: Corruption | None = None,
         weight: Weight | None = None,
@@ -93,7 +94,7 @@ class Trainer:
             given={"objective": objective, "optimiser": optimiser, "trainer": trainer},
         )
         self.directory = Path(str(self.recipe.output))
-        self.resume, self.callbacks = resume, checked(callbacks)
+        self.resume, self.overwrite, self.callbacks = resume, overwrite, checked(callbacks)
         self.began = time.perf_counter()
         self.doing = "the start of the run"  # for the message when another rank is lost meanwhile
 
@@ -372,7 +373,8 @@ class Trainer:
                 if said:
                     self.show.line(f"objective {said}")
                 refuse(self.recipe, ranks.world)
-                with entered(self.directory, self.resume, self.ranks) as checkpoint:
+                self.keep_base()
+                with entered(self.directory, self.resume, self.ranks, self.overwrite) as checkpoint:
                     self.start(checkpoint)
                     shown = self.show.running(self.step)
                     with closing(self.saver), closing(self.trackers), shown, joined.guarded(lambda: self.doing):
@@ -381,6 +383,13 @@ class Trainer:
         except BaseException:
             ranks.close()  # the others notice at once
             raise
+
+    def keep_base(self) -> None:
+        """Raise RunError where `overwrite` would remove what the run starts from."""
+        for key in ("path", "tokenizer"):
+            name = getattr(self.recipe.model, key)
+            if self.overwrite and name is not None and Path(name).resolve().is_relative_to(self.directory.resolve()):
+                raise RunError(f"model.{key}: {name} lies in the run that --overwrite replaces; choose another output")
 
     def start(self, checkpoint: Path | None) -> None:
         """Build what trains as it was at a checkpoint, or from the start, and cut the logs to it."""

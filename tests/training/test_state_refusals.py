@@ -32,11 +32,25 @@ class OneOfFour(Ranks):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("sign", ["recipe.yaml", "metrics.jsonl", "checkpoints"])
+@pytest.mark.parametrize("sign", ["metrics.jsonl", "checkpoints"])
 def test_an_existing_run_is_not_started_over(tmp_path, sign):
     (tmp_path / sign).mkdir() if sign == "checkpoints" else (tmp_path / sign).write_text("")
     with pytest.raises(RunError, match="already holds a run with no checkpoint yet; go on with --resume"):
         enter(tmp_path, resume=False)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["recipe.yaml", "data.json", "model"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_files_of_somebody_else_are_not_written_over(tmp_path, name, resume):
+    (tmp_path / name).write_text("mine")
+    for overwrite in {False, not resume}:
+        with (
+            pytest.raises(RunError, match=f"{name}: is there already and is no run's; choose another output"),
+            entered(tmp_path, resume, ALONE, overwrite),
+        ):
+            pass
+    assert (tmp_path / name).read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_the_refusal_says_how_far_the_run_got(tmp_path):

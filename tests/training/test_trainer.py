@@ -23,6 +23,7 @@ from blockdiff.models.diffusion_gemma import FAMILY
 from blockdiff.objective import Objective
 from blockdiff.recipes.sudoku import alphabet, make_splits
 from blockdiff.training import export
+from blockdiff.training.checkpoint_content import steps_saved
 from tests import forked, trainings_in_turn
 from tests.little_model import LITTLE, save_preset
 
@@ -235,6 +236,23 @@ def test_a_run_is_not_resumed_with_other_rows_and_the_refusal_has_words_and_no_h
     data = {**inputs["data"], "train": inputs["data"]["train"][1:]}
     with pytest.raises(RunError, match=r"started with other training rows \(data\.train\), or rows that .* way; keep"):
         blockdiff.train({**inputs, "data": data}, ("train.steps=5",), plain.directory, resume=True)
+
+
+def test_a_run_is_replaced_when_that_is_asked_for_and_the_new_one_can_begin(inputs, tmp_path):
+    short = ("train.steps=2", "train.save_every=1", "train.eval_every=0")
+    run = blockdiff.train(inputs, short, tmp_path / "run")
+    (run.directory / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match="ask for one of them"):
+        blockdiff.train(inputs, short, run.directory, resume=True, overwrite=True)
+    with pytest.raises(RunError, match=r"model\.path: .* lies in the run that --overwrite replaces"):
+        of_itself = {**inputs, "model": {"path": str(run.directory / "model")}, "lora": "none"}
+        blockdiff.train(of_itself, short, run.directory, overwrite=True)
+    with pytest.raises(BlockdiffError):
+        blockdiff.train(inputs, (*short, "model.tokenizer=/nowhere"), run.directory, overwrite=True)
+    assert [*steps_saved(run.directory)] == [1, 2]
+    again = blockdiff.train(inputs, (*short, "train.steps=1", "seed=5"), run.directory, overwrite=True)
+    assert [*steps_saved(again.directory)] == [1] and {record["step"] for record in again.records} == {1}
+    assert (run.directory / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.quick
