@@ -32,7 +32,8 @@ def fill(tokens: Sequence[int], canvas_length: int, eos_id: int) -> list[int]:
 class Canvas:
     """One canvas before it becomes a column of tensors.
 
-    `tokens` has the canvas length; the first `length` of them (default: all) are valid and scored.
+    `tokens` has the canvas length; the first `length` of them (default: all) are valid and scored. `content` of these
+    are the response's own (default: all valid ones), the others its fill.
     `start` and `doc_start` are columns of the row; `address` is (epoch, sample id, index within the sample);
     `weight` is what each scored position counts for.
     """
@@ -45,6 +46,7 @@ class Canvas:
     coin: bool = False
     address: tuple[int, int, int] = (0, 0, 0)
     weight: float = 1.0
+    content: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class Batch:
     """Clean rows and the canvases that are run against them.
 
     B rows, S clean columns, C canvases per row (sorted by document, then start), L canvas length.
-    Padding columns have `doc_start_BS` -1, position 0 and the pad token; absent canvases have `length_BC` 0.
+    Padding columns have `doc_start_BS` -1, position 0 and the pad token; absent canvases have `length_BC` 0. Of a
+    canvas's valid tokens the first `content_BC` are the response's own; what follows them is fill.
     `weight_BC` and `ar_weight_BS` say what each scored position of a canvas and each scored pair counts for: 1 where
     the loss is a mean over tokens, 1 / (scored positions of the example) where it is a mean over examples.
     """
@@ -101,6 +104,7 @@ class Batch:
     start_BC: Tensor
     doc_start_BC: Tensor
     length_BC: Tensor
+    content_BC: Tensor
     is_scored_BCL: Tensor
     t_BC: Tensor
     coin_BC: Tensor
@@ -110,6 +114,11 @@ class Batch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on another device."""
         return Batch(*(getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)))
+
+    @property
+    def is_fill_BCL(self) -> Tensor:
+        """True behind the response's own tokens in its last canvas; also where a canvas is absent."""
+        return torch.arange(self.canvas_BCL.shape[-1], device=self.content_BC.device) >= self.content_BC[..., None]
 
     def canvas_count(self) -> float:
         """The divisor of the canvas loss: the weights of the scored canvas positions, added up."""
@@ -148,6 +157,7 @@ CANVAS_FIELDS = (
     "start_BC",
     "doc_start_BC",
     "length_BC",
+    "content_BC",
     "is_scored_BCL",
     "t_BC",
     "coin_BC",
@@ -178,6 +188,7 @@ def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
 
     doc_start_BS = torch.tensor(doc_starts, dtype=torch.int64).reshape(len(rows), width)
     length_BC = collect(lambda canvas: canvas_length if canvas.length is None else canvas.length)
+    content_BC = collect(lambda canvas: canvas_length if canvas.content is None else canvas.content)
     t = [[canvas.t for canvas in of_row] for of_row in canvases]
     weight = [[canvas.weight for canvas in of_row] for of_row in canvases]
     is_valid_BS = doc_start_BS >= 0
@@ -198,6 +209,7 @@ def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
         start_BC=collect(lambda canvas: canvas.start),
         doc_start_BC=collect(lambda canvas: canvas.doc_start),
         length_BC=length_BC,
+        content_BC=content_BC.minimum(length_BC),
         is_scored_BCL=torch.arange(canvas_length) < length_BC[..., None],
         t_BC=torch.tensor(t, dtype=torch.float32).reshape(len(rows), most),
         coin_BC=collect(lambda canvas: canvas.coin).bool(),

@@ -63,6 +63,9 @@ METRICS: dict[str, Metric] = {
     "seconds": Metric("train", "time spent on training", "lower", ".0f", "s"),
     "heldout_canvas_loss": Metric("heldout", "held-out canvas loss", "lower"),
     "heldout_canvas_accuracy": Metric("heldout", "held-out canvas tokens right", "higher", ".1%", "right"),
+    "heldout_response_accuracy": Metric(
+        "heldout", "held-out response tokens right", "higher", ".1%", "right without fill"
+    ),
     "heldout_weighted_loss": Metric("heldout", "held-out weighted canvas loss", "lower"),
     "heldout_ar_loss": Metric("heldout", "held-out next-token loss", "lower"),
     "heldout_ar_accuracy": Metric("heldout", "held-out next tokens right", "higher", ".1%", "right"),

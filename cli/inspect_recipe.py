@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from rich.text import Text
-from torch import Tensor, zeros_like
+from torch import Tensor
 
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint.tokenizer import sequence_decoder
@@ -40,12 +40,11 @@ CANVAS_COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 
 @dataclass(frozen=True)
 class Drawn:
-    """A batch with its noise; `content_BC` counts the tokens of each canvas that are the response's, not fill."""
+    """A batch with its noise, and its examples by sample id."""
 
     batch: Batch
     noisy_BCL: Tensor
     is_corrupted_BCL: Tensor
-    content_BC: Tensor
     examples: Mapping[int, Example]
 
 
@@ -69,7 +68,7 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
     batch, examples = data.batches(step)[0], data.examples_of(step)
     alpha_BC = recipe.objective.schedule.alpha(batch.t_BC)
     noise = corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, recipe.seed)
-    drawn = Drawn(batch, *noise, content_lengths(batch, examples), examples)
+    drawn = Drawn(batch, *noise, examples)
     ar = recipe.objective.ar_loss
     for line in summary(drawn, step, 0 if ar is None else ar.weight):
         show.line(line)
@@ -96,18 +95,6 @@ def words_of(tokenizer: Any) -> Words:
     return words
 
 
-def content_lengths(batch: Batch, examples: Mapping[int, Example]) -> Tensor:
-    """The number of tokens of each canvas [B, C] that are the response's own; the rest of a present one is fill."""
-    L = batch.canvas_BCL.shape[-1]
-    lengths_BC = zeros_like(batch.length_BC)
-    for row, canvas in (batch.length_BC > 0).nonzero().tolist():
-        start = int(batch.start_BC[row, canvas] - batch.doc_start_BC[row, canvas])
-        responses = examples[int(batch.address_BC3[row, canvas, 1])].responses
-        end = next(end for begin, end in responses if begin <= start < end)
-        lengths_BC[row, canvas] = min(L, end - start)
-    return lengths_BC
-
-
 def summary(drawn: Drawn, step: int, ar_weight: float) -> list[str]:
     """Sums over the batch of an optimiser step, as lines."""
     batch, is_present_BC = drawn.batch, drawn.batch.length_BC > 0
@@ -118,7 +105,7 @@ def summary(drawn: Drawn, step: int, ar_weight: float) -> list[str]:
     return [
         f"batch of optimiser step {step}: {rows} rows, {columns} columns, {padding} of them padding",
         f"  {int(is_present_BC.sum())} canvases, {coins} with self-conditioning; "
-        f"{scored} positions scored, {scored - int(drawn.content_BC.sum())} of them fill; {corrupted} corrupted",
+        f"{scored} positions scored, {scored - int(batch.content_BC.sum())} of them fill; {corrupted} corrupted",
         f"  {pairs} next-token pairs scored, weight {ar_weight:g}",
         f"  {LEGEND}",
         *(f"  {line}" for line in GLOSSARY),
@@ -135,7 +122,7 @@ def row_texts(drawn: Drawn, row: int, words: Words) -> list[Text]:
     styles: dict[int, str] = {}
     for canvas in range(count):
         at, colour = (row, canvas), CANVAS_COLOURS[canvas % len(CANVAS_COLOURS)]
-        start, content = int(batch.start_BC[at]), int(drawn.content_BC[at])
+        start, content = int(batch.start_BC[at]), int(batch.content_BC[at])
         styles |= dict.fromkeys(range(start, start + content), colour)
         scored, corrupted = int(batch.is_scored_BCL[at].sum()), int(drawn.is_corrupted_BCL[at].sum())
         text = Text(

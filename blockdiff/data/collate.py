@@ -186,7 +186,9 @@ class Collator:
             tokens = fill(example.tokens[start:end], self.canvas_length, self.eos_id)
             address = (epochs[row], example.sample_id, canvas)
             weight = 1.0 if self.normalisation == "token" else 1 / (len(chosen[row]) * self.canvas_length)
-            canvases_of[row].append(Canvas(tokens, start, t=t, coin=coin, address=address, weight=weight))
+            canvases_of[row].append(
+                Canvas(tokens, start, content=end - start, t=t, coin=coin, address=address, weight=weight)
+            )
         return [
             CleanRow(self._seen(example, canvases), canvases, example.sample_id, ar_weights=self._ar_weights(example))
             for example, canvases in zip(examples, canvases_of, strict=True)

@@ -38,6 +38,7 @@ def heldout(
     - `heldout_canvas_loss`, `heldout_canvas_accuracy`: scored canvas positions, each canvas with or without the
       self-conditioning signal as its fixed coin says. Plain cross-entropy, so that runs that
       weight, normalise or choose positions differently can be compared.
+    - `heldout_response_accuracy`: the same accuracy without the fill.
     - `heldout_weighted_loss`: the canvas loss as training has it, with its weights, positions and normalisation.
     - `heldout_ar_loss`, `heldout_ar_accuracy`: next tokens of the clean rows.
     - `heldout_{corrupted,kept}_{loss,accuracy}`: the scored positions that the noise drew for replacement, and the
@@ -49,8 +50,8 @@ def heldout(
     RunError on every rank when one of them is not finite, and Interrupted between batches when a rank is to stop.
     """
     levels = torch.zeros(noise_levels, len(GROUPS), 1 + len(MEASURES), dtype=torch.float64, device=ranks.device)
-    # Counts and sums: at the canvases' coins, as training weights them, and of next tokens.
-    by_coin, weighted, ar = (torch.zeros(n, dtype=torch.float64, device=ranks.device) for n in (3, 2, 3))
+    # Counts and sums: at the canvases' coins, the same without fill, as training weights them, and of next tokens.
+    by_coin, response, weighted, ar = (torch.zeros(n, dtype=torch.float64, device=ranks.device) for n in (3, 2, 2, 3))
     # The ranks that take part in another one's batch compute in the same precision.
     together, narrow = turns(objective, ranks), autocast(ranks.device, precision)
     with evaluating(objective), ranks.at_own_pace("the held-out evaluation") as look, narrow, together:
@@ -62,12 +63,13 @@ def heldout(
                 levels += _by_level(evaluation, batch, noise_levels)
                 loss_BCL, is_correct_BCL = _at_coin(evaluation, batch)
                 by_coin += _sums(batch.is_scored_BCL, loss_BCL, is_correct_BCL)
+                response += _sums(batch.is_scored_BCL & ~batch.is_fill_BCL, is_correct_BCL)
                 weighted[0] += batch.canvas_count()
                 weighted[1] += (evaluation.factor_BCL.double() * loss_BCL).sum()
             ar += _sums(batch.is_ar_scored_BS, evaluation.ar_loss_BS, evaluation.ar_is_correct_BS)
-    sums = [levels, by_coin, weighted, ar]
+    sums = [levels, by_coin, response, weighted, ar]
     flat = ranks.sum_of_rows(torch.cat([each.flatten() for each in sums])).cpu()
-    levels, by_coin, weighted, ar = (
+    levels, by_coin, response, weighted, ar = (
         total.view_as(each) for total, each in zip(flat.split([each.numel() for each in sums]), sums, strict=True)
     )
     for name, totals in {"canvas": levels, "AR": ar}.items():
@@ -78,6 +80,7 @@ def heldout(
             )
     record: Record = {
         **_means("heldout_canvas_", by_coin, MEASURES[:2]),
+        **_means("heldout_response_", response, MEASURES[1:2]),
         **_means("heldout_weighted_", weighted, MEASURES[:1]),
         **_means("heldout_ar_", ar, MEASURES[:2]),
         **_of_groups("heldout_", levels.sum(0)),

@@ -16,7 +16,8 @@ from blockdiff.training.freeze import PartCounts
 LINE = (
     *("loss", "canvas_loss", "ar_loss", "grad_norm", "lr"),
     *("tokens_per_second", "scored_tokens_per_second", "memory_gib", "skipped"),
-    *("heldout_canvas_loss", "heldout_canvas_accuracy", "heldout_corrupted_loss", "heldout_corrupted_accuracy"),
+    *("heldout_canvas_loss", "heldout_canvas_accuracy", "heldout_response_accuracy"),
+    *("heldout_corrupted_loss", "heldout_corrupted_accuracy"),
     *("heldout_ar_loss", "heldout_ar_accuracy"),
     *("sample_accuracy", "sample_count", "sample_steps_per_canvas", "sample_tokens_per_forward"),
 )

@@ -44,6 +44,7 @@ def row(sample: int, canvases: int = 2) -> CleanRow:
             coin=(sample + k) % 3 == 0,
             address=(-1, sample, k),
             weight=1.0 / (1 + sample),
+            content=2 + sample % 3,
         )
         for k, start in enumerate((1, 5)[:canvases])
     ]
@@ -103,6 +104,8 @@ def by_hand(rows: list[CleanRow], noise_levels: int) -> dict:
                 at_coin = "" if canvas.coin else "_no_signal"
                 add("heldout_canvas_loss", values["loss" + at_coin])
                 add("heldout_canvas_accuracy", values["accuracy" + at_coin])
+                if column < canvas.content:
+                    add("heldout_response_accuracy", values["accuracy" + at_coin])
                 add("heldout_weighted_loss", 2 * canvas.weight * values["loss" + at_coin], canvas.weight)
         for column in range(len(each.tokens) - 1):
             add("heldout_ar_loss", (each.sample_id + column) * 0.25)
