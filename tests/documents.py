@@ -60,6 +60,7 @@ class Shell:
     line: int
     words: list[str]  # of the command
     text: str = ""  # of the file, whose name is then the only word
+    printed: str = ""  # what the line says that it prints
 
 
 def shell(document: Path) -> Iterator[Shell]:
@@ -82,7 +83,7 @@ def shell(document: Path) -> Iterator[Shell]:
                 place = lines.index("END", place)
                 yield Shell(document, begin, [words[2]], "\n".join(lines[begin:place]) + "\n")
             elif words[:1] == ["blockdiff"]:
-                yield Shell(document, begin, words[1:])
+                yield Shell(document, begin, words[1:], printed=lines[begin - 1].partition("  # prints: ")[2])
             elif words:
                 raise ValueError(f"{document.name}:{begin}: neither a blockdiff command nor a file")
             place += 1

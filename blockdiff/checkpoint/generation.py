@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff.checkpoint.files import GENERATION, find
+from blockdiff.data.template import turn_ends
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import family_of
 
@@ -117,7 +118,8 @@ class SpecialTokens:
 def special_tokens(config: Any, generation: Generation | None = None, tokenizer: Any = None) -> SpecialTokens:
     """Each special token as the generation settings say it, else the model's config, else the tokenizer.
 
-    Any of the three may be None. Where nobody names an eos there is none; where nobody names a pad it is 0.
+    Any of the three may be None. Where nobody names an eos there is none; where nobody names a pad it is 0. Where the
+    settings name no eos, the ends of turns of the tokenizer's chat template end a response, too.
     """
     outline = None if config is None else family_of(config).outline(config)
 
@@ -125,12 +127,15 @@ def special_tokens(config: Any, generation: Generation | None = None, tokenizer:
         said = getattr(generation, in_settings, None), getattr(outline, name, None)
         return next((ids for ids in map(_ids, (*said, getattr(tokenizer, f"{name}_token_id", None))) if ids), ())
 
-    return SpecialTokens(first("eos", "eos_ids"), (*first("pad", "pad_id"), 0)[0], (*first("bos"), None)[0])
+    eos_ids = first("eos", "eos_ids")
+    if tokenizer is not None and eos_ids and not (generation and generation.eos_ids):
+        eos_ids = tuple(dict.fromkeys((*eos_ids, *turn_ends(tokenizer))))
+    return SpecialTokens(eos_ids, (*first("pad", "pad_id"), 0)[0], (*first("bos"), None)[0])
 
 
-def default_generation(config: Any) -> Generation:
+def default_generation(config: Any, tokenizer: Any = None) -> Generation:
     """The settings of a model that brings none: transformers' defaults, one canvas of tokens."""
-    special = special_tokens(config)
+    special = special_tokens(config, tokenizer=tokenizer)
     outline = family_of(config).outline(config)
     tokens = outline.canvas_length if outline.denoises else Generation.max_new_tokens
     return Generation(max_new_tokens=tokens, eos_ids=special.eos_ids, pad_id=special.pad_id)

@@ -122,7 +122,7 @@ def _write(
     if tokenizer is not None:
         tokenizer.save_pretrained(fresh)
     if generation is not None or not (fresh / GENERATION).exists():
-        given = _default_generation(model.config) if generation is None else generation
+        given = _default_generation(model.config, tokenizer) if generation is None else generation
         _write_json(fresh / GENERATION, given.to_dict() if isinstance(given, Generation) else given)
     if index is not None:
         _write_json(fresh / INDEX, index)
@@ -177,8 +177,10 @@ def _write_json(file: Path, data: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _default_generation(config: Any) -> dict[str, Any]:
+def _default_generation(config: Any, tokenizer: Any) -> dict[str, Any]:
     """generation_config.json for a model that brings none, as transformers would write it."""
-    outline = family_of(config).outline(config)
-    special = {"bos_token_id": outline.bos, "eos_token_id": outline.eos, "pad_token_id": outline.pad}
-    return {**default_generation(config).to_dict(), **special, "transformers_version": transformers.__version__}
+    outline, settings = family_of(config).outline(config), default_generation(config, tokenizer)
+    special = {"bos_token_id": outline.bos, "pad_token_id": outline.pad}
+    if len(settings.eos_ids) < 2:
+        special["eos_token_id"] = outline.eos
+    return {**settings.to_dict(), **special, "transformers_version": transformers.__version__}

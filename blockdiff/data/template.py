@@ -36,6 +36,12 @@ PROBES: tuple[list[dict[str, str]], ...] = (
         {"role": "assistant", "content": "d"},
     ],
 )
+QUESTION: Message = {"role": "user", "content": "a"}
+# Turns whose last control token is the end of a turn.
+ENDED: tuple[Message, ...] = (
+    {"role": "assistant", "content": "b"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "c", "arguments": {}}}]},
+)
 
 
 class RefusedByTemplate(DataError):
@@ -91,6 +97,22 @@ def training_template(tokenizer: PreTrainedTokenizerBase, *, verbatim: bool = Fa
         "the tokenizer's chat template has no {% generation %} tags, so it cannot mark assistant turns; "
         "add them around each assistant turn and its end token, or write prompt/response rows"
     )
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The control tokens that end what the assistant writes: a turn, and a turn that waits for the answer of a tool.
+
+    Empty where no template marks the assistant's turns, or where it ends them in plain text.
+    """
+    ends = []
+    for turn in ENDED:
+        try:
+            text, spans, _ = render(tokenizer, training_template(tokenizer), [QUESTION, turn])
+        except DataError:  # no such template, or one that refuses tools
+            continue
+        written = tokenizer.encode(text[slice(*spans[-1])] if spans else "", add_special_tokens=False)
+        ends += [token for token in written if token in tokenizer.added_tokens_decoder][-1:]
+    return tuple(dict.fromkeys(ends))
 
 
 def render(

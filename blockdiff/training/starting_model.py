@@ -13,6 +13,7 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.tokenizer import load_tokenizer
+from blockdiff.data.template import turn_ends
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption
 from blockdiff.errors import CheckpointError, RecipeError
 from blockdiff.kernels import Kernels
@@ -95,9 +96,10 @@ def read_starting_model(recipe: Recipe) -> StartingModel:
     special = checkpoint.special_tokens(config, generation, tokenizer)
     if not special.eos_ids:
         raise RecipeError("model: neither generation_config.json nor the tokenizer names an eos token; set one")
+    ends = tuple(dict.fromkeys((*special.eos_ids, *turn_ends(tokenizer))))
     settings = {key: value for key, value in recipe.generation.model_dump().items() if value is not None}
     try:
-        generation = replace(generation or checkpoint.default_generation(config), **settings)
+        generation = replace(generation or checkpoint.default_generation(config), eos_ids=ends, **settings)
     except ValueError as error:
         raise RecipeError(f"generation: {error}") from None
     base = StartingModel(config, tokenizer, generation, special.eos_ids[0], special.pad_id)

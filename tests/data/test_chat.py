@@ -9,8 +9,16 @@ from jinja2 import TemplateError
 
 from blockdiff.data.chat import Encoder, truncated
 from blockdiff.data.rows import Row
-from blockdiff.data.template import RefusedByTemplate, merged, packaged_template, render, token_spans, training_template
-from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.data.template import (
+    RefusedByTemplate,
+    merged,
+    packaged_template,
+    render,
+    token_spans,
+    training_template,
+    turn_ends,
+)
+from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import DataError
 from blockdiff.recipes.sudoku import alphabet
 from tests.chat_tokenizer import chat_tokenizer
@@ -117,6 +125,14 @@ def test_responses_agree_with_the_mask_of_transformers(tokenizer):
 def test_an_untagged_template_of_the_same_format_gives_the_packaged_one():
     assert training_template(chat_tokenizer(UNTAGGED)) == packaged_template()
     assert training_template(chat_tokenizer(None)) == packaged_template()
+
+
+def test_the_ends_of_turns_are_the_last_control_tokens_that_a_template_writes():
+    made = byte_level_bpe(["abc"], 300)
+    assert made.convert_ids_to_tokens(turn_ends(made)) == ["<turn|>", "<|tool_response>"]
+    tagged = "{% generation %}{{ messages[-1]['content'] ~ eos_token ~ '\n' }}{% endgeneration %}"
+    assert turn_ends(chat_tokenizer(tagged)) == (1,)
+    assert turn_ends(chat_tokenizer(CHATML)) == () == turn_ends(character_tokenizer("ab"))
 
 
 def test_a_tagged_template_of_another_format_is_kept():

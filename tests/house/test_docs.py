@@ -116,6 +116,7 @@ def test_the_shell_of_a_user_page_runs_from_top_to_bottom(
         else:
             result = CliRunner().invoke(app, piece.words)
             assert result.exit_code == 0, (f"{document.name}:{piece.line}", result.output)
+            assert piece.printed in result.stdout.splitlines() or not piece.printed, result.output
 
 
 def test_every_markdown_file_of_the_project_is_a_document_that_is_checked() -> None:

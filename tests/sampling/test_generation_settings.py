@@ -14,6 +14,7 @@ from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.errors import CheckpointError
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.trace import Recorder, write_traces
+from tests.chat_tokenizer import chat_tokenizer
 from tests.oracle import tiny_config
 from tests.scripted import ScriptedModel, random_script, sampler_for
 
@@ -84,6 +85,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, text, reason):
 
 class Tokenizer:
     bos_token_id, eos_token_id, pad_token_id = 7, 8, 9
+    chat_template, get_vocab = None, dict
 
 
 NO_TOKENS = tiny_config(eos_token_id=None, pad_token_id=None, bos_token_id=None)
@@ -97,6 +99,7 @@ NO_TOKENS = tiny_config(eos_token_id=None, pad_token_id=None, bos_token_id=None)
         ((NO_TOKENS, Generation(), Tokenizer()), ((8,), 9, 7)),
         ((tiny_config(eos_token_id=0, pad_token_id=3),), ((0,), 3, 2)),
         ((None, Generation(pad_id=3), Tokenizer()), ((8,), 3, 7)),
+        ((None, None, chat_tokenizer()), ((1, 4), 0, 2)),  # 4 ends a turn
         ((None,), ((), 0, None)),
     ],
 )

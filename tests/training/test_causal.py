@@ -17,6 +17,7 @@ import blockdiff
 from blockdiff.canvas import CleanRow, joined, lay_out
 from blockdiff.checkpoint import convert
 from blockdiff.cli.main import app
+from blockdiff.data.tokenizer import byte_level_bpe, write_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RecipeError
@@ -100,6 +101,22 @@ def test_the_commands_know_causal_models(here):
     assert command("sample", model, "--prompt", prompt).strip()
     text = command("eval", model, "--task", "sudoku", "--data", here / "puzzles" / "test.jsonl", "--limit", "2")
     assert re.search(r"steps per canvas +1\.00", text)
+
+
+def test_a_model_that_learnt_to_chat_ends_its_turn(tmp_path):
+    write_tokenizer(byte_level_bpe(["hello"], 300), tmp_path / "tokens")
+    save_preset(tmp_path / "causal.json", LITTLE)
+    talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "oh"}]
+    recipe = {
+        "model": {"preset": tmp_path / "causal.json", "tokenizer": tmp_path / "tokens"},
+        "data": {"train": [{"messages": talk}]},
+        "optim": {"lr": 1e-2},
+        "train": {"steps": 40, "batch_size": 1},
+    }
+    run = blockdiff.train(recipe, output=tmp_path / "run")
+    sampler = blockdiff.Sampler.from_pretrained(run.directory / "model", device="cpu")
+    [result] = sampler.generate([talk[:1]], max_new_tokens=32)
+    assert (result.text, result.finish_reason, len(result.tokens)) == ("oh", "eos", 3)
 
 
 def test_a_converted_model_trains_as_a_denoiser_and_keeps_both_ways_of_sampling(here, tmp_path):
