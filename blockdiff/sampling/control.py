@@ -18,6 +18,7 @@ from blockdiff.errors import RequestError
 from blockdiff.kernels.vocabulary import Classes
 from blockdiff.sampling.constraints.automaton import TokenAutomaton, Tokens, of_bytes
 from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton
+from blockdiff.sampling.constraints.outlines import compile_limit
 from blockdiff.sampling.constraints.paths import completable, forced
 from blockdiff.sampling.constraints.token_bytes import token_bytes
 from blockdiff.sampling.controls.restriction import FREE, Restriction
@@ -135,6 +136,7 @@ class ResponseControl:
         return _open_states(self.automaton, tuple(self.restriction.pins[canvas * self.canvas_length :]))
 
 
+@compile_limit()
 def control_of(
     request: Request,
     prompt_tokens: Sequence[int],

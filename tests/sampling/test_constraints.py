@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import re
 
@@ -13,9 +14,12 @@ import torch
 
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
+from blockdiff.sampling.constraints import byte_automaton, compile_child, outlines
 from blockdiff.sampling.constraints.automaton import TokenAutomaton, Tokens, of_bytes
 from blockdiff.sampling.constraints.byte_automaton import of_regex, without
 from blockdiff.sampling.constraints.json_schema import regex_of_schema
+from blockdiff.sampling.constraints.number_range import NumberRange
+from blockdiff.sampling.constraints.outlines import compile_limit
 from blockdiff.sampling.constraints.paths import completable, forced, paths
 from blockdiff.sampling.constraints.token_bytes import token_bytes
 from tests.chat_tokenizer import chat_tokenizer
@@ -59,7 +63,8 @@ def test_an_automaton_holds_the_texts_that_the_expression_matches_as_a_whole(reg
             assert automaton.accepts(text.encode()) == bool(re.fullmatch(regex, text)), text
 
 
-def test_automata_of_random_expressions_agree_with_python():
+def test_automata_of_random_expressions_agree_with_python(monkeypatch):
+    monkeypatch.setattr(byte_automaton, "call_outlines", lambda **asked: compile_child.answer(asked))  # no processes
     generator = random.Random(0)
     words = ["".join(letters) for length in range(6) for letters in itertools.product("ab", repeat=length)]
     for _ in range(150):
@@ -82,12 +87,16 @@ def test_words_that_must_not_occur():
 @pytest.mark.parametrize(
     "regex,message",
     [
-        ("[", "not valid"),
-        (")(", "not valid"),
-        ("a)|(b", "not valid"),
-        ("(?=a)b", "look-around"),
-        (r"(a)\1", "look-around or back references"),
-        (r"\bfoo", "word boundaries"),
+        ("ab[", r"unterminated character set at character 2 \('\['\)"),
+        (r"\p{L}[[:alpha:]](", r"missing \), unterminated subpattern at character 16 \('\('\)"),
+        (")(", r"unbalanced parenthesis at character 0 \('\)\('\)"),
+        ("a)|(b", r"unbalanced parenthesis at character 1"),
+        ("a{2", r"repetition that is not closed at character 1 \('\{2'\)"),
+        (r"\(?=(?=a)b", r"look-around at character 4 \('\(\?=a\)b'\)"),
+        (r"[(?=]+(a)\1", r"back reference .* at character 9"),
+        (r"(?P<n>a)(?P=n)", "at character 8"),
+        (r"\bfoo", r"a word boundary at character 0 \("),
+        (r"a\p{Foo}", "at character 1"),
         ("a^b", "matches nothing|looks around"),
         ("b|^a", "looks around at its beginning"),
     ],
@@ -202,10 +211,40 @@ def test_the_empty_text_is_an_eos_and_without_one_it_cannot_be():
         automaton_of("", eos=(), pad=None)
 
 
+@pytest.mark.parametrize("regex", ["(?:a|b){5000}", "a{1,8000}", "x|((a{100}){10}){10}[^]{}]{2}", r"\{{5000}"])
+def test_an_expression_of_long_texts_is_refused_before_anything_is_compiled(regex, monkeypatch):
+    monkeypatch.setattr(byte_automaton, "call_outlines", None)
+    with pytest.raises(RequestError, match="shorten its counted repetitions"):
+        of_regex(regex)
+
+
 def test_an_expression_of_too_many_states_is_refused():
-    for regex in ("(?:a|b){5000}", "(a|b)*a(a|b){15}"):  # over tokens, and over bytes already
-        with pytest.raises(RequestError, match="shorten its counted repetitions"):
+    for regex in ("(a|b)*a(a|b){12}", "(a|b)*a(a|b){15}"):  # over tokens, and over bytes already
+        with pytest.raises(RequestError, match="states or more; shorten its counted repetitions"):
             automaton_of(regex)
+
+
+def test_compiling_ends_when_its_time_or_memory_does(monkeypatch):
+    automaton, tokens = of_regex("a+b?"), Tokens([text.encode() for text in TEXTS], V)
+    huge = "(a|b)*a(a|b){40}"  # 2 ** 41 states
+    with (
+        compile_limit(0.2),
+        compile_limit(100),
+        pytest.raises(RequestError, match=r"more than 0\.2 seconds"),
+    ):
+        of_regex(huge)
+    for part in (lambda: automaton.both(automaton), lambda: of_bytes(automaton, tokens, (EOS,), None)):
+        with compile_limit(0.0), pytest.raises(RequestError, match="more than 0 seconds"):
+            part()
+    monkeypatch.setattr(outlines, "COMPILE_BYTES", 64 << 20)
+    with pytest.raises(RequestError, match="more than 64 MiB to compile"):
+        of_regex(huge)
+
+
+def test_texts_that_an_automaton_reads_alike_are_followed_once():
+    words = [f"{a}{b}" for a in "abcdefgh" for b in "abcdefgh"]
+    tree = Tokens([word.encode() for word in [*words, "a-", "-a", "a"]], 67).read_by(of_regex("[a-z]{0,300}"))
+    assert [len(byte) for _, byte in tree.levels] == [1, 1] and tree.leaf_N.unique().tolist() == [0, 1, 2]
 
 
 # -- canvases ---------------------------------------------------------------------------------------------------
@@ -318,6 +357,9 @@ SCHEMAS = [
     """{"type": "object", "properties": {"child": {"$ref": "#"}, "id": {"type": "string", "format": "uuid"}}}""",
     """{"type": "string", "pattern": "^[a-c]+(-x)?$"}""",
     """{"type": "string", "format": "date-time"}""",
+    """{"type": "object", "properties": {"age": {"type": ["integer", "null"], "minimum": 18, "maximum": 120},
+        "share": {"type": "number", "exclusiveMinimum": -2, "maximum": 1}, "n": {"const": 1000000000000000},
+        "minimum": {"type": "array", "items": {"type": "integer", "exclusiveMinimum": 2.5}}}}""",
 ]
 
 
@@ -348,7 +390,14 @@ def test_texts_of_a_schema_are_documents_that_it_validates(schema):
         (True, "has true at its top"),
         ({}, "says no type at its top"),
         ({"type": "thing"}, 'type "thing" at its top is none of'),
-        ({"type": "integer", "minimum": 3}, "says minimum at its top, which a regular expression cannot hold there"),
+        ({"type": "string", "minimum": 3}, "says minimum at its top, which a regular expression cannot hold there"),
+        ({"type": "integer", "multipleOf": 3}, "says multipleOf at its top"),
+        ({"type": "integer", "minimum": True}, "minimum at its top must be a number, got true"),
+        ({"type": "integer", "minimum": 3, "exclusiveMaximum": 3}, "leaves no integer between its bounds at its top"),
+        (
+            {"items": {"type": "number", "maximum": 0.5}, "type": "array"},
+            "maximum 0.5 at /items must be a whole number",
+        ),
         ({"oneOf": [{"type": "null"}]}, "says oneOf at its top.*write anyOf"),
         ({"type": "object"}, "object at its top has no properties"),
         ({"type": "array"}, "has no items"),
@@ -369,6 +418,25 @@ def test_what_an_expression_would_not_hold_of_a_schema_is_refused_by_name(schema
     with pytest.raises(RequestError, match=message) as caught:
         regex_of_schema(schema)
     assert "\n" not in str(caught.value)
+
+
+def test_expressions_of_bounds_hold_the_numbers_between_them():
+    generator, texts = random.Random(0), [f"{x}{end}" for x in range(-130, 131) for end in ("", ".0", ".05", ".9")]
+    for _ in range(60):
+        low, high = (generator.choice([-12, 0, 7, 99, 100, generator.randint(-120, 120)]) for _ in range(2))
+        bounds = NumberRange(
+            generator.choice([low, -math.inf]),
+            generator.choice([high, math.inf]),
+            *generator.choices([True, False], k=2),
+        )
+        integers, numbers = (re.compile(each or "(?!)") for each in (bounds.integers(), bounds.numbers()))
+        for text in texts:
+            x = float(text)
+            is_above = x > bounds.least if bounds.over else x >= bounds.least
+            is_within = is_above and (x < bounds.most if bounds.under else x <= bounds.most)
+            assert bool(numbers.fullmatch(text)) == is_within, (bounds, text)
+            assert bool(integers.fullmatch(text)) == (is_within and "." not in text), (bounds, text)
+    assert not any(re.fullmatch(NumberRange().numbers(), text) for text in ("01", "-01", "1.", ".5", ""))
 
 
 def test_character_tokenizers_have_their_characters_as_texts():

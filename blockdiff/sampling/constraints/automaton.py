@@ -11,11 +11,13 @@ from torch import Tensor
 
 from blockdiff.errors import RequestError
 from blockdiff.kernels.vocabulary import Classes
-from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, reaching, too_large
+from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, alike, reaching
+from blockdiff.sampling.constraints.outlines import seconds_left, too_large
 
 MOST_STATES = 4096
 MOST_PAIRS = 200_000  # states times the most successors of one: 51 million numbers for a canvas of 256
 _RANDOM_SEED = 1
+_NUMBERS = 4 << 20  # (state, text) pairs that are followed at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,13 +91,47 @@ class Tokens:
             first, above = first + int(begins.sum()), node
         self.nodes = first
 
+    def read_by(self, automaton: ByteAutomaton) -> TextTree:
+        """The tree as an automaton reads it: what it reads alike is one, what it never accepts is gone."""
+        class_B, first_C = alike(automaton.next_SB)
+        is_dead_C = (automaton.next_SB[:, first_C] == automaton.states).all(0)
+        C, levels, seen = len(first_C), [], 0
+        above, node_of = torch.zeros(1, dtype=torch.int64), []
+        for parent, byte in self.levels:
+            key = above[parent] * C + class_B[byte]
+            is_dead = (above[parent] < 0) | is_dead_C[class_B[byte]]
+            keys, place = key[~is_dead].unique(return_inverse=True)
+            above = torch.full_like(key, -1).masked_scatter_(~is_dead, place)
+            levels.append((keys // C, first_C[keys % C]))
+            node_of.append(torch.where(is_dead, -1, above + seen))
+            seen += len(keys)
+        node_N = torch.cat([*node_of, torch.empty(0, dtype=torch.int64)])[self.node]
+        nodes, leaf_N = node_N.unique(return_inverse=True)
+        if len(nodes) and nodes[0] < 0:  # the dead ones come last, with the leaf that is after all others
+            nodes, leaf_N = nodes[1:], torch.where(leaf_N == 0, len(nodes) - 1, leaf_N - 1)
+        return TextTree(levels, nodes, leaf_N)
+
+
+@dataclass(frozen=True, eq=False)
+class TextTree:
+    """Texts that an automaton may tell apart, as a tree of bytes.
+
+    levels: for each level the nodes' parents at the level above and their bytes. node_M: where in all levels' nodes
+    each text ends; leaf_N: the text of each token, M for one that no state accepts.
+    """
+
+    levels: list[tuple[Tensor, Tensor]]
+    node_M: Tensor
+    leaf_N: Tensor
+
     def after(self, automaton: ByteAutomaton, states_K: Tensor) -> Tensor:
-        """The states after every token with a text from some states: int32 [K, number of `ids`]."""
+        """The states after every text from some states, and the dead one: int64 [K, M + 1]."""
         parts, current = [], states_K[:, None]
         for parent, byte in self.levels:
             current = automaton.next_SB[current[:, parent].long(), byte]
             parts.append(current)
-        return torch.cat(parts, -1)[:, self.node]
+        dead_K1 = torch.full((len(states_K), 1), automaton.states)
+        return torch.cat((torch.cat(parts, -1)[:, self.node_M], dead_K1), -1).long() if parts else dead_K1
 
 
 def of_bytes(
@@ -178,21 +214,26 @@ def _reached(automaton: ByteAutomaton, tokens: Tokens) -> tuple[list[int], Tenso
     generator = torch.Generator().manual_seed(_RANDOM_SEED)
     number_of_state = torch.randint(-(2**62), 2**62, (automaton.states + 1,), generator=generator)
     number_of_state[automaton.states] = 0  # so that a token that can stand nowhere has the number 0
-    number_N = torch.zeros(len(tokens.ids), dtype=torch.int64)
-    for at, state in enumerate(order):  # which grows
-        if at >= MOST_STATES:
-            raise too_large(at)
-        following_N = tokens.after(automaton, torch.tensor([state]))[0].long()
-        factor = int(torch.randint(-(2**62), 2**62, (), generator=generator)) | 1
-        number_N += number_of_state[following_N] * factor
-        is_met = torch.zeros(automaton.states + 1, dtype=torch.bool)
-        is_met[following_N] = True
-        is_met[automaton.states] = False
-        for following in is_met.nonzero().squeeze(-1).tolist():
-            if place[following] < 0:
-                place[following] = len(order)
-                order.append(following)
-    return order, place, number_N
+    tree = tokens.read_by(automaton)
+    number_M = torch.zeros(len(tree.node_M) + 1, dtype=torch.int64)
+    done, most = 0, max(1, _NUMBERS // (len(number_M) + sum(len(byte) for _, byte in tree.levels)))
+    while done < len(order):
+        if len(order) > MOST_STATES:
+            raise too_large(len(order))
+        seconds_left()
+        some = order[done : done + most]
+        done += len(some)
+        for following_M in tree.after(automaton, torch.tensor(some)):
+            factor = int(torch.randint(-(2**62), 2**62, (), generator=generator)) | 1
+            number_M += number_of_state[following_M] * factor
+            is_met = torch.zeros(automaton.states + 1, dtype=torch.bool)
+            is_met[following_M] = True
+            is_met[automaton.states] = False
+            for following in is_met.nonzero().squeeze(-1).tolist():
+                if place[following] < 0:
+                    place[following] = len(order)
+                    order.append(following)
+    return order, place, number_M[tree.leaf_N]
 
 
 def _after(automaton: ByteAutomaton, texts: Sequence[bytes], order: Sequence[int], place: Tensor) -> Tensor:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import RequestError
+from blockdiff.sampling.constraints.compile_child import END
+from blockdiff.sampling.constraints.outlines import call_outlines, seconds_left, too_large
+from blockdiff.sampling.constraints.regex_text import characters_written, trouble
 
-# A character that no text has stands at the end of every text. Without it the automaton of outlines-core stops at the
-# first match in the order of the alternatives, so `a|ab` would not hold "ab".
-END = "\U0010ffff"
-MOST_STATES = 1 << 14  # a step's work grows with them, and an expression can have exponentially many
+MOST_STATES = 1 << 14  # an expression can have exponentially many
+MOST_CHARACTERS = 4096  # of a text, as its expression is written: over tokens each is a state, of which so many may be
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +63,13 @@ class ByteAutomaton:
 
     def both(self, other: ByteAutomaton) -> ByteAutomaton:
         """The texts that are in both languages; RequestError if there is none."""
+        # Bytes that neither of the two tells apart lead to the same pair, so one of each such class is followed.
+        class_B, first_C = alike(torch.cat((self.next_SB, other.next_SB)))
         pairs = {(0, 0): 0}
         order, rows = [(0, 0)], []
         for one, two in order:  # which grows
-            following = torch.stack((self.next_SB[one], other.next_SB[two]), -1).tolist()
+            seconds_left()
+            following = torch.stack((self.next_SB[one, first_C], other.next_SB[two, first_C]), -1).tolist()
             row = []
             for a, b in following:
                 is_dead = a == self.states or b == other.states
@@ -77,10 +81,18 @@ class ByteAutomaton:
                     order.append(pair)
                 row.append(-1 if is_dead else pairs[pair])
             rows.append(row)
-        next_SB = torch.tensor([*rows, [-1] * 256], dtype=torch.int32)
+        next_SB = torch.tensor([*rows, [-1] * len(first_C)], dtype=torch.int32)[:, class_B]
         next_SB[next_SB < 0] = len(order)
         accepting = [bool(self.is_accepting_S[one] & other.is_accepting_S[two]) for one, two in order]
         return ByteAutomaton(next_SB, torch.tensor([*accepting, False])).trimmed()
+
+
+def alike(next_SB: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes that no state tells apart: the class of each byte, int64 [256], and the first byte of each class."""
+    columns, column_B = next_SB.unique(dim=1, return_inverse=True)
+    first_C = torch.full((columns.shape[1],), 256).scatter_reduce_(0, column_B, torch.arange(256), "amin")
+    first_C, order_C = first_C.sort()
+    return order_C.argsort()[column_B], first_C
 
 
 def reaching(next_SX: Tensor, is_aim_S: Tensor) -> Tensor:
@@ -106,45 +118,29 @@ def of_regex(regex: str) -> ByteAutomaton:
     """The texts that match a regular expression as a whole, in the syntax of Rust's regex crate.
 
     `^` at its beginning and `$` at its end say nothing more and may stand there. RequestError for what is no regular
-    expression, has look-around, or matches nothing, and where outlines-core is not installed.
+    expression, has look-around, matches nothing, or is too large, and where outlines-core is not installed.
     """
-    try:
-        from outlines_core import Index, Vocabulary
-    except ImportError:
-        raise RequestError("a constraint needs the package outlines-core; pip install outlines-core") from None
     whole = regex.removeprefix("^")
     backslashes = len(whole) - len(whole.removesuffix("$").rstrip("\\")) - 1
     if whole.endswith("$") and backslashes % 2 == 0:
         whole = whole[:-1]
-    single_bytes = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
-    try:
-        Index(whole, single_bytes)  # for its own error: the group around it must not complete what is half written
-        index = Index(f"(?:{whole}){END}", single_bytes)
-    except (ValueError, TypeError) as error:
-        raise RequestError(f"the regular expression {regex!r:.80} cannot be used: {_cause(error)}") from None
-    edges, finals = index.get_transitions(), index.get_final_states()
-    if len(edges) > MOST_STATES:
-        raise too_large(len(edges))
-    places: dict[int, int] = {index.get_initial_state(): 0}
-    for state in {*edges, *(following for row in edges.values() for following in row.values())}:
-        places.setdefault(state, len(places))
-    S = len(places)
-    from_, bytes_, to = [], [], []
-    for state, row in edges.items():
-        for byte, following in row.items():
-            if byte < 256:
-                from_.append(places[state])
-                bytes_.append(byte)
-                to.append(places[following])
+    if (written := characters_written(whole)) > MOST_CHARACTERS:
+        raise too_large(written)
+    answer, body = call_outlines(regex=whole, states=MOST_STATES)
+    if "error" in answer:
+        cause = trouble(regex) or _cause(answer["error"])
+        raise RequestError(f"the regular expression {regex!r:.80} cannot be used: {cause}")
+    S = answer["states"]
+    if not body:
+        raise too_large(S)
     next_SB = torch.full((S + 1, 256), S, dtype=torch.int32)
-    next_SB[torch.tensor(from_, dtype=torch.int64), torch.tensor(bytes_, dtype=torch.int64)] = torch.tensor(
-        to, dtype=torch.int32
-    )
+    next_SB[:S] = torch.frombuffer(bytearray(body), dtype=torch.int32, count=256 * S).view(S, 256)
+    next_SB[next_SB < 0] = S
+    is_final = torch.zeros(S + 1, dtype=torch.bool)
+    is_final[:S] = torch.frombuffer(bytearray(body[-S:]), dtype=torch.bool)
     ended = torch.arange(S + 1)
     for byte in END.encode():
         ended = next_SB[ended, byte].long()
-    is_final = torch.zeros(S + 1, dtype=torch.bool)
-    is_final[[places[state] for state in finals]] = True
     return ByteAutomaton(next_SB, is_final[ended]).trimmed()
 
 
@@ -178,21 +174,12 @@ def without(words: Sequence[bytes]) -> ByteAutomaton:
     return ByteAutomaton(next_SB, ~is_word).trimmed()
 
 
-def too_large(states: int) -> RequestError:
-    """The refusal of an automaton of too many states."""
-    return RequestError(
-        f"the constraint has {states} states or more; shorten its counted repetitions (each of {{1,200}} is a state) "
-        "or name fewer characters"
-    )
-
-
-def _cause(error: Exception) -> str:
+def _cause(message: str) -> str:
     """The part of outlines-core's message that says why."""
-    message = " ".join(str(error).split())
     if "anchored universal start state" in message:
-        return "it looks around at its beginning; `^`, `$` and `\\b` can only stand at its ends"
-    if "error building NFA" in message:
-        return "it is not valid, or has look-around or back references, which automata cannot follow"
+        return "it looks around at its beginning; `^` and `$` can only stand at its ends"
     if "vocabulary provided is incompatible" in message:
         return "a part of it matches nothing"
+    if "error building NFA" in message:
+        return "it is not valid, or has look-around or back references, which automata cannot follow"
     return message[:200]

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints.byte_automaton import of_regex
+from blockdiff.sampling.constraints.number_range import NumberRange
+from blockdiff.sampling.constraints.outlines import call_outlines
 
 # Keywords that say nothing of which documents are valid, or where other schemas lie.
 SILENT = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "readOnly"}
 SILENT |= {"writeOnly", "$defs", "definitions"}
+BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 OF_TYPE = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "string": {"minLength", "maxLength", "pattern", "format"},
-    "number": set(),
-    "integer": set(),
+    "number": BOUNDS,
+    "integer": BOUNDS,
     "boolean": set(),
     "null": set(),
 }
@@ -25,8 +30,6 @@ FORMATS = ("date", "date-time", "uuid")
 HINTS = {
     "oneOf": "write anyOf",
     "allOf": "write the schemas as one",
-    "minimum": "write a pattern or an enum",
-    "maximum": "write a pattern or an enum",
 }
 
 
@@ -37,21 +40,23 @@ def regex_of_schema(schema: str | Mapping[str, Any]) -> str:
     all. RequestError for a schema that is no JSON, or says what the expression would not hold.
     """
     try:
-        from outlines_core.json_schema import build_regex_from_schema
-    except ImportError:
-        raise RequestError("a JSON schema needs the package outlines-core; pip install outlines-core") from None
-    try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the JSON schema is not valid JSON ({error})") from None
     try:
         _check(value, "")
-        return str(build_regex_from_schema(text))
+        # outlines-core knows no bounds: it gets the number of a range in their place, and leaves that as it is
+        mark = 10**9
+        while str(mark) in text:
+            mark += 1
+        ranges: list[str] = []
+        answer, _ = call_outlines(schema=json.dumps(_with_marks(value, "", mark * 10**6, ranges)))
     except RecursionError:
         raise RequestError("the JSON schema is nested too deeply") from None
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"the JSON schema cannot be used: {' '.join(str(error).split())[:160]}") from None
+    if "error" in answer:
+        raise RequestError(f"the JSON schema cannot be used: {answer['error'][:160]}")
+    return re.sub(rf"{mark}(\d{{6}})", lambda found: ranges[int(found[1])], answer["regex"])
 
 
 def _check(schema: Any, where: str) -> None:
@@ -124,6 +129,58 @@ def _check_types(schema: Mapping[str, Any], said: set[str], where: str) -> None:
         if schema["format"] not in FORMATS:
             said_format = repr(schema["format"])
             raise RequestError(f"the JSON schema's format {said_format} at {place} is none of {', '.join(FORMATS)}")
+
+
+def _with_marks(schema: Any, where: str, mark: int, ranges: list[str]) -> Any:
+    """The schema with the constant `mark` + n where numbers have bounds; expressions of them are added to `ranges`."""
+    if isinstance(schema, list):
+        return [_with_marks(inner, f"{where}/{n}", mark, ranges) for n, inner in enumerate(schema)]
+    if not isinstance(schema, Mapping):
+        return schema
+    schema = dict(schema)
+    for name in ("$defs", "definitions", "properties"):
+        for key, inner in schema.get(name, {}).items():
+            schema[name] = {**schema[name], key: _with_marks(inner, f"{where}/{name}/{key}", mark, ranges)}
+    for name in ("anyOf", "prefixItems", "items", "additionalProperties"):
+        if name in schema:
+            schema[name] = _with_marks(schema[name], f"{where}/{name}", mark, ranges)
+    if not BOUNDS & set(schema):
+        return schema
+    ways: list[dict[str, Any]] = []
+    for type in _types(schema, where or "its top"):
+        if type in ("integer", "number"):
+            ranges.append(_range(schema, type, where or "its top"))
+            ways.append({"const": mark + len(ranges) - 1})
+        else:
+            own = OF_TYPE[type] & set(schema)
+            ways.append({"type": type, **{name: schema[name] for name in own}})
+    groups = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return {**groups, "anyOf": ways}
+
+
+def _range(schema: Mapping[str, Any], type: str, place: str) -> str:
+    """An expression of the numbers within the bounds of a schema."""
+    for name in sorted(BOUNDS & set(schema)):
+        value = schema[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise RequestError(f"the JSON schema's {name} at {place} must be a number, got {json.dumps(value)[:40]}")
+        if type == "number" and value != int(value):
+            raise RequestError(
+                f"the JSON schema's {name} {value} at {place} must be a whole number, except for integers"
+            )
+    least, most = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+    over, under = schema.get("exclusiveMinimum", -math.inf), schema.get("exclusiveMaximum", math.inf)
+    is_over, is_under = over >= least and over > -math.inf, under <= most and under < math.inf
+    least, most = max(least, over), min(most, under)
+    if type == "integer":
+        is_over, is_under = is_over and least == math.floor(least), is_under and most == math.ceil(most)
+        least = least if math.isinf(least) else math.ceil(least)
+        most = most if math.isinf(most) else math.floor(most)
+    numbers = NumberRange(least, most, is_over, is_under)
+    found = numbers.integers() if type == "integer" else numbers.numbers()
+    if found is None:
+        raise RequestError(f"the JSON schema leaves no {type} between its bounds at {place}; widen them")
+    return f"(?:{found})"
 
 
 def _allow(said: set[str], allowed: set[str], place: str) -> None:

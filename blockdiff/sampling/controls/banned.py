@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from blockdiff.errors import RequestError
-from blockdiff.sampling.constraints.byte_automaton import ByteAutomaton, without
+from blockdiff.sampling.constraints.byte_automaton import MOST_STATES, ByteAutomaton, without
 from blockdiff.sampling.controls.restriction import Restriction, tokenizer_for
 
 if TYPE_CHECKING:
@@ -52,4 +52,7 @@ class Banned:
 
 @lru_cache(maxsize=32)
 def _without(texts: tuple[str, ...]) -> ByteAutomaton:
-    return without([text.encode() for text in texts])
+    words = [text.encode() for text in texts]
+    if (size := sum(map(len, words))) > MOST_STATES:
+        raise RequestError(f"the banned texts have {size:,} bytes; {MOST_STATES:,} are the most")
+    return without(words)

@@ -33,6 +33,9 @@ class Constraint:
             raise RequestError(f"json_schema must be an object or its JSON, got {schema!r:.80}")
         if regex is None and schema is None:
             return None
+        for name, value in (("regex", regex), ("json_schema", schema)):
+            if isinstance(value, str) and not value.strip():
+                raise RequestError(f"{name} is empty; leave it out, or say what the whole response is")
         if regex is not None and schema is not None:
             raise RequestError("give one of regex and json_schema, not both")
         require_no_thinking(request, "regex" if schema is None else "json_schema")

@@ -1,0 +1,66 @@
+"""A program that calls outlines-core in a process of its own, which can be ended when it takes too long.
+
+It reads one line of JSON (`regex` or `schema`, with the most states and bytes of memory) and writes one line of JSON.
+The answer to a regular expression goes on with the states after each byte (int32 [states, 256], -1 for none) and a byte
+for each state, 1 where it is final. `outlines.py` runs it.
+"""
+
+import array
+import json
+import resource
+import sys
+from typing import Any
+
+# A character that no text has stands at the end of every text. Without it the automaton of outlines-core stops at the
+# first match in the order of the alternatives, so `a|ab` would not hold "ab".
+END = "\U0010ffff"
+
+
+def main() -> None:
+    """Answer one request, with no more memory than it says."""
+    request = json.loads(sys.stdin.readline())
+    resource.setrlimit(resource.RLIMIT_AS, (request["bytes"], request["bytes"]))
+    head, body = answer(request)
+    sys.stdout.buffer.write(json.dumps(head).encode() + b"\n" + body)
+
+
+def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """The first line of the answer, and the bytes after it."""
+    try:
+        if "regex" in request:
+            return _automaton(request["regex"], request["states"])
+        from outlines_core.json_schema import build_regex_from_schema
+
+        return {"regex": build_regex_from_schema(request["schema"])}, b""
+    except ImportError:
+        return {"missing": True}, b""
+    except (TypeError, ValueError) as error:
+        return {"error": " ".join(str(error).split())}, b""
+
+
+def _automaton(regex: str, most_states: int) -> tuple[dict[str, int], bytes]:
+    from outlines_core import Index, Vocabulary
+
+    single_bytes = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
+    Index(regex, single_bytes)  # for its own error: the group around it must not complete what is half written
+    index = Index(f"(?:{regex}){END}", single_bytes)
+    edges, finals = index.get_transitions(), index.get_final_states()
+    if len(edges) > most_states:
+        return {"states": len(edges)}, b""
+    places: dict[int, int] = {index.get_initial_state(): 0}
+    for state in {*edges, *(following for row in edges.values() for following in row.values())}:
+        places.setdefault(state, len(places))
+    after = array.array("i", [-1]) * (256 * len(places))
+    for state, row in edges.items():
+        first = 256 * places[state]
+        for byte, following in row.items():
+            if byte < 256:
+                after[first + byte] = places[following]
+    is_final = bytearray(len(places))
+    for state in finals:
+        is_final[places[state]] = 1
+    return {"states": len(places)}, after.tobytes() + bytes(is_final)
+
+
+if __name__ == "__main__":
+    main()
