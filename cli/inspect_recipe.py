@@ -8,6 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+import typer
 from rich.text import Text
 from torch import Tensor
 
@@ -61,6 +62,8 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
     needs = kept_bytes(objective, recipe, 1, *dtypes_of(recipe, base))
     show_shape(objective.model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show, needs)
     data = checked_data(recipe, base)
+    if step > data.steps:
+        raise typer.BadParameter(f"{step} is past the end: the run has {data.steps} steps", param_hint="--step")
     if said:
         show.line(f"objective {said}")
     for line in ("", *data.lines(), *(f"note      {each}" for each in without_effect(recipe, data.steps)), ""):

@@ -51,8 +51,8 @@ def preset_config(preset: str | Path) -> Any:
         file = _preset_directory() / f"{preset}.json"
         if str(preset) not in presets():
             near = difflib.get_close_matches(str(preset), presets(), 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise CheckpointError(f"no preset {str(preset)!r}; {hint}(there are {', '.join(presets())})")
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise CheckpointError(f"no preset {str(preset)!r}{hint} (there are {', '.join(presets())})")
     elif not file.is_file():
         raise CheckpointError(f"{file}: no such preset file")
     return config_from(read_json(file), file)

@@ -80,7 +80,7 @@ class Data:
         return {example.sample_id: example for example in (self.indexed[index] for _, index in self.order(step))}
 
     def lines(self) -> list[str]:
-        """The rows to train on and to measure on, a line per source."""
+        """The rows to train on and to measure on, a line per source, and what a step or a packed row does of them."""
         sets = {"data": self.train, "held out": self.heldout}
         lines = [
             line
@@ -95,7 +95,20 @@ class Data:
             if line.strip()
         ]
         lines += [f"          {FILL}"] if lines and self.collator.canvas_length > 1 else []
-        return lines if isinstance(self.train, Dataset) else ["data      read while training goes on", *lines]
+        if not isinstance(self.train, Dataset):
+            return ["data      read while training goes on", *lines]
+        count, batch, pack = len(self.train), self.recipe.train.batch_size, self.recipe.data.pack
+        if batch > count:
+            times = f"about {batch / count:,.1f} times in every optimiser step"
+            lines.append(
+                f"note      train.batch_size: {batch:,} is more than the {count:,} examples: each comes {times}"
+            )
+        longer = 0 if pack is None else int((self.train.lengths > pack).sum())
+        if longer:
+            lines.append(
+                f"note      data.pack: {longer:,} examples are longer than its {pack} tokens: each has a row of its own"
+            )
+        return lines
 
     def report(self) -> dict[str, Any]:
         """The counts of rows kept, dropped and cut, per source: for data.json in the run directory."""

@@ -51,11 +51,12 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_switch_for_a_number(cls, value: Any, key: ValidationInfo) -> Any:
-        if isinstance(value, bool):  # pydantic would take it for 0 or 1
-            kinds = _kinds(cls.model_fields[str(key.field_name)].annotation)
-            if kinds & {int, float} and bool not in kinds:
-                raise ValueError("input should be a number, not a switch")
+    def _none_is_null_and_a_switch_is_no_number(cls, value: Any, key: ValidationInfo) -> Any:
+        kinds = _kinds(cls.model_fields[str(key.field_name)].annotation)
+        if value == "none" and type(None) in kinds:
+            return None
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:  # pydantic would take it for 0 or 1
+            raise ValueError("input should be a number, not a switch")
         return value
 
 

@@ -230,6 +230,8 @@ def _override_layer(text: str) -> Layer:
 
 def _located(named: Any, key: str, origin: str, directory: Path, must_exist: bool) -> Any:
     """The value of a file key, a name or a list of sources, with every name located."""
+    if named == "none":
+        return None
     if isinstance(named, list):
         return [_located(source, key, origin, directory, must_exist) for source in named]
     if isinstance(named, dict) and named.get("path"):

@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from blockdiff.__main__ import main
 from blockdiff.cli.main import app
 from tests.commands import refusal, run, works
 
@@ -109,7 +111,8 @@ CORPUS: dict[str, tuple[str, str, str | bytes]] = {
     "messages without a template": (ROWS, "no chat template", CHAT),
     "no room for a canvas": (TRAIN + " --set data.max_length=3", "raise data.max_length", ""),
     "a preset without tokenizer": (TRAIN + " --set model.tokenizer=null", "model.tokenizer: missing", ""),
-    "an unknown preset": (TRAIN + " --set model.preset=tny", "did you mean tiny?", ""),
+    "an unknown preset": (TRAIN + " --set model.preset=tny", "no preset 'tny'; did you mean tiny? (there are", ""),
+    "a preset like no other": (TRAIN + " --set model.preset=huge", "no preset 'huge' (there are", ""),
     "a run that is there": ("train {recipe} --output {folder}/run", "go on with --resume", ""),
     "an empty output": ("train {recipe} --set output=''", "output: missing; give --output DIR", ""),
     "a picture that is there": ("plot {folder}/run --output {folder}/run/curves.png", "is there already", ""),
@@ -217,6 +220,20 @@ def test_an_unforeseen_error_is_one_line_and_with_debug_a_traceback(
     assert "KeyError" in refusal(*words) and "--debug" in refusal(*words)
     for debug in (["--debug", *words], [*words, "--debug"]):
         assert isinstance(run(*debug).exception, KeyError)
+
+
+@pytest.mark.quick
+def test_an_interrupt_while_the_command_is_imported_is_one_line_and_130(monkeypatch, capsys) -> None:
+    class Interrupting:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "blockdiff.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "blockdiff.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130 and capsys.readouterr().err == "blockdiff: error: stopped\n"
 
 
 def test_errors_reach_the_shell(tmp_path: Path) -> None:

@@ -160,6 +160,9 @@ def test_inspect_counts_every_tensor_of_a_model(workshop: Path) -> None:
 
 @pytest.mark.quick
 def test_inspect_draws_the_batch_that_training_sees(workshop: Path) -> None:
+    assert "999 is past the end: the run has 3 steps" in refusal(
+        "inspect", workshop / "recipe.yaml", "--step", "999", code=2
+    )
     text = works("inspect", workshop / "recipe.yaml", "--step", "2", "--rows", "6")
     for word in ("(fill: ", "t: the noise level", "signal: the model's first prediction"):
         assert word in text, word

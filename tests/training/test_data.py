@@ -77,3 +77,15 @@ def test_rows_that_are_left_out_are_counted_with_the_reason_and_the_first_of_the
         base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=4, denoises=True)
         lines = read_data(recipe, base).lines()
         assert [each.strip() for each in lines if "dropped:" in each] == [line]
+
+
+def test_a_batch_of_more_rows_than_there_are_and_rows_longer_than_packed_ones_are_named():
+    tree = {"model": {"preset": "tiny"}, "data": {"train": [{"rows": [PAIR, PAIR]}], "cache": "off", "pack": 3}}
+    base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8, denoises=True)
+    data = read_data(Recipe.model_validate(tree | {"train": {"steps": 1, "batch_size": 5}}), base)
+    assert data.lines()[-2:] == [
+        "note      train.batch_size: 5 is more than the 2 examples: each comes about 2.5 times in every optimiser step",
+        "note      data.pack: 2 examples are longer than its 3 tokens: each has a row of its own",
+    ]
+    data = read_data(Recipe.model_validate(tree | {"train": {"steps": 1, "batch_size": 2}}), base)
+    assert len(data.lines()) == 3 and int(data.train.lengths.max()) > 3

@@ -19,6 +19,12 @@ from tests.recipes import MINIMAL, MINIMAL_TREE, refusal, write
 pytestmark = pytest.mark.quick
 
 
+def test_none_is_null_wherever_a_key_can_be_left_out(recipes: Path) -> None:
+    recipe = read_recipe(recipes / "base.yaml", ["data.heldout=none", "evaluation.best=none", "data.pack=none"])
+    assert (recipe.data.heldout, recipe.evaluation.best, recipe.data.pack) == (None, None, None)
+    assert "data.train" in refusal(recipes / "base.yaml", "data.train=none")
+
+
 def test_defaults_are_those_of_the_reference_recipe(recipes: Path) -> None:
     recipe = read_recipe(recipes / "base.yaml")
     assert (recipe.optim.lr, recipe.optim.betas, recipe.optim.eps) == (1.5e-4, (0.95, 0.99), 1e-8)
