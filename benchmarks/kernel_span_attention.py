@@ -309,7 +309,7 @@ def peers(shape: Shape, spans: Spans, tensors: list[Tensor]) -> Peers:
 
 @torch.no_grad()
 def _checked(candidates: Peers, ours: Attend, tensors: list[Tensor]) -> Peers:
-    """Those that run and compute the same."""
+    """The candidates that run and compute the same."""
     truth, found = ours(*tensors).float(), {}
     for name, (peer, prepared) in candidates.items():
         try:

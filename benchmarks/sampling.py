@@ -57,7 +57,7 @@ class ScriptedStops:
     steps: tuple[int, ...]
 
     def stop(self, canvases: Canvases) -> Tensor:
-        """Which canvases have taken their steps."""
+        """The canvases that have taken their steps."""
         own_B = torch.tensor([self.steps[int(id)] for id in canvases.ids], device=canvases.step_B.device)
         return canvases.step_B + 1 >= own_B
 

@@ -94,13 +94,13 @@ class Script:
         self.canvas, self.step = self.canvas + 1, 0
 
     def __call__(self, argmax_BL: Tensor, logits_BLV: Tensor, **_: Any) -> Tensor:
-        """Which canvases are finished by this step."""
+        """The canvases that are finished by this step."""
         self.step += 1
         is_done_B = self.limits_B <= self.canvas * self.canvas_length
         return is_done_B | (self.steps_B <= self.step)
 
     def finished(self, tokens_BS: Tensor, prompt: int) -> Tensor:
-        """Which responses are complete."""
+        """The responses that are complete."""
         return self.limits_B <= tokens_BS.shape[1] - prompt
 
 

@@ -69,7 +69,7 @@ generation: {{max_steps: 4}}
 
 @dataclass
 class Kill:
-    """Where an attempt died: after so many seconds or at its n-th file operation, and how far the run had got."""
+    """The end of an attempt: after so many seconds or at its n-th file operation, and how far the run had got."""
 
     kind: str  # "time", "file" (anywhere), "save" (among the checkpoints)
     at: float

@@ -23,32 +23,53 @@ if TYPE_CHECKING:
 
 HELP = """/system TEXT   tell the model something before the conversation; `/system -` takes it away, `/system` shows it
 /reset         begin anew; the system message stays
-/help          this
+/help          show these lines
+/quit          end the chat, as Ctrl-D does
 A line that ends in a backslash goes on in the next one. Ctrl-C ends an answer, Ctrl-D the chat."""
 
 
 def chat(
     model: options.Model,
-    system: Annotated[str | None, typer.Option(help="A system message, put before the conversation.")] = None,
-    seed: options.Seed = 0,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Rounded up to whole canvases.")] = None,
-    steps: options.MaxSteps = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Of the first step; those of later steps fall in proportion.")
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A system message, put before the conversation.")
     ] = None,
-    entropy_bound: Annotated[float | None, typer.Option(help="Uncertainty that a step may accept, in nats.")] = None,
-    stability: Annotated[int | None, typer.Option(help="Steps without a change before a canvas stops.")] = None,
-    confidence: Annotated[float | None, typer.Option(help="Mean entropy at which a canvas may stop, in nats.")] = None,
+    thinking: Annotated[
+        bool, typer.Option("--thinking", metavar="", help="Ask for reasoning, which is shown first.")
+    ] = False,
+    seed: options.Seed = 0,
+    max_new_tokens: options.MaxNewTokens = None,
+    steps: options.MaxSteps = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
     strategy: options.Strategy = None,
-    thinking: Annotated[bool, typer.Option("--thinking", help="Ask for reasoning; it is shown first.")] = False,
+    entropy_bound: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NATS", rich_help_panel=options.SAMPLING, help="Summed entropy of the guesses that a step keeps."
+        ),
+    ] = None,
+    stability: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", rich_help_panel=options.SAMPLING, help="A canvas may stop after N steps without a change."
+        ),
+    ] = None,
+    confidence: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NATS",
+            rich_help_panel=options.SAMPLING,
+            help="A canvas may stop when its mean entropy is below this.",
+        ),
+    ] = None,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     device: options.Device = "auto",
     kernels: options.Kernels = "auto",
 ) -> None:
-    """Talk to a model. Canvases are shown while they are denoised; /help says what can be typed.
+    """Talk to a model; /help in the chat lists its commands, /quit ends it.
 
-    What comes through a pipe is read line by line, each line a message, and the answers are written to stdout.
+    Canvases are shown while they are denoised. Through a pipe every line is a message, and the answers go to stdout.
     """
     from blockdiff.checkpoint import load
     from blockdiff.checkpoint.files import find
@@ -67,7 +88,8 @@ def chat(
         "stability": stability,
         "confidence": confidence,
     }
-    settings = changed(Generation.from_pretrained(directory), temperature, asked)
+    settings = changed(Generation.from_pretrained(directory), asked)
+    chosen = options.strategy_of(model, None, strategy, temperature, top_p, settings)
     tokenizer = load_tokenizer(directory)
     if not tokenizer.chat_template:
         raise CheckpointError(
@@ -75,11 +97,13 @@ def chat(
             "messages (or with data.chat: true), or ask by `blockdiff sample --prompt`"
         )
     weights = load(directory, dtype=dtype, device=device, kernels=kernels, quantize=quantize)
-    sampler = Sampler(weights, tokenizer, settings, strategy=strategy, pages=Pages(weights))  # room for a long talk
+    sampler = Sampler(weights, tokenizer, settings, strategy=chosen, pages=Pages(weights))  # room for a long talk
     talk = Chat(sampler, system, seed, thinking)
     if talk.is_terminal:
-        talk.note(f"{model}; /help says what can be typed, Ctrl-D ends the chat")
+        talk.note(f"{model}: type a message; /help lists the commands, /quit ends the chat")
     for line in lines(talk.is_terminal):
+        if line == "/quit":
+            break
         if line.startswith("/") and not line.startswith("//"):
             talk.command(line)
         else:
@@ -88,16 +112,13 @@ def chat(
         raise typer.Exit(1)  # its line has been said
 
 
-def changed(settings: Generation, temperature: float | None, asked: dict[str, int | float | None]) -> Generation:
+def changed(settings: Generation, asked: dict[str, int | float | None]) -> Generation:
     """The settings of a model with those that were asked for; typer.BadParameter for values that cannot be."""
     given: dict[str, int | float] = {name: value for name, value in asked.items() if value is not None}
-    if temperature is not None:
-        given |= {"t_max": temperature, "t_min": temperature * settings.t_min / settings.t_max}
     try:
         return replace(settings, **given)  # type: ignore[arg-type]
     except ValueError as error:
-        reason = str(error).partition(":")[0].replace("t_min must be at least 0 and less than t_max", "temperature > 0")
-        raise typer.BadParameter(reason) from None
+        raise typer.BadParameter(str(error).partition(":")[0]) from None
 
 
 def lines(is_terminal: bool) -> Iterator[str]:

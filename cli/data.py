@@ -24,12 +24,16 @@ data = typer.Typer(
     "--output data/sudoku4"
 )
 def sudoku(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for NAME.jsonl and tokenizer/.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for NAME.jsonl and tokenizer/.")
+    ],
     overwrite: options.Overwrite = False,
-    size: Annotated[int, typer.Option(help="Side of the grid: 4 or 9.")] = 4,
-    count: Annotated[int | None, typer.Option(help="Puzzles in all (default: what the splits add to).")] = None,
+    size: Annotated[int, typer.Option(metavar="N", help="Side of the grid: 4 or 9.")] = 4,
+    count: Annotated[
+        int | None, typer.Option(metavar="N", help="Puzzles in all (default: the sum of the splits).")
+    ] = None,
     split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N puzzles in NAME.jsonl.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The same seed gives the same puzzles.")] = 0,
+    seed: options.Seed = 0,
 ) -> None:
     """Sudoku puzzles with one solution each, and the character tokenizer they are written in.
 
@@ -52,12 +56,16 @@ def sudoku(
     "--output data/countdown4"
 )
 def countdown(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for NAME.jsonl and tokenizer/.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for NAME.jsonl and tokenizer/.")
+    ],
     overwrite: options.Overwrite = False,
-    numbers: Annotated[int, typer.Option(min=3, max=6, help="Numbers of a problem.")] = 4,
-    count: Annotated[int | None, typer.Option(help="Problems in all (default: what the splits add to).")] = None,
+    numbers: Annotated[int, typer.Option(min=3, max=6, metavar="N", help="Numbers of a problem.")] = 4,
+    count: Annotated[
+        int | None, typer.Option(metavar="N", help="Problems in all (default: the sum of the splits).")
+    ] = None,
     split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N problems in NAME.jsonl.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The same seed gives the same problems.")] = 0,
+    seed: options.Seed = 0,
 ) -> None:
     """Countdown problems, a target to make of all the numbers, and the character tokenizer they are written in.
 
@@ -75,10 +83,12 @@ def countdown(
 
 @data.command(epilog="Example: blockdiff data chat --split train=20000 --split test=500 --output data/chat")
 def chat(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for NAME.jsonl and tokenizer/.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for NAME.jsonl and tokenizer/.")
+    ],
     overwrite: options.Overwrite = False,
     split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N conversations in NAME.jsonl.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The same seed gives the same rows.")] = 0,
+    seed: options.Seed = 0,
 ) -> None:
     """Small talk: short conversations about a few facts, and a tokenizer made of them, for recipes/chat_cpu.yaml."""
     from blockdiff.recipes.small_talk import write_conversations
@@ -97,10 +107,10 @@ def chat(
 )
 def tokenizer(
     sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Files, directories, patterns or hub ids.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for the tokenizer's files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for the tokenizer's files.")],
     overwrite: options.Overwrite = False,
     columns: options.Columns = None,
-    vocab_size: Annotated[int, typer.Option(min=1, help="Tokens in all.")] = 4096,
+    vocab_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens in all.")] = 4096,
     subset: options.Subset = None,
     split: options.Split = "train",
 ) -> None:

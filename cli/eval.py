@@ -6,6 +6,8 @@ import importlib.metadata
 import json
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -23,37 +25,64 @@ if TYPE_CHECKING:
     from blockdiff.data.rows import Row
 
 HARNESS = "lm-eval:"
+Say = Callable[[str], object]  # `print`, or nothing where stdout has JSON alone
 
 
 def evaluate(
     model: options.Model,
     task: Annotated[
         str,
-        typer.Option(help=f"What is right: {', '.join(TASKS)}, or lm-eval:NAME,... of lm-evaluation-harness."),
+        typer.Option(
+            metavar="NAME", help=f"The rule of what is right: {', '.join(TASKS)}, or lm-eval:NAME of that harness."
+        ),
     ],
     data: Annotated[
         str | None,
-        typer.Option(help="Rows of the task: a file, a directory, a pattern or a hub id (of lm-eval: its YAML files)."),
+        typer.Option(
+            metavar="ROWS",
+            rich_help_panel=options.PROMPTS,
+            help="Rows to answer: a file, directory, pattern or hub id (with lm-eval: a directory of YAML tasks).",
+        ),
     ] = None,
-    compare: Annotated[
-        str | None, typer.Option(metavar="OTHER", help="A second model: both on the same rows, with a paired test.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON to write the numbers to.")] = None,
-    overwrite: options.Overwrite = False,
     columns: options.Columns = None,
     subset: options.Subset = None,
     split: options.Split = "test",
-    chat: Annotated[bool, typer.Option("--chat", help="Prompts are the user's turn of a chat, not raw text.")] = False,
-    thinking: Annotated[bool, typer.Option("--thinking", help="Ask for reasoning; only the answer counts.")] = False,
-    best_of: Annotated[int, typer.Option(min=1, help="Draw so many answers a row; the best by its score counts.")] = 1,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", rich_help_panel=options.PROMPTS, help="Answer only the first N rows."),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", metavar="", rich_help_panel=options.PROMPTS, help="Put raw prompts into the chat template."
+        ),
+    ] = False,
+    system: options.System = None,
+    thinking: options.Thinking = False,
     allow_control_tokens: options.AllowControlTokens = False,
     seed: options.Seed = 0,
+    best_of: options.BestOf = 1,
+    max_new_tokens: options.MaxNewTokens = None,
     steps: options.MaxSteps = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
     strategy: options.Strategy = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a response (default: what the task's responses need).")
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OTHER",
+            rich_help_panel=options.OUTPUT,
+            help="A second model, which answers the same rows; the difference is tested.",
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", rich_help_panel=options.OUTPUT, help="JSON to write; - is stdout."
+        ),
+    ] = None,
+    overwrite: options.Overwrite = False,
+    as_json: options.AsJson = False,
     batch_size: options.BatchSize = 100,
     adapter: options.Adapter = None,
     dtype: options.Dtype = "auto",
@@ -66,18 +95,24 @@ def evaluate(
 
     A fine-tuned model can be better in one of the two and worse in the other.
     """
-    how: dict[str, Any] = dict(dtype=dtype, device=device, kernels=kernels, strategy=strategy, quantize=quantize)
-    if task.startswith(HARNESS):
-        if compare is not None or columns or best_of > 1 or tensor_parallel > 1:
-            others = "--compare, --columns, --best-of and --tensor-parallel"
-            raise typer.BadParameter(f"{task} goes without {others}", param_hint="--task")
+    if output == options.STREAM:
+        as_json, output = True, None
+    say: Say = _say_nothing if as_json else print
+    how: dict[str, Any] = dict(dtype=dtype, device=device, kernels=kernels, quantize=quantize)
+    is_of_harness = task.startswith(HARNESS)
+    if task == HARNESS:
+        raise typer.BadParameter("name a task of the harness, such as lm-eval:gsm8k", param_hint="--task")
+    if is_of_harness and (compare is not None or columns or best_of > 1 or tensor_parallel > 1 or system is not None):
+        others = "--compare, --columns, --best-of, --system and --tensor-parallel"
+        raise typer.BadParameter(f"{task} goes without {others}", param_hint="--task")
+    if is_of_harness:
         options.require_free(output, model, overwrite=overwrite)
         options.make_parent(output)
+        how["strategy"] = options.strategy_of(model, adapter, strategy, temperature, top_p)
         asked: dict[str, Any] = dict(seed=seed, steps=steps, batch_size=batch_size, max_gen_toks=max_new_tokens)
         asked |= dict(chat=chat, limit=limit, thinking=thinking)
-        written = _by_harness(model, task, data, {**how, "adapter": adapter}, **asked)
-        if output is not None:
-            output.write_text(json.dumps(written, indent=1, default=str) + "\n", encoding="utf-8")
+        written = _by_harness(model, task, data, {**how, "adapter": adapter}, say, **asked)
+        _write(written, output, as_json)
         return
     if task not in TASKS:
         near = get_close_matches(task, [*TASKS, f"{HARNESS}NAME"], 1)
@@ -95,22 +130,41 @@ def evaluate(
     source = Source(data, subset=subset, split=split, columns=options.parse_columns(columns))
     rows = [row.as_conversation() if chat else row for row in islice(rows_of(source), limit)]
     questions_of(rows, find_task(task))  # refused now rather than after the weights are read
-    if thinking:
-        _require_conversations(rows)
+    for name, is_asked in (("--thinking", thinking), ("--system", system is not None)):
+        if is_asked:
+            _require_conversations(rows, name)
+    if system is not None:
+        rows = [_with_system(row, system) for row in rows]
     options.require_free(output, model, compare, data, overwrite=overwrite)
     options.make_parent(output)
     quiet()
+    chosen = options.strategy_of(model, adapter, strategy, temperature, top_p)
+    of_other = None if compare is None else options.strategy_of(compare, None, strategy, temperature, top_p)
     settings: dict[str, Any] = dict(batch_size=batch_size, seed=seed, max_steps=steps, max_new_tokens=max_new_tokens)
     settings |= dict(thinking=thinking, best_of=best_of, allow_control_tokens=allow_control_tokens)
     if mesh is not None:
         how["mesh"], settings["ranks"] = mesh, mesh.ranks
-    written = _report(model, {**how, "adapter": adapter}, rows, task, data, settings)
+    written = _report(model, {**how, "adapter": adapter, "strategy": chosen}, rows, task, data, settings)
     if compare is None:
-        _print_report(written)
+        _print_report(written, say)
     else:
-        written = _compared(written, _report(compare, how, rows, task, data, settings), task, data)
+        other = _report(compare, {**how, "strategy": of_other}, rows, task, data, settings)
+        written = {"task": task, "data": data, **_compared(written, other, say)}
+    if mesh is None or mesh.ranks.is_main:
+        _write(written, output, as_json)
+
+
+def _write(report: dict[str, Any], output: Path | None, as_json: bool) -> None:
+    """Write the numbers to a file, to stdout, to both or to none."""
+    text = json.dumps(report, indent=1, default=str) + "\n"
     if output is not None:
-        output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        output.write_text(text, encoding="utf-8")
+    if as_json:
+        sys.stdout.write(text)
+
+
+def _say_nothing(*_: object) -> None:
+    """Print nothing: stdout has the JSON alone."""
 
 
 def _report(
@@ -134,30 +188,37 @@ def _failures(report: dict[str, Any]) -> list[str]:
     return [record["error"] for record in report["records"] if "error" in record]
 
 
-def _print_report(report: dict[str, Any]) -> None:
+def _print_report(report: dict[str, Any], say: Say) -> None:
     from blockdiff.evals import summary
 
-    print("\n".join(summary.lines(report)))
+    say("\n".join(summary.lines(report)))
     if failed := _failures(report):
-        print(f"not answered      {len(failed)}, the first because {shown(failed[0], sys.stdout)}")
+        say(f"not answered      {len(failed)}, the first because {shown(failed[0], sys.stdout)}")
 
 
-def _compared(first: dict[str, Any], second: dict[str, Any], task: str, data: str) -> dict[str, Any]:
+def _compared(first: dict[str, Any], second: dict[str, Any], say: Say) -> dict[str, Any]:
     """Print the reports of two models and their comparison; the numbers for the JSON."""
     from blockdiff.evals import compare as pairs
 
     for report in (first, second):
-        print(f"\n{report['model']}" if report is second else report["model"])
-        _print_report(report)
+        say(f"\n{report['model']}" if report is second else report["model"])
+        _print_report(report, say)
     comparison = pairs.compare(first, second)
-    print("\n" + "\n".join(pairs.lines(first, second, comparison)))
+    say("\n" + "\n".join(pairs.lines(first, second, comparison)))
     records = comparison.pop("records")
     models = [{name: value for name, value in report.items() if name != "records"} for report in (first, second)]
-    return {"task": task, "data": data, "models": models, "comparison": comparison, "records": records}
+    return {"models": models, "comparison": comparison, "records": records}
 
 
 def _by_harness(
-    model: str, task: str, directory: str | None, how: dict[str, Any], chat: bool, limit: int | None, **asked: Any
+    model: str,
+    task: str,
+    directory: str | None,
+    how: dict[str, Any],
+    say: Say,
+    chat: bool,
+    limit: int | None,
+    **asked: Any,
 ) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness, print its table and what the texts cost; the numbers for the JSON."""
     try:
@@ -179,21 +240,28 @@ def _by_harness(
     for name, results in found["results"].items():
         for metric, figure in results.items():
             if isinstance(figure, float) and not metric.partition(",")[0].endswith("_stderr"):
-                print(f"{name}  {metric.removesuffix(',none')}  {figure:.4f}")
+                say(f"{name}  {metric.removesuffix(',none')}  {figure:.4f}")
     costs = found["costs"]
     if costs is not None:
-        print("\n".join(cost_lines({**costs, "max_steps": asked["steps"] or sampler.generation.max_steps})))
-    print(f"time  {seconds:.1f} s")
+        say("\n".join(cost_lines({**costs, "max_steps": asked["steps"] or sampler.generation.max_steps})))
+    say(f"time  {seconds:.1f} s")
     settings = settings_of(sampler)
     settings["versions"]["lm_eval"] = importlib.metadata.version("lm_eval")
     kept: dict[str, Any] = {name: found.get(name) for name in ("results", "costs", "samples", "configs", "n-shot")}
     return {"model": model, "task": task, "data": directory, "settings": settings, "seconds": seconds, **asked, **kept}
 
 
-def _require_conversations(rows: list[Row]) -> None:
+def _require_conversations(rows: list[Row], option: str) -> None:
     raw = next((row for row in rows if row.messages is None), None)
     if raw is not None:
         raise typer.BadParameter(
-            f"{raw.where} is a prompt in raw text, which has no place for it; give --chat as well",
-            param_hint="--thinking",
+            f"{raw.where} is a prompt in raw text, which has no place for it; give --chat as well", param_hint=option
         )
+
+
+def _with_system(row: Row, system: str) -> Row:
+    """A conversation with a system message before it, unless it has one."""
+    messages = row.messages or ()
+    if messages and messages[0]["role"] == "system":
+        return row
+    return replace(row, messages=({"role": "system", "content": system}, *messages))

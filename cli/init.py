@@ -23,12 +23,17 @@ def init(
         str | None,
         typer.Option("--from", metavar="MODEL", help="Make a causal model a block-diffusion one, without a PRESET."),
     ] = None,
-    canvas_length: Annotated[int, typer.Option(min=1, help="With --from: tokens of a canvas.")] = 256,
-    seed: Annotated[int, typer.Option(min=0, max=options.MAX_SEED, help="The same seed gives the same weights.")] = 0,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16; without it float32, and with --from what the model has.")
+    canvas_length: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --from: the number of tokens of a canvas (256).")
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="A directory or hub id to copy it from.")] = None,
+    seed: options.Seed = 0,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="float32 (the default) or bfloat16; with --from that of the model."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A directory or hub id whose tokenizer is copied.")
+    ] = None,
 ) -> None:
     """Write a model in Hub layout: one with random weights, or a denoiser made of a causal model (`--from`)."""
     if dtype not in (None, "float32", "bfloat16"):
@@ -37,6 +42,9 @@ def init(
         directory, preset = Path(preset), None
     if directory is None or (preset is None) == (source is None):
         raise typer.BadParameter("give PRESET DIR, or --from MODEL DIR", param_hint="PRESET DIR")
+    if source is None and canvas_length is not None:
+        raise typer.BadParameter("a preset has its own; only --from takes another", param_hint="--canvas-length")
+    canvas_length = canvas_length or 256
     if (directory / "config.json").exists():
         raise CheckpointError(f"{directory}: holds a checkpoint already; name another directory or remove it")
     from blockdiff import checkpoint

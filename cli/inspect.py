@@ -23,6 +23,8 @@ def inspect(
     is_recipe = Path(target).suffix in (".yaml", ".yml")
     if set_ and not is_recipe:
         raise typer.BadParameter("only a recipe (a .yaml file) has keys to set", param_hint="--set")
+    if not is_recipe and (step, rows) != (1, 3):
+        raise typer.BadParameter("only a recipe (a .yaml file) has batches to draw", param_hint="--step, --rows")
     from blockdiff.terminal import quiet
     from blockdiff.training.progress import Progress
 

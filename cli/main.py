@@ -87,8 +87,7 @@ def report(error: Exception) -> int:
 app = typer.Typer(
     cls=Commands,
     name="blockdiff",
-    epilog="Example: blockdiff sample runs/quickstart/model --prompt '1..4..1.2..3.3..='",
-    add_completion=False,
+    epilog="docs/glossary.md explains words such as canvas, fill and signal, and docs/cli.md every command.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data, name="data")

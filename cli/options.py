@@ -2,45 +2,54 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blockdiff.errors import BlockdiffError
+from blockdiff.errors import BlockdiffError, RequestError
 from blockdiff.files import matching
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory or a hub id.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a key of the recipe (YAML value).")
-]
-Columns = Annotated[
-    str | None,
-    typer.Option(metavar="ROLE=COLUMN,...", help="Columns of other names: prompt=question,response=answer."),
-]
-Subset = Annotated[str | None, typer.Option(help="Configuration of a hub data set.")]
-Split = Annotated[str, typer.Option(help="Of a hub data set or a directory.")]
-MaxSteps = Annotated[int | None, typer.Option("--steps", min=1, help="At most so many denoising steps per canvas.")]
+if TYPE_CHECKING:
+    from blockdiff.checkpoint.generation import Generation
+    from blockdiff.sampling.strategy import Strategy as SamplingStrategy
+
+# The groups of options in `--help`.
+PROMPTS, SAMPLING, CONTROL, OUTPUT, DEVICE = "Prompts", "Sampling", "Control", "Output", "Model and device"
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+FORMS = ("fp8", "fp8-dynamic", "none")
+KERNELS = ("auto", "triton", "torch")
 MAX_SEED = 2**64 - 1
-Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the draws.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace files that are there already.")]
-AllowControlTokens = Annotated[
-    bool, typer.Option("--allow-control-tokens", help="Read control tokens that prompts spell (<turn|>) as tokens.")
-]
-BatchSize = Annotated[int, typer.Option(min=1, help="Requests that run together.")]
-Adapter = Annotated[str | None, typer.Option(metavar="DIR", help="An adapter of the model, in PEFT's format.")]
-Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16, float16 or float64.")]
-Quantize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="fp8|fp8-dynamic|none",
-        help="Round weights to fp8, also the inputs of their products, or undo it (default: as stored).",
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")]
+STREAM = Path("-")  # standard input, or standard output
 
 
-def _explained(value: str | None) -> str | None:
+def _one_of(*words: str) -> Callable[[str | None], str | None]:
+    """A callback that refuses other words."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in words:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(words)}")
+        return value
+
+    return check
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise typer.BadParameter(f"{value!r} is not one of auto, cpu, cuda, cuda:1")
+    return value
+
+
+def _seed(given: str | int) -> int:  # the default is an integer already
+    if not re.fullmatch(r"\d+", str(given)) or int(given) > MAX_SEED:
+        raise typer.BadParameter(f"{str(given)!r} is not an integer from 0 to 2^64 - 1")
+    return int(given)
+
+
+def _help_of_strategies(value: str | None) -> str | None:
     if value == "help":
         from blockdiff.sampling.strategies import strategies_table
 
@@ -49,27 +58,227 @@ def _explained(value: str | None) -> str | None:
     return value
 
 
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory or a hub id.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe, such as optim.lr=1e-3 (repeatable)."),
+]
+Seed = Annotated[
+    int, typer.Option(parser=_seed, metavar="N", rich_help_panel=SAMPLING, help="Seed of all random draws.")
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--overwrite", metavar="", rich_help_panel=OUTPUT, help="Replace files that are there already."),
+]
+
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", metavar="", rich_help_panel=OUTPUT, help="Print one JSON object in place of the lines."),
+]
+
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ROLE=COLUMN,...",
+        rich_help_panel=PROMPTS,
+        help="Names of the columns, such as prompt=question,response=answer.",
+    ),
+]
+Subset = Annotated[
+    str | None, typer.Option(metavar="NAME", rich_help_panel=PROMPTS, help="Configuration of a hub data set.")
+]
+Split = Annotated[
+    str, typer.Option(metavar="NAME", rich_help_panel=PROMPTS, help="Split of a hub data set or of a directory.")
+]
+System = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT", rich_help_panel=PROMPTS, help="A system message, put before conversations that have none."
+    ),
+]
+Thinking = Annotated[
+    bool,
+    typer.Option(
+        "--thinking",
+        metavar="",
+        rich_help_panel=PROMPTS,
+        help="Ask for reasoning, which is kept apart from the answer.",
+    ),
+]
+AllowControlTokens = Annotated[
+    bool,
+    typer.Option(
+        "--allow-control-tokens",
+        metavar="",
+        rich_help_panel=PROMPTS,
+        help="Read a control token such as <turn|> in a prompt as a token, not as text.",
+    ),
+]
+
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", rich_help_panel=SAMPLING, help="Most tokens of an answer, rounded up to whole canvases."
+    ),
+]
+MaxSteps = Annotated[
+    int | None,
+    typer.Option("--steps", min=1, metavar="N", rich_help_panel=SAMPLING, help="Most denoising steps of a canvas."),
+]
 Strategy = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME[:KEY=VALUE,...]",
-        help="How canvases are denoised (default: as the released model's); `help` lists the names.",
-        callback=_explained,
+        metavar="NAME:KEY=VALUE,...",
+        rich_help_panel=SAMPLING,
+        help="The rule that decides which guesses of a step stay; `--strategy help` lists all names and keys.",
+        callback=_help_of_strategies,
         is_eager=True,
     ),
 ]
-Kernels = Annotated[str, typer.Option(help="auto, triton or torch.")]
-TensorParallel = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Run the model over so many processes, which are started.")
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        metavar="T",
+        rich_help_panel=SAMPLING,
+        help="Temperature of a canvas's first step; later steps fall in proportion. 0 leaves the model's own.",
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="P",
+        rich_help_panel=SAMPLING,
+        help="Draw only from the likeliest tokens whose probabilities add up to P.",
+    ),
+]
+BestOf = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=1024,
+        metavar="N",
+        rich_help_panel=SAMPLING,
+        help="Draw N answers and give the one with the highest mean log-probability.",
+    ),
 ]
 
-Template = Annotated[str | None, typer.Option(help="The response's form: <?N> is a hole of N tokens, <?? is <?.")]
-Regex = Annotated[str | None, typer.Option(help="What the whole response must match.")]
-JsonSchema = Annotated[Path | None, typer.Option(metavar="FILE", help="A JSON schema that the response must satisfy.")]
-Draft = Annotated[str | None, typer.Option(help="A response to start from, noised to --noise.")]
-Noise = Annotated[float | None, typer.Option(min=0, max=1, help="Share of the draft that is noise (default 0.5).")]
-Banned = Annotated[list[str] | None, typer.Option(help="A text that must not occur (may be repeated).")]
-RepetitionPenalty = Annotated[float, typer.Option(help="More than 1: tokens seen before are less likely.")]
+Template = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        rich_help_panel=CONTROL,
+        help="Form of the answer: <?N> is a hole of N tokens, <?? stands for <? itself.",
+    ),
+]
+Regex = Annotated[
+    str | None,
+    typer.Option(metavar="REGEX", rich_help_panel=CONTROL, help="A regular expression that the whole answer matches."),
+]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", rich_help_panel=CONTROL, help="A JSON schema that the answer satisfies; - reads stdin."
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT", rich_help_panel=CONTROL, help="An answer to start from; a share --noise of it is redone."
+    ),
+]
+Noise = Annotated[
+    float | None,
+    typer.Option(
+        min=0, max=1, metavar="T", rich_help_panel=CONTROL, help="Share of the draft that is noise at first (0.5)."
+    ),
+]
+Banned = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", rich_help_panel=CONTROL, help="A text that must not occur (repeatable)."),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        metavar="X", rich_help_panel=CONTROL, help="Above 1, tokens that were there before become less likely."
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", rich_help_panel=CONTROL, help="A text that ends the answer (repeatable)."),
+]
+
+BatchSize = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=DEVICE, help="Requests that run together.")]
+Adapter = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", rich_help_panel=DEVICE, help="An adapter of the model, in PEFT's format."),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel=DEVICE,
+        callback=_one_of(*DTYPES),
+        help="Number format: auto (as stored), float32, bfloat16, float16, float64.",
+    ),
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORM",
+        rich_help_panel=DEVICE,
+        callback=_one_of(*FORMS),
+        help="fp8 rounds weights to 8 bits, fp8-dynamic also their inputs; none undoes it. Default: as stored.",
+    ),
+]
+Device = Annotated[
+    str, typer.Option(metavar="NAME", rich_help_panel=DEVICE, callback=_device, help="auto, cpu, cuda or cuda:1.")
+]
+Kernels = Annotated[
+    str,
+    typer.Option(metavar="NAME", rich_help_panel=DEVICE, callback=_one_of(*KERNELS), help="auto, triton or torch."),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        min=1, metavar="N", rich_help_panel=DEVICE, help="Start N processes, each of which holds a part of the weights."
+    ),
+]
+
+
+def strategy_of(
+    model: str,
+    adapter: str | None,
+    strategy: str | None,
+    temperature: float | None,
+    top_p: float | None,
+    settings: Generation | None = None,
+) -> SamplingStrategy | None:
+    """The strategy that --strategy, --temperature and --top-p ask for; None where none of them is given.
+
+    settings: those of the model unless others are given. Raises typer.BadParameter for what cannot be.
+    """
+    if strategy is None and temperature is None and top_p is None:
+        return None
+    from blockdiff.checkpoint import read_config
+    from blockdiff.checkpoint.adapters import apart_from_adapter, places_of
+    from blockdiff.checkpoint.files import GENERATION, holding
+    from blockdiff.checkpoint.generation import Generation
+    from blockdiff.models.family import family_of
+    from blockdiff.sampling.strategies import NextToken, adjusted, as_strategy
+
+    config = read_config(apart_from_adapter(model)[0])
+    settings = settings or Generation.from_pretrained(holding([GENERATION], places_of(model, adapter)))
+    try:
+        chosen = as_strategy(strategy, settings, family_of(config).outline(config).denoises)
+        chosen = adjusted(chosen, temperature, top_p)
+    except RequestError as error:
+        raise typer.BadParameter(str(error)) from None
+    if top_p is not None and isinstance(chosen, NextToken) and not chosen.temperature:
+        raise typer.BadParameter(
+            "this model takes the likeliest token at each place; give a --temperature above 0, too",
+            param_hint="--top-p",
+        )
+    return chosen
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
@@ -115,8 +324,10 @@ def make_parent(path: Path | None) -> None:
 
 
 def read_text(path: Path | None) -> str | None:
-    """A file's text, None for no file; BlockdiffError where it cannot be read."""
+    """A file's text, that of standard input for `-`, None for no file; BlockdiffError where it cannot be read."""
     try:
+        if path == STREAM:
+            return sys.stdin.read()
         return None if path is None else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BlockdiffError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8'})") from None

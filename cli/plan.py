@@ -33,6 +33,8 @@ def plan(
         raise typer.BadParameter(f"{device!r} is neither cuda nor cpu", param_hint="--device")
     if quantize is not None and Path(target).suffix in (".yaml", ".yml"):
         raise typer.BadParameter("a recipe says it itself; --set model.quantize=fp8", param_hint="--quantize")
+    if set_ and Path(target).suffix not in (".yaml", ".yml"):
+        raise typer.BadParameter("only a recipe (a .yaml file) has keys to set", param_hint="--set")
     limit = None if gpu_memory is None else int(gpu_memory * GIB)
     if Path(target).suffix in (".yaml", ".yml"):
         rates = tflops * 1e12, bandwidth * 1e12, network * 1e9

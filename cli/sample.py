@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +15,7 @@ import typer
 
 from blockdiff.cli import options, together
 from blockdiff.cli.answers import Answers, fingerprint
+from blockdiff.cli.requests import drawn, requests_of, with_options, with_system
 from blockdiff.cli.tally import AnsweredSoFar, Tally
 from blockdiff.errors import RequestError
 from blockdiff.terminal import shown
@@ -31,37 +31,87 @@ DRAWN = 16  # the number of requests that a page or a picture traces; a JSONL tr
 
 def sample(
     model: options.Model,
-    prompt: Annotated[str | None, typer.Option(help="Raw text to continue (bos is put before it).")] = None,
-    chat: Annotated[str | None, typer.Option(help="A user's message, put into the chat template.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSONL: prompt or messages, optionally id, seed.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSONL to write.")] = None,
-    overwrite: options.Overwrite = False,
-    seed: options.Seed = 0,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Rounded up to whole canvases.")] = None,
-    steps: options.MaxSteps = None,
-    strategy: options.Strategy = None,
-    trace: Annotated[Path | None, typer.Option(help="How it filled in: FILE.html, .gif, .png or .jsonl.")] = None,
-    thinking: Annotated[bool, typer.Option("--thinking", help="Ask for reasoning, which is kept apart.")] = False,
-    scores: Annotated[bool, typer.Option("--scores", help="Give every token's next-token log-probability.")] = False,
-    best_of: Annotated[
-        int, typer.Option(min=1, help="Draw so many answers and give the one with the highest mean score.")
-    ] = 1,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", rich_help_panel=options.PROMPTS, help="Raw text to continue; bos is put before it."
+        ),
+    ] = None,
+    chat: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", rich_help_panel=options.PROMPTS, help="A user's message, put into the chat template."
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=options.PROMPTS,
+            help="JSONL with prompt or messages, optionally id, seed and other options; - reads stdin.",
+        ),
+    ] = None,
+    system: options.System = None,
+    thinking: options.Thinking = False,
     allow_control_tokens: options.AllowControlTokens = False,
+    seed: options.Seed = 0,
+    answers_per_prompt: Annotated[
+        int, typer.Option("-n", min=1, metavar="N", rich_help_panel=options.SAMPLING, help="Answers to each prompt.")
+    ] = 1,
+    best_of: options.BestOf = 1,
+    max_new_tokens: options.MaxNewTokens = None,
+    steps: options.MaxSteps = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    strategy: options.Strategy = None,
+    scores: Annotated[
+        bool,
+        typer.Option(
+            "--scores", metavar="", rich_help_panel=options.SAMPLING, help="Give the log-probability of every token."
+        ),
+    ] = False,
     template: options.Template = None,
     regex: options.Regex = None,
     json_schema: options.JsonSchema = None,
-    draft: options.Draft = None,
-    noise: options.Noise = None,
     banned: options.Banned = None,
     repetition_penalty: options.RepetitionPenalty = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the response (may be repeated).")] = None,
-    stream: Annotated[bool, typer.Option("--stream", help="Show canvases as they are finished.")] = False,
+    draft: options.Draft = None,
+    noise: options.Noise = None,
+    stop: options.Stop = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", rich_help_panel=options.OUTPUT, help="JSONL to write; - is stdout."
+        ),
+    ] = None,
+    overwrite: options.Overwrite = False,
+    stream: Annotated[
+        bool,
+        typer.Option(
+            "--stream", metavar="", rich_help_panel=options.OUTPUT, help="Show canvases as they are finished."
+        ),
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=options.OUTPUT,
+            help="Write how the text filled in: .html, .gif, .png, .jsonl.",
+        ),
+    ] = None,
     batch_size: options.BatchSize = 32,
     exact: Annotated[
-        bool, typer.Option("--exact", help="The same tokens to the bit whatever runs together, on a CPU; slower.")
+        bool,
+        typer.Option(
+            "--exact",
+            metavar="",
+            rich_help_panel=options.DEVICE,
+            help="On a CPU: the same tokens to the bit whatever runs together; slower.",
+        ),
     ] = False,
     no_graphs: Annotated[
-        bool, typer.Option("--no-graphs", help="On a GPU, launch every denoising step anew, without CUDA graphs.")
+        bool,
+        typer.Option("--no-graphs", metavar="", rich_help_panel=options.DEVICE, help="On a GPU: use no CUDA graphs."),
     ] = False,
     adapter: options.Adapter = None,
     dtype: options.Dtype = "auto",
@@ -72,23 +122,40 @@ def sample(
 ) -> None:
     """Answer one prompt, one chat message, or a file of prompts.
 
-    Output lines are id, text, tokens, finish_reason ("eos", "length", "stop" or "error"), steps (denoising steps
-    per canvas) and what was asked for: reasoning, logprobs and score, draw. A bad line of a prompts file
-    gets an error record and the others continue.
+    A single prompt is answered by its text. A file gives a JSON line for each prompt; docs/cli.md lists the keys. A
+    bad line of a file gets a line with an error, and the others are answered.
     """
     _check_usage(prompt, chat, prompts, output, trace)
+    gives_lines = prompts is not None or output is not None
+    if output == options.STREAM:
+        output = None
+    if answers_per_prompt > 1 and best_of > 1:
+        raise typer.BadParameter("it gives all answers, and --best-of one of them; leave one out", param_hint="-n")
+    if prompts == json_schema == options.STREAM:
+        raise typer.BadParameter("stdin is read for --prompts already", param_hint="--json-schema")
     mesh = together.join(tensor_parallel, device)
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Recorder, Request, Sampler
+    from blockdiff.sampling.controls.template import parse_template
     from blockdiff.terminal import quiet
 
-    entries = _entries(prompt, chat, prompts)
     controls: dict[str, Any] = dict(template=template, regex=regex, json_schema=options.read_text(json_schema))
     controls |= dict(draft=draft, noise=noise, banned=tuple(banned or ()), stop=tuple(stop or ()))
     controls |= dict(repetition_penalty=repetition_penalty)
-    Request(1, prompt="", **controls).check()
     asked = dict(thinking=thinking, scores=scores, best_of=best_of, allow_control_tokens=allow_control_tokens)
-    entries = [_with_options(entry, **asked, **controls) for entry in entries]
+    shape = dict(prompt=prompt or "") if prompt is not None else dict(messages=[{"role": "user", "content": ""}])
+    try:
+        Request(1, **shape, **asked, **controls).check()
+        if template is not None:
+            parse_template(template)
+    except RequestError as error:
+        raise typer.BadParameter(str(error)) from None
+    entries = requests_of(prompt, chat, prompts)
+    entries = [with_options(entry, **asked, **controls) for entry in entries]
+    if system is not None:
+        entries = [with_system(entry, system) for entry in entries]
+    wanted = list(drawn(entries, answers_per_prompt, seed))
+    entries = [each.entry for each in wanted]
 
     if mesh is not None and not mesh.ranks.is_main:
         output = trace = None
@@ -98,7 +165,8 @@ def sample(
         options.make_parent(written)
     quiet()
     ranks = _ranks(device, output, trace, stream) if mesh is None else mesh.ranks
-    settings = dict(seed=seed, max_new_tokens=max_new_tokens, max_steps=steps, strategy=strategy, exact=exact)
+    chosen = options.strategy_of(model, adapter, strategy, temperature, top_p)
+    settings = dict(seed=seed, max_new_tokens=max_new_tokens, max_steps=steps, strategy=chosen, exact=exact)
     model_name = Path(model).resolve() if Path(model).exists() else model
     identity = {**settings, "model": str(model_name), "dtype": dtype} | ({"adapter": adapter} if adapter else {})
     identity |= {"quantize": quantize} if quantize else {}
@@ -114,7 +182,7 @@ def sample(
         dtype=dtype,
         device=str(ranks.device) if ranks.world > 1 else device,
         kernels=kernels,
-        strategy=strategy,
+        strategy=chosen,
         adapter=adapter,
         mesh=mesh,
         quantize=quantize,
@@ -125,7 +193,7 @@ def sample(
         ids = [entry.id for entry in entries if isinstance(entry, Request)]
         recorder = Recorder(ids if trace.suffix == ".jsonl" else ids[:DRAWN])
     if stream:
-        view = Watcher(sampler.tokenizer, several=prompts is not None)
+        view = Watcher(sampler.tokenizer, several=gives_lines or max(answers_per_prompt, best_of) > 1)
     results = _in_chunks(
         sampler,
         entries,
@@ -141,12 +209,15 @@ def sample(
     )
     is_file = prompts is not None
     tally, progress = Tally(), AnsweredSoFar(len(mine), is_shown=is_file and view is None and ranks.is_main)
+    texts: dict[int, Result] = {}
     try:
         with ranks.guarded("sampling"), ranks.at_own_pace("sampling") as look:
             for place, result in results:
                 tally.add(result)
-                if is_file or output is not None:
-                    answers.write(place, result)
+                if gives_lines:
+                    answers.write(place, wanted[place].named(result))
+                else:
+                    texts[place] = result
                 progress.add()
                 look()
     except KeyboardInterrupt:
@@ -174,8 +245,9 @@ def sample(
         raise RequestError(tally.first_error or "no request could be answered")
     if is_file:
         tally.say(answered_before, progress.seconds, steps or sampler.generation.max_steps)
-    elif output is None and view is None and tally.last is not None:
-        _say_answer(tally.last)
+    elif view is None or view.several:
+        for place in sorted(texts):
+            _say_answer(texts[place])
 
 
 def _check_usage(
@@ -188,28 +260,6 @@ def _check_usage(
         raise typer.BadParameter(f"{trace} ends in none of {', '.join(TRACE_KINDS)}", param_hint="--trace")
     if trace is not None and trace == output:
         raise typer.BadParameter(f"{trace} is the file of --output, too", param_hint="--trace")
-
-
-def _entries(prompt: str | None, chat: str | None, prompts: Path | None) -> list[Request | Result]:
-    """The requests: one from the command line, or those of a file with the failures of its bad lines."""
-    from blockdiff.sampling import Request, read_prompts
-
-    if prompts is not None:
-        return read_prompts(prompts)
-    if prompt is not None:
-        return [Request(1, prompt=prompt)]
-    return [Request(1, messages=[{"role": "user", "content": str(chat)}])]
-
-
-def _with_options(entry: Request | Result, **asked: Any) -> Request | Result:
-    """A request with the command's options for the fields that have their defaults; a failed line as it is."""
-    from blockdiff.sampling import Request
-
-    if not isinstance(entry, Request):
-        return entry
-    defaults = Request(1)
-    changes = {name: value for name, value in asked.items() if getattr(entry, name) == getattr(defaults, name)}
-    return replace(entry, **changes)
 
 
 def _in_chunks(

@@ -51,7 +51,7 @@ def evaluate(
     The longest reference bounds the responses, where longer ones can be right the sampler's own limit, unless
     `max_new_tokens` is given. With `encoder` a prompt has the tokens that training gives it (system prompt, thinking).
     `thinking` asks the chat template for reasoning, `best_of` for the best of so many answers by their own score;
-    `allow_control_tokens` makes control tokens of what prompts spell of them.
+    `allow_control_tokens` reads control tokens in prompts as tokens, not as text.
     Raises DataError for rows that are not of the task, and Interrupted between canvases when a rank is to stop.
     """
     questions = questions_of(rows, task, encoder)

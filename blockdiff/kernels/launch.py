@@ -49,7 +49,7 @@ def of_sizes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def forget_sizes() -> None:
-    """Have everything worked out again: for who changes the table of tiles, or what a device is said to be."""
+    """Forget all launch sizes; call it after a change of the table of tiles, or of what a device reports."""
     for remembered in _OF_SIZES:
         remembered.cache_clear()
 

@@ -264,7 +264,7 @@ class BlockDiffusionModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device on which the model computes."""
         return self.gathered_on or self.vocabulary.table.device
 
     @property

@@ -14,16 +14,18 @@ _LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
 class Names:
     """A family's names.
 
-    table: rows of our name and the Hub's, `{}` is the layer number; carried: how the Hub names of tensors begin that
-    are kept and written back but not run; ties: how the Hub name of a copy begins, and that of what it is a copy of.
-    Some writers save both ends of a tie; a tensor of the table that a file lacks is read from the other end. twice: how
-    the Hub names of modules begin that transformers has as two modules over one weight, and that of the second one;
-    PEFT gives each an adapter of its own. pieces: how a Hub name of the table ends that files do not have, and how
-    those end of which it is made: for each expert, whose number `[]` is, matrices one under the other. modules: parts
-    of Hub names and what transformers' names of modules have in their place. fused: the last name of a module of
-    transformers that is several matrices of ours, one under the other, and theirs. fp8_pieces: the same as
-    pieces, of tensors that only files with weights in fp8 have in pieces. files_are_fused: whether files, too, have the
-    matrix of a fused module in place of ours.
+    table: pairs of our name and the Hub's; `{}` is the layer number.
+    carried: beginnings of the Hub names of tensors that are kept and written back but not run.
+    ties: pairs of the beginning of a copy's Hub name and that of its original. Some writers save both; a tensor of the
+    table that a file lacks is read from the other one.
+    twice: pairs of Hub names' beginnings, for modules that transformers has as two modules over one weight. PEFT gives
+    each an adapter of its own.
+    pieces: the end of a Hub name of the table which files store in pieces, and the ends of the pieces' names. A piece
+    is a matrix of one expert, whose number is `[]`; they are stacked.
+    modules: parts of Hub names, and the parts that stand for them in transformers' names of modules.
+    fused: the last name of a module of transformers that stacks several of our matrices, and the names of these.
+    fp8_pieces: as `pieces`, for tensors that only files with weights in fp8 have in pieces.
+    files_are_fused: True where files, too, have the matrix of a fused module in place of ours.
     """
 
     table: tuple[tuple[str, str], ...]

@@ -136,7 +136,7 @@ class Pages(PagedRows):
         return StepBuffers(self, most, canvases, canvas_length, keeps)
 
     def _places(self, pool: Pool, rows: Sequence[PagedRow], lengths: Sequence[int], width: int) -> Tensor:
-        """Where the tokens of a call stand in a pool, int64 [B * width], counted in tokens; padding is spilled."""
+        """The places of the tokens of a call in a pool, int64 [B * width], counted in tokens; padding is spilled."""
         places, name = array("q"), pool.kind.name
         for row, added in zip(rows, lengths, strict=True):
             pool.add_places(places, row.tables[name], row.first[name], row.length, row.length + added)

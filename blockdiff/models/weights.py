@@ -17,7 +17,7 @@ _fused_steps = WeakIdKeyDictionary()  # of parameters: fused steps of optimisers
 
 
 def memory_of(model: nn.Module) -> Hashable:
-    """Where the weights and buffers of a model lie, and their dtypes: what a captured step reads."""
+    """The addresses and dtypes of the weights and buffers of a model, which a captured step reads."""
     return tuple((local.data_ptr(), local.dtype) for _, local in _tensors(model))
 
 

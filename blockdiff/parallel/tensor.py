@@ -71,7 +71,7 @@ def show(module: nn.Module, seen: dict[str, Seen]) -> None:
 
 
 def runs(part: nn.Module) -> None:
-    """Make a module a part that ranks run together: while it runs, code sees parameters as `show` gives them."""
+    """Have ranks run a module together: inside its calls its parameters are those that `show` named."""
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> None:
         _RUNNING.parts += 1

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from blockdiff.data.rows import check_row
 from blockdiff.data.strict_json import BOM, decoded, parsed
@@ -40,16 +42,17 @@ NEAR = 5  # letters of a key; a longer one is refused if it is nearly an option
 
 
 def read_prompts(path: str | Path) -> list[Request | Result]:
-    """One entry per line of a JSONL file that is not blank: a request, or the failed result of a line that is none.
+    """One entry per line that is not blank: a request, or the failed result of a line that is none.
 
-    A line is a row as training reads them, whose response is left alone, and may have `id` (else its number, from 1)
-    and the fields of a `Request`. A key that is written like an option and is none is an error; other keys are data.
-    `Sampler.generate` takes the entries as they are. Raises DataError for a file that cannot be read or in which no
-    line is a request.
+    path: a JSONL file, or `-` for standard input. A line is a row as training reads them, whose response is left
+    alone, and may have `id` (else its number, from 1) and the fields of a `Request`. A key that is written like an
+    option and is none is an error; other keys are data. `Sampler.generate` takes the entries as they are. Raises
+    DataError for a file that cannot be read or in which no line is a request.
     """
     entries: list[Request | Result] = []
     line_of_id: dict[str, int] = {}
-    for number, line in _lines(Path(path)):
+    source, path = Path(path), "stdin" if str(path) == "-" else path
+    for number, line in _lines(source):
         where = f"{path}:{number}"
         id: str | int = number
         try:
@@ -77,7 +80,7 @@ def read_prompts(path: str | Path) -> list[Request | Result]:
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a file that are not blank, with their numbers."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with _opened(path) as file:
             for number, line in enumerate(file, start=1):
                 line = line.removeprefix(BOM) if number == 1 else line
                 if line and not line.isspace():
@@ -85,6 +88,12 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(f"{path}: {reason}; name a JSONL file of prompts") from None
+
+
+def _opened(path: Path) -> AbstractContextManager[IO[bytes]]:
+    if str(path) == "-":
+        return nullcontext(sys.stdin.buffer)
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class Scheduler:
         return has_changed
 
     def _reuse(self, sequence: Sequence) -> None:
-        """Share the pages that others have encoded of a sequence's tokens, up to those that must still be scored."""
+        """Share pages in which other sequences have encoded the same tokens; tokens to be scored are encoded anew."""
         assert sequence.paged is not None
         prompt, scored = len(sequence.prompt_tokens), len(sequence.logprobs or ())
         end = prompt + scored - 1 if sequence.is_scored else len(sequence.known)

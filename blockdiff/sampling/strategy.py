@@ -141,7 +141,7 @@ class Strategy(Protocol):
     """
 
     def __hash__(self) -> int:
-        """That of its fields."""
+        """The shape that its fields describe."""
 
     def shape(self, step: int, steps: int) -> Shape:
         """The distribution that step `step` (from 0) of at most `steps` draws from."""

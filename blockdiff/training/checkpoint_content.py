@@ -58,7 +58,7 @@ def short_name(name: str) -> str:
 def weights_of(objective: nn.Module) -> dict[str, Tensor]:
     """The weights in a checkpoint: all tensors of the objective, or of a model with adapters these alone.
 
-    The weights that they adapt stand still, and the checkpoint that they come from is a fact of the run.
+    The weights that they adapt do not change; the recipe of the run names the checkpoint that has them.
     """
     state = objective.state_dict()
     if any(is_adapter(short_name(name)) for name in state):

@@ -106,14 +106,14 @@ def test_the_table_names_everything_that_text_may_say():
     ids=["next tokens", "canvases", "constant"],
 )
 def test_a_temperature_scales_all_steps_and_top_p_filters_them(strategy, expected):
-    assert adjusted(strategy) == strategy
+    assert adjusted(strategy) == strategy == adjusted(strategy, 0.0)
     assert adjusted(strategy, 0.5, 0.9) == expected
 
 
 @pytest.mark.parametrize(
     ("strategy", "temperature", "top_p", "reason"),
     [
-        (Composed(), 0.0, None, "temperature must be more than 0 where canvases are denoised"),
+        (Composed(), math.inf, None, "temperature must be at least 0, got inf"),
         (Composed(), None, 1.5, "top_p must be more than 0 and at most 1"),
         (NextToken(), -1.0, None, "temperature must be at least 0"),
         (object(), 0.5, None, "strategy object has no temperature and no top_p"),

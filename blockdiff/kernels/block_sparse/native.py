@@ -146,7 +146,7 @@ def block_sparse_attention(
 
 
 def seen_keys(ids_BTHk: Tensor, visible_BT: Tensor, first_BT: Tensor | None, block: int, keys: int) -> Tensor:
-    """Which keys every query and index head attends to, bool [B, T, H, keys]."""
+    """The keys that every query and index head attends to, bool [B, T, H, keys]."""
     blocks = -(-keys // block)
     kept = torch.zeros(*ids_BTHk.shape[:3], blocks + 1, dtype=torch.bool, device=ids_BTHk.device)
     kept.scatter_(-1, torch.where(ids_BTHk < 0, blocks, ids_BTHk), True)

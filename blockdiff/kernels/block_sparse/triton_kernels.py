@@ -18,7 +18,7 @@ SCAN = tl.constexpr(1024)  # choices that are looked at together for where those
 
 @triton.jit
 def _place(table, page, is_paged, start, sees, PAGE: tl.constexpr, IS_RUN: tl.constexpr, COLUMNS: tl.constexpr):
-    """Where the keys of a tile stand, of which `start` is the first: that one's place if they are neighbours (IS_RUN),
+    """Places of the keys of a tile, of which `start` is the first: that one's place if they are neighbours (IS_RUN),
     which are all in `page`, else every key's. PAGE: tokens of a page, where key i stands in page table[i // PAGE] (0:
     all are in one piece)."""
     if PAGE == 0:

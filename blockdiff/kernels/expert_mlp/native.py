@@ -41,7 +41,7 @@ def _trims(index_Nk: Tensor) -> bool:
 
 
 class _Groups:
-    """Where each expert's tokens stand after sorting the N * k slots by expert ("no expert" last).
+    """The places of each expert's tokens after sorting the N * k slots by expert ("no expert" last).
 
     Rows at or after ends_E[-1] are cut off, or hold anything: `combine` and `to_slots` leave them out.
     """

@@ -46,7 +46,7 @@ class BlockTable:
 
     @cached_property
     def places_BS(self) -> Tensor:
-        """Where every column stands, counted in tokens over all pages; 0, where zeros are, after a row's length.
+        """The place of every column, counted in tokens over all pages; 0, where zeros are, after a row's length.
 
         S: the columns of the longest row; all that the table has room for, where the host does not know the lengths.
         """
@@ -57,7 +57,7 @@ class BlockTable:
         return torch.where(column < self.lengths_B[:, None], places_BS, 0)
 
     def places_of(self, row: int, begin: int, end: int) -> Tensor:
-        """Where the columns [begin, end) of a row stand, counted in tokens over all pages."""
+        """The places of the columns [begin, end) of a row, counted in tokens over all pages."""
         column = torch.arange(begin, end, device=self.table_BM.device)
         return self.table_BM[row, column // self.page_tokens] * self.page_tokens + column % self.page_tokens
 

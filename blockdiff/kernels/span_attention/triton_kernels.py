@@ -116,7 +116,7 @@ def _load_step(
 
 @triton.jit
 def _place(table, in_prefix, start, is_near, COLUMNS: tl.constexpr, PAGE: tl.constexpr):
-    """Where a tile's keys stand in their source: the first one's place, or every key's where pages are no multiple of
+    """The places of a tile's keys in their source: the first one's place, or every key's where pages are no multiple of
     tiles. PAGE: tokens of a page of the prefix, whose key i stands in page table[i // PAGE] (0: it is in one piece)."""
     if PAGE == 0:
         place = start

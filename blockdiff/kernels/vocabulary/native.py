@@ -117,7 +117,7 @@ def pack_allowed(is_allowed_NV: Tensor) -> Tensor:
 
 
 def is_forbidden_by(allowed_NW: Tensor, vocabulary: int) -> Tensor:
-    """Which tokens a mask of `pack_allowed` leaves out, bool [N, vocabulary]."""
+    """The tokens that a mask of `pack_allowed` leaves out, bool [N, vocabulary]."""
     places = torch.arange(32, dtype=torch.int32, device=allowed_NW.device)
     return ((allowed_NW[..., None] >> places) & 1 == 0).flatten(-2)[:, :vocabulary]
 

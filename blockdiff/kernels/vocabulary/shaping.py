@@ -47,7 +47,7 @@ class Shaping(NamedTuple):
 
 
 def is_left(z: Tensor, top_k: int | None, top_p: float, min_p: float) -> Tensor:
-    """Which tokens of tempered logits [N, V] the filters leave, bool; those with z = -inf never."""
+    """The tokens of tempered logits [N, V] that the filters leave, bool; those with z = -inf never."""
     peak = z.amax(-1, keepdim=True)
     floor = torch.full_like(peak, -torch.inf)
     if top_k is not None and top_k < z.shape[-1]:

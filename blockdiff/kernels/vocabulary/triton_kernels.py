@@ -194,7 +194,7 @@ def vocabulary_filters(
     x, how, top_k, top_p, log_min_p, packed, width, words, has_k: tl.constexpr, has_p: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Which tokens of a row the filters leave, as bits of `packed` [N, words]: top_k, of these top_p, of these min_p.
+    """Tokens of a row that the filters leave, as bits of `packed` [N, words]: top_k, of these top_p, of these min_p.
 
     A program takes one row and goes over it some seventy times, without writing in between.
     """

@@ -237,7 +237,7 @@ def _reached(automaton: ByteAutomaton, tokens: Tokens) -> tuple[list[int], Tenso
 
 
 def _after(automaton: ByteAutomaton, texts: Sequence[bytes], order: Sequence[int], place: Tensor) -> Tensor:
-    """Where each of some texts leads from each of some states, as places in the order: int64 [states, texts]."""
+    """The state that each text leads to from each state, as its place in the order: int64 [states, texts]."""
     columns = []
     start = torch.tensor(order)
     for text in texts:

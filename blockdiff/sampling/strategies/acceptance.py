@@ -1,4 +1,4 @@
-"""Which sampled tokens of a denoising step stay in the canvas, by how certain the model is of them."""
+"""The rules by which sampled tokens of a denoising step stay in the canvas: the model's certainty of them."""
 
 from __future__ import annotations
 

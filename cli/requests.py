@@ -1,0 +1,83 @@
+"""The requests of `blockdiff sample`: what its options and its file of prompts ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from blockdiff.sampling import Request, Result
+
+
+def requests_of(prompt: str | None, chat: str | None, prompts: Path | None) -> list[Request | Result]:
+    """The requests: one from the command line, or those of a file with the failures of its bad lines."""
+    from blockdiff.sampling import Request, read_prompts
+
+    if prompts is not None:
+        return read_prompts(prompts)
+    if prompt is not None:
+        return [Request(1, prompt=prompt)]
+    return [Request(1, messages=[{"role": "user", "content": str(chat)}])]
+
+
+def with_options(entry: Request | Result, **asked: Any) -> Request | Result:
+    """A request with the command's options for the fields that have their defaults; a failed line as it is."""
+    from blockdiff.sampling import Request
+
+    if not isinstance(entry, Request):
+        return entry
+    defaults = Request(1)
+    changes = {name: value for name, value in asked.items() if getattr(entry, name) == getattr(defaults, name)}
+    return replace(entry, **changes)
+
+
+def with_system(entry: Request | Result, system: str) -> Request | Result:
+    """A conversation with a system message before it unless it has one; typer.BadParameter for raw text."""
+    from blockdiff.sampling import Request
+
+    if not isinstance(entry, Request):
+        return entry
+    if entry.messages is None:
+        raise typer.BadParameter(
+            f"the prompt {entry.id!r} is raw text, which has no place for it; give a conversation",
+            param_hint="--system",
+        )
+    if entry.messages[0]["role"] == "system":
+        return entry
+    return replace(entry, messages=({"role": "system", "content": system}, *entry.messages))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One answer that is wanted: the request or the failed line, and the name of its output line.
+
+    id: that of the line; draw: its number among several answers to one prompt, from 0 (None: it is the only one).
+    """
+
+    entry: Request | Result
+    id: str | int
+    draw: int | None = None
+
+    def named(self, result: Result) -> Result:
+        """The result under the name of its line."""
+        return result if self.draw is None else replace(result, id=self.id, draw=self.draw)
+
+
+def drawn(entries: Sequence[Request | Result], count: int, seed: int) -> Iterator[Wanted]:
+    """Every request `count` times, with the seeds among which --best-of chooses; a failed line once."""
+    from blockdiff.sampling import Request
+    from blockdiff.seeding import child_seed
+
+    for entry in entries:
+        if count == 1 or not isinstance(entry, Request):
+            yield Wanted(entry, entry.id)
+            continue
+        own = child_seed(seed, entry.id) if entry.seed is None else entry.seed
+        yield Wanted(replace(entry, seed=own), entry.id, 0)
+        for draw in range(1, count):
+            again = replace(entry, id=f"{entry.id} draw {draw}", seed=child_seed(own, draw))
+            yield Wanted(again, entry.id, draw)
