@@ -32,4 +32,4 @@ class Full(BlockdiffError):
 
 
 class EngineError(BlockdiffError):
-    """An engine failed or was closed, and with it the requests that ran; none of them is to blame."""
+    """An engine failed, was closed or was called by two threads at once; no request is to blame."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -22,18 +23,16 @@ class ScriptedSampler:
         self.requests: list[Any] = []
         self.was_training: bool | None = None
 
-    def generate(self, prompts: list[Any], **options: Any) -> list[Result]:
-        """The prepared results of the requests, by their ids."""
+    def stream(self, prompts: list[Any], **options: Any) -> Iterator[tuple[int, Result]]:
+        """The prepared results of the requests, by their ids, after their places."""
         self.requests, self.asked = list(prompts), options
         self.was_training = self.model.training
-        results = []
-        for request in prompts:
+        for place, request in enumerate(prompts):
             text, steps = self.answers[request.id]
             if text is None:
-                results.append(Result.failed(request.id, "no"))
+                yield place, Result.failed(request.id, "no")
                 continue
             tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], 1]
             reasoning, answer = separated(tokens, self.tokenizer)
             said = self.tokenizer.decode(answer, skip_special_tokens=True)
-            results.append(Result(request.id, said, tokens, "eos", steps, reasoning=reasoning))
-        return results
+            yield place, Result(request.id, said, tokens, "eos", steps, reasoning=reasoning)

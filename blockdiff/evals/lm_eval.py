@@ -145,7 +145,8 @@ class BlockdiffLM(TemplateLM):
             room = self.max_length - -(-int(most) // length) * length
             tokens = self.tok_encode(context) or [self.prefix_token_id]
             asked.append(Request(number, tokens=self._last(tokens, room), max_new_tokens=int(most)))
-        answers = self.sampler.generate(asked, seed=self.seed, max_steps=self.steps, batch_size=self.batch_size)
+        stream = self.sampler.stream(asked, seed=self.seed, max_steps=self.steps, batch_size=self.batch_size)
+        answers = [answer for _, answer in sorted(stream, key=lambda each: each[0])]
         self.answers += answers
         texts = []
         for request, answer, until in zip(requests, answers, ends, strict=True):

@@ -67,7 +67,7 @@ def evaluate(
             first_canvas.setdefault(canvas.id, time.perf_counter() - started)
             look()
 
-        results = sampler.generate(
+        stream = sampler.stream(
             [question.request(thinking, best_of, allow_control_tokens) for question in mine],
             seed=seed,
             max_new_tokens=max_new_tokens,
@@ -75,7 +75,8 @@ def evaluate(
             batch_size=batch_size,
             on_canvas=on_canvas,
         )
-        answers = [_record(question, result, task) for question, result in zip(mine, results, strict=True)]
+        results = dict(stream)
+        answers = [_record(question, results[n], task) for n, question in enumerate(mine)]
     # Of several draws of a row, the first one has the row's name.
     dealt = ranks.gather_rows((answers, [first_canvas[q.place] for q in mine if q.place in first_canvas]))
     records = [dealt[place % ranks.row_world][0][place // ranks.row_world] for place in range(len(questions))]

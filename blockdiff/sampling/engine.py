@@ -7,6 +7,7 @@ sequences that run, `Encoding` encodes, `CanvasBatch` denoises and has the tenso
 
 from __future__ import annotations
 
+import threading
 from collections import abc
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,8 @@ from blockdiff.sampling.canvas_batch import CanvasBatch
 from blockdiff.sampling.control import CanvasControl
 from blockdiff.sampling.encoding import Encoding
 from blockdiff.sampling.graphs import Graphs, capture_of
-from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.one_caller import one_caller
+from blockdiff.sampling.request import Request, Result, require_seed
 from blockdiff.sampling.scheduler import Scheduler
 from blockdiff.sampling.scores import best
 from blockdiff.sampling.sequence import NOT_FINITE, CanvasInFlight, Sequence, sequences_of
@@ -52,7 +54,7 @@ class Engine:
     but for captured steps); pages: where prefixes lie (None: pages of its own); graphs: whether steps that can be are
     captured in CUDA graphs and replayed (None: on a GPU, where attention reads pages).
 
-    One thread at a time may call the engine.
+    One thread at a time may call the engine, and nobody after `close`; else EngineError is raised, and nothing is lost.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class Engine:
         for name, count in {**counts, "canvases": canvases}.items():
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {count!r}")
+        require_seed(seed)
         self.model = model
+        self.caller, self.is_closed = threading.RLock(), False
         self.settings = settings or settings_of(model, tokenizer, generation, choices, strategy)
         self.seed, self.canvases, self.exact = seed, canvases, exact
         self.pages = pages or Pages(model, page_tokens, capacity)
@@ -112,6 +116,7 @@ class Engine:
 
     # -- requests in, events out -------------------------------------------------------------------------------
 
+    @one_caller
     def submit(self, request: Request, watch: bool = False, draws: list[Sequence] | None = None) -> str | int:
         """Take a request, and return its id; with `watch` each of its steps is an event, and costs a copy to the host.
 
@@ -128,6 +133,7 @@ class Engine:
         self._sequences[request.id] = sequences[0]
         return request.id
 
+    @one_caller
     def enter(self, draws: list[Sequence], watch: bool = False) -> None:
         """Take all draws of a request, as `submit` does; ids may come several times, and `cancel` finds none."""
         first = draws[0]
@@ -142,6 +148,7 @@ class Engine:
         self._scheduler.add(*draws)
         self._unfinished += 1
 
+    @one_caller
     def cancel(self, id: str | int) -> bool:
         """End a request with the tokens that it has; False where no request of this id is being answered."""
         first = self._sequences.get(id)
@@ -150,8 +157,9 @@ class Engine:
             self._leave(draw)
         return first is not None
 
-    def close(self) -> None:
-        """Drop all unanswered requests, without results, and give back all pages; new requests may be submitted."""
+    @one_caller
+    def clear(self) -> None:
+        """Drop all unanswered requests, without results, and give back their pages; new requests may be submitted."""
         self._scheduler.close()
         self._batch.arrange([])
         self._sequences.clear()
@@ -159,17 +167,26 @@ class Engine:
         self._answered.clear()
         self._unfinished = 0
 
+    def close(self) -> None:
+        """Drop all unanswered requests, without results, and give back their pages; no other call may follow."""
+        if not self.is_closed:
+            self.clear()
+            self.is_closed = True
+
+    @one_caller
     def limit(self, max_rows: int) -> None:
         """Set how many requests run at the same time, at most `most_rows`; none may be unfinished."""
         if self._unfinished or not 1 <= max_rows <= self.most_rows:
             raise ValueError(f"max_rows {max_rows}: an idle engine takes 1 to {self.most_rows}, as it was made for")
         self._scheduler.limit(max_rows)
 
+    @one_caller
     def events(self) -> list[Event]:
         """The events since the last call: steps that are watched, committed canvases, and results."""
         events, self._events = self._events, []
         return events
 
+    @one_caller
     def answered(self) -> list[tuple[Sequence, Result]]:
         """The requests taken by `enter` and answered since the last call, as first draws and results, in that order."""
         answered, self._answered = self._answered, []
@@ -190,6 +207,7 @@ class Engine:
         """The number of tokens that the model has encoded so far, padding included."""
         return self._encoding.tokens
 
+    @one_caller
     @torch.no_grad()
     def step(self) -> bool:
         """Encode what the scheduler chooses and denoise every live canvas once; False when nothing is left to do."""

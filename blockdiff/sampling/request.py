@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from blockdiff.data.tokenise import chat_prompt, conversation, raw_prompt, tokens_of
 from blockdiff.errors import DataError, RequestError
@@ -91,10 +91,8 @@ class Request:
             raise RequestError(f"give exactly one of prompt, messages and tokens, got {which}")
         if self.prompt is not None and not isinstance(self.prompt, str):
             raise RequestError(f"prompt must be text, got {self.prompt!r:.80}")
-        if self.seed is not None and not _is_integer(self.seed):
-            raise RequestError(f"seed must be an integer, got {self.seed!r:.80}")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise RequestError(f"seed has 64 bits at most, got {self.seed!r:.80}")
+        if self.seed is not None:
+            require_seed(self.seed)
         if self.tools is not None and self.messages is None:
             raise RequestError("tools are there, but no messages; only a conversation has a place for them")
         for name in ("thinking", "scores", "allow_control_tokens"):
@@ -206,8 +204,18 @@ def as_request(prompt: Prompt, place: int) -> Request:
         return prompt
     if isinstance(prompt, str):
         return Request(place, prompt=prompt)
+    if isinstance(prompt, Mapping) or not hasattr(prompt, "__getitem__"):
+        raise RequestError(
+            f"{prompt!r:.60} is no prompt; give text, a list of messages, or Request({place}, prompt=...)"
+        )
     return Request(place, messages=prompt)
 
 
-def _is_integer(value: object) -> bool:
+def require_seed(seed: object) -> None:
+    """Raise RequestError for a seed that is not a whole number of 64 bits."""
+    if not _is_integer(seed) or not 0 <= seed < 2**64:
+        raise RequestError(f"seed must be an integer from 0 to 2**64 - 1, got {seed!r:.80}")
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)

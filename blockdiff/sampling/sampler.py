@@ -20,7 +20,7 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.models.pages import PAGE_TOKENS, Pages
 from blockdiff.sampling.engine import Engine
-from blockdiff.sampling.request import Prompt, Request, Result, as_request
+from blockdiff.sampling.request import Prompt, Request, Result, as_request, require_seed
 from blockdiff.sampling.sequence import Sequence, sequences_of
 from blockdiff.sampling.settings import SamplingSettings, settings_of
 from blockdiff.sampling.strategies import as_strategy
@@ -136,22 +136,15 @@ class Sampler:
 
         `batch_size` rows run together. `max_new_tokens` is rounded up to whole canvases. `on_canvas` is called with
         every committed canvas and `on_step` with every denoising step (which costs a copy to the host each). `exact`
-        and `graphs` are those of `Engine`. A prompt that cannot be used gives a result with an `error`; the others are
-        answered. A `Result` among the prompts, as `read_prompts` has for a line that is none, is returned as it is.
+        and `graphs` are those of `Engine`. A `Result` among the prompts, as `read_prompts` has for a line that is none,
+        is returned as it is.
+
+        Raises RequestError, before any is answered, for a prompt that cannot be. An answer that fails on the way has an
+        `error`, and the others are given all the same.
         """
-        answers = self.stream(
-            prompts,
-            seed=seed,
-            max_new_tokens=max_new_tokens,
-            max_steps=max_steps,
-            batch_size=batch_size,
-            on_canvas=on_canvas,
-            on_step=on_step,
-            exact=exact,
-            graphs=graphs,
-        )
-        results = dict(answers)
-        return [results[place] for place in range(len(results))]
+        entries = self._entries(prompts, seed, max_new_tokens, max_steps, is_strict=True)
+        answers = dict(self._answers(entries, batch_size, on_canvas, on_step, exact, graphs))
+        return [answers[place] for place in range(len(answers))]
 
     def stream(
         self,
@@ -165,41 +158,63 @@ class Sampler:
         exact: bool = False,
         graphs: bool | None = None,
     ) -> Iterator[tuple[int, Result]]:
-        """The results of `generate` as they come: the place of a prompt and its result."""
+        """The results of `generate` as they come: the place of a prompt and its result.
+
+        A prompt that cannot be answered gives a result with an `error`, and the others are answered.
+        """
+        entries = self._entries(prompts, seed, max_new_tokens, max_steps, is_strict=False)
+        yield from self._answers(entries, batch_size, on_canvas, on_step, exact, graphs)
+
+    def _entries(
+        self,
+        prompts: Iterable[Prompt | Result],
+        seed: int,
+        max_new_tokens: int | None,
+        max_steps: int | None,
+        is_strict: bool,
+    ) -> list[list[Sequence] | Result]:
+        """The draws of each prompt; of one that cannot be answered its failed result, or where strict RequestError."""
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
             given = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
             raise RequestError(f"prompts must be a list, got {given}; write [prompt]")
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise RequestError(f"batch_size must be an integer of at least 1, got {batch_size!r:.80}")
+        require_seed(seed)
         settings = self.generation
         if max_new_tokens is not None:
             settings = replace(settings, max_new_tokens=max_new_tokens)
         if max_steps is not None:
             settings = replace(settings, max_steps=max_steps)
         self.settings.canvases(settings.max_new_tokens)  # refuses what no prompt fits before
-        asked: list[tuple[int, list[Sequence]]] = []
+        entries: list[list[Sequence] | Result] = []
+        prompts = list(prompts)
         for place, prompt in enumerate(prompts):
             if isinstance(prompt, Result):
-                yield place, prompt
+                entries.append(prompt)
                 continue
-            request = _with_defaults(as_request(prompt, place), settings)
             try:
-                asked.append((place, sequences_of(request, self.settings, seed, self.model.device)))
+                request = _with_defaults(as_request(prompt, place), settings)
+                entries.append(sequences_of(request, self.settings, seed, self.model.device))
             except RequestError as error:
-                yield place, Result.failed(request.id, error)
-        if asked:
-            yield from self._answers(asked, batch_size, on_canvas, on_step, exact, graphs)
+                if is_strict:
+                    raise RequestError(f"prompts[{place}]: {error}" if len(prompts) > 1 else str(error)) from None
+                entries.append(Result.failed(prompt.id if isinstance(prompt, Request) else place, error))
+        return entries
 
     def _answers(
         self,
-        asked: list[tuple[int, list[Sequence]]],
+        entries: list[list[Sequence] | Result],
         batch_size: int,
         on_canvas: OnCanvas | None,
         on_step: OnStep | None,
         exact: bool,
         graphs: bool | None,
     ) -> Iterator[tuple[int, Result]]:
-        """The results of requests, each given as its place and its draws, as they come, after these places."""
+        """The results of entries as they come, after their places; those that are there already come first."""
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise RequestError(f"batch_size must be an integer of at least 1, got {batch_size!r:.80}")
+        yield from ((place, entry) for place, entry in enumerate(entries) if isinstance(entry, Result))
+        asked = [(place, entry) for place, entry in enumerate(entries) if not isinstance(entry, Result)]
+        if not asked:
+            return
         length = self.settings.canvas_length
         longest = max(len(first.prompt_tokens) + first.canvases * length for _, (first, *_) in asked)
         count = sum(len(draws) for _, draws in asked)
@@ -232,7 +247,7 @@ class Sampler:
                     yield places[id(first)], result
         finally:
             with self._turn:
-                engine.close()  # who stops listening leaves sequences whose pages others may need
+                engine.clear()  # who stops listening leaves sequences whose pages others may need
                 if is_whole and not is_cast:
                     self._idle = idle
 

@@ -86,7 +86,8 @@ def score(
 def best(answers: Sequence[Result]) -> Result:
     """The answer with the highest mean log-probability per token, the earliest of equal ones.
 
-    One that failed, or whose tokens have not all been scored, comes last.
+    Answers of the same tokens are equal, whatever rounding says of their scores. One that failed, or whose tokens have
+    not all been scored, comes last.
 
     The mean and not the sum: every token costs, so by the sum the shortest answer would win, and an empty one always.
     """
@@ -96,7 +97,9 @@ def best(answers: Sequence[Result]) -> Result:
         is_whole &= answer.finish_reason not in ("error", "cancelled")
         return answer.score if is_whole and answer.score is not None else -inf
 
-    return max(answers, key=mean)
+    likeliest = max(answers, key=mean)
+    alike = (each for each in answers if each.tokens == likeliest.tokens and mean(each) > -inf)
+    return next(alike, likeliest)
 
 
 def _scores(pairs: list[tuple[list[int], list[int]]], model: BlockDiffusionModel) -> list[Score]:

@@ -98,6 +98,8 @@ def settings_of(
     docs/sampling.md) defaults to the released model's rules with the numbers of the generation settings; a causal model
     is sampled token by token.
     """
+    if not hasattr(model, "vocab_size"):
+        raise RequestError(f"model: {model!r:.60} is none; give what blockdiff.load(path) returns")
     origin = _origin(model)
     generation = generation or (Generation.from_pretrained(origin) if origin else Generation())
     denoises = getattr(model, "denoises", True)

@@ -27,6 +27,7 @@ from tests.chat_tokenizer import chat_tokenizer
 from tests.oracles.lockstep import Draws, generate_in_lockstep
 from tests.random_regex import random_regex
 from tests.scripted import ScriptedModel, random_script, sampler_for
+from tests.streamed import streamed
 
 pytestmark = pytest.mark.quick
 
@@ -137,7 +138,7 @@ def test_committed_texts_satisfy_random_expressions_whatever_the_logits_are(choi
     for number in range(75):
         regex = random_regex(generator, LETTERS)
         requests.append(Request(number, tokens=[number % V], regex=regex, seed=number))
-    results = sampler(3, choices).generate(requests)
+    results = streamed(sampler(3, choices), requests)
     answered = 0
     for request, result in zip(requests, results, strict=True):
         if result.error is None:
@@ -318,8 +319,8 @@ def test_a_request_does_not_depend_on_what_its_neighbours_ask_for():
         {"draft": "abc", "noise": 0.4}, {"regex": "(ab|c)+", "banned": ["cc"]}, {"regex": "["}, {},
     ]  # fmt: skip
     requests = [Request(n, tokens=[3 + n % 4], **each) for n, each in enumerate(options)]
-    alone = [sampler().generate([request])[0] for request in requests]
-    together = sampler().generate(requests)
+    alone = [streamed(sampler(), [request])[0] for request in requests]
+    together = streamed(sampler(), requests)
     assert alone == together and sum(result.error is not None for result in alone) == 1
 
 
@@ -373,13 +374,13 @@ def test_the_engine_answers_as_the_loop_in_lockstep_does_and_groups_of_rows_chan
     ],
 )
 def test_what_cannot_be_asked_for_is_one_line_and_disturbs_nobody(options, message):
-    good, bad = sampler().generate([Request(0, tokens=[3]), Request(1, tokens=[3], **options)])
+    good, bad = streamed(sampler(), [Request(0, tokens=[3]), Request(1, tokens=[3], **options)])
     assert good.error is None and re.search(message, bad.error) and "\n" not in bad.error
 
 
 def test_words_need_a_tokenizer_and_token_ids_do_not():
-    (bad,) = sampler(tokenizer=None).generate([asked(regex="a")])
-    assert "need a tokenizer" in bad.error
+    with pytest.raises(RequestError, match="need a tokenizer"):
+        sampler(tokenizer=None).generate([asked(regex="a")])
     (good,) = sampler(tokenizer=None).generate([asked(banned=[5], repetition_penalty=1.1)])
     assert good.error is None and 5 not in good.tokens
 

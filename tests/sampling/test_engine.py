@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from benchmarks.soak import soak
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.errors import Full, RequestError
+from blockdiff.errors import EngineError, Full, RequestError
 from blockdiff.models.pages import Pages
+from blockdiff.sampling.canvas_batch import CanvasBatch
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
@@ -264,6 +266,47 @@ def test_who_stops_listening_leaves_no_pages_behind(model):
     pages.check()
     assert not any(pages.statistics.pages.values())
     assert len(list(sampler.stream(requests_of(2)))) == 2
+
+
+def test_a_call_while_another_thread_is_in_one_is_refused_and_nothing_is_lost(model, monkeypatch):
+    requests, inside, go_on = requests_of(3), threading.Event(), threading.Event()
+    engine, step = Engine(model, None, LIVELY), CanvasBatch.step
+    for request in requests[:2]:
+        engine.submit(request)
+
+    def slow(batch: CanvasBatch, now: int):
+        inside.set()
+        assert go_on.wait(60)
+        return step(batch, now)
+
+    monkeypatch.setattr(CanvasBatch, "step", slow)
+    thread = threading.Thread(target=engine.step)
+    thread.start()
+    assert inside.wait(60)
+    for call in (
+        engine.step,
+        engine.events,
+        engine.close,
+        lambda: engine.submit(requests[2]),
+        lambda: engine.cancel(0),
+    ):
+        with pytest.raises(EngineError, match="another thread is in a call of this engine; call it from one thread"):
+            call()
+    go_on.set()
+    thread.join()
+    assert answers(engine, requests[2:]) == alone(model, requests)
+
+
+def test_after_its_end_an_engine_takes_no_call(model):
+    engine = Engine(model, None, LIVELY)
+    engine.submit(requests_of(1)[0])
+    engine.step()
+    engine.close()
+    engine.close()
+    nothing_is_left(engine)
+    for call in (engine.step, engine.events, lambda: engine.submit(requests_of(1)[0])):
+        with pytest.raises(EngineError, match="this engine is closed; make another one"):
+            call()
 
 
 def test_what_is_no_request_is_refused_in_words(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,12 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling.draws import STEPS_AHEAD
+from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.sampler import Sampler
 from tests.oracles.lockstep import Draws
 from tests.scripted import ScriptedModel, random_script, sampler_for
+from tests.streamed import streamed
 
 pytestmark = pytest.mark.quick
 
@@ -103,7 +107,7 @@ def test_the_seed_decides_and_follows_from_the_call_and_the_id_unless_given():
     assert len({tuple(noise(request, seed)) for request in (a, b, one) for seed in (0, 1)}) == 6
     x, y = Request("x", tokens=[9], seed=5), Request("y", tokens=[9], seed=5)
     assert noise(x) == noise(y) == noise(x, seed=1) != noise(a, seed=5)
-    assert noise(Request("x", tokens=[9], seed=-1)) == noise(Request("x", tokens=[9], seed=2**64 - 1))
+    assert noise(Request("x", tokens=[9], seed=2**64 - 1)) != noise(Request("x", tokens=[9], seed=2**63 - 1))
 
 
 def test_raw_prompts_get_one_bos_and_text_leaves_special_tokens_out():
@@ -164,8 +168,12 @@ BAD = {
     "an answer already": ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "left to answer"),
     "an image": ([{"role": "user", "content": [{"type": "image"}]}], "only text parts"),
     "a seed in words": (Request(1, prompt="a", seed="x"), "seed"),
-    "a seed of more than 64 bits": (Request(1, prompt="a", seed=2**64), "64 bits"),
-    "neither text nor messages": (7, "messages"),
+    "a seed of more than 64 bits": (Request(1, prompt="a", seed=2**64), "seed must be an integer from 0 to 2**64 - 1"),
+    "a negative seed": (Request(1, prompt="a", seed=-1), "seed must be an integer from 0 to 2**64 - 1"),
+    "neither text nor messages": (7, "7 is no prompt; give text, a list of messages"),
+    "a row of a file": ({"prompt": "a"}, "is no prompt; give text, a list of messages"),
+    "nothing at all": (None, "None is no prompt"),
+    "a schema that is no JSON": (Request(1, prompt="a", json_schema="{"), "JSON schema"),
 }
 
 
@@ -173,26 +181,31 @@ BAD = {
 def test_a_bad_request_gets_an_error_and_the_others_are_answered(name):
     bad, reason = BAD[name]
     alone = sampler_for(scripted(), tokenizer(), GENERATION).generate([Request(0, prompt="a")])
-    results = sampler_for(scripted(), tokenizer(), GENERATION).generate([Request(0, prompt="a"), bad, "b"])
+    prompts = [Request(0, prompt="a"), bad, "b"]
+    results = streamed(sampler_for(scripted(), tokenizer(), GENERATION), prompts)
     assert results[0] == alone[0] and results[2].finish_reason == "length"
     assert results[1].finish_reason == "error" and reason in results[1].error and "\n" not in results[1].error
     record = results[1].to_record()
     assert (record["id"], record["text"], record["tokens"], record["steps"]) == (1, "", [], [])
     assert "error" not in results[0].to_record()
+    model = scripted()
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: .*" + re.escape(reason)):  # before any is answered
+        sampler_for(model, tokenizer(), GENERATION).generate(prompts)
+    assert not model.encoded
 
 
 def test_a_template_that_raises_is_the_error_of_its_request():
     words = tokenizer()
     words.chat_template = "{{ raise_exception('roles must alternate') }}"
-    [result] = sampler_for(scripted(), words, GENERATION).generate([[{"role": "user", "content": "a"}]])
-    assert "roles must alternate" in result.error
+    with pytest.raises(RequestError, match="roles must alternate"):
+        sampler_for(scripted(), words, GENERATION).generate([[{"role": "user", "content": "a"}]])
 
 
 def test_a_template_without_an_end_is_the_error_of_its_request(monkeypatch):
     words = tokenizer()
     monkeypatch.setattr("blockdiff.data.template.TEMPLATE_SECONDS", 0.05)
     words.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    results = sampler_for(scripted(), words, GENERATION).generate([[{"role": "user", "content": "a"}], "b"])
+    results = streamed(sampler_for(scripted(), words, GENERATION), [[{"role": "user", "content": "a"}], "b"])
     assert "it takes more than 0.05 seconds" in results[0].error and results[1].error is None
 
 
@@ -268,7 +281,7 @@ def test_a_tokenizer_of_another_size_is_one_warning():
 def test_what_needs_more_positions_than_the_model_has_is_refused():
     sampler = sampler_for(scripted(), None, GENERATION)
     sampler.settings = replace(sampler.settings, positions=5 * L)
-    fits, too_long = sampler.generate([Request(1, tokens=[5] * 2 * L), Request(2, tokens=[5] * (2 * L + 1))])
+    fits, too_long = streamed(sampler, [Request(1, tokens=[5] * 2 * L), Request(2, tokens=[5] * (2 * L + 1))])
     assert fits.finish_reason == "length" and too_long.finish_reason == "error"
     assert "17 tokens" in too_long.error and "40 positions leave room for 16 before 3 canvases" in too_long.error
     with pytest.raises(RequestError, match="max_new_tokens 1000000000 leaves no room"):
@@ -288,8 +301,22 @@ def test_options_of_a_request_that_cannot_be_used_are_its_own_error(name):
     options, reason = BAD_OPTIONS[name]
     sampler = sampler_for(scripted(), None, GENERATION)
     sampler.settings = replace(sampler.settings, positions=5 * L)
-    good, bad = sampler.generate([Request(0, tokens=[3]), Request(1, tokens=[3], **options)])
+    good, bad = streamed(sampler, [Request(0, tokens=[3]), Request(1, tokens=[3], **options)])
     assert good.error is None and reason in bad.error
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, None, 1.5, True, "1"])
+def test_a_seed_that_is_none_is_refused_by_every_door(seed):
+    with pytest.raises(RequestError, match=r"seed must be an integer from 0 to 2\*\*64 - 1, got"):
+        sampler_for(scripted(), None, GENERATION).generate([Request(0, tokens=[3])], seed=seed)
+    with pytest.raises(RequestError, match="seed must be an integer"):
+        Engine(scripted(), generation=GENERATION, seed=seed)
+
+
+@pytest.mark.parametrize("door", [Sampler, Engine])
+def test_what_is_no_model_is_refused(door):
+    with pytest.raises(RequestError, match=r"model: None is none; give what blockdiff.load\(path\) returns"):
+        door(None, None)
 
 
 def test_options_of_a_request_go_before_those_of_the_call():

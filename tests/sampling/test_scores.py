@@ -13,6 +13,7 @@ from blockdiff.sampling import Choices, Generation, Request, Result, Sampler, sc
 from blockdiff.sampling.scores import best, next_token_logprobs, score
 from blockdiff.seeding import child_seed
 from tests.oracle import TWO_LAYERS, tiny_config
+from tests.streamed import streamed
 
 pytestmark = pytest.mark.quick
 
@@ -124,8 +125,10 @@ def test_the_best_of_several_draws_is_the_one_with_the_highest_mean(model):
     assert set(events) == {"a", "a draw 1", "a draw 2", "a draw 3"}
 
 
-def result(draw: int, *logprobs: float) -> Result:
-    return Result("a", "", [1] * len(logprobs), "eos", [1], logprobs=list(logprobs), draw=draw)
+def result(draw: int, *logprobs: float, token: int | None = None) -> Result:
+    return Result(
+        "a", "", [draw if token is None else token] * len(logprobs), "eos", [1], logprobs=list(logprobs), draw=draw
+    )
 
 
 def test_the_mean_decides_and_not_the_sum_and_a_failed_draw_never_wins():
@@ -137,6 +140,12 @@ def test_the_mean_decides_and_not_the_sum_and_a_failed_draw_never_wins():
     assert math.isclose(result(0, -1.0, -3.0).score or 0, -2.0)
 
 
+def test_of_draws_of_the_same_tokens_the_first_is_given_whatever_rounding_says_of_their_scores():
+    same = [result(1, -0.9, token=7), result(2, -0.9 + 1e-7, token=7)]
+    assert best([result(0, -1.0), *same]).draw == 1
+    assert best([replace(same[0], finish_reason="cancelled"), same[1]]).draw == 2
+
+
 def test_a_model_trained_without_the_next_token_loss_warns_that_scores_say_nothing(model):
     asked = [Request("a", prompt="abc", scores=True)]
     with pytest.warns(UserWarning, match="trained without the next-token loss"):
@@ -146,7 +155,7 @@ def test_a_model_trained_without_the_next_token_loss_warns_that_scores_say_nothi
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, 2000])
 def test_a_number_of_draws_that_cannot_be_is_an_error_of_that_request_alone(model, number):
     asked = [Request("a", prompt="abc", best_of=number), Request("b", prompt="abc")]
-    bad, good = sampler_of(model).generate(asked, max_steps=1)
+    bad, good = streamed(sampler_of(model), asked, max_steps=1)
     assert "best_of must be an integer from 1" in str(bad.error) and good.error is None
 
 

@@ -21,6 +21,7 @@ from blockdiff.sampling.strategies import Ancestral, Composed, Never
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
 from tests.oracle import TWO_LAYERS, tiny_config
 from tests.scripted import ScriptedModel, random_script, sampler_for
+from tests.streamed import streamed
 
 pytestmark = pytest.mark.quick
 
@@ -151,5 +152,5 @@ def test_guidance_without_a_bos_token_is_refused(little):
     sampler = Sampler(little, None, Generation(max_steps=1, max_new_tokens=L))
     sampler.settings = replace(sampler.settings, bos_id=None)
     requests = [Request(0, tokens=[5]), Request(1, tokens=[5], strategy="ddim:guidance=1")]
-    usual, guided = sampler.generate(requests)
+    usual, guided = streamed(sampler, requests)
     assert usual.error is None and "needs a bos token" in guided.error

@@ -35,6 +35,7 @@ from blockdiff.sampling.strategies import (
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
 from tests.canvases import canvases_of
 from tests.scripted import ScriptedModel, random_script, sampler_for
+from tests.streamed import streamed
 
 pytestmark = pytest.mark.quick
 
@@ -166,7 +167,7 @@ def test_a_request_may_bring_its_own_strategy_and_a_mistake_in_it_is_its_own_err
     requests = [Request(0, tokens=[5]), Request(1, tokens=[5], strategy=never)]
     requests += [Request(2, tokens=[5], strategy="ddim:stopping=never"), Request(3, tokens=[5], strategy=five)]
     requests += [Request(4, tokens=[5], strategy=Composed)]
-    *answered, misspelt, no_object = sampler_of(None, calm={5: 0}).generate(requests)
+    *answered, misspelt, no_object = streamed(sampler_of(None, calm={5: 0}), requests)
     assert [result.steps for result in answered] == [[2], [4], [4]]
     assert "pace takes one of linear, cosine" in misspelt.error
     assert "an object with shape() and decide()" in no_object.error
@@ -221,11 +222,12 @@ WRONG_SHAPES = {
 @pytest.mark.parametrize("held", [{}, {"repetition_penalty": 1.5}], ids=["free", "held"])
 @pytest.mark.parametrize("said", WRONG_SHAPES)
 def test_a_shape_that_no_step_can_draw_from_is_the_error_of_its_request(said, held):
-    wrong, right = sampler_of(None).generate(
+    wrong, right = streamed(
+        sampler_of(None),
         [
             Request(0, tokens=[5], strategy=Given(WRONG_SHAPES[said]), **held),
             Request(1, tokens=[5], strategy=Given(), **held),
-        ]
+        ],
     )
     assert wrong.error.startswith(f"strategy Given: shape() gave {said}") and right.error is None
 

@@ -40,7 +40,7 @@ def select_blocks(
     """The blocks that every query and index head attends to, int64 [B, T, H, k], left-packed, -1 where there is none.
 
     visible_BT: how many keys a query sees, 0 for padding; first_BT: the first of them (None: key 0). A key's score is
-    idx_q . idx_k / sqrt(d) in fp32 (in fp64 of fp64, rounded to fp32, so that scores that differ by rounding are equal),
+    idx_q . idx_k / sqrt(d) in fp32 (in fp64 of fp64, then rounded to fp32: those that rounding tells apart are equal),
     a block's the maximum ("max") or log-sum-exp ("lse") of its visible keys'. Of at most `topk` blocks the first `init`
     ones come first, then the last `local` ones, then those of the highest scores; of equal ones the lower comes first.
     Keys may stand in pages, as those of one head. Source: transformers' MiniMaxM3VLIndexer, with vLLM's order of forced
