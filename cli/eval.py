@@ -84,6 +84,7 @@ def evaluate(
     overwrite: options.Overwrite = False,
     as_json: options.AsJson = False,
     batch_size: options.BatchSize = 100,
+    checkpoint: options.Checkpoint = None,
     adapter: options.Adapter = None,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
@@ -95,6 +96,7 @@ def evaluate(
 
     A fine-tuned model can be better in one of the two and worse in the other.
     """
+    model = options.at_checkpoint(model, checkpoint)
     if output == options.STREAM:
         as_json, output = True, None
     say: Say = _say_nothing if as_json else print
@@ -108,7 +110,7 @@ def evaluate(
     if is_of_harness:
         options.require_free(output, model, overwrite=overwrite)
         options.make_parent(output)
-        how["strategy"] = options.strategy_of(model, adapter, strategy, temperature, top_p)
+        how["strategy"] = options.strategy_of(options.readable(model), adapter, strategy, temperature, top_p)
         asked: dict[str, Any] = dict(seed=seed, steps=steps, batch_size=batch_size, max_gen_toks=max_new_tokens)
         asked |= dict(chat=chat, limit=limit, thinking=thinking)
         written = _by_harness(model, task, data, {**how, "adapter": adapter}, say, **asked)
@@ -138,7 +140,7 @@ def evaluate(
     options.require_free(output, model, compare, data, overwrite=overwrite)
     options.make_parent(output)
     quiet()
-    chosen = options.strategy_of(model, adapter, strategy, temperature, top_p)
+    chosen = options.strategy_of(options.readable(model), adapter, strategy, temperature, top_p)
     of_other = None if compare is None else options.strategy_of(compare, None, strategy, temperature, top_p)
     settings: dict[str, Any] = dict(batch_size=batch_size, seed=seed, max_steps=steps, max_new_tokens=max_new_tokens)
     settings |= dict(thinking=thinking, best_of=best_of, allow_control_tokens=allow_control_tokens)
@@ -175,7 +177,7 @@ def _report(
     from blockdiff.evals.settings import settings_of
     from blockdiff.sampling import Sampler
 
-    sampler = Sampler.from_pretrained(model, **how)
+    sampler = Sampler.from_pretrained(options.readable(model), **how)
     numbers = answer(sampler, rows, find_task(task), **settings)
     failed = _failures(numbers)
     if len(failed) == numbers["count"]:
@@ -233,7 +235,7 @@ def _by_harness(
     from blockdiff.terminal import quiet
 
     quiet()
-    sampler = Sampler.from_pretrained(model, **how)
+    sampler = Sampler.from_pretrained(options.readable(model), **how)
     started = time.perf_counter()
     found = harness.evaluate(sampler, task.removeprefix(HARNESS).split(","), directory, chat=chat, limit=limit, **asked)
     seconds = time.perf_counter() - started

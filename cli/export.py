@@ -15,6 +15,7 @@ def export(
         str, typer.Argument(metavar="RUN|MODEL", help="A run, its checkpoints/step-N, a checkpoint or a hub id.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write; must not be there yet.")],
+    checkpoint: options.Checkpoint = None,
     adapter: options.Adapter = None,
     peft: Annotated[bool, typer.Option("--peft", help="Write the adapter alone, in PEFT's format.")] = False,
     base: Annotated[str | None, typer.Option(help="With --peft: the model that the adapter is to name.")] = None,
@@ -26,13 +27,14 @@ def export(
         raise typer.BadParameter("only an adapter names its model; give --peft too", param_hint="--base")
     if peft and quantize is not None:
         raise typer.BadParameter("adapters are never in fp8; leave one of the two out", param_hint="--quantize")
+    source = options.at_checkpoint(source, checkpoint)
     if (Path(source) / "trainer.json").is_file() and adapter is None:
         from blockdiff.training.export import consolidate
 
         written = consolidate(Path(source), output, peft=peft, base=base, dtype=dtype, quantize=quantize)
     else:
-        from blockdiff import checkpoint
+        from blockdiff.checkpoint import export as export_model
 
-        written = checkpoint.export(source, output, adapter, peft=peft, base=base, dtype=dtype, quantize=quantize)
+        written = export_model(source, output, adapter, peft=peft, base=base, dtype=dtype, quantize=quantize)
     what = "the adapter, in PEFT's format" if peft else "a checkpoint"
     print(f"{written}: {what}, {sum(file.stat().st_size for file in written.iterdir()):,} bytes")

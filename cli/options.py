@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 import sys
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -208,6 +211,12 @@ Stop = Annotated[
 ]
 
 BatchSize = Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=DEVICE, help="Requests that run together.")]
+Checkpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="last|best|STEP", rich_help_panel=DEVICE, help="Of a run: a checkpoint in place of its model."
+    ),
+]
 Adapter = Annotated[
     str | None,
     typer.Option(metavar="DIR", rich_help_panel=DEVICE, help="An adapter of the model, in PEFT's format."),
@@ -294,6 +303,28 @@ def parse_columns(text: str | None) -> dict[str, str]:
             raise typer.BadParameter(f"{role} appears twice", param_hint="--columns")
         columns[role] = column
     return columns
+
+
+def at_checkpoint(model: str, which: str | None) -> str:
+    """The directory of the checkpoint that is asked for of a run, or the model itself where none is."""
+    if which is None:
+        return model
+    from blockdiff.training.run import Run
+
+    return str(Run(Path(model)).checkpoint(which))
+
+
+@cache
+def readable(model: str) -> str:
+    """A model as it is, or a checkpoint of a run as a model in a directory that is removed when the process ends."""
+    if not (Path(model) / "trainer.json").is_file():
+        return model
+    from blockdiff.training.export import write_sampled
+
+    folder = tempfile.TemporaryDirectory(prefix="blockdiff-")
+    atexit.register(folder.cleanup)
+    write_sampled(Path(model), Path(folder.name) / "model")
+    return str(Path(folder.name) / "model")
 
 
 def require_free(path: Path | None, *inputs: str | Path | None, overwrite: bool = False) -> None:

@@ -113,6 +113,7 @@ def sample(
         bool,
         typer.Option("--no-graphs", metavar="", rich_help_panel=options.DEVICE, help="On a GPU: use no CUDA graphs."),
     ] = False,
+    checkpoint: options.Checkpoint = None,
     adapter: options.Adapter = None,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
@@ -133,6 +134,7 @@ def sample(
         raise typer.BadParameter("it gives all answers, and --best-of one of them; leave one out", param_hint="-n")
     if prompts == json_schema == options.STREAM:
         raise typer.BadParameter("stdin is read for --prompts already", param_hint="--json-schema")
+    model = options.at_checkpoint(model, checkpoint)
     mesh = together.join(tensor_parallel, device)
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Recorder, Request, Sampler
@@ -165,7 +167,7 @@ def sample(
         options.make_parent(written)
     quiet()
     ranks = _ranks(device, output, trace, stream) if mesh is None else mesh.ranks
-    chosen = options.strategy_of(model, adapter, strategy, temperature, top_p)
+    chosen = options.strategy_of(options.readable(model), adapter, strategy, temperature, top_p)
     settings = dict(seed=seed, max_new_tokens=max_new_tokens, max_steps=steps, strategy=chosen, exact=exact)
     model_name = Path(model).resolve() if Path(model).exists() else model
     identity = {**settings, "model": str(model_name), "dtype": dtype} | ({"adapter": adapter} if adapter else {})
@@ -178,7 +180,7 @@ def sample(
     answered_before = len(answers.written)
     mine = ranks.agree(answers.missing)[ranks.row_rank :: ranks.row_world]
     sampler = Sampler.from_pretrained(
-        model,
+        options.readable(model),
         dtype=dtype,
         device=str(ranks.device) if ranks.world > 1 else device,
         kernels=kernels,

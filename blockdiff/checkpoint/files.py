@@ -23,6 +23,7 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 MODEL = "model"  # the directory of the trained model in that of a run
 ADAPTER = "adapter"  # or of its adapter
+CHECKPOINTS = "checkpoints"  # and those that it goes on from
 ADAPTER_CONFIG = "adapter_config.json"
 GENERATION = "generation_config.json"
 ADDED = "blockdiff.safetensors"  # what a tweaked model class adds (`added.py`)
@@ -106,6 +107,10 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
     if path.is_dir():
         is_run = not (path / CONFIG).exists() and not (path / ADAPTER_CONFIG).exists()
         inside = [each for each in (MODEL, ADAPTER) if is_run and (path / each).is_dir()]
+        if is_run and not inside and (path / CHECKPOINTS).is_dir():
+            steps = sorted((each.name for each in (path / CHECKPOINTS).glob("step-*")), key=lambda name: (len(name), name))
+            saved = f"its checkpoints are {', '.join(steps)}" if steps else "it has no checkpoint yet either"
+            raise CheckpointError(f"{path}: a run that has no model yet; {saved} (sample, eval, export: --checkpoint last)")
         found = path / inside[0] if inside else path
         for name in (CONFIG, WEIGHTS, INDEX, ADDED, *SIDE_FILES):
             require_regular(found / name)

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockdiff.checkpoint.files import CHECKPOINTS
 from blockdiff.errors import RunError
 from blockdiff.models.adapters import is_adapter
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.tensor_pieces import is_spread
 
-FOLDER, TRAINER, PIECES = "checkpoints", "trainer.json", "pieces.json"
+FOLDER, TRAINER, PIECES = CHECKPOINTS, "trainer.json", "pieces.json"
 MODEL, OPTIMISER, AVERAGE = KINDS = ("model", "optimiser", "ema")  # the tensors, and how their files begin
 # Of trainer.json. Without a format it is 1, whose facts have the recipe keys of before. 2, and 3 with pieces of several
 # ranks, have digests of whole files, and 4 those of `PiecewiseDigest`.

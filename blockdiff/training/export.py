@@ -120,6 +120,12 @@ def write_results(trainer: Trainer, which: str) -> None:
     trainer.show.line(f"report    {report_line(report)}")
 
 
+def write_sampled(saved: Path, directory: Path) -> None:
+    """Write what sampling reads of a checkpoint of a run: its adapter alone if it has one, or else the whole model."""
+    recipe = read_recipe(saved.absolute().parents[1] / RECIPE, needs_data=False)
+    consolidate(saved, directory, peft=recipe.lora.trains)
+
+
 def consolidate(
     saved: Path,
     directory: str | Path,

@@ -65,6 +65,20 @@ class Run:
         """The exported model, with its adapters if it has some; `options` go to `blockdiff.load`."""
         return checkpoint.load(self.directory, **options)
 
+    def checkpoint(self, which: str | int) -> Path:
+        """The directory of a checkpoint: the "last" one, the "best" by `evaluation.best`, or that of a step."""
+        saved = steps_saved(self.directory)
+        if which == "best":
+            if (found := self.best) is None:
+                raise RunError(f"{self.directory}: no metric says which step was the best; name last or a step")
+            return saved[found[0]]
+        name = str(max(saved, default=0) if which == "last" else which)
+        step = int(name) if name.isdecimal() else 0
+        if step not in saved:
+            steps = f"has those of steps {', '.join(map(str, saved))}" if saved else "has none"
+            raise RunError(f"{self.directory}: no checkpoint {which}; it {steps} (last and best are words for two)")
+        return saved[step]
+
     def _file(self, name: str) -> Path:
         path = self.directory / name
         if not path.is_file():

@@ -17,6 +17,7 @@ from blockdiff.checkpoint.files import stored_tensors
 from blockdiff.metrics import METRICS, decisive_metrics
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.training.recipe_files import read_recipe
+from blockdiff.training.run import Run
 from tests.commands import refusal, works
 from tests.little_model import LITTLE, save_preset
 
@@ -120,6 +121,19 @@ def test_a_resumed_run_ends_where_the_whole_one_does(workshop: Path, tmp_path: P
 
 
 @pytest.mark.quick
+def test_checkpoints_of_a_run_are_sampled_and_a_run_without_a_model_names_them(workshop: Path, tmp_path: Path) -> None:
+    run, asked = tmp_path / "run", ("--prompt", "4.2332.423..1..2=", "--steps", 2)
+    shutil.copytree(workshop / "run", run)
+    shutil.rmtree(run / "model")
+    for words in (("sample", run, *asked), ("export", run, "--output", tmp_path / "no")):
+        assert "a run that has no model yet; its checkpoints are step-2, step-3 (" in refusal(*words)
+    works("export", run, "--checkpoint", "2", "--output", tmp_path / "two")
+    assert works("sample", run, *asked, "--checkpoint", "2") == works("sample", tmp_path / "two", *asked)
+    assert "no checkpoint 7; it has those of steps 2, 3" in refusal("sample", run, *asked, "--checkpoint", "7")
+    assert "no metric says which step was the best" in refusal("sample", run, *asked, "--checkpoint", "best")
+    assert Run(run).checkpoint("last") == run / "checkpoints" / "step-3"
+
+
 def test_init_from_a_causal_model_adds_what_denoising_needs(tmp_path: Path) -> None:
     from tests.families import small_model
 
