@@ -108,9 +108,13 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
         is_run = not (path / CONFIG).exists() and not (path / ADAPTER_CONFIG).exists()
         inside = [each for each in (MODEL, ADAPTER) if is_run and (path / each).is_dir()]
         if is_run and not inside and (path / CHECKPOINTS).is_dir():
-            steps = sorted((each.name for each in (path / CHECKPOINTS).glob("step-*")), key=lambda name: (len(name), name))
+            steps = sorted(
+                (each.name for each in (path / CHECKPOINTS).glob("step-*")), key=lambda name: (len(name), name)
+            )
             saved = f"its checkpoints are {', '.join(steps)}" if steps else "it has no checkpoint yet either"
-            raise CheckpointError(f"{path}: a run that has no model yet; {saved} (sample, eval, export: --checkpoint last)")
+            raise CheckpointError(
+                f"{path}: a run that has no model yet; {saved} (sample, eval, export: --checkpoint last)"
+            )
         found = path / inside[0] if inside else path
         for name in (CONFIG, WEIGHTS, INDEX, ADDED, *SIDE_FILES):
             require_regular(found / name)
