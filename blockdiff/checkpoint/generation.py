@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +50,24 @@ class Generation:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        rules = {
-            "max_steps must be at least 1": self.max_steps >= 1,
-            "max_new_tokens must be at least 1": self.max_new_tokens >= 1,
-            "entropy_bound must be more than 0": self.entropy_bound > 0,
-            "t_min must be at least 0 and less than t_max": 0 <= self.t_min < self.t_max,
-            "stability must be at least 0": self.stability >= 0,
-            "confidence must be more than 0": self.confidence > 0,
-            "temperature must be at least 0": self.temperature >= 0,
-            "top_k must be at least 1, or null": self.top_k is None or self.top_k >= 1,
-            "top_p must be more than 0 and at most 1": 0 < self.top_p <= 1,
+        rules: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
+            "max_steps": (Integral, "an integer of at least 1", lambda x: x >= 1),
+            "max_new_tokens": (Integral, "an integer of at least 1", lambda x: x >= 1),
+            "entropy_bound": (Real, "a number more than 0", lambda x: x > 0),
+            "t_max": (Real, "a number more than 0", lambda x: x > 0),
+            "t_min": (Real, f"a number of at least 0 and less than t_max, {self.t_max}", lambda x: 0 <= x < self.t_max),
+            "stability": (Integral, "an integer of at least 0", lambda x: x >= 0),
+            "confidence": (Real, "a number more than 0", lambda x: x > 0),
+            "temperature": (Real, "a number of at least 0", lambda x: x >= 0),
+            "top_k": (Integral, "an integer of at least 1, or null", lambda x: x >= 1),
+            "top_p": (Real, "a number more than 0 and at most 1", lambda x: 0 < x <= 1),
         }
-        for rule, is_met in rules.items():
-            if not is_met:
-                raise ValueError(f"{rule}: {self}")
+        for name, (kind, rule, is_met) in rules.items():
+            value = getattr(self, name)
+            if name == "top_k" and value is None:
+                continue
+            if not isinstance(value, kind) or not is_met(value):
+                raise ValueError(f"{name} must be {rule}, got {value!r:.80}")
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Generation:
@@ -93,7 +98,11 @@ class Generation:
             values |= {"temperature": config.get("temperature", 1.0), "top_p": config.get("top_p", 1.0)}
             values |= {"top_k": top_k or None}
         values |= {"entropy_bound": acceptance.get("entropy_bound"), "eos_ids": _ids(config.get("eos_token_id"))}
-        return cls(**{name: value for name, value in values.items() if value is not None})
+        try:
+            return cls(**{name: value for name, value in values.items() if value is not None})
+        except ValueError as error:
+            name, _, rule = str(error).partition(" ")
+            raise ValueError(f"{_THEIRS.get(name, name)} {rule}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """The settings in transformers' names, as generation_config.json holds them."""
