@@ -69,7 +69,8 @@ def chat(
 ) -> None:
     """Talk to a model; /help in the chat lists its commands, /quit ends it.
 
-    Canvases are shown while they are denoised. Through a pipe every line is a message, and the answers go to stdout.
+    Canvases are shown while they are denoised. Through a pipe every line is a
+    message, and the answers go to stdout.
     """
     from blockdiff.checkpoint import load
     from blockdiff.checkpoint.files import find

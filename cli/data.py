@@ -33,11 +33,12 @@ def sudoku(
         int | None, typer.Option(metavar="N", help="Puzzles in all (default: the sum of the splits).")
     ] = None,
     split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N puzzles in NAME.jsonl.")] = None,
-    seed: options.Seed = 0,
+    seed: options.SeedOfData = 0,
 ) -> None:
-    """Sudoku puzzles with one solution each, and the character tokenizer they are written in.
+    """Write sudoku puzzles with one solution each, and the tokenizer of their characters.
 
-    No solved grid of one split equals a grid of another, not even after relabelling its digits.
+    No solved grid of one split equals a grid of another, not even after its
+    digits are relabelled.
     """
     counts = _counts(split or [], count)
     if size not in (4, 9):
@@ -65,9 +66,9 @@ def countdown(
         int | None, typer.Option(metavar="N", help="Problems in all (default: the sum of the splits).")
     ] = None,
     split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N problems in NAME.jsonl.")] = None,
-    seed: options.Seed = 0,
+    seed: options.SeedOfData = 0,
 ) -> None:
-    """Countdown problems, a target to make of all the numbers, and the character tokenizer they are written in.
+    """Write Countdown problems (reach a target with all the numbers) and the tokenizer of their characters.
 
     No two problems, of one split or of two, have the same numbers.
     """
@@ -88,9 +89,9 @@ def chat(
     ],
     overwrite: options.Overwrite = False,
     split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N conversations in NAME.jsonl.")] = None,
-    seed: options.Seed = 0,
+    seed: options.SeedOfData = 0,
 ) -> None:
-    """Small talk: short conversations about a few facts, and a tokenizer made of them, for recipes/chat_cpu.yaml."""
+    """Write short conversations about a few facts and a tokenizer learnt from them, for recipes/chat_cpu.yaml."""
     from blockdiff.recipes.small_talk import write_conversations
 
     counts = _counts(split or ["train=20000", "test=500"], None)
@@ -114,10 +115,10 @@ def tokenizer(
     subset: options.Subset = None,
     split: options.Split = "train",
 ) -> None:
-    """A byte-level BPE tokenizer learnt from the texts of rows.
+    """Learn a byte-level BPE tokenizer from the texts of rows.
 
-    It has pad, eos, bos and mask tokens and those of the Gemma 4 turn format, so prompt/response rows and
-    conversations can be trained on.
+    It has pad, eos, bos and mask tokens and those of the Gemma 4 turn format, so
+    both prompt/response rows and conversations can be trained on.
     """
     from blockdiff.data.rows import texts_of
     from blockdiff.data.sources import Source, rows_of

@@ -14,15 +14,21 @@ def export(
     source: Annotated[
         str, typer.Argument(metavar="RUN|MODEL", help="A run, its checkpoints/step-N, a checkpoint or a hub id.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write; must not be there yet.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to write; must not be there yet.")
+    ],
     checkpoint: options.Checkpoint = None,
     adapter: options.Adapter = None,
-    peft: Annotated[bool, typer.Option("--peft", help="Write the adapter alone, in PEFT's format.")] = False,
-    base: Annotated[str | None, typer.Option(help="With --peft: the model that the adapter is to name.")] = None,
+    peft: Annotated[
+        bool, typer.Option("--peft", metavar="", help="Write the adapter alone, in PEFT's format.")
+    ] = False,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="With --peft: the model that the adapter names.")
+    ] = None,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
 ) -> None:
-    """Merge adapters into their weights and write a checkpoint in Hub layout, which needs nothing else to run."""
+    """Write a run, or a model with an adapter, as one checkpoint in Hub layout (config.json and safetensors)."""
     if base is not None and not peft:
         raise typer.BadParameter("only an adapter names its model; give --peft too", param_hint="--base")
     if peft and quantize is not None:

@@ -26,7 +26,7 @@ def init(
     canvas_length: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="With --from: the number of tokens of a canvas (256).")
     ] = None,
-    seed: options.Seed = 0,
+    seed: options.SeedOfData = 0,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="float32 (the default) or bfloat16; with --from that of the model."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +14,13 @@ from blockdiff.cli import options
 def inspect(
     target: Annotated[str, typer.Argument(metavar="MODEL|RECIPE", help="A checkpoint, a hub id, or a recipe.")],
     set_: options.Overrides = None,
-    step: Annotated[int, typer.Option(min=1, help="A recipe: the optimiser step whose batch is drawn.")] = 1,
-    rows: Annotated[int, typer.Option(min=1, help="A recipe: how many rows of that batch to show.")] = 3,
+    step: Annotated[int, typer.Option(min=1, metavar="N", help="Of a recipe: draw the batch of optimiser step N.")] = 1,
+    rows: Annotated[int, typer.Option(min=1, metavar="N", help="Of a recipe: show N rows of that batch.")] = 3,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Show a model: its sizes, the parts that train, its memory. For a recipe also show one batch as training draws it.
+    """Show the sizes, trained parts and memory of a model; for a recipe also one batch as training draws it.
 
-    Reads headers only: no weights are loaded.
+    It reads headers only and loads no weights.
     """
     is_recipe = Path(target).suffix in (".yaml", ".yml")
     if set_ and not is_recipe:
@@ -29,13 +31,15 @@ def inspect(
     from blockdiff.training.progress import Progress
 
     quiet()
-    show = Progress(steps=0, is_shown=True)
+    show = Progress(steps=0, is_shown=not as_json)
     if not is_recipe:
         from blockdiff.cli.inspect_model import show_model
 
-        show_model(target, show)
-        return
-    from blockdiff.cli.inspect_recipe import show_recipe
-    from blockdiff.training.recipe_files import read_recipe
+        found = show_model(target, show)
+    else:
+        from blockdiff.cli.inspect_recipe import show_recipe
+        from blockdiff.training.recipe_files import read_recipe
 
-    show_recipe(read_recipe(target, set_ or ()), show, step, rows)
+        found = show_recipe(read_recipe(target, set_ or ()), show, step, rows)
+    if as_json:
+        print(json.dumps(found, indent=1))

@@ -20,8 +20,8 @@ from blockdiff.training.freeze import count_parts, freeze
 from blockdiff.training.progress import Progress
 
 
-def show_model(target: str, show: Progress) -> None:
-    """Print what a checkpoint directory or hub id holds, and what fine-tuning would train of it.
+def show_model(target: str, show: Progress) -> dict[str, Any]:
+    """Print what a checkpoint directory or hub id holds, and what fine-tuning trains of it; the same as JSON values.
 
     Of an adapter the model that it adapts is shown, too.
     """
@@ -29,33 +29,39 @@ def show_model(target: str, show: Progress) -> None:
     model = checkpoint.empty(checkpoint.read_config(directory))
     if adapter is None:
         freeze(model, (), trains_routers=False)
-        show_shape(model, target, show)
+        shape = show_shape(model, target, show)
         if model.parameters_of("router"):
             show.line("frozen    as fine-tuning does by default: the routers, which train only from random weights")
     else:
         found = checkpoint.read_adapter(adapter, model)
         adapt(model, found.modules, found.tokens)
-        show_shape(model, f"{target}, an adapter of {base_of(adapter)}", show)
+        shape = show_shape(model, f"{target}, an adapter of {base_of(adapter)}", show)
         show.line("frozen    all but the adapter")
     tensors = _headers(directory, target if adapter is None else base_of(adapter))
     is_carried = family_of(model.config).names.is_carried
-    carried = [math.prod(shape) for name, (shape, _) in tensors.items() if is_carried(name)]
+    carried = [math.prod(size_of) for name, (size_of, _) in tensors.items() if is_carried(name)]
     dtypes = ", ".join(sorted({dtype for _, dtype in tensors.values()}))
     show.line(f"stored    {len(tensors):,} tensors as {dtypes}")
     if carried:
         numbers = f"{len(carried):,} of them, {sum(carried):,} numbers"
         show.line(f"          {numbers}, are copied to new checkpoints and neither run nor trained")
+    stored: dict[str, Any] = {"tensors": len(tensors), "dtypes": dtypes.split(", ")}
+    stored |= {"carried_tensors": len(carried), "carried_numbers": sum(carried)}
     if (directory / ADDED).is_file():
         name, shapes = added_in(directory)
-        count = sum(math.prod(shape) for shape in shapes.values())
+        count = sum(map(math.prod, shapes.values()))
         show.line(
             f"added     {ADDED}: {len(shapes):,} tensors of the model class {name}, {count:,} numbers: "
-            f"{', '.join(f'{each} {list(shape)}' for each, shape in shapes.items()) or 'code alone'}"
+            f"{', '.join(f'{each} {list(size_of)}' for each, size_of in shapes.items()) or 'code alone'}"
         )
+        stored["added"] = {each: list(size_of) for each, size_of in shapes.items()}
+    return {**shape, "stored": stored}
 
 
-def show_shape(model: BlockDiffusionModel, origin: str, show: Progress, needs: Mapping[str, int] | None = None) -> None:
-    """Print the shape of a model, its parameters by part, and the memory that they need.
+def show_shape(
+    model: BlockDiffusionModel, origin: str, show: Progress, needs: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Print the shape of a model, its parameters by part, and the memory that they need; the same as JSON values.
 
     needs: what a recipe's training takes, bytes by what they hold; None: training all of it, or its adapter, in fp32.
     """
@@ -80,6 +86,14 @@ def show_shape(model: BlockDiffusionModel, origin: str, show: Progress, needs: M
         f"{what} {size(sum(needs.values()))} ({parts_of_it}) and activations; "
         f"prefix in bf16 {size(2 * 1024 * outline.cached_per_token)} for 1,024 tokens of one row"
     )
+    return {
+        "model": origin,
+        "parts": [row._asdict() for row in parts],
+        "parameters": count,
+        "trained": trained,
+        "met_by_a_token": active,
+        "training_bytes": dict(needs),
+    }
 
 
 def _headers(directory: Path, target: str) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -49,8 +49,8 @@ class Drawn:
     examples: Mapping[int, Example]
 
 
-def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
-    """Print the model a recipe starts from, its data, and the batch of optimiser step `step`.
+def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[str, Any]:
+    """Print the model a recipe starts from, its data, and the batch of optimiser step `step`; the same as JSON values.
 
     What training refuses before it reads weights is refused here, too, in the same words.
     """
@@ -60,7 +60,9 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
     corruption = corruption_of(recipe, base)
     objective = without_weights(recipe, base)
     needs = kept_bytes(objective, recipe, 1, *dtypes_of(recipe, base))
-    show_shape(objective.model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show, needs)
+    model = show_shape(
+        objective.model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show, needs
+    )
     data = checked_data(recipe, base)
     if step > data.steps:
         raise typer.BadParameter(f"{step} is past the end: the run has {data.steps} steps", param_hint="--step")
@@ -73,12 +75,14 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> None:
     noise = corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, recipe.seed)
     drawn = Drawn(batch, *noise, examples)
     ar = recipe.objective.ar_loss
-    for line in summary(drawn, step, 0 if ar is None else ar.weight):
+    numbers = summary(drawn, step, 0 if ar is None else ar.weight)
+    for line in summary_lines(numbers):
         show.line(line)
     words = words_of(base.tokenizer)
-    for row in range(min(rows, len(batch.tokens_BS))):
+    for row in range(min(rows, len(batch.tokens_BS)) if show.is_shown else 0):
         for text in row_texts(drawn, row, words):
             show.console.print(text)
+    return {"model": model, "data": data.report(), "batch": numbers}
 
 
 def words_of(tokenizer: Any) -> Words:
@@ -98,18 +102,35 @@ def words_of(tokenizer: Any) -> Words:
     return words
 
 
-def summary(drawn: Drawn, step: int, ar_weight: float) -> list[str]:
-    """Sums over the batch of an optimiser step, as lines."""
+def summary(drawn: Drawn, step: int, ar_weight: float) -> dict[str, Any]:
+    """Sums over the batch of an optimiser step."""
     batch, is_present_BC = drawn.batch, drawn.batch.length_BC > 0
     padding, scored = int((batch.doc_start_BS < 0).sum()), int(batch.is_scored_BCL.sum())
     corrupted = int((drawn.is_corrupted_BCL & batch.is_scored_BCL).sum())
     coins, pairs = int((batch.coin_BC & is_present_BC).sum()), int(batch.is_ar_scored_BS.sum())
     rows, columns = batch.tokens_BS.shape
+    return {
+        "step": step,
+        "rows": rows,
+        "columns": columns,
+        "padding": padding,
+        "canvases": int(is_present_BC.sum()),
+        "with_signal": coins,
+        "scored": scored,
+        "fill": scored - int(batch.content_BC.sum()),
+        "corrupted": corrupted,
+        "ar_pairs": pairs,
+        "ar_weight": ar_weight,
+    }
+
+
+def summary_lines(numbers: Mapping[str, Any]) -> list[str]:
+    """The sums of a batch for a person to read, and what the colours of the rows below them mean."""
     return [
-        f"batch of optimiser step {step}: {rows} rows, {columns} columns, {padding} of them padding",
-        f"  {int(is_present_BC.sum())} canvases, {coins} with self-conditioning; "
-        f"{scored} positions scored, {scored - int(batch.content_BC.sum())} of them fill; {corrupted} corrupted",
-        f"  {pairs} next-token pairs scored, weight {ar_weight:g}",
+        "batch of optimiser step {step}: {rows} rows, {columns} columns, {padding} of them padding".format(**numbers),
+        "  {canvases} canvases, {with_signal} with self-conditioning; "
+        "{scored} positions scored, {fill} of them fill; {corrupted} corrupted".format(**numbers),
+        "  {ar_pairs} next-token pairs scored, weight {ar_weight:g}".format(**numbers),
         f"  {LEGEND}",
         *(f"  {line}" for line in GLOSSARY),
     ]

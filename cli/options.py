@@ -69,6 +69,7 @@ Overrides = Annotated[
 Seed = Annotated[
     int, typer.Option(parser=_seed, metavar="N", rich_help_panel=SAMPLING, help="Seed of all random draws.")
 ]
+SeedOfData = Annotated[int, typer.Option("--seed", parser=_seed, metavar="N", help="Seed of all random draws.")]
 Overwrite = Annotated[
     bool,
     typer.Option("--overwrite", metavar="", rich_help_panel=OUTPUT, help="Replace files that are there already."),
@@ -84,7 +85,7 @@ Columns = Annotated[
     typer.Option(
         metavar="ROLE=COLUMN,...",
         rich_help_panel=PROMPTS,
-        help="Names of the columns, such as prompt=question,response=answer.",
+        help="Names of the columns, such as prompt=question.",
     ),
 ]
 Subset = Annotated[

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,19 +16,40 @@ GIB = 2**30
 def plan(
     target: Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe, a checkpoint or a hub id.")],
     set_: options.Overrides = None,
-    gpus: Annotated[int, typer.Option(min=1, help="Processes that train together, one GPU each.")] = 1,
-    gpu_memory: Annotated[float | None, typer.Option(min=0.001, help="GiB of each, to compare with.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Of the longest row, or of a sampled prefix.")] = None,
+    gpus: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Processes that train together, with one GPU each.")
+    ] = 1,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0.001, metavar="GIB", help="Memory of each GPU, to compare with.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Length of the longest row, or of a sampled prefix.")
+    ] = None,
     quantize: options.Quantize = None,
-    device: Annotated[str, typer.Option(help="cuda (Triton's kernels) or cpu (native ones).")] = "cuda",
-    tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s of a GPU, to estimate seconds.")] = 400.0,
-    bandwidth: Annotated[float, typer.Option(min=0.001, help="TB/s that a GPU reads and writes, likewise.")] = 3.0,
-    network: Annotated[float, typer.Option(min=0.001, help="GB/s that a GPU receives from others, likewise.")] = 100.0,
+    as_json: options.AsJson = False,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", rich_help_panel=options.DEVICE, help="cuda (Triton) or cpu (C and torch).")
+    ] = "cuda",
+    tflops: Annotated[
+        float,
+        typer.Option(min=0.001, metavar="X", rich_help_panel=options.DEVICE, help="TFLOP/s that a GPU computes."),
+    ] = 400.0,
+    bandwidth: Annotated[
+        float,
+        typer.Option(min=0.001, metavar="X", rich_help_panel=options.DEVICE, help="TB/s that a GPU reads and writes."),
+    ] = 3.0,
+    network: Annotated[
+        float,
+        typer.Option(
+            min=0.001, metavar="X", rich_help_panel=options.DEVICE, help="GB/s that a GPU receives from others."
+        ),
+    ] = 100.0,
 ) -> None:
-    """Say how much memory each part takes at the peak, and what to change where it does not fit (exit code 1).
+    """Say how much memory training or sampling takes at its peak, and what to change where it does not fit.
 
-    Nothing is loaded or allocated: a layer of each kind is run on shapes. A recipe is planned for training, a model
-    for sampling. The data of a recipe need not be there.
+    A recipe is planned for training, a model for sampling. Nothing is loaded: a
+    layer of each kind is run on shapes, and the data of a recipe need not be
+    there. The exit code is 1 where --gpu-memory is given and not enough.
     """
     if device not in ("cuda", "cpu"):
         raise typer.BadParameter(f"{device!r} is neither cuda nor cpu", param_hint="--device")
@@ -38,10 +60,11 @@ def plan(
     limit = None if gpu_memory is None else int(gpu_memory * GIB)
     if Path(target).suffix in (".yaml", ".yml"):
         rates = tflops * 1e12, bandwidth * 1e12, network * 1e9
-        fits = _training(target, set_ or [], gpus, limit, tokens, device, rates)
+        lines, report = _training(target, set_ or [], gpus, limit, tokens, device, rates)
     else:
-        fits = _sampling(target, limit, tokens or 1000, device, quantize)
-    raise typer.Exit(0 if fits else 1)
+        lines, report = _sampling(target, limit, tokens or 1000, device, quantize)
+    print(json.dumps(report, indent=1) if as_json else "\n".join(lines))
+    raise typer.Exit(0 if report["fits"] else 1)
 
 
 def _training(
@@ -52,7 +75,8 @@ def _training(
     tokens: int | None,
     device: str,
     rates: tuple[float, float, float],
-) -> bool:
+) -> tuple[list[str], dict[str, Any]]:
+    """The plan of a training as lines and as JSON values, of which `fits` is true where there is no limit."""
     from blockdiff.training.plan import training as plans
     from blockdiff.training.plan.changes import what_fits
     from blockdiff.training.plan.work import Rates
@@ -64,24 +88,30 @@ def _training(
     refuse(recipe, gpus)
     base, reached = read_starting_model(recipe), Rates(*rates)
     made = plans.plan_training(recipe, ranks=gpus, device=device, tokens=tokens, base=base)
-    for line in plans.lines(made, limit):
-        print(line)
+    fits = limit is None or made.total <= limit
+    report: dict[str, Any] = {"fits": fits, "limit": limit, "bytes": made.total, "parts": made.parts, "host": made.host}
+    report |= {name: getattr(made, name) for name in ("rows", "tokens", "canvases", "numbers", "trained")}
+    lines = [*plans.lines(made, limit)]
     if device == "cuda":
-        print(plans.time_line(made, reached))
-    if limit is None or made.total <= limit:
-        return True
-    print(f"what breaks: {plans.breaking(made, limit)}")
+        lines.append(plans.time_line(made, reached))
+        report["seconds_at_least"] = made.work.seconds(reached)
+    if limit is None or fits:
+        return lines, report
+    lines.append(f"what breaks: {plans.breaking(made, limit)}")
     found = what_fits(recipe, limit, base, ranks=gpus, device=device, tokens=tokens)
     if found is None:
-        print("no change of the recipe that is known here makes it fit; take more GPUs, or GPUs with more memory")
-        return False
+        lines.append("no change of the recipe that is known here makes it fit; take more GPUs, or larger ones")
+        return lines, report
     changes, smaller = found
     words = " ".join(f"--set '{change}'" for change in changes)
-    print(f"what fits: {words}  ({plans.size(smaller.total)})")
-    return False
+    lines.append(f"what fits: {words}  ({plans.size(smaller.total)})")
+    return lines, report | {"changes": list(changes), "bytes_with_changes": smaller.total}
 
 
-def _sampling(target: str, limit: int | None, tokens: int, device: str, quantize: str | None) -> bool:
+def _sampling(
+    target: str, limit: int | None, tokens: int, device: str, quantize: str | None
+) -> tuple[list[str], dict[str, Any]]:
+    """The plan of sampling as lines and as JSON values, of which `fits` is true where there is no limit."""
     from blockdiff import checkpoint
     from blockdiff.checkpoint.adapters import apart_from_adapter
     from blockdiff.checkpoint.fp8 import form_below, is_fp8
@@ -93,11 +123,15 @@ def _sampling(target: str, limit: int | None, tokens: int, device: str, quantize
     if quantize is None and adapter is not None:
         quantize = form_below(adapter)
     made = plan_sampling(config, device=device, quantize=quantize, adapter=adapter)
-    print(f"weights in {'fp8 and bf16' if is_fp8(config, quantize) else 'bf16':<16}{size(made.weights):>12}")
-    print(f"cache of 1,000 tokens      {size(made.cache):>12} a row")
-    print(f"a denoising step           {size(made.step[0]):>12}, and {size(made.step[1])} for each further row")
-    if limit is None:
-        return True
-    rows = made.rows(limit, tokens)
-    print(f"rows of {tokens:,} tokens that fit into {size(limit)}: {rows:,}")
-    return rows > 0
+    lines = [
+        f"weights in {'fp8 and bf16' if is_fp8(config, quantize) else 'bf16':<16}{size(made.weights):>12}",
+        f"cache of 1,000 tokens      {size(made.cache):>12} a row",
+        f"a denoising step           {size(made.step[0]):>12}, and {size(made.step[1])} for each further row",
+    ]
+    report: dict[str, Any] = {"fits": True, "limit": limit, "weights": made.weights}
+    report |= {"cache_of_1000_tokens": made.cache, "step_of_a_row": made.step[0], "step_of_a_further_row": made.step[1]}
+    if limit is not None:
+        rows = made.rows(limit, tokens)
+        lines.append(f"rows of {tokens:,} tokens that fit into {size(limit)}: {rows:,}")
+        report |= {"fits": rows > 0, "tokens": tokens, "rows": rows}
+    return lines, report

@@ -12,12 +12,13 @@ from blockdiff.cli import options
 
 def plot(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories of `blockdiff train`.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The PNG to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The PNG to write.")],
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Draw what runs measured: losses, also by noise level, sampled prompts and their steps per canvas, speed.
+    """Draw the losses, accuracies, steps per canvas and speed of one run or of several.
 
-    Several runs share every panel, each in its own colour. A run may still be going on.
+    Several runs share every panel, each in its own colour. A run may still be
+    going on.
     """
     from blockdiff.plots.curves import draw_comparison
 

@@ -123,8 +123,9 @@ def sample(
 ) -> None:
     """Answer one prompt, one chat message, or a file of prompts.
 
-    A single prompt is answered by its text. A file gives a JSON line for each prompt; docs/cli.md lists the keys. A
-    bad line of a file gets a line with an error, and the others are answered.
+    A single prompt is answered by its text. A file gives a JSON line for each
+    prompt; docs/cli.md lists the keys. A bad line of a file gets a line with an
+    error, and the others are answered.
     """
     _check_usage(prompt, chat, prompts, output, trace)
     gives_lines = prompts is not None or output is not None

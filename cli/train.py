@@ -16,13 +16,14 @@ def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe (recipes/README.md lists the keys).")],
     set_: options.Overrides = None,
     output: Annotated[str | None, typer.Option("--output", "-o", metavar="DIR", help="The run directory.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is there.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", metavar="", help="Go on from the last checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace the run that is there.")] = False,
 ) -> None:
     """Train a model as a recipe says.
 
-    The run directory gets recipe.yaml (as resolved), metrics.jsonl, checkpoints/step-N, model (Hub layout)
-    and curves.png. Several processes: `accelerate launch -m blockdiff train ...`.
+    The run directory gets recipe.yaml, metrics.jsonl, checkpoints/step-N, model
+    and curves.png. Several processes: `accelerate launch -m blockdiff train
+    ...`.
     """
     if output == "":
         raise typer.BadParameter("is empty; name a directory", param_hint="--output")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,25 @@ COMMANDS = [["train"], ["sample"], ["chat"], ["eval"], ["data"], *DATA, ["init"]
 def test_every_command_has_help_with_an_example(command: list[str]) -> None:
     text = works(*command, "--help")
     assert "Example" in text and f"blockdiff {' '.join(command)}" in " ".join(text.split())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("command", [*COMMANDS, ["plan"], ["plot"], ["export"]], ids=" ".join)
+def test_help_at_80_columns_has_every_name_whole_and_short_types(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.main import get_command
+
+    monkeypatch.setenv("COLUMNS", "80")
+    text = re.sub(r"--help +-h +<bool>", "", works(*command, "--help"))
+    assert "…" not in text and not re.search(r"<(int|float|str|path|bool|list)", text.partition("Options")[2])
+    found = get_command(app)
+    for word in command:
+        found = found.commands[word]  # type: ignore[attr-defined]
+    assert all(len(line) <= 78 for line in found.help.splitlines()[1:]), "a paragraph is broken in its lines"
+    for parameter in found.params:
+        for option in parameter.opts:
+            assert option == "--help" or not option.startswith("-") or re.search(rf" {option}\s", text), option
 
 
 @pytest.mark.quick

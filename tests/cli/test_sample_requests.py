@@ -1,0 +1,116 @@
+"""Several answers to a prompt, standard input and output, system messages, JSON, and the end of a chat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from blockdiff import checkpoint
+from blockdiff.cli.main import app
+from blockdiff.data.template import packaged_template
+from blockdiff.sampling import Request, Sampler
+from blockdiff.sampling.strategies import LinearTemperature
+from tests.chat_tokenizer import chat_tokenizer
+from tests.commands import refusal, works
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small chat model with random weights."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = packaged_template()
+    checkpoint.save(checkpoint.init("sudoku4", tokenizer=tokenizer, device="cpu"), folder, tokenizer=tokenizer)
+    return folder
+
+
+def piped(text: str, *words: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words], input=text)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """The requests that reach the sampler."""
+    seen: list[Request] = []
+    stream = Sampler.stream
+
+    def noted(self: Sampler, prompts: Any, **settings: Any) -> Any:
+        seen.extend(prompts := list(prompts))
+        return stream(self, prompts, **settings)
+
+    monkeypatch.setattr(Sampler, "stream", noted)
+    return seen
+
+
+QUICK = ("--steps", "1", "--max-new-tokens", "8", "--device", "cpu")
+
+
+def test_n_answers_are_those_among_which_best_of_chooses(model: Path) -> None:
+    prompt = json.dumps({"id": "a", "prompt": "Hi"}) + "\nnonsense\n"
+    words = ("sample", model, "--prompts", "-", "--scores", *QUICK)
+    lines = [json.loads(line) for line in piped(prompt, *words, "-n", "3").stdout.splitlines()]
+    assert [(line["id"], line.get("draw")) for line in lines] == [("a", 0), ("a", 1), ("a", 2), (2, None)]
+    assert "stdin:2: not valid JSON" in lines[3]["error"]
+    alone = json.loads(piped(prompt, *words).stdout.splitlines()[0])
+    best = json.loads(piped(prompt, *words, "--best-of", "3").stdout.splitlines()[0])
+    assert alone["tokens"] == lines[0]["tokens"] != lines[1]["tokens"]
+    assert best == max(lines[:3], key=lambda line: line["score"])
+
+
+def test_one_prompt_gives_its_texts_or_with_an_output_json_lines(model: Path) -> None:
+    schema = '{"type": "boolean"}'
+    words = ("sample", model, "--prompt", "Hi", "--json-schema", "-", "-n", "2", *QUICK)
+    texts = piped(schema, *words).stdout.splitlines()
+    assert len(texts) == 2 and {*texts} <= {"true", "false"}
+    lines = piped(schema, *words, "--output", "-").stdout.splitlines()
+    assert [json.loads(line)["text"] for line in lines] == texts
+
+
+def test_streamed_draws_are_marked_and_the_answer_stands_alone_on_stdout(model: Path) -> None:
+    run = piped("", "sample", model, "--prompt", "Hi", "--best-of", "2", "--stream", *QUICK)
+    assert "[1] " in run.stderr and "[1 draw 1] " in run.stderr and "draw" not in run.stdout
+
+
+def test_a_system_message_comes_before_conversations_that_have_none(
+    model: Path, tmp_path: Path, asked: list[Request]
+) -> None:
+    system = {"role": "system", "content": "own"}
+    rows = [[{"role": "user", "content": "Hi"}], [system, {"role": "user", "content": "Hi"}]]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    works("sample", model, "--prompts", tmp_path / "p.jsonl", "--system", "given", *QUICK)
+    answered = [[*row, {"role": "assistant", "content": "x"}] for row in rows]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in answered))
+    works("eval", model, "--task", "exact", "--data", tmp_path / "r.jsonl", "--system", "given", *QUICK)
+    assert [request.messages[0]["content"] for request in asked if request.messages] == ["given", "own"] * 2
+
+
+def test_eval_prints_json_and_nothing_else(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text('{"prompt": "1", "response": "2"}\n')
+    words = ("eval", model, "--task", "exact", "--data", tmp_path / "r.jsonl", *QUICK, "--temperature", "0.5")
+    numbers = json.loads(works(*words, "--json"))
+    assert numbers["count"] == 1 and repr(LinearTemperature(0.25, 0.5)) in numbers["settings"]["strategy"]
+    assert json.loads(works(*words, "--output", "-"))["records"] == numbers["records"]
+    assert "--thinking" in refusal(*words, "--thinking", code=2)
+
+
+def test_inspect_and_plan_print_json(model: Path) -> None:
+    found = json.loads(works("inspect", model, "--json"))
+    assert found["parameters"] == sum(part["trained"] + part["frozen"] for part in found["parts"])
+    made = json.loads(works("plan", model, "--json", "--device", "cpu", "--gpu-memory", "1"))
+    assert made["fits"] and made["rows"] > 0
+
+
+def test_a_chat_ends_with_quit_and_its_help_names_it(model: Path) -> None:
+    run = piped("/help\n/quit\nHi\n", "chat", model, *QUICK)
+    assert run.exit_code == 0 and run.stdout == "" and "/quit          end the chat" in run.stderr
+
+
+def test_completion_completes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_BLOCKDIFF_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "blockdiff sample m --temp")
+    monkeypatch.setenv("COMP_CWORD", "3")
+    assert "--temperature" in piped("").stdout
