@@ -180,7 +180,7 @@ def _write_json(file: Path, data: Mapping[str, Any]) -> None:
 def _default_generation(config: Any, tokenizer: Any) -> dict[str, Any]:
     """generation_config.json for a model that brings none, as transformers would write it."""
     outline, settings = family_of(config).outline(config), default_generation(config, tokenizer)
-    special = {"bos_token_id": outline.bos, "pad_token_id": outline.pad}
+    special: dict[str, Any] = {"bos_token_id": outline.bos, "pad_token_id": outline.pad}
     if len(settings.eos_ids) < 2:
         special["eos_token_id"] = outline.eos
     return {**settings.to_dict(), **special, "transformers_version": transformers.__version__}

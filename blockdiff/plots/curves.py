@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff.metrics import read
-from blockdiff.plots.panels import LEVEL, STEP, Line, NamedRun, Panel, named_apart, panels_of, read_run
+from blockdiff.plots.panels import LEVEL, TOKENS, Line, NamedRun, Panel, named_apart, panels_of, read_run
+
+LEVEL_WORDS = (
+    "corrupted: tokens that the noise replaced; kept: the others; "
+    "signal: the model's last prediction, fed back into the canvas"
+)
+SHARES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)  # the ticks of an axis that has 95 to 100 % apart
+LEAST_WRONG = 0.005  # the share of wrong tokens at which such an axis stops to grow
 
 
 def draw_curves(metrics: str | Path, picture: str | Path, title: str | None = None) -> None:
@@ -51,7 +58,7 @@ def _draw(runs: Sequence[NamedRun], picture: str | Path) -> None:
     figure = Figure(figsize=(11, 0.5 + height * len(places)), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplot_mosaic(places, empty_sentinel=-1)
-    last = max((x for panel in panels if panel.x == STEP for line in panel.lines for x in line.points[0]), default=0)
+    last = max((x for panel in panels if panel.x != LEVEL for line in panel.lines for x in line.points[0]), default=0)
     for number, panel in enumerate(panels):
         _fill(axes[number], panel, last, legend_columns=(4 if number == 0 else 2) * is_alone)
     if is_alone:
@@ -61,6 +68,8 @@ def _draw(runs: Sequence[NamedRun], picture: str | Path) -> None:
         handles = [Line2D([], [], color=colour, linewidth=2) for colour in names.values()]
         columns = max(1, min(len(names), 110 // (max(map(len, names)) + 8)))
         figure.legend(handles, list(names), loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
+    if any(panel.x == LEVEL for panel in panels):
+        figure.supxlabel(LEVEL_WORDS, x=0.01, ha="left", fontsize=8.5)
     figure.savefig(str(picture))
 
 
@@ -77,7 +86,7 @@ def _places(count: int, has_large: bool) -> list[list[int]]:
 
 
 def _fill(axes: Any, panel: Panel, last: float, legend_columns: int = 0) -> None:
-    """Draw a panel; `last` is the last optimiser step of any. A legend stands above the axes, clear of the lines."""
+    """Draw a panel; `last` is the last step or token of any. A legend stands above the axes, clear of the lines."""
     for line in panel.lines:
         _line(axes, line)
     values = [value for line in panel.lines for value in line.points[1]]
@@ -85,7 +94,11 @@ def _fill(axes: Any, panel: Panel, last: float, legend_columns: int = 0) -> None
         from matplotlib.ticker import PercentFormatter
 
         axes.set_ylim(-0.02, 1.02)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        if max(values) > 0.8:  # the last percents take as much room as those before them
+            axes.set_yscale("function", functions=(_bent, _straight))
+            axes.set_ylim(_straight(_bent(min(values)) - 0.2), _straight(_bent(1.0) + 0.1))
+            axes.set_yticks([share for share in SHARES if share >= min(values) - 0.1])
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     elif panel.has_losses and min(values) > 0 and max(values) > 20 * min(values):
         axes.set_yscale("log")
     elif min(values) >= 0 and not (panel.has_losses and 2 * min(values) > max(values)):  # from 0 that would be flat
@@ -93,9 +106,11 @@ def _fill(axes: Any, panel: Panel, last: float, legend_columns: int = 0) -> None
     if panel.x == LEVEL:
         axes.set_xlim(0, 1)
     else:
-        from matplotlib.ticker import MaxNLocator
+        from matplotlib.ticker import EngFormatter, MaxNLocator
 
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
+        if panel.x == TOKENS:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_xlim(-0.03 * last, 1.03 * last + (last == 0))
     labels = [line.label for line in panel.lines if line.label] if len(panel.lines) > 1 else []
     legend_rows = -(-len(labels) // legend_columns) if legend_columns else 0
@@ -107,6 +122,20 @@ def _fill(axes: Any, panel: Panel, last: float, legend_columns: int = 0) -> None
     if legend_rows:
         place = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderpad": 0.0, "borderaxespad": 0.3}
         axes.legend(**place, ncols=legend_columns, frameon=False, fontsize=8, labelspacing=0.2, columnspacing=1.2)
+
+
+def _bent(share: Any) -> Any:
+    """A share as a height: the logarithm of what is wrong, so that 98 % is as far from 90 % as 90 % from 50 %."""
+    import numpy as np
+
+    return -np.log(np.maximum(1 + LEAST_WRONG - np.asarray(share), LEAST_WRONG / 2))
+
+
+def _straight(height: Any) -> Any:
+    """The share at a height of `_bent`."""
+    import numpy as np
+
+    return 1 + LEAST_WRONG - np.exp(-np.asarray(height))
 
 
 def _line(axes: Any, line: Line) -> None:

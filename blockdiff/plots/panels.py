@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ Points = tuple[list[float], list[float]]
 # Told apart by most eyes, also in grey (Okabe and Ito's palette, without its yellow).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d", "#7b3294")
 BLUE, ORANGE, GREY = COLOURS[0], COLOURS[1], COLOURS[6]
-STEP, LEVEL = "optimiser step", "t (0 = clean, 1 = all noise)"
+STEP, TOKENS, LEVEL = "optimiser step", "tokens trained on", "t (0 = clean, 1 = all noise)"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def _over_steps(*keys: str) -> list[Panel]:
 
 
 CANVAS, NEXT = _with_heldout("canvas_loss", "canvas", BLUE), _with_heldout("ar_loss", "next token", ORANGE)
+RESPONSE, WHOLE = "heldout_response_accuracy", "heldout_canvas_accuracy"
 ALONE = [  # one run: losses first, then everything else that it measured; colours tell measures apart
     Panel("loss per token", (*CANVAS, *NEXT), has_losses=True),
     *(
@@ -78,14 +80,16 @@ ALONE = [  # one run: losses first, then everything else that it measured; colou
         )
         for m in ("loss", "accuracy")
     ),
-    *_over_steps("heldout_canvas_accuracy", "sample_accuracy", "sample_steps_per_canvas"),
+    Panel("held-out tokens right", (Line(RESPONSE, "without fill", ORANGE), Line(WHOLE, "with fill", BLUE))),
+    *_over_steps("sample_accuracy", "sample_steps_per_canvas"),
     *_over_steps("grad_norm", "lr", "tokens_per_second"),
 ]
 COMPARED = [  # several runs: colours tell runs apart
     Panel(METRICS["canvas_loss"].label, CANVAS, has_losses=True, dashed="held out"),
     Panel(METRICS["ar_loss"].label, NEXT, has_losses=True, dashed="held out"),
     *(Panel(f"held-out {m}, corrupted", _by_part(m), LEVEL, dashed="kept") for m in ("loss", "accuracy")),
-    *_over_steps("heldout_canvas_accuracy", "sample_accuracy", "sample_steps_per_canvas", "tokens_per_second"),
+    Panel("held-out tokens right", (Line(RESPONSE), Line(WHOLE, is_dashed=True)), dashed="with fill"),
+    *_over_steps("sample_accuracy", "sample_steps_per_canvas", "tokens_per_second"),
 ]
 
 
@@ -125,6 +129,25 @@ def series(records: Sequence[Record], key: str) -> Points:
     return [step for step, _ in points], [value for _, value in points]
 
 
+def tokens_at(records: Sequence[Record]) -> Callable[[float], float] | None:
+    """The number of tokens that a run had trained on at an optimiser step; None where its log has no speeds."""
+    trained = [record for record in records if {"tokens_per_second", "seconds"} <= record.keys()]
+    if not trained:
+        return None
+    known = [(0, 0.0)]
+    for before, record in pairwise([{"seconds": 0.0}, *trained]):
+        tokens = record["tokens_per_second"] * (record["seconds"] - before["seconds"])
+        known.append((record["step"], known[-1][1] + tokens))
+
+    def tokens_of(step: float) -> float:
+        for (first, few), (last, many) in pairwise(known):
+            if step <= last:
+                return few + (many - few) * (step - first) / max(1, last - first)
+        return known[-1][1]
+
+    return tokens_of
+
+
 def by_level(records: Sequence[Record], key: str) -> Points:
     """Middles of the noise levels t and the held-out metric there, at the last evaluation that has levels."""
     levels: list[Mapping[str, Any]] = next(
@@ -136,13 +159,20 @@ def by_level(records: Sequence[Record], key: str) -> Points:
 
 
 def panels_of(runs: Sequence[NamedRun]) -> list[Panel]:
-    """The panels and lines for which one run, or any of several, has points."""
+    """The panels and lines for which one run, or any of several, has points.
+
+    Several runs are drawn over the tokens that they trained on, where all have logged their speeds.
+    """
     panels = []
+    counts = [tokens_at(run.records) for run in runs] if len(runs) > 1 else [None]
+    is_by_tokens = None not in counts
     for panel in ALONE if len(runs) == 1 else COMPARED:
         lines = []
         for line in panel.lines:
-            for number, run in enumerate(runs):
+            for number, (run, tokens_of) in enumerate(zip(runs, counts, strict=True)):
                 points = (by_level if panel.x == LEVEL else series)(run.records, line.key)
+                if is_by_tokens and tokens_of is not None and panel.x == STEP:
+                    points = [tokens_of(step) for step in points[0]], points[1]
                 if points[1] and len(runs) > 1:
                     label, colour = None if line.is_dashed else run.name, COLOURS[number % len(COLOURS)]
                     lines.append(replace(line, points=points, label=label, colour=colour))
@@ -151,5 +181,6 @@ def panels_of(runs: Sequence[NamedRun]) -> list[Panel]:
         if lines:
             is_dashed = panel.dashed and any(line.is_dashed for line in lines)
             title = f"{panel.title} (dashed: {panel.dashed})" if is_dashed else panel.title
-            panels.append(replace(panel, title=title, lines=tuple(lines)))
+            x = TOKENS if is_by_tokens and panel.x == STEP else panel.x
+            panels.append(replace(panel, title=title, lines=tuple(lines), x=x))
     return panels

@@ -126,7 +126,8 @@ def _square(moment: Moment, side: int, most: float) -> Image:
     """A sudoku at one moment, with its name and numbers below."""
     size = 26 if side == 4 else 18
     width = side * size
-    board = Board(width + 8, width + 34)
+    under = width + (20 if moment.end else 0)
+    board = Board(width + 8, under + 34)
     for place, cell in enumerate(moment.cells):
         row, column = divmod(place, side)
         board.cell(4 + column * size, 4 + row * size, size, size, cell, most, 15 if side == 4 else 10)
@@ -134,9 +135,12 @@ def _square(moment: Moment, side: int, most: float) -> Image:
     for edge in range(box, side, box):
         board.line(4 + edge * size, 4, 4 + edge * size, 4 + width)
         board.line(4, 4 + edge * size, 4 + width, 4 + edge * size)
+    if moment.end:
+        board.cell(4, width + 7, 26, 16, moment.end, most, 8)
+        board.words(34, width + 15, f"token {side * side + 1}: the end", 7, SOFT)
     detail = " · ".join(moment.detail.split(" · ")[:2])
-    board.words(4 + width / 2, width + 14, moment.name, 8, style="Bold", anchor="mm")
-    board.words(4 + width / 2, width + 25, detail, min(7, 1.6 * width / max(1, len(detail))), SOFT, anchor="mm")
+    board.words(4 + width / 2, under + 14, moment.name, 8, style="Bold", anchor="mm")
+    board.words(4 + width / 2, under + 25, detail, min(7, 1.6 * width / max(1, len(detail))), SOFT, anchor="mm")
     return board.image
 
 

@@ -46,11 +46,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Moment:
-    """One row of the picture: a name, a line of numbers, and the cells of the canvas."""
+    """One row of the picture: a name, a line of numbers, and the cells of the canvas.
+
+    `end` is, of a sudoku, the cell behind its last square, where the response ends.
+    """
 
     name: str
     detail: str
     cells: tuple[Cell, ...]
+    end: Cell | None = None
 
 
 def visible(text: str) -> str:
@@ -160,9 +164,11 @@ def grid_moments(trace: Trace, side: int, decode: Decode) -> list[Moment]:
             break
         of_canvas = moments_of(trace, canvas, decode)
         for moment in of_canvas:
-            cells = [*committed, *moment.cells, *[Cell("", "noise")] * count][:count]
+            known = [*committed, *moment.cells]
+            cells = [*known, *[Cell("", "noise")] * count][:count]
             together = zip(cells, _puzzle(trace), strict=True)
-            moments.append(replace(moment, cells=tuple(_with_given(cell, given) for cell, given in together)))
+            shown = tuple(_with_given(cell, given) for cell, given in together)
+            moments.append(replace(moment, cells=shown, end=next(iter(known[count:]), None)))
         committed += of_canvas[-1].cells
     return moments
 

@@ -12,7 +12,7 @@ import pytest
 
 from blockdiff.errors import RunError
 from blockdiff.plots.curves import _fill, draw_comparison, draw_curves, smooth
-from blockdiff.plots.panels import LEVEL, NamedRun, by_level, named_apart, panels_of, read_run, series
+from blockdiff.plots.panels import LEVEL, STEP, TOKENS, NamedRun, by_level, named_apart, panels_of, read_run, series
 from blockdiff.plots.picture import HOT, SURE, draw_picture, drawable, heat
 from blockdiff.plots.trace_moments import grid_moments, grid_side, moments_of, most_entropy, visible
 from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
@@ -137,6 +137,9 @@ def test_a_still_has_all_moments_and_what_is_kept_is_framed(trace: Trace, tmp_pa
     draw_picture(replace(trace, prompt="Cost: $5"), tmp_path / "rows.png", decode)
     grid, rows = pixels(tmp_path / "grid.png"), pixels(tmp_path / "rows.png")
     assert grid.width == 4 * 2 * (4 * 26 + 8)  # noise, two steps, the commit
+    ends = [moment.end for moment in grid_moments(trace, 4, decode)]
+    assert [end and end.text for end in ends] == ["3", "<eos>", "<eos>", "<eos>"]
+    assert grid.getpixel((2 * (3 * 112 + 4) + 3, 2 * (4 * 26 + 9))) == SURE  # token 17 of the commit, below the grid
     assert rows.height > 4 * 22 * 2 and rows.width == 2 * (66 + 17 * 28)
     assert rows.getpixel((2 * 64 + 4, 2 * (4 + 22) + 3)) == SURE  # of step 1 the first position is kept
     assert rows.getpixel((2 * (64 + 28) + 4, 2 * (4 + 22) + 6)) == HOT  # and the second is the most unsure of all
@@ -213,6 +216,35 @@ def test_a_loss_axis_shows_the_run_and_ticks_stand_at_whole_steps(losses: list[f
     _fill(axes, panel, last=3, legend_columns=2)
     assert (axes.get_ylim()[0] == 0) == is_from_0
     assert all(tick == int(tick) for tick in axes.get_xticks())
+
+
+@pytest.mark.quick
+def test_the_last_percents_of_a_share_have_room_whatever_came_before_them() -> None:
+    from matplotlib.figure import Figure
+
+    for shares, least in (([0.1, 0.96, 1.0], 0.3), ([0.1, 0.4], 0.04)):
+        axes = Figure().subplots()
+        records = [{"step": n, "kind": "sample", "sample_accuracy": share} for n, share in enumerate(shares)]
+        (panel,) = panels_of([NamedRun("a", records)])
+        _fill(axes, panel, last=2)
+        low, high = (axes.transAxes.inverted().transform(axes.transData.transform((0, y)))[1] for y in (0.95, 1.0))
+        assert high - low > least and 0 <= high <= 1
+
+
+@pytest.mark.quick
+def test_runs_of_different_length_are_compared_by_tokens() -> None:
+    runs = []
+    for name, batch in (("small", 10), ("large", 40)):
+        steps = (1, 2, 3)
+        train = [{"tokens_per_second": 10.0 * batch, "seconds": s / 10.0, "canvas_loss": 3.0} for s in steps]
+        records = [{"step": s, "kind": "train", **each} for s, each in zip(steps, train, strict=True)]
+        runs.append(NamedRun(name, [*records, {"step": 2, "kind": "heldout", "heldout_canvas_loss": 2.0}]))
+    small, large, *heldout = panels_of(runs)[0].lines
+    assert panels_of(runs)[0].x == TOKENS and panels_of(runs[:1])[0].x == STEP
+    assert (small.points[0], large.points[0]) == (pytest.approx([10, 20, 30]), pytest.approx([40, 80, 120]))
+    assert [line.points[0] for line in heldout] == [[pytest.approx(20)], [pytest.approx(80)]]
+    without_speeds = replace(runs[1], records=runs[1].records[-1:])
+    assert panels_of([runs[0], without_speeds])[0].x == STEP
 
 
 @pytest.mark.quick
