@@ -54,13 +54,15 @@ def name(device: torch.device) -> str:
 
 
 def heading(record: dict[str, Any], repeats: int) -> str:
-    """The first line of a table: on what it was measured."""
+    """The first line of a table: on what it was measured, and how often."""
+    return f"{place(record)}; medians (quartiles) of {repeats} repeats in turns"
+
+
+def place(record: dict[str, Any]) -> str:
+    """The hardware, versions and commit of a record in words."""
     versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
     commit = f"{str(record['commit'])[:12]}{' + changes' if record['dirty'] else ''}"
-    return (
-        f"{record['device']}, {record['cores']} cores, {record['threads']} threads; {versions}; "
-        f"commit {commit}; medians (quartiles) of {repeats} repeats in turns"
-    )
+    return f"{record['device']}, {record['cores']} cores, {record['threads']} threads; {versions}; commit {commit}"
 
 
 def slug(device: torch.device) -> str:
