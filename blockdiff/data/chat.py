@@ -30,6 +30,8 @@ from blockdiff.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# A row, its tokens, its responses, the number of the assistant's turns, and what was altered.
+Encoding = tuple[Row, list[int], list["Span"], int, Counter[str]]
 CHUNK = 128  # rows given to the tokenizer in one call; their offsets are many small objects
 
 
@@ -76,6 +78,7 @@ class Encoder:
     canvas boundary, left out, or refused by name. `chat`: prompt and response are a conversation of two turns.
     `verbatim`: conversations are written by a template of ours that alters no message, not by the tokenizer's.
     `control_tokens`: what rows have of control tokens is "text" like any other, or "allow"ed to be these tokens.
+    `skips_bad_rows`: those who read rows for it leave out and count the rows that cannot be used.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -89,6 +92,7 @@ class Encoder:
     chat: bool = False
     verbatim: bool = False
     control_tokens: ControlTokens = "text"
+    skips_bad_rows: bool = False
 
     @cached_property
     def template(self) -> str:
@@ -125,6 +129,7 @@ class Encoder:
         more = (self.too_long, self.chat, self.tokenizer.special_tokens_map, self.tokenizer.bos_token_id)
         is_split = bool(self.tokenizer.split_special_tokens)
         text = json.dumps([template, options, more, self.control_tokens, is_split], default=str)
+        text += " skips bad rows" * self.skips_bad_rows
         return hashlib.blake2b((text + backend.to_str()).encode(), digest_size=16).hexdigest()
 
     @property
@@ -145,14 +150,22 @@ class Encoder:
             raise self.nothing_left(statistics.rows)
         return examples, statistics
 
-    def examples(self, rows: Iterable[Row], statistics: Statistics) -> Iterator[Example]:
+    def examples(self, rows: Iterable[Row], statistics: Statistics, counts_bad: bool = False) -> Iterator[Example]:
         """The examples of `rows` one after the other, counted in `statistics`; `sample_id` counts rows from 0.
 
-        Raises DataError naming file and line where a row cannot be tokenised or is longer than it may be.
+        Raises DataError naming file and line where a row cannot be tokenised or is longer than it may be; with
+        `counts_bad` or `skips_bad_rows` such rows are left out and counted.
         """
-        for sample_id, (row, tokens, responses, turns, changes) in enumerate(self._encoded(rows)):
+        bad = statistics if counts_bad or self.skips_bad_rows else None
+        for sample_id, (row, tokens, responses, turns, changes) in enumerate(self._encoded(rows, bad)):
             statistics.count_row(row.messages is not None, turns - len(responses), changes)
-            fitted = self._fitted(tokens, responses, row.where)
+            try:
+                fitted = self._fitted(tokens, responses, row.where)
+            except DataError as error:
+                if bad is None:
+                    raise
+                bad.count_bad(error)
+                continue
             if fitted is None:
                 statistics.count_dropped(row.where)
                 continue
@@ -179,21 +192,38 @@ class Encoder:
             return None
         return truncated(tokens, responses, self.max_length, self.canvas_length)
 
-    def _encoded(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[int], list[Span], int, Counter[str]]]:
-        """Every row with its tokens, its responses, how many turns of the assistant it has, and what was altered."""
+    def _encoded(self, rows: Iterable[Row], counts: Statistics | None) -> Iterator[Encoding]:
+        """Every row as tokens; with `counts` rows that cannot be encoded are counted there and left out."""
         if not self.tokenizer.is_fast:
             raise _slow()
         rows = iter(rows)
         while chunk := list(islice(rows, CHUNK)):
             if self.chat:
                 chunk = [row.as_conversation() for row in chunk]
-            pairs = [row for row in chunk if row.messages is None]
-            encoded_pairs = iter(self._pairs(pairs))
-            encoded_chats = iter(self._chats([row for row in chunk if row.messages]))
-            for row in chunk:
-                tokens, responses, changes = next(encoded_pairs if row.messages is None else encoded_chats)
-                chosen = responses if self.turns == "all" else responses[-1:]
-                yield row, tokens, chosen, len(responses), changes
+            try:
+                yield from list(self._together(chunk))
+                continue
+            except DataError:
+                if counts is None:
+                    raise
+            for row in chunk:  # one by one, to find those that cannot be encoded
+                try:
+                    encoded = list(self._together([row]))
+                except DataError as error:
+                    if not str(error).startswith(row.where):  # something that all rows need
+                        raise
+                    counts.count_bad(error)
+                else:
+                    yield from encoded
+
+    def _together(self, rows: Sequence[Row]) -> Iterator[Encoding]:
+        """The encodings of some rows, which are tokenised in few calls."""
+        encoded_pairs = iter(self._pairs([row for row in rows if row.messages is None]))
+        encoded_chats = iter(self._chats([row for row in rows if row.messages]))
+        for row in rows:
+            tokens, responses, changes = next(encoded_pairs if row.messages is None else encoded_chats)
+            chosen = responses if self.turns == "all" else responses[-1:]
+            yield row, tokens, chosen, len(responses), changes
 
     def _pairs(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span], Counter[str]]]:
         """Raw text: bos and prompt, then response and eos, tokenised apart so that no token joins them."""

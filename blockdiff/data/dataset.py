@@ -109,7 +109,12 @@ def load_dataset(
 
 def _write(file: IO[bytes], source: OpenedSource, encoder: Encoder) -> Statistics:
     statistics = Statistics(encoder.canvas_length)
-    if not write_examples(file, encoder.examples(source.rows(), statistics), source.files):
+    rows = source.rows(counts=statistics)
+    count = write_examples(file, encoder.examples(rows, statistics, counts_bad=True), source.files)
+    if statistics.bad and not (encoder.skips_bad_rows and count):
+        is_choice = statistics.bad > 1 and not encoder.skips_bad_rows
+        raise DataError(statistics.bad_rows + "; correct them, or set data.on_bad_row: skip" * is_choice)
+    if not count:
         raise encoder.nothing_left(statistics.rows, source.files[0])
     return statistics
 

@@ -18,6 +18,7 @@ from blockdiff.data.strict_json import BOM, DECODER, decoded, parsed
 from blockdiff.errors import DataError
 
 # (place in the file, value): the place is "17" for a line and "row 17" where lines mean nothing, both counted from 1.
+# The value of a row that cannot be read, while those after it can, is the DataError that says why.
 Value = tuple[str, Any]
 # Given the names of all columns of a file, the names of those to read.
 Choose = Callable[[list[str]], list[str]]
@@ -88,8 +89,14 @@ def json_lines(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(BOM) if number == 1 else line
             if line and not line.isspace() and not skip.takes():
-                where = f"{path}:{number}"
-                yield str(number), parsed(decoded(line, where), where)
+                yield str(number), _json_line(line, f"{path}:{number}")
+
+
+def _json_line(line: bytes, where: str) -> Any:
+    try:
+        return parsed(decoded(line, where), where)
+    except DataError as error:
+        return error
 
 
 def json_document(path: Path, skip: Skip, choose: Choose) -> Iterator[Value]:
@@ -168,10 +175,9 @@ def separated(path: Path, skip: Skip, choose: Choose, delimiter: str) -> Iterato
                 elif skip.takes():
                     continue
                 elif len(fields) != len(names):
-                    raise DataError(
-                        f"{path}:{place}: {len(fields)} fields under {len(names)} column names; "
-                        'quote a field that has the separator in it: "..."'
-                    )
+                    reason = f"{len(fields)} fields under {len(names)} column names"
+                    remedy = 'quote a field that has the separator in it: "..."'
+                    yield str(place), DataError(f"{path}:{place}: {reason}; {remedy}")
                 else:
                     yield str(place), dict(zip(names, fields, strict=True))
         except csv.Error as error:
@@ -229,7 +235,8 @@ def _objects(batch: Any, first: int, path: Path) -> Iterator[Value]:
         rows = batch.to_pylist()
     except UnicodeDecodeError:
         if batch.num_rows == 1:
-            raise DataError(f"{path}:row {first}: not valid UTF-8; write its text as UTF-8") from None
+            yield f"row {first}", DataError(f"{path}:row {first}: not valid UTF-8; write its text as UTF-8")
+            return
         for index in range(batch.num_rows):  # one at a time, to say which
             yield from _objects(batch.slice(index, 1), first + index, path)
         return

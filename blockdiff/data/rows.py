@@ -54,8 +54,11 @@ def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None, 
     `columns` maps keys of KEYS to the column that holds them; without an entry a key is looked up by its name.
     Other forms are read as well: `prompt` and `completion`; the ShareGPT form, `conversations` of `from` and `value`;
     the Alpaca form, `instruction`, `input` and `output`, which becomes a conversation. With `is_asked` the row is to
-    be answered, so it needs no response, and one beside its prompt is left alone.
+    be answered, so it needs no response, and one beside its prompt is left alone. A `value` that could not be read is
+    the DataError itself.
     """
+    if isinstance(value, DataError):
+        raise value
     try:
         return _row(_renamed(value, columns) if columns else value, where, is_asked)
     except BadRow as bad:

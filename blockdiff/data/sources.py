@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from blockdiff.data.formats import FORMATS, Skip, format_of, values
 from blockdiff.data.rows import CONTENT_KEYS, KEYS, Row, check_row
+from blockdiff.data.statistics import Statistics
 from blockdiff.errors import DataError
 from blockdiff.files import is_hub_id, is_pattern, matching
 
@@ -92,8 +93,11 @@ class OpenedSource(Protocol):
 
     files: list[str]
 
-    def rows(self, skip: Skip | None = None) -> Iterator[Row]:
-        """Its rows in order but those that `skip` takes; DataError "file:line: reason; what to do" for a bad one."""
+    def rows(self, skip: Skip | None = None, counts: Statistics | None = None) -> Iterator[Row]:
+        """Its rows in order but those that `skip` takes; DataError "file:line: reason; what to do" for a bad one.
+
+        With `counts` bad rows are counted there and left out.
+        """
         ...
 
     def fingerprint(self) -> str:
@@ -160,20 +164,31 @@ class Files:
         self.source, self.paths = source, paths
         self.files = [str(path) for path in paths]
 
-    def rows(self, skip: Skip | None = None) -> Iterator[Row]:
+    def rows(self, skip: Skip | None = None, counts: Statistics | None = None) -> Iterator[Row]:
         """Their rows in order but those that `skip` takes; a file without any row is refused."""
         skip = skip or Skip()
         for path in self.paths:
             is_empty, before = True, skip.left
             for place, value in values(path, skip, self.source.choose):
                 is_empty = False
-                yield check_row(value, f"{path}:{place}", self.source.columns)
+                yield from _checked(value, f"{path}:{place}", self.source, counts)
             if is_empty and skip.left == before:
                 raise DataError(f"{path}: has no rows; write one JSON object per line")
 
     def fingerprint(self) -> str:
         """A hash of the bytes of the files, in order, and of the column names."""
         return _hash(self.source, map(_digest, self.paths))
+
+
+def _checked(value: Any, where: str, source: Source, counts: Statistics | None) -> list[Row]:
+    """The row if it can be used; one that cannot is counted, or raised where nothing counts."""
+    try:
+        return [check_row(value, where, source.columns)]
+    except DataError as error:
+        if counts is None:
+            raise
+        counts.count_bad(error)
+        return []
 
 
 def _digest(path: Path) -> str:
@@ -195,7 +210,7 @@ class Table:
         self.source, self.data, self.place, self.content = source, data, place, content
         self.files = [place.rpartition(":")[0]]
 
-    def rows(self, skip: Skip | None = None) -> Iterator[Row]:
+    def rows(self, skip: Skip | None = None, counts: Statistics | None = None) -> Iterator[Row]:
         """Its rows in order but those that `skip` takes; DataError "place: reason; what to do" for a bad one."""
         asked = skip.left if skip else 0
         found = self._values(asked)
@@ -208,7 +223,7 @@ class Table:
         if skip:
             skip.left -= asked
         for number, value in enumerate(chain([] if first is None else [first], found), start=asked + 1):
-            yield check_row(value, f"{self.place}{number}", self.source.columns)
+            yield from _checked(value, f"{self.place}{number}", self.source, counts)
 
     def _values(self, skip: int) -> Iterator[Any]:
         try:
@@ -225,8 +240,10 @@ class Table:
         """A hash of the content and of the column names."""
         if self.content is not None:
             return _hash(self.source, [self.content])
-        rows = ((row.prompt, row.response, row.messages, row.id, row.tools) for row in self.rows())
-        return _hash(self.source, map(repr, rows))
+        counts = Statistics(1)
+        rows = ((row.prompt, row.response, row.messages, row.id, row.tools) for row in self.rows(counts=counts))
+        parts = [repr(row) for row in rows]
+        return _hash(self.source, [*parts, *([f"{counts.bad} {counts.first_bad}"] if counts.bad else [])])
 
 
 def in_memory(source: Source) -> Table:

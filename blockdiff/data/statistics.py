@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from blockdiff.data.alterations import WORDS
+from blockdiff.errors import DataError
 
+MOST = 10  # bad rows whose reasons are kept
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
@@ -17,16 +20,18 @@ class Statistics:
     """Counts over the rows of one source, made while they are encoded; tokens are those of the rows that stay.
 
     `dropped` rows were too long (or had no room for a canvas within max_length), the first of them at `first_dropped`
-    (file and line, without its directory); `truncated` ones were cut at a canvas boundary and lost `cut_tokens`.
-    `clean_tokens` are in rows (prompts too), `response_tokens` in responses. Of the `conversations` among the rows,
-    `unscored_turns` of the assistant are context only. The last six say what became of messages
-    (`blockdiff.data.alterations.WORDS`), and how many rows spell control tokens.
+    (file and line, without its directory). `bad` rows cannot be used, for the reasons in `first_bad`. `truncated` ones
+    were cut at a canvas boundary and lost `cut_tokens`. `clean_tokens` are in rows (prompts too), `response_tokens` in
+    responses. Of the `conversations` among the rows, `unscored_turns` of the assistant are context only. The last six
+    say what became of messages (`blockdiff.data.alterations.WORDS`), and how many rows spell control tokens.
     """
 
     canvas_length: int
     rows: int = 0
     dropped: int = 0
     first_dropped: str = ""
+    bad: int = 0
+    first_bad: list[str] = field(default_factory=list)
     truncated: int = 0
     cut_tokens: int = 0
     responses: int = 0
@@ -55,6 +60,18 @@ class Statistics:
         """Count a row that is left out; `where` is its file and line."""
         self.dropped += 1
         self.first_dropped = self.first_dropped or Path(where).name
+
+    def count_bad(self, error: DataError) -> None:
+        """Count a row that cannot be used; the reasons of the first ten are kept."""
+        self.bad += 1
+        self.first_bad = [*self.first_bad, str(error)][:MOST]
+
+    @property
+    def bad_rows(self) -> str:
+        """The rows that cannot be used, in words: the first ten with their reasons, and the number of the others."""
+        more = self.bad - len(self.first_bad)
+        listed = " | ".join([*self.first_bad, *[f"{more:,} more"] * (more > 0)])
+        return listed if self.bad == 1 else f"{self.bad:,} rows cannot be used: {listed}"
 
     def count_example(self, tokens: list[int], responses: list[tuple[int, int]], *, cut_tokens: int) -> None:
         """Count an example, which lost `cut_tokens` to the limit."""
@@ -88,9 +105,10 @@ class Statistics:
             raise ValueError(f"canvases of {self.canvas_length} and of {other.canvas_length} do not add up")
         sums = {name: value + getattr(other, name) for name, value in asdict(self).items()}
         sums |= {"canvas_length": self.canvas_length, "longest": max(self.longest, other.longest)}
-        return Statistics(**sums | {"first_dropped": self.first_dropped or other.first_dropped})
+        firsts = {"first_dropped": self.first_dropped or other.first_dropped, "first_bad": sums["first_bad"][:MOST]}
+        return Statistics(**sums | firsts)
 
-    def to_record(self) -> dict[str, int | float | str]:
+    def to_record(self) -> dict[str, Any]:
         """All of it, for JSON."""
         derived = {"examples": self.examples, "scored_tokens": self.scored_tokens, "fill_share": self.fill_share}
         return {**asdict(self), **derived}

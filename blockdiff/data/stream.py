@@ -61,7 +61,8 @@ class StreamedExamples:
     @cached_property
     def has_conversations(self) -> bool:
         """True where the first rows of a source teach the model the format of the chat template."""
-        rows = chain.from_iterable(islice(each.opened.rows(), FIRST_ROWS) for each in self._passes)
+        counts = Statistics(1) if self.encoder.skips_bad_rows else None
+        rows = chain.from_iterable(islice(each.opened.rows(counts=counts), FIRST_ROWS) for each in self._passes)
         return self.encoder.chat or any(row.messages is not None for row in rows)
 
     @property
@@ -126,7 +127,7 @@ class _Pass:
         while True:
             is_whole_pass = self._examples is None
             if self._examples is None:
-                self._examples = self.encoder.examples(self.opened.rows(), self.statistics)
+                self._examples = self.encoder.examples(self.opened.rows(counts=self._counts), self.statistics)
             example = next(self._examples, None)
             if example is not None:
                 return example
@@ -134,9 +135,14 @@ class _Pass:
                 raise self.encoder.nothing_left(self.statistics.rows, self.opened.files[0])
             self._examples = None
 
+    @property
+    def _counts(self) -> Statistics | None:
+        """Where bad rows are counted; None: the first one is an error."""
+        return self.statistics if self.encoder.skips_bad_rows else None
+
     def skip(self, count: int) -> None:
         """Pass over `count` examples: without looking at the rows where each is sure to become an example."""
-        if self._examples is None and self.encoder.max_length is None:
+        if self._examples is None and self.encoder.max_length is None and not self.encoder.skips_bad_rows:
             skip = Skip(count)
             while self._examples is None:
                 before, rows = skip.left, self.opened.rows(skip)

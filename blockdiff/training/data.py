@@ -90,6 +90,7 @@ class Data:
             for line in (
                 f"{name:<9} {'' if title == TOTAL else title + ': '}{statistics}",
                 f"          {'' if title == TOTAL else _why_dropped(statistics, self.encoder)}",
+                f"          {f'left out: {statistics.bad_rows}' if statistics.bad and title != TOTAL else ''}",
                 f"          {statistics.altered}",
             )
             if line.strip()
@@ -160,6 +161,7 @@ def encoder(recipe: Recipe, base: StartingModel) -> Encoder:
         chat=d.chat,
         verbatim=d.template == "verbatim",
         control_tokens=d.control_tokens,
+        skips_bad_rows=d.on_bad_row == "skip",
     )
 
 

@@ -112,6 +112,7 @@ class DataSection(Section):
     thinking: bool = False
     template: Literal["tokenizer", "verbatim"] = "tokenizer"  # verbatim: ours, which alters no message
     control_tokens: Literal["text", "allow"] = "text"  # what rows that spell control tokens become
+    on_bad_row: Literal["stop", "skip"] = "stop"  # at rows that cannot be used
     max_length: Annotated[choices.MaxLength | None, choices.MAX_LENGTH] = None  # null = whatever the rows need
     pack: Positive | None = None  # tokens of a packed row; null = one example per row
     canvases: Annotated[CanvasChoice, choices.CANVASES] = RandomCanvases(1)

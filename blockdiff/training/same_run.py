@@ -48,6 +48,8 @@ def facts_of(recipe: Recipe, base: StartingModel, data: Data, objective: Any) ->
     sections = json.loads(recipe.model_dump_json()) | {"objective": objective_record(recipe, objective)}
     if not recipe.lora.trains:
         del sections["lora"]  # runs of before it have none
+    if recipe.data.on_bad_row == "stop":
+        del sections["data"]["on_bad_row"]  # nor this
     if recipe.model.quantize is None:
         del sections["model"]["quantize"]  # nor this
     if recipe.optim.name != "muon":

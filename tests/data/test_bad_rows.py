@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from blockdiff.data.chat import Encoder
 from blockdiff.data.dataset import load_dataset
 from blockdiff.data.sources import Source
 from blockdiff.data.stream import StreamedExamples
+from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import DataError
 from tests.bad_rows import CORPUS, GOOD
 from tests.chat_tokenizer import chat_tokenizer
@@ -61,3 +64,52 @@ def test_a_bad_file_is_one_line_on_stderr(bad: tuple[Path, str, str], tmp_path: 
     check(said.removeprefix("blockdiff: error: "), begin, reason)
     assert result.exit_code == 1 and result.stdout == "" and "Traceback" not in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """A file of two good rows and twelve that cannot be used, for reasons of three kinds."""
+    path = tmp_path / "mixed.jsonl"
+    unanswered = ['{"prompt": "a"}'] * 10
+    path.write_text("\n".join([GOOD, "{", *unanswered, '{"prompt": "\\ud800", "response": "a"}', GOOD, ""]))
+    return path
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_all_bad_rows_are_named_together_the_first_ten_and_their_number(mixed: Path, in_memory: bool) -> None:
+    rows = [json.loads(line) for line in mixed.read_text().splitlines() if line != "{"]
+    with pytest.raises(DataError) as caught:
+        load_dataset([Source(rows=rows) if in_memory else Source(str(mixed))], ENCODER, cache=None)
+    message = str(caught.value)
+    assert message.startswith(f"{11 if in_memory else 12} rows cannot be used: ") and "\n" not in message
+    assert message.count("response is missing") == (10 if in_memory else 9)
+    assert message.endswith(f" | {1 if in_memory else 2} more; correct them, or set data.on_bad_row: skip")
+
+
+def test_rows_that_cannot_be_encoded_are_bad_rows_like_others() -> None:
+    letters = Encoder(character_tokenizer("ab"), eos_id=1, canvas_length=4, max_length=5, too_long="refuse")
+    rows = [{"prompt": prompt, "response": "b"} for prompt in ("a", "x", "ab", "abababab", "y")]
+    with pytest.raises(DataError, match=r"^3 rows cannot be used: .*rows:2: .* \| .*rows:4: 1. tokens.* \| .*rows:5: "):
+        load_dataset([Source(rows=rows)], letters, cache=None)
+    found = load_dataset([Source(rows=rows)], replace(letters, skips_bad_rows=True), cache=None)
+    assert [example.where for example in found.examples] == ["rows:1", "rows:3"] and found.total.bad == 3
+
+
+def test_bad_rows_are_skipped_where_that_is_asked_for_and_never_taken_from_the_cache(mixed: Path) -> None:
+    skipping, cache = replace(ENCODER, skips_bad_rows=True), mixed.parent / "cache"
+    for _ in range(2):  # written, and read back
+        found = load_dataset([Source(str(mixed)), Source(rows=[json.loads(GOOD)])], skipping, cache=cache)
+        assert [example.where for example in found.examples][:2] == [f"{mixed}:1", f"{mixed}:14"]
+        assert (len(found), found.total.bad, len(found.total.first_bad)) == (3, 12, 10)
+        assert len({example.sample_id for example in found.examples}) == 3
+    with pytest.raises(DataError, match="12 rows cannot be used"):
+        load_dataset([Source(str(mixed))], ENCODER, cache=cache)
+    with pytest.raises(DataError, match=r"mixed\.jsonl:2: not valid JSON"):
+        StreamedExamples([Source(str(mixed))], ENCODER, 8, seed=0)[0]
+    stream = StreamedExamples([Source(str(mixed))], skipping, 4, seed=0)
+    assert {stream[place].where for place in range(4)} == {f"{mixed}:1", f"{mixed}:14"}
+    again = StreamedExamples([Source(str(mixed))], skipping, 4, seed=0)
+    assert again[9] == stream[9]  # whose first two windows were passed over
+    mixed.write_text("{\n{\n")
+    with pytest.raises(DataError, match="2 rows cannot be used"):
+        load_dataset([Source(str(mixed))], skipping, cache=None)

@@ -89,3 +89,12 @@ def test_a_batch_of_more_rows_than_there_are_and_rows_longer_than_packed_ones_ar
     ]
     data = read_data(Recipe.model_validate(tree | {"train": {"steps": 1, "batch_size": 2}}), base)
     assert len(data.lines()) == 3 and int(data.train.lengths.max()) > 3
+
+
+def test_rows_that_are_skipped_are_counted_in_the_lines_and_the_report():
+    data = {"train": [{"rows": [PAIR, {"prompt": "a"}, PAIR]}], "cache": "off", "on_bad_row": "skip"}
+    tree = {"model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "batch_size": 1}}
+    base = SimpleNamespace(tokenizer=chat_tokenizer(), eos_id=1, pad_id=0, canvas_length=8, denoises=True)
+    read = read_data(Recipe.model_validate(tree), base)
+    assert read.lines()[1].startswith("          left out: rows:2: response is missing")
+    assert read.report()["train"]["sources"][0]["bad"] == 1
