@@ -40,6 +40,13 @@ def _one_of(*words: str) -> Callable[[str | None], str | None]:
     return check
 
 
+def _settings(values: list[str] | None) -> list[str] | None:
+    for value in values or ():
+        if not value.partition("=")[0].strip() or "=" not in value:
+            raise typer.BadParameter(f"{value!r} is not KEY=VALUE, such as optim.lr=3e-4")
+    return values
+
+
 def _device(value: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
         raise typer.BadParameter(f"{value!r} is not one of auto, cpu, cuda, cuda:1")
@@ -64,7 +71,12 @@ def _help_of_strategies(value: str | None) -> str | None:
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint directory or a hub id.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe, such as optim.lr=1e-3 (repeatable)."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        callback=_settings,
+        help="Change a key of the recipe, such as optim.lr=1e-3 (repeatable).",
+    ),
 ]
 Seed = Annotated[
     int, typer.Option(parser=_seed, metavar="N", rich_help_panel=SAMPLING, help="Seed of all random draws.")

@@ -59,12 +59,15 @@ def with_objective_of_base(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe with the objective that `model.path` was trained with, in the keys that the recipe leaves out.
 
     The text says what was taken that is no default, and what the recipe has otherwise; empty: nothing. The order of
-    passes (`sweep`) and the parts that train (`router`) are not taken. Raises CheckpointError for a model that is not
-    there.
+    passes (`sweep`) and the parts that train (`router`) are not taken, and nothing is of a model that is not there.
     """
     if recipe.model.path is None:
         return recipe, ""
-    base = DiffusionSettings.from_pretrained(find(recipe.model.path, with_weights=False)).objective
+    try:
+        directory = find(recipe.model.path, with_weights=False)
+    except CheckpointError:  # `read_starting_model` says what is wrong with it
+        return recipe, ""
+    base = DiffusionSettings.from_pretrained(directory).objective
     own = recipe.objective.model_dump(mode="json", exclude={"sweep", "router"})
     taken: dict[str, Any] = {}
     for key in base.keys() & own.keys() - recipe.objective.model_fields_set:

@@ -76,6 +76,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
         (["train"], "Missing argument 'RECIPE'; see `blockdiff train --help`"),
         (["train", "a.yaml", "--nope"], "No such option: --nope"),
+        (["train", "a.yaml", "--set", "optim.lr"], "'--set': 'optim.lr' is not KEY=VALUE, such as optim.lr=3e-4"),
         (["train", "a.yaml", "--output", ""], "--output: is empty; name a directory"),
         (["train", "a.yaml", "--resume", "--overwrite"], "give one of them"),
         (["sample", "m"], "give exactly one of --prompt, --chat and --prompts"),
