@@ -394,7 +394,7 @@ def _scores(
     hidden_ND = hidden.view(*target.shape, -1)[is_scored]
     observed_N, bonus_N = (None, None) if observed is None or bonus is None else (observed[is_scored], bonus[is_scored])
     loss_N, argmax_N = vocabulary.scores(hidden_ND, target[is_scored], observed_N, bonus_N)
-    loss = torch.zeros(target.shape, dtype=torch.float32, device=target.device)
+    loss = loss_N.new_zeros(target.shape)
     is_correct = torch.zeros_like(is_scored)
     loss[is_scored], is_correct[is_scored] = loss_N, argmax_N == target[is_scored]
     return loss, is_correct

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ from blockdiff.objective import Objective
 from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.activations import checkpoint_activations
-from tests.data.test_packing import wide_cross_entropy, wide_soft_embedding
 from tests.objective.test_objective import L, V, batch_of, rows
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers
 
@@ -131,11 +129,9 @@ def trained(model: DiffusionGemma, chosen: list, world: int, **options: bool) ->
 
 
 def exact(is_wide: bool, is_adapted: bool) -> DiffusionGemma:
-    """A model with wide router margins, in fp64 through and through or in fp32."""
+    """A model with wide router margins, in fp64 or in fp32."""
     if is_wide:
         model = ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))
-        model.vocabulary.cross_entropy = partial(wide_cross_entropy, model)  # type: ignore[method-assign]
-        model.vocabulary.soft_embedding = partial(wide_soft_embedding, model)  # type: ignore[method-assign]
     else:
         model = init(tiny_config(canvas_length=L, **TWO_LAYERS), seed=3, device="cpu", kernels="torch")
         widen_routers(model)
@@ -152,8 +148,6 @@ def exact(is_wide: bool, is_adapted: bool) -> DiffusionGemma:
 
 def whole_model(ranks: Ranks, directory: Path, is_wide: bool, limit: float) -> None:
     """Losses and all gradients, with and without adapters, recomputation and one sweep, are those of one process."""
-    if is_wide:
-        Tensor.float = Tensor.double  # type: ignore[method-assign]  # norms are fp32 in a model of any dtype
     everything = rows()
     mesh = init_device_mesh("cpu", (ranks.world,))
     for is_adapted, is_recomputed, one_sweep in ((False, False, False), (True, True, True), (False, True, True)):

@@ -17,7 +17,6 @@ import blockdiff
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels import NATIVE
-from blockdiff.kernels.block_sparse import native as block_sparse
 from blockdiff.kernels.fp8.native import quantised
 from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, Stats, pack_allowed
 from blockdiff.layers.experts import here
@@ -37,28 +36,8 @@ from tests.expert_ranks import assert_same, error
 from tests.families import CONFIGS, small_model
 from tests.objective.test_objective import L, V, batch_of, rows
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
-from tests.oracles import vocabulary as reference
 
 Found = dict[str, Tensor]
-
-
-def in_double(model: BlockDiffusionModel) -> BlockDiffusionModel:
-    """The model with vocabulary ops that compute in fp64."""
-    model.vocabulary.kernels = model.kernels.replaced(
-        linear_cross_entropy=reference.linear_cross_entropy,
-        soft_embedding=soft_embedding,
-        log_sums=reference.log_sums,
-    )
-    return model
-
-
-def soft_embedding(
-    hidden_ND: Tensor, table_VD: Tensor, softcap: float | None, temperature: float, embedding_VD: Tensor | None = None
-) -> Tensor:
-    """softmax(z / T) E in the dtype of the table, with a gradient to E and none through z."""
-    with torch.no_grad():
-        p = (reference.logits(hidden_ND, table_VD, softcap) / temperature).softmax(-1)
-    return p @ (table_VD if embedding_VD is None else embedding_VD)
 
 
 def adapted(name: str) -> BlockDiffusionModel:
@@ -124,13 +103,6 @@ def run_through(model: BlockDiffusionModel) -> Found:
     return {name: x.detach() for name, x in found.items()} | {"loss": torch.cat(losses).detach()} | gradients(model)
 
 
-def computing_in_double() -> None:
-    """Let this process compute in fp64 what is fp32 in a model of any dtype."""
-    Tensor.float = Tensor.double  # type: ignore[method-assign]  # norms
-    highest = block_sparse._highest  # which reads the bits of fp32
-    block_sparse._highest = lambda scores, *rest: highest(scores.to(torch.float32), *rest)
-
-
 def cases() -> dict[str, tuple[Callable[[], BlockDiffusionModel], Callable[[BlockDiffusionModel], Found]]]:
     """Models and what each is to compute: one of every family that is split, and one with adapters."""
     split = [name for name, config in CONFIGS.items() if family_of(config()).tensor_parts]
@@ -144,19 +116,17 @@ def cases() -> dict[str, tuple[Callable[[], BlockDiffusionModel], Callable[[Bloc
 
 def models_alone(directory: Path) -> None:
     """Write what one process computes of every case."""
-    computing_in_double()
     for name, (make, compute) in cases().items():
-        one = in_double(make())
+        one = make()
         freeze(one, ())
         save_file({key: x.detach().clone().contiguous() for key, x in compute(one).items()}, directory / name)
 
 
 def whole_models(ranks: Ranks, directory: Path, alone: Path) -> None:
     """The numbers of one process (`models_alone`), computed by ranks with about their share of the weights each."""
-    computing_in_double()
     mesh = init_device_mesh("cpu", (ranks.world,))
     for name, (make, compute) in cases().items():
-        expected, model = load_file(alone / name), in_double(make())
+        expected, model = load_file(alone / name), make()
         freeze(model, ())
         tensor_parallel(model, mesh)
         held = sum(here(parameter).numel() for parameter in model.parameters())

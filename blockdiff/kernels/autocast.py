@@ -1,4 +1,4 @@
-"""Casting the inputs of an op once to what autocast computes in: products into given buffers are not cast by torch."""
+"""The dtypes that ops compute in: what autocast asks for (torch casts no given buffers), and fp32 at least."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def is_on(x: Tensor) -> bool:
 def _device_of(x: Tensor) -> str:
     """The kind of device that a tensor says it is on: one without memory may stand for one of another (`plan`)."""
     return "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in fp32 at least: half precision is cast, fp32 and fp64 stay."""
+    return x if x.dtype.itemsize > 2 else x.float()
 
 
 def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

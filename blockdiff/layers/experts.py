@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import NATIVE, Kernels
+from blockdiff.kernels.autocast import wide
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.layers.members import parameter, submodule
@@ -54,8 +55,8 @@ class SigmoidRouter(nn.Module):
         self.top_k, self.factor = top_k, scale
 
     def forward(self, normed_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert index int64 [N, k] and weight fp32 [N, k]; no gradient goes through the choice."""
-        scores = self.proj(normed_ND).float().sigmoid()
+        """Expert index int64 [N, k] and weight [N, k] in fp32 at least; no gradient goes through the choice."""
+        scores = wide(self.proj(normed_ND)).sigmoid()
         index = (scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
         weight = scores.gather(-1, index)
         return index, weight / weight.sum(-1, keepdim=True) * self.factor

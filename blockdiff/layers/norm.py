@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
+from blockdiff.kernels.autocast import wide
 from blockdiff.layers.members import parameter
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last axis in fp32; the weight multiplies directly (no +1).
+    """RMSNorm over the last axis in fp32 at least; the weight multiplies directly (no +1).
 
     form: how the weight counts, as kernels have it (`kernels.heads.Norm`); a subclass with a `forward` of its own has
     a form of its own, "own", unless it says which.
@@ -37,7 +38,7 @@ class RMSNorm(nn.Module):
 
 
 class CastRMSNorm(RMSNorm):
-    """RMSNorm as Llama has it: normed in fp32, cast to x's dtype, and then multiplied by the weight."""
+    """RMSNorm as Llama has it: normed in fp32 at least, cast to x's dtype, and then multiplied by the weight."""
 
     form = "cast"
 
@@ -48,10 +49,10 @@ class CastRMSNorm(RMSNorm):
 
 
 class ZeroCentredRMSNorm(RMSNorm):
-    """RMSNorm whose weight is added to 1: `x * rsqrt(mean(x^2) + eps) * (1 + w)`, all in fp32."""
+    """RMSNorm whose weight is added to 1: `x * rsqrt(mean(x^2) + eps) * (1 + w)`, all in fp32 at least."""
 
     neutral = 0.0
     form = "centred"
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.rms_norms(x, (1.0 + self.weight.float(),), self.eps)[0]
+        return self.kernels.rms_norms(x, (1.0 + wide(self.weight),), self.eps)[0]

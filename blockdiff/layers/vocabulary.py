@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
+from blockdiff.kernels.autocast import wide
 from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats, race
 
 _P = ParamSpec("_P")
@@ -105,7 +106,7 @@ class Vocabulary(nn.Module):
 
     @as_call
     def logits(self, hidden: Tensor) -> Tensor:
-        """Soft-capped logits, fp32 [..., V]: a convenience for few tokens."""
+        """Soft-capped logits [..., V], in fp32 at least: a convenience for few tokens."""
         return self.kernels.logits(hidden, self.output_weights(), self.softcap)
 
     @as_call
@@ -117,7 +118,7 @@ class Vocabulary(nn.Module):
         bonus_N: Tensor | None = None,
         is_ignored_N: Tensor | None = None,
     ) -> Tensor:
-        """Cross-entropy of every token in nats, fp32 [N]; 0, without gradients, where ignored.
+        """Cross-entropy of every token in nats, [N] in fp32 at least; 0, without gradients, where ignored.
 
         observed_N: int64 tokens whose soft-capped logit gets bonus_N (fp32, 0 to 40) before the softmax. A model that
         predicts each token from the others alone learns with bonus log(1 + alpha V / (1 - alpha)) on the noisy token.
@@ -130,7 +131,7 @@ class Vocabulary(nn.Module):
     def scores(
         self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None = None, bonus_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The losses of `cross_entropy`, fp32 [N], and the argmax of the same logits, int64 [N]; no gradients."""
+        """The losses of `cross_entropy` [N] and the argmax of the same logits, int64 [N]; no gradients."""
         return self.kernels.token_scores(hidden_ND, self.output_weights(), targets_N, self.softcap, observed_N, bonus_N)
 
     @as_call
@@ -148,7 +149,7 @@ class Vocabulary(nn.Module):
     def soft_embedding_of(self, logits: Tensor) -> Tensor:
         """`softmax(z) E sqrt(D)` [..., D] of given logits [..., V]."""
         table = self.weights()
-        return logits.softmax(-1, dtype=torch.float32).to(table.dtype) @ table * self._scale(table.dtype)
+        return wide(logits).softmax(-1).to(table.dtype) @ table * self._scale(table.dtype)
 
     @as_call
     def stats(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from blockdiff.kernels.autocast import wide
 from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
 from blockdiff.layers.experts import here
 from blockdiff.layers.vocabulary import Vocabulary, as_call
@@ -64,7 +65,7 @@ class SharedVocabulary(Vocabulary):
 
     @as_call
     def logits(self, hidden: Tensor) -> Tensor:
-        """Soft-capped logits, fp32 [..., V], gathered: a convenience for few tokens, without gradients."""
+        """Soft-capped logits [..., V], in fp32 at least, gathered: a convenience for few tokens, without gradients."""
         own = self.kernels.logits(hidden, self.output_weights(), self.softcap).detach()
         each = -(-self.table.shape[0] // self.group.size())
         padded = F.pad(own, (0, each - own.shape[-1]))
@@ -79,7 +80,7 @@ class SharedVocabulary(Vocabulary):
         bonus_N: Tensor | None = None,
         is_ignored_N: Tensor | None = None,
     ) -> Tensor:
-        """Cross-entropy of every token in nats, fp32 [N]; 0, without gradients, where ignored."""
+        """Cross-entropy of every token in nats, [N] in fp32 at least; 0, without gradients, where ignored."""
         if is_ignored_N is not None:
             kept = (~is_ignored_N).nonzero().squeeze(-1)
             of_kept = (None if x is None else x[kept] for x in (observed_N, bonus_N))
@@ -106,7 +107,7 @@ class SharedVocabulary(Vocabulary):
     def scores(
         self, hidden_ND: Tensor, targets_N: Tensor, observed_N: Tensor | None = None, bonus_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The losses of `cross_entropy`, fp32 [N], and the argmax of the same logits, int64 [N]; no gradients."""
+        """The losses of `cross_entropy` [N] and the argmax of the same logits, int64 [N]; no gradients."""
         table = self.output_weights()
         place_N, is_here_N = self._here(targets_N, table)
         favoured = self._favoured(observed_N, bonus_N, table)
@@ -133,7 +134,7 @@ class SharedVocabulary(Vocabulary):
     def soft_embedding_of(self, logits: Tensor) -> Tensor:
         """`softmax(z) E sqrt(D)` [..., D] of given logits [..., V]."""
         table = self.weights()
-        p = logits.softmax(-1, dtype=torch.float32).to(table.dtype)[..., self.first : self.first + len(table)]
+        p = wide(logits).softmax(-1).to(table.dtype)[..., self.first : self.first + len(table)]
         return summed(p @ table, self.group) * self._scale(table.dtype)
 
     @as_call

@@ -119,7 +119,7 @@ def _scores(pairs: list[tuple[list[int], list[int]]], model: BlockDiffusionModel
         is_scored = is_scored_BS[:, now]
         targets_N = tokens_BS[:, 1:][:, now][is_scored]
         loss_N, argmax_N = model.vocabulary.scores(prefix.hidden[is_scored], targets_N)
-        logprobs.append(torch.zeros(is_scored.shape, device=device).masked_scatter(is_scored, -loss_N))
+        logprobs.append(loss_N.new_zeros(is_scored.shape).masked_scatter(is_scored, -loss_N))
         is_best.append(torch.ones_like(is_scored).masked_scatter(is_scored, argmax_N == targets_N))
     logprobs_BS, is_greedy_B = torch.cat(logprobs, 1), torch.cat(is_best, 1).all(1)
     return [

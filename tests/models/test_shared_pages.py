@@ -37,8 +37,9 @@ def without_gradients() -> Iterator[None]:
 # -- sharing ---------------------------------------------------------------------------------------------------
 
 
-def test_a_shared_prefix_changes_no_bit(model):
+def test_a_shared_prefix_changes_no_bit():
     """Chunks of 8 tokens, so that what is encoded after the shared pages is encoded as it would be without them."""
+    model = ours(oracle(dtype=torch.float32))
     prompts = [tokens(61), torch.cat([tokens(40), tokens(13, seed=1)])]
     alone, together = Pages(model, 8), Pages(model, 8)
     for pages in (alone, together):

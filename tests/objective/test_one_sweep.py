@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.objective import Evaluation, Objective
 from blockdiff.training.activations import checkpoint_activations
-from tests.data.test_packing import wide_cross_entropy, wide_soft_embedding
 from tests.families import small_model
 from tests.objective.test_objective import COINS, L, V, batch_of, rows, tokens
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config, widen_routers
@@ -91,11 +89,7 @@ def single(kernels: str = "torch", **text: Any) -> DiffusionGemma:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("option", OPTIONS)
-def test_one_sweep_has_the_losses_and_gradients_of_three_passes(exact, option, monkeypatch):
-    """Norms and logits, which are fp32 in a model of any dtype, are computed in fp64 here."""
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-    monkeypatch.setattr(exact.vocabulary, "cross_entropy", partial(wide_cross_entropy, exact))
-    monkeypatch.setattr(exact.vocabulary, "soft_embedding", partial(wide_soft_embedding, exact))
+def test_one_sweep_has_the_losses_and_gradients_of_three_passes(exact, option):
     for batch in batches().values():
         one, three = (found(objective_of(exact, each, **OPTIONS[option]), batch) for each in (True, False))
         assert_same(one, three, 1e-12)

@@ -1,7 +1,7 @@
 """Norms and QK-norm + RoPE in plain torch; fp32 CPU tensors get hand-written backwards.
 
-Norms compute in fp32 and cast back, as the released model does. Composed ops would walk the same tensor a dozen
-times in the backward; on a CPU these elementwise walks are half of a small model's step.
+Norms compute in fp32 at least and cast back, as the released model does. Composed ops would walk the same tensor a
+dozen times in the backward; on a CPU these elementwise walks are half of a small model's step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdiff.kernels.autocast import wide
+
 if TYPE_CHECKING:
     from blockdiff.kernels import Kernels
 
@@ -20,10 +22,10 @@ FEW = 1 << 14  # elements
 
 
 def _composed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    wide = x.float()
-    normed = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
+    x_wide = wide(x)
+    normed = x_wide * torch.pow(x_wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
     if weight is not None:
-        normed = normed * weight.float()
+        normed = normed * wide(weight)
     return normed.to(x.dtype)
 
 
@@ -94,7 +96,7 @@ def _weighted(normed: Tensor, weights: Sequence[Tensor | None]) -> tuple[Tensor,
 
 
 def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:
-    """RMSNorm of x once for each weight (None: no weight): `x * (mean(x^2) + eps)^-0.5 * weight`, fp32 inside."""
+    """RMSNorm of x once for each weight (None: no weight): `x * (mean(x^2) + eps)^-0.5 * weight`, in fp32 at least."""
     if not _is_fast(x, *weights):
         return tuple(_composed(x, w, eps) for w in weights)
     if torch.is_grad_enabled():

@@ -8,13 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockdiff.kernels.autocast import wide
+
 if TYPE_CHECKING:
     from blockdiff.kernels import Kernels
 
 
 def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Of each token's scores the k best experts, int64 [N, k], and their fp32 softmax over these k times `scale_E`."""
-    weight, index = scores_NE.softmax(-1, dtype=torch.float32).topk(k, dim=-1)
+    """Each token's k best experts, int64 [N, k], and the softmax over these k, in fp32 at least, times `scale_E`."""
+    weight, index = wide(scores_NE).softmax(-1).topk(k, dim=-1)
     weight = weight / weight.sum(-1, keepdim=True)
     return index, weight * scale_E[index]
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdiff.kernels.autocast import in_autocast
+from blockdiff.kernels.autocast import in_autocast, wide
 from blockdiff.kernels.vocabulary.logits import chunks, fits, logits
 
 
@@ -36,7 +36,7 @@ class _CrossEntropy(torch.autograd.Function):
         wants_hidden, wants_table = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden and not wants_table else None
         kept = hidden.new_empty(N, V) if wants_table and fits(N, V, hidden.dtype) else None
-        loss_N = torch.empty(N, dtype=torch.float32, device=hidden.device)
+        loss_N = hidden.new_empty(N, dtype=torch.promote_types(hidden.dtype, torch.float32))
         total_N = torch.empty_like(loss_N)
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in chunks(hidden, V):
@@ -104,14 +104,14 @@ def cross_entropy_chunk(
     with_gradient: bool,
     _: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, normaliser and (with gradient) G = total * dloss/dz of a chunk, fp32, in two buffers of logits.
+    """Loss, normaliser and (with gradient) G = total * dloss/dz of a chunk, in two buffers of logits.
 
     Without a target the loss is the log-sum-exp.
 
     Capped logits lie in [-cap, cap], so for caps up to 40 exp needs no maximum taken off (e^40 * V < 1e24). A bonus b
     multiplies the exponential of the observed token by e^b: two numbers per row change, and no sweep is added.
     """
-    z, target = F.linear(hidden, table).float(), None if target is None else target[:, None]
+    z, target = wide(F.linear(hidden, table)), None if target is None else target[:, None]
     t = None if softcap is None else z.div_(softcap).tanh_()
     observed, bonus = (None, None) if favoured is None else (x[:, None] for x in favoured)
     if t is None or softcap is None or softcap > 40:
@@ -139,7 +139,7 @@ def cross_entropy_chunk(
         if target is not None:
             e.scatter_(1, target, e.gather(1, target).sub_(total))
         if t is not None:
-            e.mul_(torch.addcmul(torch.ones((), device=t.device), t, t, value=-1.0, out=t))  # tanh' = 1 - tanh^2
+            e.mul_(torch.addcmul(t.new_ones(()), t, t, value=-1.0, out=t))  # tanh' = 1 - tanh^2
     return loss.squeeze(-1), total.squeeze(-1), e
 
 
@@ -152,7 +152,8 @@ def linear_cross_entropy(
     bonus_N: Tensor | None = None,
     is_ignored_N: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy of every token, fp32 [N], holding one chunk of logits whatever N; without targets log-sum-exp.
+    """Cross-entropy of every token, [N] in fp32 at least, by one chunk of logits after the other; the log-sum-exp where
+    there are no targets.
 
     bonus_N (fp32, 0 to 40) is added to the soft-capped logit of token observed_N (int64) before the softmax; both or
     neither. Rows where is_ignored_N have loss 0 and no gradient, whatever they and their targets hold.
@@ -193,9 +194,9 @@ def token_scores(
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy fp32 [N] and argmax int64 [N] of the same logits (the bonus included), without gradients."""
+    """Cross-entropy [N], fp32 at least, and argmax int64 [N] of the same logits (bonus included); without gradients."""
     hidden, table = in_autocast(hidden_ND, table_VD)
-    loss_N = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    loss_N = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
     argmax_N = torch.empty_like(target_N)
     with torch.autocast(hidden.device.type, enabled=False):
         for rows in chunks(hidden, table.shape[0]):

@@ -143,7 +143,7 @@ def token_stats(
     parts, embedding = [], table_VD if embedding_VD is None else embedding_VD
     with torch.no_grad():
         for rows in chunks(hidden_ND, table_VD.shape[0]):
-            z = logits(hidden_ND[rows], table_VD, softcap)
+            z = logits(hidden_ND[rows], table_VD, softcap).float()  # draws are decided in fp32 whatever the dtype
             is_forbidden = soft = None
             if allowed_NW is not None:
                 own = slice(0, 1) if allowed_NW.stride(0) == 0 else rows  # one mask for all is unpacked once
@@ -154,7 +154,7 @@ def token_stats(
             if shaping is not None:
                 soft = torch.mm(z.log_softmax(-1).exp_().to(table_VD.dtype), embedding)
                 if shaping.other_ND is not None:
-                    z_u = logits(shaping.other_ND[rows], table_VD, softcap).div_(temperature)
+                    z_u = logits(shaping.other_ND[rows], table_VD, softcap).float().div_(temperature)
                     z.mul_(1 + shaping.guidance).sub_(z_u, alpha=shaping.guidance)
                     if is_forbidden is not None:  # 0 times minus infinity is no number
                         z.masked_fill_(is_forbidden, -torch.inf)
@@ -187,7 +187,7 @@ def log_sums(
     temperature_N: Tensor | float = 1.0,
     allowed_NW: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and maximum of z / T over the tokens allowed, fp32 [N] each, -inf where none is.
+    """Log-sum-exp and maximum of z / T over the tokens allowed, [N] each in fp32 at least, -inf where none is.
 
     What ranks that hold parts of a table merge; the other arguments are those of `token_stats`.
     """
@@ -220,7 +220,7 @@ def class_stats(
     parts, rows_of_sums = [], max(1, chunk_rows(hidden_ND, table_VD.shape[0]) // 4)  # the sums are in fp64
     with torch.no_grad():
         for rows in chunks(hidden_ND, table_VD.shape[0]):
-            z = logits(hidden_ND[rows], table_VD, softcap)
+            z = logits(hidden_ND[rows], table_VD, softcap).float()
             if excluded is not None:
                 z[:, excluded].fill_(-torch.inf)
             temperature = temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N

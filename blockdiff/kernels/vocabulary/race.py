@@ -41,7 +41,7 @@ def race(
     score_N = torch.full((N,), -torch.inf, device=hidden_ND.device)
     size = max(1, chunk_rows(hidden_ND, V) // WORDS)
     for rows in (slice(lo, lo + size) for lo in range(0, N, size)):
-        z = logits(hidden_ND[rows], table_VD, softcap)
+        z = logits(hidden_ND[rows], table_VD, softcap).float()
         if allowed_NW is not None:
             z.masked_fill_(is_forbidden_by(allowed_NW[rows], V), -torch.inf)
         z.div_(temperature_N[rows, None] if isinstance(temperature_N, Tensor) else temperature_N)
