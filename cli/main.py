@@ -124,6 +124,7 @@ def options(
 def main() -> None:
     """Entry point of the console script and of `python -m blockdiff`."""
     warnings.showwarning = _show_warning
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's own warnings of a lost rank are stacks of C++
     try:
         app()
     except SystemExit as end:

@@ -108,6 +108,23 @@ def main_killed_while_saving(ranks: Ranks, run: Path) -> None:
     toy_run(ranks, run, on_rank(0, signal.SIGKILL, 6)(ranks), in_save=True)
 
 
+def main_killed_while_meeting(ranks: Ranks, run: Path) -> None:
+    """Rank 0, at which the ranks meet, is killed before they have made their groups: this is never reached."""
+
+
+def die_while_meeting(rank: int) -> None:
+    """Let rank 0 be killed as soon as all ranks have met."""
+    new_group = torch.distributed.new_group
+
+    def met(**given: Any) -> Any:
+        torch.distributed.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return new_group(**given)
+
+    torch.distributed.new_group = met
+
+
 def killed_in_backward(ranks: Ranks, run: Path) -> None:
     """Rank 1 is killed while DDP sums gradients, and what rank 0 then frees waits for threads that need Python."""
     sys.setswitchinterval(3600)  # those get it only when it is handed over
@@ -280,6 +297,7 @@ SCENARIOS = {
         *(long_measuring, busy_and_early_of_two_by_two, long_work, hung, hung_measuring, hung_elsewhere),
         *(meshes.hung_of_two_by_two, meshes.slow_of_two_by_two),
         *(killed, main_killed, killed_while_saving, main_killed_while_saving, killed_in_backward),
+        main_killed_while_meeting,
         *(told_to_stop, failed_work, failed_measuring, killed_measuring, killed_while_waiting),
         *(told_to_stop_measuring, bad_row, bad_row_on_one_rank),
         *(killed_elsewhere_of_two_by_two, main_killed_elsewhere_of_two_by_two, failed_elsewhere, work_worth_its_end),
@@ -300,6 +318,8 @@ def as_rank(rank: int, world: int, port: int, scenario: Callable[[Ranks, Path], 
     try:
         room.BEAT = BEAT
         watch_room.GRACE = HUNG  # what it is not about must not depend on it
+        if scenario is main_killed_while_meeting:
+            die_while_meeting(rank)
         ranks = from_accelerate(timeout=TIMEOUT if scenario in TIMED else HUNG)
         scenario(ranks, run)
         ranks.close()

@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Event, Thread
 from typing import Any
@@ -275,9 +275,9 @@ def from_accelerate(timeout: float = 600.0) -> Ranks:
             stacklevel=2,
         )
     device = torch.device("cpu") if state.device.type == "cpu" else state.device
-    world = state.num_processes
-    beats = dist.new_group(backend="gloo", timeout=limit) if world > 1 else None
-    ranks = Ranks(device, state.process_index, world, timeout, beats, local_rank=state.local_process_index)
-    if world > 1:
+    ranks = Ranks(device, state.process_index, state.num_processes, timeout, local_rank=state.local_process_index)
+    if ranks.world > 1:
         atexit.register(ranks.close)
+        with ranks.guarded("the start"):
+            ranks = replace(ranks, beats=dist.new_group(backend="gloo", timeout=limit))
     return ranks

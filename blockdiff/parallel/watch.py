@@ -42,7 +42,8 @@ def watched(ranks: Ranks, doing: Callable[[], str]) -> Iterator[Ranks]:
     if ranks.world == 1:
         yield ranks
         return
-    watch = Watch(ranks, doing)
+    with ranks.guarded("the start"):
+        watch = Watch(ranks, doing)
     is_well = False
     try:
         yield replace(ranks, watch=watch)

@@ -38,6 +38,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
             *("main_killed_while_saving", [KILLED, 1]),
             *(f"rank 1: another rank was lost during saving step 6; {RESUME}", [3]),
         ),
+        ("main_killed_while_meeting", [KILLED, 1], f"rank 1: another rank was lost during the start; {RESUME}", []),
         ("killed_in_backward", [1, KILLED], f"rank 0: another rank was lost during step 1; {RESUME}", []),
     ],
 )
