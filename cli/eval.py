@@ -122,7 +122,7 @@ def evaluate(
         raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}, {HARNESS}NAME{meant}", param_hint="--task")
     if data is None:
         raise typer.BadParameter("name the rows to answer", param_hint="--data")
-    mesh = together.join(tensor_parallel, device)
+    mesh = together.join(tensor_parallel, device, model)
     if mesh is not None and not mesh.ranks.is_main:
         output = None
     from blockdiff.data.sources import Source, rows_of

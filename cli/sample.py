@@ -137,6 +137,7 @@ def sample(
         raise typer.BadParameter("stdin is read for --prompts already", param_hint="--json-schema")
     model = options.at_checkpoint(model, checkpoint)
     mesh = together.join(tensor_parallel, device)
+    mesh = together.join(tensor_parallel, device, model)
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Recorder, Request, Sampler
     from blockdiff.sampling.controls.template import parse_template

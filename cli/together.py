@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
     from blockdiff.parallel.mesh import Mesh
 
+GRACE = 5.0  # seconds in which the others may say why they end when one process has failed
+_LOOK = 0.1  # seconds between two looks whether they have
+_PIPE = "BLOCKDIFF_LAUNCHER"  # the variable that tells a process which of its files is the pipe to its launcher
 
-def join(count: int, device: str) -> Mesh | None:
+
+def join(count: int, device: str, model: str) -> Mesh | None:
     """The mesh of the `count` processes that run one model, as this one sees it; None for one process.
 
     Where no launcher has started them, this process becomes their launcher and does not return. All but the first
-    say nothing from here on. Raises typer.BadParameter where another number of processes was started.
+    say nothing from here on. Raises typer.BadParameter where another number of processes was started, or more are
+    asked for than this machine has cores or GPUs, and RunError where they do not divide the model.
     """
     if count == 1:
         return None
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started == 1:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        os.execv(sys.executable, [*launcher, "-m", "blockdiff", *sys.argv[1:]])
+        _refuse(count, device, model)
+        sys.exit(launch(count, [sys.executable, "-m", "blockdiff", *sys.argv[1:]]))
     if started != count:
         raise typer.BadParameter(f"{started} processes were started for {count}", param_hint="--tensor-parallel")
+    end_with_launcher()
     if device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     from blockdiff.parallel.mesh import Mesh
@@ -36,3 +51,77 @@ def join(count: int, device: str) -> Mesh | None:
     if not ranks.is_main:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (to the end of the process)
     return Mesh.of(ranks, tensor=count)
+
+
+def _refuse(count: int, device: str, model: str) -> None:
+    """Raise an error for processes that would have no core or GPU of their own, or no equal share of the model."""
+    import torch
+
+    from blockdiff.checkpoint import empty, read_config
+    from blockdiff.checkpoint.adapters import apart_from_adapter
+    from blockdiff.checkpoint.read import resolve_device
+    from blockdiff.parallel.tensor import refuse_uneven
+
+    is_on_gpu = resolve_device(device).type == "cuda"
+    there = torch.cuda.device_count() if is_on_gpu else os.cpu_count() or 1
+    if count > there:
+        what = "GPU" if is_on_gpu else "core"
+        raise typer.BadParameter(
+            f"this machine has {there} {what}s; a process needs one of its own", param_hint="--tensor-parallel"
+        )
+    refuse_uneven(empty(read_config(apart_from_adapter(model)[0]), "torch"), count)
+
+
+def launch(count: int, command: Sequence[str]) -> int:
+    """Run a command in `count` processes of one group, and give the first exit code that is not 0.
+
+    SIGTERM and SIGINT are passed on to them. They end with this process, see `end_with_launcher`. What they end for is
+    said once, see `terminal.say_error`.
+    """
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        port = server.getsockname()[1]
+    threads = str(max(1, (os.cpu_count() or 1) // count))
+    group = {"OMP_NUM_THREADS": threads, **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    reading, _ = os.pipe()  # this process alone has the other end
+    with TemporaryDirectory() as errors:
+        processes = []
+        for rank in range(count):
+            directory = Path(errors, str(rank))
+            directory.mkdir()
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), _PIPE: str(reading)}
+            own["TORCHELASTIC_ERROR_FILE"] = str(directory / "error.json")
+            # in a session of its own a signal from the terminal comes to it once, from here
+            process = subprocess.Popen(command, env=group | own, pass_fds=[reading], start_new_session=True)
+            processes.append(process)
+        return _ended(processes)
+
+
+def _ended(processes: list[subprocess.Popen[bytes]]) -> int:
+    """Wait until the processes have ended, all or one with an error, and give the exit code of them all."""
+
+    def pass_on(number: int, frame: Any) -> None:
+        for each in processes:
+            each.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    rest = GRACE
+    while None in (codes := [each.poll() for each in processes]) and rest > 0:
+        time.sleep(_LOOK)
+        rest -= _LOOK * any(codes)
+    for each in processes:
+        each.kill()
+    code = next((each for each in codes if each), 0)
+    return code if code >= 0 else 128 - code
+
+
+def end_with_launcher() -> None:
+    """Let this process end when the one that `launch`ed it does, however that ends: the pipe between them closes."""
+    if _PIPE in os.environ:
+        Thread(target=_await_end, args=(int(os.environ[_PIPE]),), daemon=True).start()
+
+
+def _await_end(reading: int) -> None:
+    os.read(reading, 1)
+    os._exit(1)

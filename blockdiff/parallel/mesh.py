@@ -68,6 +68,11 @@ class Mesh:
     ) -> Mesh:
         """Lay out the ranks; all of them call it. Raises RunError for what does not divide or go together."""
         for name, count in {"experts": experts, "tensor": tensor}.items():
+            if ranks.world == 1 < count:
+                raise RunError(
+                    f"parallel.{name}: {count} is a number of processes, and one was started; start "
+                    f"them with `torchrun --standalone --nproc_per_node {count} -m blockdiff train RECIPE`"
+                )
             if ranks.world % count:
                 divisors = ", ".join(str(n) for n in range(1, ranks.world + 1) if ranks.world % n == 0)
                 raise RunError(

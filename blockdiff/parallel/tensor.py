@@ -43,22 +43,48 @@ Seen = Callable[[Tensor], Tensor]  # a rank's own tensor -> what the layer compu
 def tensor_parallel(model: BlockDiffusionModel, mesh: DeviceMesh) -> None:
     """Split a model, with weights or without memory, over the ranks of a mesh of one dimension, in place.
 
-    Raises RunError for what does not divide and for a family that has no table of parts.
+    Raises RunError as `refuse_uneven` does.
     """
+    refuse_uneven(model, mesh.size())
+    for _, module, kind in _parts(model):
+        _SPLITS[kind](module, mesh)
+
+
+def refuse_uneven(model: BlockDiffusionModel, ranks: int) -> None:
+    """Raise RunError where so many ranks do not divide what `tensor_parallel` splits; the model needs no memory."""
     family = family_of(model.config)
     if not family.tensor_parts:
         raise RunError(f"parallel.tensor: models of {family.model_type} cannot be split; leave it at 1")
-    for name, module in list(model.named_modules()):
-        kind = next((kind for part, kind in family.tensor_parts.items() if fnmatchcase(name, part)), None)
-        if kind is not None:
-            try:
-                _SPLITS[kind](module, mesh)
-            except _Indivisible as reason:
-                raise RunError(f"parallel.tensor: {mesh.size()} does not divide the {reason} of {name}") from None
+    for name, module, kind in _parts(model):
+        uneven = _uneven(module, kind, ranks)
+        if uneven is not None:
+            raise RunError(f"parallel.tensor: {ranks} does not divide the {uneven} of {name}; choose another number")
 
 
-class _Indivisible(Exception):
-    """A number of heads, channels, experts or tokens that the ranks do not divide: the number and its noun."""
+def _parts(model: BlockDiffusionModel) -> list[tuple[str, Any, str]]:
+    """The modules that are split: name, module, and the key of `_SPLITS`."""
+    table = family_of(model.config).tensor_parts.items()
+    named = list(model.named_modules())
+    return [(name, module, kind) for name, module in named for part, kind in table if fnmatchcase(name, part)]
+
+
+def _uneven(module: Any, kind: str, ranks: int) -> str | None:
+    """The heads, channels, experts or tokens of a part that so many ranks do not divide, as number and noun."""
+    if kind == "vocabulary":
+        tokens = module.table.shape[0]
+        return f"{tokens} tokens" if -(-tokens // ranks) * (ranks - 1) >= tokens else None  # the last would have none
+    if kind == "mlp":
+        counts = {"channels": module.down_proj.in_features}
+    elif kind == "experts":
+        counts = {"experts": module.gate_up_proj.shape[0]}
+    else:
+        indexer = getattr(module, "indexer", None)
+        counts = {"heads": module.heads, "kv heads": module.kv_heads, "index heads": getattr(indexer, "heads", ranks)}
+    for noun, count in counts.items():
+        is_shared = noun in ("kv heads", "index heads") and ranks % count == 0  # several ranks hold the same one
+        if count % ranks and not is_shared:
+            return f"{count} {noun}"
+    return None
 
 
 def show(module: nn.Module, seen: dict[str, Seen]) -> None:
@@ -141,8 +167,6 @@ def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
     """Each rank runs some heads with the kv heads that they read."""
     assert isinstance(module, Attention)
     size, place, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-    if module.heads % size:
-        raise _Indivisible(f"{module.heads} heads")
     runs(module)
     _split_out(module.q_proj, mesh)
     kv_projections = [each for each in (module.k_proj, module.v_proj) if each is not None]
@@ -150,7 +174,7 @@ def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
         for each in kv_projections:
             _split_out(each, mesh)
         module.kv_heads //= size
-    elif size % module.kv_heads == 0:
+    else:
         head, width = place * module.kv_heads // size, module.head_dim
 
         def of_head(weight: Tensor) -> Tensor:
@@ -165,8 +189,6 @@ def split_attention(module: nn.Module, mesh: DeviceMesh) -> None:
             show(each, seen)
             each.out_features = width
         module.kv_heads = 1
-    else:
-        raise _Indivisible(f"{module.kv_heads} kv heads")
     indexer = getattr(module, "indexer", None)
     if indexer is not None:
         _split_indexer(indexer, mesh)
@@ -188,20 +210,16 @@ def _split_indexer(indexer: Any, mesh: DeviceMesh) -> None:
     if indexer.heads % size == 0:
         _split_out(indexer.q_proj, mesh)
         indexer.heads //= size
-    elif size % indexer.heads == 0:
+    else:
         head, width = place * indexer.heads // size, indexer.head_dim
         show(indexer.q_proj, {"weight": lambda weight: weight[head * width : (head + 1) * width]})
         indexer.q_proj.out_features, indexer.heads = width, 1
-    else:
-        raise _Indivisible(f"{indexer.heads} index heads")
 
 
 def split_mlp(module: nn.Module, mesh: DeviceMesh) -> None:
     """Each rank has part of the inner width; gate and up are matrices of their own, so each is cut by itself."""
     assert isinstance(module, MLP)
-    width, group = module.down_proj.weight.shape[1], mesh.get_group()
-    if width % mesh.size():
-        raise _Indivisible(f"inner width {width}")
+    group = mesh.get_group()
     runs(module)
     for each in (module.gate_proj, module.up_proj):
         _split_out(each, mesh)
@@ -216,9 +234,6 @@ def split_mlp(module: nn.Module, mesh: DeviceMesh) -> None:
 def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     """Each rank has some whole experts, and runs them on all tokens: nothing is exchanged but the sum."""
     assert isinstance(module, Experts)
-    experts = module.gate_up_proj.shape[0]
-    if experts % mesh.size():
-        raise _Indivisible(f"{experts} experts")
     for leaf in [*module._parameters, *module._buffers]:
         keep_part(module, leaf, mesh, 0)
     module.exchange = AllHere(mesh.get_group())
@@ -248,9 +263,6 @@ class AllHere:
 def split_vocabulary(module: nn.Module, mesh: DeviceMesh) -> None:
     """Each rank has the rows of some tokens."""
     assert isinstance(module, Vocabulary)
-    tokens, size = module.table.shape[0], mesh.size()
-    if -(-tokens // size) * (size - 1) >= tokens:
-        raise _Indivisible(f"{tokens} tokens")  # the last rank would have none
     for leaf in ("table",) if module.head is None else ("table", "head"):
         keep_part(module, leaf, mesh, 0)
     share_vocabulary(module, mesh.get_group())

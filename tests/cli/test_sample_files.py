@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from blockdiff.checkpoint import init, load, save, save_adapter
@@ -16,7 +19,7 @@ from blockdiff.cli.answers import Answers
 from blockdiff.cli.main import app
 from blockdiff.cli.tally import AnsweredSoFar
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.errors import BlockdiffError
+from blockdiff.errors import BlockdiffError, RunError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
 from blockdiff.sampling import Result
@@ -164,14 +167,34 @@ def adapter_of(model: Path, directory: Path) -> Path:
     return save_adapter(adapted, directory)
 
 
-def test_a_process_that_is_to_share_the_model_becomes_the_launcher_of_all(monkeypatch):
-    became = []
-    monkeypatch.setattr(sys, "argv", ["blockdiff", "sample", "model", "--tensor-parallel", "2"])
-    monkeypatch.setattr("os.execv", lambda *given: became.append(given) or sys.exit())
-    with pytest.raises(SystemExit):
-        together.join(2, "cpu")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "blockdiff"]
-    assert became == [(sys.executable, [sys.executable, *launcher, *sys.argv[1:]])]
+def test_processes_that_share_a_model_are_launched_as_one_group_and_end_with_an_error_of_any(tmp_path):
+    script = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(os.environ['WORLD_SIZE'])"
+    run = "from blockdiff.cli import together; import sys; sys.exit(together.launch(2, sys.argv[1:]))"
+    launcher = [sys.executable, "-c", run, sys.executable, "-c", f"{script}; sys.exit(7 * int(os.environ['RANK']))"]
+    assert subprocess.run([*launcher, str(tmp_path / "rank-")], timeout=forked.HUNG).returncode == 7
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["2", "2"]
+
+
+def test_processes_that_share_a_model_end_when_their_launcher_is_killed(tmp_path):
+    os.mkfifo(alive := tmp_path / "alive")
+    script = "import sys, time; from blockdiff.cli import together; together.end_with_launcher()"
+    script += "; held = open(sys.argv[1], 'w'); held.write('x'); held.flush(); time.sleep(600); held.write('late')"
+    run = "from blockdiff.cli import together; import sys; sys.exit(together.launch(2, sys.argv[1:]))"
+    launcher = subprocess.Popen([sys.executable, "-c", run, sys.executable, "-c", script, str(alive)])
+    with alive.open() as said:
+        assert said.read(2) == "xx"
+        launcher.kill()
+        launcher.wait()
+        assert said.read() == ""  # the end, which comes when no process has the file any more
+
+
+def test_more_processes_than_cores_or_than_divide_the_heads_are_refused_before_any_starts(model, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(together, "launch", None)
+    with pytest.raises(typer.BadParameter, match="this machine has 8 cores"):
+        together.join(100, "cpu", str(model))
+    with pytest.raises(RunError, match=r"parallel\.tensor: 3 does not divide the 128 channels of self_conditioning"):
+        together.join(3, "cpu", str(model))
 
 
 def test_processes_run_one_model_together_with_its_adapter_and_answer_as_one_does(model, tmp_path):

@@ -201,8 +201,11 @@ def test_two_plans_at_once_are_each_what_they_are_alone_and_an_error_leaves_noth
 
     given = recipes[1].given.model_copy(update={"objective": Breaks})
     broken = recipe_of(folder, "train.autocast=bfloat16").model_copy(update={"given": given})
-    with pytest.raises(ValueError, match="of one's own"):
-        plans.plan_training(broken, device="cpu")
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(plans.plan_training, recipes[0], device="cpu")
+        with pytest.raises(ValueError, match="of one's own"):
+            plans.plan_training(broken, device="cpu")
+        assert beside.result().parts == alone[0]
     x = torch.ones(2, 2) @ torch.ones(2, 2)
     assert x.dtype == torch.float32 and x.sum().item() == 8 and type(x) is torch.Tensor
     assert not torch.is_autocast_enabled("cpu") and torch._C._len_torch_dispatch_stack() == 0

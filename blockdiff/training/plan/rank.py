@@ -29,7 +29,7 @@ def sharding_ranks(objective: Any, recipe: Recipe, ranks: int) -> dict[nn.Module
     """The number of `ranks` processes that share the weights of each sharding unit of the model, inner units first."""
     experts = recipe.parallel.experts
     if ranks % experts:
-        raise RecipeError(f"parallel.experts: {experts} does not divide the {ranks} processes")
+        raise RecipeError(f"parallel.experts: {experts} does not divide the {ranks} processes of --gpus")
     units = family_of(objective.model.config).units(objective.model)
     return {unit: ranks // experts if isinstance(unit, Experts) else ranks for unit in units}
 

@@ -79,7 +79,7 @@ def plan_training(
     RecipeError where the length of a row is not known.
     """
     if ranks % recipe.parallel.tensor:
-        raise RecipeError(f"parallel.tensor: {recipe.parallel.tensor} does not divide the {ranks} processes")
+        raise RecipeError(f"parallel.tensor: {recipe.parallel.tensor} does not divide the {ranks} processes of --gpus")
     base = read_starting_model(recipe) if base is None else base
     stored, computed = dtypes_of(recipe, base)
     is_sharded = recipe.parallel.shard == "full"
