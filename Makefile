@@ -11,6 +11,8 @@ INSTALLED = $(VENV)/.installed
 
 PUZZLES = data/sudoku4
 RUN = runs/quickstart
+# The processes that train the quickstart: two, or one on one core. Two have to be able to connect to each other.
+PROCESSES ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -gt 1 && echo 2 || echo 1)
 
 .DEFAULT_GOAL := help
 .PHONY: help install browser quickstart test lint types gpu benchmarks docs release clean
@@ -32,7 +34,12 @@ browser: ## install the browser that tests pages, from the packages of the distr
 quickstart: $(INSTALLED) ## make sudoku data, train a small model, evaluate it, draw how it solves one
 	rm -rf $(RUN)
 	$(BLOCKDIFF) data sudoku --size 4 --count 61000 --split train=60000 --split test=1000 --output $(PUZZLES) --overwrite
-	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc_per_node 2 -m blockdiff train recipes/quickstart.yaml --output $(RUN)
+ifeq ($(PROCESSES),1)
+	$(BLOCKDIFF) train recipes/quickstart.yaml --output $(RUN)
+else
+	@echo "training in $(PROCESSES) processes; where they cannot connect to one another: make quickstart PROCESSES=1"
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc_per_node $(PROCESSES) -m blockdiff train recipes/quickstart.yaml --output $(RUN)
+endif
 	@sed -n 5p $(PUZZLES)/test.jsonl > $(RUN)/puzzle.jsonl
 	$(BLOCKDIFF) sample $(RUN)/model --prompts $(RUN)/puzzle.jsonl --trace $(RUN)/denoising.html
 	$(BLOCKDIFF) eval $(RUN)/model --task sudoku --data $(PUZZLES)/test.jsonl --output $(RUN)/eval.json
