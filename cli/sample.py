@@ -135,8 +135,9 @@ def sample(
         raise typer.BadParameter("it gives all answers, and --best-of one of them; leave one out", param_hint="-n")
     if prompts == json_schema == options.STREAM:
         raise typer.BadParameter("stdin is read for --prompts already", param_hint="--json-schema")
+    if tensor_parallel > 1 and options.STREAM in (prompts, json_schema):
+        raise typer.BadParameter("its processes cannot share stdin; name a file", param_hint="--tensor-parallel")
     model = options.at_checkpoint(model, checkpoint)
-    mesh = together.join(tensor_parallel, device)
     mesh = together.join(tensor_parallel, device, model)
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Recorder, Request, Sampler

@@ -111,9 +111,7 @@ def test_a_run_over_any_mesh_measures_samples_averages_and_exports_as_one_proces
 def test_what_does_not_divide_or_does_not_split_is_refused_in_one_line(tmp_path):
     with pytest.raises(RunError, match=r"parallel.experts: 3 does not divide the 4 processes; choose one of 1, 2, 4$"):
         Mesh.of(Ranks(CPU, world=4), experts=3)
-    with pytest.raises(
-        RunError, match=r"parallel.tensor: 2 .*, and one was started; start them with `torchrun .* 2 "
-    ):
+    with pytest.raises(RunError, match=r"parallel.tensor: 2 .*, and one was started; start them with `torchrun .* 2 "):
         Mesh.of(Ranks(CPU), tensor=2)
     write_recipes(tmp_path)
     with pytest.raises(RecipeError, match=r"parallel\.offload needs parallel.shard: full"):
