@@ -258,8 +258,9 @@ class Encoder:
             )
         if self.system is not None and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": self.system}, *messages)
+        variables = {"enable_thinking": self.enable_thinking}
         try:
-            return render(self.tokenizer, self.template, messages, self.enable_thinking, row.tools, self.guard)
+            return render(self.tokenizer, self.template, messages, variables, row.tools, self.guard)
         except RefusedByTemplate as error:
             raise DataError(f"{row.where}: the chat template refuses it ({error}); change the row") from None
         except DataError as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockdiff.data.control_tokens import OPEN, Guard
 from blockdiff.data.messages import Message, left_out_tool
@@ -24,6 +24,9 @@ TOOL_TOKENS = (
     *("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
 )
 VERBATIM = "{%- set verbatim = true -%}"  # the first line of a template that alters nothing
+NO_THINKING = {"enable_thinking": False}
+# What `render` says itself; special tokens come beside them.
+OWN_VARIABLES = ("messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt")
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Rendered by a template to see whether it writes the Gemma 4 turn format.
 PROBES: tuple[list[dict[str, str]], ...] = (
@@ -119,20 +122,20 @@ def render(
     tokenizer: PreTrainedTokenizerBase,
     template: str,
     messages: Sequence[Message],
-    enable_thinking: bool | None = False,
+    variables: Mapping[str, Any] = NO_THINKING,
     tools: Sequence[Message] | None = None,
     guard: Guard = OPEN,
     is_prompt: bool = False,
 ) -> Rendered:
     """The text of a conversation, and the character spans the template marks, touching ones merged.
 
-    enable_thinking: None = the template is not told; is_prompt: it ends where the assistant begins. Raises
+    variables: what else the template is told; is_prompt: it ends where the assistant begins. Raises
     RefusedByTemplate.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    (shown, declared), hidden = guard.hide([list(messages), None if tools is None else list(tools)])
-    told = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    asked = [list(messages), None if tools is None else list(tools), dict(variables)]
+    (shown, declared, told), hidden = guard.hide(asked)
     try:
         with time_limit(TEMPLATE_SECONDS):
             texts, spans = render_jinja_template(
@@ -150,6 +153,12 @@ def render(
     if name := left_out_tool(text, messages, tools):
         raise RefusedByTemplate(f"it does not write the tool {name!r}")
     return Rendered(text, merged(spans[0]) if spans else [], cuts)
+
+
+def is_variable(name: str, template: str) -> bool:
+    """True where a template uses a variable of this name, and it is one that a person may set."""
+    is_own = name in OWN_VARIABLES or name.endswith(("_token", "_tokens", "_tokens_mask"))
+    return name.isidentifier() and not is_own and re.search(rf"\b{name}\b", template) is not None
 
 
 def merged(spans: Sequence[Span]) -> list[Span]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockdiff.data.control_tokens import ControlTokens, Guard, cut, guard_of, why_not_encoded
 from blockdiff.data.messages import BadRow, Message, checked_messages, checked_tools
-from blockdiff.data.template import RefusedByTemplate, Span, render
+from blockdiff.data.template import RefusedByTemplate, Span, is_variable, render
 from blockdiff.errors import DataError
 
 if TYPE_CHECKING:
@@ -92,20 +92,25 @@ def chat_prompt(
     tokenizer: PreTrainedTokenizerBase,
     control_tokens: ControlTokens = "text",
     thinking: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[int]]:
     """A conversation as the tokenizer's chat template writes it, up to where the assistant begins, and its tokens.
 
-    thinking: asks the template for reasoning. DataError where the conversation cannot be written or tokenised.
+    thinking: asks the template for reasoning; options: further variables of the template, which has to use them.
+    DataError where the conversation cannot be written or tokenised.
     """
     if not tokenizer.chat_template:
         raise DataError("the tokenizer has no chat template; give a raw prompt instead of messages")
     guard = _guard(tokenizer, control_tokens)
     checked, declared = conversation(messages, tools)
     template = tokenizer.get_chat_template(tools=declared)
+    # not every template knows the word; one that does writes the same without it as with False
+    options = {**(options or {}), **({"enable_thinking": True} if thinking else {})}
+    for name in options:
+        if not is_variable(name, template):
+            raise DataError(f"the chat template of this model has no variable {name!r:.60}; leave it out")
     try:
-        # not every template knows the word; one that does writes the same without it as with False
-        asks = True if thinking else None
-        text, _, cuts = render(tokenizer, template, checked, asks, declared, guard, is_prompt=True)
+        text, _, cuts = render(tokenizer, template, checked, options, declared, guard, is_prompt=True)
     except RefusedByTemplate as error:
         raise DataError(f"the chat template refuses these messages: {error}") from None
     return text, _ids(text, tokenizer, guard, cuts)

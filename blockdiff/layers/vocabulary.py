@@ -14,6 +14,7 @@ from blockdiff.kernels import Kernels
 from blockdiff.kernels.autocast import wide
 from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats, race
 
+LIKELIEST_ROWS = 32  # whose logits `likeliest` holds at once
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _V = TypeVar("_V", bound="Vocabulary")
@@ -133,6 +134,17 @@ class Vocabulary(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The losses of `cross_entropy` [N] and the argmax of the same logits, int64 [N]; no gradients."""
         return self.kernels.token_scores(hidden_ND, self.output_weights(), targets_N, self.softcap, observed_N, bonus_N)
+
+    @as_call
+    def likeliest(self, hidden_ND: Tensor, count: int) -> list[list[tuple[int, float]]]:
+        """The most probable tokens of each hidden state with their log-probabilities in nats, the likeliest first."""
+        found = []
+        for some_ND in hidden_ND.split(LIKELIEST_ROWS):
+            top = self.logits(some_ND).float().log_softmax(-1).topk(min(count, self.table.shape[0]))
+            found += [
+                [*zip(*pair, strict=True)] for pair in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            ]
+        return found
 
     @as_call
     def soft_embedding(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:

@@ -44,11 +44,12 @@ class PagedRow:
 class PageStatistics:
     """Counts of pages by kind of layer, and of what happened so far.
 
-    pages: in use; cached: not in use, and their tokens can be shared; published: all that can be shared;
+    pages: in use; shared: those of them that several rows refer to; cached: not in use, and their tokens can be shared; published: all that can be shared;
     reused_tokens: what `reuse` found, of the asked_tokens of new rows; evictions: cached pages given to other tokens.
     """
 
     pages: dict[str, int]
+    shared: dict[str, int]
     cached: dict[str, int]
     published: dict[str, int]
     reused_tokens: int
@@ -192,6 +193,7 @@ class PagedRows:
         pools = self.pools.items()
         return PageStatistics(
             pages={name: pool.in_use for name, pool in pools},
+            shared={name: sum(count > 1 for count in pool.references) for name, pool in pools},
             cached={name: len(pool.cached) for name, pool in pools},
             published={name: len(pool.links) for name, pool in pools},
             reused_tokens=self._reused,

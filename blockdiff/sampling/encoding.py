@@ -87,5 +87,9 @@ class Encoding:
             before_D = before_D if first == start else hidden_TD[first - start - 1]
             assert before_D is not None
             tokens_T = torch.tensor(tokens, device=hidden_TD.device)
-            logprobs_T, _ = next_token_logprobs(self.model, before_D, hidden_TD[first - start :], tokens_T)
+            after_TD = hidden_TD[first - start :]
+            logprobs_T, _ = next_token_logprobs(self.model, before_D, after_TD, tokens_T)
             scored += logprobs_T.tolist()
+            if count := sequence.request.top_logprobs:
+                before_TD = torch.cat([before_D[None], after_TD[: len(tokens) - 1]])
+                sequence.top_logprobs += self.model.vocabulary.likeliest(before_TD, count)

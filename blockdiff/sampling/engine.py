@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import abc
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +39,20 @@ if TYPE_CHECKING:
 MAX_WAITING = 10_000
 CHUNK_TOKENS = 512
 Event = Step | CommittedCanvas | Result
+
+
+@dataclass(frozen=True)
+class Load:
+    """Counts of an engine: sequences that wait and rows that are denoised, and by kind of layer its pages.
+
+    pages: in use; shared: those of them that several rows refer to; cached: not in use, but their tokens can be shared.
+    """
+
+    waiting: int
+    rows: int
+    pages: dict[str, int]
+    shared: dict[str, int]
+    cached: dict[str, int]
 
 
 class Engine:
@@ -196,6 +211,13 @@ class Engine:
     def unfinished(self) -> int:
         """The number of requests that are not answered yet."""
         return self._unfinished
+
+    @property
+    def load(self) -> Load:
+        """What the engine has to do now, and the pages that it takes."""
+        pages = self.pages.statistics
+        waiting, rows = len(self._scheduler.waiting), len(self._scheduler.live)
+        return Load(waiting, rows, pages.pages, pages.shared, pages.cached)
 
     @property
     def forwards(self) -> int:

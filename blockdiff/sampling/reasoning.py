@@ -1,4 +1,4 @@
-"""Telling what a model thought from what it answered, in the Gemma 4 turn format."""
+"""Telling what a model thought from what it answered, in the formats of Gemma 4 and of MiniMax M3."""
 
 from __future__ import annotations
 
@@ -8,27 +8,41 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OPENS, CLOSES = "<|channel>", "<channel|>"
-NAME = "thought\n"  # the name of the channel, which stands right after it is opened
+# The tokens around the reasoning, and the text that stands right after the first of them.
+FORMATS = (("<mm:think>", "</mm:think>", ""), ("<|channel>", "<channel|>", "thought\n"))
 
 
-def separated(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, list[int]]:
+def separated(
+    tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase, is_open: bool = False
+) -> tuple[str | None, list[int]]:
     """The text of the reasoning in a response (None: there is none) and the tokens of its answer.
 
     The answer is what follows the last closed channel. Reasoning that was never closed, because the response ran out of
-    tokens, has no answer after it.
+    tokens, has no answer after it. is_open: whether the prompt has opened it.
     """
-    opens, closes = (_id(mark, tokenizer) for mark in (OPENS, CLOSES))
-    if opens is None or closes is None or not {opens, closes} & set(tokens):
+    opens, closes, name = _format(tokenizer)
+    if opens is None or not (is_open or {opens, closes} & set(tokens)):
         return None, list(tokens)
     tokens = list(tokens)
-    start = len(tokens) - tokens[::-1].index(closes) if closes in tokens else 0  # of the answer
-    end = tokens.index(opens, start) if opens in tokens[start:] else len(tokens)
-    thoughts = tokenizer.decode(tokens[:start] + tokens[end:], skip_special_tokens=True)
-    return str(thoughts).removeprefix(NAME).strip(), tokens[start:end]
+    if is_open and closes not in tokens:
+        start = end = len(tokens)
+    else:
+        start = len(tokens) - tokens[::-1].index(closes) if closes in tokens else 0  # of the answer
+        end = tokens.index(opens, start) if opens in tokens[start:] else len(tokens)
+    inside = [token for token in tokens[:start] + tokens[end:] if token not in (opens, closes)]
+    thoughts = str(tokenizer.decode(inside, skip_special_tokens=True))
+    return thoughts.removeprefix(name).strip(), tokens[start:end]
 
 
-def _id(mark: str, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token of a mark; None where the vocabulary has none."""
-    found = tokenizer.convert_tokens_to_ids(mark)
-    return None if found is None or found == tokenizer.unk_token_id else int(found)
+def is_opened(prompt: str) -> bool:
+    """True where a prompt's text ends with the beginning of reasoning, so that the response goes on with it."""
+    return prompt.rstrip().endswith(tuple((opens + name).rstrip() for opens, _, name in FORMATS))
+
+
+def _format(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None, str]:
+    """The tokens of the format that a vocabulary has, and its text; None for the tokens where it has none."""
+    for opens, closes, name in FORMATS:
+        ids = [tokenizer.convert_tokens_to_ids(mark) for mark in (opens, closes)]
+        if not {None, tokenizer.unk_token_id} & set(ids):
+            return int(ids[0]), int(ids[1]), name
+    return None, None, ""

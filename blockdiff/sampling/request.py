@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from blockdiff.data.tokenise import chat_prompt, conversation, raw_prompt, tokens_of
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from blockdiff.sampling.strategy import Strategy
 
 Message = Mapping[str, Any]
-SCORES = ("logprobs", "score", "draw")
+SCORES = ("logprobs", "top_logprobs", "score", "draw")
 CONTROLS: tuple[type[Control], ...] = (Template, Constraint, Banned, Penalty, Draft)
+MOST_TOP = 20  # likeliest tokens beside each token of an answer
 MOST_DRAWS = 1024  # answers to one request, of which the best is given
 
 
@@ -34,9 +35,11 @@ class Request:
     `prompt` is raw text (bos is put before it), `messages` a conversation for the chat template, `tokens` the
     prompt's ids as they are. A request without `seed` gets one that follows from the seed of the call and its `id`.
     `tools` are declarations of functions that the conversation may call: {"type": "function", "function": {name,
-    description, parameters}}. `thinking` asks the chat template for reasoning; `scores` asks for the log-probability of
-    every token of the answer; of `best_of` answers, each with draws of its own, the result is the one with the highest
-    mean log-probability. The first of the texts `stop` ends the response; the result's text is what stands before it.
+    description, parameters}}. `thinking` asks the chat template for reasoning, and `template_options` are further
+    variables of the template, such as {"thinking_mode": "disabled"}. `scores` asks for the log-probability of every
+    token of the answer, and `top_logprobs` for those of so many likeliest tokens in its place; of `best_of` answers,
+    each with draws of its own, the result is the one with the highest mean log-probability. The first of the texts
+    `stop` ends the response; the result's text is what stands before it.
 
     Three fields override the settings of the call. max_new_tokens: rounded up to whole canvases; max_steps: the most
     denoising steps of a canvas; strategy: how canvases are denoised.
@@ -54,7 +57,9 @@ class Request:
     seed: int | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     thinking: bool = False
+    template_options: Mapping[str, Any] | None = None
     scores: bool = False
+    top_logprobs: int = 0
     best_of: int = 1
     stop: Sequence[str] = ()
     max_new_tokens: int | None = None
@@ -98,8 +103,13 @@ class Request:
         for name in ("thinking", "scores", "allow_control_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r:.80}")
-        if self.thinking and self.messages is None:
-            raise RequestError("thinking is asked for in the chat template, so it needs messages")
+        if (self.thinking or self.template_options) and self.messages is None:
+            name = "thinking" if self.thinking else "template_options"
+            raise RequestError(f"{name} is asked for in the chat template, so it needs messages")
+        if not _is_integer(self.top_logprobs) or not 0 <= self.top_logprobs <= MOST_TOP:
+            raise RequestError(f"top_logprobs must be an integer from 0 to {MOST_TOP}, got {self.top_logprobs!r:.80}")
+        if self.top_logprobs and not self.scores:
+            raise RequestError("top_logprobs stand beside scores; ask for both")
         if not _is_integer(self.best_of) or not 1 <= self.best_of <= MOST_DRAWS:
             raise RequestError(f"best_of must be an integer from 1 to {MOST_DRAWS}, got {self.best_of!r:.80}")
         if self.messages is not None:
@@ -127,7 +137,9 @@ class Request:
                 raise RequestError("a prompt in words needs a tokenizer, and the sampler has none")
             try:
                 if self.messages is not None:
-                    text, tokens = chat_prompt(self.messages, self.tools, tokenizer, self.control_tokens, self.thinking)
+                    text, tokens = chat_prompt(
+                        self.messages, self.tools, tokenizer, self.control_tokens, self.thinking, self.template_options
+                    )
                 else:
                     text, tokens = str(self.prompt), raw_prompt(str(self.prompt), tokenizer, self.control_tokens)
             except DataError as error:
@@ -163,8 +175,10 @@ class Result:
     `tokens` ends with the first eos if there is one; `text` has no special tokens, nor the `reasoning` before the
     answer, nor the `tool_calls` of the response, which are given in the form that messages have; `steps` are the
     denoising steps of each canvas; `finish_reason` is "eos", "length", "stop", "cancelled" or, with the reason in
-    `error`, "error". `logprobs`, where asked for, are those of `tokens` by next-token prediction, in nats; with
-    `best_of`, `draw` says which of the answers this is, from 0.
+    `error`, "error". `logprobs`, where asked for, are those of `tokens` by next-token prediction, in nats, and
+    `top_logprobs` has the likeliest tokens in the place of each, with theirs; with `best_of`, `draw` says which of the
+    answers this is, from 0. `prompt_tokens` counts those of the prompt, and `cached_tokens` those of them that other
+    requests had encoded.
     """
 
     id: str | int
@@ -175,8 +189,11 @@ class Result:
     error: str | None = None
     reasoning: str | None = None
     logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
     draw: int | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    prompt_tokens: int = field(default=0, compare=False)
+    cached_tokens: int = field(default=0, compare=False)
 
     @property
     def score(self) -> float | None:

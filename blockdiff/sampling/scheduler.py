@@ -143,7 +143,8 @@ class Scheduler:
         if sequence.is_guided:  # the prefix without the prompt begins when the prompt's last token is encoded
             end = min(end, prompt - 1)
         if not self.exact:
-            self.pages.reuse(sequence.paged, sequence.known[:end])
+            before = sequence.length
+            sequence.shared_tokens += self.pages.reuse(sequence.paged, sequence.known[:end]) - before
 
     def _shares_soon(self, sequence: Sequence, pages: set[tuple[int, ...]]) -> bool:
         """True where a sequence gets no chunk now: nothing of it is missing, or another one encodes its next page.

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from blockdiff.errors import RequestError
 from blockdiff.sampling.control import control_of
-from blockdiff.sampling.reasoning import separated
+from blockdiff.sampling.parts import parts_of
+from blockdiff.sampling.reasoning import is_opened
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.strategies import NextToken, as_strategy, is_guided
-from blockdiff.sampling.tool_calls import called
 from blockdiff.seeding import child_seed
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ class Sequence:
     pages with the keys and values of those known tokens that are encoded (None while the sequence has no seat);
     without_prompt: the same of bos and the committed canvases, for guidance, which denoises each canvas without the
     prompt, too; last_hidden_D: the hidden state of the last encoded token, from which the next one is scored or drawn;
-    in_flight: the canvases that are denoised, in order; is_watched: whether its steps are recorded; told: the last
-    recorded step of each canvas.
+    shared_tokens: the number of known tokens that others had encoded; in_flight: the canvases that are denoised, in
+    order; is_watched: whether its steps are recorded; told: the last recorded step of each canvas.
     """
 
     request: Request
@@ -93,6 +93,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
     is_done: bool = False
@@ -101,6 +102,7 @@ class Sequence:
     paged: PagedRow | None = None
     without_prompt: PagedRow | None = None
     last_hidden_D: Tensor | None = None
+    shared_tokens: int = 0
     in_flight: list[CanvasInFlight] = field(default_factory=list)
     told: dict[int, int] = field(default_factory=dict)
 
@@ -171,11 +173,8 @@ class Sequence:
         """The result, as the caller of the engine gets it."""
         if self.error is not None:
             return Result.failed(self.request.id, self.error)
-        reasoning, calls, answer = None, None, self.tokens
-        if settings.tokenizer is not None:
-            reasoning, answer = separated(self.tokens, settings.tokenizer)
-            calls, answer = called(answer, settings.tokenizer)
-        text = settings.text(answer)
+        parts = parts_of(self.tokens, settings, self.request.tools or (), is_opened(self.prompt))
+        text = parts.text
         if self.finish_reason == "stop":
             text = text[: min((place for place in map(text.find, self.request.stop) if place >= 0), default=None)]
         return Result(
@@ -184,10 +183,13 @@ class Sequence:
             self.tokens,
             str(self.finish_reason),
             self.steps,
-            reasoning=reasoning,
-            tool_calls=calls,
+            reasoning=parts.reasoning,
+            tool_calls=parts.tool_calls,
             logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs if self.request.top_logprobs else None,
             draw=self.draw,
+            prompt_tokens=len(self.prompt_tokens),
+            cached_tokens=min(self.shared_tokens, len(self.prompt_tokens)),
         )
 
 
@@ -253,7 +255,7 @@ def sequences_of(
     draws.append(first)
     for n in range(1, request.best_of):
         own = dict(id=f"{request.id} draw {n}", seed=child_seed(own_seed, n), draw=n)
-        draws.append(replace(first, **own, tokens=[], steps=[], known=[], in_flight=[], told={}))  # type: ignore[arg-type]
+        draws.append(replace(first, **own, tokens=[], steps=[], known=[], in_flight=[], told={}, top_logprobs=[]))  # type: ignore[arg-type]
     return draws
 
 

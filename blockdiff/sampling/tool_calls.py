@@ -6,9 +6,11 @@ Strings stand between two `<|"|>` tokens. Only tokens count: a text that spells 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from blockdiff.sampling.xml_calls import EDGE, xml_called
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,12 +28,17 @@ class _Quoted:
     text: str
 
 
-def called(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[dict[str, Any]] | None, list[int]]:
+def called(
+    tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[list[dict[str, Any]] | None, list[int]]:
     """The calls in a response (None: there is none), in the form that messages have them, and the other tokens.
 
-    What is no whole call stays among the other tokens.
+    What is no whole call stays among the other tokens. tools: declarations, which say the types of values where the
+    format does not (that of MiniMax M3, `xml_calls.py`).
     """
     rest = list(tokens)
+    if (edge := tokenizer.convert_tokens_to_ids(EDGE)) not in (None, tokenizer.unk_token_id):
+        return xml_called(rest, int(edge), tokenizer, tools)
     marks = [tokenizer.convert_tokens_to_ids(mark) for mark in (OPENS, CLOSES, QUOTE)]
     if None in marks or tokenizer.unk_token_id in marks or marks[0] not in rest:
         return None, rest
@@ -49,6 +56,12 @@ def called(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[l
             rest[start : end + 1] = []
             at = start
     return calls or None, rest
+
+
+def begin(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
+    """The place of the first token with which a call begins; the number of tokens where there is none."""
+    marks = {tokenizer.convert_tokens_to_ids(mark) for mark in (OPENS, EDGE)} - {None, tokenizer.unk_token_id}
+    return next((place for place, token in enumerate(tokens) if token in marks), len(tokens))
 
 
 def _atoms(tokens: Sequence[int], quote: int, tokenizer: PreTrainedTokenizerBase) -> list[str | _Quoted]:

@@ -56,7 +56,8 @@ class AsyncEngine:
     """Answers requests in one thread, which alone touches the engine: `async for event in engine.generate(request)`.
 
     model: a model, with its tokenizer, or a `Sampler`, whose settings are taken. max_waiting: the requests that may be
-    unanswered beside those that run. options: those of `Engine`, such as max_rows, seed and exact. Use it with `async
+    unanswered beside those that run; max_prompt_tokens: of a request; prepare_seconds: to tokenise one and to compile
+    its constraint (None: no limit). options: those of `Engine`, such as max_rows, seed and exact. Use it with `async
     with`, or call `start` and `close`.
 
     A request is tokenised, and its constraint compiled, in threads beside the engine's. An exception of the engine
@@ -70,6 +71,8 @@ class AsyncEngine:
         *,
         settings: SamplingSettings | None = None,
         max_waiting: int = 1000,
+        max_prompt_tokens: int | None = None,
+        prepare_seconds: float | None = None,
         **options: Any,
     ):
         if isinstance(model, Sampler):
@@ -79,6 +82,7 @@ class AsyncEngine:
         self.settings = settings or settings_of(model, tokenizer)
         self._make = partial(Engine, model, settings=self.settings, max_waiting=sys.maxsize, **options)
         self._engine: Engine | None = (engine := self._make())
+        self.max_prompt_tokens, self.prepare_seconds = max_prompt_tokens, prepare_seconds
         self.seed, self.max_unanswered = engine.seed, engine.most_rows + max_waiting
         self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._preparing = ThreadPoolExecutor(PREPARING_THREADS, thread_name_prefix="blockdiff-prepare")
@@ -129,8 +133,7 @@ class AsyncEngine:
         self._unanswered += 1
         event: Event | Exception | None = None
         try:
-            prepare = partial(sequences_of, request, self.settings, self.seed, self.model.device)
-            draws = await loop.run_in_executor(self._preparing, prepare)
+            draws = await self._prepared(request)
             self._commands.put(partial(self._enter, stream, draws, watch))
             while not isinstance(event, Result):
                 event = await stream.events.get()
@@ -142,6 +145,21 @@ class AsyncEngine:
             if not isinstance(event, Result | Exception):
                 stream.is_left = True
                 self._commands.put(partial(self._leave, stream))
+
+    async def _prepared(self, request: Request) -> list[Sequence]:
+        """The draws of a request, made in a thread of their own."""
+        prepare = partial(sequences_of, request, self.settings, self.seed, self.model.device)
+        work = asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
+        try:
+            draws = await asyncio.wait_for(work, self.prepare_seconds)
+        except TimeoutError:
+            raise RequestError(
+                f"it takes more than {self.prepare_seconds:g} s to prepare this request; make its constraint smaller"
+            ) from None
+        count, most = len(draws[0].prompt_tokens), self.max_prompt_tokens
+        if most is not None and count > most:
+            raise RequestError(f"the prompt has {count} tokens, more than the {most} that are taken here; shorten it")
+        return draws
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """The answer of a function, which the engine's thread calls between two steps."""

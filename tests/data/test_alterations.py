@@ -130,7 +130,8 @@ def test_declarations_are_written_as_the_format_says(tokenizer):
     row = tool_row({"role": "assistant", "content": "a"}, tools=tools, system=" s ")
     head = f'<bos><|turn>system\ns{DECLARED}<|tool>declaration:go{{description:<|"|><|"|>}}<tool|><turn|>\n'
     assert text_of(tokenizer, row) == f"{head}<|turn>user\nq<turn|>\n<|turn>model\na<turn|>\n"
-    thinking = text_of(tokenizer, tool_row({"role": "assistant", "content": "a"}, tools=tools), enable_thinking=True)
+    row = tool_row({"role": "assistant", "content": "a"}, tools=tools)
+    thinking = text_of(tokenizer, row, variables={"enable_thinking": True})
     assert thinking.startswith("<bos><|turn>system\n<|think|>\n<|tool>declaration:get{")
 
 

@@ -8,7 +8,7 @@ from blockdiff.checkpoint import init
 from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import Row
 from blockdiff.data.template import packaged_template
-from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Generation, Request, Sampler
 from blockdiff.sampling.reasoning import separated
@@ -38,6 +38,18 @@ CHAT = [{"role": "user", "content": "6*7?"}]
 def test_the_answer_is_what_follows_the_last_closed_channel(text, reasoning, answer):
     found, tokens = separated(TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER)
     assert (found, TOKENIZER.decode(tokens)) == (reasoning, answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "reasoning", "answer"),
+    [("<mm:think>a</mm:think>b", False, "a", "b"), ("a</mm:think>b", True, "a", "b"), ("a b", True, "a b", "")],
+)
+def test_reasoning_of_minimax_m3_may_have_been_opened_by_the_prompt(text, is_open, reasoning, answer):
+    tokenizer = byte_level_bpe(["a b"], 300)
+    tokenizer.add_tokens(["<mm:think>", "</mm:think>"])  # which need not be special ones
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    found, rest = separated(tokens, tokenizer, is_open)
+    assert (found, tokenizer.decode(rest)) == (reasoning, answer)
 
 
 def test_a_tokenizer_without_channels_has_no_reasoning():

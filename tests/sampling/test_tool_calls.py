@@ -76,3 +76,31 @@ def test_a_call_that_training_teaches_is_read_back_and_stands_apart(tokenizer):
 )
 def test_what_is_no_whole_call_stays_text(tokenizer, text, calls, rest):
     assert read(tokenizer, text) == (calls, text if rest is None else rest)
+
+
+def xml(*pieces):
+    return "".join("]<]minimax[>[" + piece for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "rest"),
+    [
+        ("a" + xml("<tool_call>", '<invoke name="f">', "</invoke>", "</tool_call>") + "b", [("f", {})], "ab"),
+        (
+            xml("<tool_call>\n", '<invoke name="get">', "<city>12", "</city>", "<n>3", "</n>", "<of>")
+            + xml("<item>1", "</item>", "<item>x", "</item>", "</of>", "</invoke>\n", "</tool_call>"),
+            [("get", {"city": "12", "n": 3, "of": [1, "x"]})],
+            "",
+        ),
+        (xml("<tool_call>", '<invoke name="f">', "<a>1"), [], None),
+        (xml("<tool_call>", '<invoke name="f">', "<a>1", "</b>", "</invoke>", "</tool_call>"), [], None),
+        ('<tool_call><invoke name="f"></invoke></tool_call>', [], None),
+    ],
+)
+def test_calls_in_the_tags_of_minimax_m3_are_read_with_the_types_of_the_declaration(text, calls, rest):
+    tokenizer = byte_level_bpe(["tool invoke item city"], 300)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["]<]minimax[>["]})
+    declared = {"name": "get", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    found, left = called(ids(tokenizer, text), tokenizer, [{"type": "function", "function": declared}])
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in found or ()] == calls
+    assert tokenizer.decode(left) == (text if rest is None else rest)
