@@ -214,7 +214,7 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        """What the engine has to do now, and the pages that it takes."""
+        """The sequences and pages of the engine now."""
         pages = self.pages.statistics
         waiting, rows = len(self._scheduler.waiting), len(self._scheduler.live)
         return Load(waiting, rows, pages.pages, pages.shared, pages.cached)

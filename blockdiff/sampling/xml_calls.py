@@ -90,7 +90,7 @@ def _value(left: list[str], tag: str, text: str, schema: Mapping[str, Any]) -> A
 
 
 def _tag(piece: str) -> tuple[bool, str, str | None, str]:
-    """Whether a tag closes, what it is called, the name that it gives, and the text after it."""
+    """A tag taken apart: True where it closes, its name, the name that it gives, and the text after it."""
     found = TAG.match(piece)
     if found is None:
         raise ValueError
