@@ -42,7 +42,7 @@ TEXT = {
     "top_k_experts": 2,
     "moe_intermediate_size": 256,
 }
-LORA = "lora={rank: 16, parts: {attention: 16, mlp: 16, experts: 8}}"
+LORA = "lora={parts: {attention: 16, mlp: 16, experts: 8}}"
 SHARDED = "parallel={shard: full}"
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from blockdiff.checkpoint.adapter_base import BASE, base_record, require_base, require_every_target
 from blockdiff.checkpoint.adapter_config import config_of, low_rank_of, require_plain, tokens_of
 from blockdiff.checkpoint.adapter_names import PREFIX, WEIGHTS, Part, hub_module, parts_in, peft_names
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
@@ -80,8 +81,8 @@ def save_adapter(
             with whole_directory(target) as fresh:
                 config = json.dumps(config_of(model, base), indent=2, sort_keys=True)
                 (fresh / CONFIG).write_text(config + "\n", encoding="utf-8")
-                form = form_of(model)
-                write_stream(fresh / WEIGHTS, sources, {"format": "pt"} | ({} if form is None else {FORM: form}))
+                form, said = form_of(model), {"format": "pt", BASE: base_record(model)}
+                write_stream(fresh / WEIGHTS, sources, said | ({} if form is None else {FORM: form}))
                 if tokenizer is not None:
                     tokenizer.save_pretrained(fresh)
                 if generation is not None:
@@ -139,12 +140,14 @@ def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
 
     Only the header of its file is read, and what adapts matrices that transformers has as one. Raises CheckpointError
     for what a model of ours cannot be: other kinds than plain LoRA, tensors that fit no module, shapes that do not fit;
-    reading a part raises it where the adapters of the two copies of a module differ.
+    for the adapter of another model; reading a part raises it where the adapters of the two copies of a module differ.
     """
     directory = Path(directory).expanduser()
     config = read_json(directory / CONFIG)
     require_plain(config, directory)
+    require_base(directory, model)
     parts = parts_in(directory, model)
+    require_every_target(config, parts, model, directory)
     modules: dict[str, LowRank] = {}
     for ours in parts:
         if ours != TOKEN_ROWS:

@@ -61,8 +61,10 @@ class DiffusionSettings:
         if not file.is_file():
             return cls()
         values = read_json(file)
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        if unknown := sorted(values.keys() - cls.__dataclass_fields__.keys()):
+            known = ", ".join(cls.__dataclass_fields__)
+            raise CheckpointError(f"{file}: unknown key {unknown[0]}; there are {known}")
         try:
-            return cls(**known)
+            return cls(**values)
         except ValueError as error:
             raise CheckpointError(f"{file}: {error}") from None

@@ -75,12 +75,13 @@ class Carried:
     """The parts of a checkpoint that the model does not run: image tensors and the files beside the weights.
 
     Loading keeps where the tensors lie (`stored`) and copies them through when saving; `init` holds them as
-    `tensors`.
+    `tensors`. origin: the directory that the weights were loaded from.
     """
 
     stored: Mapping[str, Stored] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     side_files: tuple[Path, ...] = ()
+    origin: Path | None = None
 
     def over(self, directory: Path) -> Carried:
         """The same with the files of another directory in place of those of the same names, first in order."""

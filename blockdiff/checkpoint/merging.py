@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from blockdiff.checkpoint.adapter_base import warn_of_other_weights
 from blockdiff.checkpoint.adapter_names import Part
 from blockdiff.checkpoint.adapters import base_of, check_parts, has_adapter, load_adapter, read_adapter, save_adapter
 from blockdiff.checkpoint.added import read_added
@@ -60,12 +61,15 @@ def export(
     weights = find(base_of(place)) if adapter is None and beside is not None else place
     model = empty(read_config(weights), "torch")
     below = None if beside is None else form_below(beside)
+    if beside is not None:
+        warn_of_other_weights(beside, weights)
     if peft:
         if beside is None:
             raise CheckpointError(f"{source}: has no adapters to write in PEFT's format; name some with --adapter")
         if below is not None:
             put_in_fp8(model, chosen_layers(model, weights, below), rounds_inputs(model.config, below))
         load_adapter(model, beside)
+        model.carried = carried_by(weights, family_of(model.config).names)
         return save_adapter(model, directory, base or (base_of(beside) if adapter is None else str(source)))
     stored = stored_weights(model, weights)
     kept = stored["vocabulary.table"].dtype if dtype == "auto" else resolve_dtype(dtype)

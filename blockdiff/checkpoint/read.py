@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff import memory
+from blockdiff.checkpoint.adapter_base import require_base, warn_of_other_weights
 from blockdiff.checkpoint.adapters import base_of, has_adapter, load_adapter
 from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shapes_of
 from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_fp8, stored_apart
@@ -57,6 +58,9 @@ def load(
     hollow = empty(read_config(directory), kernels, model)
     if quantize is None and adapter is not None:
         quantize = form_below(adapter)
+    if adapter is not None:
+        require_base(find(adapter), hollow)
+        warn_of_other_weights(find(adapter), directory)
     put_in_fp8(hollow, chosen_layers(hollow, directory, quantize), rounds_inputs(hollow.config, quantize))
     loaded = load_weights(hollow, directory, dtype, device)
     if adapter is not None:
@@ -205,6 +209,7 @@ def carried_by(directory: Path, names: Names, stored: Mapping[str, Stored] | Non
     return Carried(
         stored={name: place for name, place in stored.items() if names.is_carried(name)},
         side_files=tuple(directory / name for name in SIDE_FILES if (directory / name).is_file()),
+        origin=directory,
     )
 
 

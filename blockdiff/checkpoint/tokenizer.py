@@ -11,6 +11,7 @@ from blockdiff.checkpoint.files import CONFIG, VOCABULARY_FILES, find, read_json
 from blockdiff.errors import CheckpointError
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character
+PADDING = 512  # rows that a table may have beyond the tokens, whatever its size
 LONGEST = 8  # tokens that may share their characters before they count as broken
 
 
@@ -39,6 +40,22 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Any:
             f"{path_or_hub_id}: no tokenizer to be read there ({' '.join(str(error).split())[:200]}); "
             "put tokenizer.json beside the weights or name another one"
         ) from error
+
+
+def tokens_of(tokenizer: Any) -> int:
+    """The number of rows that a table needs for the tokens of a tokenizer: one more than the largest id."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
+def mismatch(tokenizer: Any, vocab_size: int) -> str | None:
+    """The reason, in words, why a tokenizer is hardly that of a model with so many tokens; None where it may be.
+
+    Tables are often padded: up to PADDING rows, or a tenth of them, may have no token.
+    """
+    count = tokens_of(tokenizer)
+    if count > vocab_size or vocab_size - count > max(PADDING, vocab_size // 10):
+        return f"the tokenizer has {count:,} tokens, the model {vocab_size:,}; is it that of the model?"
+    return None
 
 
 def decoder(tokenizer: Any) -> Callable[[int], str]:

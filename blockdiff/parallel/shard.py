@@ -21,6 +21,7 @@ from torch import Tensor, autograd, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from blockdiff import checkpoint
+from blockdiff.checkpoint.adapter_base import warn_of_other_weights
 from blockdiff.checkpoint.adapters import base_of, fill_adapters, has_adapter
 from blockdiff.checkpoint.added import fill
 from blockdiff.checkpoint.files import find
@@ -81,6 +82,8 @@ def load_split(
         quantize = form_below(adapter)
     put_in_fp8(model, chosen_layers(model, find(directory), quantize), rounds_inputs(model.config, quantize))
     adapted = None if adapter is None else checkpoint.read_adapter(adapter, model)
+    if adapter is not None and mesh.ranks.is_main:
+        warn_of_other_weights(find(adapter), find(directory))
     if adapted is not None:
         adapt(model, adapted.modules, adapted.tokens)
     split(model, mesh, checkpoint.dtype_of(dtype, str(directory)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import CHOICES
 from blockdiff.checkpoint.generation import Generation, special_tokens
+from blockdiff.checkpoint.tokenizer import mismatch
 from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.models.family import family_of
 from blockdiff.sampling.request import Request
@@ -112,11 +113,9 @@ def settings_of(
         raise CheckpointError(
             f"{CHOICES}: mask_id {diffusion.mask_id} is none of the model's {model.vocab_size} tokens"
         )
-    if tokenizer is not None and len(tokenizer) > model.vocab_size:
-        warnings.warn(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {model.vocab_size}; is it that of the model?",
-            stacklevel=3,
-        )
+    doubt = None if tokenizer is None else mismatch(tokenizer, model.vocab_size)
+    if doubt is not None:
+        warnings.warn(doubt, stacklevel=3)
     config = getattr(model, "config", None)
     special = special_tokens(config, generation, tokenizer)
     return SamplingSettings(

@@ -160,6 +160,7 @@ def consolidate(
 
     if recipe.lora.trains:
         path = str(recipe.model.path)
+        model.carried = carried_by(find(path), family_of(model.config).names)
         for name in adapter_tensors(model):
             fill(model, name, read(name))
         if peft:

@@ -140,12 +140,18 @@ class ObjectiveSection(Section):
 class LoraSection(Section):
     """Low-rank adapters in place of the weights; without a rank all weights train (docs/training.md)."""
 
-    rank: Count = 0  # of attention and mlp, where `parts` is null; 0 = no adapters
+    rank: Count = 0  # of attention and mlp; 0 = no adapters, or as `parts` says
     alpha: AboveZero | dict[str, AboveZero] | None = None  # for all parts or by part; null = twice each part's rank
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0  # of the inputs of linear layers; experts have none
     rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank
-    parts: dict[str, Count] | None = None  # part of the model -> rank, 0 = none; null = attention and mlp
+    parts: dict[str, Count] | None = None  # in place of `rank`: part of the model -> rank, 0 = none
     tokens: list[str | Annotated[int, Field(ge=0)]] = []  # whose rows of the embedding table train too
+
+    @model_validator(mode="after")
+    def _one_says_the_ranks(self) -> LoraSection:
+        if self.rank and self.parts is not None:
+            raise ValueError("give one of lora.rank (of attention and mlp) and lora.parts (a rank by part)")
+        return self
 
     @property
     def ranks(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from blockdiff.training.recipe_choices import OneOf
 from blockdiff.training.recipe_errors import SOURCES, Key, Origins, Place, one_line, refuse_old
 
 # Keys of which a recipe has one: choosing one replaces the other in what it derives from.
-ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs")}
+ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs"), "lora": ("rank", "parts")}
 # Keys that name files or directories, and whether they must exist (model and tokenizer may be hub ids, and rows
 # too where a name cannot be a file's).
 FILE_KEYS = {**dict.fromkeys(SOURCES, True), ("model", "path"): False, ("model", "tokenizer"): False}
@@ -53,7 +53,8 @@ def read_recipe(
             section, below = tree.get(name), merged.get(name)
             if isinstance(section, Mapping) and any(section.get(each) for each in both) and isinstance(below, dict):
                 for each in both:
-                    below.pop(each, None)
+                    if not section.get(each):
+                        below.pop(each, None)
         _merge(merged, tree, (), (origin, directory), origins)
     for key, must_exist in FILE_KEYS.items():
         must_exist = must_exist and needs_data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from blockdiff import checkpoint
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import find
-from blockdiff.checkpoint.tokenizer import load_tokenizer
+from blockdiff.checkpoint.tokenizer import load_tokenizer, mismatch, tokens_of
 from blockdiff.data.template import turn_ends
 from blockdiff.diffusion.corruption import Corruption, MaskCorruption
 from blockdiff.errors import CheckpointError, RecipeError
@@ -108,11 +109,13 @@ def read_starting_model(recipe: Recipe) -> StartingModel:
     base = StartingModel(config, tokenizer, generation, special.eos_ids[0], special.pad_id)
     if not base.denoises:
         refuse_of_causal(recipe)
-    if len(tokenizer) > base.vocab_size:
+    if (count := tokens_of(tokenizer)) > base.vocab_size:
         raise RecipeError(
-            f"model.tokenizer: {len(tokenizer)} tokens, but the model has {base.vocab_size}; "
+            f"model.tokenizer: {count} tokens, but the model has {base.vocab_size}; "
             "use the tokenizer the weights were trained with"
         )
+    if (doubt := mismatch(tokenizer, base.vocab_size)) is not None:
+        warnings.warn(f"model.tokenizer: {doubt}", stacklevel=2)
     return base
 
 

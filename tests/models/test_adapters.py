@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from blockdiff.models.adapters import (
     merge,
     targets,
 )
-from tests.oracle import oracle, ours
+from tests.oracle import oracle, ours, tiny_config
 
 PARTS = ("attention", "mlp", "experts", "self_conditioning")
 CPU = torch.device("cpu")
@@ -334,6 +335,7 @@ def test_a_merge_reads_and_holds_one_tensor_after_the_other_and_gives_what_a_who
 ):
     checkpoint.save(ours(oracle()), tmp_path / "base", dtype=torch.float32)
     source = adapted(MIXED, (5, 17, 250), torch.float32)
+    source.carried = checkpoint.Carried(origin=tmp_path / "base")
     adapter = checkpoint.save_adapter(source, tmp_path / "adapter", base=str(tmp_path / "base"))
     model = checkpoint.load(tmp_path / "base", "float32", "cpu", adapter=adapter)
     merge(model)
@@ -370,6 +372,55 @@ def test_an_adapter_that_does_not_fit_its_base_is_not_merged(tmp_path):
     with pytest.raises(CheckpointError, match=r"gate_up_lora_B is missing"):
         checkpoint.export(tmp_path / "a", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def shallow(layers: int, canvas_length: int = 16) -> Any:
+    """A small model with an adapter of its attention."""
+    kinds = ("sliding_attention", "full_attention")
+    config = tiny_config(canvas_length, num_hidden_layers=layers, layer_types=[kinds[n % 2] for n in range(layers)])
+    return checkpoint.init(config, seed=1, device="cpu", kernels="torch")
+
+
+def test_an_adapter_of_a_model_of_another_depth_is_refused_wherever_it_is_used(tmp_path):
+    """Every tensor of an adapter of two layers has its place in a model of four."""
+    for layers in (2, 4):
+        checkpoint.save(shallow(layers), tmp_path / f"{layers}")
+    model = checkpoint.load(tmp_path / "2", device="cpu", kernels="torch")
+    adapt(model, targets(model, {"attention": LowRank(4, 6.0)}))
+    draw_adapters(model, 0, CPU, torch.float32)
+    checkpoint.save_adapter(model, tmp_path / "adapter", str(tmp_path / "2"))
+    said = r"adapter: was trained on another model \(diffusion_gemma, 2 layers, .*\) than this one \(.* 4 layers"
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.load(tmp_path / "4", device="cpu", kernels="torch", adapter=tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.export(tmp_path / "4", tmp_path / "merged", adapter=tmp_path / "adapter")
+    assert not (tmp_path / "merged").exists()
+    # without what our own file says of its base, as PEFT alone writes it
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file(load_file(file), file, {"format": "pt"})
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    for chosen in (config["target_modules"], ["q_proj", "k_proj", "v_proj", "o_proj"]):
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config | {"target_modules": chosen}))
+        with pytest.raises(CheckpointError, match=r"adapts \d+ modules of this model for which .* has no tensors"):
+            checkpoint.export(tmp_path / "4", tmp_path / "merged", adapter=tmp_path / "adapter")
+    two = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "layers_to_transform": [0, 1]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config | two))
+    checkpoint.export(tmp_path / "4", tmp_path / "merged", adapter=tmp_path / "adapter")  # it says so itself
+
+
+def test_an_adapter_over_other_weights_of_the_same_shape_is_told_in_one_line(tmp_path):
+    for seed in (1, 2):
+        checkpoint.save(checkpoint.init("tiny", seed=seed, device="cpu"), tmp_path / f"{seed}")
+    model = checkpoint.load(tmp_path / "1", device="cpu", kernels="torch")
+    adapt(model, targets(model, {"attention": LowRank(4, 6.0)}))
+    draw_adapters(model, 0, CPU, torch.float32)
+    checkpoint.save_adapter(model, tmp_path / "adapter", str(tmp_path / "1"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.export(tmp_path / "adapter", tmp_path / "again", peft=True)
+        checkpoint.load(tmp_path / "again", device="cpu", kernels="torch")
+    with pytest.warns(UserWarning, match=r"again: was trained on other weights than those of .*2, of the same shape"):
+        checkpoint.load(tmp_path / "2", device="cpu", kernels="torch", adapter=tmp_path / "again")
 
 
 def test_a_model_with_adapters_is_not_saved_as_a_checkpoint(tmp_path):

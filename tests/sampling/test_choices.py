@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from itertools import pairwise
 
@@ -153,6 +152,10 @@ def test_the_choices_of_an_objective_come_from_its_parts():
         ('{"corruption": "mask"}', "mask_id must be"),
         ('{"corruption": "mask", "mask_id": true}', "mask_id must be"),
         ('{"mask_id": 5}', "mask_id must be"),
+        (
+            '{"predictoin": "leave_one_out"}',
+            "unknown key predictoin; there are prediction, corr",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_in_one_line(tmp_path, text, reason):
@@ -160,11 +163,6 @@ def test_a_file_that_cannot_be_used_is_named_in_one_line(tmp_path, text, reason)
     with pytest.raises(CheckpointError, match=reason) as error:
         Choices.from_pretrained(tmp_path)
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_keys_of_a_later_version_are_left_alone(tmp_path):
-    (tmp_path / "blockdiff.json").write_text(json.dumps({"prediction": "posterior", "something_new": 1}))
-    assert Choices.from_pretrained(tmp_path) == Choices()
 
 
 def test_a_mask_token_outside_the_vocabulary_is_refused():

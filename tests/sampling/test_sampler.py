@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from blockdiff.checkpoint import Carried
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.checkpoint.tokenizer import mismatch
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling.draws import STEPS_AHEAD
@@ -276,6 +278,18 @@ def test_a_tokenizer_of_another_size_is_one_warning():
     assert len(caught) == 1 and f"which has {len(few)}" in str(caught[0].message)
     with pytest.warns(UserWarning, match="has 66 tokens, the model 40"):
         sampler_for(scripted(), character_tokenizer("".join(map(chr, range(40, 103)))), GENERATION)
+
+
+@pytest.mark.parametrize(("ids", "rows", "doubted"), [
+    (range(151_669), 151_936, False),  # padded, as Qwen3's
+    (range(413), 512, False),
+    (range(413), 1024, True),
+    ([0, 1, 512], 512, True),  # few tokens, and an id that cannot be
+    (range(262_144), 262_144, False),
+])  # fmt: skip
+def test_a_padded_table_is_no_other_tokenizers(ids, rows, doubted):
+    tokenizer = SimpleNamespace(get_vocab=lambda: {str(id): id for id in ids})
+    assert (mismatch(tokenizer, rows) is not None) == doubted
 
 
 def test_what_needs_more_positions_than_the_model_has_is_refused():

@@ -42,7 +42,7 @@ def inputs(tmp_path_factory):
     return {
         "seed": 1,
         "model": {"path": str(folder / "base")},
-        "lora": {"rank": 4, "parts": {"attention": 4, "mlp": 2, "experts": 2, "self_conditioning": 2}, "tokens": ["1"]},
+        "lora": {"parts": {"attention": 4, "mlp": 2, "experts": 2, "self_conditioning": 2}, "tokens": ["1"]},
         "data": {"train": rows["train"], "heldout": rows["test"], "cache": str(folder / "cache")},
         "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 1},
         "train": {"steps": 4, "batch_size": 6, "log_every": 1, "eval_every": 2, "save_every": 2},

@@ -28,7 +28,7 @@ from tests.commands import run
 from tests.little_model import LITTLE, save_preset
 
 CPU = torch.device("cpu")
-LORA = "lora={rank: 4, parts: {attention: 4, mlp: 4, experts: 4, self_conditioning: 4}}"
+LORA = "lora={parts: {attention: 4, mlp: 4, experts: 4, self_conditioning: 4}}"
 FROM_BASE = "model={path: base}"
 
 

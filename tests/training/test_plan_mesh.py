@@ -22,7 +22,7 @@ from tests.little_model import LITTLE, save_preset
 from tests.plan_ranks import traced
 
 SHARDED, TOKENS = "parallel={shard: full}", 40
-LORA = "lora={rank: 4, parts: {attention: 4, mlp: 4, experts: 4}}"
+LORA = "lora={parts: {attention: 4, mlp: 4, experts: 4}}"
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,7 @@ def test_a_wrong_source_or_column_is_named(recipes: Path) -> None:
         ("optim: {lora_r: 8}", "unknown key optim.lora_r; did you mean lora.rank?"),
         ("resume_from_checkpoint: true", "it is no key of a recipe; give --resume (from Python resume=True)"),
         ("train: {steps: 1, epochs: 1}", "train: give exactly one of train.steps and train.epochs"),
+        ("lora: {rank: 2, parts: {experts: 2}}", "lora: give one of lora.rank (of attention and mlp) and lora.parts"),
         ("train: {epochs: 0}", "train.epochs: input should be greater than 0"),
         ("train: 3", "train: a mapping with the keys steps, epochs, batch_size"),
         ("train: {steps: {a: 1}}", "train.steps: input should be a valid integer (got {'a': 1})"),
@@ -266,3 +268,12 @@ def test_every_recipe_in_the_repository_is_valid(monkeypatch: pytest.MonkeyPatch
 
 
 # -- recipes from Python -------------------------------------------------------------------------------------
+
+
+def test_ranks_by_part_replace_an_inherited_rank_and_change_one_by_one():
+    adapted = {"model": {"path": "a"}, "data": {"train": [{"response": "a"}]}, "train": {"steps": 1, "batch_size": 1}}
+    read = partial(read_recipe, needs_data=False)
+    rank, parts = ({**adapted, "lora": lora} for lora in ({"rank": 4}, {"parts": {"attention": 4, "experts": 2}}))
+    assert read(rank, ["lora.parts={experts: 8}"]).lora.ranks == {"experts": 8}
+    assert read(parts, ["lora.rank=8"]).lora.ranks == {"attention": 8, "mlp": 8}
+    assert read(parts, ["lora.parts.experts=8"]).lora.ranks == {"attention": 4, "experts": 8}

@@ -105,7 +105,7 @@ def test_adapters_of_a_sharded_run_are_exported_alone_and_merged(inputs, moved, 
     recipe = {
         **inputs,
         "model": {"path": str(moved / "model-4"), "dtype": "bfloat16"},
-        "lora": {"rank": 2, "parts": {"attention": 2, "experts": 2}},
+        "lora": {"parts": {"attention": 2, "experts": 2}},
         "optim": {"lr": 0.1, "schedule": "constant", "warmup_steps": 1},
     }
     forked.run_ranks(2, sharded_runs.train, tmp_path, recipe, ["train.steps=2", FULL], "run")

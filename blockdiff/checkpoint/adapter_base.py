@@ -1,0 +1,131 @@
+"""The base of an adapter: the model that it was trained on, by shape and by a digest of its weights.
+
+Our adapters say it in the metadata of their file. Of others, which PEFT alone wrote, the config says which modules are
+adapted, and each of these must have its tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from blockdiff.checkpoint.adapter_names import WEIGHTS, hub_module
+from blockdiff.checkpoint.added import listed, shapes_of
+from blockdiff.checkpoint.files import ADAPTER_CONFIG, fingerprint, metadata_in
+from blockdiff.errors import CheckpointError
+from blockdiff.models.family import BlockDiffusionModel, family_of
+
+BASE = "base"  # the entry of an adapter's file
+
+
+def base_record(model: BlockDiffusionModel) -> str:
+    """The shape of a model and a digest of the weights that it was loaded from, as JSON, for its adapter's file."""
+    origin = getattr(model.carried, "origin", None)
+    try:
+        weights = None if origin is None else fingerprint(origin)
+    except (CheckpointError, OSError):  # it has gone since it was loaded
+        weights = None
+    return json.dumps(_shape_of(model) | {"weights": weights}, sort_keys=True)
+
+
+def require_base(directory: Path, model: BlockDiffusionModel) -> None:
+    """Raises CheckpointError where the adapter in a directory says that it was trained on a model of another shape."""
+    said = _said(directory)
+    shape = _shape_of(model)
+    if said and any(said.get(key) != value for key, value in shape.items()):
+        raise CheckpointError(
+            f"{directory}: was trained on another model ({_words(said)}) than this one ({_words(shape)}); name its own"
+        )
+
+
+def warn_of_other_weights(directory: Path, weights: Path) -> None:
+    """One warning where the weights in a directory are not those on which the adapter in another was trained."""
+    said = _said(directory).get("weights")
+    if said is not None and said != fingerprint(weights):
+        warnings.warn(
+            f"{directory}: was trained on other weights than those of {weights}, of the same shape; "
+            "what it answers is right only if they are the same model in another form",
+            stacklevel=3,
+        )
+
+
+def require_every_target(
+    config: Mapping[str, Any], parts: Collection[str], model: BlockDiffusionModel, directory: Path
+) -> None:
+    """Raises CheckpointError where the config of an adapter adapts modules of a model for which there are no tensors.
+
+    parts: the adapter's tensors by our names.
+    """
+    family, missing = family_of(model.config), []
+    for ours, tensor in model.state_dict().items():
+        module, _, leaf = ours.rpartition(".")
+        if family.part_of(ours) not in family.adapted_parts:
+            continue
+        is_linear, prefix = leaf == "weight" and tensor.dim() == 2, ""
+        if not is_linear:
+            prefix = {"gate_up_proj": "gate_up_", "down_proj": "down_"}.get(leaf, "")
+            if not prefix:
+                continue
+        hub = hub_module(f"{module}.x", model)
+        whole = family.names.fused_of(hub) if is_linear else None
+        hub = hub if whole is None else whole[0]
+        copies = [name if is_linear else f"{name}.{leaf}" for name in family.names.copies(hub)]
+        is_adapted = f"{module}.{prefix}lora_A" in parts
+        if not is_adapted and any(_is_target(config, name, is_linear) for name in copies):
+            missing.append(copies[0])
+    if missing:
+        raise CheckpointError(
+            f"{directory}: {ADAPTER_CONFIG} adapts {len(missing)} modules of this model for which {WEIGHTS} has no "
+            f"tensors ({listed(missing)}); it is an adapter of another model, name that one"
+        )
+
+
+def _is_target(config: Mapping[str, Any], name: str, is_module: bool) -> bool:
+    """True where a config of PEFT adapts the module or parameter of this name in transformers."""
+    if not is_module:
+        return _matches(config.get("target_parameters") or [], name)
+    layers, number = config.get("layers_to_transform"), re.search(r"\.(\d+)\.", name)
+    if layers is not None and number and int(number[1]) not in (layers if isinstance(layers, list) else [layers]):
+        return False
+    is_excluded = _matches(config.get("exclude_modules") or [], name)
+    return not is_excluded and _matches(config.get("target_modules") or [], name)
+
+
+def _matches(words: str | Collection[str], name: str) -> bool:
+    """PEFT's rule: a regular expression for the whole name, or names and ends of names."""
+    if isinstance(words, str):
+        return re.fullmatch(words, name) is not None
+    return any(name == word or name.endswith("." + word) for word in words)
+
+
+def _shape_of(model: BlockDiffusionModel) -> dict[str, Any]:
+    shapes = sorted(shapes_of(model).items())
+    return {
+        "type": model.config.model_type,
+        "layers": len(model.layers),
+        "hidden": model.vocabulary.table.shape[1],
+        "vocabulary": model.vocab_size,
+        "tensors": hashlib.blake2b(json.dumps(shapes).encode(), digest_size=16).hexdigest(),
+    }
+
+
+def _words(shape: Mapping[str, Any]) -> str:
+    sizes = f"{shape.get('layers')} layers, hidden {shape.get('hidden')}, {shape.get('vocabulary')} tokens"
+    return f"{shape.get('type')}, {sizes}, tensors {str(shape.get('tensors'))[:6]}"
+
+
+def _said(directory: Path) -> dict[str, Any]:
+    """What an adapter's file says of its base; empty where it says nothing, as PEFT's do."""
+    file = directory / WEIGHTS
+    try:
+        said = json.loads(metadata_in(file).get(BASE, "{}")) if file.exists() else {}
+    except json.JSONDecodeError:
+        said = None
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{file}: its metadata {BASE!r} is not readable; write the adapter again")
+    return said
