@@ -120,7 +120,7 @@ def _words(shape: Mapping[str, Any]) -> str:
 
 
 def _said(directory: Path) -> dict[str, Any]:
-    """What an adapter's file says of its base; empty where it says nothing, as PEFT's do."""
+    """The record of its base in the file of an adapter; empty where there is none, as in those of PEFT."""
     file = directory / WEIGHTS
     try:
         said = json.loads(metadata_in(file).get(BASE, "{}")) if file.exists() else {}
