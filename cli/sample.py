@@ -141,6 +141,7 @@ def sample(
     mesh = together.join(tensor_parallel, device, model)
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Recorder, Request, Sampler
+    from blockdiff.sampling.constraints.byte_automaton import of_regex
     from blockdiff.sampling.controls.template import parse_template
     from blockdiff.terminal import quiet
 
@@ -153,6 +154,8 @@ def sample(
         Request(1, **shape, **asked, **controls).check()
         if template is not None:
             parse_template(template)
+        if regex is not None:
+            of_regex(regex)  # it is kept, so it is not compiled again
     except RequestError as error:
         raise typer.BadParameter(str(error)) from None
     entries = requests_of(prompt, chat, prompts)

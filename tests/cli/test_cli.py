@@ -118,6 +118,7 @@ def test_help_imports_nothing_heavy() -> None:
                 (["-n", "2", "--best-of", "2"], "leave one out"),
                 (["--best-of", "5000"], "1024"),
                 (["--template", "<?0>"], "a hole of 16 tokens is <?16>"),
+                (["--regex", "[1"], "'[1' cannot be used: unterminated character set"),
                 (["--noise", "0.5"], "give a draft with it"),
                 (["--banned", ""], "banned must be a list"),
                 (["--repetition-penalty", "nan"], "repetition_penalty must be"),
