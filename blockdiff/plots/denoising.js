@@ -1,5 +1,7 @@
 "use strict";
 // Draws the moments that blockdiff/plots/denoising.py writes. Texts of data become text nodes, never markup.
+// A page of a trace reads them from its `data`. In a live page `data` is empty: its script calls `start` with requests
+// whose views are empty, and then `receive` with each new moment.
 
 const STATES = ["noise", "guess", "committed", "given"]; // the lowest two bits of a cell's flags
 const FLAGS = { kept: 4, changed: 8, wrong: 16, pinned: 32, stays: 64, renewed: 128 };
@@ -129,6 +131,7 @@ function draw() {
 }
 
 function drawMap() {
+  if (!view) return;
   const map = find("map"), moments = view.moments, length = moments[0].flags.length;
   const width = map.clientWidth || 400, scale = window.devicePixelRatio || 1, left = 78, right = 60;
   const high = Math.max(5, Math.min(22, Math.floor(420 / moments.length))), wide = (width - left - right) / length;
@@ -209,6 +212,7 @@ function drawAll() {
 // Going from one to another.
 
 function go(moment) {
+  if (!view) return; // a live page, before the first moment
   at = Math.max(0, Math.min(view.moments.length - 1, moment));
   draw();
 }
@@ -227,6 +231,12 @@ function chooseRequest(newRequest) {
   [...find("requests").children].forEach((button, place) => button.setAttribute("aria-pressed", run.requests[place] === request));
   for (const part of ["prompt", "text", "control"]) find(part).textContent = request[part];
   find("control-part").hidden = !request.control;
+  view = undefined;
+  drawViews();
+  if (request.views.length) choose(request.views[0]);
+}
+
+function drawViews() {
   const canvases = request.views.filter((each) => each.steps !== undefined);
   const most = Math.max(1, ...canvases.map((each) => each.limit ?? each.steps));
   find("views").replaceChildren(...request.views.map((each) => {
@@ -238,10 +248,10 @@ function chooseRequest(newRequest) {
       bar.style.width = `${(100 * each.steps) / most}%`;
       button.append(" ", make("small", { textContent: words }), make("span", { className: "bar" }, bar));
     }
+    button.setAttribute("aria-pressed", each === view);
     button.addEventListener("click", () => { pause(); choose(each); });
     return button;
   }));
-  choose(request.views[0]);
 }
 
 function play() {
@@ -265,7 +275,7 @@ function moveTo(place) {
 }
 
 function pressed(event) {
-  if (event.ctrlKey || event.altKey || event.metaKey) return;
+  if (!view || event.ctrlKey || event.altKey || event.metaKey) return;
   const target = event.target, inStage = find("stage").contains(target), isSlider = target === find("slider");
   const across = { ArrowLeft: -1, ArrowRight: 1 }[event.key], down = { ArrowUp: -1, ArrowDown: 1 }[event.key];
   const canvas = { PageUp: -1, PageDown: 1 }[event.key];
@@ -286,17 +296,21 @@ function columns() {
   return next < 0 ? all.length : next;
 }
 
-function start(data) {
-  run = data;
+function drawLegend() {
   find("most").textContent = run.most.toFixed(2);
-  find("left-out").textContent = `This page would be too large with everything. Left out: ${run.left_out}.`;
-  find("left-out").hidden = !run.left_out;
   const moments = run.requests.flatMap((each) => each.views).flatMap((each) => each.moments);
   const occurs = (bits) => moments.some((moment) => moment.flags.some(bits));
   find("legend-pinned").hidden = !occurs((flags) => flags & FLAGS.pinned);
   find("legend-stays").hidden = !occurs((flags) => flags & FLAGS.stays);
   find("legend-wrong").hidden = !occurs((flags) => flags & FLAGS.wrong);
   find("legend-grid").hidden = !occurs((flags) => (flags & 3) === 3);
+}
+
+function start(data) {
+  run = data;
+  find("left-out").textContent = `This page would be too large with everything. Left out: ${run.left_out}.`;
+  find("left-out").hidden = !run.left_out;
+  drawLegend();
   find("requests").append(...run.requests.map((each) => {
     const steps = each.views.reduce((sum, one) => sum + (one.steps ?? 0), 0);
     const button = make("button", { type: "button" }, `request ${each.id} `, make("small", { textContent: count(steps, "step") }));
@@ -305,10 +319,6 @@ function start(data) {
   }));
   find("requests").hidden = run.requests.length < 2;
   find("main").hidden = false;
-  if (!run.requests.some((each) => each.views.length)) {
-    find("main").replaceChildren("Nothing was denoised.");
-    return;
-  }
   const step = (change) => () => { pause(); go(at + change); };
   for (const [id, change] of [["first", -Infinity], ["back", -1], ["next", 1], ["last", Infinity]])
     find(id).addEventListener("click", step(change));
@@ -333,11 +343,45 @@ function start(data) {
   document.addEventListener("keydown", pressed);
   window.addEventListener("resize", drawMap);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawMap);
-  chooseRequest(run.requests.find((each) => each.views.length));
+  chooseRequest(run.requests.find((each) => each.views.length) ?? run.requests[0]);
   document.documentElement.dataset.ready = "yes";
 }
 
-read().then(start, (error) => {
+// One more moment of a running request, and the text so far: `facts` are those of the moment's view (a view with another
+// name begins a new one), `texts` are new ones behind those that the page has. Who looks at the last moment goes on with it.
+function receive(number, facts, moment, { texts = [], text, most = 0 } = {}) {
+  const of = run.requests[number], isNew = of.views.at(-1)?.name !== facts.name;
+  const follows = request === of && timer === null && (!view || (view === of.views.at(-1) && at === view.moments.length - 1));
+  run.texts.push(...texts);
+  run.most = Math.max(run.most, most);
+  of.text = text ?? of.text;
+  if (isNew) of.views.push({ ...facts, moments: [] });
+  const last = Object.assign(of.views.at(-1), facts);
+  last.moments.push(moment);
+  drawLegend();
+  if (request !== of) return;
+  find("text").textContent = of.text;
+  drawViews();
+  if (view === last) {
+    const place = position;
+    layOut(); // the newest moment decides how wide the cells are
+    position = place;
+  } else if (follows) choose(last);
+  go(follows ? Infinity : at);
+  drawAll();
+}
+
+function say(words) {
   find("main").hidden = false;
-  find("main").replaceChildren(`The data of this page cannot be read (${error.message}); it needs a browser of 2023 or newer.`);
-});
+  find("main").replaceChildren(words);
+}
+
+function show(data) {
+  if (!data.requests.length) return say("Nothing was denoised.");
+  start(data);
+  if (!window.matchMedia("(prefers-reduced-motion: reduce)").matches) play();
+}
+
+if (find("data").textContent.trim())
+  read().then(show, (error) =>
+    say(`The data of this page cannot be read (${error.message}); it needs a browser of 2023 or newer.`));

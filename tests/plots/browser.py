@@ -20,7 +20,7 @@ FLAGS = (
 KEYS = {"left": "\ue012", "right": "\ue014", "up": "\ue013", "down": "\ue015", "home": "\ue011", "end": "\ue010"} | {
     "page up": "\ue00e", "page down": "\ue00f", "tab": "\ue004", "escape": "\ue00c", "space": " "
 }  # fmt: skip
-SECONDS = 600  # that the browser may take to start or to answer
+SECONDS = 60  # that the browser may take to start or to answer
 
 
 def missing() -> str:
@@ -44,6 +44,7 @@ class Browser:
         self.driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             self._start()
+            self.prefer()
         except BaseException:
             self.driver.kill()
             raise
@@ -78,9 +79,10 @@ class Browser:
         element = self._ask("POST", "/element", {"using": "css selector", "value": selector})
         self._ask("POST", f"/element/{next(iter(element.values()))}/click", {})
 
-    def colours(self, scheme: str) -> None:
-        """Prefer a colour scheme, light or dark."""
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
+    def prefer(self, scheme: str = "light", motion: str = "reduce") -> None:
+        """Prefer a colour scheme, light or dark, and as little motion as can be, or "no-preference"."""
+        wishes = {"prefers-color-scheme": scheme, "prefers-reduced-motion": motion}
+        features = [{"name": name, "value": value} for name, value in wishes.items()]
         command = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}}
         self._ask("POST", "/goog/cdp/execute", command)
 

@@ -194,6 +194,38 @@ def test_play_runs_to_the_end_and_space_pauses_it(opened: Browser) -> None:
     assert "play" in shown(opened, "play") and shown(opened) == "committed"
 
 
+def test_a_page_begins_to_move_unless_its_reader_wants_little_motion(opened: Browser, tmp_path: Path) -> None:
+    assert "play" in shown(opened, "play")
+    opened.prefer(motion="no-preference")
+    opened.open(tmp_path / "page.html")
+    assert "pause" in shown(opened, "play")
+    opened.press("home")
+    assert "play" in shown(opened, "play") and shown(opened) == "noise"
+    opened.prefer()
+
+
+def test_a_live_page_shows_each_moment_as_it_comes(browser: Browser, tmp_path: Path) -> None:
+    html = page([traced("a", [2, 3, 4, 10, 6, 5], steps=4, canvases=2)], decode, "t")
+    data = data_of(html)
+    head, mark, rest = html.partition('id="data">')
+    views, empty = data["requests"][0]["views"], {**data["requests"][0], "views": [], "text": ""}
+    head = head.replace("<html", "<html data-ready=yes")
+    (tmp_path / "live.html").write_text(head + mark + rest[rest.index("</script>") :])
+    browser.open(tmp_path / "live.html")
+    browser.run("start(arguments[0])", {**data, "requests": [empty]})
+    browser.press("right")  # nothing is there yet
+    for view in views:
+        facts = {key: value for key, value in view.items() if key != "moments"}
+        for moment in view["moments"]:
+            browser.run("receive(0, arguments[0], arguments[1], {text: '12'})", facts, moment)
+            assert shown(browser) == moment["name"] and shown(browser, "text") == "12"
+    assert browser.run("return document.querySelector('#views [aria-pressed=true]').textContent").startswith("canvas 2")
+    assert cells(browser) == ["1", "2", "3", "·word", "⏎", "4"] and browser.log() == []
+    browser.press("left")  # who looks back is left there
+    browser.run("receive(0, arguments[0], arguments[1])", facts, moment)
+    assert shown(browser) == "step 4"
+
+
 def test_what_the_step_saw_and_other_requests_can_be_chosen(opened: Browser) -> None:
     opened.press("right", "right", "right")
     guessed = cells(opened)
@@ -234,14 +266,14 @@ def test_both_colour_schemes_can_be_read(opened: Browser) -> None:
     """
     pages = []
     for scheme in ("light", "dark"):
-        opened.colours(scheme)
+        opened.prefer(scheme)
         found = {name: light_of(colour) for name, colour in opened.run(script).items()}
         pairs = [("ink", ground) for ground in ("page", "cell", "given", "hot")]
         for text, ground in [*pairs, ("soft", "page"), ("wrong", "page")]:
             darker, lighter = sorted((found[text], found[ground]))
             assert (lighter + 0.05) / (darker + 0.05) >= 4.5, (scheme, text, ground)
         pages.append(opened.run("return getComputedStyle(document.body).backgroundColor"))
-    opened.colours("light")
+    opened.prefer()
     assert pages == ["rgb(255, 255, 255)", "rgb(20, 23, 28)"]
 
 
