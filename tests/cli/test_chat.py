@@ -141,7 +141,9 @@ OPTIONS = ["--steps", "2", "--max-new-tokens", "34", "--seed", "3"]
 def test_a_pipe_gets_an_answer_to_each_line_as_sample_gives_it(model: Path) -> None:
     run = CliRunner().invoke(app, ["chat", str(model), *OPTIONS], input="Hi\n\nTwo \\\nlines\n/reset\nHi\n")
     assert run.exit_code == 0, run.output
-    assert "Traceback" not in run.output and run.stderr == "the conversation begins anew\n"
+    assert "Traceback" not in run.output and run.stderr.endswith(
+        "the conversation begins anew\n"
+    )  # reasoning may stand before it
     alone = CliRunner().invoke(app, ["sample", str(model), "--chat", "Hi", *OPTIONS])
     assert run.stdout.startswith(alone.stdout.strip())
     again = CliRunner().invoke(app, ["chat", str(model), *OPTIONS], input="Hi\nTwo \\\nlines\n/reset\nHi\n")
@@ -171,7 +173,7 @@ def test_a_talk_in_which_nothing_could_be_answered_says_why_once_and_fails(model
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("words", [["--temperature", "0"], ["--entropy-bound", "-1"], ["--strategy", "quick"]])
+@pytest.mark.parametrize("words", [["--temperature", "-1"], ["--entropy-bound", "-1"], ["--strategy", "quick"]])
 def test_settings_that_cannot_be_are_refused_in_one_line(model: Path, words: list[str]) -> None:
     run = CliRunner().invoke(app, ["chat", str(model), *words], input="Hi\n")
     assert run.exit_code in (1, 2) and len(run.stderr.splitlines()) == 1, run.output

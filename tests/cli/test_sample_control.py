@@ -63,15 +63,15 @@ def test_a_line_of_a_prompts_file_goes_before_the_options(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words,message",
+    "words,message,code",
     [
-        (("--noise", "0.5"), "give a draft with it"),
-        (("--regex", "["), "cannot be used"),
-        (("--template", "abc"), "no hole to fill"),
-        (("--json-schema", "nowhere.json"), "nowhere.json: cannot be read"),
-        (("--repetition-penalty", "-1"), "must be a number more than 0"),
+        (("--noise", "0.5"), "give a draft with it", 2),
+        (("--regex", "["), "cannot be used", 2),
+        (("--template", "abc"), "no hole to fill", 2),
+        (("--json-schema", "nowhere.json"), "nowhere.json: cannot be read", 1),
+        (("--repetition-penalty", "-1"), "must be a number more than 0", 2),
     ],
 )
-def test_what_cannot_hold_a_response_is_one_line(model, words, message):
+def test_what_cannot_hold_a_response_is_one_line(model, words, message, code):
     result = sample(model, "--prompt", "a", *words)
-    assert result.exit_code == 1 and message in result.stderr and len(result.stderr.splitlines()) == 1
+    assert result.exit_code == code and message in result.stderr and len(result.stderr.splitlines()) == 1

@@ -61,5 +61,5 @@ def test_thinking_is_asked_for_in_a_chat_and_refused_for_raw_text(model):
     assert asked.exit_code == 0 and "mean log-probability per token -" in asked.stderr
     assert asked.stdout != run("sample", model, "--chat", "hi").stdout
     refused = run("sample", model, "--prompt", "hi", "--thinking")
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert "thinking is asked for in the chat template, so it needs messages" in refused.stderr
