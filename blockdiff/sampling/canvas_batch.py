@@ -143,7 +143,8 @@ class CanvasBatch:
         """The shape that all canvases draw from, at whatever temperatures; None if their step cannot be captured."""
         strategies = {row.strategy for row in self.sequences}
         controls = next(iter(self._controls_of_calls), [])
-        if self.graphs is None or len(strategies) > 1 or any(row.is_watched for row in self.sequences):
+        is_looked_at = any(row.is_watched or row.reader is not None for row in self.sequences)
+        if self.graphs is None or len(strategies) > 1 or is_looked_at:
             return None
         if not all(each.rows is None for each in controls):
             return None
@@ -183,14 +184,15 @@ class CanvasBatch:
             step.temperature_BT[torch.tensor(places, device=self.model.device)] = temperatures
         self._is_new = False
         step.now.fill_(now)
-        calls, records = self._calls(steps), list[Step]()
+        calls, records, hidden = self._calls(steps), list[Step](), list[Tensor]()
         if self._captured is not None:
             assert self.graphs is not None
             self.graphs.run(self._captured[1], lambda: step(calls[0]))
         else:
             for call, of in zip(calls, self._slices(), strict=True):
-                tokens_BL, stats, decision = step(call)
-                records += self._records(of.start, steps, tokens_BL, stats, decision)
+                inputs, stats, decision = step(call)
+                records += self._records(of.start, steps, inputs.tokens_BL, stats, decision)
+                hidden.append(inputs.hidden_BLD)
         for call in calls:
             guided = 0 if call.guided is not None and not len(call.guided) else 1
             rows = call.padded if call.hidden_BLD is None else 0
@@ -200,7 +202,12 @@ class CanvasBatch:
         # where no canvas can end the host need not wait for the device; else it waits here, once
         is_last = any(n + 1 == canvas.sequence.max_steps for n, canvas in zip(steps, self.canvases, strict=True))
         may_end = is_last or any(step.may_stop[call.strategies] for call in calls)
-        return self._finished(self._report.read(len(steps)) if may_end else None, steps), records
+        finished = self._finished(self._report.read(len(steps)) if may_end else None, steps)
+        for canvas in finished:
+            if canvas.sequence.reader is not None and canvas.index is not None:
+                number, place = divmod(canvas.index, self.width) if self.exact else (0, canvas.index)
+                canvas.sequence.reader(hidden[number][place])
+        return finished, records
 
     def _calls(self, steps: abc.Sequence[int]) -> list[StepCall]:
         """The calls of a step; steps: the step that each canvas is at."""

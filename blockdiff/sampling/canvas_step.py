@@ -53,8 +53,8 @@ class CanvasStep:
             if given_L is not None:
                 buffer_BL[place] = given_L
 
-    def __call__(self, call: StepCall) -> tuple[Tensor, Stats, Decision]:
-        """Denoise every canvas of a call once and decide what stays: the tokens seen [B, L], statistics, decision."""
+    def __call__(self, call: StepCall) -> tuple[StepInputs, Stats, Decision]:
+        """Denoise every canvas of a call once and decide what stays."""
         lo, count = call.first * self.width, call.rows * self.width
         of, mask_id = slice(lo, lo + count), self.settings.diffusion.mask_id
         padded = slice(lo, lo + call.padded * self.width)
@@ -92,7 +92,7 @@ class CanvasStep:
         state.write(slice(None), next_state)
         self.start_BL[of].fill_(-1)
         self.may_stop[call.strategies] = decision.stop_B is not None
-        return tokens_BL, stats, decision
+        return inputs, stats, decision
 
     def _denoised(self, buffers: StepBuffers, tokens_BL: Tensor, soft_BLD: Tensor | None, first: int) -> Tensor:
         """Hidden states [B, L, D], by one call, of canvases: `width` side by side after each row from `first` on."""

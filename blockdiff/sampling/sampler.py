@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.models.pages import PAGE_TOKENS, Pages
 from blockdiff.sampling.engine import Engine
+from blockdiff.sampling.read import Choices, Read, Reading
 from blockdiff.sampling.request import Prompt, Request, Result, as_request, require_seed
 from blockdiff.sampling.sequence import Sequence, sequences_of
 from blockdiff.sampling.settings import SamplingSettings, settings_of
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.parallel.mesh import Mesh
 
+_T = TypeVar("_T")
 OnCanvas = Callable[[CommittedCanvas], object]
 OnStep = Callable[[Step], object]
 
@@ -174,9 +176,7 @@ class Sampler:
         is_strict: bool,
     ) -> list[list[Sequence] | Result]:
         """The draws of each prompt; of one that cannot be answered its failed result, or where strict RequestError."""
-        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-            given = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
-            raise RequestError(f"prompts must be a list, got {given}; write [prompt]")
+        prompts = _listed(prompts)
         require_seed(seed)
         settings = self.generation
         if max_new_tokens is not None:
@@ -198,6 +198,35 @@ class Sampler:
                     raise RequestError(f"prompts[{place}]: {error}" if len(prompts) > 1 else str(error)) from None
                 entries.append(Result.failed(prompt.id if isinstance(prompt, Request) else place, error))
         return entries
+
+    def read(
+        self,
+        prompts: Iterable[Prompt],
+        template: str,
+        choices: Choices | None = None,
+        steps: int = 1,
+        draws: int = 4,
+        seed: int = 0,
+        batch_size: int = 32,
+        exact: bool = False,
+    ) -> list[Read]:
+        """The distributions of a template's holes for prompts as in `generate`, one `Read` each, in the same order.
+
+        `<?answer>` is a hole for one of `choices["answer"]`, texts of equally many tokens; `<?answer:3>` a free one of
+        three tokens. They are read after `steps` denoising steps, and averaged over `draws` draws of the noise. Raises
+        RequestError for what cannot be read, before anything runs.
+        """
+        readings = []
+        for place, prompt in enumerate(_listed(prompts)):
+            request = as_request(prompt, place)
+            try:
+                readings.append(Reading.of(request, template, choices, self.model, self.settings, steps, draws, seed))
+            except RequestError as error:
+                raise RequestError(f"prompt {request.id!r}: {error}") from None
+        for _, result in self._answers([each.sequences for each in readings], batch_size, None, None, exact, None):
+            if result.error is not None:
+                raise RequestError(f"prompt {result.id!r}: {result.error}")
+        return [reading.answer() for reading in readings]
 
     def _answers(
         self,
@@ -273,6 +302,14 @@ class Sampler:
             pages=pages,
         )
         return _Idle(engine, tokens, purpose)
+
+
+def _listed(prompts: Iterable[_T]) -> Iterable[_T]:
+    """The prompts; RequestError where they are no list."""
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        given = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
+        raise RequestError(f"prompts must be a list, got {given}; write [prompt]")
+    return prompts
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class Sequence:
     without_prompt: the same of bos and the committed canvases, for guidance, which denoises each canvas without the
     prompt, too; last_hidden_D: the hidden state of the last encoded token, from which the next one is scored or drawn;
     shared_tokens: the number of known tokens that others had encoded; in_flight: the canvases that are denoised, in
-    order; is_watched: whether its steps are recorded; told: the last recorded step of each canvas.
+    order; is_watched: whether its steps are recorded; told: the last recorded step of each canvas; reader: called with
+    the hidden states [L, D] of the last step of a canvas.
     """
 
     request: Request
@@ -89,6 +90,7 @@ class Sequence:
     is_scored: bool = False
     is_guided: bool = False
     is_watched: bool = False
+    reader: abc.Callable[[Tensor], object] | None = None
 
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -254,9 +256,14 @@ def sequences_of(
     draws = first.draws
     draws.append(first)
     for n in range(1, request.best_of):
-        own = dict(id=f"{request.id} draw {n}", seed=child_seed(own_seed, n), draw=n)
-        draws.append(replace(first, **own, tokens=[], steps=[], known=[], in_flight=[], told={}, top_logprobs=[]))  # type: ignore[arg-type]
+        draws.append(drawn_again(first, n))
     return draws
+
+
+def drawn_again(first: Sequence, draw: int) -> Sequence:
+    """Another answer to the request of `first`, before it has begun, with a seed that follows from its own."""
+    own = dict(id=f"{first.request.id} draw {draw}", seed=child_seed(first.seed, draw), draw=draw)
+    return replace(first, **own, tokens=[], steps=[], known=[], in_flight=[], told={}, top_logprobs=[])  # type: ignore[arg-type]
 
 
 def _require_plain(strategy: Strategy, max_steps: int, settings: SamplingSettings) -> None:

@@ -18,7 +18,7 @@ from blockdiff.sampling.calls import StepInputs
 from blockdiff.sampling.canvas_controls import controls_of
 from blockdiff.sampling.control import ResponseControl, control_of
 from blockdiff.sampling.controls.restriction import FREE
-from blockdiff.sampling.controls.template import parse_template
+from blockdiff.sampling.controls.template import Hole, parse_template
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.settings import SamplingSettings
@@ -74,20 +74,23 @@ def spell(text: str) -> list[int]:
 @pytest.mark.parametrize(
     "template,parts",
     [
-        ("a<?3>b", ["a", 3, "b"]),
-        ("<?3>", [3]),
-        ("<?1><?2>", [1, 2]),
-        ("<??3><?2>", ["<?3>", 2]),
-        ("<??xml?><?16>", ["<?xml?>", 16]),
-        ("a<b?<?1>", ["a<b?", 1]),
-        ("<???><?1>", ["<??>", 1]),
+        ("a<?3>b", ["a", Hole(3), "b"]),
+        ("<?3>", [Hole(3)]),
+        ("<?1><?2>", [Hole(1), Hole(2)]),
+        ("<??3><?2>", ["<?3>", Hole(2)]),
+        ("<??xml?><?16>", ["<?xml?>", Hole(16)]),
+        ("a<b?<?1>", ["a<b?", Hole(1)]),
+        ("<???><?1>", ["<??>", Hole(1)]),
+        ("<?né_1>, <?b:12>", [Hole(None, "né_1"), ", ", Hole(12, "b")]),
     ],
 )
 def test_a_template_is_text_and_holes(template, parts):
     assert parse_template(template) == parts
 
 
-@pytest.mark.parametrize("template", ["<?>", "<?0>", "<?x>", "a<?", "<?3", "<?-1>", "abc", "", "<??3>"])
+@pytest.mark.parametrize(
+    "template", [*["<?>", "<?0>", "<?x:0>", "<?1:2>", "<?x:>", "a<?", "<?3", "<?-1>", "abc", "<??3>"], ""]
+)
 def test_what_is_no_template_is_refused_with_how_to_write_it(template):
     with pytest.raises(RequestError, match=r"<\?16>") as caught:
         parse_template(template)
@@ -350,6 +353,7 @@ def test_the_engine_answers_as_the_loop_in_lockstep_does_and_groups_of_rows_chan
         ({"regex": ""}, "regex is empty; leave it out"),
         ({"json_schema": " "}, "json_schema is empty; leave it out"),
         ({"template": ""}, "the template has no hole"),
+        ({"template": "a<?x>"}, "hole <\\?x> has no size"),
         ({"banned": ["a" * 20_000]}, "the banned texts have 20,000 bytes"),
         ({"regex": "a", "json_schema": "{}"}, "give one of regex and json_schema"),
         ({"regex": "x"}, "no tokens for any text"),

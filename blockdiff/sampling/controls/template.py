@@ -13,8 +13,16 @@ if TYPE_CHECKING:
     from blockdiff.sampling.request import Request
     from blockdiff.sampling.settings import SamplingSettings
 
-_HOLE = re.compile(r"<\?(?:(\?)|(\d{1,9})>)?")
+_HOLE = re.compile(r"<\?(?:(\?)|(?:(\d{1,9})|([^\W\d]\w*)(?::(\d{1,9}))?)>)?")
 MOST_TOKENS = 1 << 20  # of a hole
+
+
+@dataclass(frozen=True)
+class Hole:
+    """A hole of so many tokens; None where only its name is given, for a read that has choices for it."""
+
+    tokens: int | None
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,12 @@ class Template:
         tokenizer, eos_ids = tokenizer_for("a template", settings), settings.generation.eos_ids
         pins: list[int] = []
         for part in parse_template(self.text):
-            text = "the template's text"
-            pins += [FREE] * part if isinstance(part, int) else request.spelt(part, tokenizer, text)
+            if isinstance(part, str):
+                pins += request.spelt(part, tokenizer, "the template's text")
+            elif part.tokens is None:
+                raise RequestError(f"the template's hole <?{part.name}> has no size; one of 16 tokens is <?16>")
+            else:
+                pins += [FREE] * part.tokens
         if any(token in eos_ids for token in pins):
             raise RequestError("the template has the token that ends a response; leave it out, it comes by itself")
         if settings.diffusion.mask_id in pins:
@@ -56,12 +68,13 @@ class Template:
         return Restriction(pins=pins + ([eos_ids[0]] * missing if missing else []))
 
 
-def parse_template(template: str) -> list[str | int]:
-    """Texts and sizes of holes in their order: `<?16>` is a hole of 16 tokens, and `<??` stands for `<?`.
+def parse_template(template: str) -> list[str | Hole]:
+    """Texts and holes in their order: `<?16>` is a hole of 16 tokens, `<?name:16>` one with a name, `<?name>` one whose
+    size its choices say, and `<??` stands for `<?`.
 
     RequestError for any other `<?`, a hole of no tokens or more than a million, and a template without a hole.
     """
-    parts: list[str | int] = []
+    parts: list[str | Hole] = []
     literal, end = "", 0
     for found in _HOLE.finditer(template):
         literal += template[end : found.start()]
@@ -69,18 +82,20 @@ def parse_template(template: str) -> list[str | int]:
         if found[1]:
             literal += "<?"
             continue
-        if not found[2] or not int(found[2]):
+        size = found[2] or found[4]
+        if not (size or found[3]) or (size and not int(size)):
             around = template[found.start() : found.start() + 12]
             raise RequestError(
                 f"the template has {around!r} at character {found.start()}; a hole of 16 tokens is <?16>, and <? "
                 "itself is written <??"
             )
-        if int(found[2]) > MOST_TOKENS:
-            raise RequestError(f"the template has a hole of {int(found[2]):,} tokens; {MOST_TOKENS:,} are the most")
-        parts += [literal, int(found[2])] if literal else [int(found[2])]
+        if size and int(size) > MOST_TOKENS:
+            raise RequestError(f"the template has a hole of {int(size):,} tokens; {MOST_TOKENS:,} are the most")
+        parts += [literal] if literal else []
+        parts.append(Hole(int(size) if size else None, found[3]))
         literal = ""
     literal += template[end:]
     parts += [literal] if literal else []
-    if not any(isinstance(part, int) for part in parts):
+    if not any(isinstance(part, Hole) for part in parts):
         raise RequestError("the template has no hole to fill; write one of 16 tokens as <?16>")
     return parts

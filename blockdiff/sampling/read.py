@@ -1,0 +1,200 @@
+"""Reads: the distribution of the holes of a template, from a few denoising steps instead of an answer.
+
+The template's texts are pinned, its holes are noise. After the last step the model's logits in the holes say how
+probable each choice is, and the mean over several draws of the noise is the answer. Holes are read at once, each by its
+own marginal; only a product of these stands for several together.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from blockdiff.errors import RequestError
+from blockdiff.sampling.controls.restriction import FREE, tokenizer_for
+from blockdiff.sampling.controls.template import Hole, parse_template
+from blockdiff.sampling.request import Request
+from blockdiff.sampling.sequence import Sequence, drawn_again, sequences_of
+
+if TYPE_CHECKING:
+    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.sampling.settings import SamplingSettings
+
+Choices = abc.Mapping[str, abc.Sequence[str]]
+MOST_DRAWS = 1024
+TOP = 10  # tokens that are named of each position of a free hole
+
+
+@dataclass(frozen=True)
+class Read:
+    """The distributions of the holes of one prompt: by hole and by text.
+
+    probabilities: the mean over draws; spread: their standard deviation over draws, 0 for one. The choices of a hole
+    add up to 1. Of a free hole the likeliest tokens are named, and its positions are holes of their own ("name[0]")
+    where there are several.
+    """
+
+    id: str | int
+    probabilities: dict[str, dict[str, float]]
+    spread: dict[str, dict[str, float]]
+
+    def product_of_marginals(self, **choices: str) -> float:
+        """The product of the probabilities of some choices; the joint probability only where holes are independent."""
+        product = 1.0
+        for hole, text in choices.items():
+            product *= self.probabilities[hole][text]
+        return product
+
+
+@dataclass(eq=False)
+class Reading:
+    """A read of one prompt under way: its draws are `sequences` for an engine, and `answer` is for when they are done.
+
+    holes: by name, the positions in the canvas and the tokens of each choice (None: a free hole's position).
+    distributions: by the number of each draw that is done and by hole, fp64.
+    """
+
+    model: BlockDiffusionModel
+    settings: SamplingSettings
+    holes: dict[str, tuple[list[int], dict[str, list[int]] | None]]
+    sequences: list[Sequence] = field(default_factory=list)
+    distributions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        template: str,
+        choices: Choices | None,
+        model: BlockDiffusionModel,
+        settings: SamplingSettings,
+        steps: int = 1,
+        draws: int = 4,
+        seed: int = 0,
+    ) -> Reading:
+        """The read of a request's prompt; RequestError says what of it cannot be.
+
+        steps: denoising steps before the distributions are read; draws: of the noise, by seeds that follow from the
+        request's, or from `seed` where it brings none.
+        """
+        for name, value, most in (("steps", steps, None), ("draws", draws, MOST_DRAWS)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most and value > most):
+                bound = f"from 1 to {most}" if most else "of at least 1"
+                raise RequestError(f"{name} must be an integer {bound}, got {value!r:.80}")
+        if settings.is_next_token:
+            raise RequestError("a read takes a model that denoises, and this one predicts next tokens")
+        if request.controls or request.thinking or request.scores or request.best_of > 1:
+            raise RequestError("a read takes a prompt alone; leave out scores, thinking, best_of and other controls")
+        if steps > 1 and settings.diffusion.mask_id is not None:
+            raise RequestError(f"a model of mask noise fills holes for good, so it is read after one step, not {steps}")
+        tokenizer = tokenizer_for("a read", settings)
+        named, text = dict[str, tuple[int, dict[str, list[int]] | None]](), ""
+        for part in parse_template(template):
+            if isinstance(part, str):
+                text += part.replace("<?", "<??")
+                continue
+            found = {each: request.spelt(each, tokenizer, "the choice") for each in _choices(part, choices, named)}
+            size = part.tokens or _size(part, found)
+            named[str(part.name)] = size, found or None
+            text += f"<?{size}>"
+        if unknown := [name for name in choices or {} if name not in named]:
+            raise RequestError(f"there are choices for {unknown[0]!r}, but the template has no hole <?{unknown[0]}>")
+        asked = replace(request, template=text, max_steps=steps, max_new_tokens=settings.canvas_length)
+        [first] = sequences_of(asked, settings, seed, model.device)
+        assert first.control is not None and first.control.restriction.pins is not None
+        if first.canvases > 1:
+            raise RequestError(
+                f"the template is longer than a canvas of {settings.canvas_length} tokens, and a read looks at one; "
+                "shorten it"
+            )
+        free = iter([place for place, pin in enumerate(first.control.restriction.pins) if pin == FREE])
+        reading = cls(model, settings, {})
+        for name, (size, of_choices) in named.items():
+            places = [next(free) for _ in range(size)]
+            if of_choices is not None or size == 1:
+                reading.holes[name] = places, of_choices
+            else:
+                reading.holes |= {f"{name}[{n}]": ([place], None) for n, place in enumerate(places)}
+        first.draws.extend(drawn_again(first, n) for n in range(1, draws))
+        for n, sequence in enumerate(first.draws):
+            sequence.reader = reading._reader(n)
+        reading.sequences = first.draws
+        return reading
+
+    def answer(self) -> Read:
+        """The distributions over all draws; RequestError where a draw could not be read."""
+        for n, sequence in enumerate(self.sequences):
+            if n not in self.distributions:
+                raise RequestError(f"prompt {sequence.request.id!r}: {sequence.error or 'it was not read to its end'}")
+        tokenizer = tokenizer_for("a read", self.settings)
+        probabilities, spread = dict[str, dict[str, float]](), dict[str, dict[str, float]]()
+        for name, (_, choices) in self.holes.items():
+            p_NX = torch.stack([self.distributions[n][name] for n in range(len(self.sequences))])
+            mean_X, deviation_X = p_NX.mean(0), p_NX.std(0, correction=0)
+            if choices is None:
+                chosen = mean_X.topk(min(TOP, int((mean_X > 0).sum()))).indices
+                names = [tokenizer.decode([token]) for token in chosen.tolist()]
+                mean_X, deviation_X = mean_X[chosen], deviation_X[chosen]
+            else:
+                names = list(choices)
+            probabilities[name] = dict(zip(names, mean_X.tolist(), strict=True))
+            spread[name] = dict(zip(names, deviation_X.tolist(), strict=True))
+        return Read(self.sequences[0].request.id, probabilities, spread)
+
+    def _reader(self, draw: int) -> abc.Callable[[Tensor], None]:
+        """The reader of a draw's last step."""
+
+        def read(hidden_LD: Tensor) -> None:
+            self.distributions[draw] = {
+                name: self._distribution(hidden_LD[places], choices).cpu()
+                for name, (places, choices) in self.holes.items()
+            }
+
+        return read
+
+    def _distribution(self, hidden_nD: Tensor, choices: dict[str, list[int]] | None) -> Tensor:
+        """The probabilities of a hole's choices, or of all tokens at a free position, fp64, at temperature 1."""
+        logits_nV = self.model.vocabulary.logits(hidden_nD).double()
+        if choices is not None:
+            ids_Xn = torch.tensor([*choices.values()], device=logits_nV.device)
+            return logits_nV.gather(-1, ids_Xn.T).sum(0).softmax(-1)
+        control = self.sequences[0].control
+        assert control is not None and control.classes is not None
+        allowed = control.classes.token_M[: int(control.classes.end_C[0])]  # texts, and no special token
+        return torch.full_like(logits_nV[0], -torch.inf).index_copy_(0, allowed, logits_nV[0, allowed]).softmax(-1)
+
+
+def _choices(hole: Hole, choices: Choices | None, others: abc.Container[str]) -> abc.Sequence[str]:
+    """The choices of a hole, none for a free one; RequestError for holes and choices that do not belong together."""
+    if hole.name is None:
+        raise RequestError(f"the template's hole <?{hole.tokens}> has no name; a read tells holes apart by <?name>")
+    if hole.name in others:
+        raise RequestError(f"the template has two holes <?{hole.name}>; give each a name of its own")
+    found = (choices or {}).get(hole.name)
+    if (found is None) == (hole.tokens is None):
+        other = "both a size and choices" if found is not None else "neither choices nor a size (<?name:4>)"
+        raise RequestError(f"the hole <?{hole.name}> has {other}; give one of the two")
+    if found is None:
+        return ()
+    is_list = isinstance(found, abc.Sequence) and not isinstance(found, str)
+    if not is_list or len(found) < 2 or not all(isinstance(each, str) and each for each in found):
+        raise RequestError(f"the choices of {hole.name!r} must be a list of two texts or more, got {found!r:.80}")
+    if len({*found}) < len(found):
+        raise RequestError(f"the choices of {hole.name!r} must differ, got {found!r:.80}")
+    return found
+
+
+def _size(hole: Hole, tokens: dict[str, list[int]]) -> int:
+    """The number of tokens of a hole's choices; RequestError where they have not equally many."""
+    (one, first), *others = tokens.items()
+    for other, its in others:
+        if len(its) != len(first):
+            raise RequestError(
+                f"the choices of {hole.name!r} must have equally many tokens, but {one!r} has {len(first)} and "
+                f"{other!r} {len(its)}"
+            )
+    return len(first)
