@@ -1,6 +1,6 @@
 """The page of a denoising: canvases fill in, step by step, in one HTML file that needs nothing from outside.
 
-`trace_moments` says what is shown, `denoising.js` draws it. The page's data are JSON, compressed, of at most `LIMIT`
+`trace_moments` says what is shown, `player.js` draws it. The page's data are JSON, compressed, of at most `LIMIT`
 bytes: of longer traces first the text of the noise is left out, then some steps, then requests, then canvases.
 """
 
@@ -10,7 +10,7 @@ import base64
 import html
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 LIMIT = 4 * 2**20  # bytes of a page's data
 LONGEST = 20_000  # characters of a prompt or a response on a page
-STATES = ("noise", "guess", "committed", "given")  # denoising.js has the same, and the bits of `_flags`
+STATES = ("noise", "guess", "committed", "given")  # player.js has the same, and the bits of `_flags`
 
 
 def draw_page(traces: Sequence[Trace], path: str | Path, decode: Decode, title: str) -> None:
@@ -48,20 +48,29 @@ def draw_page(traces: Sequence[Trace], path: str | Path, decode: Decode, title: 
 
 def page(traces: Sequence[Trace], decode: Decode, title: str, limit: int = LIMIT) -> str:
     """The HTML text of a page with at most `limit` bytes of data."""
-    folder = files("blockdiff.plots")
-    parts = {kind: (folder / f"denoising.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")}
     data = packed(traces, decode, limit)
     without_script = "\n".join(
         f"<h2>{_escaped(f'request {trace.id}')}</h2><pre>{_escaped(prompt_of(trace))}</pre>"
         f"<pre>{_escaped(trace.text)}</pre>"
         for trace in traces
     )
-    values = {"title": _escaped(title), "style": parts["css"], "script": parts["js"], "data": data}
-    head, *rest = parts["html"].split("{{")
-    text = head
-    for piece in rest:  # one pass: a value that spells a placeholder stays what it is
+    values = {"title": _escaped(title), "data": data, "without_script": without_script}
+    parts = {name: part(f"{name}.html") for name in ("player", "legend")}
+    script = part("player.js") + part("denoising.js")
+    return filled(part("denoising.html"), {**values, **parts, "style": part("denoising.css"), "script": script})
+
+
+def part(name: str) -> str:
+    """The text of a file that pages are made of: html, css or js beside this module."""
+    return (files("blockdiff.plots") / name).read_text(encoding="utf-8")
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """A template with values in the places of {{name}}; a value that spells such a place stays as it is."""
+    text, *rest = template.split("{{")
+    for piece in rest:
         name, _, after = piece.partition("}}")
-        text += {**values, "without_script": without_script}[name] + after
+        text += values[name] + after
     return text
 
 

@@ -123,15 +123,15 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield window
 
 
-TEXT_OF = "return document.getElementById(arguments[0]).textContent"
+TEXT_OF = "return document.querySelector(`.${arguments[0]}`).textContent"
 
 
-def shown(browser: Browser, id: str = "where") -> str:
-    return browser.run(TEXT_OF, id)
+def shown(browser: Browser, name: str = "where") -> str:
+    return browser.run(TEXT_OF, name)
 
 
 def cells(browser: Browser) -> list[str]:
-    return browser.run("return [...document.querySelectorAll('#stage button')].map((cell) => cell.textContent)")
+    return browser.run("return [...document.querySelectorAll('.stage button')].map((cell) => cell.textContent)")
 
 
 @pytest.fixture
@@ -159,14 +159,14 @@ def test_keys_step_through_a_canvas(opened: Browser) -> None:
     opened.press("home", "left")
     assert shown(opened) == "noise"
     opened.press("page down", "right")
-    assert opened.run("return document.querySelector('#views [aria-pressed=true]').textContent").startswith("canvas 2")
+    assert opened.run("return document.querySelector('.views [aria-pressed=true]').textContent").startswith("canvas 2")
     assert "the limit: it did not converge" in shown(opened, "views")
     assert shown(opened, "control") == "regex '[0-9]+'"
 
 
 def test_the_arrow_keys_go_through_the_positions_once_the_canvas_has_the_focus(opened: Browser) -> None:
     opened.press("right")
-    opened.run("document.getElementById('seen').focus()")
+    opened.run("document.querySelector('.seen').focus()")
     opened.press("tab", "right", "right")
     focused = "return [document.activeElement.dataset.place, document.activeElement.getAttribute('aria-label')]"
     place, label = opened.run(focused)
@@ -177,7 +177,7 @@ def test_the_arrow_keys_go_through_the_positions_once_the_canvas_has_the_focus(o
     assert opened.run(outline) == "solid"  # the focus can be seen
     opened.press("escape", "right")
     assert shown(opened) == "step 2"
-    assert opened.run("return document.getElementById('slider').getAttribute('aria-valuetext')") == "step 2, 3 of 6"
+    assert opened.run("return document.querySelector('.slider').getAttribute('aria-valuetext')") == "step 2, 3 of 6"
 
 
 def test_play_runs_to_the_end_and_space_pauses_it(opened: Browser) -> None:
@@ -187,7 +187,7 @@ def test_play_runs_to_the_end_and_space_pauses_it(opened: Browser) -> None:
     opened.press("space")
     assert "play" in shown(opened, "play")
     opened.press("end", "left")
-    opened.click("#play")
+    opened.click(".play")
     opened.run("window.tick()")
     assert "pause" in shown(opened, "play") and shown(opened) == "committed"
     opened.run("window.tick()")
@@ -204,48 +204,26 @@ def test_a_page_begins_to_move_unless_its_reader_wants_little_motion(opened: Bro
     opened.prefer()
 
 
-def test_a_live_page_shows_each_moment_as_it_comes(browser: Browser, tmp_path: Path) -> None:
-    html = page([traced("a", [2, 3, 4, 10, 6, 5], steps=4, canvases=2)], decode, "t")
-    data = data_of(html)
-    head, mark, rest = html.partition('id="data">')
-    views, empty = data["requests"][0]["views"], {**data["requests"][0], "views": [], "text": ""}
-    head = head.replace("<html", "<html data-ready=yes")
-    (tmp_path / "live.html").write_text(head + mark + rest[rest.index("</script>") :])
-    browser.open(tmp_path / "live.html")
-    browser.run("start(arguments[0])", {**data, "requests": [empty]})
-    browser.press("right")  # nothing is there yet
-    for view in views:
-        facts = {key: value for key, value in view.items() if key != "moments"}
-        for moment in view["moments"]:
-            browser.run("receive(0, arguments[0], arguments[1], {text: '12'})", facts, moment)
-            assert shown(browser) == moment["name"] and shown(browser, "text") == "12"
-    assert browser.run("return document.querySelector('#views [aria-pressed=true]').textContent").startswith("canvas 2")
-    assert cells(browser) == ["1", "2", "3", "·word", "⏎", "4"] and browser.log() == []
-    browser.press("left")  # who looks back is left there
-    browser.run("receive(0, arguments[0], arguments[1])", facts, moment)
-    assert shown(browser) == "step 4"
-
-
 def test_what_the_step_saw_and_other_requests_can_be_chosen(opened: Browser) -> None:
     opened.press("right", "right", "right")
     guessed = cells(opened)
-    opened.click("#seen")
+    opened.click(".seen")
     assert cells(opened) != guessed
-    opened.click("#guess")
+    opened.click(".guess")
     assert cells(opened) == guessed
     opened.click("#requests button:last-child")
     assert shown(opened, "prompt") == PUZZLE
-    assert opened.run("return document.getElementById('stage').className") == "square"
+    assert opened.run("return document.querySelector('.stage').className") == "stage square"
     opened.press("end")
     assert "".join(cells(opened)) == SOLUTION
-    opened.run("document.getElementById('all').open = true")
+    opened.run("document.querySelector('.all').open = true")
     opened.press("home")
-    strip = "return document.querySelectorAll('#strip figure').length"
+    strip = "return document.querySelectorAll('.strip figure').length"
     for _ in range(40):
         if opened.run(strip):
             break
     assert opened.run(strip) == 5
-    opened.click("#map")  # its middle
+    opened.click(".map")  # its middle
     assert shown(opened) == "step 2"
 
 
