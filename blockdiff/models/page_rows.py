@@ -44,8 +44,9 @@ class PagedRow:
 class PageStatistics:
     """Counts of pages by kind of layer, and of what happened so far.
 
-    pages: in use; shared: those of them that several rows refer to; cached: not in use, and their tokens can be shared; published: all that can be shared;
-    reused_tokens: what `reuse` found, of the asked_tokens of new rows; evictions: cached pages given to other tokens.
+    pages: in use; shared: those of them that several rows refer to; cached: not in use, and their tokens can be shared;
+    published: all that can be shared; reused_tokens: what `reuse` found, of the asked_tokens of new rows; evictions:
+    cached pages given to other tokens.
     """
 
     pages: dict[str, int]
