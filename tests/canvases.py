@@ -31,7 +31,7 @@ def canvases_of(logits_BLV: Tensor, temperature: float = 1.0, **given: Any) -> C
         "previous_BL": torch.full((B, L), -1),
         "unchanged_B": torch.zeros(B, dtype=torch.int64),
         "kept_BL": torch.zeros(B, L, dtype=torch.bool),
-        "is_pinned_BL": None,
+        "is_pinned_BL": torch.zeros(B, L, dtype=torch.bool),
         "noise_probability": 1 / V,
         "draw": lambda: second_BL,
     }

@@ -24,8 +24,8 @@ class StepCall:
     controls: the controls of canvases that have one; shapes: the shape that each canvas draws from; guided: the
     canvases that are denoised without their prompts, too (None: all; empty: none), whose rows among those without
     prompts begin at `first_guided`; has_signal: whether the signal is read, which is 0 before a canvas's first
-    prediction; has_pins: whether some canvas has pinned tokens; hidden_BLD: hidden states of the tokens before the
-    canvases, from which next tokens are drawn (None: the canvases are denoised).
+    prediction; hidden_BLD: hidden states of the tokens before the canvases, from which next tokens are drawn (None: the
+    canvases are denoised).
     """
 
     first: int
@@ -38,7 +38,6 @@ class StepCall:
     guided: Tensor | None
     first_guided: int = 0
     has_signal: bool = True
-    has_pins: bool = True
     hidden_BLD: Tensor | None = None
 
     @property
@@ -121,6 +120,6 @@ def _some(canvases: Canvases, places: Tensor) -> Canvases:
         previous_BL=canvases.previous_BL[places],
         unchanged_B=canvases.unchanged_B[places],
         kept_BL=canvases.kept_BL[places],
-        is_pinned_BL=None if canvases.is_pinned_BL is None else canvases.is_pinned_BL[places],
+        is_pinned_BL=canvases.is_pinned_BL[places],
         draw=lambda: canvases.uniform_BL[places],
     )

@@ -65,7 +65,7 @@ class CanvasBatch:
         self._shapes: dict[tuple[Strategy, int], list[Shape]] = {}
         self._shapes_B: list[list[Shape]] = []
         self._controls_of_calls: list[list[CanvasControls]] = []
-        self._has_pins = self._is_new = False
+        self._is_new = False
         # where steps of the live canvases can be captured: the shape of all, and the key of the graph
         self._captured: tuple[Shape, abc.Hashable] | None = None
         self._memory: abc.Hashable = None  # where the weights lay when steps were captured
@@ -95,7 +95,6 @@ class CanvasBatch:
             self._shapes = {key: known for key, known in self._shapes.items() if key in in_use}
         self._shapes_B = [self._shapes.setdefault((c.sequence.strategy, c.sequence.max_steps), []) for c in canvases]
         controls = [canvas.control for canvas in canvases]
-        self._has_pins = any(control is not None and control.pinned_L is not None for control in controls)
         step.write_given(step.pinned_BL, [None if c is None else c.pinned_L for c in controls])
         starting = [None if canvas.has_begun else canvas.control for canvas in canvases]
         step.write_given(step.start_BL, [None if c is None else c.start_L for c in starting])
@@ -241,7 +240,6 @@ class CanvasBatch:
                     guided=places,
                     first_guided=guided_before,
                     has_signal=not self._is_cheaper_without(some),
-                    has_pins=self._has_pins or self._captured is not None,
                     hidden_BLD=hidden_BLD,
                 )
             )
@@ -289,7 +287,7 @@ class CanvasBatch:
     def _records(
         self, first: int, steps: abc.Sequence[int], tokens_BL: Tensor, stats: Stats, decision: Decision
     ) -> list[Step]:
-        """The records of the watched sequences of a call; a step that is repeated after a preemption is told once.
+        """The records of the watched sequences of a call; one that is repeated after a preemption is recorded once.
 
         first: the place of the call's first canvas.
         """
@@ -298,8 +296,8 @@ class CanvasBatch:
             sequence, number, step = canvas.sequence, canvas.number, steps[first + place]
             if not sequence.is_watched or number is None or canvas.final is not None:
                 continue
-            if step > sequence.told.get(number, -1):
-                sequence.told[number] = step
+            if step > sequence.recorded.get(number, -1):
+                sequence.recorded[number] = step
                 watched[place] = sequence.id, number, step, self._shape(first + place, step).temperature
-        pinned_BL = self._step.pinned_BL[first : first + len(tokens_BL)] if self._has_pins else None
+        pinned_BL = self._step.pinned_BL[first : first + len(tokens_BL)]
         return step_records(watched, tokens_BL, stats, decision, pinned_BL)

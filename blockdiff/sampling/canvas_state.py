@@ -142,7 +142,7 @@ class CanvasState:
         temperature_B: Tensor,
         tokens_BL: Tensor,
         stats: Stats,
-        pinned_BL: Tensor | None,
+        pinned_BL: Tensor,
     ) -> Canvases:
         """The canvases by which a strategy decides, after a step that saw these tokens."""
         return Canvases(
@@ -155,7 +155,7 @@ class CanvasState:
             previous_BL=self.previous_BL,
             unchanged_B=(self.unchanged_B + 1) * (stats.argmax == self.previous_BL).all(-1),
             kept_BL=self.kept_BL,
-            is_pinned_BL=None if pinned_BL is None else pinned_BL >= 0,
+            is_pinned_BL=pinned_BL >= 0,
             noise_probability=1 / settings.vocab_size if settings.diffusion.mask_id is None else 0.0,
             draw=lambda: second_draws(self.seed_B, self.number_B, step_B, settings.canvas_length),
         )

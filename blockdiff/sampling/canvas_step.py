@@ -77,7 +77,7 @@ class CanvasStep:
         inputs = StepInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[:count], step_B, other_BLD)
         prediction = self.settings.diffusion.prediction
         stats = predict(self.model, inputs, call.controls, call.shapes, mask_id, prediction)
-        pinned_BL = self.pinned_BL[of] if call.has_pins else None
+        pinned_BL = self.pinned_BL[of]
         canvases = state.canvases(self.settings, call.ids, step_B, temperature_B, tokens_BL, stats, pinned_BL)
         decision = decided(canvases, call.groups)
         next_state = replace(

@@ -261,9 +261,9 @@ class Engine:
             self._has_changed = False
         if not self._batch.sequences:
             return
-        finished, told = self._batch.step(self._now)
+        finished, records = self._batch.step(self._now)
         self._now += 1
-        self._events += told
+        self._events += records
         for canvas in finished:
             self._finish(canvas)
 

@@ -72,7 +72,7 @@ class Sequence:
     without_prompt: the same of bos and the committed canvases, for guidance, which denoises each canvas without the
     prompt, too; last_hidden_D: the hidden state of the last encoded token, from which the next one is scored or drawn;
     shared_tokens: the number of known tokens that others had encoded; in_flight: the canvases that are denoised, in
-    order; is_watched: whether its steps are recorded; told: the last recorded step of each canvas; reader: called with
+    order; is_watched: whether its steps are recorded; recorded: the last recorded step of each; reader: called with
     the hidden states [L, D] of the last step of a canvas.
     """
 
@@ -106,7 +106,7 @@ class Sequence:
     last_hidden_D: Tensor | None = None
     shared_tokens: int = 0
     in_flight: list[CanvasInFlight] = field(default_factory=list)
-    told: dict[int, int] = field(default_factory=dict)
+    recorded: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.known = self.known or list(self.prompt_tokens)
@@ -263,7 +263,7 @@ def sequences_of(
 def drawn_again(first: Sequence, draw: int) -> Sequence:
     """Another answer to the request of `first`, before it has begun, with a seed that follows from its own."""
     own = dict(id=f"{first.request.id} draw {draw}", seed=child_seed(first.seed, draw), draw=draw)
-    return replace(first, **own, tokens=[], steps=[], known=[], in_flight=[], told={}, top_logprobs=[])  # type: ignore[arg-type]
+    return replace(first, **own, tokens=[], steps=[], known=[], in_flight=[], recorded={}, top_logprobs=[])  # type: ignore[arg-type]
 
 
 def _require_plain(strategy: Strategy, max_steps: int, settings: SamplingSettings) -> None:

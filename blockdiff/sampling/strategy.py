@@ -74,7 +74,7 @@ class Canvases:
     previous_BL: Tensor  # int64: the argmax of the step before; -1 in a canvas's first step
     unchanged_B: Tensor  # int64: for how many steps in a row the argmax has been the same
     kept_BL: Tensor  # bool: positions whose token was kept or stayed at the step before; False in the first step
-    is_pinned_BL: Tensor | None  # bool: positions whose token is given; None where none is
+    is_pinned_BL: Tensor  # bool: positions whose token is given
     noise_probability: float  # of each token under the noise: 1 / V, or 0 where all noise is the mask
     draw: Callable[[], Tensor]  # what `uniform_BL` is made by, for strategies that ask for it
 

@@ -169,7 +169,7 @@ def _denoise(
             previous_BL=previous_BL,
             unchanged_B=unchanged_B,
             kept_BL=kept_BL,
-            is_pinned_BL=None if pinned_BL is None else pinned_BL >= 0,
+            is_pinned_BL=torch.zeros_like(kept_BL) if pinned_BL is None else pinned_BL >= 0,
             noise_probability=1 / model.vocab_size if mask_id is None else 0.0,
             draw=partial(draws.second, step),
         )

@@ -46,7 +46,7 @@ BAD = {
     b'{"prompt": "a", "seed": "x"}': "seed must be an integer",
     b'{"prompt": "a", "id": 1.5}': "id must be a string or an integer",
     b'{"prompt": "a", "id": "\\ud800", "seed": 1}': "id has half of a surrogate pair",
-    b'{"prompt": "a", "seed": 18446744073709551616}': "seed has 64 bits at most",
+    b'{"prompt": "a", "seed": 18446744073709551616}': "seed must be an integer from 0 to 2**64 - 1",
     b'{"prompt": "b", "id": 1}': "the id 1 is that of line 1 already",
 }
 
