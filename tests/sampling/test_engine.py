@@ -20,6 +20,7 @@ from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.settings import settings_of
 from blockdiff.sampling.trace import CommittedCanvas, Step
+from tests.families import small_model
 from tests.oracle import oracle, ours, tiny_config
 from tests.oracles.lockstep import generate_in_lockstep
 from tests.scripted import ScriptedModel, ScriptedPages, random_script
@@ -43,11 +44,11 @@ def model():
     return ours(theirs)
 
 
-def requests_of(count: int, longest: int = 60, seed: int = 5) -> list[Request]:
+def requests_of(count: int, longest: int = 60, seed: int = 5, vocabulary: int = V) -> list[Request]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
     return [
-        Request(n, tokens=torch.randint(12, V, (length,), generator=generator).tolist(), seed=n)
+        Request(n, tokens=torch.randint(12, vocabulary, (length,), generator=generator).tolist(), seed=n)
         for n, length in enumerate(lengths)
     ]
 
@@ -108,6 +109,27 @@ def test_every_request_gets_its_answer_in_any_batch(model, nine, options):
     nothing_is_left(engine)
     engine = Engine(model, None, LIVELY, page_tokens=8, **options)
     assert answers(engine, requests[::-1]) == expected
+
+
+@pytest.mark.parametrize(
+    "family, strategy",
+    [
+        ("minimax_m3 denoising", "ddim"),
+        ("qwen3 sliding, denoising", "entropy_bound:top_p=0.7,min_p=0.05"),
+        ("minimax_m3 dense, denoising", "next_token:temperature=0.8,top_p=0.9"),
+    ],
+)
+def test_in_fp64_company_changes_no_token_and_no_score_of_any_family(family, strategy):
+    """A product, a norm or a router in fp32 would round otherwise for other neighbours, pages and chunks: by 1e-7."""
+    model, settings = small_model(family), replace(LIVELY, max_steps=3, max_new_tokens=L)
+    requests = [replace(request, scores=True) for request in requests_of(4, longest=25, vocabulary=90)]
+    company = Engine(model, None, settings, strategy=strategy, max_rows=3, page_tokens=3, chunk_tokens=5)
+    together = answers(company, requests)
+    for request in requests:
+        alone = answers(Engine(model, None, settings, strategy=strategy), [request])[request.id]
+        found = together[request.id]
+        assert replace(found, logprobs=None) == replace(alone, logprobs=None)
+        assert found.logprobs == pytest.approx(alone.logprobs, rel=1e-12)
 
 
 def test_requests_that_arrive_while_others_run_get_the_same_answers(model):
