@@ -82,11 +82,11 @@ def _training(
     from blockdiff.training.plan.work import Rates
     from blockdiff.training.recipe_checks import refuse
     from blockdiff.training.recipe_files import read_recipe
-    from blockdiff.training.starting_model import read_starting_model, with_objective_of_base
+    from blockdiff.training.starting_model import planned_model, with_objective_of_base
 
     recipe, _ = with_objective_of_base(read_recipe(target, overrides, needs_data=False))
     refuse(recipe, gpus)
-    base, reached = read_starting_model(recipe), Rates(*rates)
+    base, reached = planned_model(recipe), Rates(*rates)
     made = plans.plan_training(recipe, ranks=gpus, device=device, tokens=tokens, base=base)
     fits = limit is None or made.total <= limit
     report: dict[str, Any] = {"fits": fits, "limit": limit, "bytes": made.total, "parts": made.parts, "host": made.host}

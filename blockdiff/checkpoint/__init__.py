@@ -1,7 +1,7 @@
 """Hub-layout safetensors in and out: `load`, `save`, `init` for random weights, `convert` for causal models."""
 
 from blockdiff.checkpoint.adapters import load_adapter, read_adapter, save_adapter
-from blockdiff.checkpoint.config import fitted, preset_config, presets, read_config
+from blockdiff.checkpoint.config import fitted, preset_config, presets, read_config, released_preset
 from blockdiff.checkpoint.convert import convert
 from blockdiff.checkpoint.create import draw_weights, init
 from blockdiff.checkpoint.files import Carried
@@ -29,6 +29,7 @@ __all__ = [
     "presets",
     "read_adapter",
     "read_config",
+    "released_preset",
     "save",
     "save_adapter",
     "special_tokens",

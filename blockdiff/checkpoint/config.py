@@ -11,6 +11,8 @@ from blockdiff.checkpoint.files import ADAPTER_CONFIG, CONFIG, find, read_json
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import family_of
 
+HUB_ID = "hub_id"  # the key of a preset that is no config's
+
 
 def read_config(path_or_hub_id: str | Path) -> Any:
     """The config of a checkpoint directory or hub id; reads no weights. Raises CheckpointError."""
@@ -44,6 +46,7 @@ def presets() -> list[str]:
 def preset_config(preset: str | Path) -> Any:
     """The config of a preset, by name or by file: a config.json with only what differs from the defaults.
 
+    `hub_id` in it says which released model has this shape.
     Raises CheckpointError for one that is not there or not valid.
     """
     file = Path(preset)
@@ -55,7 +58,13 @@ def preset_config(preset: str | Path) -> Any:
             raise CheckpointError(f"no preset {str(preset)!r}{hint} (there are {', '.join(presets())})")
     elif not file.is_file():
         raise CheckpointError(f"{file}: no such preset file")
-    return config_from(read_json(file), file)
+    return config_from({key: value for key, value in read_json(file).items() if key != HUB_ID}, file)
+
+
+def released_preset(hub_id: str) -> str | None:
+    """The name of the preset that has the shape of a released model; None where there is none."""
+    directory = _preset_directory()
+    return next((name for name in presets() if read_json(directory / f"{name}.json").get(HUB_ID) == hub_id), None)
 
 
 def fitted(config: Any, tokenizer: Any) -> Any:

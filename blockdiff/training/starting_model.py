@@ -119,6 +119,27 @@ def read_starting_model(recipe: Recipe) -> StartingModel:
     return base
 
 
+def planned_model(recipe: Recipe) -> StartingModel:
+    """`read_starting_model` for a plan: where a released model is not to be had, its shape from a preset.
+
+    One warning says so. There is no tokenizer then; where the recipe needs one, CheckpointError is raised as it was.
+    """
+    try:
+        return read_starting_model(recipe)
+    except CheckpointError:
+        preset = checkpoint.released_preset(str(recipe.model.path))
+        is_spelt = any(isinstance(token, str) for token in recipe.lora.tokens)
+        if preset is None or is_spelt or not isinstance(recipe.objective.corruption, UniformTokens):
+            raise
+    warnings.warn(f"{recipe.model.path} is not to be had here; planned by its shape, the preset {preset}", stacklevel=2)
+    config = checkpoint.preset_config(preset)
+    generation = checkpoint.default_generation(config)
+    base = StartingModel(config, None, generation, generation.eos_ids[0], generation.pad_id or 0)
+    if not base.denoises:
+        refuse_of_causal(recipe)
+    return base
+
+
 def without_weights(
     recipe: Recipe, base: StartingModel, kernels: str | Kernels | None = None, dtype: torch.dtype | None = None
 ) -> Any:
@@ -178,7 +199,7 @@ def corruption_of(recipe: Recipe, base: StartingModel) -> Corruption:
     """
     corruption: Any = recipe.objective.corruption
     if isinstance(corruption, UniformTokens | MaskToken):
-        reserved = (base.eos_id, base.pad_id, base.tokenizer.bos_token_id)
+        reserved = (base.eos_id, base.pad_id, getattr(base.tokenizer, "bos_token_id", None))
         corruption = corruption.for_tokenizer(base.tokenizer, base.vocab_size, reserved)
     noise = "mask" if isinstance(corruption, MaskCorruption) else "uniform"
     family = family_of(base.config)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from blockdiff import checkpoint
 from blockdiff.cli.main import app
 from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.errors import CheckpointError
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import family_of
 from blockdiff.recipes.sudoku import alphabet
@@ -22,7 +23,7 @@ from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.plan import training as plans
 from blockdiff.training.plan.live_bytes import LiveBytes
 from blockdiff.training.recipe_files import read_recipe
-from blockdiff.training.starting_model import read_starting_model, without_weights
+from blockdiff.training.starting_model import planned_model, read_starting_model, without_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "recipes" / "README.md").read_text()
@@ -48,12 +49,18 @@ def parts_of(text: str) -> dict[str, float]:
     return {m[1]: float(m[2].replace(",", "")) / (1024 if m[3] == "MiB" else 1) for m in found if m}
 
 
-def test_the_recipes_are_planned_as_their_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(*args: Any, **named: Any) -> str:
+    """The Hub's function where there is no network."""
+    raise OSError("no network")
+
+
+def test_the_recipes_are_planned_as_their_page_says_without_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    released = shape(tmp_path / "released")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     assert len(PLANS) == len(list((ROOT / "recipes").glob("diffusiongemma_26b_*.yaml"))) == 4
     for command, printed in PLANS:
-        done = CliRunner().invoke(app, [*command.split(), "--set", f"model.path={released}"])
+        with pytest.warns(UserWarning, match=r"is not to be had here; planned by .* preset diffusiongemma-26b-a4b$"):
+            done = CliRunner().invoke(app, command.split())
         assert done.exit_code == 0, done.output
         now, then = parts_of(done.stdout), parts_of(printed)
         assert now.keys() == then.keys() and "in all" in now
@@ -62,6 +69,16 @@ def test_the_recipes_are_planned_as_their_page_says(tmp_path: Path, monkeypatch:
         for name in {"weights", "masters", "adapters", "gradients", "optimiser"} & now.keys():
             assert now[name] == pytest.approx(then[name], abs=0.06)
         assert f"{done.stdout.splitlines()[-2]}\n" in printed  # how many numbers train
+
+
+@pytest.mark.parametrize("change", ["model.path=google/another", "lora.tokens=['<plan>']", "objective.corruption=mask"])
+def test_what_needs_more_than_a_released_shape_is_not_planned_without_the_network(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    recipe = read_recipe(ROOT / "recipes" / "diffusiongemma_26b_lora.yaml", [change], needs_data=False)
+    with pytest.raises(CheckpointError, match="not to be had from the Hub"):
+        planned_model(recipe)
 
 
 def test_a_checkpointed_lora_step_at_the_released_shapes_reaches_every_adapter(tmp_path: Path) -> None:
