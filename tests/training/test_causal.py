@@ -16,15 +16,17 @@ from typer.testing import CliRunner
 import blockdiff
 from blockdiff.canvas import CleanRow, joined, lay_out
 from blockdiff.checkpoint import convert
+from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.cli.main import app
 from blockdiff.data.tokenizer import byte_level_bpe, write_tokenizer
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RecipeError
 from blockdiff.objective import Objective
-from tests.families import small_model
+from tests.families import CONFIGS, m3_text_config, small_model
 from tests.little_model import save_preset
 
+ROOT = Path(__file__).resolve().parents[2]
 LITTLE = {
     "model_type": "qwen3",
     "vocab_size": 16,
@@ -119,17 +121,23 @@ def test_a_model_that_learnt_to_chat_ends_its_turn(tmp_path):
     assert (result.text, result.finish_reason, len(result.tokens)) == ("oh", "eos", 3)
 
 
-def test_a_converted_model_trains_as_a_denoiser_and_keeps_both_ways_of_sampling(here, tmp_path):
-    command("init", "--from", here / "run" / "model", tmp_path / "m", "--canvas-length", "17")
+@pytest.mark.parametrize("family", ["trained", "llama", "minimax_m3", "minimax_m3 text"])
+def test_the_recipe_makes_a_denoiser_of_any_causal_model_that_keeps_both_ways_of_sampling(family, here, tmp_path):
+    causal = here / "run" / "model"
+    if family != "trained":
+        tokenizer, causal = load_tokenizer(causal), tmp_path / "causal"
+        config = m3_text_config() if family == "minimax_m3 text" else CONFIGS[family]()
+        blockdiff.save(blockdiff.init(config, tokenizer=tokenizer, device="cpu"), causal, tokenizer)
+    command("init", "--from", causal, tmp_path / "m", "--canvas-length", "17")
     words = {
-        "model": f"{{path: {tmp_path / 'm'}}}",
-        "lora": "none",
-        "objective": "{ar_loss: {weight: 1.0}}",
+        "model.path": tmp_path / "m",
+        "data": f"{{train: {here}/puzzles/train.jsonl, heldout: {here}/puzzles/test.jsonl, cache: off}}",
         "generation": "{max_new_tokens: 17}",
-        "train.steps": "4",
+        "optim": "{lr: 1.0e-2, warmup_steps: 1}",
+        "train": "{steps: 4, batch_size: 4, micro_batch_size: 2, log_every: 1}",
     }
     changes = [word for key, value in words.items() for word in ("--set", f"{key}={value}")]
-    command("train", here / "recipe.yaml", "--output", tmp_path / "run", *changes)
+    command("train", ROOT / "recipes" / "convert_causal.yaml", "--output", tmp_path / "run", *changes)
     train = records(tmp_path / "run", "train")
     assert train[-1]["canvas_loss"] > 0 and train[-1]["ar_loss"] > 0
     before, after = (blockdiff.load(each, dtype="auto") for each in (tmp_path / "m", tmp_path / "run" / "model"))
