@@ -27,12 +27,19 @@ def export(
     ] = None,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Then upload it to the Hub; a new repository is private.")
+    ] = None,
 ) -> None:
     """Write a run, or a model with an adapter, as one checkpoint in Hub layout (config.json and safetensors)."""
     if base is not None and not peft:
         raise typer.BadParameter("only an adapter names its model; give --peft too", param_hint="--base")
     if peft and quantize is not None:
         raise typer.BadParameter("adapters are never in fp8; leave one of the two out", param_hint="--quantize")
+    if push is not None:
+        from blockdiff.checkpoint.push import require_hub_id
+
+        require_hub_id(push)
     source = options.at_checkpoint(source, checkpoint)
     if (Path(source) / "trainer.json").is_file() and adapter is None:
         from blockdiff.training.export import consolidate
@@ -44,3 +51,7 @@ def export(
         written = export_model(source, output, adapter, peft=peft, base=base, dtype=dtype, quantize=quantize)
     what = "the adapter, in PEFT's format" if peft else "a checkpoint"
     print(f"{written}: {what}, {sum(file.stat().st_size for file in written.iterdir()):,} bytes")
+    if push is not None:
+        from blockdiff.checkpoint.push import push as upload
+
+        print(f"uploaded to {upload(written, push)}")

@@ -7,11 +7,12 @@ import math
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+import blockdiff
 from blockdiff import checkpoint
 from blockdiff.checkpoint.files import stored_tensors
 from blockdiff.metrics import METRICS, decisive_metrics
@@ -227,3 +228,31 @@ def test_inspect_names_what_a_model_class_of_ones_own_adds(workshop: Path, tmp_p
     added = "gain.weight [2, 3], gain.bias [2]"
     assert re.search(r"added     blockdiff\.safetensors: 2 tensors of the model class \S*Scaled, 8 numbers: ", text)
     assert all(each in text for each in added.split(", g"))
+
+
+class Hub:
+    """The uploading part of huggingface_hub's HfApi, without a network."""
+
+    calls: ClassVar[list[tuple[str, Any]]] = []
+
+    def create_repo(self, repo_id: str, private: bool, exist_ok: bool) -> str:
+        assert private and exist_ok
+        return f"https://huggingface.co/{repo_id}"
+
+    def upload_folder(self, repo_id: str, folder_path: Path) -> None:
+        if repo_id == "we/refused":
+            raise ConnectionError("no route to host")
+        self.calls.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
+
+
+def test_an_export_is_uploaded_whole_and_kept_where_the_hub_does_not_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    blockdiff.save(blockdiff.init("tiny", device="cpu"), tmp_path / "model")
+    words = "export", tmp_path / "model", "--output"
+    assert "no hub id; give OWNER/NAME" in refusal(*words, tmp_path / "a", "--push", "./somewhere")
+    assert not (tmp_path / "a").exists()
+    assert works(*words, tmp_path / "a", "--push", "we/model").endswith("https://huggingface.co/we/model\n")
+    assert Hub.calls == [("we/model", ["config.json", "generation_config.json", "model.safetensors"])]
+    said = refusal(*words, tmp_path / "b", "--push", "we/refused")
+    assert "not uploaded to we/refused (no route to host); the directory is whole, try again: `hf upload" in said
+    assert (tmp_path / "b" / "config.json").is_file()

@@ -23,6 +23,7 @@ from tests.house.test_imports import FLOORS
 
 COMING_FROM = ROOT / "docs" / "coming-from.md"  # its tables run too: test_coming_from.py
 WALKED = [ROOT / "docs" / name for name in ("laptop.md", "one-gpu.md", "cluster.md", "research.md")]
+APART = {COMING_FROM, ROOT / "docs" / "one-gpu.md"}  # the Python of the second reads what its commands write
 ROW, CANVASES = "pqrABCDstEF$", ("ABCD", "EF$$")
 
 
@@ -95,7 +96,7 @@ def test_every_target_and_benchmark_that_a_document_names_exists(document: Path)
         assert path.is_dir() or path.with_suffix(".py").is_file(), module
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d != COMING_FROM and [*blocks(d)]], ids=name_of)
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d not in APART and [*blocks(d)]], ids=name_of)
 def test_the_python_of_a_document_runs_from_top_to_bottom(
     document: Path, quickstart: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +118,9 @@ def test_the_shell_of_a_user_page_runs_from_top_to_bottom(
             result = CliRunner().invoke(app, piece.words)
             assert result.exit_code == 0, (f"{document.name}:{piece.line}", result.output)
             assert piece.printed in result.stdout.splitlines() or not piece.printed, result.output
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(document) if document in APART else ():
+        block.run(names)
 
 
 def test_every_markdown_file_of_the_project_is_a_document_that_is_checked() -> None:
