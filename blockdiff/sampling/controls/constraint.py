@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from blockdiff.errors import RequestError
 from blockdiff.sampling.constraints.byte_automaton import of_regex
+from blockdiff.sampling.constraints.json_object import any_object
 from blockdiff.sampling.constraints.json_schema import regex_of_schema
 from blockdiff.sampling.controls.restriction import Restriction, require_no_thinking, tokenizer_for
 
 if TYPE_CHECKING:
     from blockdiff.sampling.request import Request
     from blockdiff.sampling.settings import SamplingSettings
+
+ANY_OBJECT = {"type": "object"}  # the schema of all JSON objects
 
 
 @dataclass(frozen=True)
@@ -47,5 +50,7 @@ class Constraint:
     def restriction(self, request: Request, settings: SamplingSettings, canvases: int) -> Restriction:
         """The language of the expression, without special tokens."""
         tokenizer_for("a constraint", settings)
+        if self.json_schema == ANY_OBJECT:
+            return Restriction(languages=(any_object(),), is_text=True)
         regex = str(self.regex) if self.json_schema is None else regex_of_schema(self.json_schema)
         return Restriction(languages=(of_regex(regex),), is_text=True)
