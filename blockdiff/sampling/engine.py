@@ -216,7 +216,7 @@ class Engine:
     def load(self) -> Load:
         """The sequences and pages of the engine now."""
         pages = self.pages.statistics
-        waiting, rows = len(self._scheduler.waiting), len(self._scheduler.live)
+        waiting, rows = len(self._scheduler.waiting), sum(each.paged is not None for each in self._scheduler.live)
         return Load(waiting, rows, pages.pages, pages.shared, pages.cached)
 
     @property

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from blockdiff.errors import EngineError, Full, RequestError
+from blockdiff.sampling.constraints.outlines import COMPILE_SECONDS, compile_limit
 from blockdiff.sampling.engine import Engine, Event
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
@@ -56,9 +57,9 @@ class AsyncEngine:
     """Answers requests in one thread, which alone touches the engine: `async for event in engine.generate(request)`.
 
     model: a model, with its tokenizer, or a `Sampler`, whose settings are taken. max_waiting: the requests that may be
-    unanswered beside those that run; max_prompt_tokens: of a request; prepare_seconds: to tokenise one and to compile
-    its constraint (None: no limit). options: those of `Engine`, such as max_rows, seed and exact. Use it with `async
-    with`, or call `start` and `close`.
+    unanswered beside those that run; max_prompt_tokens: of a request (None: as many as the model sees);
+    prepare_seconds: to compile its constraint. options: those of `Engine`, such as max_rows, seed and exact. Use it
+    with `async with`, or call `start` and `close`.
 
     A request is tokenised, and its constraint compiled, in threads beside the engine's. An exception of the engine
     fails the requests that run with EngineError, and later ones are answered by a new engine.
@@ -72,7 +73,7 @@ class AsyncEngine:
         settings: SamplingSettings | None = None,
         max_waiting: int = 1000,
         max_prompt_tokens: int | None = None,
-        prepare_seconds: float | None = None,
+        prepare_seconds: float = COMPILE_SECONDS,
         **options: Any,
     ):
         if isinstance(model, Sampler):
@@ -133,7 +134,7 @@ class AsyncEngine:
         self._unanswered += 1
         event: Event | Exception | None = None
         try:
-            draws = await self._prepared(request)
+            draws = await loop.run_in_executor(self._preparing, self._prepare, request)
             self._commands.put(partial(self._enter, stream, draws, watch))
             while not isinstance(event, Result):
                 event = await stream.events.get()
@@ -146,16 +147,10 @@ class AsyncEngine:
                 stream.is_left = True
                 self._commands.put(partial(self._leave, stream))
 
-    async def _prepared(self, request: Request) -> list[Sequence]:
-        """The draws of a request, made in a thread of their own."""
-        prepare = partial(sequences_of, request, self.settings, self.seed, self.model.device)
-        work = asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
-        try:
-            draws = await asyncio.wait_for(work, self.prepare_seconds)
-        except TimeoutError:
-            raise RequestError(
-                f"it takes more than {self.prepare_seconds:g} s to prepare this request; make its constraint smaller"
-            ) from None
+    def _prepare(self, request: Request) -> list[Sequence]:
+        """The draws of a request; RequestError where there are none, or where it takes too long."""
+        with compile_limit(self.prepare_seconds):
+            draws = sequences_of(request, self.settings, self.seed, self.model.device)
         count, most = len(draws[0].prompt_tokens), self.max_prompt_tokens
         if most is not None and count > most:
             raise RequestError(f"the prompt has {count} tokens, more than the {most} that are taken here; shorten it")

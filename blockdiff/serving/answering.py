@@ -1,0 +1,289 @@
+"""The way of a request through the server: readers of the engine's events, one answer or a stream, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request as HttpRequest
+from fastapi import Response
+from fastapi.responses import JSONResponse
+from sse_starlette import EventSourceResponse
+from starlette.types import Receive, Scope, Send
+
+from blockdiff import __version__
+from blockdiff.errors import BlockdiffError, Full, RequestError
+from blockdiff.sampling.request import Result
+from blockdiff.sampling.trace import CommittedCanvas, Step
+from blockdiff.serving.answers import Answer, CachedTokens, Choice, Chunk, ReasoningTokens, Usage
+from blockdiff.serving.async_engine import AsyncEngine
+from blockdiff.serving.limits import Limits
+from blockdiff.serving.metrics import Account, Metrics
+from blockdiff.serving.protocol import Asked
+from blockdiff.serving.reading import News, Reader
+
+LOG = logging.getLogger("blockdiff.serving")
+FINGERPRINT = f"blockdiff-{__version__}"
+LEFT = 499  # nobody reads this answer
+T = TypeVar("T")
+
+
+@dataclass
+class Server:
+    """The parts of a server that its routes share; `names` are what its model may be called, the first one first."""
+
+    engine: AsyncEngine
+    names: tuple[str, ...]
+    limits: Limits
+    metrics: Metrics = field(default_factory=Metrics)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> None:
+        """Raise NoModelError for a model that is not served here."""
+        if name is not None and name not in self.names:
+            raise NoModelError(f"the model {name!r:.80} is not served here; this is {self.names[0]!r}")
+
+    @contextmanager
+    def account(self, path: str) -> Any:
+        """The account of a request; its outcome is that of the error that ends it, if one does."""
+        account = Account(self.metrics, path)
+        try:
+            yield account
+        except BlockdiffError as error:
+            account.outcome = {RequestError: "refused", NoModelError: "refused", Full: "full"}.get(type(error), "error")
+            raise
+        except Exception:
+            account.outcome = "error"
+            raise
+        finally:
+            account.close()
+
+
+class NoModelError(RequestError):
+    """A request names a model that is not served."""
+
+
+class Writing(Protocol):
+    """The writing of answers of one kind."""
+
+    prefix: str
+    object: str
+    chunk_object: str
+
+    def choice(self, reader: Reader, news: News) -> Choice:
+        """A whole answer, of its last news."""
+
+    def delta(self, reader: Reader, news: News, is_first: bool) -> Choice | None:
+        """The news as a choice of a chunk; None where they say nothing."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request of the protocol, ready to be run: its readers (one for each answer), and how they are written."""
+
+    asked: Asked
+    readers: Sequence[Reader]
+    writing: Writing
+    path: str
+
+
+async def respond(server: Server, http: HttpRequest, job: Job) -> Response:
+    """The answer to a request, whole or as a stream; RequestError, Full and EngineError where there is none."""
+    name = job.asked.model or server.names[0]
+    head = dict(
+        id=job.writing.prefix + uuid.uuid4().hex, created=int(time.time()), model=name, system_fingerprint=FINGERPRINT
+    )
+    if not job.asked.stream:
+        found = await unless_left(http, _whole(server, job, head))
+        return Response(status_code=LEFT) if found is None else JSONResponse(found)
+    chunks = _chunks(server, job, head)
+    first = await unless_left(http, anext(chunks))  # what is refused is refused with a status
+    if first is None:
+        await chunks.aclose()
+        return Response(status_code=LEFT)
+    return _Stream(chunks, _events(first, chunks), send_timeout=server.limits.read_seconds, sep="\n")
+
+
+class _Stream(EventSourceResponse):
+    """A stream that closes its chunks however it ends: nobody may read them any more, or too slowly."""
+
+    def __init__(self, chunks: AsyncGenerator[str, None], events: AsyncGenerator[dict[str, str], None], **options: Any):
+        super().__init__(events, **options)
+        self._chunks, self._events = chunks, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            await self._chunks.aclose()
+
+
+async def _whole(server: Server, job: Job, head: dict[str, Any]) -> dict[str, Any]:
+    ends: dict[int, News] = {}
+    with server.account(job.path) as account:
+        async with aclosing(_merged([_news(server, job, reader, account) for reader in job.readers])) as news:
+            async for index, each in news:
+                if each.result is not None:
+                    ends[index] = each
+        account.outcome = ends[0].finish
+    choices = [job.writing.choice(reader, ends[reader.index]) for reader in job.readers]
+    usage = usage_of(job, [ends[reader.index].result for reader in job.readers])
+    return _written(Answer(object=job.writing.object, choices=choices, usage=usage, **head))
+
+
+async def _chunks(server: Server, job: Job, head: dict[str, Any]) -> AsyncGenerator[str, None]:
+    """The chunks of a stream as JSON."""
+    head = dict(head, object=job.writing.chunk_object)
+    results: dict[int, Result] = {}
+    has_begun = set[int]()
+    with server.account(job.path) as account:
+        async with aclosing(_merged([_news(server, job, reader, account) for reader in job.readers])) as news:
+            async for index, each in news:
+                if each.frame is not None:
+                    yield _dumped(Chunk(choices=[], frame=each.frame, **head))
+                    continue
+                delta = job.writing.delta(job.readers[index], each, index not in has_begun)
+                if delta is not None:
+                    has_begun.add(index)
+                    yield _dumped(Chunk(choices=[delta], **head))
+                if each.result is not None:
+                    results[index] = each.result
+                    account.outcome = each.finish
+    if job.asked.stream_options is not None and job.asked.stream_options.include_usage:
+        usage = usage_of(job, [results[reader.index] for reader in job.readers])
+        yield _dumped(Chunk(choices=[], usage=usage, **head))
+
+
+async def _events(first: str, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[dict[str, str], None]:
+    """Server-sent events; an error under way is one, too."""
+    yield {"data": first}
+    try:
+        async for chunk in chunks:
+            yield {"data": chunk}
+    except Exception as error:
+        if not isinstance(error, BlockdiffError):
+            LOG.exception("a stream failed")
+        yield {"data": json.dumps(error_body(error)[1])}
+        return
+    yield {"data": "[DONE]"}
+
+
+async def _news(server: Server, job: Job, reader: Reader, account: Account) -> AsyncGenerator[News, None]:
+    """The news of one answer."""
+    account.answers = job.asked.n
+    async with aclosing(server.engine.generate(reader.request, watch=job.asked.stream_frames)) as events:
+        async for event in events:
+            if isinstance(event, Step):
+                yield reader.frame(event)
+            elif isinstance(event, CommittedCanvas):
+                account.canvas()
+                yield reader.canvas(event)
+            else:
+                account.results.append(event)
+                yield reader.end(event)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """The items of several streams, with their numbers, as they come; the first error ends them all."""
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(1)
+
+    async def pump(number: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for each in stream:
+                    await queue.put((number, each))
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unless_left(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T | None:
+    """The outcome of some work, or None where the client goes away before; the work is then cancelled."""
+
+    async def left() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(work), asyncio.create_task(left())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await each
+
+
+def usage_of(job: Job, results: Sequence[Result | None]) -> Usage:
+    """The counts of all answers; a prompt counts once, however many answers it gets."""
+    found = [result for result in results if result is not None]
+    of_prompts = found[:: job.asked.n]
+    prompt, completion = sum(each.prompt_tokens for each in of_prompts), sum(len(each.tokens) for each in found)
+    tokenizer = job.readers[0].settings.tokenizer
+    thoughts = [each.reasoning for each in found if each.reasoning]
+    reasoning = 0
+    if tokenizer is not None:
+        reasoning = sum(len(tokenizer(each, add_special_tokens=False)["input_ids"]) for each in thoughts)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=CachedTokens(cached_tokens=sum(each.cached_tokens for each in of_prompts)),
+        completion_tokens_details=ReasoningTokens(reasoning_tokens=reasoning),
+        denoising_steps=sum(sum(each.steps) for each in found),
+    )
+
+
+def error_body(error: Exception, param: str | None = None) -> tuple[int, dict[str, Any]]:
+    """The status and the body of an error, in OpenAI's form."""
+    status, kind, code = 500, "server_error", None
+    if isinstance(error, NoModelError):
+        status, kind, code, param = 404, "invalid_request_error", "model_not_found", "model"
+    elif isinstance(error, RequestError):
+        status, kind = 400, "invalid_request_error"
+    elif isinstance(error, Full):
+        status, kind, code = 429, "rate_limit_error", "too_many_requests"
+    message = str(error) if isinstance(error, BlockdiffError | ValueError) else "the server failed; its log says why"
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _written(answer: Answer) -> dict[str, Any]:
+    """An answer as JSON has it: null is left out where the protocol does not ask for it."""
+    found = answer.model_dump(exclude_none=True)
+    for choice in found["choices"]:
+        choice.setdefault("finish_reason", None)
+        choice.setdefault("logprobs", None)
+        if "message" in choice:
+            choice["message"].setdefault("content", None)
+    return found
+
+
+def _dumped(chunk: Chunk) -> str:
+    return json.dumps(_written(chunk), ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,104 @@
+"""The server as an ordinary ASGI application, which any host can mount."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from blockdiff import __version__
+from blockdiff.errors import BlockdiffError, Full
+from blockdiff.sampling.sampler import Sampler
+from blockdiff.serving import chat, completions, operations
+from blockdiff.serving.answering import Server, error_body
+from blockdiff.serving.async_engine import AsyncEngine
+from blockdiff.serving.limits import Access, Limits
+from blockdiff.serving.security import Guard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from blockdiff.models.family import BlockDiffusionModel
+
+LOG = logging.getLogger("blockdiff.serving")
+ROUTERS = (chat.router, completions.router, operations.router)  # a file each; each takes the Server
+RETRY_SECONDS = "1"
+
+
+def app(
+    model: BlockDiffusionModel | Sampler | AsyncEngine,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    names: tuple[str, ...] = ("blockdiff",),
+    limits: Limits | None = None,
+    access: Access | None = None,
+    **options: Any,
+) -> FastAPI:
+    """An ASGI application that answers OpenAI's protocol with a model.
+
+    model: a model with its `tokenizer`, a `Sampler`, or an `AsyncEngine`; names: what it may be called; options: those
+    of `AsyncEngine`, such as max_rows. The engine starts and ends with the application.
+    """
+    limits, access = limits or Limits(), access or Access()
+    if isinstance(model, AsyncEngine):
+        engine = model
+    else:
+        options = dict(max_prompt_tokens=limits.prompt_tokens, prepare_seconds=limits.prepare_seconds) | options
+        engine = AsyncEngine(model, tokenizer, **options)
+    server = Server(engine, names, limits)
+
+    @asynccontextmanager
+    async def running(_: FastAPI) -> AsyncIterator[None]:
+        async with engine:
+            yield
+
+    found = FastAPI(title="blockdiff", version=__version__, lifespan=running, docs_url=None, redoc_url=None)
+    found.state.server = server
+    found.add_middleware(Guard, access=access, body_bytes=limits.body_bytes)
+    found.add_exception_handler(BlockdiffError, _failed)
+    found.add_exception_handler(RequestValidationError, _invalid)
+    found.add_exception_handler(HTTPException, _unknown)
+    found.add_exception_handler(Exception, _failed)
+    for router in ROUTERS:
+        found.include_router(router(server))
+    return found
+
+
+async def _failed(_: HttpRequest, error: Exception) -> JSONResponse:
+    if not isinstance(error, BlockdiffError):
+        LOG.error("a request failed", exc_info=error)
+    status, body = error_body(error)
+    return JSONResponse(body, status, headers={"retry-after": RETRY_SECONDS} if isinstance(error, Full) else None)
+
+
+async def _invalid(_: HttpRequest, error: Exception) -> JSONResponse:
+    """A body that is none of the protocol's: the first thing that is wrong with it, and where."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"][1:])
+    words = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        words = "is not a field that this server knows; leave it out"
+    elif first["type"] == "value_error":
+        place, words = words.partition(" ")[0].rstrip(":"), words.partition(" ")[2]
+    else:
+        words = f"{words[:1].lower()}{words[1:]}"
+    message = f"{place}: {words}" if place else words
+    body = {"message": message, "type": "invalid_request_error", "param": place or None, "code": None}
+    return JSONResponse({"error": body}, 400)
+
+
+async def _unknown(http: HttpRequest, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    message = f"{http.method} {http.url.path}: {error.detail}"
+    if http.url.path.startswith("/v1/responses"):
+        message = "/v1/responses is not served; use /v1/chat/completions (docs/serving.md says why)"
+    body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": body}, error.status_code, headers=error.headers)

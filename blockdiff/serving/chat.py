@@ -1,0 +1,200 @@
+"""`POST /v1/chat/completions`: conversations, with tools, reasoning and forms of the answer."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+from fastapi.concurrency import run_in_threadpool
+
+from blockdiff.errors import RequestError
+from blockdiff.sampling.constraints.json_schema import regex_of_schema
+from blockdiff.sampling.constraints.outlines import compile_limit
+from blockdiff.sampling.controls.constraint import ANY_OBJECT
+from blockdiff.sampling.request import Request
+from blockdiff.serving.answering import Job, Server, respond
+from blockdiff.serving.answers import (
+    ChatChoice,
+    ChatDelta,
+    ChatLogprobs,
+    Function,
+    Message,
+    TokenLogprob,
+    ToolCall,
+    TopLogprob,
+)
+from blockdiff.serving.mapping import FORMS, check_size, common_fields, seed_of
+from blockdiff.serving.protocol import ChatRequest, NamedChoice
+from blockdiff.serving.reading import News, Reader
+
+PATH = "/v1/chat/completions"
+
+
+def router(server: Server) -> APIRouter:
+    """The route."""
+    routes = APIRouter()
+
+    @routes.post(PATH)
+    async def chat(body: ChatRequest, http: HttpRequest) -> Response:
+        server.check_model(body.model)
+        return await respond(server, http, await run_in_threadpool(job_of, body, server))
+
+    return routes
+
+
+class Chats:
+    """The writing of a chat's answers."""
+
+    prefix, object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, reader: Reader, news: News) -> ChatChoice:
+        """A whole answer."""
+        result = news.result
+        assert result is not None
+        calls = [_call(reader, number, call) for number, call in enumerate(result.tool_calls or ())]
+        message = Message(
+            role="assistant",
+            content=result.text if result.text or not calls else None,
+            reasoning_content=result.reasoning,
+            tool_calls=calls or None,
+        )
+        return ChatChoice(
+            index=reader.index,
+            message=message,
+            finish_reason=news.finish,
+            steps=result.steps,
+            logprobs=_logprobs(reader, news),
+        )
+
+    def delta(self, reader: Reader, news: News, is_first: bool) -> ChatDelta | None:
+        """The news of an answer."""
+        calls = [_call(reader, news.first_call + n, call, is_indexed=True) for n, call in enumerate(news.calls)]
+        if not (news.text or news.reasoning or calls or news.finish):
+            return None
+        delta = Message(
+            role="assistant" if is_first else None,
+            content=news.text or ("" if is_first else None),
+            reasoning_content=news.reasoning or None,
+            tool_calls=calls or None,
+        )
+        steps = None if news.result is None else news.result.steps
+        return ChatDelta(
+            index=reader.index,
+            delta=delta,
+            finish_reason=news.finish,
+            steps=steps,
+            logprobs=_logprobs(reader, news),
+        )
+
+
+def job_of(body: ChatRequest, server: Server) -> Job:
+    """The requests of a body: one for each of `n` answers."""
+    settings, limits = server.engine.settings, server.limits
+    check_size("n", body.n, limits.answers)
+    check_size("the characters of tools", len(json.dumps(body.tools)), limits.form_characters)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    fields = common_fields(body, settings, limits, max_tokens) | template_fields(body.chat_template_kwargs)
+    forced = None
+    form = body.response_format
+    if form is not None and form.type != "text":
+        set_form(fields, json_schema=form.json_schema.schema_ if form.json_schema else ANY_OBJECT)
+        check_size("the characters of response_format", len(json.dumps(fields["json_schema"])), limits.form_characters)
+    if body.tool_choice not in ("none", "auto"):
+        forced = body.tool_choice.function.name if isinstance(body.tool_choice, NamedChoice) else ""
+        with compile_limit(limits.prepare_seconds):
+            set_form(fields, regex=regex_of_call(body.tools, forced))
+    has_form = any(fields.get(name) is not None for name in FORMS)
+    request = Request(
+        uuid.uuid4().hex,
+        messages=body.messages,
+        tools=body.tools if body.tools and body.tool_choice != "none" else None,
+        scores=body.logprobs,
+        top_logprobs=body.top_logprobs,
+        **fields,
+    )
+    readers = [
+        Reader(
+            settings,
+            replace(request, id=f"{request.id}-{index}", seed=seed_of(body, index)),
+            index,
+            None if has_form else max_tokens,
+            forced,
+            None if body.parallel_tool_calls else 1,
+        )
+        for index in range(body.n)
+    ]
+    return Job(body, readers, Chats(), PATH)
+
+
+def template_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Request` that `chat_template_kwargs` say: `enable_thinking` is `thinking`."""
+    options = dict(given)
+    thinking = options.pop("enable_thinking", False)
+    if not isinstance(thinking, bool):
+        raise RequestError(f"chat_template_kwargs: enable_thinking must be true or false, got {thinking!r:.60}")
+    return {"thinking": thinking, "template_options": options or None}
+
+
+def set_form(fields: dict[str, Any], **form: Any) -> None:
+    """Add the form of the whole response; RequestError where another one is asked for, too."""
+    if taken := next((name for name in FORMS if fields.get(name) is not None), None):
+        raise RequestError(f"{taken} says the form of the whole response, and so does another field; give one of them")
+    fields |= form
+
+
+def regex_of_call(tools: list[dict[str, Any]], name: str) -> str:
+    """The expression of a forced call: the arguments of the named function, or an object that names one, too."""
+    functions = {each.get("function", each).get("name"): each.get("function", each) for each in tools}
+    if name and name not in functions:
+        raise RequestError(f"tool_choice names {name!r:.80}, which tools does not declare")
+    if name:
+        return _arguments(functions[name])
+    calls = [
+        rf'\{{"name": ?{re.escape(json.dumps(each))}, ?"arguments": ?{_arguments(functions[each])}\}}'
+        for each in functions
+    ]
+    return f"(?:{'|'.join(calls)})"
+
+
+def _arguments(function: Mapping[str, Any]) -> str:
+    """The expression of a function's arguments."""
+    schema = function.get("parameters") or {}
+    if not schema.get("properties") and not schema.get("additionalProperties"):
+        return r"\{\}"
+    return regex_of_schema({"type": "object", **schema})
+
+
+def _call(reader: Reader, number: int, call: Mapping[str, Any], is_indexed: bool = False) -> ToolCall:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return ToolCall(
+        index=number if is_indexed else None,
+        id=f"call_{reader.request.id}_{number}",
+        function=Function(name=function["name"], arguments=arguments),
+    )
+
+
+def _logprobs(reader: Reader, news: News) -> ChatLogprobs | None:
+    """The log-probabilities of all tokens of an answer, which its last news bring."""
+    result = news.result
+    if result is None or result.logprobs is None or not reader.request.scores:
+        return None
+    top = result.top_logprobs or [[]] * len(result.tokens)
+    content = [
+        TokenLogprob(
+            **_scored(reader, token, value), top_logprobs=[TopLogprob(**_scored(reader, *each)) for each in best]
+        )
+        for token, value, best in zip(result.tokens, result.logprobs, top, strict=False)
+    ]
+    return ChatLogprobs(content=content)
+
+
+def _scored(reader: Reader, token: int, value: float) -> dict[str, Any]:
+    text = reader.text_of(token)
+    return {"token": text, "bytes": list(text.encode()), "logprob": value}

@@ -1,0 +1,41 @@
+"""The limits of a server: what a request may cost before it is refused, and who may ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that one request may ask for; the rest is refused with a 4xx that names the limit.
+
+    body_bytes: of its JSON; prompt_tokens, max_tokens: of its prompt and of each answer (None: as many as the model's
+    positions and the memory of the pages hold); answers: `n`, for all prompts together, and `best_of`; form_characters:
+    of a regex, schema, template, draft or the tools; prepare_seconds: to compile its constraint;
+    read_seconds: for which a client may read nothing of a stream; stall_seconds: after which a step that has not ended
+    makes the server not ready.
+    """
+
+    body_bytes: int = 4 << 20
+    prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    answers: int = 16
+    form_characters: int = 100_000
+    prepare_seconds: float = 10.0
+    read_seconds: float = 60.0
+    stall_seconds: float = 60.0
+
+
+@dataclass(frozen=True)
+class Access:
+    """The right to ask: with one of the keys, if there are any, under one of the hosts, and from no other site's page.
+
+    hosts: the names under which the server may be asked, in the Host header (None: any); origins: sites whose pages may
+    ask, beside the server's own.
+    """
+
+    keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = LOOPBACK
+    origins: tuple[str, ...] = ()

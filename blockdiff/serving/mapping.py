@@ -1,0 +1,64 @@
+"""From the fields that chats and completions share to requests of the engine, within the limits of a server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from blockdiff.errors import RequestError
+from blockdiff.sampling.settings import SamplingSettings
+from blockdiff.sampling.strategies import adjusted, as_strategy
+from blockdiff.sampling.strategy import Strategy
+from blockdiff.seeding import child_seed
+from blockdiff.serving.limits import Limits
+from blockdiff.serving.protocol import Asked
+
+FORMS = ("regex", "json_schema", "template")  # of a whole response, which is then not cut
+
+
+def common_fields(asked: Asked, settings: SamplingSettings, limits: Limits, max_tokens: int | None) -> dict[str, Any]:
+    """The fields of `Request` that every answer to a body shares; RequestError for what is beyond a limit."""
+    check_size("best_of", asked.best_of, limits.answers)
+    if max_tokens is not None and limits.max_tokens is not None:
+        check_size("max_tokens", max_tokens, limits.max_tokens)
+    for name in (*FORMS, "draft", "stop", "banned"):
+        check_size(f"the characters of {name}", _characters(getattr(asked, name)), limits.form_characters)
+    if asked.n > 1 and asked.best_of > 1:
+        raise RequestError("n and best_of: best_of draws several answers and gives one of them; give one of the two")
+    return dict(
+        stop=asked.stops,
+        max_new_tokens=max_tokens or (limits.max_tokens and min(limits.max_tokens, settings.generation.max_new_tokens)),
+        max_steps=asked.steps,
+        strategy=strategy_of(asked, settings),
+        best_of=asked.best_of,
+        **{name: getattr(asked, name) for name in (*FORMS, "draft", "noise", "repetition_penalty")},
+        banned=tuple(asked.banned),
+    )
+
+
+def strategy_of(asked: Asked, settings: SamplingSettings) -> Strategy | None:
+    """The strategy of a body; None for that of the server.
+
+    Where canvases are denoised, temperature 0 leaves the strategy as it is, and `seed_of` makes the answer repeatable.
+    """
+    strategy = None if asked.strategy is None else as_strategy(asked.strategy, settings.generation)
+    temperature = asked.temperature or (0.0 if settings.is_next_token and asked.temperature is not None else None)
+    if temperature is None and asked.top_p in (None, 1):
+        return strategy
+    return adjusted(strategy or settings.strategy, temperature, asked.top_p)
+
+
+def seed_of(asked: Asked, number: int) -> int | None:
+    """The seed of an answer: the first has the one that was given, the others' follow from it; None: a new one."""
+    seed = 0 if asked.seed is None and asked.temperature == 0 else asked.seed
+    return seed if seed is None or number == 0 else child_seed(seed, number)
+
+
+def check_size(name: str, value: int, most: int) -> None:
+    """Raise RequestError for more than a limit."""
+    if value > most:
+        raise RequestError(f"{name}: {value} is more than the {most} that this server takes; ask for less")
+
+
+def _characters(value: Any) -> int:
+    return 0 if value is None else len(value if isinstance(value, str) else json.dumps(value))

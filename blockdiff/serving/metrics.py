@@ -1,0 +1,111 @@
+"""Counts for Prometheus, and the one line that the log gets for a request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from blockdiff.sampling.engine import Engine, Load
+from blockdiff.sampling.request import Result
+from blockdiff.serving.async_engine import AsyncEngine
+
+LOG = logging.getLogger("blockdiff.serving")
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+SCRAPE_SECONDS = 2.0
+
+
+class Metrics:
+    """The counts of one server."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("blockdiff_requests", "Requests by outcome", ["outcome"], registry=registry)
+        self.seconds = Histogram("blockdiff_request_seconds", "Of a request", buckets=SECONDS, registry=registry)
+        self.first_canvas = Histogram(
+            "blockdiff_first_canvas_seconds", "To the first canvas", buckets=SECONDS, registry=registry
+        )
+        self.steps = Histogram("blockdiff_canvas_steps", "Denoising steps a canvas", buckets=STEPS, registry=registry)
+        self.canvases = Counter("blockdiff_canvases", "Committed canvases", registry=registry)
+        self.tokens = Counter("blockdiff_tokens", "Tokens: prompt, cached, completion", ["kind"], registry=registry)
+        self.waiting = Gauge("blockdiff_waiting_requests", "Requests that wait for a row", registry=registry)
+        self.unanswered = Gauge("blockdiff_unanswered_requests", "Requests that wait or run", registry=registry)
+        self.rows = Gauge("blockdiff_rows", "Rows that are denoised", registry=registry)
+        self.pages = Gauge("blockdiff_pages", "Pages: used, shared, cached", ["layers", "state"], registry=registry)
+
+    async def text(self, engine: AsyncEngine) -> bytes:
+        """The counts in Prometheus's form; those of the engine are as they last were where it does not answer."""
+        self.unanswered.set(engine.unanswered)
+        if engine.is_working:
+            try:
+                self._set(await asyncio.wait_for(engine.call(_load), SCRAPE_SECONDS))
+            except TimeoutError:
+                LOG.warning("the engine does not answer; /metrics shows its last counts")
+        return generate_latest(self.registry)
+
+    def _set(self, load: Load) -> None:
+        self.waiting.set(load.waiting)
+        self.rows.set(load.rows)
+        for state, counts in (("used", load.pages), ("shared", load.shared), ("cached", load.cached)):
+            for layers, count in counts.items():
+                self.pages.labels(layers, state).set(count)
+
+    def answered(self, result: Result) -> None:
+        """Count the tokens, canvases and steps of an answer."""
+        self.tokens.labels("completion").inc(len(result.tokens))
+        self.canvases.inc(len(result.steps))
+        for steps in result.steps:
+            self.steps.observe(steps)
+
+
+def _load(engine: Engine) -> Load:
+    return engine.load
+
+
+@dataclass
+class Account:
+    """The costs of a request so far; `close` counts it and writes its line."""
+
+    metrics: Metrics
+    path: str
+    began: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    results: list[Result] = field(default_factory=list)
+    answers: int = 1  # to each prompt
+    outcome: str = "left"  # the reader went away, unless another is said
+
+    def canvas(self) -> None:
+        """Note that a canvas was committed."""
+        if self.first is None:
+            self.first = time.monotonic() - self.began
+            self.metrics.first_canvas.observe(self.first)
+
+    def close(self) -> None:
+        """Count the request, and write its line."""
+        seconds, results = time.monotonic() - self.began, self.results
+        self.metrics.requests.labels(self.outcome).inc()
+        self.metrics.seconds.observe(seconds)
+        for result in results:
+            self.metrics.answered(result)
+        of_prompts = results[:: self.answers]
+        prompt, cached = sum(each.prompt_tokens for each in of_prompts), sum(each.cached_tokens for each in of_prompts)
+        self.metrics.tokens.labels("prompt").inc(prompt)
+        self.metrics.tokens.labels("cached").inc(cached)
+        tokens, steps = sum(len(each.tokens) for each in results), sum(sum(each.steps) for each in results)
+        LOG.info(
+            "%s %s: prompt %d tokens (%d cached), answered %d tokens in %d canvases and %d steps, %.3f s",
+            *(
+                self.path,
+                self.outcome,
+                prompt,
+                cached,
+                tokens,
+                sum(len(each.steps) for each in results),
+                steps,
+                seconds,
+            ),
+        )

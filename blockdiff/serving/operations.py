@@ -1,0 +1,49 @@
+"""The routes for those who run the server: `/health`, `/ready`, `/metrics`, and the models there are."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+
+from blockdiff.serving.answering import Server
+from blockdiff.serving.answers import Model, Models
+
+
+def router(server: Server) -> APIRouter:
+    """The routes."""
+    routes = APIRouter()
+
+    @routes.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        reason = obstacle(server)
+        found = {"status": "ready"} if reason is None else {"status": "not ready", "reason": reason}
+        return JSONResponse(found, 200 if reason is None else 503)
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await server.metrics.text(server.engine), media_type="text/plain; version=0.0.4")
+
+    @routes.get("/v1/models")
+    async def models() -> Models:
+        return Models(data=[Model(id=server.names[0], created=server.created)])
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(name: str) -> Model:
+        server.check_model(name)
+        return Model(id=name, created=server.created)
+
+    return routes
+
+
+def obstacle(server: Server) -> str | None:
+    """The reason why requests would not be answered now; None where they are."""
+    engine = server.engine
+    if not engine.is_working:
+        return "the engine has stopped"
+    if engine.step_seconds > server.limits.stall_seconds:
+        return f"a step has run for {engine.step_seconds:.0f} s"
+    return None

@@ -1,0 +1,164 @@
+"""The requests of OpenAI's protocol, and what this server adds to them under the names of `blockdiff.Request`.
+
+Every field is honoured, passed because it changes no answer, or refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# Fields that change no answer.
+INERT = {"user", "store", "metadata", "service_tier", "safety_identifier"}
+INERT |= {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+# Fields that are not honoured, with the values that ask for nothing.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "echo": (False,),
+    "suffix": ("",),
+    "reasoning_effort": ("none",),
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "moderation"), ()),
+}
+INSTEAD = {
+    "frequency_penalty": "repetition_penalty",
+    "presence_penalty": "repetition_penalty",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "suffix": "template",
+    "reasoning_effort": "chat_template_kwargs",
+    "logit_bias": "banned",
+}
+
+
+class Body(BaseModel):
+    """An object whose fields are all known, and have the types that JSON says."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """The options of a stream: whether its last chunk says the usage."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # which hides the lengths of chunks: changes no answer
+
+
+class Asked(Body):
+    """The fields that chats and completions share."""
+
+    model: str | None = None
+    seed: int | None = None
+    n: int = Field(1, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    # beyond the protocol
+    stream_frames: bool = False
+    regex: str | None = None
+    json_schema: dict[str, Any] | None = None
+    template: str | None = None
+    draft: str | None = None
+    noise: float | None = None
+    strategy: str | None = None
+    steps: int | None = Field(None, ge=1)
+    best_of: int = Field(1, ge=1)
+    banned: list[str | int] = []
+    repetition_penalty: float = 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        """Leave out what says nothing: null, fields that change no answer, and neutral values of others."""
+        if not isinstance(given, dict):
+            return given
+        kept = {}
+        for name, value in given.items():
+            if value is None or name in INERT:
+                continue
+            if name in NEUTRAL and name not in cls.model_fields:
+                if value in NEUTRAL[name]:
+                    continue
+                instead = f"; use {INSTEAD[name]}" if name in INSTEAD else "; leave it out"
+                raise ValueError(f"{name} {value!r:.60} is not supported by this server{instead}")
+            kept[name] = value
+        return kept
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop texts."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class JsonSchemaFormat(Body):
+    """A named schema."""
+
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """The form of an answer: text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedChoice(Body):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(Asked):
+    """The body of `POST /v1/chat/completions`. Messages and tools are checked where rows of training are."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        form = self.response_format
+        if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
+            raise ValueError("response_format: json_schema goes with type json_schema, and with no other")
+        if self.tool_choice not in ("none", "auto") and not self.tools:
+            raise ValueError("tool_choice asks for a call, but tools declares no function")
+        return self
+
+
+class CompletionRequest(Asked):
+    """The body of `POST /v1/completions`: raw texts or tokens to continue."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=5)

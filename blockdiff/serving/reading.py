@@ -1,0 +1,151 @@
+"""From the events of a request to what is new for its reader: texts canvas by canvas, frames, and the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from blockdiff.errors import EngineError
+from blockdiff.sampling.parts import Parts, parts_of
+from blockdiff.sampling.reasoning import FORMATS, is_opened
+from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.settings import SamplingSettings
+from blockdiff.sampling.trace import CommittedCanvas, Step
+from blockdiff.serving.answers import FinishReason, Frame
+
+NAMES = tuple(name for _, _, name in FORMATS if name)
+HALF = "\ufffd"  # stands for a character of which tokens are missing
+
+
+@dataclass(frozen=True)
+class News:
+    """The new part of an answer. `calls` are the calls of tools from the one with the number `first_call` on.
+
+    The last news of an answer have its `result`, cut to the tokens that were asked for, and a `finish`.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    calls: Sequence[Mapping[str, Any]] = ()
+    first_call: int = 0
+    frame: Frame | None = None
+    finish: FinishReason | None = None
+    result: Result | None = None
+
+
+@dataclass
+class Reader:
+    """Reads the events of one request, the answer with the number `index`.
+
+    max_tokens: where the answer is cut (None: nowhere); forced: the name of the function whose arguments the whole
+    response is, or "" where it names the function, too (None: no call is forced); most_calls: calls after these are
+    left out. Texts that later tokens may change are held back: spaces at an end, halves of characters, what may begin a
+    stop text or a call.
+    """
+
+    settings: SamplingSettings
+    request: Request
+    index: int = 0
+    max_tokens: int | None = None
+    forced: str | None = None
+    most_calls: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    said: Parts = field(default_factory=lambda: Parts(""))
+
+    def canvas(self, event: CommittedCanvas) -> News:
+        """The news of a committed canvas; none where the best of several answers is still to be found."""
+        if self.request.best_of > 1 or self.forced is not None or event.finish_reason is not None:
+            return News()  # the result follows, or says all
+        self.tokens += event.tokens[: event.kept]
+        tokens = self.tokens[: self.max_tokens]
+        parts = parts_of(tokens, self.settings, self.request.tools or (), is_opened(event.prompt), is_whole=False)
+        stops = self.request.stop if parts.text else ()
+        return self._news(replace(parts, text=_stable(parts.text, stops), reasoning=_stable(parts.reasoning or "")))
+
+    def frame(self, event: Step) -> News:
+        """A denoising step."""
+        texts = [self.text_of(token) for token in event.argmax]
+        entropy = [round(each, 4) for each in event.entropy]
+        return News(
+            frame=Frame(
+                index=self.index,
+                canvas=event.canvas,
+                step=event.step,
+                temperature=round(event.temperature, 4),
+                tokens=event.argmax,
+                texts=texts,
+                entropy=entropy,
+                is_kept=event.is_accepted,
+                is_pinned=event.is_pinned,
+            )
+        )
+
+    def end(self, result: Result) -> News:
+        """The last news; raises EngineError for an answer that failed under way."""
+        if result.error is not None:
+            raise EngineError(result.error)
+        is_cut = self.max_tokens is not None and len(result.tokens) > self.max_tokens
+        if is_cut:
+            parts = parts_of(result.tokens[: self.max_tokens], self.settings, self.request.tools or ())
+            logprobs = None if result.logprobs is None else result.logprobs[: self.max_tokens]
+            result = replace(
+                result,
+                text=parts.text,
+                reasoning=parts.reasoning,
+                tool_calls=parts.tool_calls,
+                tokens=result.tokens[: self.max_tokens],
+                logprobs=logprobs,
+            )
+        if self.forced is not None:
+            result = replace(result, text="", tool_calls=[_forced(self.forced, result.text)])
+        if self.most_calls is not None and result.tool_calls:
+            result = replace(result, tool_calls=result.tool_calls[: self.most_calls])
+        news = self._news(Parts(result.text, result.reasoning, result.tool_calls))
+        finish: FinishReason = "length" if is_cut or result.finish_reason == "length" else "stop"
+        if result.tool_calls:
+            finish = "tool_calls"
+        return replace(news, finish=finish, result=result)
+
+    def text_of(self, token: int) -> str:
+        """The text of one token, control tokens as they are written."""
+        tokenizer = self.settings.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode([token]))
+
+    def _news(self, parts: Parts) -> News:
+        calls, said = parts.tool_calls or [], self.said.tool_calls or []
+        calls = calls[: self.most_calls]
+        news = News(
+            _new(parts.text, self.said.text),
+            _new(parts.reasoning or "", self.said.reasoning or ""),
+            calls[len(said) :],
+            len(said),
+        )
+        self.said = Parts(
+            self.said.text + news.text, (self.said.reasoning or "") + news.reasoning, calls if calls else said
+        )
+        return news
+
+
+def _new(text: str, said: str) -> str:
+    """The part of a text that was not said yet; nothing where it does not go on with what was said."""
+    return text[len(said) :] if text.startswith(said) else ""
+
+
+def _stable(text: str, stops: Sequence[str] = ()) -> str:
+    """The beginning of a text that more tokens cannot change."""
+    if any(name.startswith(text) for name in NAMES):
+        return ""
+    text = text.rstrip(HALF)
+    for stop in stops:
+        begun = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+        text = text[: len(text) - begun]
+    return text.rstrip()
+
+
+def _forced(name: str, text: str) -> dict[str, Any]:
+    """The call that a response of a forced form is."""
+    value = json.loads(text)
+    function = {"name": name, "arguments": value} if name else value
+    return {"type": "function", "function": function}

@@ -1,0 +1,315 @@
+"""OpenAI's protocol, asked by OpenAI's client: what is honoured, what passes, and what is refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from blockdiff.sampling import Request
+from tests.asking import answering, served
+
+pytestmark = pytest.mark.quick
+
+USER = [{"role": "user", "content": "hi"}]
+ASKED = {"model": "blockdiff", "messages": USER, "seed": 5}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 4}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+async def streamed(asking, **options):
+    """The chunks of a chat's stream."""
+    return [chunk async for chunk in await asking.openai.chat.completions.create(stream=True, **options)]
+
+
+def joined(chunks, index=0):
+    """The content of an answer's deltas."""
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(delta.content or "" for delta in deltas)
+
+
+def test_a_chat_is_what_the_sampler_answers_whole_or_as_a_stream(chatty):
+    [alone] = chatty.generate([Request(0, messages=USER, seed=5, scores=True)])
+
+    async def use(asking):
+        create = asking.openai.chat.completions.create
+        options = {"stream_options": {"include_usage": True}}
+        return await create(**ASKED), await streamed(asking, **ASKED, **options)
+
+    whole, chunks = served(chatty, use)
+    [choice] = whole.choices
+    assert whole.object == "chat.completion" and whole.model == "blockdiff" and whole.id.startswith("chatcmpl-")
+    assert choice.message.role == "assistant" and choice.message.content == alone.text == joined(chunks)
+    assert choice.finish_reason == "length" and choice.steps == alone.steps
+    assert whole.usage.completion_tokens == 16 == len(alone.tokens)
+    assert whole.usage.prompt_tokens == alone.prompt_tokens and whole.usage.denoising_steps == sum(alone.steps)
+    *news, last = chunks
+    assert last.choices == [] and last.usage == whole.usage.model_copy(
+        update={"prompt_tokens_details": last.usage.prompt_tokens_details}
+    )
+    assert news[0].choices[0].delta.role == "assistant" and news[-1].choices[0].finish_reason == "length"
+    assert all(chunk.object == "chat.completion.chunk" and chunk.id == news[0].id for chunk in news)
+
+
+def test_completions_continue_texts_and_tokens_in_order_with_n_answers_each(chatty):
+    tokens = chatty.tokenizer("abc", add_special_tokens=False)["input_ids"]
+
+    async def use(asking):
+        create = asking.openai.completions.create
+        several = await create(model="blockdiff", prompt=["a", "b"], n=2, seed=3, max_tokens=5)
+        stream = await create(model="blockdiff", prompt=tokens, seed=3, stream=True)
+        return several, [chunk async for chunk in stream]
+
+    several, chunks = served(chatty, use)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in several.choices}) > 1
+    assert several.usage.completion_tokens == 4 * 5 and {each.finish_reason for each in several.choices} == {"length"}
+    [alone] = chatty.generate([Request(0, tokens=tokens, seed=3)])
+    assert "".join(chunk.choices[0].text for chunk in chunks) == alone.text
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_seed_repeats_an_answer_and_temperature_zero_needs_none(chatty):
+    async def use(asking):
+        async def text(**options):
+            found = await asking.openai.chat.completions.create(**{**ASKED, "seed": openai.omit, **options})
+            return [choice.message.content for choice in found.choices]
+
+        return [
+            await text(**options)
+            for options in ({"seed": 1}, {"seed": 1, "n": 2}, {"temperature": 0}, {"temperature": 0}, {}, {})
+        ]
+
+    first, two, zero, zero_again, free, other = served(chatty, use)
+    assert first == two[:1] and two[0] != two[1]
+    assert zero == zero_again and free != other
+
+
+def test_the_log_probabilities_are_those_of_the_next_token_head(chatty):
+    [alone] = chatty.generate([Request(0, messages=USER, seed=5, scores=True, top_logprobs=2)])
+
+    async def use(asking):
+        chunks = await streamed(asking, **ASKED, logprobs=True)
+        whole = await asking.openai.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2)
+        old = await asking.openai.completions.create(model="blockdiff", prompt="a", logprobs=2, max_tokens=3)
+        return whole.choices[0].logprobs.content, chunks[-1].choices[0].logprobs.content, old.choices[0].logprobs
+
+    whole, last, old = served(chatty, use)
+    assert [each.logprob for each in whole] == pytest.approx(alone.logprobs)
+    assert [each.logprob for each in last] == pytest.approx(alone.logprobs)
+    assert all(len(each.top_logprobs) == 2 for each in whole)
+    for each, best in zip(whole, alone.top_logprobs, strict=True):
+        assert best[0][1] >= best[1][1] and best[0][1] >= each.logprob - 1e-5
+        if best[0][0] == chatty.tokenizer(each.token)["input_ids"][0]:
+            assert best[0][1] == pytest.approx(each.logprob, abs=1e-5)
+    assert len(old.tokens) == len(old.token_logprobs) == len(old.text_offset) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "holds"),
+    [
+        ({"response_format": {"type": "json_object"}}, dict),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "strict": True, "schema": WEATHER["function"]["parameters"]},
+                }
+            },
+            dict,
+        ),
+        ({"extra_body": {"regex": "[0-9]{3}"}}, int),
+        ({"extra_body": {"template": "[<?2>, 7]", "regex": r"\[[0-9]+, 7\]"}}, list),
+        ({"extra_body": {"template": "12<?1>", "regex": "[0-9]+"}, "temperature": 0, "max_tokens": 1}, int),
+    ],
+)
+def test_an_answer_has_the_form_that_is_asked_for(chatty, options, holds):
+    async def use(asking):
+        options_of_all = {**ASKED, "max_tokens": 48, **options}
+        whole = await asking.openai.chat.completions.create(**options_of_all)
+        return whole.choices[0].message.content, joined(await streamed(asking, **options_of_all))
+
+    whole, stream = served(chatty, use)
+    assert whole == stream and isinstance(json.loads(whole), holds)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_call_always_parses(chatty, choice):
+    nothing = {"type": "function", "function": {"name": "now"}}
+
+    async def use(asking):
+        options = dict(tools=[WEATHER, nothing], tool_choice=choice, max_tokens=96, n=2)
+        return await asking.openai.chat.completions.create(**ASKED, **options), await streamed(
+            asking, **ASKED, **options
+        )
+
+    whole, chunks = served(chatty, use)
+    for each in whole.choices:
+        [call] = each.message.tool_calls
+        assert each.finish_reason == "tool_calls" and each.message.content is None
+        arguments = json.loads(call.function.arguments)
+        if call.function.name == "weather":
+            assert isinstance(arguments["days"], int) and len(arguments["city"]) <= 4
+        else:
+            assert arguments == {} and choice == "required"
+        deltas = [c.delta for chunk in chunks for c in chunk.choices if c.index == each.index]
+        [streamed_call] = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert streamed_call.function.model_dump() == call.function.model_dump()
+
+
+def test_reasoning_and_calls_are_fields_and_not_text_whole_or_streamed():
+    text = (
+        '<|channel>thought\nlet me see\n<channel|>so: <|tool_call>call:weather{city:<|"|>Ulm<|"|>,days:2}<tool_call|>'
+    )
+    text += '<|tool_call>call:weather{city:<|"|>Rom<|"|>,days:1}<tool_call|>'
+
+    async def use(asking):
+        options = dict(tools=[WEATHER], extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+        one = await asking.openai.chat.completions.create(**ASKED, **options, parallel_tool_calls=False)
+        whole = await asking.openai.chat.completions.create(**ASKED, **options)
+        return one, whole, await streamed(asking, **ASKED, **options)
+
+    one, whole, chunks = served(answering(text), use)
+    message = whole.choices[0].message
+    assert (message.reasoning_content, message.content) == ("let me see", "so: ")
+    assert [json.loads(call.function.arguments) for call in message.tool_calls] == [
+        {"city": "Ulm", "days": 2},
+        {"city": "Rom", "days": 1},
+    ]
+    assert whole.choices[0].finish_reason == "tool_calls" and len(one.choices[0].message.tool_calls) == 1
+    assert whole.usage.completion_tokens_details.reasoning_tokens > 0
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert joined(chunks) == "so: "
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "let me see"
+    calls = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [(call.index, json.loads(call.function.arguments)["city"]) for call in calls] == [(0, "Ulm"), (1, "Rom")]
+    assert len([delta for delta in deltas if delta.content or getattr(delta, "reasoning_content", None)]) > 1
+
+
+def test_a_stream_never_says_what_a_stop_text_or_half_a_character_takes_back():
+    async def use(asking):
+        options = dict(**ASKED, stop=["STOP", "!"])
+        whole = await asking.openai.chat.completions.create(**options)
+        return whole.choices[0], await streamed(asking, **options)
+
+    text = "0123456789ab ST\u20acOP 0123456STOP and more"
+    whole, chunks = served(answering(text, canvas_length=5, canvases=12), use)
+    assert whole.message.content == joined(chunks) == "0123456789ab ST\u20acOP 0123456"
+    assert whole.finish_reason == "stop" and not any("\ufffd" in (c.choices[0].delta.content or "") for c in chunks)
+
+
+def test_frames_are_events_that_the_client_passes_through(chatty):
+    async def use(asking):
+        return await streamed(asking, **ASKED, extra_body={"stream_frames": True})
+
+    chunks = served(chatty, use)
+    frames = [chunk.frame for chunk in chunks if getattr(chunk, "frame", None)]
+    assert len(frames) == 2 * 3 and joined(chunks)
+    assert {"canvas", "step", "tokens", "texts", "entropy", "is_kept"} <= {*frames[0]}
+    assert len(frames[0]["texts"]) == 8
+
+
+def test_neutral_and_inert_fields_pass(chatty):
+    inert = dict(user="u", store=True, metadata={"a": "b"}, service_tier="auto", safety_identifier="s")
+    neutral = dict(frequency_penalty=0, presence_penalty=0.0, logit_bias={}, modalities=["text"], top_p=1, n=1)
+    developer = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+
+    async def use(asking):
+        create = asking.openai.chat.completions.create
+        found = await create(**{**ASKED, "messages": developer}, **inert, **neutral, response_format={"type": "text"})
+        return found.choices[0].message.content
+
+    assert served(chatty, use)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": -100}}, "logit_bias"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"functions": [{"name": "f"}]}, "tools"),
+        ({"top_k": 5}, "top_k"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"n": 0}, "n:"),
+        ({"n": 99}, "n: 99 is more than the 16"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc"}}]}]},
+            "image_url",
+        ),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "critic"),
+        ({"tool_choice": "required"}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "other"),
+        ({"tools": [WEATHER], "tool_choice": "required", "regex": "a"}, "regex"),
+        ({"regex": "("}, "regular expression"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object", "oneOf": []}}}},
+            "oneOf",
+        ),
+        ({"draft": "x", "noise": 7}, "noise"),
+        ({"strategy": "nosuch"}, "nosuch"),
+        ({"chat_template_kwargs": {"thinking_mode": "disabled"}}, "thinking_mode"),
+        ({"chat_template_kwargs": {"messages": []}}, "messages"),
+        ({"regex": "a" * 100_001}, "characters of regex"),
+        ({"best_of": 2, "n": 2}, "best_of"),
+        ({"top_logprobs": 2}, "logprobs"),
+        ({"max_tokens": 10_000_000}, "max_new_tokens"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(chatty, options, word):
+    status, error = served(chatty, lambda asking: asking.refusal(**{**ASKED, **options}))
+    assert status == 400 and word in error["message"] and error["type"] == "invalid_request_error"
+    assert "\n" not in error["message"] and {"param", "code"} <= {*error}
+
+
+def test_other_models_and_other_paths_are_errors_in_the_same_form(chatty):
+    async def use(asking):
+        listed = await asking.openai.models.list()
+        one = await asking.openai.models.retrieve("blockdiff")
+        with pytest.raises(openai.NotFoundError, match="'gpt' is not served here"):
+            await asking.openai.chat.completions.create(model="gpt", messages=USER)
+        with pytest.raises(openai.NotFoundError, match="/v1/responses is not served"):
+            await asking.openai.responses.create(model="blockdiff", input="hi")
+        with pytest.raises(openai.APIStatusError, match="/v1/chat/completions"):
+            await asking.openai.get("/chat/completions", cast_to=object)
+        return [model.id for model in listed.data], one.id
+
+    assert served(chatty, use) == (["blockdiff"], "blockdiff")
+
+
+def test_many_at_once_each_get_their_own_answer_and_a_prompt_that_was_asked_before_is_cached(chatty):
+    long = [{"role": "user", "content": "hello there " * 40}]
+
+    async def use(asking):
+        create = asking.openai.chat.completions.create
+        many = [create(model="blockdiff", messages=[{"role": "user", "content": f"q{n}"}], seed=n) for n in range(6)]
+        answers = [each.choices[0].message.content for each in await asyncio.gather(*many)]
+        first, again = [await create(model="blockdiff", messages=long) for _ in range(2)]
+        return answers, first.usage, again.usage
+
+    answers, first, again = served(chatty, use)
+    alone = chatty.generate([Request(n, messages=[{"role": "user", "content": f"q{n}"}], seed=n) for n in range(6)])
+    assert answers == [each.text for each in alone]
+    assert first.prompt_tokens_details.cached_tokens == 0 < again.prompt_tokens_details.cached_tokens
+    assert again.prompt_tokens_details.cached_tokens <= again.prompt_tokens == first.prompt_tokens
