@@ -10,7 +10,10 @@ from blockdiff.sampling.constraints.json_object import DEPTH, any_object
 
 pytestmark = pytest.mark.quick
 
-OBJECTS = '{}|{"a":1}|{ "a" : -0.5e+3 }|{"a": [1, 2.5, {"b": null}], "c":{"d":{"e":"\\u00e9 é€😀\\n"}}}|{"a":\n[ ]}|{"":[[true,false]]}'
+OBJECTS = (
+    '{}|{"a":1}|{ "a" : -0.5e+3 }|{"a": [1, 2.5, {"b": null}], "c":{"d":{"e":"\\u00e9 é€😀\\n"}}}'
+    '|{"a":\n[ ]}|{"":[[true,false]]}'
+)
 OTHERS = (
     '[]|1|{"a":}|{"a":1,}|{,}|{"a":01}|{"a":+1}|{"a":1.}|{"a":.5}|{"a":1e}|{"a":[1}}|{"a":1}}|{"a" "b"}|{a:1}'
     '|{"a":tru}|{"a":"\t"}|{"a":"\\x"}|{"a":"\\u12g4"}|{"a":[1,]}|{"a":NaN}|{"a"'
