@@ -17,10 +17,12 @@ COPY recipes recipes
 
 # PyPI's torch brings CUDA along; the other index has one without.
 RUN if [ "$DEVICE" = cpu ]; then index="--extra-index-url https://download.pytorch.org/whl/cpu"; fi; \
-    pip install --no-cache-dir --constraint constraints.txt $index .
+    pip install --no-cache-dir --constraint constraints.txt $index ".[serve]"
 
 # Mount the directory with recipes and data here; runs are written below it, tokens into its cache.
 WORKDIR /work
 ENV BLOCKDIFF_CACHE=/work/.cache/blockdiff
+# blockdiff serve MODEL --host 0.0.0.0 --api-key-file FILE
+EXPOSE 8000
 ENTRYPOINT ["blockdiff"]
 CMD ["--help"]

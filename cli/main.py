@@ -26,6 +26,7 @@ from blockdiff.cli.inspect import inspect
 from blockdiff.cli.plan import plan
 from blockdiff.cli.plot import plot
 from blockdiff.cli.sample import sample
+from blockdiff.cli.serve import serve
 from blockdiff.cli.train import train
 from blockdiff.errors import BlockdiffError
 from blockdiff.terminal import say_error, shown
@@ -95,6 +96,7 @@ for name, command, example in (
     ("train", train, "recipes/quickstart.yaml --set optim.lr=3e-4 --output runs/a"),
     ("sample", sample, "runs/a/model --prompts prompts.jsonl --output texts.jsonl --seed 1"),
     ("chat", chat, "runs/chat/model --system 'Answer in capital letters.'"),
+    ("serve", serve, "runs/quickstart/model --port 8000"),
     ("eval", evaluate, "runs/a/model --task sudoku --data data/sudoku4/test.jsonl"),
     ("export", export, "runs/a --output merged"),
     ("init", init, "sudoku4 fresh-model"),

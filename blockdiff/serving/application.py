@@ -61,7 +61,7 @@ def app(
 
     found = FastAPI(title="blockdiff", version=__version__, lifespan=running, docs_url=None, redoc_url=None)
     found.state.server = server
-    found.add_middleware(Guard, access=access, body_bytes=limits.body_bytes)
+    found.add_middleware(Guard, access=access, limits=limits)
     found.add_exception_handler(BlockdiffError, _failed)
     found.add_exception_handler(RequestValidationError, _invalid)
     found.add_exception_handler(HTTPException, _unknown)

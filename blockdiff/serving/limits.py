@@ -12,16 +12,19 @@ class Limits:
     """The most that one request may ask for; the rest is refused with a 4xx that names the limit.
 
     body_bytes: of its JSON; prompt_tokens, max_tokens: of its prompt and of each answer (None: as many as the model's
-    positions and the memory of the pages hold); answers: `n`, for all prompts together, and `best_of`; form_characters:
-    of a regex, schema, template, draft or the tools; prepare_seconds: to compile its constraint;
-    read_seconds: for which a client may read nothing of a stream; stall_seconds: after which a step that has not ended
-    makes the server not ready.
+    positions and the memory of the pages hold); answers: `n`, for all prompts together, and `best_of`; steps: of a
+    canvas; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: to compile its
+    constraint; read_seconds: for which a client may keep a body unsent, or a stream unread; stall_seconds: after which
+    a step that has not ended makes the server not ready.
     """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (where a file says them)
 
     body_bytes: int = 4 << 20
     prompt_tokens: int | None = None
     max_tokens: int | None = None
     answers: int = 16
+    steps: int = 1000
     form_characters: int = 100_000
     prepare_seconds: float = 10.0
     read_seconds: float = 60.0

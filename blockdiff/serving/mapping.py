@@ -19,6 +19,7 @@ FORMS = ("regex", "json_schema", "template")  # of a whole response, which is th
 def common_fields(asked: Asked, settings: SamplingSettings, limits: Limits, max_tokens: int | None) -> dict[str, Any]:
     """The fields of `Request` that every answer to a body shares; RequestError for what is beyond a limit."""
     check_size("best_of", asked.best_of, limits.answers)
+    check_size("steps", asked.steps or 1, limits.steps)
     if max_tokens is not None and limits.max_tokens is not None:
         check_size("max_tokens", max_tokens, limits.max_tokens)
     for name in (*FORMS, "draft", "stop", "banned"):

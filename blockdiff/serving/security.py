@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from blockdiff.serving.limits import Access
+from blockdiff.serving.limits import Access, Limits
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,8 +19,8 @@ OPEN_PATHS = ("/", "/health", "/ready")  # what needs no key: it says nothing ab
 class Guard:
     """ASGI middleware: refuses other hosts and sites (DNS rebinding), asks for a key, and bounds bodies."""
 
-    def __init__(self, app: ASGIApp, access: Access, body_bytes: int):
-        self.app, self.access, self.body_bytes = app, access, body_bytes
+    def __init__(self, app: ASGIApp, access: Access, limits: Limits):
+        self.app, self.access, self.limits = app, access, limits
         self._keys = [key.encode() for key in access.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,7 +33,13 @@ class Guard:
         if refusal is not None:
             await _send_error(send, *refusal)
             return
-        read = await self._body(receive)
+        try:
+            async with asyncio.timeout(self.limits.read_seconds):
+                read = await self._body(receive)
+        except TimeoutError:
+            words = f"the body did not come within {self.limits.read_seconds:g} s"
+            await _send_error(send, 408, "body_too_slow", words)
+            return
         if read is None:
             await _send_error(send, *self._too_large())
             return
@@ -44,7 +51,7 @@ class Guard:
 
     async def _body(self, receive: Receive) -> list[Message] | None:
         """The messages of a body; None for one that is too large."""
-        read, left = [await receive()], self.body_bytes
+        read, left = [await receive()], self.limits.body_bytes
         while True:
             left -= len(read[-1].get("body", b""))
             if left < 0:
@@ -66,12 +73,16 @@ class Guard:
             if kind.lower() != "bearer" or not any(is_known):
                 return 401, "invalid_api_key", "this server asks for an API key: Authorization: Bearer KEY"
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self.body_bytes:
+        if not length.isdecimal() or int(length) > self.limits.body_bytes:
             return self._too_large()
         return None
 
     def _too_large(self) -> tuple[int, str, str]:
-        return 413, "body_too_large", f"the body has more than the {self.body_bytes} bytes that this server takes"
+        return (
+            413,
+            "body_too_large",
+            f"the body has more than the {self.limits.body_bytes} bytes that this server takes",
+        )
 
 
 def _name(host: str) -> str:

@@ -86,7 +86,7 @@ def test_the_image_copies_what_an_install_needs_and_installs_this_package_on_a_p
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert copied == allowed and all((ROOT / name).exists() for name in copied)
     (install,) = (rest for word, rest in steps if word == "RUN" and "pip install" in rest)
-    assert install.endswith("pip install --no-cache-dir --constraint constraints.txt $index .")
+    assert install.endswith('pip install --no-cache-dir --constraint constraints.txt $index ".[serve]"')
     assert json.loads(dict(steps)["ENTRYPOINT"]) == [*PROJECT["scripts"]]
     assert "DEVICE=cpu" in dict(steps)["ARG"]
 
@@ -95,9 +95,10 @@ def test_the_image_copies_what_an_install_needs_and_installs_this_package_on_a_p
 def test_every_development_tool_has_an_exact_version() -> None:
     lines = (ROOT / "constraints.txt").read_text().lower().replace("_", "-").splitlines()
     pinned = {line.partition("==")[0] for line in lines}
-    asked = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
+    extras = PROJECT["optional-dependencies"]
+    asked = [*PROJECT["dependencies"], *extras["serve"], *extras["dev"]]
     names = {re.match(r"[\w-]+", each)[0].lower().replace("_", "-") for each in asked}  # type: ignore[index]
-    assert names - pinned <= {"triton"}  # the file says why
+    assert names - pinned <= {"triton", "blockdiff"}  # the file says why; extras name the package
 
 
 def test_the_reference_shows_every_public_name_with_its_docstring_and_its_links_lead_somewhere(tmp_path: Path) -> None:

@@ -273,6 +273,7 @@ def test_neutral_and_inert_fields_pass(chatty):
         ({"chat_template_kwargs": {"messages": []}}, "messages"),
         ({"regex": "a" * 100_001}, "characters of regex"),
         ({"best_of": 2, "n": 2}, "best_of"),
+        ({"steps": 1_000_000}, "steps"),
         ({"top_logprobs": 2}, "logprobs"),
         ({"max_tokens": 10_000_000}, "max_new_tokens"),
     ],

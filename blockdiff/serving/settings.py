@@ -1,0 +1,93 @@
+"""The settings of `blockdiff serve`: a YAML file, and the command line over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from blockdiff.errors import BlockdiffError
+from blockdiff.serving.limits import LOOPBACK, Access, Limits
+
+
+class ServeSettings(BaseModel):
+    """The keys of serve.yaml; what is not said is as here.
+
+    name: what the model is called (None: its directory's name); hosts: further names that the Host header may have
+    (`"*"`: any); origins: sites whose pages may ask; max_rows, max_waiting, tokens_per_step, canvases, exact: of the
+    engine; limits: of a request; drain_seconds: how long answers may go on after SIGTERM.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    api_key_file: str | None = None
+    name: str | None = None
+    hosts: list[str] = []
+    origins: list[str] = []
+    adapter: str | None = None
+    quantize: Literal["fp8", "fp8-dynamic", "none"] | None = None
+    max_rows: int = Field(32, ge=1)
+    max_waiting: int = Field(256, ge=0)
+    tokens_per_step: int | None = Field(None, ge=1)
+    canvases: int = Field(1, ge=1)
+    exact: bool = False
+    limits: Limits = Limits()
+    drain_seconds: int = Field(120, ge=0)
+
+    @property
+    def is_local(self) -> bool:
+        """True where only programs of this machine can ask."""
+        return self.host in LOOPBACK
+
+    def access(self) -> Access:
+        """The keys of the file, and the names under which the server may be asked; BlockdiffError for a bad file."""
+        names = (*LOOPBACK, *self.hosts)
+        hosts = names if self.is_local and "*" not in self.hosts else None
+        return Access(self._keys(), hosts, tuple(self.origins))
+
+    def engine_options(self) -> dict[str, Any]:
+        """The options of `AsyncEngine`."""
+        names = ("max_rows", "max_waiting", "tokens_per_step", "canvases", "exact")
+        return {name: getattr(self, name) for name in names}
+
+    def _keys(self) -> tuple[str, ...]:
+        if self.api_key_file is None:
+            return ()
+        try:
+            text = Path(self.api_key_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "not UTF-8"
+            raise BlockdiffError(f"{self.api_key_file}: cannot be read ({why})") from None
+        keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+        if not keys:
+            raise BlockdiffError(f"{self.api_key_file}: has no key; write one a line")
+        return keys
+
+
+def read_settings(path: Path | None, given: Mapping[str, Any]) -> ServeSettings:
+    """The settings of a file (None: none) with those that are given over them; BlockdiffError says what is wrong."""
+    said: Any = {}
+    if path is not None:
+        try:
+            said = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            why = getattr(error, "strerror", None) or " ".join(str(error).split())[:160]
+            raise BlockdiffError(f"{path}: cannot be read ({why})") from None
+        if not isinstance(said, dict):
+            raise BlockdiffError(f"{path}: write keys with values, such as `port: 8000`")
+    said |= {
+        name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value is not None
+    }
+    try:
+        return ServeSettings.model_validate(said)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key, words = ".".join(map(str, first["loc"])), first["msg"]
+        if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            words = "is not a key; docs/serving.md lists them"
+        raise BlockdiffError(f"{path or 'the command line'}: {key}: {words[:1].lower()}{words[1:]}") from None
