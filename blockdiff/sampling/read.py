@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Choices = abc.Mapping[str, abc.Sequence[str]]
 MOST_DRAWS = 1024
+MOST_FREE = 16  # tokens of free holes, each of which has the distribution of all tokens for every draw
 TOP = 10  # tokens that are named of each position of a free hole
 
 
@@ -103,6 +104,8 @@ class Reading:
             text += f"<?{size}>"
         if unknown := [name for name in choices or {} if name not in named]:
             raise RequestError(f"there are choices for {unknown[0]!r}, but the template has no hole <?{unknown[0]}>")
+        if (count := sum(size for size, found in named.values() if found is None)) > MOST_FREE:
+            raise RequestError(f"the free holes have {count} tokens together, and a read takes {MOST_FREE} at most")
         asked = replace(request, template=text, max_steps=steps, max_new_tokens=settings.canvas_length)
         [first] = sequences_of(asked, settings, seed, model.device)
         assert first.control is not None and first.control.restriction.pins is not None
@@ -136,8 +139,10 @@ class Reading:
             p_NX = torch.stack([self.distributions[n][name] for n in range(len(self.sequences))])
             mean_X, deviation_X = p_NX.mean(0), p_NX.std(0, correction=0)
             if choices is None:
-                chosen = mean_X.topk(min(TOP, int((mean_X > 0).sum()))).indices
-                names = [tokenizer.decode([token]) for token in chosen.tolist()]
+                texts = dict[str, int]()  # bytes of characters may look alike: the likeliest of them is named
+                for token in mean_X.topk(min(TOP, int((mean_X > 0).sum()))).indices.tolist():
+                    texts.setdefault(tokenizer.decode([token]), token)
+                names, chosen = list(texts), [*texts.values()]
                 mean_X, deviation_X = mean_X[chosen], deviation_X[chosen]
             else:
                 names = list(choices)

@@ -124,6 +124,7 @@ def test_a_free_hole_has_the_likeliest_texts_of_each_position(model) -> None:
         ({"choices": {**CHOICES, "three": ["a", "b"]}}, "the template has no hole <\\?three>"),
         ({"choices": {"one": ["a", "z"], "two": ["a", "b"]}}, "the choice 'z' cannot be tokenised"),
         ({"template": "abcdefghab<?one>", "choices": {"one": ["a", "b"]}}, "longer than a canvas of 9 tokens"),
+        ({"template": "<?a:9><?b:8>", "choices": None}, "free holes have 17 tokens together"),
         ({"draws": 0}, "draws must be an integer from 1 to 1024"),
         ({"steps": True}, "steps must be an integer of at least 1"),
         ({"prompts": [Request("q", prompt="a", regex="a")]}, "prompt 'q': a read takes a prompt alone"),
