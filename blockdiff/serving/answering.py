@@ -186,6 +186,8 @@ async def _news(server: Server, job: Job, reader: Reader, account: Account) -> A
                 yield reader.frame(event)
             elif isinstance(event, CommittedCanvas):
                 account.canvas()
+                if job.asked.stream_frames:
+                    yield reader.committed(event)
                 yield reader.canvas(event)
             else:
                 account.results.append(event)

@@ -119,17 +119,22 @@ class CompletionChoice(Choice):
 
 class Frame(BaseModel):
     """A denoising step, position by position: the likeliest tokens and their texts, how unsure the model is (entropy in
-    nats), which samples are kept, and which tokens are given."""
+    nats), which samples are kept, which tokens are given (pinned), and which stand as they were (stays).
+
+    `is_committed`: this is the finished canvas after its last step, and the kept tokens are part of the answer.
+    """
 
     index: int
     canvas: int
     step: int
-    temperature: float
+    temperature: float | None = None
     tokens: list[int]
     texts: list[str]
-    entropy: list[float]
+    entropy: list[float] | None = None
     is_kept: list[bool]
     is_pinned: list[bool] | None = None
+    stays: list[bool] | None = None
+    is_committed: bool = False
 
 
 class Answer(BaseModel):

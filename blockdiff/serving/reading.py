@@ -79,6 +79,21 @@ class Reader:
                 entropy=entropy,
                 is_kept=event.is_accepted,
                 is_pinned=event.is_pinned,
+                stays=event.stays,
+            )
+        )
+
+    def committed(self, event: CommittedCanvas) -> News:
+        """A committed canvas, as the frame after its last step."""
+        return News(
+            frame=Frame(
+                index=self.index,
+                canvas=event.canvas,
+                step=event.steps,
+                tokens=event.tokens,
+                texts=[self.text_of(token) for token in event.tokens],
+                is_kept=[place < event.kept for place in range(len(event.tokens))],
+                is_committed=True,
             )
         )
 

@@ -218,7 +218,7 @@ def test_frames_are_events_that_the_client_passes_through(chatty):
 
     chunks = served(chatty, use)
     frames = [chunk.frame for chunk in chunks if getattr(chunk, "frame", None)]
-    assert len(frames) == 2 * 3 and joined(chunks)
+    assert [frame["is_committed"] for frame in frames] == 2 * [False, False, False, True] and joined(chunks)
     assert {"canvas", "step", "tokens", "texts", "entropy", "is_kept"} <= {*frames[0]}
     assert len(frames[0]["texts"]) == 8
 
