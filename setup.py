@@ -13,6 +13,7 @@ setup(
         "blockdiff.data": ["templates/*"],
         "blockdiff.kernels": ["*.json", "*.h", "*/*.h", "*/cpu*.c"],
         "blockdiff.plots": ["*.css", "*.html", "*.js"],
+        "blockdiff.serving": ["*.css", "*.html", "*.js"],
         "blockdiff.recipes": ["**/*.yaml", "**/*.json", "**/*.md", "**/*.sh"],
     },
     include_package_data=False,

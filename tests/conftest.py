@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.interpreter import faster_interpreter
+from tests.plots.browser import Browser, missing
 
 if not torch.cuda.is_available():
     # Triton's interpreter, which the kernels' tests need; it is chosen when triton is first imported.
@@ -43,6 +44,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BLOCKDIFF_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A headless Chromium, where there is one."""
+    if missing():
+        pytest.skip(missing())
+    with Browser(tmp_path_factory.mktemp("browser")) as window:
+        yield window
 
 
 class _KeepDouble(TorchFunctionMode):

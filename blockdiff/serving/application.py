@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from blockdiff import __version__
 from blockdiff.errors import BlockdiffError, Full
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.serving import chat, completions, operations
+from blockdiff.serving import chat, completions, operations, page
 from blockdiff.serving.answering import Server, error_body
 from blockdiff.serving.async_engine import AsyncEngine
 from blockdiff.serving.limits import Access, Limits
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
 
 LOG = logging.getLogger("blockdiff.serving")
-ROUTERS = (chat.router, completions.router, operations.router)  # a file each; each takes the Server
+ROUTERS = (chat.router, completions.router, operations.router, page.router)  # a file each; each takes the Server
 RETRY_SECONDS = "1"
 
 

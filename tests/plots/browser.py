@@ -57,13 +57,18 @@ class Browser:
             self.driver.terminate()
             self.driver.wait(SECONDS)
 
-    def open(self, page: Path) -> None:
-        """Show a page and wait until it is drawn."""
-        self._ask("POST", "/url", {"url": page.as_uri()})
+    def open(self, page: Path | str) -> None:
+        """Show a page, a file or an address, and wait until it is drawn."""
+        self._ask("POST", "/url", {"url": page if isinstance(page, str) else page.as_uri()})
+        self.wait("return document.documentElement.dataset.ready")
+
+    def wait(self, script: str, *arguments: Any) -> Any:
+        """The value of a script in the page, once it is true."""
         end = time.monotonic() + SECONDS
-        while not self.run("return document.documentElement.dataset.ready"):
-            assert time.monotonic() < end, f"{page} is not drawn: {self.run('return document.body.innerText')[:500]}"
+        while not (value := self.run(script, *arguments)):
+            assert time.monotonic() < end, f"never: {script}\n{self.run('return document.body.innerText')[:500]}"
             time.sleep(0.05)
+        return value
 
     def run(self, script: str, *arguments: Any) -> Any:
         """The value that a script in the page returns."""
@@ -78,6 +83,17 @@ class Browser:
         """Click the first element that a selector finds."""
         element = self._ask("POST", "/element", {"using": "css selector", "value": selector})
         self._ask("POST", f"/element/{next(iter(element.values()))}/click", {})
+
+    def type(self, selector: str, text: str) -> None:
+        """Type a text where a selector says, in place of what stands there."""
+        element = next(iter(self._ask("POST", "/element", {"using": "css selector", "value": selector}).values()))
+        self._ask("POST", f"/element/{element}/clear", {})
+        self._ask("POST", f"/element/{element}/value", {"text": text})
+
+    def resize(self, width: int, height: int = 800) -> None:
+        """Give the page another size in pixels, such as that of a phone."""
+        params = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._ask("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": params})
 
     def prefer(self, scheme: str = "light", motion: str = "reduce") -> None:
         """Prefer a colour scheme, light or dark, and as little motion as can be, or "no-preference"."""

@@ -7,7 +7,6 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from blockdiff.plots.denoising import draw_page, page
 from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
-from tests.plots.browser import Browser, missing
+from tests.plots.browser import Browser
 
 WORDS = ["<eos>", " a", "1", "2", "3", "4", "\n", "x</script><script>boom()</script>", "\x1b[2J", "\u202e<b>", " word"]
 PUZZLE = "1..4.41.2...4..1="
@@ -113,14 +112,6 @@ def test_a_page_of_long_traces_keeps_within_its_bound_and_says_what_it_leaves_ou
     first, second, third = sizes.values()
     assert first == "the texts of the noise"
     assert "all steps but one of every 2" in second and "requests after the first" in third
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if missing():
-        pytest.skip(missing())
-    with Browser(tmp_path_factory.mktemp("browser")) as window:
-        yield window
 
 
 TEXT_OF = "return document.querySelector(`.${arguments[0]}`).textContent"
