@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockdiff.checkpoint.adapter_base import warn_of_other_weights
+from blockdiff.checkpoint.adapter_base import require_base, warn_of_other_weights
 from blockdiff.checkpoint.adapter_names import Part
 from blockdiff.checkpoint.adapters import base_of, check_parts, has_adapter, load_adapter, read_adapter, save_adapter
 from blockdiff.checkpoint.added import read_added
@@ -62,6 +62,7 @@ def export(
     model = empty(read_config(weights), "torch")
     below = None if beside is None else form_below(beside)
     if beside is not None:
+        require_base(beside, model)
         warn_of_other_weights(beside, weights)
     if peft:
         if beside is None:

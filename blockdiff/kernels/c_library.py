@@ -132,7 +132,10 @@ def library() -> ctypes.CDLL | None:
 
 def find_library() -> ctypes.CDLL:
     """The library of the user's cache, else one that is built; NoLibrary where neither can be had."""
-    words = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    try:
+        words = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    except ValueError as error:
+        raise NoLibrary(f"the environment variable CC cannot be read ({error})") from None
     if os.name != "posix" or shutil.which(words[0]) is None:
         raise NoLibrary(f"there is no C compiler {words[0]!r} (the environment variable CC names another)")
     obstacle, directory = "", _cache()
@@ -168,7 +171,9 @@ def _built(command: list[str], kept: Path | None) -> ctypes.CDLL:
             return found
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines()
-        raise NoLibrary(f"{command[0]} failed: {said[0] if said else f'status {error.returncode}'}") from None
+        status = f"status {error.returncode}"
+        reason = next((line for line in said if "error" in line), next(iter(said), status))
+        raise NoLibrary(f"{command[0]} failed: {reason}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoLibrary(f"{command[0]} failed: {error}") from None
 
@@ -188,14 +193,17 @@ def _loaded(path: Path) -> ctypes.CDLL:
 def _cache() -> Path | None:
     """The directory of the user's cache that keeps the library; None, after a warning, where it may not be used."""
     users = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    directory = Path(users).expanduser() / "blockdiff"
+    directory = Path(users) / "blockdiff"
     try:
+        directory = directory.expanduser()
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
         obstacle = "" if _is_ours(directory) else "it belongs to another user, or others may write in it"
         obstacle = obstacle or ("" if os.access(directory, os.W_OK) else "it cannot be written")
     except OSError as error:
         obstacle = error.strerror or str(error)
+    except RuntimeError as error:  # there is no home directory
+        obstacle = str(error)
     if obstacle:
         warnings.warn(f"the C functions are compiled anew for this process: {directory}: {obstacle}", stacklevel=2)
     return None if obstacle else directory

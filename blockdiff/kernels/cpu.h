@@ -3,6 +3,10 @@
    All numbers are fp32 and all sizes int64. Sums over the tokens of a weight's gradient are made in BLOCKS partial sums,
    whatever the number of threads, so that a machine gives the same bits with one thread or many. */
 
+#ifndef _OPENMP
+#error "compiled without OpenMP: everything would run on one thread"
+#endif
+
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>

@@ -107,6 +107,20 @@ def test_without_openmp_native_ops_run_and_the_compiler_is_quoted(monkeypatch, t
     assert_native_after_one_warning(f"{says}$")
 
 
+@needs_c
+def test_a_compiler_that_leaves_openmp_out_in_silence_makes_no_library(monkeypatch, tmp_path, quick_builds):
+    """On one thread the functions would be slower than native ops."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(c_library, "FLAGS", tuple(flag for flag in c_library.FLAGS if flag != "-fopenmp"))
+    with pytest.raises(NoLibrary, match="without OpenMP"):
+        c_library.find_library()
+
+
+def test_a_cc_that_is_no_command_is_told(monkeypatch, fresh):
+    monkeypatch.setenv("CC", "gcc '")
+    assert_native_after_one_warning("CC cannot be read")
+
+
 def test_a_library_that_does_not_load_is_not_kept(monkeypatch, tmp_path, fresh):
     script = 'while [ "$1" != -o ]; do shift; done; echo no library > "$2"'
     monkeypatch.setenv("CC", compiler(tmp_path / "compiler", script))
@@ -152,7 +166,7 @@ def test_a_library_that_others_could_have_written_is_built_anew(damage, monkeypa
 
 
 @needs_c
-@pytest.mark.parametrize("obstacle", ["others may write", "a link", "of another user", "no directory"])
+@pytest.mark.parametrize("obstacle", ["others may write", "a link", "of another user", "no directory", "no home"])
 def test_a_cache_that_is_not_the_users_own_is_left_alone(obstacle, monkeypatch, tmp_path, quick_builds):
     """The library is then built in a directory of the process, of which nothing is left."""
     own, cache = tmp_path / "own", tmp_path / "cache" / "blockdiff"
@@ -163,18 +177,18 @@ def test_a_cache_that_is_not_the_users_own_is_left_alone(obstacle, monkeypatch, 
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         cache.parent.mkdir()
         cache.symlink_to(tmp_path / "elsewhere")
-    else:
+    elif obstacle != "no home":
         cache.mkdir(parents=True)
         cache.chmod(0o720 if obstacle == "others may write" else 0o700)
     if obstacle == "of another user":
         user = c_library.os.getuid()
         monkeypatch.setattr(c_library.os, "getuid", lambda: user + 1)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-here/cache" if obstacle == "no home" else str(tmp_path / "cache"))
     monkeypatch.setattr(c_library.tempfile, "tempdir", str(own))
     with pytest.warns(UserWarning, match="compiled anew for this process: .*cache") as warned:
         c_library.find_library()
     assert len(warned) == 1 and not list(own.iterdir())
-    assert obstacle == "no directory" or not list(cache.iterdir())
+    assert obstacle in ("no directory", "no home") or not list(cache.iterdir())
 
 
 @needs_c
