@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from blockdiff import __version__
 from blockdiff.errors import BlockdiffError, Full
 from blockdiff.sampling.sampler import Sampler
-from blockdiff.serving import chat, completions, operations, page
+from blockdiff.serving import chat, completions, operations, page, reads
 from blockdiff.serving.answering import Server, error_body
 from blockdiff.serving.async_engine import AsyncEngine
 from blockdiff.serving.limits import Access, Limits
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
 
 LOG = logging.getLogger("blockdiff.serving")
-ROUTERS = (chat.router, completions.router, operations.router, page.router)  # a file each; each takes the Server
+# A file each; each takes the Server.
+ROUTERS = (chat.router, completions.router, reads.router, operations.router, page.router)
 RETRY_SECONDS = "1"
 
 
@@ -62,16 +63,17 @@ def app(
     found = FastAPI(title="blockdiff", version=__version__, lifespan=running, docs_url=None, redoc_url=None)
     found.state.server = server
     found.add_middleware(Guard, access=access, limits=limits)
-    found.add_exception_handler(BlockdiffError, _failed)
+    found.add_exception_handler(BlockdiffError, failed)
     found.add_exception_handler(RequestValidationError, _invalid)
     found.add_exception_handler(HTTPException, _unknown)
-    found.add_exception_handler(Exception, _failed)
+    found.add_exception_handler(Exception, failed)
     for router in ROUTERS:
         found.include_router(router(server))
     return found
 
 
-async def _failed(_: HttpRequest, error: Exception) -> JSONResponse:
+async def failed(_: HttpRequest, error: Exception) -> JSONResponse:
+    """The answer to a request that ended with an exception."""
     if not isinstance(error, BlockdiffError):
         LOG.error("a request failed", exc_info=error)
     status, body = error_body(error)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from blockdiff.errors import EngineError, Full, RequestError
 from blockdiff.sampling.constraints.outlines import COMPILE_SECONDS, compile_limit
 from blockdiff.sampling.engine import Engine, Event
+from blockdiff.sampling.read import Choices, Read, Reading
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.sequence import Sequence, sequences_of
@@ -124,6 +125,30 @@ class AsyncEngine:
         Raises RequestError for a request that cannot be answered, Full where too many wait, and EngineError where the
         engine fails. Closing the generator ends the request within one step.
         """
+        prepare = partial(sequences_of, request, self.settings, self.seed, self.model.device)
+        async with aclosing(self._events(prepare, watch)) as events:
+            async for event in events:
+                yield event
+
+    async def read(
+        self, request: Request, template: str, choices: Choices | None = None, steps: int = 1, draws: int = 4
+    ) -> Read:
+        """The distributions of a template's holes for a prompt, as in `Sampler.read`, with the errors of `generate`."""
+        readings: list[Reading] = []
+
+        def prepare() -> list[Sequence]:
+            given = request, template, choices, self.model, self.settings
+            readings.append(Reading.of(*given, steps=steps, draws=draws, seed=self.seed))
+            return readings[0].sequences
+
+        async with aclosing(self._events(prepare)) as events:
+            async for event in events:
+                if isinstance(event, Result) and event.error is not None:
+                    raise EngineError(event.error)
+        return readings[0].answer()
+
+    async def _events(self, prepare: Callable[[], list[Sequence]], watch: bool = False) -> AsyncGenerator[Event, None]:
+        """The events of the draws that `prepare` makes in a thread of its own."""
         if self._is_closed:
             raise EngineError("the engine is closed; ask another one")
         if self._unanswered >= self.max_unanswered:
@@ -134,7 +159,7 @@ class AsyncEngine:
         self._unanswered += 1
         event: Event | Exception | None = None
         try:
-            draws = await loop.run_in_executor(self._preparing, self._prepare, request)
+            draws = await loop.run_in_executor(self._preparing, self._prepare, prepare)
             self._commands.put(partial(self._enter, stream, draws, watch))
             while not isinstance(event, Result):
                 event = await stream.events.get()
@@ -147,10 +172,10 @@ class AsyncEngine:
                 stream.is_left = True
                 self._commands.put(partial(self._leave, stream))
 
-    def _prepare(self, request: Request) -> list[Sequence]:
+    def _prepare(self, prepare: Callable[[], list[Sequence]]) -> list[Sequence]:
         """The draws of a request; RequestError where there are none, or where it takes too long."""
         with compile_limit(self.prepare_seconds):
-            draws = sequences_of(request, self.settings, self.seed, self.model.device)
+            draws = prepare()
         count, most = len(draws[0].prompt_tokens), self.max_prompt_tokens
         if most is not None and count > most:
             raise RequestError(f"the prompt has {count} tokens, more than the {most} that are taken here; shorten it")

@@ -13,9 +13,9 @@ class Limits:
 
     body_bytes: of its JSON; prompt_tokens, max_tokens: of its prompt and of each answer (None: as many as the model's
     positions and the memory of the pages hold); answers: `n`, for all prompts together, and `best_of`; steps: of a
-    canvas; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: to compile its
-    constraint; read_seconds: for which a client may keep a body unsent, or a stream unread; stall_seconds: after which
-    a step that has not ended makes the server not ready.
+    canvas; draws: of a read; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: to
+    compile its constraint; read_seconds: for which a client may keep a body unsent, or a stream unread; stall_seconds:
+    after which a step that has not ended makes the server not ready.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (where a file says them)
@@ -25,6 +25,7 @@ class Limits:
     max_tokens: int | None = None
     answers: int = 16
     steps: int = 1000
+    draws: int = 64
     form_characters: int = 100_000
     prepare_seconds: float = 10.0
     read_seconds: float = 60.0

@@ -314,3 +314,18 @@ def test_many_at_once_each_get_their_own_answer_and_a_prompt_that_was_asked_befo
     assert answers == [each.text for each in alone]
     assert first.prompt_tokens_details.cached_tokens == 0 < again.prompt_tokens_details.cached_tokens
     assert again.prompt_tokens_details.cached_tokens <= again.prompt_tokens == first.prompt_tokens
+
+
+def test_a_read_gives_the_probabilities_of_holes_as_the_sampler_does(chatty):
+    body = {"messages": USER, "template": "a<?one>b<?two:1>", "choices": {"one": ["x", "y"]}, "draws": 2, "seed": 3}
+    [alone] = chatty.read([Request(0, messages=USER, seed=3)], body["template"], body["choices"], draws=2)
+
+    async def use(asking):
+        found = await asking.http.post("/v1/read", json=body)
+        wrong = [{"draws": 65}, {"template": "no hole"}, {"choices": {"three": ["x"]}}, {"prompt": "x"}, {"n": 2}]
+        return found.json(), [await asking.refusal("/v1/read", **{**body, **options}) for options in wrong]
+
+    found, refused = served(chatty, use)
+    assert found["holes"]["one"]["probabilities"] == pytest.approx(alone.probabilities["one"])
+    assert found["holes"]["two"]["spread"].keys() == alone.spread["two"].keys()
+    assert [status for status, _ in refused] == [400] * 5
