@@ -76,7 +76,7 @@ class Card {
     this.data = { texts: [], most: 0.5 };
     this.places = new Map(); // of texts in data.texts
     this.guessed = new Map(); // by the canvas: the tokens of its last step
-    this.steps = 0;
+    this.steps = []; // of each canvas
     this.tokens = null;
     this.began = performance.now();
     this.isDue = false; // whether it will be drawn soon
@@ -105,7 +105,7 @@ class Card {
 
   get summary() {
     const seconds = ((performance.now() - this.began) / 1000).toFixed(1);
-    const canvases = this.request.views.length, words = [canvases === 1 ? "1 canvas" : `${canvases} canvases`, count(this.steps, "step")];
+    const canvases = this.request.views.length, words = [canvases === 1 ? "1 canvas" : `${canvases} canvases`, count(this.steps.reduce((sum, each) => sum + each, 0), "step")];
     if (this.tokens !== null) words.push(count(this.tokens, "token"));
     return `${words.join(" · ")} · ${seconds} s`;
   }
@@ -126,8 +126,10 @@ class Card {
 
   take(event) {
     if (event.frame) this.takeFrame(event.frame);
-    for (const { delta, text } of event.choices)
+    for (const { delta, text, steps } of event.choices) {
       this.request.text += delta ? (delta.reasoning_content ?? "") + (delta.content ?? "") : text ?? "";
+      this.steps = steps ?? this.steps;
+    }
     if (event.usage) this.tokens = event.usage.completion_tokens;
     this.say(this.summary);
     if (this.isDue) return;
@@ -148,13 +150,13 @@ class Card {
       const marks = (kept ? FLAGS.kept : 0) | pinned | (frame.stays?.[place] ? FLAGS.stays : 0);
       return STATES.indexOf("guess") | (marks || FLAGS.renewed) | (token === before[place] ? 0 : FLAGS.changed);
     });
+    this.steps[frame.canvas] = frame.step + (frame.is_committed ? 0 : 1); // a slow reader misses frames
     const moment = { flags, text: frame.texts.map((text) => this.placeOf(visible(text))) };
     if (frame.is_committed) {
       const kept = frame.is_kept.filter(Boolean).length;
       this.player.append({ name }, { ...moment, name: "committed", detail: count(kept, "token") });
       return;
     }
-    this.steps += 1;
     this.guessed.set(frame.canvas, frame.tokens);
     this.data.most = Math.max(this.data.most, ...frame.entropy);
     const entropy = frame.entropy.map((each) => Math.round(1000 * each)), detail = `T ${frame.temperature.toFixed(2)}`;
@@ -181,7 +183,7 @@ class Card {
   fail(message) {
     this.end("failed", message);
     this.part("state").classList.add("problem");
-    if (this.steps) return;
+    if (this.steps.length) return;
     this.element.remove();
     find("error").textContent = message;
     find("error").scrollIntoView({ block: "nearest" });
