@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -63,6 +64,8 @@ def app(
     found = FastAPI(title="blockdiff", version=__version__, lifespan=running, docs_url=None, redoc_url=None)
     found.state.server = server
     found.add_middleware(Guard, access=access, limits=limits)
+    if access.origins:  # whose pages may read the answers, too
+        found.add_middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"])
     found.add_exception_handler(BlockdiffError, failed)
     found.add_exception_handler(RequestValidationError, _invalid)
     found.add_exception_handler(HTTPException, _unknown)

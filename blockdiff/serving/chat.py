@@ -109,6 +109,7 @@ def job_of(body: ChatRequest, server: Server) -> Job:
         forced = body.tool_choice.function.name if isinstance(body.tool_choice, NamedChoice) else ""
         with compile_limit(limits.prepare_seconds):
             set_form(fields, regex=regex_of_call(body.tools, forced))
+        fields["stop"] = ()  # which would cut the call
     has_form = any(fields.get(name) is not None for name in FORMS)
     request = Request(
         uuid.uuid4().hex,

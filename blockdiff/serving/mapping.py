@@ -13,6 +13,7 @@ from blockdiff.seeding import child_seed
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.protocol import Asked
 
+MOST_CORRECTIONS = 16  # which a step makes one after the other
 FORMS = ("regex", "json_schema", "template")  # of a whole response, which is then not cut
 
 
@@ -43,6 +44,7 @@ def strategy_of(asked: Asked, settings: SamplingSettings) -> Strategy | None:
     Where canvases are denoised, temperature 0 leaves the strategy as it is, and `seed_of` makes the answer repeatable.
     """
     strategy = None if asked.strategy is None else as_strategy(asked.strategy, settings.generation)
+    check_size("the strategy's corrections", getattr(strategy, "corrections", 0), MOST_CORRECTIONS)
     temperature = asked.temperature or (0.0 if settings.is_next_token and asked.temperature is not None else None)
     if temperature is None and asked.top_p in (None, 1):
         return strategy

@@ -53,14 +53,16 @@ class Reader:
     most_calls: int | None = None
     tokens: list[int] = field(default_factory=list)
     said: Parts = field(default_factory=lambda: Parts(""))
+    is_thinking: bool = False  # the prompt has opened the reasoning
 
     def canvas(self, event: CommittedCanvas) -> News:
         """The news of a committed canvas; none where the best of several answers is still to be found."""
+        self.is_thinking = is_opened(event.prompt)
         if self.request.best_of > 1 or self.forced is not None or event.finish_reason is not None:
             return News()  # the result follows, or says all
         self.tokens += event.tokens[: event.kept]
         tokens = self.tokens[: self.max_tokens]
-        parts = parts_of(tokens, self.settings, self.request.tools or (), is_opened(event.prompt), is_whole=False)
+        parts = parts_of(tokens, self.settings, self.request.tools or (), self.is_thinking, is_whole=False)
         stops = self.request.stop if parts.text else ()
         return self._news(replace(parts, text=_stable(parts.text, stops), reasoning=_stable(parts.reasoning or "")))
 
@@ -103,15 +105,16 @@ class Reader:
             raise EngineError(result.error)
         is_cut = self.max_tokens is not None and len(result.tokens) > self.max_tokens
         if is_cut:
-            parts = parts_of(result.tokens[: self.max_tokens], self.settings, self.request.tools or ())
-            logprobs = None if result.logprobs is None else result.logprobs[: self.max_tokens]
+            tokens, most = result.tokens[: self.max_tokens], self.max_tokens
+            parts = parts_of(tokens, self.settings, self.request.tools or (), self.is_thinking)
             result = replace(
                 result,
                 text=parts.text,
                 reasoning=parts.reasoning,
                 tool_calls=parts.tool_calls,
-                tokens=result.tokens[: self.max_tokens],
-                logprobs=logprobs,
+                tokens=tokens,
+                logprobs=result.logprobs and result.logprobs[:most],
+                top_logprobs=result.top_logprobs and result.top_logprobs[:most],
             )
         if self.forced is not None:
             result = replace(result, text="", tool_calls=[_forced(self.forced, result.text)])

@@ -152,7 +152,7 @@ def test_a_forced_call_always_parses(chatty, choice):
     nothing = {"type": "function", "function": {"name": "now"}}
 
     async def use(asking):
-        options = dict(tools=[WEATHER, nothing], tool_choice=choice, max_tokens=96, n=2)
+        options = dict(tools=[WEATHER, nothing], tool_choice=choice, max_tokens=96, n=2, stop=['"', "{}"])
         return await asking.openai.chat.completions.create(**ASKED, **options), await streamed(
             asking, **ASKED, **options
         )
@@ -210,6 +210,18 @@ def test_a_stream_never_says_what_a_stop_text_or_half_a_character_takes_back():
     whole, chunks = served(answering(text, canvas_length=5, canvases=12), use)
     assert whole.message.content == joined(chunks) == "0123456789ab ST\u20acOP 0123456"
     assert whole.finish_reason == "stop" and not any("\ufffd" in (c.choices[0].delta.content or "") for c in chunks)
+
+
+def test_an_answer_that_is_cut_has_as_many_tokens_as_were_asked_for_and_their_log_probabilities(chatty):
+    async def use(asking):
+        whole = await asking.openai.chat.completions.create(**ASKED, max_tokens=11, logprobs=True, top_logprobs=1)
+        return whole, joined(await streamed(asking, **ASKED, max_tokens=11))
+
+    whole, stream = served(chatty, use)
+    [choice] = whole.choices
+    [alone] = chatty.generate([Request(0, messages=USER, seed=5)])
+    assert whole.usage.completion_tokens == len(choice.logprobs.content) == 11 and choice.finish_reason == "length"
+    assert choice.message.content == stream == chatty.settings.text(alone.tokens[:11])
 
 
 def test_frames_are_events_that_the_client_passes_through(chatty):
@@ -274,6 +286,7 @@ def test_neutral_and_inert_fields_pass(chatty):
         ({"regex": "a" * 100_001}, "characters of regex"),
         ({"best_of": 2, "n": 2}, "best_of"),
         ({"steps": 1_000_000}, "steps"),
+        ({"strategy": "ddim:corrections=9999"}, "corrections"),
         ({"top_logprobs": 2}, "logprobs"),
         ({"max_tokens": 10_000_000}, "max_new_tokens"),
     ],

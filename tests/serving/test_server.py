@@ -54,6 +54,19 @@ def test_other_hosts_and_the_pages_of_other_sites_may_not_ask(chatty, headers, s
     assert found.status_code == status and (code is None or found.json()["error"]["code"] == code)
 
 
+def test_a_page_of_an_allowed_site_may_ask_and_read_the_answer(chatty):
+    site = {"origin": "https://page.example"}
+    preflight = {**site, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+
+    async def use(asking):
+        asked = await asking.http.options("/v1/chat/completions", headers=preflight)
+        return asked, await asking.http.get("/v1/models", headers={**site, "authorization": "Bearer k"})
+
+    found = served(chatty, use, access=Access(keys=("k",), origins=("https://page.example",)))
+    assert [each.status_code for each in found] == [200, 200]
+    assert all(each.headers["access-control-allow-origin"] == "https://page.example" for each in found)
+
+
 def test_a_key_is_asked_for_where_there_is_one(chatty):
     access = Access(keys=("first", "sec\u00f6nd"), hosts=None)
 
