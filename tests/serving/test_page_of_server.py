@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from blockdiff.plots.trace_moments import visible
-from blockdiff.serving import Access, app
+from blockdiff.serving import Access, Limits, app
 from blockdiff.serving.page import page_of
 from tests.asking import answering
 from tests.plots.browser import SECONDS, Browser
@@ -29,7 +29,7 @@ DONE = "return document.querySelectorAll('.card[data-state=done]').length === ar
 def server() -> Iterator[tuple[str, object]]:
     """The address of a server that answers a text with marks of HTML to whatever it is asked, and its engine."""
     engine = answering(HOSTILE, canvas_length=48, canvases=1)
-    asgi = app(engine, names=("<i>tiny",), access=Access(keys=(KEY,)))
+    asgi = app(engine, names=("<i>tiny",), access=Access(keys=(KEY,)), limits=Limits(steps=20_000))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         running = uvicorn.Server(uvicorn.Config(asgi, log_level="warning", timeout_graceful_shutdown=5))
@@ -93,7 +93,7 @@ def test_stop_ends_the_request_and_who_looks_back_is_left_there(opened: Browser,
     opened.type("#strategy", "entropy_bound:stopping=never")
     opened.type("#steps", "20000")
     opened.click("[type=submit]")
-    opened.wait("return /^step .*/.test(document.querySelector('.card .where').textContent)")
+    opened.wait("return /^step .*/.test(document.querySelector('.card .where')?.textContent)")
     opened.click(".card .first")
     before = opened.run(TEXT, ".card .state")
     opened.wait("return document.querySelector('.card .state').textContent !== arguments[0]", before)  # it goes on
