@@ -131,7 +131,8 @@ def entered(run: Path, resume: bool, ranks: Ranks, overwrite: bool = False) -> I
             yield saved[max(saved)] if saved else None
         except BaseException:
             for directory in (run / FOLDER, run):
-                if ranks.is_main and directory.is_dir() and not any(directory.iterdir()):
+                is_begun = (run / RECIPE).exists()  # its files are a run's as long as the folder is there
+                if ranks.is_main and not is_begun and directory.is_dir() and not any(directory.iterdir()):
                     directory.rmdir()
             raise
     finally:

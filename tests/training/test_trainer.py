@@ -255,6 +255,14 @@ def test_a_run_is_replaced_when_that_is_asked_for_and_the_new_one_can_begin(inpu
     assert (run.directory / "notes.txt").read_text() == "mine"
 
 
+def test_a_run_that_failed_before_its_first_record_is_gone_on_with(inputs, tmp_path, monkeypatch):
+    with monkeypatch.context() as failing:
+        failing.setattr(blockdiff.Trainer, "evaluate", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            blockdiff.train(inputs, output=tmp_path / "run")
+    assert blockdiff.train(inputs, output=tmp_path / "run", resume=True).records
+
+
 @pytest.mark.quick
 def test_a_run_is_not_started_over_and_an_unknown_key_is_refused(inputs, plain):
     with pytest.raises(RunError, match="already holds a run"):
