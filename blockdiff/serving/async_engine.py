@@ -160,6 +160,8 @@ class AsyncEngine:
         event: Event | Exception | None = None
         try:
             draws = await loop.run_in_executor(self._preparing, self._prepare, prepare)
+            if self._is_closed:  # meanwhile; nobody takes commands any more
+                raise EngineError("the engine was closed; ask another one")
             self._commands.put(partial(self._enter, stream, draws, watch))
             while not isinstance(event, Result):
                 event = await stream.events.get()

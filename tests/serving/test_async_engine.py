@@ -151,3 +151,25 @@ def test_closing_tells_those_that_still_read(sampler):
             await events_of(engine, request("b"))
 
     with_engine(sampler, ask)
+
+
+def test_closing_tells_those_whose_request_is_still_prepared(sampler, monkeypatch):
+    begun, gate = threading.Event(), threading.Event()
+
+    def waiting(*of):
+        begun.set()
+        gate.wait(60)
+        return prepare(*of)
+
+    prepare = AsyncEngine._prepare
+    monkeypatch.setattr(AsyncEngine, "_prepare", waiting)
+
+    async def ask(engine):
+        asked = asyncio.create_task(events_of(engine, request("a")))
+        await asyncio.to_thread(begun.wait, 60)
+        await engine.close()
+        gate.set()
+        with pytest.raises(EngineError, match="closed"):
+            await asked
+
+    with_engine(sampler, ask)
