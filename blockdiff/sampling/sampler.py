@@ -185,7 +185,6 @@ class Sampler:
             settings = replace(settings, max_steps=max_steps)
         self.settings.canvases(settings.max_new_tokens)  # refuses what no prompt fits before
         entries: list[list[Sequence] | Result] = []
-        prompts = list(prompts)
         for place, prompt in enumerate(prompts):
             if isinstance(prompt, Result):
                 entries.append(prompt)
@@ -195,7 +194,7 @@ class Sampler:
                 entries.append(sequences_of(request, self.settings, seed, self.model.device))
             except RequestError as error:
                 if is_strict:
-                    raise RequestError(f"prompts[{place}]: {error}" if len(prompts) > 1 else str(error)) from None
+                    raise _named(error, place, prompts) from None
                 entries.append(Result.failed(prompt.id if isinstance(prompt, Request) else place, error))
         return entries
 
@@ -216,13 +215,15 @@ class Sampler:
         three tokens. They are read after `steps` denoising steps, and averaged over `draws` draws of the noise. Raises
         RequestError for what cannot be read, before anything runs.
         """
+        prompts = _listed(prompts)
+        require_seed(seed)
         readings = []
-        for place, prompt in enumerate(_listed(prompts)):
-            request = as_request(prompt, place)
+        for place, prompt in enumerate(prompts):
             try:
+                request = as_request(prompt, place)
                 readings.append(Reading.of(request, template, choices, self.model, self.settings, steps, draws, seed))
             except RequestError as error:
-                raise RequestError(f"prompt {request.id!r}: {error}") from None
+                raise _named(error, place, prompts) from None
         for _, result in self._answers([each.sequences for each in readings], batch_size, None, None, exact, None):
             if result.error is not None:
                 raise RequestError(f"prompt {result.id!r}: {result.error}")
@@ -304,12 +305,17 @@ class Sampler:
         return _Idle(engine, tokens, purpose)
 
 
-def _listed(prompts: Iterable[_T]) -> Iterable[_T]:
+def _listed(prompts: Iterable[_T]) -> list[_T]:
     """The prompts; RequestError where they are no list."""
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         given = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
         raise RequestError(f"prompts must be a list, got {given}; write [prompt]")
-    return prompts
+    return list(prompts)
+
+
+def _named(error: RequestError, place: int, prompts: list[_T]) -> RequestError:
+    """The error of one of the prompts, which names its place where there are several."""
+    return RequestError(f"prompts[{place}]: {error}") if len(prompts) > 1 else error
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def test_a_free_hole_has_the_likeliest_texts_of_each_position(model) -> None:
         ({"template": "<?a:9><?b:8>", "choices": None}, "free holes have 17 tokens together"),
         ({"draws": 0}, "draws must be an integer from 1 to 1024"),
         ({"steps": True}, "steps must be an integer of at least 1"),
-        ({"prompts": [Request("q", prompt="a", regex="a")]}, "prompt 'q': a read takes a prompt alone"),
+        ({"prompts": [Request("q", prompt="a", regex="a")]}, "a read takes a prompt alone"),
         ({"prompts": "a"}, "prompts must be a list"),
     ],
 )

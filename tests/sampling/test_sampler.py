@@ -324,6 +324,8 @@ def test_a_seed_that_is_none_is_refused_by_every_door(seed):
     with pytest.raises(RequestError, match=r"seed must be an integer from 0 to 2\*\*64 - 1, got"):
         sampler_for(scripted(), None, GENERATION).generate([Request(0, tokens=[3])], seed=seed)
     with pytest.raises(RequestError, match="seed must be an integer"):
+        sampler_for(scripted(), None, GENERATION).read([Request(0, tokens=[3])], "<?a:1>", seed=seed)
+    with pytest.raises(RequestError, match="seed must be an integer"):
         Engine(scripted(), generation=GENERATION, seed=seed)
 
 
