@@ -140,7 +140,7 @@ class Vocabulary(nn.Module):
         """The most probable tokens of each hidden state with their log-probabilities in nats, the likeliest first."""
         found = []
         for some_ND in hidden_ND.split(LIKELIEST_ROWS):
-            top = self.logits(some_ND).float().log_softmax(-1).topk(min(count, self.table.shape[0]))
+            top = self.logits(some_ND).log_softmax(-1).topk(min(count, self.table.shape[0]))
             found += [
                 [*zip(*pair, strict=True)] for pair in zip(top.indices.tolist(), top.values.tolist(), strict=True)
             ]
