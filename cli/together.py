@@ -67,7 +67,8 @@ def _refuse(count: int, device: str, model: str) -> None:
     if count > there:
         what = "GPU" if is_on_gpu else "core"
         raise typer.BadParameter(
-            f"this machine has {there} {what}s; a process needs one of its own", param_hint="--tensor-parallel"
+            f"this machine has {there} {what}{'s' * (there != 1)}; a process needs one of its own",
+            param_hint="--tensor-parallel",
         )
     refuse_uneven(empty(read_config(apart_from_adapter(model)[0]), "torch"), count)
 
