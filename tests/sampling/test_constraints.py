@@ -241,6 +241,13 @@ def test_compiling_ends_when_its_time_or_memory_does(monkeypatch):
         of_regex(huge)
 
 
+def test_a_compiler_that_fails_otherwise_is_not_said_to_lack_memory(monkeypatch, tmp_path):
+    (tmp_path / "child.py").write_text("raise SystemError('it broke')")
+    monkeypatch.setattr(compile_child, "__file__", str(tmp_path / "child.py"))
+    with pytest.raises(RequestError, match="cannot be compiled: outlines-core ended with SystemError: it broke"):
+        of_regex("a[0-6]{3}b")
+
+
 def test_texts_that_an_automaton_reads_alike_are_followed_once():
     words = [f"{a}{b}" for a in "abcdefgh" for b in "abcdefgh"]
     tree = Tokens([word.encode() for word in [*words, "a-", "-a", "a"]], 67).read_by(of_regex("[a-z]{0,300}"))

@@ -61,6 +61,9 @@ def call_outlines(**request: Any) -> tuple[dict[str, Any], bytes]:
     except subprocess.TimeoutExpired:
         raise _too_slow() from None
     if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        if done.returncode > 0 and "MemoryError" not in last:
+            raise RequestError(f"the constraint cannot be compiled: outlines-core ended with {last:.160}")
         raise RequestError(f"the constraint takes more than {COMPILE_BYTES >> 20} MiB to compile; {_ADVICE}")
     head, _, body = done.stdout.partition(b"\n")
     answer = json.loads(head)
