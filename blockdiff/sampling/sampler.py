@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,11 +18,11 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.models.pages import PAGE_TOKENS, Pages
-from blockdiff.sampling.engine import Engine
+from blockdiff.sampling.idle_engine import IdleEngine, Purpose
 from blockdiff.sampling.read import Choices, Read, Reading
 from blockdiff.sampling.request import Prompt, Request, Result, as_request, require_seed
 from blockdiff.sampling.sequence import Sequence, sequences_of
-from blockdiff.sampling.settings import SamplingSettings, settings_of
+from blockdiff.sampling.settings import settings_of
 from blockdiff.sampling.strategies import as_strategy
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Step
@@ -63,7 +62,7 @@ class Sampler:
         pages: Pages | None = None,
     ):
         self.model, self.pages = model, pages
-        self._idle: _Idle | None = None  # the engine, while no call has it
+        self._idle: IdleEngine | None = None  # the engine, while no call has it
         self._turn = threading.RLock()
         self.settings = settings_of(model, tokenizer, generation, choices, strategy)
 
@@ -252,7 +251,7 @@ class Sampler:
         tokens = rows * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
         model = self.model
         is_cast = torch.is_autocast_enabled(model.device.type)
-        purpose = _Purpose(self.settings, exact, graphs, is_cast, model.device, model.dtype)
+        purpose = Purpose(self.settings, exact, graphs, is_cast, model.device, model.dtype)
         idle = self._taken(min(batch_size, count), tokens, purpose)
         engine, places = idle.engine, dict[int, int]()
         is_whole = True  # no step has been left half done
@@ -281,7 +280,7 @@ class Sampler:
                 if is_whole and not is_cast:
                     self._idle = idle
 
-    def _taken(self, rows: int, tokens: int, purpose: _Purpose) -> _Idle:
+    def _taken(self, rows: int, tokens: int, purpose: Purpose) -> IdleEngine:
         """The sampler's engine where no other call has it and it can serve this one, else a new one."""
         with self._turn:
             idle, self._idle = self._idle, None
@@ -289,20 +288,7 @@ class Sampler:
             idle.engine.limit(rows)
             return idle
         del idle  # its memory must not be held beside that of the new one
-        pages = self.pages
-        if pages is None:
-            pages = Pages(self.model)
-            pages = pages if tokens > pages.free_tokens() else Pages(self.model, capacity=tokens)
-        engine = Engine(
-            self.model,
-            settings=purpose.settings,
-            max_rows=rows,
-            max_waiting=sys.maxsize,
-            exact=purpose.exact,
-            graphs=purpose.graphs,
-            pages=pages,
-        )
-        return _Idle(engine, tokens, purpose)
+        return IdleEngine.made(self.model, self.pages, rows, tokens, purpose)
 
 
 def _listed(prompts: Iterable[_T]) -> list[_T]:
@@ -316,32 +302,6 @@ def _listed(prompts: Iterable[_T]) -> list[_T]:
 def _named(error: RequestError, place: int, prompts: list[_T]) -> RequestError:
     """The error of one of the prompts, which names its place where there are several."""
     return RequestError(f"prompts[{place}]: {error}") if len(prompts) > 1 else error
-
-
-@dataclass(frozen=True)
-class _Purpose:
-    """The state of a sampler and of a call that decide whether an engine made for one call can serve another."""
-
-    settings: SamplingSettings
-    exact: bool
-    graphs: bool | None
-    is_cast: bool
-    device: torch.device
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Idle:
-    """An engine between two calls, and the tokens that its pages were asked for."""
-
-    engine: Engine
-    tokens: int
-    purpose: _Purpose
-
-    def serves(self, rows: int, tokens: int, pages: Pages | None) -> bool:
-        """True where a call of so many rows and tokens, and in these pages if any, can have the engine."""
-        is_large = self.engine.most_rows >= rows and self.tokens >= tokens
-        return is_large and pages in (None, self.engine.pages)
 
 
 def _with_defaults(request: Request, settings: Generation) -> Request:
