@@ -41,8 +41,8 @@ class Reader:
 
     max_tokens: where the answer is cut (None: nowhere); forced: the name of the function whose arguments the whole
     response is, or "" where it names the function, too (None: no call is forced); most_calls: calls after these are
-    left out. Texts that later tokens may change are held back: spaces at an end, halves of characters, what may begin a
-    stop text or a call.
+    left out. Texts that later tokens may change are held back: halves of characters, what may begin a stop text
+    or a call.
     """
 
     settings: SamplingSettings
@@ -159,7 +159,7 @@ def _stable(text: str, stops: Sequence[str] = ()) -> str:
     for stop in stops:
         begun = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
         text = text[: len(text) - begun]
-    return text.rstrip()
+    return text
 
 
 def _forced(name: str, text: str) -> dict[str, Any]:
