@@ -65,7 +65,7 @@ class Guard:
         host, origin, access = headers.get("host", ""), headers.get("origin"), self.access
         if access.hosts is not None and _name(host) not in access.hosts:
             return 403, "host_not_allowed", f"the host {host!r:.80} is not one of this server's names"
-        if origin is not None and origin not in access.origins and urlsplit(origin).netloc != host:
+        if origin is not None and origin not in (*access.origins, f"http://{host}", f"https://{host}"):
             return 403, "origin_not_allowed", f"pages of {origin!r:.80} may not ask this server"
         if self._keys and path not in OPEN_PATHS:
             kind, _, given = headers.get("authorization", "").partition(" ")

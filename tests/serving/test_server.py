@@ -41,6 +41,7 @@ async def idle(asking) -> bool:
         ({"host": "127.0.0.1@evil.example"}, 403, "host_not_allowed"),
         ({"origin": "http://evil.example"}, 403, "origin_not_allowed"),
         ({"origin": "null"}, 403, "origin_not_allowed"),
+        ({"origin": "http://["}, 403, "origin_not_allowed"),
         ({"origin": "http://127.0.0.1:8000"}, 200, None),
         ({"origin": "https://page.example"}, 200, None),
     ],
