@@ -75,8 +75,8 @@ class Run:
         name = str(max(saved, default=0) if which == "last" else which)
         step = int(name) if name.isdecimal() else 0
         if step not in saved:
-            steps = f"has those of steps {', '.join(map(str, saved))}" if saved else "has none"
-            raise RunError(f"{self.directory}: no checkpoint {which}; it {steps} (last and best are words for two)")
+            steps = f"name last, best or a step of {', '.join(map(str, saved))}" if saved else "it has none yet"
+            raise RunError(f"{self.directory}: no checkpoint {which}; {steps}")
         return saved[step]
 
     def _file(self, name: str) -> Path:

@@ -131,7 +131,9 @@ def planned_model(recipe: Recipe) -> StartingModel:
         is_spelt = any(isinstance(token, str) for token in recipe.lora.tokens)
         if preset is None or is_spelt or not isinstance(recipe.objective.corruption, UniformTokens):
             raise
-    warnings.warn(f"{recipe.model.path} is not to be had here; planned by its shape, the preset {preset}", stacklevel=2)
+    warnings.warn(
+        f"{recipe.model.path} is not to be had here; it is planned by its shape, the preset {preset}", stacklevel=2
+    )
     config = checkpoint.preset_config(preset)
     generation = checkpoint.default_generation(config)
     base = StartingModel(config, None, generation, generation.eos_ids[0], generation.pad_id or 0)

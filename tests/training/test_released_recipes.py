@@ -59,7 +59,7 @@ def test_the_recipes_are_planned_as_their_page_says_without_the_network(monkeypa
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     assert len(PLANS) == len(list((ROOT / "recipes").glob("diffusiongemma_26b_*.yaml"))) == 4
     for command, printed in PLANS:
-        with pytest.warns(UserWarning, match=r"is not to be had here; planned by .* preset diffusiongemma-26b-a4b$"):
+        with pytest.warns(UserWarning, match=r"not to be had here; it is planned by .* preset diffusiongemma-26b-a4b$"):
             done = CliRunner().invoke(app, command.split())
         assert done.exit_code == 0, done.output
         now, then = parts_of(done.stdout), parts_of(printed)
