@@ -15,7 +15,7 @@ RUN = runs/quickstart
 PROCESSES ?= $(shell test "$$(getconf _NPROCESSORS_ONLN)" -gt 1 && echo 2 || echo 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser quickstart test lint types gpu benchmarks docs release clean
+.PHONY: help install browser quickstart test lint types gpu benchmarks ray docs release clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,6 +64,10 @@ gpu: ## GPU tests and all benchmarks, from the checkout: needs torch, triton, tr
 
 benchmarks: $(INSTALLED) ## the benchmarks on this machine (BENCHMARK_ARGS="--only denoise" for some of them)
 	$(PY) -m benchmarks $(BENCHMARK_ARGS)
+
+ray: $(INSTALLED) ## install Ray Serve too, and kill one of two replicas under load (not a part of the tests)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,ray]' 'openai>=2.0'
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.replica_kills
 
 # Wheel and sdist are built by setuptools itself. The version stands in blockdiff/__init__.py and nowhere else.
 release: $(INSTALLED) ## wheel and sdist in dist/, once the newest section of CHANGELOG.md is that of the version
