@@ -222,11 +222,14 @@ class AsyncEngine:
 
     def _run(self) -> None:
         """Take commands and step, until a command is None."""
-        while self._take_commands():
+        is_open = True
+        while is_open:
             failure = None
-            self._step_began = time.monotonic()
             try:
-                self._step()
+                is_open = self._take_commands()
+                if is_open:
+                    self._step_began = time.monotonic()
+                    self._step()
             except Exception as error:  # whatever it is, the next requests are to be answered
                 LOG.exception("the engine failed")
                 failure = f"{type(error).__name__}: {error}"

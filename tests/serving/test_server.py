@@ -97,13 +97,23 @@ def test_bodies_beyond_the_limit_and_bodies_that_are_no_json_are_refused(chatty)
         path, options = "/v1/chat/completions", {"headers": {"content-type": "application/json"}}
         told = await post(path, content=b"x" * 5001, **options)
         untold = await post(path, content=pieces(), **options)
-        wrong = [await post(path, content=content, **options) for content in (b"{", b"[" * 4000, b'"a"', b"\xff")]
+        wrong = [await post(path, content=content, **options) for content in (b"{", b"[" * 4000, b'"a"', b"\xff", b"")]
+        wrong.append(await post(path, content=b"{}"))  # without the header
         return told, untold, wrong
 
     told, untold, wrong = served(chatty, use, limits=Limits(body_bytes=5000))
     assert (told.status_code, untold.status_code) == (413, 413)
     assert told.json()["error"]["code"] == untold.json()["error"]["code"] == "body_too_large"
-    assert [each.status_code for each in wrong] == [400] * 4 and all("error" in each.json() for each in wrong)
+    assert [each.status_code for each in wrong] == [400] * 6
+    assert all("not a JSON object" in each.json()["error"]["message"] for each in wrong)
+
+
+def test_a_field_of_the_wrong_type_is_named_as_the_body_names_it(chatty):
+    async def use(asking):
+        return await asking.http.post("/v1/read", json={"prompt": [["a"]], "template": "<?a:1>"})
+
+    error = served(chatty, use).json()["error"]
+    assert (error["param"], error["message"]) == ("prompt", "prompt: input should be a valid string")
 
 
 def test_prompts_and_answers_beyond_the_limits_are_refused(chatty):
