@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ LOG = logging.getLogger("blockdiff.serving")
 # A file each; each takes the Server.
 ROUTERS = (chat.router, completions.router, reads.router, operations.router, page.router)
 RETRY_SECONDS = "1"
+NO_OBJECT = "the body is not a JSON object; send one with the header Content-Type: application/json"
 
 
 def app(
@@ -87,7 +88,9 @@ async def _invalid(_: HttpRequest, error: Exception) -> JSONResponse:
     """A body that is none of the protocol's: the first thing that is wrong with it, and where."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"][1:])
+    if not isinstance(error.body, dict):
+        return _refused(NO_OBJECT)
+    place = _place(first["loc"][1:], error.body)
     words = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         words = "is not a field that this server knows; leave it out"
@@ -95,9 +98,18 @@ async def _invalid(_: HttpRequest, error: Exception) -> JSONResponse:
         place, words = words.partition(" ")[0].rstrip(":"), words.partition(" ")[2]
     else:
         words = f"{words[:1].lower()}{words[1:]}"
-    message = f"{place}: {words}" if place else words
-    body = {"message": message, "type": "invalid_request_error", "param": place or None, "code": None}
-    return JSONResponse({"error": body}, 400)
+    return _refused(f"{place}: {words}" if place else words, place or None)
+
+
+def _place(parts: Sequence[Any], body: Any) -> str:
+    """The path of a field, without the names that pydantic puts behind it for the alternatives of its type."""
+    path = []
+    for part in parts:
+        if not isinstance(body, dict | list) or (isinstance(body, list) and not isinstance(part, int)):
+            break
+        path.append(str(part))
+        body = body.get(part) if isinstance(body, dict) else body[part]
+    return ".".join(path)
 
 
 async def _unknown(http: HttpRequest, error: Exception) -> JSONResponse:
@@ -105,5 +117,11 @@ async def _unknown(http: HttpRequest, error: Exception) -> JSONResponse:
     message = f"{http.method} {http.url.path}: {error.detail}"
     if http.url.path.startswith("/v1/responses"):
         message = "/v1/responses is not served; use /v1/chat/completions (docs/serving.md says why)"
-    body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": body}, error.status_code, headers=error.headers)
+    if error.status_code == 400:  # FastAPI's own, for bytes that no JSON has
+        message = NO_OBJECT
+    return _refused(message, None, error.status_code, error.headers)
+
+
+def _refused(message: str, param: str | None = None, status: int = 400, headers: Any = None) -> JSONResponse:
+    body = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+    return JSONResponse({"error": body}, status, headers=headers)

@@ -115,6 +115,18 @@ def test_an_engine_that_fails_fails_those_that_run_and_the_next_are_answered(sam
     assert "a kernel broke" in caplog.text and steps[0] is not steps[-1]
 
 
+def test_an_engine_that_fails_when_a_reader_leaves_is_made_anew(sampler, monkeypatch):
+    monkeypatch.setattr(Engine, "cancel", lambda engine, id: 1 / 0)
+
+    async def ask(engine):
+        stream = engine.generate(request("a", max_new_tokens=64 * L))
+        await anext(stream)
+        await stream.aclose()
+        return await events_of(engine, request("a"))
+
+    assert with_engine(sampler, ask)[-1] == sampler.generate([request("a")])[0]
+
+
 def test_logits_that_are_not_finite_end_the_row_that_has_them_alone():
     script = random_script(L, 40, {}, {})
 
