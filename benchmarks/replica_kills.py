@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import openai
 import ray
@@ -43,11 +44,13 @@ def main(words: list[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             _save_model(Path(folder))
-            settings = Settings(model=folder, name=APP, max_rows=16)
+            settings = Settings.model_validate({"model": folder, "name": APP, "max_rows": 16})
             light = {"num_cpus": 0.1}
-            replicas = Replica.options(num_replicas=2, ray_actor_options=light).bind(settings)
+            front: Any = Front  # Ray's decorators make deployments of classes
+            replica: Any = Replica
+            replicas = replica.options(num_replicas=2, ray_actor_options=light).bind(settings)
             serve.start(http_options={"host": "127.0.0.1", "port": given.port})
-            serve.run(Front.options(ray_actor_options=light).bind(settings, replicas), name=APP)
+            serve.run(front.options(ray_actor_options=light).bind(settings, replicas), name=APP)
             outcomes, seconds = asyncio.run(_under_load(given.port, given.requests, given.tokens))
     finally:
         serve.shutdown()

@@ -99,4 +99,4 @@ def build(given: Settings) -> serve.Application:
     """The application for Ray Serve; BlockdiffError where other machines may ask without a key."""
     if not given.is_local and given.api_key_file is None:
         raise BlockdiffError(f"host {given.host} lets other machines ask; give api_key_file, too")
-    return Front.bind(given, Replica.bind(given))
+    return Front.bind(given, Replica.bind(given))  # type: ignore[attr-defined]
