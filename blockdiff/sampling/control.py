@@ -193,7 +193,7 @@ def control_of(
             raise RequestError("no text of the template's form satisfies the constraint; change one of the two")
         raise RequestError(
             f"no text of at most {canvases * settings.canvas_length} tokens satisfies the constraint; "
-            "raise max_new_tokens"
+            "raise max_new_tokens (over HTTP, max_tokens)"
         )
     return control
 

@@ -84,7 +84,7 @@ async def failed(_: HttpRequest, error: Exception) -> JSONResponse:
     return JSONResponse(body, status, headers={"retry-after": RETRY_SECONDS} if isinstance(error, Full) else None)
 
 
-async def _invalid(_: HttpRequest, error: Exception) -> JSONResponse:
+async def _invalid(http: HttpRequest, error: Exception) -> JSONResponse:
     """A body that is none of the protocol's: the first thing that is wrong with it, and where."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
@@ -93,7 +93,7 @@ async def _invalid(_: HttpRequest, error: Exception) -> JSONResponse:
     place = _place(first["loc"][1:], error.body)
     words = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        words = "is not a field that this server knows; leave it out"
+        words = f"is not a field of {http.url.path}; leave it out"
     elif first["type"] == "value_error":
         place, words = words.partition(" ")[0].rstrip(":"), words.partition(" ")[2]
     else:

@@ -25,9 +25,17 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("blockdiff_requests", "Requests by outcome", ["outcome"], registry=registry)
-        self.seconds = Histogram("blockdiff_request_seconds", "Of a request", buckets=SECONDS, registry=registry)
+        self.seconds = Histogram(
+            "blockdiff_request_seconds",
+            "Seconds from a request to the end of its answer",
+            buckets=SECONDS,
+            registry=registry,
+        )
         self.first_canvas = Histogram(
-            "blockdiff_first_canvas_seconds", "To the first canvas", buckets=SECONDS, registry=registry
+            "blockdiff_first_canvas_seconds",
+            "Seconds from a request to its first canvas",
+            buckets=SECONDS,
+            registry=registry,
         )
         self.steps = Histogram("blockdiff_canvas_steps", "Denoising steps a canvas", buckets=STEPS, registry=registry)
         self.canvases = Counter("blockdiff_canvases", "Committed canvases", registry=registry)

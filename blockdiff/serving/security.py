@@ -71,7 +71,8 @@ class Guard:
             kind, _, given = headers.get("authorization", "").partition(" ")
             is_known = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
             if kind.lower() != "bearer" or not any(is_known):
-                return 401, "invalid_api_key", "this server asks for an API key: Authorization: Bearer KEY"
+                asks = "this server asks for an API key: Authorization: Bearer KEY"
+                return 401, "invalid_api_key", f"{asks}; the one that came is none of its keys" if given else asks
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self.limits.body_bytes:
             return self._too_large()

@@ -75,7 +75,11 @@ class Run:
         name = str(max(saved, default=0) if which == "last" else which)
         step = int(name) if name.isdecimal() else 0
         if step not in saved:
-            steps = f"name last, best or a step of {', '.join(map(str, saved))}" if saved else "it has none yet"
+            steps = (
+                f"name last, best or a step of {', '.join(map(str, saved))}"
+                if saved
+                else "the directory has none; --checkpoint is for the directory of a run that has saved one"
+            )
             raise RunError(f"{self.directory}: no checkpoint {which}; {steps}")
         return saved[step]
 

@@ -167,6 +167,8 @@ CORPUS: dict[str, tuple[str, str, str | bytes]] = {
     "no model": ("sample {here}/a/b/m --prompt 1=", "no such directory", ""),
     "truncated weights": ("sample {folder}/broken --prompt 1=", "model.safetensors: truncated", ""),
     "no tokenizer": ("sample {folder}/bare --prompt 1=", "no tokenizer to be read there", ""),
+    "a tokenizer that is gone": (TRAIN + " --set model.tokenizer=/no/tok", "/no/tok: no such directory", ""),
+    "a checkpoint of no run": ("sample {model} --prompt 1= --checkpoint last", "is for the directory of a run", ""),
     "a prompt in foreign letters": ("sample {model} --prompt hello", "cannot be tokenised", ""),
     "chat without a template": ("sample {model} --chat 1", "has no chat template", ""),
     "no prompts file": ("sample {model} --prompts {here}/no.jsonl", "no.jsonl: No such file", ""),

@@ -287,6 +287,8 @@ def test_neutral_and_inert_fields_pass(chatty):
         ({"chat_template_kwargs": {"messages": []}}, "messages"),
         ({"regex": "a" * 100_001}, "characters of regex"),
         ({"best_of": 2, "n": 2}, "best_of"),
+        ({"regex": "[a]{50}", "max_tokens": 1}, "(over HTTP, max_tokens)"),
+        ({"nosuch": 1}, "nosuch: is not a field of /v1/chat/completions"),
         ({"steps": 1_000_000}, "steps"),
         ({"strategy": "ddim:corrections=9999"}, "corrections"),
         ({"top_logprobs": 2}, "logprobs"),

@@ -50,7 +50,7 @@ class Draft:
         if len(start) > room:
             raise RequestError(
                 f"the draft has {len(start)} tokens, but the response at most {room}; "
-                "shorten it or raise max_new_tokens"
+                "shorten it or raise max_new_tokens (over HTTP, max_tokens)"
             )
         fill = [eos_ids[0]] if eos_ids else [FREE]
         return Restriction(start=start + fill * (-len(start) % settings.canvas_length), noise=self.noise)
