@@ -6,7 +6,7 @@ of texts does not have. `python -m benchmarks.serving` starts this: `python -m b
 
 from __future__ import annotations
 
-import sys
+import argparse
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Lock
@@ -50,4 +50,8 @@ def application(model: str) -> FastAPI:
 
 
 if __name__ == "__main__":
-    uvicorn.run(application(sys.argv[1]), host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving_peer", description=__doc__.split("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("port", type=int)
+    given = parser.parse_args()
+    uvicorn.run(application(given.model), host="127.0.0.1", port=given.port, log_level="warning")
