@@ -13,6 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from blockdiff.images import PlacedImage, RowImages
+
 
 def cut(response: tuple[int, int], canvas_length: int) -> list[tuple[int, int]]:
     """Cut a response at columns [start, end) into canvases of `canvas_length` columns.
@@ -54,7 +56,8 @@ class CleanRow:
     """One row of a batch: clean tokens, the columns where its documents start, and the canvases to run.
 
     `ar_weights` says for each column what the pair of its token and the next counts for, 0 = not scored (None: every
-    pair within a document counts 1). `sample_id` is the first document's.
+    pair within a document counts 1). `sample_id` is the first document's. `images` stand where `tokens` has their
+    placeholders, in order.
     """
 
     tokens: Sequence[int]
@@ -62,6 +65,7 @@ class CleanRow:
     sample_id: int = 0
     doc_starts: Sequence[int] = (0,)
     ar_weights: Sequence[float] | None = None
+    images: Sequence[PlacedImage] = ()
 
 
 PADDING_ROW = CleanRow((), (), sample_id=-1, doc_starts=())  # a rank without examples takes part with a row of padding
@@ -73,14 +77,16 @@ def joined(rows: Sequence[CleanRow]) -> CleanRow:
     doc_starts: list[int] = []
     canvases: list[Canvas] = []
     weights: list[float] = []
+    images: list[PlacedImage] = []
     for row in rows:
         first = len(tokens)
         tokens += row.tokens
         doc_starts += [first + start for start in row.doc_starts]
         canvases += [replace(c, start=first + c.start, doc_start=first + c.doc_start) for c in row.canvases]
         weights += [1.0] * len(row.tokens) if row.ar_weights is None else row.ar_weights
+        images += [replace(placed, column=first + placed.column) for placed in row.images]
     is_plain = all(row.ar_weights is None for row in rows)
-    return CleanRow(tokens, canvases, rows[0].sample_id, doc_starts, None if is_plain else weights)
+    return CleanRow(tokens, canvases, rows[0].sample_id, doc_starts, None if is_plain else weights, images)
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,8 @@ class Batch:
     Padding columns have `doc_start_BS` -1, position 0 and the pad token; absent canvases have `length_BC` 0. Of a
     canvas's valid tokens the first `content_BC` are the response's own; what follows them is fill.
     `weight_BC` and `ar_weight_BS` say what each scored position of a canvas and each scored pair counts for: 1 where
-    the loss is a mean over tokens, 1 / (scored positions of the example) where it is a mean over examples.
+    the loss is a mean over tokens, 1 / (scored positions of the example) where it is a mean over examples. `images` are
+    those of the clean rows (None: there is none).
     """
 
     tokens_BS: Tensor
@@ -110,10 +117,12 @@ class Batch:
     coin_BC: Tensor
     address_BC3: Tensor
     weight_BC: Tensor
+    images: RowImages | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on another device."""
-        return Batch(*(getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)))
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{k: x if x is None else x.to(device, non_blocking=non_blocking) for k, x in moved.items()})
 
     @property
     def is_fill_BCL(self) -> Tensor:
@@ -148,8 +157,9 @@ class Batch:
             return picked * is_present_BC.view(*is_present_BC.shape, *[1] * (picked.dim() - 2)).to(picked.dtype)
 
         canvases = {name: pick(getattr(self, name)) for name in CANVAS_FIELDS}
-        row_fields = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name not in CANVAS_FIELDS}
-        return replace(self, **row_fields, **canvases), rows
+        of_rows = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*CANVAS_FIELDS, "images")}
+        images = None if self.images is None else self.images.select(rows)
+        return replace(self, **{name: x[rows] for name, x in of_rows.items()}, **canvases, images=images), rows
 
 
 CANVAS_FIELDS = (
@@ -215,4 +225,5 @@ def lay_out(rows: Sequence[CleanRow], canvas_length: int, pad_id: int) -> Batch:
         coin_BC=collect(lambda canvas: canvas.coin).bool(),
         address_BC3=collect(lambda canvas: canvas.address, 3),
         weight_BC=torch.tensor(weight, dtype=torch.float32).reshape(len(rows), most),
+        images=RowImages.of([row.images for row in rows], width),
     )

@@ -195,8 +195,8 @@ class Objective(nn.Module):
             prefix = None if past is None else [tuple(x[rows] for x in layer) for layer in past]
             soft_BCLD[has_signal_BC] = self._pass_one(kept, prefix)
         elif torch.distributed.is_initialized():
-            first = Batch(*(getattr(noisy, field.name)[:1] for field in fields(noisy)))
-            first = replace(first, **{name: getattr(first, name)[:, :1] for name in CANVAS_FIELDS})
+            of_rows = {f.name: getattr(noisy, f.name)[:1] for f in fields(noisy) if f.name != "images"}
+            first = Batch(**of_rows | {name: of_rows[name][:, :1] for name in CANVAS_FIELDS})
             prefix = None if past is None else [tuple(x[:1] for x in layer) for layer in past]
             soft_BCLD[has_signal_BC] = self._pass_one(first, prefix)[:0]
         return soft_BCLD.flatten(1, 2)

@@ -21,6 +21,7 @@ FLOORS = {
     "seeding": 0,
     "time_limit": 0,
     "spans": 0,
+    "images": 0,
     "canvas": 0,
     "tensor_pieces": 0,
     "rank_json": 0,

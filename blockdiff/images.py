@@ -1,0 +1,150 @@
+"""Images in rows of tokens: a picture as the model's processor has cut it, where it stands, and the images of a call.
+
+Nothing here reads files or runs a tower: `data` makes `ImageInput`s, and a model makes features of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from blockdiff.errors import BlockdiffError
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInput:
+    """One picture as a model's image processor has cut it.
+
+    values: the arguments of the family's image side under transformers' names, without a batch dimension and without
+    patches of padding: of DiffusionGemma `pixel_values` [patches, 3 * p * p] and `image_position_ids` [patches, 2], of
+    MiniMax M3 `pixel_values` [patches, ...] and `image_grid_thw` [3]. tokens: how many placeholders stand for it in a
+    row. digest: sha256 of its pixels and of the processor's settings; pictures with the same digest are the same.
+    """
+
+    values: Mapping[str, Tensor]
+    tokens: int
+    digest: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedImage:
+    """An image in a row of tokens: its placeholders are the columns [column, column + image.tokens)."""
+
+    image: ImageInput
+    column: int
+
+    @property
+    def end(self) -> int:
+        """The first column after its placeholders."""
+        return self.column + self.image.tokens
+
+
+def runs_of(images: Iterable[PlacedImage]) -> list[tuple[int, int]]:
+    """The columns [first, end) of each run of placeholders of a row; adjacent images are one run.
+
+    Raises BlockdiffError for images that overlap.
+    """
+    runs: list[tuple[int, int]] = []
+    for placed in sorted(images, key=lambda each: each.column):
+        if runs and placed.column < runs[-1][1]:
+            raise BlockdiffError(f"two images overlap at column {placed.column} of a row; each has columns of its own")
+        if runs and placed.column == runs[-1][1]:
+            runs[-1] = (runs[-1][0], placed.end)
+        else:
+            runs.append((placed.column, placed.end))
+    return runs
+
+
+def run_end(images: Iterable[PlacedImage], column: int) -> int:
+    """The end of the run that goes on over `column`, where a call must not end; `column` itself outside of runs."""
+    return next((end for first, end in runs_of(images) if first < column < end), column)
+
+
+def images_between(images: Sequence[PlacedImage], first: int, end: int) -> list[PlacedImage]:
+    """The images in the columns [first, end) of a row, with columns counted from `first`.
+
+    Raises BlockdiffError where a run of images goes on over either end.
+    """
+    for cut in (first, end):
+        if (whole := run_end(images, cut)) != cut:
+            raise BlockdiffError(f"column {cut} is inside a run of images; a call must go on to column {whole}")
+    return [replace(each, column=each.column - first) for each in images if first <= each.column < end]
+
+
+@dataclass(frozen=True, eq=False)
+class RowImages:
+    """The images of the rows of a call: each different picture once, and the columns where its features stand.
+
+    inputs: the pictures. N placeholders: their rows and columns, and of the features of all inputs, one after the
+    other, the one that stands there. run_BS2: the first and the end column of the run of each token; a token without
+    an image is a run of its own. features_MD: the features of all inputs (None: not made yet).
+    """
+
+    inputs: tuple[ImageInput, ...]
+    row_N: Tensor
+    column_N: Tensor
+    source_N: Tensor
+    run_BS2: Tensor
+    features_MD: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[PlacedImage]], width: int) -> RowImages | None:
+        """Of the images of rows of `width` columns; None where no row has any."""
+        if not any(rows):
+            return None
+        inputs = {placed.image.digest: placed.image for images in rows for placed in images}
+        starts, total = dict[bytes, int](), 0
+        for digest, image in inputs.items():
+            starts[digest], total = total, total + image.tokens
+        row, column, source = list[Tensor](), list[Tensor](), list[Tensor]()
+        own = torch.arange(width)
+        run_BS2 = torch.stack([own, own + 1], -1).repeat(len(rows), 1, 1)
+        for b, images in enumerate(rows):
+            for first, end in runs_of(images):
+                if first < 0 or end > width:
+                    raise BlockdiffError(f"an image ends at column {end} of a row of {width}; the row must hold it all")
+                run_BS2[b, first:end] = torch.tensor([first, end])
+            for placed in images:
+                count, start = placed.image.tokens, starts[placed.image.digest]
+                row.append(torch.full((count,), b))
+                column.append(torch.arange(placed.column, placed.end))
+                source.append(torch.arange(start, start + count))
+        return cls(tuple(inputs.values()), torch.cat(row), torch.cat(column), torch.cat(source), run_BS2)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> RowImages:
+        """The same on another device."""
+
+        def move(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=non_blocking)
+
+        inputs = tuple(replace(each, values={name: move(x) for name, x in each.values.items()}) for each in self.inputs)
+        features = None if self.features_MD is None else move(self.features_MD)
+        places = (move(x) for x in (self.row_N, self.column_N, self.source_N, self.run_BS2))
+        return RowImages(inputs, *places, features)
+
+    def select(self, rows: Tensor) -> RowImages:
+        """The images of some rows, int64 indices without repetition."""
+        place_B = torch.full_like(self.run_BS2[:, 0, 0], -1)
+        place_B[rows] = torch.arange(len(rows), device=rows.device)
+        is_kept_N = place_B[self.row_N] >= 0
+        kept = place_B[self.row_N][is_kept_N], self.column_N[is_kept_N], self.source_N[is_kept_N]
+        return RowImages(self.inputs, *kept, self.run_BS2[rows], self.features_MD)
+
+    def first_columns(self, columns: int) -> RowImages:
+        """The images in the first so many columns of each row."""
+        is_kept_N = self.column_N < columns
+        kept = self.row_N[is_kept_N], self.column_N[is_kept_N], self.source_N[is_kept_N]
+        return RowImages(self.inputs, *kept, self.run_BS2[:, :columns].clamp(max=columns), self.features_MD)
+
+    def with_features(self, features_MD: Tensor) -> RowImages:
+        """The same with the features of its inputs, one after the other [sum of their tokens, D]."""
+        return replace(self, features_MD=features_MD)
+
+    def into(self, x_BTD: Tensor) -> Tensor:
+        """Embeddings of a call with the features in place of the placeholders'."""
+        assert self.features_MD is not None, "features are made before the call"
+        features_ND = self.features_MD[self.source_N].to(x_BTD.dtype)
+        return x_BTD.index_put((self.row_N, self.column_N), features_ND)
