@@ -92,7 +92,7 @@ def soak(model: BlockDiffusionModel, count: int, seed: int = 0, **options: Any) 
         sum(engine.pages.statistics.pages.values()),
         engine._scheduler.preemptions,
         engine.pages.statistics.reused_tokens,
-        engine.forwards,
+        engine.denoised_canvases,
         needed,
         time.perf_counter() - started,
     )

@@ -280,7 +280,8 @@ class Chat:
         if self.is_terminal:
             canvases, most = len(result.steps), self.sampler.generation.max_steps
             mean = sum(result.steps) / canvases
-            words = f"{len(result.tokens)} tokens, {mean:.1f} steps per canvas{at_limit(mean, most)}"
+            words = f"{len(result.tokens)} tokens, {mean:.1f} steps per canvas{at_limit(mean, most)}, "
+            words += f"{result.tokens_per_forward:.1f} tokens per forward"
             self.note(words + ", cut off: no room for more" * (result.finish_reason == "length"))
         self._remember(text, "the answer is empty; the message is taken back")
 

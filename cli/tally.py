@@ -34,6 +34,7 @@ class Tally:
         self.counts["tokens"] += len(result.tokens)
         self.counts["canvases"] += len(result.steps)
         self.counts["steps"] += sum(result.steps)
+        self.counts["forwards"] += result.forwards.total
         self.first_error, self.last = self.first_error or result.error, result
 
     def with_those_of(self, ranks: Ranks) -> Tally:
@@ -47,7 +48,10 @@ class Tally:
         words = [f"{self.counts['answered']} answered", f"{self.counts['failed']} failed"]
         words += [f"{self.counts['tokens']} tokens"] + [f"{before} were there already"] * bool(before)
         per_canvas = self.counts["steps"] / max(1, self.counts["canvases"])
-        cost = f"{per_canvas:.2f} steps per canvas{at_limit(per_canvas, max_steps)}"
+        per_forward = self.counts["tokens"] / max(1, self.counts["forwards"])
+        cost = (
+            f"{per_canvas:.2f} steps per canvas{at_limit(per_canvas, max_steps)}, {per_forward:.2f} tokens per forward"
+        )
         typer.echo(f"{', '.join(words)} in {seconds:.1f} s, {cost}", err=True)
         if self.first_error:
             typer.echo(f"first failure: {shown(self.first_error, sys.stderr)}", err=True)

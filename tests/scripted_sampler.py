@@ -9,7 +9,7 @@ from torch import nn
 
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.sampling.reasoning import separated
-from blockdiff.sampling.request import Result
+from blockdiff.sampling.request import Forwards, Result
 
 
 class ScriptedSampler:
@@ -35,4 +35,7 @@ class ScriptedSampler:
             tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], 1]
             reasoning, answer = separated(tokens, self.tokenizer)
             said = self.tokenizer.decode(answer, skip_special_tokens=True)
-            yield place, Result(request.id, said, tokens, "eos", steps, reasoning=reasoning)
+            yield (
+                place,
+                Result(request.id, said, tokens, "eos", steps, reasoning=reasoning, forwards=Forwards(sum(steps))),
+            )

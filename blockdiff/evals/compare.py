@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from blockdiff.evals.summary import CALLS, forwards_of
+
 OWN = ("id", "prompt", "reference")  # of the row, not of an answer to it
 
 
@@ -13,18 +15,18 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """The comparison of two reports of `evaluate` over the same rows.
 
     `both, only_first, only_second, neither`: rows solved; `p_value`: that of McNemar's exact test of whether the two
-    solve equally often; `steps`: `difference` (second - first, mean steps per row), `fewer_in_second`,
-    `more_in_second`, `equal`, and the `p_value` of a sign test; `records`: a row's question once and both answers side
-    by side. Raises ValueError where the rows are not the same.
+    solve equally often; `forwards`: of the model calls of a row, of all kinds, `difference` (second -
+    first, on average), `fewer_in_second`, `more_in_second`, `equal`, and the `p_value` of a sign test; `records`: a
+    row's question once and both answers side by side. Raises ValueError where the rows are not the same.
     """
     pairs = list(zip(first["records"], second["records"], strict=True))
     if any(a[name] != b[name] for a, b in pairs for name in OWN):
         raise ValueError("the two reports are not of the same rows")
     solved = [(bool(a["is_solved"]), bool(b["is_solved"])) for a, b in pairs]
     only_first, only_second = solved.count((True, False)), solved.count((False, True))
-    # A row that one of the two could not answer says nothing about steps.
+    # A row that one of the two could not answer says nothing about its cost.
     answered = [(a, b) for a, b in pairs if "error" not in a and "error" not in b]
-    differences = [sum(b["steps"]) - sum(a["steps"]) for a, b in answered]
+    differences = [_forwards(b) - _forwards(a) for a, b in answered]
     fewer, more = sum(d < 0 for d in differences), sum(d > 0 for d in differences)
     return {
         "both": solved.count((True, True)),
@@ -32,7 +34,7 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         "only_second": only_second,
         "neither": solved.count((False, False)),
         "p_value": binomial_test(only_first, only_second),
-        "steps": {
+        "forwards": {
             "difference": sum(differences) / max(1, len(differences)),
             "fewer_in_second": fewer,
             "more_in_second": more,
@@ -55,24 +57,25 @@ def binomial_test(one: int, other: int) -> float:
 
 def lines(first: dict[str, Any], second: dict[str, Any], comparison: dict[str, Any]) -> list[str]:
     """Both reports side by side, then the tests, for a person; `model` of a report is its name."""
-    steps = comparison["steps"]
+    forwards = comparison["forwards"]
     rows = [
         ("", "first", "second"),
         ("model", str(first["model"]), str(second["model"])),
         ("solved", _share(first), _share(second)),
         ("steps per canvas", f"{first['steps_per_canvas']:.2f}", f"{second['steps_per_canvas']:.2f}"),
-        ("tokens per step", f"{first['tokens_per_forward']:.2f}", f"{second['tokens_per_forward']:.2f}"),
+        ("forwards per row", forwards_of(first), forwards_of(second)),
+        ("tokens per forward", f"{first['tokens_per_forward']:.2f}", f"{second['tokens_per_forward']:.2f}"),
         ("time", f"{first['seconds']:.1f} s", f"{second['seconds']:.1f} s"),
         ("empty, errors", f"{first['empty']}, {first['errors']}", f"{second['empty']}, {second['errors']}"),
         ("solved by it alone", str(comparison["only_first"]), str(comparison["only_second"])),
-        ("fewer steps", str(steps["more_in_second"]), str(steps["fewer_in_second"])),
+        ("fewer forwards", str(forwards["more_in_second"]), str(forwards["fewer_in_second"])),
     ]
     told = _aligned(rows)
     told.append(f"solved by both {comparison['both']}, by neither {comparison['neither']}")
     told.append(f"equally often solved: p = {comparison['p_value']:.3g} (McNemar's test, exact)")
     told.append(
-        f"steps of a row, second - first: {steps['difference']:+.2f} on average; equally often fewer: "
-        f"p = {steps['p_value']:.3g} (sign test, exact)"
+        f"forwards of a row, second - first: {forwards['difference']:+.2f} on average; equally often fewer: "
+        f"p = {forwards['p_value']:.3g} (sign test, exact)"
     )
     return told
 
@@ -84,6 +87,10 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _share(report: dict[str, Any]) -> str:
     return f"{report['solved']} of {report['count']} ({report['solved_share']:.1%})"
+
+
+def _forwards(record: dict[str, Any]) -> int:
+    return sum(record["forwards"][kind] for kind in CALLS)
 
 
 def _answer(record: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,7 @@ class BlockdiffLM(TemplateLM):
                 {
                     "text": answer.text,
                     "steps": answer.steps,
+                    "forwards": asdict(answer.forwards),
                     "length": len(answer.tokens),
                     "finish_reason": answer.finish_reason,
                 }

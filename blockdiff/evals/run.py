@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,6 +107,7 @@ def _record(question: Question, result: Result, task: Task) -> dict[str, Any]:
         "is_solved": result.error is None and bool(task.is_solved(question, result.text)),
         **task.facts(question, result.text),
         "steps": list(result.steps),
+        "forwards": asdict(result.forwards),
         "length": len(result.tokens),
         "finish_reason": result.finish_reason,
     }

@@ -8,14 +8,17 @@ from typing import Any
 
 from blockdiff.metrics import at_limit
 
+CALLS = ("denoise", "encode", "verify")  # the kinds of model calls
+
 
 def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict[str, Any]:
     """Accuracy, and beside it what it cost and how the answers ended.
 
     - `count`, `solved`, `solved_share`, `errors` (rows without an answer), `empty` (answers without a text);
     - `endings`: how many rows ended by each finish_reason;
-    - `steps_per_canvas` (mean over canvases), `steps_histogram` (steps: canvases), `tokens_per_forward` (tokens up to
-      eos per denoising step of their row);
+    - `steps_per_canvas` (mean over canvases), `steps_histogram` (steps: canvases);
+    - `forwards_per_row`: the mean model calls of a row's answer: `total`, and each kind by the names of
+      `blockdiff.sampling.Forwards`, with the `width`; `tokens_per_forward`: tokens up to eos for each of them;
     - `facts`: for every fact of the task that is true or false, in how many answers it is true;
     - `groups`, with `group`: the same counts for the rows of each value of that fact.
     """
@@ -28,15 +31,22 @@ def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict
 
 
 def costs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The costs of answers and how they ended, from `text`, `steps`, `length` and `finish_reason` of each record."""
+    """The costs of answers and how they ended, from their `text`, `steps`, `forwards`, `length`, `finish_reason`."""
     steps = [count for record in records for count in record["steps"]]
+    calls = {kind: sum(record["forwards"][kind] for record in records) for kind in CALLS}
+    total, rows = sum(calls.values()), max(1, len(records))
     return {
         "errors": sum(record["finish_reason"] == "error" for record in records),
         "empty": sum(record["finish_reason"] != "error" and not record["text"].strip() for record in records),
         "endings": dict(sorted(Counter(record["finish_reason"] for record in records).items())),
         "steps_per_canvas": sum(steps) / max(1, len(steps)),
         "steps_histogram": {str(count): canvases for count, canvases in sorted(Counter(steps).items())},
-        "tokens_per_forward": sum(record["length"] for record in records) / max(1, sum(steps)),
+        "forwards_per_row": {
+            "total": total / rows,
+            **{kind: count / rows for kind, count in calls.items()},
+            "width": max([1, *(record["forwards"]["width"] for record in records)]),
+        },
+        "tokens_per_forward": sum(record["length"] for record in records) / max(1, total),
     }
 
 
@@ -60,12 +70,21 @@ def cost_lines(costs: dict[str, Any]) -> list[str]:
     return _aligned(_costs(costs))
 
 
+def forwards_of(report: dict[str, Any]) -> str:
+    """The model calls of a row, all of them and the kinds that there are, for a person."""
+    calls = report["forwards_per_row"]
+    kinds = ", ".join(f"{calls[kind]:.2f} {kind}" for kind in CALLS if calls[kind])
+    side_by_side = f"; {calls['width']} canvases in a call" * (calls["width"] > 1)
+    return f"{calls['total']:.2f} ({kinds}{side_by_side})"
+
+
 def _costs(report: dict[str, Any]) -> list[tuple[str, str]]:
     limit = at_limit(report["steps_per_canvas"], report["max_steps"])
     endings = ", ".join(f"{name} {number}" for name, number in report["endings"].items())
     return [
         ("steps per canvas", f"{report['steps_per_canvas']:.2f} (at most {report['max_steps']}){limit}"),
-        ("tokens per step", f"{report['tokens_per_forward']:.2f}"),
+        ("forwards per row", forwards_of(report)),
+        ("tokens per forward", f"{report['tokens_per_forward']:.2f}"),
         ("ended by", f"{endings}; {report['empty']} empty"),
     ]
 

@@ -5,7 +5,7 @@ from blockdiff.checkpoint.generation import Generation
 from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.prompts import read_prompts
 from blockdiff.sampling.read import Read, Reading
-from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.request import Forwards, Request, Result
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.strategies import Composed, parse_strategy
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy
@@ -21,6 +21,7 @@ __all__ = [
     "Decision",
     "DiffusionSettings",
     "Engine",
+    "Forwards",
     "Generation",
     "Read",
     "Reading",

@@ -57,7 +57,7 @@ class CanvasBatch:
         self.exact, self.buckets, self.graphs = exact, None if exact else buckets, graphs
         self.sequences: list[Sequence] = []
         self.canvases: list[CanvasInFlight] = []
-        self.forwards = 0  # canvases that the model has run, padding included
+        self.denoised = 0  # canvases that the model has run, padding included
         most = max_rows + self._missing(max_rows)
         self._step = CanvasStep(model, settings, pages, width, most, keeps=graphs is None)
         self._controls = ControlBuffers(most * width)  # which captured steps read
@@ -196,7 +196,10 @@ class CanvasBatch:
             guided = 0 if call.guided is not None and not len(call.guided) else 1
             rows = call.padded if call.hidden_BLD is None else 0
             others = call.padded if call.guided is None else len(call.guided) // self.width
-            self.forwards += (rows + guided * others) * self.width
+            self.denoised += (rows + guided * others) * self.width
+        if not self.settings.is_next_token:
+            for row in self.sequences:
+                row.calls["denoise"] += 1 if row.without_prompt is None else 2
         self._report.send(len(steps))
         # where no canvas can end the host need not wait for the device; else it waits here, once
         is_last = any(n + 1 == canvas.sequence.max_steps for n, canvas in zip(steps, self.canvases, strict=True))

@@ -43,6 +43,7 @@ class Encoding:
                 self.pages.accept(each)
             self.tokens += width * len(call)
             for (sequence, count), start, hidden_TD in zip(call, starts, hidden_BTD, strict=True):
+                sequence.calls["encode"] += 1
                 self._encode_without_prompt(sequence, count)
                 if sequence.is_scored:
                     self.score(sequence, start, hidden_TD[:count])
@@ -59,6 +60,7 @@ class Encoding:
         )
         assert row.length in (0, 1 + sequence.length - count - prompt)
         self.pages.encode([row], torch.tensor([tokens]), [len(tokens)])
+        sequence.calls["encode"] += 1
         self.pages.accept(row)
 
     def _calls_of(self, chunks: abc.Sequence[Chunk]) -> abc.Iterator[list[Chunk]]:

@@ -220,9 +220,9 @@ class Engine:
         return Load(waiting, rows, pages.pages, pages.shared, pages.cached)
 
     @property
-    def forwards(self) -> int:
+    def denoised_canvases(self) -> int:
         """The number of canvases that the model has denoised so far, padding included."""
-        return self._batch.forwards
+        return self._batch.denoised
 
     @property
     def encoded_tokens(self) -> int:
@@ -344,7 +344,7 @@ class Engine:
         draws = sequence.draws
         if not all(draw.is_done for draw in draws):
             return
-        result = best([draw.result(self.settings) for draw in draws])
+        result = best([draw.result(self.settings, self.canvases) for draw in draws])
         if self._sequences.get(sequence.request.id) is draws[0]:
             del self._sequences[sequence.request.id]
         else:

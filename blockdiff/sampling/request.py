@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from blockdiff.data.tokenise import chat_prompt, conversation, raw_prompt, tokens_of
@@ -169,16 +169,42 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Forwards:
+    """The model calls that an answer took part in; other requests may have shared them.
+
+    denoise: steps of its canvases (canvases side by side share a call, which counts once; a step with guidance is two
+    calls); encode: chunks of the prompt that no other request had encoded, committed canvases that were read by later
+    ones or scored, and of `next_token` every token but the last; verify: drafts that the next-token head has read.
+    width: the canvases that a denoising call has side by side. Calls that were repeated after a preemption count again.
+    """
+
+    denoise: int = 0
+    encode: int = 0
+    verify: int = 0
+    width: int = 1
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """The calls of each kind."""
+        return {"denoise": self.denoise, "encode": self.encode, "verify": self.verify}
+
+    @property
+    def total(self) -> int:
+        """The calls of all kinds."""
+        return sum(self.by_kind.values())
+
+
+@dataclass(frozen=True)
 class Result:
     """The answer to a request.
 
     `tokens` ends with the first eos if there is one; `text` has no special tokens, nor the `reasoning` before the
     answer, nor the `tool_calls` of the response, which are given in the form that messages have; `steps` are the
-    denoising steps of each canvas; `finish_reason` is "eos", "length", "stop", "cancelled" or, with the reason in
-    `error`, "error". `logprobs`, where asked for, are those of `tokens` by next-token prediction, in nats, and
-    `top_logprobs` has the likeliest tokens in the place of each, with theirs; with `best_of`, `draw` says which of the
-    answers this is, from 0. `prompt_tokens` counts those of the prompt, and `cached_tokens` those of them that other
-    requests had encoded.
+    denoising steps of each canvas, and `forwards` all model calls (with `best_of`, those of all draws); `finish_reason`
+    is "eos", "length", "stop", "cancelled" or, with the reason in `error`, "error". `logprobs`, where asked for, are
+    those of `tokens` by next-token prediction, in nats, and `top_logprobs` has the likeliest tokens in the place of
+    each, with theirs; with `best_of`, `draw` says which of the answers this is, from 0. `prompt_tokens` counts those of
+    the prompt, and `cached_tokens` those of them that other requests had encoded.
     """
 
     id: str | int
@@ -192,8 +218,14 @@ class Result:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     draw: int | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    forwards: Forwards = field(default=Forwards(), compare=False)
     prompt_tokens: int = field(default=0, compare=False)
     cached_tokens: int = field(default=0, compare=False)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """The tokens for each model call: denoising steps, encodes and verifications, those of the prompt included."""
+        return len(self.tokens) / max(1, self.forwards.total)
 
     @property
     def score(self) -> float | None:
@@ -209,7 +241,8 @@ class Result:
         """The fields of an output line."""
         names = ("id", "text", "tokens", "finish_reason", "steps")
         optional = {name: getattr(self, name) for name in ("reasoning", "tool_calls", *SCORES, "error")}
-        return {name: getattr(self, name) for name in names} | {k: v for k, v in optional.items() if v is not None}
+        record = {name: getattr(self, name) for name in names} | {"forwards": asdict(self.forwards)}
+        return record | {k: v for k, v in optional.items() if v is not None}
 
 
 Prompt = str | Sequence[Message] | Request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import abc
+from collections import Counter, abc
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from blockdiff.errors import RequestError
 from blockdiff.sampling.control import control_of
 from blockdiff.sampling.parts import parts_of
 from blockdiff.sampling.reasoning import is_opened
-from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.request import Forwards, Request, Result
 from blockdiff.sampling.strategies import NextToken, as_strategy, is_guided
 from blockdiff.seeding import child_seed
 
@@ -62,7 +62,7 @@ class Sequence:
     prompt, prompt_tokens: the prompt as text ("" where it came as tokens) and as the model sees it; seed: that of its
     draws; canvases, max_steps: the most canvases of the response, and the most steps of each; control: what may stand
     in them; draw: the number of this answer among the request's several (None: it is the only one); draws: all of them,
-    this one included; `id` tells them apart.
+    this one included; `id` tells them apart; calls: the model calls of all of them so far, by the names of `Forwards`.
 
     The response so far is `tokens`, with the `steps` of each canvas, the `logprobs` of the tokens that are scored, and
     a `finish_reason` or an `error` at its end.
@@ -87,6 +87,7 @@ class Sequence:
     control: ResponseControl | None = None
     draw: int | None = None
     draws: list[Sequence] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)
     is_scored: bool = False
     is_guided: bool = False
     is_watched: bool = False
@@ -171,8 +172,8 @@ class Sequence:
                 return whole - count
         return 0
 
-    def result(self, settings: SamplingSettings) -> Result:
-        """The result, as the caller of the engine gets it."""
+    def result(self, settings: SamplingSettings, width: int = 1) -> Result:
+        """The result, as the caller of the engine gets it; width: the canvases that were denoised side by side."""
         if self.error is not None:
             return Result.failed(self.request.id, self.error)
         parts = parts_of(self.tokens, settings, self.request.tools or (), is_opened(self.prompt))
@@ -190,6 +191,7 @@ class Sequence:
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs if self.request.top_logprobs else None,
             draw=self.draw,
+            forwards=Forwards(**self.calls, width=width),
             prompt_tokens=len(self.prompt_tokens),
             cached_tokens=min(self.shared_tokens, len(self.prompt_tokens)),
         )

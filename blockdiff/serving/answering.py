@@ -260,6 +260,7 @@ def usage_of(job: Job, results: Sequence[Result | None]) -> Usage:
         prompt_tokens_details=CachedTokens(cached_tokens=sum(each.cached_tokens for each in of_prompts)),
         completion_tokens_details=ReasoningTokens(reasoning_tokens=reasoning),
         denoising_steps=sum(sum(each.steps) for each in found),
+        forwards=sum(each.forwards.total for each in found),
     )
 
 

@@ -22,7 +22,7 @@ class ReasoningTokens(BaseModel):
 
 
 class Usage(BaseModel):
-    """Counts of tokens; `denoising_steps` is the sum over all canvases."""
+    """Counts of tokens, of the `denoising_steps` of all canvases and of all model calls (`forwards`) of the answers."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -30,6 +30,7 @@ class Usage(BaseModel):
     prompt_tokens_details: CachedTokens = CachedTokens()
     completion_tokens_details: ReasoningTokens = ReasoningTokens()
     denoising_steps: int = 0
+    forwards: int = 0
 
 
 class Function(BaseModel):

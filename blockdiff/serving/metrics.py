@@ -38,6 +38,7 @@ class Metrics:
             registry=registry,
         )
         self.steps = Histogram("blockdiff_canvas_steps", "Denoising steps a canvas", buckets=STEPS, registry=registry)
+        self.forwards = Counter("blockdiff_forwards", "Model calls, for each answer", ["kind"], registry=registry)
         self.canvases = Counter("blockdiff_canvases", "Committed canvases", registry=registry)
         self.tokens = Counter("blockdiff_tokens", "Tokens: prompt, cached, completion", ["kind"], registry=registry)
         self.waiting = Gauge("blockdiff_waiting_requests", "Requests that wait for a row", registry=registry)
@@ -63,11 +64,13 @@ class Metrics:
                 self.pages.labels(layers, state).set(count)
 
     def answered(self, result: Result) -> None:
-        """Count the tokens, canvases and steps of an answer."""
+        """Count the tokens, canvases, steps and model calls of an answer."""
         self.tokens.labels("completion").inc(len(result.tokens))
         self.canvases.inc(len(result.steps))
         for steps in result.steps:
             self.steps.observe(steps)
+        for kind, calls in result.forwards.by_kind.items():
+            self.forwards.labels(kind).inc(calls)
 
 
 def _load(engine: Engine) -> Load:
@@ -103,9 +106,9 @@ class Account:
         prompt, cached = sum(each.prompt_tokens for each in of_prompts), sum(each.cached_tokens for each in of_prompts)
         self.metrics.tokens.labels("prompt").inc(prompt)
         self.metrics.tokens.labels("cached").inc(cached)
-        tokens, steps = sum(len(each.tokens) for each in results), sum(sum(each.steps) for each in results)
+        tokens, forwards = sum(len(each.tokens) for each in results), sum(each.forwards.total for each in results)
         LOG.info(
-            "%s %s: prompt %d tokens (%d cached), answered %d tokens in %d canvases and %d steps, %.3f s",
+            "%s %s: prompt %d tokens (%d cached), answered %d tokens in %d canvases and %d forwards, %.3f s",
             *(
                 self.path,
                 self.outcome,
@@ -113,7 +116,7 @@ class Account:
                 cached,
                 tokens,
                 sum(len(each.steps) for each in results),
-                steps,
+                forwards,
                 seconds,
             ),
         )

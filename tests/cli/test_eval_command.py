@@ -59,7 +59,7 @@ def test_gsm8k_needs_no_script(model, tmp_path):
     assert {"answer", "text", "is_solved", "steps"} <= numbers["records"][0].keys()
     # 26 tokens of the longest reference are 4 canvases of 8, more than the model's own limit of 16.
     assert {len(record["steps"]) for record in numbers["records"]} == {4}
-    assert f"solved            {numbers['solved']} of 2" in result.stdout
+    assert f"solved              {numbers['solved']} of 2" in result.stdout
     assert f"{numbers['steps_per_canvas']:.2f} (at most 3)" in result.stdout
 
 
@@ -105,7 +105,7 @@ def test_two_models_are_compared_on_the_same_rows(model, tmp_path):
     assert [each["model"] for each in written["models"]] == [str(model), str(other)]
     assert [each["settings"]["generation"]["max_steps"] for each in written["models"]] == [3, 2]
     assert written["comparison"]["neither"] == 3 and written["comparison"]["p_value"] == 1.0
-    assert written["comparison"]["steps"]["difference"] == -1.0
+    assert written["comparison"]["forwards"]["difference"] == -1.0
     rows = written["records"]
     assert [(row["first"]["steps"], row["second"]["steps"]) for row in rows] == [([3], [2])] * 3
     assert "McNemar" in result.stdout and "-1.00 on average" in result.stdout

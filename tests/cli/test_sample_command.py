@@ -32,7 +32,7 @@ def test_output_lines_have_the_documented_fields(workshop: Path, tmp_path: Path,
     records = output_lines(works(*words, "--max-new-tokens", "10"))
     assert [record["id"] for record in records] == ["a", 2, 3, "a", 5]
     for record in records[:2]:
-        assert list(record) == ["id", "text", "tokens", "finish_reason", "steps"]
+        assert list(record) == ["id", "text", "tokens", "finish_reason", "steps", "forwards"]
         assert record["finish_reason"] in ("eos", "length")
         assert len(record["tokens"]) <= 18 and all(1 <= steps <= 2 for steps in record["steps"])
     for record, line in zip(records[2:], (3, 4, 5), strict=True):

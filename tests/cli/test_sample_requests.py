@@ -58,6 +58,8 @@ def test_n_answers_are_those_among_which_best_of_chooses(model: Path) -> None:
     alone = json.loads(piped(prompt, *words).stdout.splitlines()[0])
     best = json.loads(piped(prompt, *words, "--best-of", "3").stdout.splitlines()[0])
     assert alone["tokens"] == lines[0]["tokens"] != lines[1]["tokens"]
+    denoised = best.pop("forwards")["denoise"]
+    assert denoised == sum(line.pop("forwards")["denoise"] for line in lines[:3])
     assert best == max(lines[:3], key=lambda line: line["score"])
 
 

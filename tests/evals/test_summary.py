@@ -25,6 +25,7 @@ def record(is_solved: bool, steps: list[int], text: str = "a", ending: str = "eo
         "is_solved": is_solved,
         "text": text,
         "steps": steps,
+        "forwards": {"denoise": sum(steps), "encode": 2, "verify": 1, "width": 2},
         "length": 4,
         "finish_reason": ending,
         **facts,
@@ -41,7 +42,8 @@ def test_a_summary_counts_steps_endings_and_empty_answers():
     assert (found["count"], found["solved"], found["errors"], found["empty"]) == (3, 1, 1, 1)
     assert found["endings"] == {"eos": 1, "error": 1, "length": 1}
     assert found["steps_per_canvas"] == 10 / 3 and found["steps_histogram"] == {"2": 1, "4": 2}
-    assert found["tokens_per_forward"] == 12 / 10
+    kinds = {"total": 19 / 3, "denoise": 10 / 3, "encode": 2, "verify": 1, "width": 2}
+    assert found["forwards_per_row"] == kinds and found["tokens_per_forward"] == 12 / 19
     assert "groups" not in found and found["facts"] == {}
 
 
@@ -62,8 +64,10 @@ def test_facts_that_are_true_or_false_are_counted_and_groups_are_in_order():
 def test_a_person_reads_every_figure_and_a_table_of_the_groups():
     report = summary([record(True, [2], size=4, is_valid=True)], "size")
     told = lines({**report, "seconds": 2.0, "first_canvas_seconds": 1.0, "max_steps": 48, "batch_size": 32})
-    assert "solved            1 of 1 (100.0%)" in told and "valid             1 of 1 (100.0%)" in told
-    assert "first canvas      after 1.00 s (median of the rows)" in told and "ended by          eos 1; 0 empty" in told
+    assert "solved              1 of 1 (100.0%)" in told and "valid               1 of 1 (100.0%)" in told
+    assert "first canvas        after 1.00 s (median of the rows)" in told
+    assert "ended by            eos 1; 0 empty" in told
+    assert "forwards per row    5.00 (2.00 denoise, 2.00 encode, 1.00 verify; 2 canvases in a call)" in told
     assert told[-2].split() == ["size", "rows", "solved", "share", "steps"]
     assert told[-1].split() == ["4", "1", "1", "100.0%", "2.00"]
 
@@ -93,12 +97,12 @@ def test_two_models_are_compared_row_by_row():
     found = compare(first, second)
     assert [found[name] for name in ("both", "only_first", "only_second", "neither")] == [2, 1, 2, 1]
     assert found["p_value"] == 1.0
-    steps = found["steps"]  # of the five rows that both answered
-    assert steps == {"difference": -3 / 5, "fewer_in_second": 2, "more_in_second": 2, "equal": 1, "p_value": 1.0}
+    forwards = found["forwards"]  # of the five rows that both answered
+    assert forwards == {"difference": -3 / 5, "fewer_in_second": 2, "more_in_second": 2, "equal": 1, "p_value": 1.0}
     row = found["records"][2]
     assert (row["prompt"], row["reference"], row["first"]["text"], row["second"]["text"]) == ("c", "c", "g", "c")
     told = compared_lines(first, second, found)
-    assert told[7].split() == ["solved", "by", "it", "alone", "1", "2"]
+    assert told[8].split() == ["solved", "by", "it", "alone", "1", "2"]
     assert "p = 1 (McNemar's test, exact)" in told[-2] and "-0.60 on average" in told[-1]
 
 

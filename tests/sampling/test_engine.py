@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,10 +13,11 @@ from benchmarks.soak import soak
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import EngineError, Full, RequestError
+from blockdiff.models.page_buffers import StepBuffers
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.canvas_batch import CanvasBatch
 from blockdiff.sampling.engine import Engine
-from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.request import Forwards, Request, Result
 from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.settings import settings_of
@@ -351,7 +353,7 @@ def test_padding_to_buckets_changes_no_answer(model):
     requests = requests_of(7)
     engine = Engine(model, None, LIVELY, max_rows=6, buckets=(4, 8))
     assert answers(engine, requests) == alone(model, requests)
-    assert engine.forwards % 4 == 0
+    assert engine.denoised_canvases % 4 == 0
 
 
 def test_in_exact_mode_tokens_are_equal_to_the_bit_whatever_shares_the_steps():
@@ -505,3 +507,31 @@ def test_a_soak_of_random_requests_leaks_no_page_and_every_answer_is_the_oracles
     found = soak(model, 60)
     assert found.wrong == [] and found.leaked == 0
     assert found.answered + found.cancelled == 60 and found.cancelled and found.preemptions and found.reused_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({}, {}),
+        ({"canvases": 2}, {}),
+        ({"strategy": "entropy_bound:guidance=1"}, {}),
+        ({"strategy": "next_token"}, {}),
+        ({}, {"best_of": 2}),
+    ],
+)
+def test_forwards_are_the_calls_that_the_model_ran(model, monkeypatch, options, asked):
+    calls = Counter[str]()
+
+    def counted(kind, function):
+        return lambda *given, **more: (calls.update([kind]), function(*given, **more))[1]
+
+    monkeypatch.setattr(Pages, "encode", counted("encode", Pages.encode))
+    monkeypatch.setattr(StepBuffers, "denoise", counted("denoise", StepBuffers.denoise))
+    settings = replace(LIVELY, max_new_tokens=3 * L)
+    engine = Engine(model, None, settings, max_rows=1, chunk_tokens=16, **options)
+    engine.submit(Request("a", tokens=[20] * 40, **asked))
+    (result,) = finished(engine).values()
+    assert result.forwards == Forwards(calls["denoise"], calls["encode"], width=options.get("canvases", 1))
+    assert calls["encode"] >= 3 and result.tokens_per_forward == len(result.tokens) / calls.total()
+    if not asked and len(options) == 0:
+        assert result.forwards.denoise == sum(result.steps)

@@ -76,7 +76,7 @@ def test_who_stops_reading_ends_the_request_within_a_step_and_its_pages_are_free
     gate, before = threading.Event(), []
 
     def wait(inner: Engine) -> None:  # holds the engine between two steps until the reader has left
-        before.append(inner.forwards)
+        before.append(inner.denoised_canvases)
         gate.wait(60)
 
     async def ask(engine):
@@ -87,7 +87,9 @@ def test_who_stops_reading_ends_the_request_within_a_step_and_its_pages_are_free
         await stream.aclose()
         gate.set()
         await held
-        return await engine.call(lambda inner: (inner.unfinished, inner.pages.statistics.pages, inner.forwards))
+        return await engine.call(
+            lambda inner: (inner.unfinished, inner.pages.statistics.pages, inner.denoised_canvases)
+        )
 
     unfinished, pages, forwards = with_engine(sampler, ask)
     assert not unfinished and not any(pages.values())

@@ -189,13 +189,15 @@ def test_a_client_that_goes_away_ends_its_request_and_its_pages_are_free(chatty,
         task = asyncio.create_task(asgi(scope, client.receive, client.send))
 
         async def runs():
-            return (await asking.server.engine.call(lambda inner: inner.forwards)) > 0
+            return (await asking.server.engine.call(lambda inner: inner.denoised_canvases)) > 0
 
         await eventually(runs)
         client.left.set()
         await task
         await eventually(lambda: idle(asking))
-        return await asking.server.engine.call(lambda inner: inner.forwards), (await asking.http.get("/metrics")).text
+        return await asking.server.engine.call(lambda inner: inner.denoised_canvases), (
+            await asking.http.get("/metrics")
+        ).text
 
     forwards, metrics = served(chatty, use)
     assert forwards < 2 * 256 * 3 and 'outcome="left"} 1.0' in metrics
