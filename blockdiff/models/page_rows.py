@@ -10,13 +10,13 @@ their room is needed.
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from blockdiff.errors import BlockdiffError
+from blockdiff.models.page_keys import identities_of, is_in_run, key_of
 from blockdiff.models.page_pool import SPILL, ZEROS, Link, Pool, Published
 
 
@@ -84,8 +84,8 @@ class PagedRows:
     def reuse(self, row: PagedRow, tokens: Sequence[int]) -> int:
         """Share the pages of the longest beginning of `tokens` that others have encoded; returns the tokens now in it.
 
-        tokens: all of the row's tokens, from its first on. Nothing is shared after a row's own tokens unless these end
-        with a page. The tokens themselves are compared.
+        tokens: all of the row's tokens as `page_keys.identities`, which are compared, from its first on. Nothing is
+        shared after a row's own tokens unless these end with a page. No beginning ends within a run of placeholders.
         """
         if row.tail:
             return row.length
@@ -98,7 +98,9 @@ class PagedRows:
                 break
             found.append(link := following)
         pages_before = row.length // size
-        while found and not self._can_share(found, pages_before):
+        while found and (
+            is_in_run(tokens, size * (pages_before + len(found))) or not self._can_share(found, pages_before)
+        ):
             found.pop()
         if not found:
             return row.length
@@ -162,7 +164,7 @@ class PagedRows:
         for pool in self.pools.values():
             self._cut(row, pool, -(-length // size))
         if length // size < len(row.links):
-            row.tail = tokens_of(row.links[length // size].tokens)
+            row.tail = identities_of(row.links[length // size].tokens)
             del row.links[length // size :]
         del row.tail[length - len(row.links) * size :]
         row.length, row.accepted, row.stamp = length, min(row.accepted, length), next(self._stamps)
@@ -235,7 +237,7 @@ class PagedRows:
         )
 
     def _append(self, row: PagedRow, tokens: list[int]) -> None:
-        """Note the tokens that were written after a row's own, not yet accepted."""
+        """Note the identities of the tokens that were written after a row's own, not yet accepted."""
         first, last = row.length // self.page_tokens, -(-(row.length + len(tokens)) // self.page_tokens)
         for name, pool in self.pools.items():
             for page in row.tables[name][first - row.first[name] : last - row.first[name]]:
@@ -257,13 +259,3 @@ class PagedRows:
         for page in reversed(table[kept:]):
             pool.give_back(page)
         del table[kept:]
-
-
-def key_of(tokens: Sequence[int]) -> bytes:
-    """Token ids as bytes, a key of published links."""
-    return array("q", tokens).tobytes()
-
-
-def tokens_of(key: bytes) -> list[int]:
-    """The token ids of `key_of`."""
-    return array("q", key).tolist()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from blockdiff.errors import Full
+from blockdiff.images import run_end
 
 if TYPE_CHECKING:
     from blockdiff.models.pages import Pages
@@ -144,34 +145,42 @@ class Scheduler:
             end = min(end, prompt - 1)
         if not self.exact:
             before = sequence.length
-            sequence.shared_tokens += self.pages.reuse(sequence.paged, sequence.known[:end]) - before
+            sequence.shared_tokens += self.pages.reuse(sequence.paged, sequence.identities[:end]) - before
 
     def _shares_soon(self, sequence: Sequence, pages: set[tuple[int, ...]]) -> bool:
         """True where a sequence gets no chunk now: nothing of it is missing, or another one encodes its next page.
 
         pages: the pages that sequences before it encode in this step; its own next page is added.
         """
-        end, prompt = sequence.length + self.pages.page_tokens, len(sequence.prompt_tokens)
-        if self.exact or sequence.is_guided or sequence.length % self.pages.page_tokens or end > prompt:
+        if self.exact or sequence.is_guided:
             return False
-        self._reuse(sequence)
-        end = sequence.length + self.pages.page_tokens
-        if sequence.missing == 0 or end > prompt:
+        if can_share := sequence.length % self.pages.page_tokens == 0:
+            self._reuse(sequence)
+        if sequence.missing == 0 or (end := self._next_page(sequence)) > len(sequence.prompt_tokens):
             return sequence.missing == 0
-        page = tuple(sequence.known[:end])
-        if page in pages:
+        page = tuple(sequence.identities[:end])
+        if can_share and page in pages:
             return True
         pages.add(page)
         return False
 
+    def _next_page(self, sequence: Sequence) -> int:
+        """The end of the next full page behind which another sequence could go on."""
+        size = self.pages.page_tokens
+        end = (sequence.length // size + 1) * size
+        while run_end(sequence.images, end) != end:
+            end += size
+        return end
+
     def _chunk(self, sequence: Sequence) -> int:
         """The number of tokens of a sequence that go into one call: up to the next multiple of a chunk, or one canvas.
 
-        The number depends on the sequence alone, so that a sequence that is encoded again is encoded by the same calls.
+        A chunk that would end within a run of placeholders ends with it. The number depends on the sequence alone, so
+        that a sequence that is encoded again is encoded by the same calls.
         """
         at, prompt = sequence.length, len(sequence.prompt_tokens)
         if at < prompt:
-            return min((at // self.chunk_tokens + 1) * self.chunk_tokens, prompt) - at
+            return run_end(sequence.images, min((at // self.chunk_tokens + 1) * self.chunk_tokens, prompt)) - at
         # next tokens that are encoded again, after a preemption, need not go one by one
         size = self.chunk_tokens if self.is_next_token and not self.exact else self.canvas_length
         end = prompt + ((at - prompt) // size + 1) * size

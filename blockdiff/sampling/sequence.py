@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import RequestError
+from blockdiff.images import PlacedImage, images_between
+from blockdiff.models.page_keys import identities
 from blockdiff.sampling.control import control_of
 from blockdiff.sampling.parts import parts_of
 from blockdiff.sampling.reasoning import is_opened
@@ -61,8 +63,9 @@ class Sequence:
 
     prompt, prompt_tokens: the prompt as text ("" where it came as tokens) and as the model sees it; seed: that of its
     draws; canvases, max_steps: the most canvases of the response, and the most steps of each; control: what may stand
-    in them; draw: the number of this answer among the request's several (None: it is the only one); draws: all of them,
-    this one included; `id` tells them apart; calls: the model calls of all of them so far, by the names of `Forwards`.
+    in them; images: those of the prompt; draw: the number of this answer among the request's several (None: it is the
+    only one); draws: all of them, this one included; `id` tells them apart; calls: the model calls of all of them so
+    far, by the names of `Forwards`.
 
     The response so far is `tokens`, with the `steps` of each canvas, the `logprobs` of the tokens that are scored, and
     a `finish_reason` or an `error` at its end.
@@ -85,6 +88,7 @@ class Sequence:
     canvases: int
     max_steps: int
     control: ResponseControl | None = None
+    images: abc.Sequence[PlacedImage] = ()
     draw: int | None = None
     draws: list[Sequence] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
@@ -111,6 +115,16 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.known = self.known or list(self.prompt_tokens)
+        self._prompt_identities = identities(self.prompt_tokens, self.images)
+
+    @property
+    def identities(self) -> list[int]:
+        """The identities of the known tokens, by which pages are shared."""
+        return [*self._prompt_identities, *self.known[len(self.prompt_tokens) :]] if self.images else self.known
+
+    def images_of(self, start: int, count: int) -> list[PlacedImage]:
+        """The images in so many known tokens from `start` on, with columns counted from there."""
+        return images_between(self.images, start, start + count) if self.images else []
 
     @property
     def length(self) -> int:
