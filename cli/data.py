@@ -53,6 +53,33 @@ def sudoku(
 
 
 @data.command(
+    "pixel-sudoku",
+    epilog="Example: blockdiff data pixel-sudoku --split train=20000 --split test=500 --output data/pixel_sudoku",
+)
+def pixel_sudoku(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for NAME.jsonl, NAME/*.png and tokenizer/.")
+    ],
+    overwrite: options.Overwrite = False,
+    split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N pictures in NAME/.")] = None,
+    seed: options.SeedOfData = 0,
+) -> None:
+    """Write pictures of 4x4 sudokus, rows that name them, and the tokenizer with its image processor.
+
+    Boards lie at random places and have random sizes, and every pixel is noisy.
+    The puzzles are those of `blockdiff data sudoku`.
+    """
+    from blockdiff.recipes.pixel_sudoku import write_splits
+
+    counts = _counts(split or ["train=20000", "test=500"], None)
+    for written in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
+        options.require_free(output / written, overwrite=overwrite)
+    for line in write_splits(output, counts, seed):
+        print(line)
+    print(f"written to {output}")
+
+
+@data.command(
     epilog="Example: blockdiff data countdown --numbers 4 --split train=50000 --split test=1000 "
     "--output data/countdown4"
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from blockdiff.evals.questions import Task
 
-TASKS = ("countdown", "exact", "gsm8k", "sudoku")
+TASKS = ("countdown", "exact", "gsm8k", "pixel_sudoku", "sudoku")
 
 
 def task(name: str) -> Task:

@@ -18,7 +18,7 @@ from tests.commands import refusal, run, works
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
-DATA = [["data", "sudoku"], ["data", "chat"], ["data", "countdown"], ["data", "tokenizer"]]
+DATA = [["data", "sudoku"], ["data", "chat"], ["data", "countdown"], ["data", "pixel-sudoku"], ["data", "tokenizer"]]
 COMMANDS = [["train"], ["sample"], ["chat"], ["eval"], ["data"], *DATA, ["init"], ["inspect"]]
 
 
@@ -89,7 +89,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["sample", "m", "--prompt", "a", "--trace", "x.svg"], "x.svg ends in none of .html, .jsonl, .png, .gif"),
         (
             ["eval", "m", "--task", "chess", "--data", "d.jsonl"],
-            "countdown, exact, gsm8k, sudoku, lm-eval:NAME",
+            "countdown, exact, gsm8k, pixel_sudoku, sudoku, lm-eval:NAME",
         ),
         (["eval", "m", "--task", "suduko", "--data", "d.jsonl"], "did you mean sudoku?"),
         (["data", "sudoku", "--size", "5", "--count", "3", "--output", "o"], "5 is neither 4 nor 9"),

@@ -20,7 +20,7 @@ def question(reference: str) -> Question:
 
 def test_every_task_is_found_by_its_name():
     assert [task(name).name for name in TASKS] == list(TASKS)
-    with pytest.raises(ValueError, match="'chess' is none of countdown, exact, gsm8k, sudoku"):
+    with pytest.raises(ValueError, match="'chess' is none of countdown, exact, gsm8k, pixel_sudoku, sudoku"):
         task("chess")
 
 
