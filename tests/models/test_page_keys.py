@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from blockdiff.images import PlacedImage
+from blockdiff.images import ImageInput, PlacedImage
 from blockdiff.models.page_keys import identities, is_in_run
-from tests.families import CONFIGS
-from tests.pictures import gemma_picture, placed
 
 pytestmark = pytest.mark.quick
-CONFIG = CONFIGS["diffusion_gemma"]()
-ONE, OTHER = (gemma_picture(CONFIG, 1, 3, seed) for seed in (0, 1))
+ONE, OTHER = ImageInput({}, 3, b"one"), ImageInput({}, 3, b"other")
 
 
-def keys(*parts) -> list[int]:
-    return identities(*placed(parts, 92))
+def placed(*parts: list[int] | ImageInput) -> tuple[list[int], list[PlacedImage]]:
+    """The tokens of a row of texts and pictures, and where its pictures stand."""
+    tokens, images = list[int](), list[PlacedImage]()
+    for part in parts:
+        if isinstance(part, ImageInput):
+            images.append(PlacedImage(part, len(tokens)))
+        tokens += [92] * part.tokens if isinstance(part, ImageInput) else part
+    return tokens, images
+
+
+def keys(*parts: list[int] | ImageInput) -> list[int]:
+    return identities(*placed(*parts))
 
 
 def test_a_placeholder_is_known_by_the_pictures_of_its_whole_run_and_its_place():
@@ -28,7 +35,7 @@ def test_a_placeholder_is_known_by_the_pictures_of_its_whole_run_and_its_place()
 
 
 def test_images_are_taken_in_the_order_of_their_columns():
-    tokens, images = placed([ONE, OTHER], 92)
+    tokens, images = placed(ONE, OTHER)
     assert identities(tokens, images) == identities(tokens, images[::-1])
     assert identities(tokens, images) != identities(tokens, [PlacedImage(OTHER, 0), PlacedImage(ONE, 3)])
 
