@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blockdiff.checkpoint import export, init, load, save
+    from blockdiff.checkpoint import export, init, load, save, with_image_side
     from blockdiff.models.adapters import merge
     from blockdiff.sampling import Engine, Request, Sampler
     from blockdiff.training.callbacks import Callback
@@ -34,6 +34,7 @@ _HOME = {
     "merge": "blockdiff.models.adapters",
     "save": "blockdiff.checkpoint",
     "train": "blockdiff.training.train",
+    "with_image_side": "blockdiff.checkpoint",
 }
 __all__ = [
     "Callback",
@@ -50,6 +51,7 @@ __all__ = [
     "merge",
     "save",
     "train",
+    "with_image_side",
 ]
 
 

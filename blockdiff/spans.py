@@ -20,8 +20,8 @@ class Spans:
 
     A span with hi <= lo is empty. `sees_all` promises that every query sees every prefix and own key it is given,
     so that a mask need not be applied at all; `is_padded=False` promises that no query is padding. `is_causal` says
-    that the tokens are clean: each sees itself and what stands before it. `kept`: what layers have selected of the
-    prefix, where that stands for all steps of a canvas (None: they select in every call).
+    that the tokens are clean: each sees itself and what stands before it, and in an image all of it. `kept`: what
+    layers have selected of the prefix, where that stands for all steps of a canvas (None: they select in every call).
     """
 
     kept: KeptSelection | None = None
@@ -208,18 +208,25 @@ def _stack(prefix_lo: Tensor, prefix_hi: Tensor, own_lo: Tensor, own_hi: Tensor,
     return torch.where(is_valid[..., None], bounds, 0).to(torch.int32)
 
 
-def encode_spans(doc_start_BT: Tensor, window: int | None = None, past_B: Tensor | None = None) -> Spans:
+def encode_spans(
+    doc_start_BT: Tensor, window: int | None = None, past_B: Tensor | None = None, run_BT2: Tensor | None = None
+) -> Spans:
     """Causal spans of an encode call: token i of the call stands at row column `past + i`.
 
     doc_start_BT: the column at which each token's document starts, -1 for padding; window: keys a sliding layer
-    sees, the query included (None: all); past_B: tokens of each row cached before the call (None: none).
+    sees, the query included (None: all); past_B: tokens of each row cached before the call (None: none); run_BT2: the
+    first and the end token, counted in the call, of a run that each token sees all of, such as an image (None: each
+    token is a run of its own). A window narrower than a run does not cut it.
     """
     i = torch.arange(doc_start_BT.shape[1], device=doc_start_BT.device)
+    run_lo, run_hi = (i, i + 1) if run_BT2 is None else run_BT2.unbind(-1)
     past = torch.zeros_like(doc_start_BT[:, :1]) if past_B is None else past_B[:, None]
-    oldest = past + i + 1 - window if window is not None else torch.zeros_like(past)
+    oldest = torch.zeros_like(past)
+    if window is not None:
+        oldest = past + torch.minimum(i + 1 - window, run_lo)
     first = torch.maximum(doc_start_BT, oldest)
     own_lo = (first - past).clamp(min=0)
-    return Spans(_stack(first.clamp(min=0), past, own_lo, i + 1, doc_start_BT >= 0), is_causal=True)
+    return Spans(_stack(first.clamp(min=0), past, own_lo, run_hi, doc_start_BT >= 0), is_causal=True)
 
 
 def denoise_spans(

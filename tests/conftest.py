@@ -65,6 +65,8 @@ class _KeepDouble(TorchFunctionMode):
                 return args[0]
             if kwargs.get("dtype") == torch.float32 and function is not Tensor.to:  # frequencies of RoPE are fp32
                 kwargs = kwargs | {"dtype": torch.float64}
+        if function is Tensor.matmul and {x.dtype for x in args} == {torch.float32, torch.float64}:
+            args = tuple(x.double() for x in args)  # the weights of a mean over patches, and these
         return function(*args, **kwargs)
 
 
@@ -76,10 +78,13 @@ def _exact_oracle() -> Iterator[None]:
         return
     from transformers import PreTrainedModel
 
+    from blockdiff.models.image_side import ImageSide
+
     def call(self: Any, *args: Any, **named: Any) -> Any:
         with _KeepDouble():
             return torch.nn.Module.__call__(self, *args, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PreTrainedModel, "__call__", call)
+        for modules_of_transformers in (PreTrainedModel, ImageSide):
+            patch.setattr(modules_of_transformers, "__call__", call)
         yield

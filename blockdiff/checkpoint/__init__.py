@@ -6,6 +6,7 @@ from blockdiff.checkpoint.convert import convert
 from blockdiff.checkpoint.create import draw_weights, init
 from blockdiff.checkpoint.files import Carried
 from blockdiff.checkpoint.generation import Generation, SpecialTokens, default_generation, special_tokens
+from blockdiff.checkpoint.images import empty_image_side, with_image_side
 from blockdiff.checkpoint.merging import export
 from blockdiff.checkpoint.read import dtype_of, empty, load, load_weights
 from blockdiff.checkpoint.write import save
@@ -19,6 +20,7 @@ __all__ = [
     "draw_weights",
     "dtype_of",
     "empty",
+    "empty_image_side",
     "export",
     "fitted",
     "init",
@@ -33,4 +35,5 @@ __all__ = [
     "save",
     "save_adapter",
     "special_tokens",
+    "with_image_side",
 ]

@@ -170,8 +170,11 @@ def listed(names: list[str]) -> str:
 
 def _own(model: BlockDiffusionModel) -> Shapes:
     """The tensors of the family's model of the same config."""
+    family = family_of(model.config)
     with torch.device("meta"):
-        return shapes_of(family_of(model.config).model_class(model.config, model.kernels))
+        own = family.model_class(model.config, model.kernels)
+        own.image_side = None if model.image_side is None else family.image_side(model.config)
+    return shapes_of(own)
 
 
 def is_own_class(model: BlockDiffusionModel) -> bool:

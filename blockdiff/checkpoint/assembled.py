@@ -130,6 +130,13 @@ def read_assembled(
         yield hub, block, whole
 
 
+def read_whole(stored: Mapping[str, Stored], place: Stored, hub: str) -> Tensor:
+    """A tensor of a checkpoint by its Hub name, where `assembled` has placed it."""
+    if isinstance(place, Assembled):
+        return next(read_assembled(stored, {hub: place}, [(hub, None)]))[2]
+    return next(read_tensors({hub: place}, [hub]))[1]
+
+
 def _values(stored: Mapping[str, Stored], name: str) -> Tensor:
     """A stored tensor, dequantised where it has scales: a power of two for each 32 along the input, or channels'."""
     if name + CHANNELS in stored:

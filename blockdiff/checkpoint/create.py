@@ -10,6 +10,7 @@ import torch
 from blockdiff.checkpoint.added import beyond_family, draw_added, fill, shapes_of
 from blockdiff.checkpoint.config import fitted, preset_config
 from blockdiff.checkpoint.files import Carried
+from blockdiff.checkpoint.images import drawn_images
 from blockdiff.checkpoint.read import empty, require_dtype, require_room, resolve_device, resolve_dtype
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel, family_of
@@ -55,12 +56,15 @@ def draw_weights(
     spread = family.outline(model.config).initializer_range
     added = beyond_family(model)
     draw_added(model, seed, target, place)
+    images = drawn_images(model.config, seed, target)
     for name, shape in shapes_of(model).items():
         if name in added:
             continue
         # all ranks draw the same, and keep their own part
-        fill(model, name, drawn(model, name, shape, draw, spread).to(place, target))
-    model.carried = Carried(tensors=family.image_tensors(model.config, seed, target))
+        of_image = images.pop(str(family.names.to_hub(name)), None)
+        values = drawn(model, name, shape, draw, spread) if of_image is None else of_image
+        fill(model, name, values.to(place, target))
+    model.carried = Carried(tensors=images)
     return model.eval()
 
 

@@ -26,7 +26,7 @@ from blockdiff.kernels.fp8.native import decoded, quantised
 from blockdiff.layers.fp8 import SCALE
 from blockdiff.layers.lora import AdaptedExperts, merged
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapters_of
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.fp8 import put_in_fp8
 
 
@@ -70,13 +70,13 @@ def export(
         if below is not None:
             put_in_fp8(model, chosen_layers(model, weights, below), rounds_inputs(model.config, below))
         load_adapter(model, beside)
-        model.carried = carried_by(weights, family_of(model.config).names)
+        model.carried = carried_by(weights, model)
         return save_adapter(model, directory, base or (base_of(beside) if adapter is None else str(source)))
     stored = stored_weights(model, weights)
     kept = stored["vocabulary.table"].dtype if dtype == "auto" else resolve_dtype(dtype)
     model.to(kept)
     read_added(model, weights, kept, torch.device("cpu"))
-    model.carried = carried_by(weights, family_of(model.config).names)
+    model.carried = carried_by(weights, model)
     stored |= {name: TensorSource.of(tensor) for name, tensor in model.state_dict().items() if name not in stored}
     sums: dict[str, TensorSource] = {}
     if beside is not None:

@@ -16,7 +16,7 @@ from blockdiff import memory
 from blockdiff.checkpoint.adapter_base import require_base, warn_of_other_weights
 from blockdiff.checkpoint.adapters import base_of, has_adapter, load_adapter
 from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shapes_of
-from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_fp8, stored_apart
+from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_fp8, read_whole, stored_apart
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import DTYPES, SIDE_FILES, Carried, Stored, find, read_blocks, stored_tensors
 from blockdiff.checkpoint.fp8 import chosen_layers, form_below, rounds_inputs
@@ -97,7 +97,8 @@ def load_weights(
     dtype: of all text parameters, or "auto" for the dtype the embedding table is stored in. device: "auto" is cuda
     where there is one. The host holds one tensor beside the model. Of a model that is sharded each rank reads only its
     own part of every tensor, into the memory, on the device and in the dtype that its parameters have already. What is
-    frozen stays frozen. Image tensors are not loaded; saving copies them through. What the model's class adds to its
+    frozen stays frozen. Image tensors are loaded into an image side that is
+    there; else saving copies them through. What the model's class adds to its
     family is read from `blockdiff.safetensors`; where there is none, `reset_parameters` of the modules that hold it
     sets it. Layers of the model that are in fp8 get their weights so, whatever the file has. Raises CheckpointError.
     """
@@ -130,7 +131,8 @@ def load_weights(
             # A copy even where nothing changes: the tensor read is a view of the file.
             filling = torch.empty(tensor.shape, dtype=target, device=place).copy_(tensor)
             fill(model, ours, filling, is_local=True)
-        sums[filled[hub, block][0]] = filling.sum(dtype=torch.float32 if target == torch.float16 else None)
+        if tensor.dim():  # a number by itself may be a limit that nothing reaches
+            sums[filled[hub, block][0]] = filling.sum(dtype=torch.float32 if target == torch.float16 else None)
     for ours in sorted(in_fp8, key=lambda name: (str(stored[source[name]].file), name)):
         # Of a tensor that is spread a device has room for this rank's part alone.
         weight = _in_fp8(in_files, stored, source[ours], torch.device("cpu") if is_spread(state[ours]) else place)
@@ -139,7 +141,7 @@ def load_weights(
         sums[ours + SCALE] = weight.scale.sum()
     _warn_of_not_finite(model, directory, sums, source)
 
-    model.carried = carried_by(directory, names, in_files)
+    model.carried = carried_by(directory, model, in_files)
     return model.eval()
 
 
@@ -152,17 +154,11 @@ def stored_weights(model: BlockDiffusionModel, directory: Path) -> dict[str, Ten
     in_files = stored_apart(directory, names)
     stored = assembled(in_files, names)
     shapes = {name: shape for name, shape in shapes_of(model).items() if name not in added}
-
-    def read(hub: str) -> Tensor:
+    sources = {}
+    for ours, hub in _match(shapes, stored, directory, names).items():
         place = stored[hub]
-        if isinstance(place, Assembled):
-            return next(read_assembled(in_files, {hub: place}, [(hub, None)]))[2]
-        return next(read_blocks(stored, [(hub, None)]))[2]
-
-    return {
-        ours: TensorSource(stored[hub].shape, DTYPES[stored[hub].dtype], partial(read, hub))
-        for ours, hub in _match(shapes, stored, directory, names).items()
-    }
+        sources[ours] = TensorSource(place.shape, DTYPES[place.dtype], partial(read_whole, in_files, place, hub))
+    return sources
 
 
 def stored_fp8(model: BlockDiffusionModel, directory: Path) -> Callable[[str], Fp8]:
@@ -196,18 +192,15 @@ def _in_fp8(in_files: Mapping[str, Stored], stored: Mapping[str, Stored], hub: s
     if isinstance(place, Assembled) and place.is_fp8:
         codes, scale, _ = read_fp8(in_files, place)
         return Fp8(codes.to(device, copy=True), scale.to(device, copy=True))
-    if isinstance(place, Assembled):
-        _, _, whole = next(read_assembled(in_files, {hub: place}, [(hub, None)]))
-    else:
-        _, _, whole = next(read_blocks(stored, [(hub, None)]))
-    return quantised(whole.to(device))
+    return quantised(read_whole(in_files, place, hub).to(device))
 
 
-def carried_by(directory: Path, names: Names, stored: Mapping[str, Stored] | None = None) -> Carried:
+def carried_by(directory: Path, model: BlockDiffusionModel, stored: Mapping[str, Stored] | None = None) -> Carried:
     """The contents of a checkpoint directory beside the weights that the model runs."""
-    stored = stored_tensors(directory) if stored is None else stored
+    names, stored = family_of(model.config).names, stored_tensors(directory) if stored is None else stored
+    has_images = model.image_side is not None
     return Carried(
-        stored={name: place for name, place in stored.items() if names.is_carried(name)},
+        stored={hub: place for hub, place in stored.items() if names.is_carried(hub, has_images)},
         side_files=tuple(directory / name for name in SIDE_FILES if (directory / name).is_file()),
         origin=directory,
     )

@@ -19,6 +19,7 @@ from blockdiff.checkpoint.files import ADDED, CONFIG, GENERATION, INDEX, TOKENIZ
 from blockdiff.checkpoint.fp8 import described, sources_of
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation, default_generation
+from blockdiff.checkpoint.images import drawn_images
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.checkpoint.stream import TensorSource, in_order, write_stream
 from blockdiff.errors import CheckpointError
@@ -61,7 +62,9 @@ def save(
     check_whole(model)
     target = Path(directory).expanduser().absolute()
     cast = None if dtype is None else resolve_dtype(dtype)
-    carried = model.carried or Carried(tensors=family_of(model.config).image_tensors(model.config, 0, torch.float32))
+    carried = model.carried or Carried()
+    if model.carried is None and model.image_side is None:
+        carried = Carried(tensors=drawn_images(model.config, 0, torch.float32))
     gathering = Gathering(model.state_dict().values())
     state = model.state_dict()
     if weights is None:
@@ -90,7 +93,7 @@ def save(
     gathering.run(write)
     if model.carried is not None and target in model.carried.directories():
         # the files it pointed to have just been replaced
-        model.carried = carried_by(target, family_of(model.config).names)
+        model.carried = carried_by(target, model)
     return target
 
 

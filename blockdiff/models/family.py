@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from blockdiff import models
 from blockdiff.errors import BlockdiffError, CheckpointError
+from blockdiff.images import ImageInput, PlacedImage, RowImages
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.scratch import shared_scratch
 from blockdiff.layers.attention import KV, Past
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.rope import angles
 from blockdiff.layers.vocabulary import Vocabulary
+from blockdiff.models.image_side import ImageSide
 from blockdiff.models.names import Names
 from blockdiff.models.prefix import Prefix
 from blockdiff.spans import Spans, Sweep, denoise_spans, encode_spans, running_spans
@@ -84,7 +86,9 @@ class Family:
     The functions take the family's own config. `read(values)` makes it from the content of a config.json and checks it;
     `check(config)` raises CheckpointError for what it says and the model does not do; `outline(config)` is what the
     house reads of it; `with_tokens(config, vocab_size, special)` is the config with another vocabulary (special:
-    bos_token_id, eos_token_id, pad_token_id); `image_tensors(config, seed, dtype)` draws the tensors that are carried;
+    bos_token_id, eos_token_id, pad_token_id); `image_side(config)` makes what turns images into embeddings, without
+    weights that are read, and `image_tokens(config)` says which tokens stand before an image, for each of its parts and
+    after it, by id or as they are spelt (None of both: it takes no images);
     `with_canvases(config, canvas_length)` is the config of a causal model as a denoiser (None: its models denoise).
     """
 
@@ -100,7 +104,8 @@ class Family:
     check: Callable[[Any], None]
     outline: Callable[[Any], Outline]
     with_tokens: Callable[[Any, int, Mapping[str, int | None]], Any]
-    image_tensors: Callable[[Any, int, torch.dtype], dict[str, Tensor]] = lambda config, seed, dtype: {}
+    image_side: Callable[[Any], ImageSide | None] = lambda config: None
+    image_tokens: Callable[[Any], tuple[int | str, int, int | str] | None] = lambda config: None
     with_canvases: Callable[[Any, int], Any] | None = None
     tensor_parts: Mapping[str, str] = field(default_factory=dict)
     selecting_parts: tuple[str, ...] = ()
@@ -154,18 +159,22 @@ class LayerKind:
 
     window: how many keys a clean query sees, itself included (None: all); frequencies: of RoPE, fp32 [d/2];
     keeps_selection: of layers that select among the keys of the prefix, whether what they select in the first step of a
-    canvas stands for its other steps.
+    canvas stands for its other steps; sees_whole_images: whether the tokens of adjacent images all see one another.
     """
 
     name: str
     window: int | None
     frequencies: Tensor
     keeps_selection: bool = False
+    sees_whole_images: bool = False
     _on: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
-    def encode_spans(self, doc_start_BT: Tensor, past_B: Tensor | None = None) -> Spans:
-        """The causal spans of clean tokens, see `spans.encode_spans`."""
-        return encode_spans(doc_start_BT, self.window, past_B)
+    def encode_spans(
+        self, doc_start_BT: Tensor, past_B: Tensor | None = None, images: RowImages | None = None
+    ) -> Spans:
+        """The causal spans of clean tokens, see `spans.encode_spans`; images: those among the call's tokens."""
+        run_BT2 = images.run_BS2 if images is not None and self.sees_whole_images else None
+        return encode_spans(doc_start_BT, self.window, past_B, run_BT2)
 
     def denoise_spans(self, start_BC: Tensor, doc_start_BC: Tensor, length_BC: Tensor, canvas_length: int) -> Spans:
         """The spans of canvases laid side by side, see `spans.denoise_spans`."""
@@ -203,10 +212,15 @@ class BlockDiffusionModel(nn.Module):
     norm: RMSNorm
     kinds: dict[str, LayerKind]  # by name
     layer_kinds: tuple[str, ...]  # the name of each layer's kind
+    image_side: ImageSide | None  # None until it is needed: see `checkpoint.images`
     carried: Any = None  # tensors and files of the checkpoint that the model does not run
     # Of sharded weights: where they are gathered to, and in which dtype; None = where and as they are kept.
     gathered_on: torch.device | None = None
     gathered_in: torch.dtype | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image_side = None
 
     def forward(
         self,
@@ -217,13 +231,15 @@ class BlockDiffusionModel(nn.Module):
         is_noisy: bool | Tensor = False,
         soft_BTD: Tensor | None = None,
         rope: Mapping[str, Rope] | None = None,
+        images: RowImages | None = None,
     ) -> tuple[Tensor, list[KV]]:
         """Run the layers over any geometry: hidden states [B, T, D] after the final norm, and each layer's kv.
 
         spans: by kind of layer; past: each layer's prefix tensors, dense or as in
         `span_attention/paged.py`; is_noisy: False = clean tokens (encode), True = tokens of canvases (denoise), or
         which they are as booleans [B, T]; soft_BTD: the signal of noisy tokens (None: none); rope: what
-        `rope(positions_BT)` gives, for who has it. The kv of a call that is all noisy is left out (an empty list):
+        `rope(positions_BT)` gives, for who has it; images: those of the rows, with features, which stand in place of
+        their placeholders' embeddings. The kv of a call that is all noisy is left out (an empty list):
         nothing ever sees those tokens again. A layer that wrote its kv into the pages of `past` has an empty tuple.
 
         In one sweep over clean rows and their canvases, T = S + C * L, `spans` are `Sweep`s and say which tokens are
@@ -232,6 +248,8 @@ class BlockDiffusionModel(nn.Module):
         """
         rope = self.rope(positions_BT) if rope is None else rope
         x, kv = self.vocabulary.embed(tokens_BT), list[KV]()
+        if images is not None:
+            x = images.into(x)
         sweep, spans_of_last = next(iter(spans.values())), None
         if isinstance(sweep, Sweep):
             clean, noisy = x.split([sweep.clean_tokens, x.shape[1] - sweep.clean_tokens], 1)
@@ -281,26 +299,52 @@ class BlockDiffusionModel(nn.Module):
         """cos and sin of every kind of layer."""
         return {name: kind.rope(positions_BT, self.dtype) for name, kind in self.kinds.items()}
 
-    def encode(self, tokens_BS: Tensor, lengths: Tensor | None = None, prefix: Prefix | None = None) -> Prefix:
+    def image_features(self, inputs: Sequence[ImageInput]) -> Tensor:
+        """The embeddings [sum of their tokens, D] of pictures, one after the other, from one call of the image side.
+
+        Raises BlockdiffError where the model has none, or has not got its weights yet.
+        """
+        if self.image_side is None:
+            raise BlockdiffError("the model's image side is not there yet; call blockdiff.with_image_side(model) first")
+        features: Tensor = self.image_side(inputs)
+        return features
+
+    def encode(
+        self,
+        tokens_BS: Tensor,
+        lengths: Tensor | None = None,
+        prefix: Prefix | None = None,
+        images: Sequence[Sequence[PlacedImage]] | None = None,
+    ) -> Prefix:
         """Encode clean tokens causally; with `prefix`, append them to it (and consume it).
 
-        tokens_BS: int64, rows right-padded; lengths: valid tokens of each row, int64 [B] (None: all valid).
+        tokens_BS: int64, rows right-padded; lengths: valid tokens of each row, int64 [B] (None: all valid); images: of
+        each row, by columns of this call (`images.images_between` has those of a part of a row).
         Returns the Prefix that `denoise` and further calls read; its `hidden` is [B, S, D].
         """
+        placed = None if images is None else self.placed(images, tokens_BS.shape[1])
         column = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         doc_start_BS = torch.zeros_like(tokens_BS)
         if lengths is not None:
             doc_start_BS = torch.where(column < lengths[:, None], 0, -1)
         if prefix is None:
-            spans = {name: kind.encode_spans(doc_start_BS) for name, kind in self.kinds.items()}
-            hidden, kv = self(tokens_BS, column.expand(tokens_BS.shape), spans)
+            spans = {name: kind.encode_spans(doc_start_BS, None, placed) for name, kind in self.kinds.items()}
+            hidden, kv = self(tokens_BS, column.expand(tokens_BS.shape), spans, images=placed)
             return Prefix.of(hidden, kv, [self.kinds[name] for name in self.layer_kinds], lengths)
         spans = {
-            name: prefix.held(kind, kind.encode_spans(doc_start_BS, prefix.lengths_B))
+            name: prefix.held(kind, kind.encode_spans(doc_start_BS, prefix.lengths_B, placed))
             for name, kind in self.kinds.items()
         }
-        hidden, kv = self(tokens_BS, prefix.lengths_B[:, None] + column, spans, prefix.layers())
+        hidden, kv = self(tokens_BS, prefix.lengths_B[:, None] + column, spans, prefix.layers(), images=placed)
         return prefix.extended(hidden, kv, lengths)
+
+    def placed(self, images: Sequence[Sequence[PlacedImage]], width: int) -> RowImages | None:
+        """The images of a call's rows with their features, on the model's device; columns are the call's."""
+        placed = RowImages.of(images, width)
+        if placed is None:
+            return None
+        placed = placed.to(self.device)
+        return placed.with_features(self.image_features(placed.inputs))
 
     def denoise(self, canvas_BL: Tensor, prefix: Prefix, soft_embedding: Tensor | None = None) -> Tensor:
         """Hidden states [B, L, D] of one canvas per row, after the final norm; leaves the prefix as it is.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +15,9 @@ class Names:
     """A family's names.
 
     table: pairs of our name and the Hub's; `{}` is the layer number.
-    carried: beginnings of the Hub names of tensors that are kept and written back but not run.
+    images: pairs of the beginnings of our names and the Hub's, for the tensors of the image side, if any.
+    carried: beginnings of the Hub names of tensors that are kept and written back but not run, those of the image side
+    among them.
     ties: pairs of the beginning of a copy's Hub name and that of its original. Some writers save both; a tensor of the
     table that a file lacks is read from the other one.
     twice: pairs of Hub names' beginnings, for modules that transformers has as two modules over one weight. PEFT gives
@@ -29,6 +31,7 @@ class Names:
     """
 
     table: tuple[tuple[str, str], ...]
+    images: tuple[tuple[str, str], ...] = ()
     carried: tuple[str, ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
     twice: tuple[tuple[str, str], ...] = ()
@@ -48,7 +51,7 @@ class Names:
 
     def to_hub(self, ours: str) -> str | None:
         """The Hub's name of one of our parameters or buffers; None where the table has no such row."""
-        return _translated(ours, self._hub)
+        return _translated(ours, self._hub) or _begun(ours, self.images)
 
     def copies(self, hub: str) -> list[str]:
         """A Hub name and those of the modules that transformers has beside it over the same weight."""
@@ -82,14 +85,21 @@ class Names:
 
     def to_ours(self, hub: str) -> str | None:
         """Our name of a tensor of the Hub, itself or what it is a tied copy of; None where the table has neither."""
-        tied = self.tied_to(hub)
-        return _translated(hub, self._ours) or (None if tied is None else _translated(tied, self._ours))
+        return next(self._named(hub), None)
 
     def ours_among(self, hub: str, there: Container[str]) -> str | None:
         """`to_ours`, but a name of ours that is not `there` does not count: a head may stand alone or be tied."""
+        return next((name for name in self._named(hub) if name in there), None)
+
+    def _named(self, hub: str) -> Iterator[str]:
+        """Our names of a tensor of the Hub: its own, and that of what it is a tied copy of."""
         tied = self.tied_to(hub)
-        candidates = _translated(hub, self._ours), None if tied is None else _translated(tied, self._ours)
-        return next((name for name in candidates if name is not None and name in there), None)
+        found = (
+            _translated(hub, self._ours),
+            _begun(hub, tuple((theirs, ours) for ours, theirs in self.images)),
+            None if tied is None else _translated(tied, self._ours),
+        )
+        return (name for name in found if name is not None)
 
     def piece(self, hub: str) -> tuple[str, int, int] | None:
         """The Hub name of the tensor to which a stored piece belongs, with the numbers of its expert and matrix."""
@@ -110,13 +120,18 @@ class Names:
         """Hub name -> our name, for those of our `names` that the table has."""
         return {hub: name for name in names if (hub := self.to_hub(name)) is not None}
 
-    def is_carried(self, hub: str) -> bool:
-        """True for tensors that we keep and write back but do not run."""
-        return hub.startswith(self.carried)
+    def is_carried(self, hub: str, has_images: bool = False) -> bool:
+        """True for tensors that we keep and write back but do not run; has_images: whether the image side is run."""
+        return hub.startswith(self.carried) and not (has_images and hub.startswith(tuple(x for _, x in self.images)))
 
     def tied_to(self, hub: str) -> str | None:
         """The tensor that one of this Hub name would be a copy of, None if of none."""
         return next((end + hub.removeprefix(start) for start, end in self.ties if hub.startswith(start)), None)
+
+
+def _begun(name: str, beginnings: tuple[tuple[str, str], ...]) -> str | None:
+    """A name with another beginning, by pairs of an old one and a new one; None where it begins with none of them."""
+    return next((new + name.removeprefix(old) for old, new in beginnings if name.startswith(old)), None)
 
 
 def _translated(name: str, table: Mapping[str, str]) -> str | None:

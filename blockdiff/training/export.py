@@ -21,6 +21,7 @@ from blockdiff import checkpoint
 from blockdiff.checkpoint.added import fill
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import ADAPTER, MODEL, Carried, find
+from blockdiff.checkpoint.images import drawn_images
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.data.dataset import Dataset
@@ -178,7 +179,8 @@ def consolidate(
         for name in model.state_dict()
     }
     if recipe.model.path is not None:
-        model.carried = carried_by(find(recipe.model.path), family_of(model.config).names)
+        model.carried = carried_by(find(recipe.model.path), model)
     else:
-        model.carried = Carried(tensors=family_of(model.config).image_tensors(model.config, recipe.seed, kept))
+        images = {} if model.image_side is not None else drawn_images(model.config, recipe.seed, kept)
+        model.carried = Carried(tensors=images)
     return checkpoint.save(model, directory, dtype=cast, weights=sources, **beside)

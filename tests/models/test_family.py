@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from blockdiff.checkpoint import empty, preset_config
+from blockdiff.checkpoint import empty, empty_image_side, preset_config
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel, families, family_of
 
@@ -24,7 +24,9 @@ TOKENS = ("]<]minimax[>[",)  # control tokens of a format of calls: a tokenizer 
 
 @pytest.fixture(scope="module")
 def model() -> BlockDiffusionModel:
-    return empty(preset_config("tiny"), "torch")
+    model = empty(preset_config("tiny"), "torch")
+    model.image_side = empty_image_side(model.config)
+    return model
 
 
 def test_a_family_is_found_by_its_model_type():
@@ -49,6 +51,7 @@ def test_every_parameter_and_buffer_has_a_part_and_a_name_on_the_hub(model):
         "layers.3.experts.gate_up_proj": "experts",
         "layers.3.router.scale": "router",
         "layers.3.encoder_scalar": "layer_scalars",
+        "image_side.vision_tower.encoder.layers.0.input_layernorm.weight": "images",
     }
     assert {name: parts[name] for name in expected} == expected
     assert family.part_of("lora.up") == "other"

@@ -1,6 +1,6 @@
 """DiffusionGemma: Google's block-diffusion model over Gemma 4's mixture-of-experts stack."""
 
-from blockdiff.models.diffusion_gemma import config
+from blockdiff.models.diffusion_gemma import config, images
 from blockdiff.models.diffusion_gemma.model import DiffusionGemma
 from blockdiff.models.diffusion_gemma.names import NAMES
 from blockdiff.models.family import Capabilities, Family
@@ -11,6 +11,7 @@ FAMILY = Family(
     model_class=DiffusionGemma,
     names=NAMES,
     parts={
+        "images": ("image_side.*",),
         "layer_scalars": ("layers.*_scalar",),
         "router": ("layers.*.router.*",),
         "experts": ("layers.*.experts.*",),
@@ -41,7 +42,8 @@ FAMILY = Family(
     check=config.check,
     outline=config.outline,
     with_tokens=config.with_tokens,
-    image_tensors=config.image_tensors,
+    image_side=images.image_side,
+    image_tokens=images.image_tokens,
 )
 
 __all__ = ["FAMILY", "DiffusionGemma"]

@@ -6,9 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import Outline
 
@@ -201,20 +198,3 @@ def with_tokens(config: DiffusionGemmaConfig, vocab_size: int, special: Mapping[
     values = config.to_dict()
     values["text_config"] |= {"vocab_size": vocab_size, **special}
     return read(values)
-
-
-def image_tensors(config: Any, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Random image tensors by Hub name, as transformers initialises them; none without an image side."""
-    if config.vision_config is None:
-        return {}
-    from transformers import AutoConfig, AutoModel
-
-    vision, text = AutoConfig.for_model(**config.vision_config.to_dict()), config.text_config
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        tower = AutoModel.from_config(vision)
-        width = getattr(vision, "output_proj_dims", vision.hidden_size)
-        projection = torch.randn(text.hidden_size, width) * config.initializer_range
-    tensors = {f"model.encoder.vision_tower.{name}": tensor for name, tensor in tower.state_dict().items()}
-    tensors["model.encoder.embed_vision.embedding_projection.weight"] = projection
-    return {name: t.detach().to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}

@@ -9,6 +9,7 @@ What is special about it:
 - A sliding layer keeps the last window - 1 prefix keys, the same ones for every query of a canvas.
 - Denoise mixes the soft embedding of the last prediction into the canvas embedding; encode never does.
 - The table is tied; logits are soft-capped.
+- Where the config says so, the tokens of adjacent images all see one another when they are encoded.
 
 Config: transformers' `DiffusionGemmaConfig`. Its `per_layer_config` resolves head_dim and kv heads of each layer
 from either form of file (`per_layer_config`, or `global_head_dim` and `num_global_key_value_heads`).
@@ -148,4 +149,9 @@ def _kind(text: Any, name: str, layer: int) -> LayerKind:
         frequencies = default_frequencies(head_dim, theta)
     if rope.get("rope_type", "default") != "default":
         frequencies = frequencies / rope.get("factor", 1.0)
-    return LayerKind(name, text.sliding_window if name == "sliding" else None, frequencies)
+    return LayerKind(
+        name,
+        text.sliding_window if name == "sliding" else None,
+        frequencies,
+        sees_whole_images=getattr(text, "use_bidirectional_attention", None) == "vision",
+    )

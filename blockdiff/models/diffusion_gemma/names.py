@@ -40,6 +40,10 @@ TABLE: tuple[tuple[str, str], ...] = (
 
 NAMES = Names(
     TABLE,
+    images=(
+        ("image_side.vision_tower.", "model.encoder.vision_tower."),
+        ("image_side.embed_vision.", "model.encoder.embed_vision."),
+    ),
     carried=("model.encoder.vision_tower.", "model.encoder.embed_vision."),
     ties=(
         ("lm_head.weight", "model.decoder.embed_tokens.weight"),

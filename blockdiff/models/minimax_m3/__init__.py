@@ -1,7 +1,7 @@
 """MiniMax M3: a causal mixture of experts with block-sparse attention, and the names that NeMo AutoModel has for it."""
 
 from blockdiff.models.family import Capabilities, Family
-from blockdiff.models.minimax_m3 import config
+from blockdiff.models.minimax_m3 import config, images
 from blockdiff.models.minimax_m3.bias import (
     _padding_mask_to_additive_bias,
     build_block_sparse_attn_bias,
@@ -26,6 +26,7 @@ def _family(model_type: str, architecture: str, names: Names) -> Family:
         model_class=MiniMaxM3,
         names=names,
         parts={
+            "images": ("image_side.*",),
             "layer_scalars": ("layers.*_scalar",),
             "router": ("layers.*.router.*",),
             "experts": ("layers.*.experts.*",),
@@ -51,7 +52,8 @@ def _family(model_type: str, architecture: str, names: Names) -> Family:
         check=config.check,
         outline=config.outline,
         with_tokens=config.with_tokens,
-        image_tensors=config.image_tensors,
+        image_side=images.image_side,
+        image_tokens=images.image_tokens,
         with_canvases=config.with_canvases,
         tensor_parts={
             "layers.*.attention": "attention",

@@ -6,9 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.expert_mlp.activations import oai
 from blockdiff.models.family import Outline
@@ -190,36 +187,3 @@ def with_tokens(config: Any, vocab_size: int, special: Mapping[str, int | None])
 def with_canvases(config: Any, canvas_length: int) -> Any:
     """The config of the same model as a denoiser of canvases of so many tokens."""
     return read(config.to_dict() | {"canvas_length": canvas_length})
-
-
-# How the names of image tensors begin in transformers' modules, and on the Hub.
-IMAGE = (
-    ("vision_tower.embeddings.proj.", "vision_tower.vision_model.embeddings.patch_embedding."),
-    ("vision_tower.layers.", "vision_tower.vision_model.encoder.layers."),
-    ("vision_tower.pre_layrnorm.", "vision_tower.vision_model.pre_layrnorm."),
-    ("multi_modal_projector.linear_", "multi_modal_projector.linear_"),
-    ("multi_modal_projector.merge_linear_", "patch_merge_mlp.linear_"),
-)
-
-
-def image_tensors(config: Any, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Random image tensors by Hub name, as transformers initialises them; none without an image side."""
-    if getattr(config, "vision_config", None) is None:
-        return {}
-    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
-        MiniMaxM3VLMultiModalProjector,
-        MiniMaxM3VLVisionModel,
-    )
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        parts = {
-            "vision_tower.": MiniMaxM3VLVisionModel(config.vision_config),
-            "multi_modal_projector.": MiniMaxM3VLMultiModalProjector(config),
-        }
-    tensors = {start + name: x for start, part in parts.items() for name, x in part.state_dict().items()}
-    named = {}
-    for name, x in tensors.items():
-        start, hub = next(row for row in IMAGE if name.startswith(row[0]))
-        named[hub + name.removeprefix(start)] = x.detach().to(dtype)
-    return named

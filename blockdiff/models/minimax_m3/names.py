@@ -37,8 +37,18 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("layers.{}.experts.down_proj", "language_model.model.layers.{}.block_sparse_moe.experts.down_proj"),
 )  # fmt: skip
 
+# How the names of image tensors begin: ours, which go on as transformers' do, and the Hub's.
+IMAGES = (
+    ("image_side.vision_tower.embeddings.proj.", "vision_tower.vision_model.embeddings.patch_embedding."),
+    ("image_side.vision_tower.layers.", "vision_tower.vision_model.encoder.layers."),
+    ("image_side.vision_tower.pre_layrnorm.", "vision_tower.vision_model.pre_layrnorm."),
+    ("image_side.multi_modal_projector.linear_", "multi_modal_projector.linear_"),
+    ("image_side.multi_modal_projector.merge_linear_", "patch_merge_mlp.linear_"),
+)
+
 NAMES = Names(
     TABLE,
+    images=IMAGES,
     carried=("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "language_model.model.mtp.", "mtp."),
     ties=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
     # a file has the matrices of each expert alone; `[]` is its number

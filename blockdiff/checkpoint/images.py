@@ -1,0 +1,71 @@
+"""The image side of a model: drawn, built without weights, and filled with the tensors that the model carries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdiff.checkpoint.added import fill
+from blockdiff.checkpoint.assembled import assembled, read_whole
+from blockdiff.checkpoint.files import Carried
+from blockdiff.errors import CheckpointError
+from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.image_side import ImageSide
+from blockdiff.tensor_pieces import is_spread
+
+IMAGE_SIDE = "image_side."  # begins our names of its tensors
+
+
+def drawn_images(config: Any, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Random image tensors by Hub name, as transformers initialises them; none without an image side."""
+    family = family_of(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        side = family.image_side(config)
+    state = {} if side is None else side.state_dict()
+    return {
+        str(family.names.to_hub(IMAGE_SIDE + name)): x.detach().to(dtype if x.is_floating_point() else x.dtype)
+        for name, x in state.items()
+    }
+
+
+def empty_image_side(config: Any) -> ImageSide:
+    """The image side of a config, frozen and without memory; CheckpointError where it has none."""
+    with torch.device("meta"):
+        side = family_of(config).image_side(config)
+    if side is None:
+        raise CheckpointError(f"this {config.model_type} takes no images: its config has no vision_config")
+    return side.requires_grad_(False).eval()
+
+
+def with_image_side(model: BlockDiffusionModel) -> BlockDiffusionModel:
+    """The model, which can take images from now on: its image side is filled with the tensors that it carries.
+
+    Saving writes them as before. Raises CheckpointError for a model that takes no images, or that carries no such
+    tensors, and for one that is sharded already, whose image side must be there before.
+    """
+    if model.image_side is not None:
+        return model
+    if is_spread(model.vocabulary.table):
+        raise CheckpointError("the model is spread over ranks without its image side; build that before it is")
+    side = empty_image_side(model.config)
+    names, carried = family_of(model.config).names, model.carried or Carried()
+    stored = assembled(carried.stored, names)
+    sources = {ours: str(names.to_hub(IMAGE_SIDE + ours)) for ours in side.state_dict()}
+    if missing := [hub for hub in sources.values() if hub not in stored and hub not in carried.tensors]:
+        raise CheckpointError(f"the model has no image tensors ({missing[0]} is missing); load a checkpoint with them")
+    for ours, hub in sources.items():
+        tensor = carried.tensors[hub] if hub in carried.tensors else read_whole(carried.stored, stored[hub], hub)
+        there = side.state_dict()[ours]
+        if tensor.shape != there.shape:
+            sizes = list(tensor.shape), list(there.shape)
+            raise CheckpointError(f"tensor {hub} has shape {sizes[0]}, the config asks for {sizes[1]}")
+        fill(side, ours, tensor.to(model.device, model.dtype, copy=True))
+    model.image_side = side.train(model.training)
+    left = {hub: x for hub, x in carried.tensors.items() if names.is_carried(hub, has_images=True)}
+    still = {hub: place for hub, place in carried.stored.items() if names.is_carried(hub, has_images=True)}
+    model.carried = replace(carried, stored=still, tensors=left)
+    return model

@@ -1,0 +1,51 @@
+"""The image side of DiffusionGemma: Gemma 4's vision tower, and what projects its features into the text model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blockdiff.images import ImageInput
+from blockdiff.models.image_side import ImageSide, stacked
+
+
+class GemmaImages(ImageSide):
+    """`vision_tower` and `embed_vision` of transformers' encoder; images are filled up to the longest of a call."""
+
+    def __init__(self, config: Any):
+        from transformers import AutoConfig, AutoModel
+        from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaMultimodalEmbedder
+
+        vision = AutoConfig.for_model(**config.vision_config.to_dict())
+        tower, embedder = AutoModel.from_config(vision), DiffusionGemmaMultimodalEmbedder(vision, config.text_config)
+        nn.init.normal_(embedder.embedding_projection.weight, std=config.initializer_range)
+        super().__init__(vision_tower=tower, embed_vision=embedder)
+
+    def features(self, inputs: Sequence[ImageInput]) -> Tensor:
+        """The embeddings of pictures: patches of padding stand at -1, and the tower leaves them out."""
+        pixels = stacked((each.values["pixel_values"] for each in inputs), 0.0)
+        places = stacked((each.values["image_position_ids"] for each in inputs), -1)
+        seen = self.vision_tower(pixel_values=pixels, pixel_position_ids=places).last_hidden_state
+        features: Tensor = self.embed_vision(inputs_embeds=seen)
+        return features
+
+    def blank(self) -> ImageInput:
+        """The smallest picture there can be: the patches of one token."""
+        config: Any = self.vision_tower.config
+        side, width = config.pooling_kernel_size, 3 * config.patch_size**2
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1).reshape(-1, 2)
+        values = {"pixel_values": torch.zeros(side * side, width), "image_position_ids": places}
+        return ImageInput(values, tokens=1, digest=b"")
+
+
+def image_side(config: Any) -> GemmaImages | None:
+    """The image side of a config, without weights that are read; None where it has no `vision_config`."""
+    return None if config.vision_config is None else GemmaImages(config)
+
+
+def image_tokens(config: Any) -> tuple[int, int, int] | None:
+    """The tokens before an image, for each of its parts and after it; None where the config has no image side."""
+    return None if config.vision_config is None else (config.boi_token_id, config.image_token_id, config.eoi_token_id)

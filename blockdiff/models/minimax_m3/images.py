@@ -1,0 +1,56 @@
+"""The image side of MiniMax M3: its vision tower, and the projector that merges neighbouring patches into a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdiff.images import ImageInput
+from blockdiff.models.image_side import ImageSide
+
+BEFORE, AFTER = "]<]start of image[>[", "]<]end of image[>["  # of which the config does not say the ids
+
+
+class MiniMaxM3Images(ImageSide):
+    """`vision_tower` and `multi_modal_projector` of transformers; the patches of a call's images are one sequence."""
+
+    def __init__(self, config: Any):
+        from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
+            MiniMaxM3VLMultiModalProjector,
+            MiniMaxM3VLVisionModel,
+        )
+
+        tower, projector = MiniMaxM3VLVisionModel(config.vision_config), MiniMaxM3VLMultiModalProjector(config)
+        super().__init__(vision_tower=tower, multi_modal_projector=projector)
+
+    def features(self, inputs: Sequence[ImageInput]) -> Tensor:
+        """The embeddings of pictures; a patch sees those of its own picture."""
+        pixels = torch.cat([each.values["pixel_values"] for each in inputs])
+        grids = torch.stack([each.values["image_grid_thw"] for each in inputs])
+        seen = self.vision_tower(pixel_values=pixels, grid_thw=grids).last_hidden_state
+        features: Tensor = self.multi_modal_projector(seen.squeeze(0))
+        return features
+
+    def blank(self) -> ImageInput:
+        """The smallest picture there can be: the patches of one token."""
+        config: Any = self.vision_tower.config
+        side = config.spatial_merge_size
+        width = config.num_channels * config.temporal_patch_size * config.patch_size**2
+        values = {
+            "pixel_values": torch.zeros(side * side, width),
+            "image_grid_thw": torch.tensor([1, side, side]),
+        }
+        return ImageInput(values, tokens=1, digest=b"")
+
+
+def image_side(config: Any) -> MiniMaxM3Images | None:
+    """The image side of a config, without weights that are read; None where it has no `vision_config`."""
+    return None if getattr(config, "vision_config", None) is None else MiniMaxM3Images(config)
+
+
+def image_tokens(config: Any) -> tuple[str, int, str] | None:
+    """The tokens before an image, for each of its parts and after it; None where the config has no image side."""
+    return None if getattr(config, "vision_config", None) is None else (BEFORE, config.image_token_index, AFTER)
