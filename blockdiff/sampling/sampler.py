@@ -49,7 +49,8 @@ class Sampler:
     them, which are gone when autocast ends.
 
     Prompts that begin alike share their beginning, within a call and from call to call while the weights stay as they
-    are. pages: where prefixes lie (None: pages of its own, with room for the largest call so far).
+    are. pages: where prefixes lie (None: pages of its own, with room for the largest call so far); canvases: of
+    a response, denoised side by side.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class Sampler:
         choices: DiffusionSettings | None = None,
         strategy: Strategy | str | None = None,
         pages: Pages | None = None,
+        canvases: int = 1,
     ):
-        self.model, self.pages = model, pages
+        self.model, self.pages, self.canvases = model, pages, canvases
         self._idle: IdleEngine | None = None  # the engine, while no call has it
         self._turn = threading.RLock()
         self.settings = settings_of(model, tokenizer, generation, choices, strategy)
@@ -251,7 +253,7 @@ class Sampler:
         tokens = rows * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
         model = self.model
         is_cast = torch.is_autocast_enabled(model.device.type)
-        purpose = Purpose(self.settings, exact, graphs, is_cast, model.device, model.dtype)
+        purpose = Purpose(self.settings, self.canvases, exact, graphs, is_cast, model.device, model.dtype)
         idle = self._taken(min(batch_size, count), tokens, purpose)
         engine, places = idle.engine, dict[int, int]()
         is_whole = True  # no step has been left half done

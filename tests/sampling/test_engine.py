@@ -405,6 +405,8 @@ def test_several_canvases_of_a_response_are_denoised_side_by_side_and_committed_
         if rows == 1:  # canvases overlap in time
             assert steps < sum(sum(results[0].steps) for results in answered.values())
     assert all(one == many for one, many in answered.values())
+    of_sampler = Sampler(model, None, LIVELY, canvases=2).generate(requests)
+    assert of_sampler == [answered[request.id][0] for request in requests] and of_sampler[0].forwards.width == 2
 
 
 def ended(engine: Engine, requests: list[Request]) -> dict[str | int, Result]:
