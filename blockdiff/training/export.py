@@ -29,7 +29,6 @@ from blockdiff.errors import RESUME, CheckpointError, RunError
 from blockdiff.files import remove_leftovers, write_text
 from blockdiff.metrics import FILE_NAME, SAMPLES, MetricsLog, Record
 from blockdiff.models.adapters import adapter_tensors
-from blockdiff.models.family import family_of
 from blockdiff.plots.curves import draw_curves
 from blockdiff.training.checkpoint_content import AVERAGE, steps_saved
 from blockdiff.training.checkpoint_content import MODEL as WEIGHTS
@@ -161,7 +160,7 @@ def consolidate(
 
     if recipe.lora.trains:
         path = str(recipe.model.path)
-        model.carried = carried_by(find(path), family_of(model.config).names)
+        model.carried = carried_by(find(path), model)
         for name in adapter_tensors(model):
             fill(model, name, read(name))
         if peft:
