@@ -1,7 +1,8 @@
 """The page of a denoising: canvases fill in, step by step, in one HTML file that needs nothing from outside.
 
 `trace_moments` says what is shown, `player.js` draws it. The page's data are JSON, compressed, of at most `LIMIT`
-bytes: of longer traces first the text of the noise is left out, then some steps, then requests, then canvases.
+bytes: of longer traces first the text of the noise is left out, then the prompts' pictures, some steps, requests, and
+canvases.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,19 +38,30 @@ from blockdiff.terminal import printable
 if TYPE_CHECKING:
     from blockdiff.sampling.trace import Trace
 
+    Pictures = Mapping[str | int, Sequence[bytes]]
+
 LIMIT = 4 * 2**20  # bytes of a page's data
 LONGEST = 20_000  # characters of a prompt or a response on a page
+WIDEST = 256  # pixels of a side of a picture on a page
 STATES = ("noise", "guess", "committed", "given")  # player.js has the same, and the bits of `_flags`
 
 
-def draw_page(traces: Sequence[Trace], path: str | Path, decode: Decode, title: str) -> None:
-    """Write traces as one HTML page; `decode` turns one token id into its text."""
-    write_text(path, page(traces, decode, title))
+def draw_page(
+    traces: Sequence[Trace], path: str | Path, decode: Decode, title: str, pictures: Pictures | None = None
+) -> None:
+    """Write traces as one HTML page; `decode` turns one token id into its text.
+
+    pictures: of requests, by id, the pictures of their prompts, as files have them; the page shows them beside the
+    canvas, reduced to `WIDEST` pixels a side.
+    """
+    write_text(path, page(traces, decode, title, pictures=pictures))
 
 
-def page(traces: Sequence[Trace], decode: Decode, title: str, limit: int = LIMIT) -> str:
-    """The HTML text of a page with at most `limit` bytes of data."""
-    data = packed(traces, decode, limit)
+def page(
+    traces: Sequence[Trace], decode: Decode, title: str, limit: int = LIMIT, pictures: Pictures | None = None
+) -> str:
+    """The HTML text of a page with at most `limit` bytes of data; pictures as in `draw_page`."""
+    data = packed(traces, decode, limit, pictures or {})
     without_script = "\n".join(
         f"<h2>{_escaped(f'request {trace.id}')}</h2><pre>{_escaped(prompt_of(trace))}</pre>"
         f"<pre>{_escaped(trace.text)}</pre>"
@@ -74,10 +87,11 @@ def filled(template: str, values: Mapping[str, str]) -> str:
     return text
 
 
-def packed(traces: Sequence[Trace], decode: Decode, limit: int) -> str:
+def packed(traces: Sequence[Trace], decode: Decode, limit: int, pictures: Pictures) -> str:
     """The data of a page: JSON, compressed by zlib, as base64 of at most `limit` bytes."""
     drawn = [trace for trace in traces if trace.canvases or trace.steps]
-    requests, most = [_Request.of(trace, decode) for trace in drawn], round(most_entropy(traces), 3)
+    requests = [_Request.of(trace, decode, pictures.get(trace.id, ())) for trace in drawn]
+    most = round(most_entropy(traces), 3)
     for level in _levels(requests):
         texts: dict[str, int] = {}
         shown = [request.document(level, texts) for request in requests[: level.requests]]
@@ -95,9 +109,10 @@ class _Request:
     trace: Trace
     views: list[tuple[dict[str, Any], list[Moment]]]  # facts, moments
     canvases: int
+    pictures: list[str]
 
     @classmethod
-    def of(cls, trace: Trace, decode: Decode) -> _Request:
+    def of(cls, trace: Trace, decode: Decode, pictures: Sequence[bytes]) -> _Request:
         side = grid_side(trace)
         views = [({"name": "grid", "side": side}, grid_moments(trace, side, decode))] if side and trace.canvases else []
         for canvas in trace.canvases:
@@ -107,7 +122,7 @@ class _Request:
             steps = trace.steps_of(number)
             facts = {"name": f"canvas {number + 1}, not finished", "steps": len(steps), "limit": None}
             views.append((facts, step_moments(steps, decode)))
-        return cls(trace, views, len(views) - bool(side and trace.canvases))
+        return cls(trace, views, len(views) - bool(side and trace.canvases), [_as_uri(picture) for picture in pictures])
 
     def document(self, level: _Level, texts: dict[str, int]) -> dict[str, Any]:
         trace, others = self.trace, len(self.views) - self.canvases
@@ -118,21 +133,25 @@ class _Request:
         finish = trace.canvases[-1].finish_reason if trace.canvases else None
         said = {"prompt": prompt_of(trace), "text": trace.text, "control": trace.control}
         clipped = {key: _clipped(value) for key, value in said.items()}
-        return {"id": printable(str(trace.id)), "views": views, "finish": finish, **clipped}
+        pictures = {"pictures": self.pictures} if self.pictures and level.has_pictures else {}
+        return {"id": printable(str(trace.id)), "views": views, "finish": finish, **clipped, **pictures}
 
 
 @dataclass(frozen=True)
 class _Level:
-    """The level of detail of a page: so many requests and canvases, texts of the noise or not, every so many steps."""
+    """The level of detail of a page: so many requests and canvases, with or without texts of the noise and pictures,
+    every so many steps."""
 
     requests: int
     canvases: int
     has_noise: bool = True
+    has_pictures: bool = True
     stride: int = 1
 
     def left_out(self, requests: Sequence[_Request]) -> str:
         """The parts that are not shown, in words; empty where everything is."""
         words = ["the texts of the noise"] * (not self.has_noise)
+        words += ["the pictures"] * (not self.has_pictures)
         words += [f"all steps but one of every {self.stride}"] * (self.stride > 1)
         words += [f"requests after the first {self.requests}"] * (self.requests < len(requests))
         has_more = any(request.canvases > self.canvases for request in requests[: self.requests])
@@ -144,6 +163,8 @@ def _levels(requests: Sequence[_Request]) -> Iterator[_Level]:
     level = _Level(len(requests), max([1, *(request.canvases for request in requests)]))
     yield level
     yield (level := replace(level, has_noise=False))
+    if any(request.pictures for request in requests):
+        yield (level := replace(level, has_pictures=False))
     while level.stride < 64:
         yield (level := replace(level, stride=2 * level.stride))
     while level.requests > 1:
@@ -176,6 +197,19 @@ def _moment(moment: Moment, texts: dict[str, int], has_noise: bool) -> dict[str,
 def _flags(cell: Cell) -> int:
     flags = (cell.is_accepted, cell.is_changed, cell.is_wrong, cell.is_pinned, cell.stays, cell.is_renewed)
     return STATES.index(cell.state) + sum(4 << place for place, is_set in enumerate(flags) if is_set)
+
+
+def _as_uri(picture: bytes) -> str:
+    """A picture as a JPEG of at most `WIDEST` pixels a side, in a data URI: some 50 KB, whatever was given."""
+    from PIL import Image
+
+    with Image.open(BytesIO(picture)) as opened:
+        opened.draft("RGB", (WIDEST, WIDEST))  # large JPEGs are decoded smaller
+        small = opened.convert("RGB")
+    small.thumbnail((WIDEST, WIDEST))
+    file = BytesIO()
+    small.save(file, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _clipped(text: str) -> str:

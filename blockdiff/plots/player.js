@@ -261,6 +261,13 @@ class Player {
     this.part("control-part").hidden = !this.request.control;
   }
 
+  drawPictures() {
+    const pictures = this.request.pictures ?? []; // as data URIs
+    this.part("pictures").hidden = !pictures.length;
+    this.part("pictures").replaceChildren(
+      ...pictures.map((src, place) => make("img", { src, alt: `picture ${place + 1} of the prompt` })));
+  }
+
   // Going from one to another.
 
   go(moment) {
@@ -285,6 +292,7 @@ class Player {
     this.request = request;
     this.view = undefined;
     this.drawTexts();
+    this.drawPictures();
     this.drawViews();
     if (request.views.length) this.choose(request.views[0]);
   }

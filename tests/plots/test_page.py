@@ -8,10 +8,12 @@ import random
 import re
 import zlib
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from blockdiff.plots.denoising import draw_page, page
 from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
@@ -69,6 +71,27 @@ def test_a_page_is_one_file_that_asks_for_nothing_else(hostile: Trace, tmp_path:
     assert not re.search(r"boom\(\)</script>|<b>\0|<i>|<u>|\0|\x1b|\u202e", text)
     assert "&lt;u&gt;t&lt;/u&gt; {{data}}" in text
     assert text.count("<script") == text.count("</script>") == 2
+
+
+def png(side: int) -> bytes:
+    file = BytesIO()
+    Image.frombytes("RGB", (side, side), random.Random(0).randbytes(3 * side * side)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.quick
+def test_a_page_has_small_copies_of_the_pictures_of_its_prompts() -> None:
+    traces, large = [traced("a", [2], steps=1), traced("b", [3], steps=1)], png(600)
+    data = data_of(page(traces, decode, "t", pictures={"a": [large, png(8)], "elsewhere": [large]}))
+    assert [len(request.get("pictures", ())) for request in data["requests"]] == [2, 0] and not data["left_out"]
+    sizes = []
+    for uri in data["requests"][0]["pictures"]:
+        kind, _, content = uri.partition(",")
+        assert kind == "data:image/jpeg;base64" and len(content) < 80_000
+        sizes.append(Image.open(BytesIO(base64.b64decode(content))).size)
+    assert sizes == [(256, 256), (8, 8)]
+    data = data_of(page(traces, decode, "t", limit=20_000, pictures={"a": [large]}))
+    assert "pictures" not in data["requests"][0] and data["left_out"] == "the texts of the noise, the pictures"
 
 
 @pytest.mark.quick
