@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,6 +118,11 @@ class ResponseControl:
             penalty=asked.penalty,
             seen_V=seen_V,
         )
+
+    def of_tokens(self) -> ResponseControl:
+        """The same over canvases of one token each, as next-token sampling has it."""
+        restriction = replace(self.restriction, start=())
+        return replace(self, restriction=restriction, canvas_length=1, canvases=self.canvases * self.canvas_length)
 
     def obstacle(self, committed: Sequence[int], canvases: int) -> str | None:
         """The error of so many committed canvases; None while they can be, or are, what was asked.

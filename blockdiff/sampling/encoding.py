@@ -28,8 +28,12 @@ class Encoding:
     def __init__(self, model: BlockDiffusionModel, settings: SamplingSettings, pages: Pages, exact: bool):
         self.model, self.settings, self.pages, self.exact, self.tokens = model, settings, pages, exact, 0
 
-    def encode(self, chunks: abc.Sequence[Chunk]) -> None:
-        """Encode chunks, and score the tokens of sequences that ask for scores."""
+    def encode(self, chunks: abc.Sequence[Chunk]) -> list[tuple[Sequence, Tensor]]:
+        """Encode chunks, and score the tokens of sequences that ask for scores.
+
+        Returns the sequences of which a draft was encoded, with its hidden states [L, D]; it waits for `accept`.
+        """
+        drafts = []
         for call in self._calls_of(chunks):
             counts, starts = [count for _, count in call], [sequence.length for sequence, _ in call]
             width = max(counts)
@@ -39,16 +43,28 @@ class Encoding:
             ]
             rows = [sequence.paged for sequence, _ in call if sequence.paged is not None]
             hidden_BTD = self.pages.encode(rows, torch.tensor(tokens), counts)
-            for each in rows:
-                self.pages.accept(each)
             self.tokens += width * len(call)
             for (sequence, count), start, hidden_TD in zip(call, starts, hidden_BTD, strict=True):
-                sequence.calls["encode"] += 1
+                is_draft = bool(sequence.draft)
+                sequence.calls["verify" if is_draft else "encode"] += 1
+                if is_draft:
+                    drafts.append((sequence, hidden_TD[:count]))
+                    continue
+                self.accept(sequence, start, hidden_TD[:count])
                 self._encode_without_prompt(sequence, count)
-                if sequence.is_scored:
-                    self.score(sequence, start, hidden_TD[:count])
-                elif self.settings.is_next_token and count:
-                    sequence.last_hidden_D = hidden_TD[count - 1]
+        return drafts
+
+    def accept(self, sequence: Sequence, start: int, hidden_TD: Tensor) -> None:
+        """Let the encoded tokens from `start` on stand that have these hidden states, and drop those after them."""
+        row, end = sequence.paged, start + len(hidden_TD)
+        assert row is not None
+        if row.length > end:
+            self.pages.truncate(row, end)
+        self.pages.accept(row)
+        if sequence.is_scored:
+            self.score(sequence, start, hidden_TD)
+        elif sequence.is_headed and len(hidden_TD):
+            sequence.last_hidden_D = hidden_TD[-1]
 
     def _encode_without_prompt(self, sequence: Sequence, count: int) -> None:
         """Bring the prefix without the prompt of a guided sequence up to date: bos once, then the same canvases."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
@@ -28,8 +29,10 @@ from blockdiff.sampling.scheduler import Scheduler
 from blockdiff.sampling.scores import best
 from blockdiff.sampling.sequence import NOT_FINITE, CanvasInFlight, Sequence, sequences_of
 from blockdiff.sampling.settings import SamplingSettings, settings_of
+from blockdiff.sampling.strategies import Verified
 from blockdiff.sampling.strategy import Strategy
-from blockdiff.sampling.trace import CommittedCanvas, Step
+from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
+from blockdiff.sampling.verification import Drafting, verify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 MAX_WAITING = 10_000
 CHUNK_TOKENS = 512
-Event = Step | CommittedCanvas | Result
+Event = Step | Verification | CommittedCanvas | Result
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ class Engine:
 
     @one_caller
     def events(self) -> list[Event]:
-        """The events since the last call: steps that are watched, committed canvases, and results."""
+        """The events since the last call: watched steps and verifications, committed canvases, and results."""
         events, self._events = self._events, []
         return events
 
@@ -242,10 +245,40 @@ class Engine:
 
     def _encode(self, chunks: list[tuple[Sequence, int]]) -> None:
         """Encode chunks of sequences; sequences that have ended leave when nothing of them is left to encode."""
-        self._encoding.encode(chunks)
+        self._verify(self._encoding.encode(chunks))
         for each in [each for each in self._scheduler.seated if each.error or each.finish_reason]:
             if each.error or not each.missing:
                 self._leave(each)
+
+    # -- drafts and their verification -------------------------------------------------------------------------
+
+    def _verify(self, drafts: list[tuple[Sequence, Tensor]]) -> None:
+        """Verify drafts that were encoded; a canvas that has its tokens is committed, others are drafted again."""
+        calls = [[each] for each in drafts] if self.exact else [drafts] if drafts else []
+        found = [each for call in calls for each in verify(self.model, self.settings, call)]
+        for (sequence, hidden_LD), verification in zip(drafts, found, strict=True):
+            drafting, number = sequence.drafting, len(sequence.steps)
+            assert drafting is not None
+            self._has_changed = True
+            if verification is None:
+                sequence.error = f"{NOT_FINITE} (canvas {number + 1}, verification {drafting.rounds + 1})"
+                continue
+            if sequence.is_watched:
+                self._events.append(verification)
+            drafting.add(verification)
+            sequence.retract()
+            if not sequence.has_next(drafting.tokens[: drafting.given], self.settings):
+                self._encoding.accept(sequence, len(sequence.known), hidden_LD[:0])
+                continue
+            canvas = CanvasInFlight(sequence, number, self._now, final=drafting.tokens, steps=drafting.steps)
+            sequence.drafting, length = Drafting(), len(drafting.tokens)
+            self._commit(sequence, canvas, hidden_LD[: verification.accepted])
+            if sequence.finish_reason is None and verification.accepted == length and verification.own is not None:
+                sequence.drafting = Drafting([verification.own], given=1)
+                if sequence.has_next([verification.own], self.settings):
+                    sequence.drafting = Drafting()
+                    final = [verification.own] * length
+                    self._commit(sequence, CanvasInFlight(sequence, number + 1, self._now, final=final), hidden_LD[:0])
 
     # -- denoising ---------------------------------------------------------------------------------------------
 
@@ -270,12 +303,16 @@ class Engine:
     def _begun(self, sequence: Sequence) -> CanvasInFlight:
         """The next canvas of a sequence; one without a number where none may begin now.
 
-        None is left, or the sequence has a control, which must know the canvas before as committed.
+        None is left, or the sequence has a control or is verified, and must know the canvas before as committed.
         """
         number, control = len(sequence.steps) + len(sequence.in_flight), sequence.control
-        if number >= sequence.canvases or (sequence.in_flight and control is not None):
+        goes_alone = control is not None or sequence.drafting is not None
+        if number >= sequence.canvases or (sequence.in_flight and goes_alone):
             return CanvasInFlight(sequence, None, self._now)
         own = None if control is None else control.begin(number, sequence.tokens, sequence.seed)
+        if isinstance(sequence.strategy, Verified) and sequence.drafting is not None:
+            own = own or CanvasControl(number, sequence.seed)
+            own = sequence.drafting.control(own, sequence.strategy.steps, self.settings, self.model.device)
         return CanvasInFlight(sequence, number, self._now - (0 if own is None else own.first_step), own)
 
     def _finish(self, canvas: CanvasInFlight) -> None:
@@ -294,6 +331,12 @@ class Engine:
             sequence.error = f"{named}: decide() gave {given}; change it (docs/extending.md)"
             self._leave(sequence)
             return
+        if sequence.drafting is not None:  # the next encode verifies it
+            given = sequence.drafting.tokens[: sequence.drafting.given]
+            sequence.known += given + tokens[len(given) :]
+            sequence.drafting.unverified = canvas.steps
+            sequence.in_flight.clear()
+            return
         if sequence.in_flight[0] is not canvas:  # until it is committed, the canvases after it see its final tokens
             final_L = torch.tensor(tokens, device=self.model.device)
             canvas.control = CanvasControl(number, sequence.seed, pinned_L=final_L)
@@ -302,9 +345,12 @@ class Engine:
                 return
             self._commit(sequence, sequence.in_flight.pop(0))
 
-    def _commit(self, sequence: Sequence, canvas: CanvasInFlight) -> None:
-        """Add a finished canvas to the response, and to the known tokens where these are still to be encoded."""
-        tokens = canvas.final or []
+    def _commit(self, sequence: Sequence, canvas: CanvasInFlight, hidden_TD: Tensor | None = None) -> None:
+        """Add a finished canvas to the response, and to the known tokens where the next canvas or scores need them.
+
+        hidden_TD: of a verified canvas the hidden states of its first tokens, which stand in the pages.
+        """
+        tokens, start = canvas.final or [], len(sequence.known)
         kept = sequence.commit(tokens, canvas.steps, self.settings.generation.eos_ids)
         kept -= sequence.stop(kept, self.settings.text)
         if sequence.error is not None:
@@ -328,13 +374,16 @@ class Engine:
             sequence.known += tokens
             # a place without a canvas is free now
             sequence.in_flight = [each for each in sequence.in_flight if each.number is not None]
-            return
-        sequence.in_flight.clear()
-        if sequence.is_scored:  # the last token predicts nothing
-            sequence.known += tokens[: kept - 1]
-            if kept == 1 and sequence.last_hidden_D is not None:
-                self._encoding.score(sequence, len(sequence.known), sequence.last_hidden_D[None, :][:0])
-        if not sequence.missing:
+        else:
+            sequence.in_flight.clear()
+            if sequence.is_scored:  # the last token predicts nothing
+                sequence.known += tokens[: kept - 1]
+                if kept == 1 and hidden_TD is None and sequence.last_hidden_D is not None:
+                    hidden_TD = sequence.last_hidden_D[None, :][:0]
+        if hidden_TD is not None:
+            added = len(sequence.known) - start
+            self._encoding.accept(sequence, start, hidden_TD[: added if added <= len(hidden_TD) else 0])
+        if sequence.finish_reason is not None and not sequence.missing:
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

@@ -139,7 +139,7 @@ class Scheduler:
         assert sequence.paged is not None
         prompt, scored = len(sequence.prompt_tokens), len(sequence.logprobs or ())
         end = prompt + scored - 1 if sequence.is_scored else len(sequence.known)
-        if self.is_next_token:  # the encode of the last token predicts the next
+        if sequence.is_headed:  # the encode of the last token predicts the next
             end = min(end, len(sequence.known) - 1)
         if sequence.is_guided:  # the prefix without the prompt begins when the prompt's last token is encoded
             end = min(end, prompt - 1)
@@ -211,3 +211,4 @@ class Scheduler:
                 self.pages.release(each)
         sequence.paged = sequence.without_prompt = None
         sequence.in_flight.clear()
+        sequence.retract()

@@ -17,7 +17,8 @@ from blockdiff.sampling.control import control_of
 from blockdiff.sampling.parts import parts_of
 from blockdiff.sampling.reasoning import is_opened
 from blockdiff.sampling.request import Forwards, Request, Result
-from blockdiff.sampling.strategies import NextToken, as_strategy, is_guided
+from blockdiff.sampling.strategies import NextToken, Verified, as_strategy, head_of, is_guided
+from blockdiff.sampling.verification import Drafting
 from blockdiff.seeding import child_seed
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class Sequence:
     The rest is the engine's. known: the prompt and the committed canvases, which the next canvas must see; paged: the
     pages with the keys and values of those known tokens that are encoded (None while the sequence has no seat);
     without_prompt: the same of bos and the committed canvases, for guidance, which denoises each canvas without the
-    prompt, too; last_hidden_D: the hidden state of the last encoded token, from which the next one is scored or drawn;
+    prompt, too; drafting: the canvas that is drafted and verified (None: canvases are committed as they are);
+    last_hidden_D: the hidden state of the last encoded token, from which the next one is scored, drawn or verified;
     shared_tokens: the number of known tokens that others had encoded; in_flight: the canvases that are denoised, in
     order; is_watched: whether its steps are recorded; recorded: the last recorded step of each; reader: called with
     the hidden states [L, D] of the last step of a canvas.
@@ -95,6 +97,7 @@ class Sequence:
     is_scored: bool = False
     is_guided: bool = False
     is_watched: bool = False
+    drafting: Drafting | None = None
     reader: abc.Callable[[Tensor], object] | None = None
 
     tokens: list[int] = field(default_factory=list)
@@ -141,6 +144,24 @@ class Sequence:
         """True while the prompt is being encoded."""
         return self.length < len(self.prompt_tokens)
 
+    @property
+    def is_headed(self) -> bool:
+        """True where next tokens are drawn or verified, for which the last token's hidden state is needed."""
+        return head_of(self.strategy) is not None
+
+    @property
+    def draft(self) -> list[int]:
+        """The draft at the end of the known tokens that is to be verified; empty where there is none."""
+        has_draft = self.drafting is not None and self.drafting.unverified
+        return self.known[len(self.prompt_tokens) + len(self.tokens) :] if has_draft else []
+
+    def retract(self) -> None:
+        """Take the draft that is to be verified away from the known tokens."""
+        if draft := self.draft:
+            del self.known[-len(draft) :]
+        if self.drafting is not None:
+            self.drafting.unverified = 0
+
     def added_without_prompt(self, count: int) -> int:
         """The number of tokens that are added to the prefix without the prompt when `count` more are encoded."""
         if self.without_prompt is None or self.length + count < len(self.prompt_tokens):
@@ -163,6 +184,12 @@ class Sequence:
         if self.control is not None:
             self.error = self.control.obstacle(self.tokens, len(self.steps))
         return kept
+
+    def has_next(self, canvas: list[int], settings: SamplingSettings) -> bool:
+        """True where these first tokens of the next canvas are all of it, or all that the response has of it."""
+        if len(canvas) == settings.canvas_length or not set(canvas).isdisjoint(settings.generation.eos_ids):
+            return True
+        return any(text in settings.text(self.tokens + canvas) for text in self.request.stop)
 
     def stop(self, fresh: int, text_of: abc.Callable[[list[int]], str]) -> int:
         """End the response at the first of its stop texts; returns how many of its last `fresh` tokens that cuts off.
@@ -228,10 +255,11 @@ def sequences_of(
     guided = is_guided(strategy, max_steps)
     if guided and settings.bos_id is None:
         raise RequestError("guidance needs a bos token as an empty prompt, and neither model nor tokenizer has one")
-    is_scored = request.scores or request.best_of > 1
-    if is_scored and settings.diffusion.objective.get("ar_loss", "not said") in ("none", None):
+    is_scored, is_verified = request.scores or request.best_of > 1, isinstance(strategy, Verified)
+    if (is_scored or is_verified) and settings.diffusion.objective.get("ar_loss", "not said") in ("none", None):
+        vain = "its next-token predictions, which verify drafts, know" if is_verified else "its scores say"
         warnings.warn(
-            "this model was trained without the next-token loss (objective.ar_loss: none): its scores say nothing",
+            f"this model was trained without the next-token loss (objective.ar_loss: none): {vain} nothing",
             stacklevel=1,
         )
     if isinstance(strategy, NextToken) != settings.is_next_token:
@@ -241,6 +269,10 @@ def sequences_of(
         )
     if settings.is_next_token:
         max_steps = 1
+    if isinstance(strategy, Verified):
+        if guided:
+            raise RequestError("a draft that is verified has no guidance; leave one of the two out")
+        max_steps = strategy.steps * settings.canvas_length  # each round adds a token at least
     if request.stop and settings.tokenizer is None:
         raise RequestError("stop has texts, which need a tokenizer, and there is none")
     control = control_of(request, tokens, settings, canvases=canvases, max_steps=max_steps, device=device)
@@ -248,6 +280,7 @@ def sequences_of(
         canvases = settings.canvases(control.canvases * settings.canvas_length)
         if control.holds_distributions:
             _require_plain(strategy, max_steps, settings)
+            _require_plain(head_of(strategy) or strategy, max_steps, settings)
     positions = settings.positions
     if positions is not None and len(tokens) > (room := positions - canvases * settings.canvas_length):
         raise RequestError(
@@ -268,6 +301,7 @@ def sequences_of(
         draw=None if request.best_of == 1 else 0,
         is_scored=is_scored,
         is_guided=guided,
+        drafting=Drafting() if is_verified else None,
     )
     draws = first.draws
     draws.append(first)
@@ -279,6 +313,7 @@ def sequences_of(
 def drawn_again(first: Sequence, draw: int) -> Sequence:
     """Another answer to the request of `first`, before it has begun, with a seed that follows from its own."""
     own = dict(id=f"{first.request.id} draw {draw}", seed=child_seed(first.seed, draw), draw=draw)
+    own["drafting"] = None if first.drafting is None else Drafting()
     return replace(first, **own, tokens=[], steps=[], known=[], in_flight=[], recorded={}, top_logprobs=[])  # type: ignore[arg-type]
 
 

@@ -41,6 +41,23 @@ class Step:
     stays: list[bool] | None = None
 
 
+@dataclass(frozen=True)
+class Verification:
+    """The verification of one draft of a canvas by the model's next-token predictions.
+
+    `draft` has all tokens of the canvas. Its first `given` tokens stood before; its first `accepted` ones stand now,
+    because the head's tokens are the same. `own` is the head's token after those: it replaces the draft's, or begins
+    the next canvas (None: all were accepted, and no canvas follows).
+    """
+
+    id: str | int
+    canvas: int
+    draft: list[int]
+    given: int
+    accepted: int
+    own: int | None
+
+
 def step_records(
     steps: Mapping[int, tuple[str | int, int, int, float]],
     tokens_BL: Tensor,
@@ -93,12 +110,13 @@ class CommittedCanvas:
 
 @dataclass
 class Trace:
-    """One request from first noise to last commit; steps and canvases in the order in which they ran."""
+    """One request from first noise to last commit; steps, verifications and canvases in the order in which they ran."""
 
     id: str | int
     prompt: str = ""
     text: str = ""
     steps: list[Step] = field(default_factory=list)
+    verifications: list[Verification] = field(default_factory=list)
     canvases: list[CommittedCanvas] = field(default_factory=list)
     control: str = ""
 
@@ -122,10 +140,14 @@ class Recorder:
         """The traces so far, in the order in which their requests started."""
         return list(self._traces.values())
 
-    def step(self, step: Step) -> None:
-        """Take one denoising step."""
+    def step(self, step: Step | Verification) -> None:
+        """Take one denoising step, or one verification."""
         if self._ids is None or step.id in self._ids:
-            self._trace(step.id).steps.append(step)
+            trace = self._trace(step.id)
+            if isinstance(step, Step):
+                trace.steps.append(step)
+            else:
+                trace.verifications.append(step)
 
     def canvas(self, canvas: CommittedCanvas) -> None:
         """Take one committed canvas."""

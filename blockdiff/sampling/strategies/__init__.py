@@ -8,6 +8,7 @@ from blockdiff.sampling.strategies.next_token import NextToken
 from blockdiff.sampling.strategies.stopping import AllKept, Never, StableAndConfident
 from blockdiff.sampling.strategies.temperature import ConstantTemperature, CosineTemperature, LinearTemperature
 from blockdiff.sampling.strategies.text import as_strategy, parse_strategy, strategies_table
+from blockdiff.sampling.strategies.verified import Verified, head_of
 
 __all__ = [
     "AllKept",
@@ -23,9 +24,11 @@ __all__ = [
     "Quota",
     "StableAndConfident",
     "Sticky",
+    "Verified",
     "adjusted",
     "as_strategy",
     "captured_shape",
+    "head_of",
     "is_guided",
     "parse_strategy",
     "released",

@@ -21,6 +21,7 @@ from blockdiff.sampling.strategies.temperature import (
     LinearTemperature,
     Temperature,
 )
+from blockdiff.sampling.strategies.verified import Verified
 from blockdiff.sampling.strategy import Strategy
 
 Value = Any
@@ -76,6 +77,10 @@ COMMON: Mapping[str, Key] = {
     "min_p": Key(0.0, _number, "draw from tokens at least so likely, times the likeliest"),
     "guidance": Key(0.0, _number, "away from what the model says without the prompt"),
 }
+HEAD: Mapping[str, Key] = {
+    "temperature": Key("SETTINGS", _number, "0 takes the likeliest token"),
+    **{key: COMMON[key] for key in ("top_k", "top_p", "min_p")},
+}
 STICKY = Key(False, _truth, "what is kept is kept for good")
 
 
@@ -85,7 +90,7 @@ class Named:
 
     keys: Mapping[str, Key]
     meaning: str
-    denoises: bool = True  # else it has no key of COMMON
+    has_common: bool = True  # whether it has the keys of COMMON, too
 
 
 NAMES: Mapping[str, Named] = {
@@ -108,13 +113,15 @@ NAMES: Mapping[str, Named] = {
         "draw each next noise level from its posterior",
     ),
     "next_token": Named(
-        {
-            "temperature": Key("SETTINGS", _number, "0 takes the likeliest token"),
-            **{key: COMMON[key] for key in ("top_k", "top_p", "min_p")},
-            "race": Key(False, _truth, "draw by a number for each token (the Gumbel trick) and not by one for all"),
-        },
+        HEAD
+        | {"race": Key(False, _truth, "draw by a number for each token (the Gumbel trick) and not by one for all")},
         "denoise nothing: one token after the other, by next-token prediction",
-        denoises=False,
+        has_common=False,
+    ),
+    "verified": Named(
+        {"steps": Key(1, _integer, "denoising steps of a draft, at most"), **HEAD},
+        "the tokens of next_token, sooner: canvases are drafts that next-token prediction checks",
+        has_common=False,
     ),
 }
 
@@ -128,7 +135,7 @@ def parse_strategy(text: str, generation: Generation | None = None) -> Strategy:
     name, _, rest = text.strip().partition(":")
     if name not in NAMES:
         raise RequestError(f"strategy {name!r} is not known; {_nearest(name, NAMES)}")
-    keys = {**NAMES[name].keys, **(COMMON if NAMES[name].denoises else {})}
+    keys = {**NAMES[name].keys, **(COMMON if NAMES[name].has_common else {})}
     settings = {
         "bound": generation.entropy_bound,
         "temperature": generation.temperature,
@@ -150,7 +157,7 @@ def parse_strategy(text: str, generation: Generation | None = None) -> Strategy:
         except ValueError as error:
             raise RequestError(f"strategy {name}: {key} takes {error}, got {entry!r}") from None
     try:
-        return _made(name, values)
+        return _made(name, values, generation)
     except ValueError as error:
         raise RequestError(f"strategy {name}: {error}") from None
 
@@ -180,7 +187,7 @@ def strategies_table() -> str:
     lines = []
     for name, named in NAMES.items():
         lines += [f"{name}: {named.meaning}", *_lines(named.keys)]
-    return "\n".join([*lines, "with any of them but next_token:", *_lines(COMMON)])
+    return "\n".join([*lines, "with any of them but next_token and verified:", *_lines(COMMON)])
 
 
 def _lines(keys: Mapping[str, Key]) -> list[str]:
@@ -197,9 +204,12 @@ def _nearest(word: str, known: Mapping[str, object]) -> str:
     return f"known: {', '.join(known)}"
 
 
-def _made(name: str, values: dict[str, Value]) -> Strategy:
+def _made(name: str, values: dict[str, Value], generation: Generation) -> Strategy:
     if name == "next_token":
         return NextToken(**values)
+    if name == "verified":
+        steps = values.pop("steps")
+        return Verified(NextToken(**values), steps, released(generation))
     temperature, stopping, values = _temperature(values), _stopping(values), dict(values)
     rules = {key: values[key] for key in ("top_k", "top_p", "min_p", "guidance")}
     both = {"temperature": temperature, "stopping": stopping, **rules}

@@ -1,0 +1,133 @@
+"""Verification: drafts of canvases against the tokens that next-token sampling writes in their places.
+
+A draft is encoded behind its row's tokens without being accepted. Each hidden state predicts the token after it, and
+the head draws that token with the very number, and under the very control, with which next-token sampling draws it. The
+draft's tokens stand as far as they are those; the first that differs is replaced by the head's. So whatever drafts, the
+response has the tokens of next-token sampling with the same seed: a drafted token x stands with probability p(x), and
+what replaces it has the distribution p without x.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from blockdiff.sampling.calls import StepInputs
+from blockdiff.sampling.canvas_controls import controls_of
+from blockdiff.sampling.control import CanvasControl
+from blockdiff.sampling.controls.restriction import FREE
+from blockdiff.sampling.predict import predict
+from blockdiff.sampling.strategies import head_of
+from blockdiff.sampling.trace import Verification
+from blockdiff.seeding import Stream, uniform
+
+if TYPE_CHECKING:
+    from blockdiff.models.family import BlockDiffusionModel
+    from blockdiff.sampling.control import ResponseControl
+    from blockdiff.sampling.sequence import Sequence
+    from blockdiff.sampling.settings import SamplingSettings
+
+
+@dataclass
+class Drafting:
+    """The course of the canvas that a sequence drafts and verifies.
+
+    tokens: those of the last round, of which the first `given` stand and the others are where the next draft starts;
+    before the first round none, or the one that the verification of the canvas before has added. rounds: verifications
+    so far; steps: denoising steps so far. unverified: denoising steps of the draft that stands at the end of the
+    sequence's known tokens until it is verified; 0 where none does.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    given: int = 0
+    rounds: int = 0
+    steps: int = 0
+    unverified: int = 0
+
+    def control(
+        self, own: CanvasControl, round_steps: int, settings: SamplingSettings, device: torch.device
+    ) -> CanvasControl:
+        """The control of the next round's canvas: the request's own, with the tokens that stand pinned.
+
+        The rest of the last draft is what the canvas starts from. Under mask noise it is masks, because tokens that a
+        canvas starts from would never change.
+        """
+        own = replace(own, first_step=self.rounds * round_steps)
+        if not self.tokens:
+            return own
+        length = settings.canvas_length
+        tokens_L = torch.tensor(self.tokens + [FREE] * (length - len(self.tokens)), device=device)
+        is_given_L = torch.arange(length, device=device) < self.given
+        pinned_L = tokens_L.where(is_given_L, FREE if own.pinned_L is None else own.pinned_L)
+        return replace(own, pinned_L=pinned_L, start_L=tokens_L if settings.diffusion.mask_id is None else None)
+
+    def add(self, verification: Verification) -> None:
+        """Take note of a round's verification."""
+        self.tokens, self.given = list(verification.draft), verification.accepted
+        if self.given < len(self.tokens):
+            assert verification.own is not None
+            self.tokens[self.given] = verification.own
+            self.given += 1
+        self.rounds, self.steps = self.rounds + 1, self.steps + self.unverified
+
+
+def verify(
+    model: BlockDiffusionModel, settings: SamplingSettings, drafts: abc.Sequence[tuple[Sequence, Tensor]]
+) -> list[Verification | None]:
+    """The verification of each sequence's draft, by its hidden states [L, D]; None where logits are not finite.
+
+    The draft is the end of the sequence's known tokens; `last_hidden_D` is the hidden state of the token before it.
+    """
+    length, mask_id = settings.canvas_length, settings.diffusion.mask_id
+    hidden, shapes, draws, controls, counts = list[Tensor](), [], list[Tensor](), list[CanvasControl | None](), []
+    for sequence, hidden_LD in drafts:
+        head, drafting, number = head_of(sequence.strategy), sequence.drafting, len(sequence.steps)
+        assert head is not None and drafting is not None and sequence.last_hidden_D is not None
+        end = length + (number + 1 < sequence.canvases)  # the token after the canvas is the first of the next one
+        first, count = number * length + drafting.given, end - drafting.given
+        hidden.append(torch.cat([sequence.last_hidden_D[None], hidden_LD])[drafting.given : end])
+        shapes += [head.shape(0, 1)] * count
+        places = torch.arange(first, first + count, device=model.device)
+        draws.append(uniform(sequence.seed, Stream.SAMPLE, (places, 0), 1))
+        controls += head_controls(sequence.control, sequence, first, count)
+        counts.append(count)
+    inputs = StepInputs(
+        hidden_BLD=torch.cat(hidden)[:, None],
+        tokens_BL=torch.full((len(shapes), 1), mask_id or 0, device=model.device),
+        temperature=torch.tensor([shape.temperature for shape in shapes], device=model.device),
+        uniform_BL=torch.cat(draws),
+        step_B=torch.zeros(len(shapes), dtype=torch.int64, device=model.device),
+    )
+    of_controls = controls_of(controls, 1, settings.vocab_size, model.device)
+    stats = predict(model, inputs, of_controls, shapes, mask_id, settings.diffusion.prediction)
+    columns = stats.argmax, stats.sample, stats.entropy.isfinite().long()
+    found = torch.cat(columns, -1).cpu().split(counts)
+    return [_compared(sequence, *part.T.tolist()) for (sequence, _), part in zip(drafts, found, strict=True)]
+
+
+def head_controls(
+    control: ResponseControl | None, sequence: Sequence, first: int, count: int
+) -> abc.Sequence[CanvasControl | None]:
+    """The controls of `count` tokens of a response from the place `first` on, as next-token sampling has them."""
+    if control is None or not control.holds_distributions:
+        return [None] * count
+    of_tokens = control.of_tokens()
+    response = sequence.known[len(sequence.prompt_tokens) :]
+    return [of_tokens.begin(place, response[:place], sequence.seed) for place in range(first, first + count)]
+
+
+def _compared(sequence: Sequence, likeliest: list[int], drawn: list[int], is_finite: list[int]) -> Verification | None:
+    """A draft beside the head's tokens in the places that did not stand before, and perhaps in the one after it."""
+    head, drafting, draft = head_of(sequence.strategy), sequence.drafting, sequence.draft
+    assert head is not None and drafting is not None
+    own, fresh = drawn if head.temperature else likeliest, draft[drafting.given :]
+    agreed = next((n for n, token in enumerate(fresh) if token != own[n]), len(fresh))
+    if not all(is_finite[: agreed + 1]):
+        return None
+    following = own[agreed] if agreed < len(own) else None
+    number, given = len(sequence.steps), drafting.given
+    return Verification(sequence.id, number, draft, given, given + agreed, following)
