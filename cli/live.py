@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from blockdiff.sampling.trace import CommittedCanvas, Step
+    from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
 
 REDRAW_SECONDS = 0.05  # between two drawings
 
@@ -38,8 +38,12 @@ class Watcher:
         self._live: Any = None
         self._drawn = -math.inf
 
-    def step(self, step: Step) -> None:
-        """Draw the canvases as one denoising step leaves them."""
+    def step(self, step: Step | Verification) -> None:
+        """Draw the canvases as one denoising step leaves them; verifications are not drawn."""
+        from blockdiff.sampling.trace import Verification
+
+        if isinstance(step, Verification):
+            return
         self._steps[step.id] = step
         if time.monotonic() - self._drawn >= REDRAW_SECONDS:
             self._draw()

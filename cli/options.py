@@ -286,7 +286,7 @@ def strategy_of(
     from blockdiff.checkpoint.files import GENERATION, holding
     from blockdiff.checkpoint.generation import Generation
     from blockdiff.models.family import family_of
-    from blockdiff.sampling.strategies import NextToken, adjusted, as_strategy
+    from blockdiff.sampling.strategies import adjusted, as_strategy, head_of
 
     config = read_config(apart_from_adapter(model)[0])
     settings = settings or Generation.from_pretrained(holding([GENERATION], places_of(model, adapter)))
@@ -295,7 +295,8 @@ def strategy_of(
         chosen = adjusted(chosen, temperature, top_p)
     except RequestError as error:
         raise typer.BadParameter(str(error)) from None
-    if top_p is not None and isinstance(chosen, NextToken) and not chosen.temperature:
+    head = head_of(chosen)
+    if top_p is not None and head is not None and not head.temperature:
         raise typer.BadParameter(
             "this model takes the likeliest token at each place; give a --temperature above 0, too",
             param_hint="--top-p",

@@ -335,6 +335,7 @@ class Engine:
             given = sequence.drafting.tokens[: sequence.drafting.given]
             sequence.known += given + tokens[len(given) :]
             sequence.drafting.unverified = canvas.steps
+            sequence.drafting.step = canvas.first_step + canvas.steps - 1
             sequence.in_flight.clear()
             return
         if sequence.in_flight[0] is not canvas:  # until it is committed, the canvases after it see its final tokens

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from blockdiff.sampling.sequence import Sequence, sequences_of
 from blockdiff.sampling.settings import settings_of
 from blockdiff.sampling.strategies import as_strategy
 from blockdiff.sampling.strategy import Strategy
-from blockdiff.sampling.trace import CommittedCanvas, Step
+from blockdiff.sampling.trace import CommittedCanvas, Step, Verification
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 OnCanvas = Callable[[CommittedCanvas], object]
-OnStep = Callable[[Step], object]
+OnStep = Callable[[Any], object]
 
 
 class Sampler:
@@ -138,9 +138,9 @@ class Sampler:
         """Answer prompts: raw texts, message lists or `Request`s; one `Result` each, in the same order.
 
         `batch_size` rows run together. `max_new_tokens` is rounded up to whole canvases. `on_canvas` is called with
-        every committed canvas and `on_step` with every denoising step (which costs a copy to the host each). `exact`
-        and `graphs` are those of `Engine`. A `Result` among the prompts, as `read_prompts` has for a line that is none,
-        is returned as it is.
+        every committed canvas and `on_step` with every denoising step (which costs a copy to the host each) and, of
+        verified canvases, with every `Verification`. `exact` and `graphs` are those of `Engine`. A `Result` among the
+        prompts, as `read_prompts` has for a line that is none, is returned as it is.
 
         Raises RequestError, before any is answered, for a prompt that cannot be. An answer that fails on the way has an
         `error`, and the others are given all the same.
@@ -270,7 +270,7 @@ class Sampler:
                     engine.step()
                 is_whole = True
                 for event in engine.events():
-                    if isinstance(event, Step) and on_step is not None:
+                    if isinstance(event, Step | Verification) and on_step is not None:
                         on_step(event)
                     elif isinstance(event, CommittedCanvas) and on_canvas is not None:
                         on_canvas(event)

@@ -252,6 +252,8 @@ def sequences_of(
     strategy = settings.strategy
     if request.strategy is not None:
         strategy = as_strategy(request.strategy, settings.generation)
+    if isinstance(strategy, Verified):
+        max_steps = strategy.steps  # of a round
     guided = is_guided(strategy, max_steps)
     if guided and settings.bos_id is None:
         raise RequestError("guidance needs a bos token as an empty prompt, and neither model nor tokenizer has one")
@@ -269,10 +271,8 @@ def sequences_of(
         )
     if settings.is_next_token:
         max_steps = 1
-    if isinstance(strategy, Verified):
-        if guided:
-            raise RequestError("a draft that is verified has no guidance; leave one of the two out")
-        max_steps = strategy.steps * settings.canvas_length  # each round adds a token at least
+    if is_verified and guided:
+        raise RequestError("a draft that is verified has no guidance; leave one of the two out")
     if request.stop and settings.tokenizer is None:
         raise RequestError("stop has texts, which need a tokenizer, and there is none")
     control = control_of(request, tokens, settings, canvases=canvases, max_steps=max_steps, device=device)
@@ -296,7 +296,7 @@ def sequences_of(
         tokens,
         strategy,
         canvases,
-        max_steps,
+        max_steps * settings.canvas_length if is_verified else max_steps,  # each round adds a token at least
         control,
         draw=None if request.best_of == 1 else 0,
         is_scored=is_scored,

@@ -39,7 +39,7 @@ class Drafting:
     tokens: those of the last round, of which the first `given` stand and the others are where the next draft starts;
     before the first round none, or the one that the verification of the canvas before has added. rounds: verifications
     so far; steps: denoising steps so far. unverified: denoising steps of the draft that stands at the end of the
-    sequence's known tokens until it is verified; 0 where none does.
+    sequence's known tokens until it is verified, 0 where none does; step: the number of the last of them.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -47,6 +47,7 @@ class Drafting:
     rounds: int = 0
     steps: int = 0
     unverified: int = 0
+    step: int = 0
 
     def control(
         self, own: CanvasControl, round_steps: int, settings: SamplingSettings, device: torch.device
@@ -130,4 +131,4 @@ def _compared(sequence: Sequence, likeliest: list[int], drawn: list[int], is_fin
         return None
     following = own[agreed] if agreed < len(own) else None
     number, given = len(sequence.steps), drafting.given
-    return Verification(sequence.id, number, draft, given, given + agreed, following)
+    return Verification(sequence.id, number, drafting.step, draft, given, given + agreed, following)

@@ -189,7 +189,7 @@ async def _news(server: Server, job: Job, reader: Reader, account: Account) -> A
                 if job.asked.stream_frames:
                     yield reader.committed(event)
                 yield reader.canvas(event)
-            else:
+            elif isinstance(event, Result):
                 account.results.append(event)
                 yield reader.end(event)
 

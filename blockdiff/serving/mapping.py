@@ -7,7 +7,7 @@ from typing import Any
 
 from blockdiff.errors import RequestError
 from blockdiff.sampling.settings import SamplingSettings
-from blockdiff.sampling.strategies import adjusted, as_strategy
+from blockdiff.sampling.strategies import adjusted, as_strategy, head_of
 from blockdiff.sampling.strategy import Strategy
 from blockdiff.seeding import child_seed
 from blockdiff.serving.limits import Limits
@@ -45,7 +45,8 @@ def strategy_of(asked: Asked, settings: SamplingSettings) -> Strategy | None:
     """
     strategy = None if asked.strategy is None else as_strategy(asked.strategy, settings.generation)
     check_size("the strategy's corrections", getattr(strategy, "corrections", 0), MOST_CORRECTIONS)
-    temperature = asked.temperature or (0.0 if settings.is_next_token and asked.temperature is not None else None)
+    has_head = head_of(strategy or settings.strategy) is not None
+    temperature = asked.temperature or (0.0 if has_head and asked.temperature is not None else None)
     if temperature is None and asked.top_p in (None, 1):
         return strategy
     return adjusted(strategy or settings.strategy, temperature, asked.top_p)

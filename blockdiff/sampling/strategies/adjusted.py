@@ -15,20 +15,24 @@ from blockdiff.sampling.strategies.temperature import (
     LinearTemperature,
     Temperature,
 )
+from blockdiff.sampling.strategies.verified import Verified
 from blockdiff.sampling.strategy import Strategy
 
 
 def adjusted(strategy: Strategy, temperature: float | None = None, top_p: float | None = None) -> Strategy:
     """The strategy with this temperature and this top-p; None leaves what it has.
 
-    In next-token sampling both mean what they mean in transformers. Where canvases are denoised, `temperature` is that
-    of the first step, and those of later steps keep their ratio to it; 0 leaves the temperatures as they are, for the
-    canvas that is committed has the likeliest tokens at any temperature. `top_p` filters what every step draws from.
+    In next-token sampling, and in that of verified canvases, both mean what they mean in transformers. Where canvases
+    are denoised, `temperature` is that of the first step, and those of later steps keep their ratio to it; 0 leaves the
+    temperatures as they are, for the canvas that is committed has the likeliest tokens at any temperature. `top_p`
+    filters what every step draws from.
     Raises RequestError for values that cannot be, and for a strategy that has neither.
     """
     changes: dict[str, Any] = {} if top_p is None else {"top_p": top_p}
     if temperature is None and not changes:
         return strategy
+    if isinstance(strategy, Verified):
+        return replace(strategy, head=adjusted(strategy.head, temperature, top_p))
     try:
         if isinstance(strategy, NextToken):
             return replace(

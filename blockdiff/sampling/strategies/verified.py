@@ -15,6 +15,8 @@ from blockdiff.sampling.strategies.composed import Composed
 from blockdiff.sampling.strategies.next_token import NextToken
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy
 
+MOST_STEPS = 1000  # of a draft
+
 
 @dataclass(frozen=True)
 class Verified:
@@ -29,8 +31,8 @@ class Verified:
     draft: Strategy = field(default_factory=Composed)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or self.steps < 1:
-            raise ValueError(f"steps must be an integer of at least 1, got {self.steps}")
+        if not isinstance(self.steps, int) or not 1 <= self.steps <= MOST_STEPS:
+            raise ValueError(f"steps must be an integer from 1 to {MOST_STEPS}, got {self.steps}")
 
     @property
     def is_capturable(self) -> bool:
