@@ -45,9 +45,10 @@ class Step:
 class Verification:
     """The verification of one draft of a canvas by the model's next-token predictions.
 
-    `step` is the number of the denoising step that finished the draft, and `draft` has all tokens of the canvas. Its first `given` tokens stood before; its first `accepted` ones stand now,
-    because the head's tokens are the same. `own` is the head's token after those: it replaces the draft's, or begins
-    the next canvas (None: all were accepted, and no canvas follows).
+    `step` is the number of the denoising step that finished the draft, and `draft` has all tokens of the canvas. Its
+    first `given` tokens stood before; its first `accepted` ones stand now, because the head's tokens are the same.
+    `own` is the head's token after those: it replaces the draft's, or begins the next canvas (None: all were accepted,
+    and no canvas follows).
     """
 
     id: str | int
