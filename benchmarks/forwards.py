@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,8 @@ WAYS = (
     OWN,
     Way("an earlier stop", "entropy_bound:stopping=confident"),
     NEXT,
+    Way("verified after 1 step", "verified:steps=1"),
+    Way("verified after 2 steps", "verified:steps=2"),
     Way("2 canvases side by side", canvases=2),
     Way("4 canvases side by side", canvases=4),
 )
@@ -93,22 +95,37 @@ class Line:
     records: list[dict[str, Any]]
     solved: list[float]  # share, for each seed
     milliseconds: float
+    verdict: str = ""
 
-    def cells(self, own: Line) -> list[str]:
-        """The line of the table, beside the model's own settings."""
-        found, right = costs(self.records), sum(record["is_solved"] for record in self.records)
-        low, high = interval(right, len(self.records))
-        calls = found["forwards_per_row"]
+    def to_record(self, task: str) -> dict[str, Any]:
+        """All but the answers as JSON values."""
+        right = sum(record["is_solved"] for record in self.records)
+        counts = {"right": right, "rows": len(self.records), "interval": interval(right, len(self.records))}
+        own = {"task": task, **asdict(self.way), **counts, "right_by_seed": self.solved}
+        return {**own, "milliseconds": self.milliseconds, **costs(self.records), "verdict": self.verdict}
+
+    def cells(self) -> list[str]:
+        """The line of the table."""
+        found = self.to_record("")
+        (low, high), calls = found["interval"], found["forwards_per_row"]
         return [
             self.way.name,
-            f"{right / len(self.records):.1%} ({low:.1%} to {high:.1%})",
+            f"{found['right'] / found['rows']:.1%} ({low:.1%} to {high:.1%})",
             " / ".join(f"{share:.1%}" for share in self.solved),
             f"{calls['total']:.2f}",
             " + ".join(f"{calls[kind]:.2f}" for kind in CALLS),
             f"{found['tokens_per_forward']:.2f}",
             f"{self.milliseconds:.0f}",
-            "" if self is own else verdict({"records": own.records}, {"records": self.records}),
+            self.verdict,
         ]
+
+    def same_as(self, head: Line) -> str:
+        """Of a verified line the number of answers that are those of next tokens, in words."""
+        if self.way.is_distilled or not str(self.way.strategy).startswith("verified"):
+            return ""
+        pairs = zip(self.records, head.records, strict=True)
+        equal = sum((a["text"], a["length"]) == (b["text"], b["length"]) for a, b in pairs)
+        return f"; {equal} of {len(self.records)} answers are those of next tokens"
 
 
 HEADS = (
@@ -196,14 +213,17 @@ def section(task: Task, seeds: Sequence[int], directory: Path, count: int) -> tu
     ways = [way for way in WAYS if way.canvases == 1 or task.name == "addition"]
     lines = [line_of(way, task, models, count) for way in ways]
     by_way = {line.way: line for line in lines}
+    own, head = by_way[OWN], by_way[NEXT]
+    for line in lines[1:]:
+        line.verdict = verdict({"records": own.records}, {"records": line.records}) + line.same_as(head)
     reports = [json.loads((model.parent / "report.json").read_text(encoding="utf-8")) for model in models]
     trained = " and ".join(f"{each['steps']} optimiser steps in {each['seconds']:.0f} s" for each in reports)
     text = [
         f"\n**{task.name}**: {len(lines[0].records) // len(models)} test rows for each seed; trained for {trained}; "
-        f"canvases and next tokens agree at {agreement(by_way[OWN], by_way[NEXT]):.1%} of places\n",
+        f"canvases and next tokens agree at {agreement(own, head):.1%} of places\n",
         f"| {' | '.join(HEADS)} |",
         "|---" * len(HEADS) + "|",
-        *(f"| {' | '.join(line.cells(by_way[OWN]))} |" for line in lines),
+        *(f"| {' | '.join(line.cells())} |" for line in lines),
     ]
     print("\n".join(text), flush=True)
     return lines, text
@@ -226,11 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for task in (task for task in TASKS if task.name in given.tasks.split(",")):
             lines, said = section(task, list(map(int, given.seeds.split(","))), given.directory.resolve(), given.count)
             text += said
-            for line in lines:
-                counts = {"right": sum(each["is_solved"] for each in line.records), "rows": len(line.records)}
-                own = {"task": task.name, "way": line.way.name, "strategy": line.way.strategy, **counts}
-                more = {"seeds": line.solved, "milliseconds": line.milliseconds, **costs(line.records)}
-                found.append({**own, **more, "verdict": line.cells(lines[0])[-1]})
+            found += [line.to_record(task.name) for line in lines]
     except (OSError, ValueError, BlockdiffError) as error:
         print(f"benchmarks.forwards: {error}", file=sys.stderr)
         return 1
