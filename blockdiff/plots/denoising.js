@@ -12,6 +12,7 @@ function drawLegend(run) {
   const occurs = (bits) => moments.some((moment) => moment.flags.some(bits));
   find("legend-pinned").hidden = !occurs((flags) => flags & FLAGS.pinned);
   find("legend-stays").hidden = !occurs((flags) => flags & FLAGS.stays);
+  find("legend-verified").hidden = !occurs((flags) => flags & (FLAGS.accepted | FLAGS.rejected | FLAGS.own));
   find("legend-wrong").hidden = !occurs((flags) => flags & FLAGS.wrong);
   find("legend-grid").hidden = !occurs((flags) => (flags & 3) === 3);
 }

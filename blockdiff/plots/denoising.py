@@ -119,9 +119,9 @@ class _Request:
             facts = {"name": f"canvas {canvas.canvas + 1}", "steps": canvas.steps, "limit": canvas.max_steps}
             views.append((facts, moments_of(trace, canvas, decode)))
         for number in unfinished(trace):
-            steps = trace.steps_of(number)
-            facts = {"name": f"canvas {number + 1}, not finished", "steps": len(steps), "limit": None}
-            views.append((facts, step_moments(steps, decode)))
+            steps = len(trace.steps_of(number))
+            facts = {"name": f"canvas {number + 1}, not finished", "steps": steps, "limit": None}
+            views.append((facts, step_moments(trace, number, decode)))
         return cls(trace, views, len(views) - bool(side and trace.canvases), [_as_uri(picture) for picture in pictures])
 
     def document(self, level: _Level, texts: dict[str, int]) -> dict[str, Any]:
@@ -195,7 +195,8 @@ def _moment(moment: Moment, texts: dict[str, int], has_noise: bool) -> dict[str,
 
 
 def _flags(cell: Cell) -> int:
-    flags = (cell.is_accepted, cell.is_changed, cell.is_wrong, cell.is_pinned, cell.stays, cell.is_renewed)
+    flags = [cell.is_accepted, cell.is_changed, cell.is_wrong, cell.is_pinned, cell.stays, cell.is_renewed]
+    flags += [cell.verdict == verdict for verdict in ("accepted", "rejected", "own")]
     return STATES.index(cell.state) + sum(4 << place for place, is_set in enumerate(flags) if is_set)
 
 

@@ -102,7 +102,7 @@ class Board:
 
     def cell(self, x: float, y: float, width: float, height: float, cell: Cell, most: float, size: float) -> None:
         """One position: orange the less sure, framed where kept (green) or pinned (black), a corner if it changed."""
-        is_sure = cell.is_accepted or cell.state == "committed"
+        is_sure = cell.is_accepted or cell.state == "committed" or cell.verdict in ("accepted", "own")
         fill = {"given": GIVEN, "noise": EMPTY}.get(cell.state) or heat(cell.entropy, most)
         box = [v * UNIT for v in (x + 1, y + 1, x + width - 1, y + height - 1)]
         edge = INK if cell.is_pinned else SURE if is_sure else fill
@@ -118,7 +118,13 @@ class Board:
             room = int((width - 4) / (0.6 * size * 0.7))  # characters, of a size that may shrink a little
             shown = shown if len(shown) <= room else shown[: max(1, room - 1)] + "…"
             size = min(size, (width - 4) / (0.6 * max(1, len(shown))))
-            colour = SOFT if cell.state == "noise" and not cell.is_pinned else WRONG if cell.is_wrong else INK
+            colour = (
+                SOFT
+                if cell.state == "noise" and not cell.is_pinned
+                else WRONG
+                if cell.is_wrong or cell.verdict == "rejected"
+                else INK
+            )
             self.words(x + width / 2, y + height / 2, shown, size, colour, style, anchor="mm")
 
 

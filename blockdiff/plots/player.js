@@ -4,7 +4,7 @@
 // Texts become text nodes, never markup.
 
 const STATES = ["noise", "guess", "committed", "given"]; // the lowest two bits of a cell's flags
-const FLAGS = { kept: 4, changed: 8, wrong: 16, pinned: 32, stays: 64, renewed: 128 };
+const FLAGS = { kept: 4, changed: 8, wrong: 16, pinned: 32, stays: 64, renewed: 128, accepted: 256, rejected: 512, own: 1024 };
 const MILLISECONDS = 700; // from one step to the next while playing
 
 const find = (id) => document.getElementById(id);
@@ -84,10 +84,14 @@ class Player {
 
   noteOf(moment, place) {
     const text = this.textAt(moment.text, place), entropy = entropyOf(moment, place), state = stateOf(moment, place);
-    const words = [`position ${place + 1}: ${state === "guess" ? "the guess is " : `${state} `}“${text ?? "·"}”`];
+    const verdict = ["accepted", "rejected", "own"].find((flag) => has(moment, place, flag));
+    const kind = verdict ? "the draft is " : state === "guess" ? "the guess is " : `${state} `;
+    const words = [`position ${place + 1}: ${verdict === "own" ? "the head wrote " : kind}“${text ?? "·"}”`];
     if (entropy !== null) words.push(`entropy ${entropy.toFixed(3)} nats`);
     const seen = this.textAt(moment.seen, place), sample = this.textAt(moment.sample, place);
-    if (seen !== null) words.push(`the step saw “${seen}” here`);
+    if (verdict === "own") words.push(`in place of the drafted “${seen}”`);
+    else if (verdict) words.push(verdict);
+    else if (seen !== null) words.push(`the step saw “${seen}” here`);
     if (has(moment, place, "kept")) words.push(sample === null ? "kept" : `kept as “${sample}”, the token that was drawn`);
     if (has(moment, place, "pinned")) words.push("pinned");
     if (has(moment, place, "stays")) words.push("stands as it was");
@@ -185,7 +189,11 @@ class Player {
           pen.fillStyle = `rgba(${colour.hot}, ${Math.min(1, entropy / this.data.most)})`;
           pen.fillRect(x, top, wide - Math.min(1, wide / 4), high - gap);
         }
-        if (has(moment, place, "kept") || stateOf(moment, place) === "committed") {
+        if (has(moment, place, "rejected")) {
+          pen.fillStyle = `rgba(${colour.hot}, 0.5)`;
+          pen.fillRect(x, top, wide - Math.min(1, wide / 4), high - gap);
+        }
+        if (flags & (FLAGS.kept | FLAGS.accepted | FLAGS.own) || stateOf(moment, place) === "committed") {
           pen.fillStyle = colour.sure;
           pen.fillRect(x, top + high - gap - Math.max(2, high / 6), wide - Math.min(1, wide / 4), Math.max(2, high / 6));
           kept += 1;

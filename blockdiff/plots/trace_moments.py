@@ -1,6 +1,6 @@
 """Moments of a denoising: a trace turned into the rows of a picture, and the cells of each. Drawing is elsewhere.
 
-A moment is one row of the picture: the first noise, a denoising step, or the commit.
+A moment is one row of the picture: the first noise, a denoising step, a verification, or the commit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from blockdiff.terminal import printable
 
 if TYPE_CHECKING:
-    from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
+    from blockdiff.sampling.trace import CommittedCanvas, Step, Trace, Verification
 
 Decode = Callable[[int], str]
 
@@ -24,7 +24,8 @@ class Cell:
 
     state: noise (also after the end of the response), the model's guess, committed, or given by the puzzle. Of a guess
     also: entropy in nats; `seen`, the text that the step saw there; `sample`, the text that was kept where it is not
-    the guess, which is the likeliest; is_wrong: it contradicts a given.
+    the guess, which is the likeliest; is_wrong: it contradicts a given. verdict: what a verification made of it, where
+    it is "own" the head's token in place of the drafted one, which was `seen`.
     """
 
     text: str
@@ -37,11 +38,12 @@ class Cell:
     stays: bool = False
     seen: str | None = None
     sample: str | None = None
+    verdict: Literal["accepted", "rejected", "own"] | None = None
 
     @property
     def is_renewed(self) -> bool:
         """True where new noise takes the place of the guess at the next step."""
-        return self.state == "guess" and not (self.is_accepted or self.is_pinned or self.stays)
+        return self.state == "guess" and not (self.is_accepted or self.is_pinned or self.stays or self.verdict)
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,7 @@ def prompt_of(trace: Trace) -> str:
 
 def moments_of(trace: Trace, canvas: CommittedCanvas, decode: Decode) -> list[Moment]:
     """The moments of one canvas, from noise to commit; `decode` turns one token id into its text."""
-    steps = trace.steps_of(canvas.canvas)
-    return [*step_moments(steps, decode), _commit(canvas, steps, decode)]
+    return [*step_moments(trace, canvas.canvas, decode), _commit(trace, canvas, decode)]
 
 
 def unfinished(trace: Trace) -> list[int]:
@@ -83,9 +84,10 @@ def unfinished(trace: Trace) -> list[int]:
     return sorted({step.canvas for step in trace.steps} - committed)
 
 
-def step_moments(steps: Sequence[Step], decode: Decode) -> list[Moment]:
-    """The first noise and the steps of one canvas."""
-    moments = []
+def step_moments(trace: Trace, canvas: int, decode: Decode) -> list[Moment]:
+    """The first noise, the steps and the verifications of one canvas."""
+    moments, steps = list[Moment](), trace.steps_of(canvas)
+    verified = {each.step: each for each in trace.verifications if each.canvas == canvas}
     if steps:
         moments.append(Moment("noise", "random tokens", tuple(_first_cells(steps[0], decode))))
     before = steps[0].argmax if steps else []
@@ -94,11 +96,29 @@ def step_moments(steps: Sequence[Step], decode: Decode) -> list[Moment]:
         detail = f"entropy {mean:.2f} · kept {kept}/{len(step.argmax)} · T {step.temperature:.2f}"
         moments.append(Moment(f"step {number}", detail, tuple(_step_cells(step, before, decode))))
         before = step.argmax
+        if step.step in verified:
+            moments.append(_verification(verified[step.step], decode))
     return moments
 
 
-def _commit(canvas: CommittedCanvas, steps: Sequence[Step], decode: Decode) -> Moment:
-    pinned = steps[-1].is_pinned if steps else None
+def _verification(verification: Verification, decode: Decode) -> Moment:
+    draft, given, accepted = verification.draft, verification.given, verification.accepted
+    own = None if accepted == len(draft) else verification.own
+    cells = []
+    for place, token in enumerate(draft):
+        cell = Cell(decode(token), "guess", seen=decode(token), is_pinned=place < given)
+        if place == accepted and own is not None:
+            cell = replace(cell, text=decode(own), verdict="own")
+        elif place >= given:
+            cell = replace(cell, verdict="accepted" if place < accepted else "rejected")
+        cells.append(cell)
+    detail = f"drafted {len(draft) - given}, accepted {accepted - given}, rejected {len(draft) - accepted}"
+    return Moment("verified", detail + ", of which the head wrote the first anew" * (own is not None), tuple(cells))
+
+
+def _commit(trace: Trace, canvas: CommittedCanvas, decode: Decode) -> Moment:
+    steps = trace.steps_of(canvas.canvas)
+    pinned = steps[-1].is_pinned if steps and not trace.verifications else None
     texts = zip(canvas.tokens, pinned or [False] * len(canvas.tokens), strict=True)
     cells = [
         Cell(decode(token), "committed" if place < canvas.kept else "noise", is_pinned=is_pinned)

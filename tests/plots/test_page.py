@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from blockdiff.plots.denoising import draw_page, page
-from blockdiff.sampling.trace import CommittedCanvas, Step, Trace
+from blockdiff.sampling.trace import CommittedCanvas, Step, Trace, Verification
 from tests.plots.browser import Browser
 
 WORDS = ["<eos>", " a", "1", "2", "3", "4", "\n", "x</script><script>boom()</script>", "\x1b[2J", "\u202e<b>", " word"]
@@ -109,6 +109,29 @@ def test_a_page_holds_every_moment_with_what_was_kept_renewed_and_pinned() -> No
     assert [data["texts"][index] for index in view["moments"][-1]["text"]] == ["1", "2", "3", "4"]
     assert all(flags & 3 == 2 for flags in view["moments"][-1]["flags"])
     assert data["left_out"] == "" and data["most"] == 1.5
+
+
+def verified() -> Trace:
+    """A canvas of two rounds: of the first draft the head accepts two tokens, writes the third, rejects two."""
+    trace = traced("a", [2, 3, 4, 5, 10], steps=3)
+    rounds = ((1, [2, 3, 1, 3, 10], 0, 2, 4), (2, [2, 3, 4, 5, 10], 3, 5, 6))
+    for step, draft, given, accepted, own in rounds:
+        trace.verifications.append(Verification("a", 0, step, draft, given, accepted, own))
+    return trace
+
+
+@pytest.mark.quick
+def test_a_page_holds_the_drafts_of_a_verified_canvas_and_what_became_of_them() -> None:
+    (request,) = data_of(page([verified()], decode, "t"))["requests"]
+    moments = request["views"][0]["moments"]
+    assert [moment["name"] for moment in moments[2:]] == ["step 2", "verified", "step 3", "verified", "committed"]
+    guess, pinned, accepted, rejected, own = 1, 32, 256, 512, 1024
+    first, second = (moment for moment in moments if moment["name"] == "verified")
+    assert first["flags"] == [guess | accepted] * 2 + [guess | own] + [guess | rejected] * 2
+    assert second["flags"] == [guess | pinned] * 3 + [guess | accepted] * 2
+    assert first["text"][2] == second["text"][2] != first["seen"][2]  # the head's token, and the drafted one
+    assert first["detail"] == "drafted 5, accepted 2, rejected 3, of which the head wrote the first anew"
+    assert second["detail"] == "drafted 2, accepted 2, rejected 0"
 
 
 @pytest.mark.quick
@@ -239,6 +262,17 @@ def test_what_the_step_saw_and_other_requests_can_be_chosen(opened: Browser) -> 
     assert opened.run(strip) == 5
     opened.click(".map")  # its middle
     assert shown(opened) == "step 2"
+
+
+def test_a_verification_says_of_every_position_what_the_head_made_of_it(browser: Browser, tmp_path: Path) -> None:
+    draw_page([verified()], tmp_path / "page.html", decode, "t")
+    browser.open(tmp_path / "page.html")
+    browser.press("home", "right", "right", "right")
+    assert shown(browser) == "verified" and "drafted 5, accepted 2, rejected 3" in shown(browser, "numbers")
+    notes = browser.run("return [...document.querySelectorAll('.stage button')].map((cell) => cell.title)")
+    assert notes[0] == "position 1: the draft is “1”, accepted" and notes[4].endswith("the draft is “·word”, rejected")
+    assert notes[2] == "position 3: the head wrote “3”, in place of the drafted “·a”"
+    assert not browser.run("return document.getElementById('legend-verified').hidden")
 
 
 def light_of(colour: str) -> float:
