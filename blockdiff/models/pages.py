@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from blockdiff import memory
 from blockdiff.errors import BlockdiffError
+from blockdiff.images import PlacedImage, RowImages
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.layers.attention import Past
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.image_features import ImageFeatures
 from blockdiff.models.page_buffers import StepBuffers, first_columns, table_of, width_of
+from blockdiff.models.page_keys import identities
 from blockdiff.models.page_pool import SPILL, Pool, Published
 from blockdiff.models.page_rows import PagedRow, PagedRows
 from blockdiff.models.weights import version_of
@@ -51,6 +55,7 @@ class Pages(PagedRows):
         }
         super().__init__(pools, links, page_tokens, identity)
         self.model = model
+        self.images = ImageFeatures(model)
         self._version = version_of(model)
         self._buffers: StepBuffers | None = None  # of `denoise`
 
@@ -59,6 +64,7 @@ class Pages(PagedRows):
         version = version_of(self.model)
         if version != self._version:
             self.forget()
+            self.images.clear()
             self._version = version
         return super().open()
 
@@ -78,12 +84,18 @@ class Pages(PagedRows):
     # -- passes ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def encode(self, rows: Sequence[PagedRow], tokens_BT: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Encode clean tokens causally behind those of their rows: hidden states [B, T, D] after the final norm.
+    def encode(
+        self,
+        rows: Sequence[PagedRow],
+        tokens_BT: Tensor,
+        lengths: Sequence[int],
+        images: Sequence[Sequence[PlacedImage]] | None = None,
+    ) -> Tensor:
+        """Encode clean tokens behind those of their rows: hidden states [B, T, D] after the final norm.
 
         The tokens are not accepted: `accept` lets them stand. tokens_BT: int64, rows right-padded, best on the CPU
-        (their values are needed there); lengths: how many tokens each row gets. Raises BlockdiffError where there is no
-        room: `reserve` asks before.
+        (their values are needed there); lengths: how many tokens each row gets; images: those of each row in the call,
+        with its columns (None: no row has any). Raises BlockdiffError where there is no room: `reserve` asks before.
         """
         if not all(self.reserve(row, added) for row, added in zip(rows, lengths, strict=True)):
             raise BlockdiffError(
@@ -95,11 +107,12 @@ class Pages(PagedRows):
         past_B1, added_B1 = torch.tensor(numbers, device=device)[..., None]
         column_T = torch.arange(tokens_BT.shape[1], device=device)
         doc_start_BT = torch.where(column_T < added_B1, 0, -1)
+        placed = None if images is None else self._placed(images, tokens_BT.shape[1])
         spans, past = {}, dict[int, Past]()
         places = {name: self._places(pool, rows, lengths, len(column_T)) for name, pool in self.pools.items()}
         for name, pool in self.make_pools().items():
             first = first_columns(rows, pool)
-            spans[name] = model.kinds[name].encode_spans(doc_start_BT, past_B1[:, 0])
+            spans[name] = model.kinds[name].encode_spans(doc_start_BT, past_B1[:, 0], placed)
             spans[name] = spans[name].shifted(torch.tensor(first, device=device))
             # the call's own tokens are written into the pages before attention reads them there, and counted
             after = [row.length + added - column for row, added, column in zip(rows, lengths, first, strict=True)]
@@ -108,11 +121,12 @@ class Pages(PagedRows):
             pages = BlockTable(table_BM, after_B, pool.page_tokens, places[name], after)
             for n, layer in enumerate(pool.layers):
                 past[layer] = tuple(PagedTensor(x[n], pages) for x in pool.tensors)
-        hidden, kv = model(tokens_BT.to(device), past_B1 + column_T, spans, [past[layer] for layer in sorted(past)])
+        of_layers = [past[layer] for layer in sorted(past)]
+        hidden, kv = model(tokens_BT.to(device), past_B1 + column_T, spans, of_layers, images=placed)
         for name, pool in self.pools.items():
             pool.write([kv[n] for n in pool.layers], places[name])
-        for row, tokens, added in zip(rows, given, lengths, strict=True):
-            self._append(row, tokens[:added])
+        for row, tokens, added, placed in zip(rows, given, lengths, images or [()] * len(rows), strict=True):
+            self._append(row, identities(tokens[:added], placed))
         return hidden
 
     @torch.no_grad()
@@ -134,6 +148,13 @@ class Pages(PagedRows):
     def step_buffers(self, most: int, canvases: int, canvas_length: int, keeps: bool = True) -> StepBuffers:
         """Buffers for denoising at most so many rows again and again, see `StepBuffers`."""
         return StepBuffers(self, most, canvases, canvas_length, keeps)
+
+    def _placed(self, images: Sequence[Sequence[PlacedImage]], width: int) -> RowImages | None:
+        """The images of a call's rows, of so many columns, with the features that are kept of them."""
+        placed = RowImages.of(images, width)
+        if placed is None:
+            return None
+        return replace(placed.with_features(torch.cat(self.images.of(placed.inputs))), inputs=()).to(self.model.device)
 
     def _places(self, pool: Pool, rows: Sequence[PagedRow], lengths: Sequence[int], width: int) -> Tensor:
         """The places of the tokens of a call in a pool, int64 [B * width], counted in tokens; padding is spilled."""

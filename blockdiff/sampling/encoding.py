@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from blockdiff.checkpoint import with_image_side
+from blockdiff.errors import CheckpointError
 from blockdiff.sampling.scores import next_token_logprobs
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ class Encoding:
         Returns the sequences of which a draft was encoded, with its hidden states [L, D]; it waits for `accept`.
         """
         drafts = []
-        for call in self._calls_of(chunks):
+        for call in self._calls_of(self._with_features(chunks)):
             counts, starts = [count for _, count in call], [sequence.length for sequence, _ in call]
             width = max(counts)
             tokens = [
@@ -42,7 +44,8 @@ class Encoding:
                 for (sequence, count), start in zip(call, starts, strict=True)
             ]
             rows = [sequence.paged for sequence, _ in call if sequence.paged is not None]
-            hidden_BTD = self.pages.encode(rows, torch.tensor(tokens), counts)
+            images = [sequence.images_of(start, count) for (sequence, count), start in zip(call, starts, strict=True)]
+            hidden_BTD = self.pages.encode(rows, torch.tensor(tokens), counts, images=images)
             self.tokens += width * len(call)
             for (sequence, count), start, hidden_TD in zip(call, starts, hidden_BTD, strict=True):
                 is_draft = bool(sequence.draft)
@@ -65,6 +68,24 @@ class Encoding:
             self.score(sequence, start, hidden_TD)
         elif sequence.is_headed and len(hidden_TD):
             sequence.last_hidden_D = hidden_TD[-1]
+
+    def _with_features(self, chunks: abc.Sequence[Chunk]) -> abc.Sequence[Chunk]:
+        """The chunks that can be encoded, once the features of all their images are made: in one call unless `exact`.
+
+        Where the model has no image tensors, that is the error of all sequences with an image.
+        """
+        images = [placed.image for each, count in chunks for placed in each.images_of(each.length, count)]
+        if not images:
+            return chunks
+        try:
+            with_image_side(self.model)
+        except CheckpointError as error:
+            for sequence in [sequence for sequence, _ in chunks if sequence.images]:
+                sequence.error = str(error)
+            return [(sequence, count) for sequence, count in chunks if not sequence.images]
+        for together in [[image] for image in images] if self.exact else [images]:
+            self.pages.images.of(together)
+        return chunks
 
     def _encode_without_prompt(self, sequence: Sequence, count: int) -> None:
         """Bring the prefix without the prompt of a guided sequence up to date: bos once, then the same canvases."""
