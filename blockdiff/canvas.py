@@ -90,6 +90,18 @@ def joined(rows: Sequence[CleanRow]) -> CleanRow:
 
 
 @dataclass(frozen=True)
+class Visited:
+    """States of a batch's canvases as a sampler's steps saw them, with their self-conditioning signals."""
+
+    tokens_BCL: Tensor
+    signal_BCLD: Tensor
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Visited:
+        """The same on another device."""
+        return Visited(*(x.to(device, non_blocking=non_blocking) for x in (self.tokens_BCL, self.signal_BCLD)))
+
+
+@dataclass(frozen=True)
 class Batch:
     """Clean rows and the canvases that are run against them.
 
@@ -98,7 +110,7 @@ class Batch:
     canvas's valid tokens the first `content_BC` are the response's own; what follows them is fill.
     `weight_BC` and `ar_weight_BS` say what each scored position of a canvas and each scored pair counts for: 1 where
     the loss is a mean over tokens, 1 / (scored positions of the example) where it is a mean over examples. `images` are
-    those of the clean rows (None: there is none).
+    those of the clean rows (None: there is none). `visited` stands in place of noise (None: there is noise).
     """
 
     tokens_BS: Tensor
@@ -118,6 +130,7 @@ class Batch:
     address_BC3: Tensor
     weight_BC: Tensor
     images: RowImages | None = None
+    visited: Visited | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on another device."""
@@ -141,7 +154,8 @@ class Batch:
         """The batch with only the marked canvases, in their order.
 
         C shrinks to the largest number kept in a row and rows left without a canvas are dropped.
-        Returns the batch and the indices [rows kept] of its rows in this one; S stays as it is.
+        Returns the batch and the indices [rows kept] of its rows in this one; S stays as it is. Visited states are left
+        out.
         """
         is_kept_BC = is_kept_BC & (self.length_BC > 0)
         counts_B = is_kept_BC.sum(1)
@@ -157,9 +171,11 @@ class Batch:
             return picked * is_present_BC.view(*is_present_BC.shape, *[1] * (picked.dim() - 2)).to(picked.dtype)
 
         canvases = {name: pick(getattr(self, name)) for name in CANVAS_FIELDS}
-        of_rows = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*CANVAS_FIELDS, "images")}
+        others = (*CANVAS_FIELDS, "images", "visited")
+        of_rows = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in others}
         images = None if self.images is None else self.images.select(rows)
-        return replace(self, **{name: x[rows] for name, x in of_rows.items()}, **canvases, images=images), rows
+        kept = {name: x[rows] for name, x in of_rows.items()} | canvases
+        return replace(self, **kept, images=images, visited=None), rows
 
 
 CANVAS_FIELDS = (

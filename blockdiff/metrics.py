@@ -82,6 +82,8 @@ METRICS: dict[str, Metric] = {
     "sample_count": Metric("sample", "sampled prompts", format="d", unit="prompts"),
     "sample_errors": Metric("sample", "sampled prompts that failed", "lower", "d", "sampled prompts failed"),
     "sample_seconds": Metric("sample", "time spent on sampling prompts", "lower", ".1f", "s"),
+    "rollout_steps_per_canvas": Metric("train", "steps per canvas rolled out", "lower", ".2f", "steps per canvas"),
+    "rollout_settled": Metric("train", "canvases rolled out that settled", "higher", ".1%", "settled"),
     "skipped": Metric("skipped", "optimiser steps skipped", "lower", "d", "optimiser steps skipped"),
 }
 MACHINE_UNITS = ("s", "GiB", "tokens/s", "scored tokens/s")  # their numbers depend on clocks and machines

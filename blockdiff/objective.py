@@ -159,7 +159,10 @@ class Objective(nn.Module):
         return Losses(canvas_sum, ar_sums[0] if has_pairs else canvas_sum.new_zeros(()))
 
     def _corrupted(self, batch: Batch) -> tuple[Batch, Tensor]:
-        """The batch with noise in its canvases, and its corrupted positions [B, C, L]."""
+        """The batch with noise in its canvases, or the states visited, and its corrupted positions [B, C, L]."""
+        if batch.visited is not None:
+            tokens_BCL = batch.visited.tokens_BCL
+            return replace(batch, canvas_BCL=tokens_BCL), tokens_BCL != batch.canvas_BCL
         alpha_BC = self.schedule.alpha(batch.t_BC)
         made = self.corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, self.seed)
         noisy_BCL, is_corrupted_BCL = _noise(made, batch.canvas_BCL, self.corruption, self.model.vocab_size)
@@ -184,8 +187,10 @@ class Objective(nn.Module):
 
         past: the prefix (None: pass one encodes it itself). With several processes a rank without a coin canvas runs
         pass one over one canvas and uses none of its result: the ranks of a sharded model must gather its weights
-        equally often, forward and backward.
+        equally often, forward and backward. States that a sampler visited bring the signal that it had.
         """
+        if noisy.visited is not None:
+            return noisy.visited.signal_BCLD.flatten(1, 2)
         has_signal_BC = noisy.coin_BC & (noisy.length_BC > 0)
         D = self.model.vocabulary.table.shape[1]
         shape = (*noisy.canvas_BCL.shape, D)
@@ -195,7 +200,7 @@ class Objective(nn.Module):
             prefix = None if past is None else [tuple(x[rows] for x in layer) for layer in past]
             soft_BCLD[has_signal_BC] = self._pass_one(kept, prefix)
         elif torch.distributed.is_initialized():
-            of_rows = {f.name: getattr(noisy, f.name)[:1] for f in fields(noisy) if f.name != "images"}
+            of_rows = {f.name: getattr(noisy, f.name)[:1] for f in fields(noisy) if f.name not in ("images", "visited")}
             first = Batch(**of_rows | {name: of_rows[name][:, :1] for name in CANVAS_FIELDS})
             prefix = None if past is None else [tuple(x[:1] for x in layer) for layer in past]
             soft_BCLD[has_signal_BC] = self._pass_one(first, prefix)[:0]

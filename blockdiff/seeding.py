@@ -43,6 +43,7 @@ class Stream(IntEnum):
     CONSTRAINT = 16
     DRAFT = 17
     RACE = 18
+    ROLLOUT = 19
 
 
 def uniform(

@@ -142,7 +142,7 @@ class CanvasBatch:
         """The shape that all canvases draw from, at whatever temperatures; None if their step cannot be captured."""
         strategies = {row.strategy for row in self.sequences}
         controls = next(iter(self._controls_of_calls), [])
-        is_looked_at = any(row.is_watched or row.reader is not None for row in self.sequences)
+        is_looked_at = any(row.is_watched or row.reader or row.visitor for row in self.sequences)
         if self.graphs is None or len(strategies) > 1 or is_looked_at:
             return None
         if not all(each.rows is None for each in controls):
@@ -189,7 +189,11 @@ class CanvasBatch:
             self.graphs.run(self._captured[1], lambda: step(calls[0]))
         else:
             for call, of in zip(calls, self._slices(), strict=True):
+                visited = self._visited(of)
+                signal_BLD = step.state.soft_BLD[of].clone() if visited else None  # the step writes over it
                 inputs, stats, decision = step(call)
+                for n, visitor in visited.items():
+                    visitor(steps[of.start + n], inputs.tokens_BL[n], signal_BLD[n])
                 records += self._records(of.start, steps, inputs.tokens_BL, stats, decision)
                 hidden.append(inputs.hidden_BLD)
         for call in calls:
@@ -286,6 +290,14 @@ class CanvasBatch:
                 canvas.is_finite = bool(is_finite)
                 finished.append(canvas)
         return finished
+
+    def _visited(self, of: slice) -> dict[int, abc.Callable[[int, Tensor, Tensor], object]]:
+        """The visitors of the canvases of a call that are not finished, by place in the call."""
+        return {
+            n: canvas.sequence.visitor
+            for n, canvas in enumerate(self.canvases[of])
+            if canvas.sequence.visitor is not None and canvas.number is not None and canvas.final is None
+        }
 
     def _records(
         self, first: int, steps: abc.Sequence[int], tokens_BL: Tensor, stats: Stats, decision: Decision

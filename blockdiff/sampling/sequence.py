@@ -78,7 +78,8 @@ class Sequence:
     last_hidden_D: the hidden state of the last encoded token, from which the next one is scored, drawn or verified;
     shared_tokens: the number of known tokens that others had encoded; in_flight: the canvases that are denoised, in
     order; is_watched: whether its steps are recorded; recorded: the last recorded step of each; reader: called with
-    the hidden states [L, D] of the last step of a canvas.
+    the hidden states [L, D] of the last step of a canvas; visitor: called with the number of every step of a canvas,
+    the tokens that it saw [L] and the self-conditioning signal [L, D].
     """
 
     request: Request
@@ -99,6 +100,7 @@ class Sequence:
     is_watched: bool = False
     drafting: Drafting | None = None
     reader: abc.Callable[[Tensor], object] | None = None
+    visitor: abc.Callable[[int, Tensor, Tensor], object] | None = None
 
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)

@@ -27,6 +27,7 @@ from blockdiff.training import schedule
 from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.data import Data, read_data
+from blockdiff.training.distil import Distil, distil_of
 from blockdiff.training.ema import Ema
 from blockdiff.training.freeze import count_parts
 from blockdiff.training.plan.device_memory import require_kept, require_step
@@ -50,6 +51,7 @@ class Built:
     optimiser: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
     average: Ema | None
+    distil: Distil | None
     choices: DiffusionSettings
     facts: dict[str, Any]  # what must be the same for the run to be resumed
     steps: int  # the length of the run
@@ -139,6 +141,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
         optimiser=optimiser,
         learning_rate=learning_rate,
         average=average,
+        distil=distil_of(recipe, base, model, choices, precision),
         choices=choices,
         facts=facts,
         steps=data.steps,

@@ -14,7 +14,7 @@ from blockdiff.training.freeze import PartCounts
 
 # What a line shows of a record, in this order, where the record has it.
 LINE = (
-    *("loss", "canvas_loss", "ar_loss", "grad_norm", "lr"),
+    *("loss", "canvas_loss", "ar_loss", "grad_norm", "lr", "rollout_steps_per_canvas", "rollout_settled"),
     *("tokens_per_second", "scored_tokens_per_second", "memory_gib", "skipped"),
     *("heldout_canvas_loss", "heldout_canvas_accuracy", "heldout_response_accuracy"),
     *("heldout_corrupted_loss", "heldout_corrupted_accuracy"),

@@ -134,6 +134,7 @@ class ObjectiveSection(Section):
     sweep: Literal["auto", True, False] = "auto"  # encode while denoising; auto: where weights are sharded
     coin: Share = 0.5
     ar_loss: Annotated[choices.ArLoss | None, choices.AR_LOSS] = choices.ArLoss()
+    distil: Annotated[choices.StepDistillation | None, choices.DISTIL] = None  # states of the sampler, not noise
     router: Literal["auto", "frozen", "trained"] = "auto"  # auto: frozen for model.path, trained for a preset
 
 

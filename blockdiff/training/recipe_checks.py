@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from blockdiff.diffusion.schedule import Schedule
+from blockdiff.diffusion.weight import NoWeight
 from blockdiff.errors import RecipeError
 from blockdiff.metrics import METRICS
 from blockdiff.training.recipe import Recipe
@@ -31,6 +32,7 @@ def refuse(recipe: Recipe, world: int = 1) -> None:
             "leave one of the two out"
         )
     _refuse_unasked(recipe)
+    _refuse_undistilled(recipe)
     if recipe.model.quantize is not None and not recipe.lora.trains:
         raise RecipeError("model.quantize: weights in fp8 stand still; train adapters over them (`lora: {rank: 16}`)")
     if recipe.model.quantize is not None and recipe.parallel.shard == "full":
@@ -77,6 +79,25 @@ def _refuse_unasked(recipe: Recipe) -> None:
         raise RecipeError(f"lora.alpha: {min(unknown)} is no part with a rank (there are: {', '.join(lora.ranks)})")
 
 
+def _refuse_undistilled(recipe: Recipe) -> None:
+    """Raise RecipeError for what does not go with a step distillation."""
+    if recipe.objective.distil is None:
+        return
+    if recipe.model.path is None:
+        raise RecipeError("objective.distil: random weights settle on nothing; name a trained model with model.path")
+    if recipe.parallel.names != ("replicate",):
+        raise RecipeError(
+            "objective.distil: every process samples at its own pace, so it must hold the whole model; leave "
+            "parallel.shard, parallel.experts and parallel.tensor out"
+        )
+    if not isinstance(recipe.objective.weight, NoWeight) or recipe.objective.prediction != "posterior":
+        key, value = ("weight", "none") if recipe.objective.prediction == "posterior" else ("prediction", "posterior")
+        raise RecipeError(
+            f"objective.distil: objective.{key} is of noise levels, which states of the sampler have not; it must be "
+            f"{value}"
+        )
+
+
 def refuse_of_causal(recipe: Recipe) -> None:
     """Raise RecipeError for what a recipe says of canvases where the model is causal and has none."""
     if recipe.objective.ar_loss is None:
@@ -84,7 +105,7 @@ def refuse_of_causal(recipe: Recipe) -> None:
     of_canvases = {
         "objective": (
             *("schedule", "time", "corruption", "weight"),
-            *("positions", "prediction", "stop_gradient", "sweep", "coin"),
+            *("positions", "prediction", "stop_gradient", "sweep", "coin", "distil"),
         ),
         "data": ("canvases",),
     }

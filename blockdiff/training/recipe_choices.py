@@ -168,6 +168,13 @@ class ArLoss:
 
 
 @dataclass(frozen=True)
+class StepDistillation:
+    """Canvases are states that the sampler visits, scored by where a teacher settles (None: the starting model)."""
+
+    teacher: str | None = None
+
+
+@dataclass(frozen=True)
 class Streaming:
     """Rows are read as they are needed; `shuffle_buffer` of them are shuffled among themselves."""
 
@@ -242,6 +249,7 @@ LR_SCHEDULE = OneOf({"cosine": CosineDecay, "linear": LinearDecay, "wsd": Stable
 CANVASES = OneOf(
     {"all": AllCanvases, "random": RandomCanvases, "first": FirstCanvases, "last": LastCanvases}, number="random"
 )
+DISTIL = OneOf({"": StepDistillation}, none="none", default=True)
 STREAMING = OneOf({"": Streaming}, none=False, default=True)
 MAX_LENGTH = OneOf({"truncate": Truncate, "drop": Drop, "refuse": Refuse}, number="truncate", none=None)
 

@@ -22,7 +22,10 @@ from blockdiff.training.recipe_errors import SOURCES, Key, Origins, Place, one_l
 ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs"), "lora": ("rank", "parts")}
 # Keys that name files or directories, and whether they must exist (model and tokenizer may be hub ids, and rows
 # too where a name cannot be a file's).
-FILE_KEYS = {**dict.fromkeys(SOURCES, True), ("model", "path"): False, ("model", "tokenizer"): False}
+FILE_KEYS: dict[Key, bool] = {
+    **dict.fromkeys(SOURCES, True),
+    **dict.fromkeys([("model", "path"), ("model", "tokenizer"), ("objective", "distil", "", "teacher")], False),
+}
 AnyRecipe = str | Path | Mapping[str, Any] | Recipe
 
 
@@ -58,11 +61,15 @@ def read_recipe(
         _merge(merged, tree, (), (origin, directory), origins)
     for key, must_exist in FILE_KEYS.items():
         must_exist = must_exist and needs_data
-        section = merged.get(key[0])
-        if isinstance(section, dict) and key[1] in section:
+        *above, last = key
+        section: Any = merged
+        for name in above:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict) and last in section:
             origin, directory = origins[key]
             if directory is not None:
-                section[key[1]] = _located(section[key[1]], ".".join(key), origin, directory, must_exist)
+                name = ".".join(filter(None, key))
+                section[last] = _located(section[last], name, origin, directory, must_exist)
     refuse_old(merged, origins)
     try:
         return Recipe.model_validate(merged)

@@ -54,6 +54,11 @@ def facts_of(recipe: Recipe, base: StartingModel, data: Data, objective: Any) ->
         del sections["model"]["quantize"]  # nor this
     if recipe.optim.name != "muon":
         del sections["optim"]["momentum"]  # nor this
+    distil = recipe.objective.distil
+    if distil is None:
+        del sections["objective"]["distil"]  # nor this
+    else:  # by content, wherever it lies
+        sections["objective"]["distil"] = {"teacher": fingerprint(find(distil.teacher or str(recipe.model.path)))}
     sections["objective"]["sweep"] = recipe.sweeps
     del sections["parallel"]  # a run may go on with another number of processes, and spread otherwise
     known: dict[str, Any] = {}

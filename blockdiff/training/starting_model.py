@@ -60,7 +60,8 @@ def with_objective_of_base(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe with the objective that `model.path` was trained with, in the keys that the recipe leaves out.
 
     The text says what was taken that is no default, and what the recipe has otherwise; empty: nothing. The order of
-    passes (`sweep`) and the parts that train (`router`) are not taken, and nothing is of a model that is not there.
+    passes (`sweep`), the parts that train (`router`) and `distil` are not taken, and nothing is of a model that is not
+    there.
     """
     if recipe.model.path is None:
         return recipe, ""
@@ -69,7 +70,7 @@ def with_objective_of_base(recipe: Recipe) -> tuple[Recipe, str]:
     except CheckpointError:  # `read_starting_model` says what is wrong with it
         return recipe, ""
     base = DiffusionSettings.from_pretrained(directory).objective
-    own = recipe.objective.model_dump(mode="json", exclude={"sweep", "router"})
+    own = recipe.objective.model_dump(mode="json", exclude={"sweep", "router", "distil"})
     taken: dict[str, Any] = {}
     for key in base.keys() & own.keys() - recipe.objective.model_fields_set:
         with suppress(ValidationError):  # of a part that was given from Python

@@ -126,7 +126,8 @@ class Trainer:
     def fetch(self, step: int) -> Sequence[Batch]:
         """This rank's micro-batches of an optimiser step, on the CPU; with several ranks never none."""
         rows = self.recipe.train.micro_batch_size
-        return self.built.data.batches(step, self.ranks.row_rank, self.ranks.row_world, rows)
+        batches = self.built.data.batches(step, self.ranks.row_rank, self.ranks.row_world, rows)
+        return batches if self.built.distil is None else self.built.distil(batches)
 
     def next_batches(self) -> tuple[Sequence[Batch], Counts]:
         """The micro-batches of the next optimiser step, and the counts over those of all ranks.
@@ -176,6 +177,8 @@ class Trainer:
         rates = {**self.clock.read(), "memory_gib": memory_gib(self.ranks.device)}
         record: Record = {"step": self.step, "kind": "train", **gradient.losses}
         record |= {"grad_norm": gradient.norm, "lr": self.learning_rate(self.step)}
+        if self.built.distil is not None:
+            record |= self.built.distil.read(self.ranks)
         if steps_per_epoch := self.steps_per_epoch():
             record["epoch"] = round(self.step / steps_per_epoch, 4)
         self.record({**record, "skipped": len(self.skipped.steps), **rates})

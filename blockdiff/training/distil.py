@@ -1,0 +1,198 @@
+"""Step distillation: canvases become states that the sampler visits, to be taken to where a teacher settles.
+
+Between optimiser steps an engine denoises every canvas of the next one with the weights as they are, after the clean
+tokens before it. One state of its way is what the objective then denoises, in place of noise. The canvas on which the
+teacher settles after the same tokens, from the same noise, is what it is scored by. Rows, losses, counts and evaluation
+stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockdiff import checkpoint
+from blockdiff.canvas import Batch, Visited
+from blockdiff.checkpoint.diffusion import DiffusionSettings
+from blockdiff.checkpoint.files import find
+from blockdiff.checkpoint.tokenizer import load_tokenizer
+from blockdiff.errors import DataError, RecipeError, RequestError
+from blockdiff.metrics import Record
+from blockdiff.models.adapters import is_adapter
+from blockdiff.models.family import family_of
+from blockdiff.models.fp8 import fp8_layers, put_in_fp8
+from blockdiff.models.pages import PAGE_TOKENS
+from blockdiff.objective import evaluating
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.sampling import Engine, Generation, Request, Sampler
+from blockdiff.sampling.sequence import sequences_of
+from blockdiff.sampling.trace import CommittedCanvas
+from blockdiff.seeding import Stream, to_uniform, words
+from blockdiff.training.recipe import Recipe
+from blockdiff.training.starting_model import StartingModel
+from blockdiff.training.step import autocast
+
+ROWS = 64  # canvases that are rolled out together
+
+
+@dataclass(eq=False)
+class Rollout:
+    """One canvas on its way: a state that the student visited, and the tokens on which the teacher settled.
+
+    pick_K: uniform numbers, one per step, by which each state that is visited is as likely as the others to be kept.
+    settled_L is None where the teacher's last step came before its stopping rule.
+    """
+
+    prompt: list[int]
+    seed: int
+    pick_K: list[float]
+    tokens_L: Tensor | None = None
+    signal_LD: Tensor | None = None
+    settled_L: list[int] | None = None
+
+    def visit(self, step: int, tokens_L: Tensor, signal_LD: Tensor) -> None:
+        """Take note of the state that a step saw: its tokens and its self-conditioning signal."""
+        if self.pick_K[step] * (step + 1) < 1:
+            self.tokens_L, self.signal_LD = tokens_L.clone(), signal_LD.clone()
+
+
+class Distil:
+    """Makes the batches of a step distillation of those of the data: `distil(batches)`, for all of an optimiser step.
+
+    student: a sampler of the model that trains; teacher: one of weights that stand still. precision: what autocast
+    computes in. Draws are addressed by `seed` and a canvas's address.
+    """
+
+    def __init__(self, student: Sampler, teacher: Sampler, seed: int, precision: str | None = None) -> None:
+        self.student, self.teacher, self.seed, self.precision = student, teacher, seed, precision
+        self._counted = Counter[str]()
+
+    def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The batches with states and settled canvases; canvases that did not settle are not scored.
+
+        Raises DataError for a canvas that nothing stands before, and for rows with pictures.
+        """
+        by_place = [self._rollouts(batch) for batch in batches]
+        rollouts = [rollout for of_batch in by_place for rollout in of_batch.values()]
+        for _, canvas in self._run(self.student, rollouts, is_visited=True):
+            self._counted["steps"] += canvas.steps
+        for rollout, canvas in self._run(self.teacher, rollouts, is_visited=False):
+            if canvas.steps < (canvas.max_steps or 0):  # its stopping rule has ended it
+                rollout.settled_L = canvas.tokens
+        self._counted.update(canvases=len(rollouts), settled=sum(each.settled_L is not None for each in rollouts))
+        return [self._distilled(batch, of_batch) for batch, of_batch in zip(batches, by_place, strict=True)]
+
+    def read(self, ranks: Ranks) -> Record:
+        """The student's steps per canvas of all ranks since the last call, and the share of canvases with a target."""
+        mine = [self._counted[name] for name in ("canvases", "steps", "settled")]
+        count, steps, settled = ranks.sum_of_rows(torch.tensor(mine, dtype=torch.float64)).tolist()
+        self._counted.clear()
+        return {"rollout_steps_per_canvas": steps / max(1, count), "rollout_settled": settled / max(1, count)}
+
+    def _rollouts(self, batch: Batch) -> dict[tuple[int, int], Rollout]:
+        """The rollouts that a batch asks for, by row and canvas."""
+        if batch.images is not None:
+            raise DataError("objective.distil: rows with pictures cannot be rolled out; leave them out of data.train")
+        is_there_BC = batch.length_BC > 0
+        most = self.student.generation.max_steps
+        drawn_NK = words(self.seed, Stream.ROLLOUT, batch.address_BC3[is_there_BC].unbind(1), 2 + most)
+        seeds = [(high << 32) | low for high, low in drawn_NK[:, :2].tolist()]
+        picks = to_uniform(drawn_NK[:, 2:]).tolist()
+        return {
+            (b, c): Rollout(batch.tokens_BS[b, batch.doc_start_BC[b, c] : batch.start_BC[b, c]].tolist(), seed, pick)
+            for (b, c), seed, pick in zip(is_there_BC.nonzero().tolist(), seeds, picks, strict=True)
+        }
+
+    def _run(
+        self, sampler: Sampler, rollouts: list[Rollout], is_visited: bool
+    ) -> Iterator[tuple[Rollout, CommittedCanvas]]:
+        """Denoise one canvas after every prompt; rollouts take note of the states where `is_visited`."""
+        model, settings, answers = sampler.model, sampler.settings, []
+        for number, rollout in enumerate(rollouts):
+            request = Request(number, tokens=rollout.prompt, seed=rollout.seed, max_new_tokens=settings.canvas_length)
+            try:
+                [answer] = sequences_of(request, settings, device=model.device)
+            except RequestError as error:
+                raise DataError(f"objective.distil: a canvas of data.train cannot be rolled out: {error}") from None
+            answer.visitor = rollout.visit if is_visited else None
+            answers.append(answer)
+        if not answers:
+            return
+        rows = min(ROWS, len(answers))
+        longest = max(len(rollout.prompt) for rollout in rollouts) + settings.canvas_length
+        # A new engine every time: its tokens follow from weights and batches alone, also when a run is resumed.
+        engine = Engine(
+            model,
+            settings=settings,
+            max_rows=rows,
+            max_waiting=len(answers),
+            capacity=(rows + 1) * -(-longest // PAGE_TOKENS) * PAGE_TOKENS,
+            graphs=False,
+        )
+        with evaluating(model), autocast(model.device, self.precision):
+            for answer in answers:
+                engine.enter([answer])
+            while engine.step():
+                pass
+        for event in engine.events():
+            if isinstance(event, CommittedCanvas):
+                yield rollouts[int(event.id)], event
+
+    def _distilled(self, batch: Batch, rollouts: dict[tuple[int, int], Rollout]) -> Batch:
+        """A batch with the states and settled canvases of its rollouts."""
+        model = self.student.model
+        canvas_BCL, tokens_BCL, is_scored_BCL = (x.clone() for x in [batch.canvas_BCL] * 2 + [batch.is_scored_BCL])
+        shape = *canvas_BCL.shape, model.vocabulary.table.shape[1]
+        signal_BCLD = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        for place, rollout in rollouts.items():
+            if rollout.settled_L is None or rollout.tokens_L is None or rollout.signal_LD is None:
+                is_scored_BCL[place] = False
+                continue
+            canvas_BCL[place] = torch.tensor(rollout.settled_L)
+            tokens_BCL[place] = rollout.tokens_L.cpu()
+            signal_BCLD[place] = rollout.signal_LD
+        visited = Visited(tokens_BCL, signal_BCLD)
+        return replace(batch, canvas_BCL=canvas_BCL, is_scored_BCL=is_scored_BCL, visited=visited)
+
+
+def distil_of(
+    recipe: Recipe, base: StartingModel, model: Any, choices: DiffusionSettings, precision: str | None
+) -> Distil | None:
+    """The step distillation that a recipe asks for; RecipeError for a teacher of other tokens or canvases."""
+    asked = recipe.objective.distil
+    if asked is None:
+        return None
+    directory = find(asked.teacher or str(recipe.model.path))
+    if asked.teacher is not None:
+        theirs = checkpoint.read_config(directory)
+        if load_tokenizer(directory).get_vocab() != base.tokenizer.get_vocab():
+            raise RecipeError(
+                f"objective.distil.teacher: {asked.teacher} has other tokens than the model; name another"
+            )
+        if (length := family_of(theirs).outline(theirs).canvas_length) != base.canvas_length:
+            raise RecipeError(
+                f"objective.distil.teacher: {asked.teacher} has canvases of {length} tokens, and the model of "
+                f"{base.canvas_length}; name another"
+            )
+    if asked.teacher is None and recipe.lora.trains:
+        frozen = below_adapters(model, recipe, base)
+    else:
+        frozen = checkpoint.load(directory, recipe.model.dtype, model.device, recipe.model.kernels)
+    # Without tokenizers nobody decodes the canvases.
+    generation = replace(Generation.from_pretrained(directory), eos_ids=base.generation.eos_ids)
+    teacher = Sampler(frozen, None, generation, DiffusionSettings.from_pretrained(directory))
+    return Distil(Sampler(model, None, base.generation, choices), teacher, recipe.seed, precision)
+
+
+def below_adapters(model: Any, recipe: Recipe, base: StartingModel) -> Any:
+    """The model without its adapters: one that has the very same weights, not copies."""
+    frozen = checkpoint.empty(base.config, recipe.model.kernels)
+    if recipe.model.quantize is not None:
+        put_in_fp8(frozen, fp8_layers(frozen), recipe.model.quantize == "fp8-dynamic")
+    frozen.load_state_dict({name: x for name, x in model.state_dict().items() if not is_adapter(name)}, assign=True)
+    return frozen.eval()

@@ -1,0 +1,170 @@
+"""Step distillation: states of the sampler's own way are denoised, and scored by where it settled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import blockdiff
+from blockdiff import checkpoint
+from blockdiff.canvas import Batch, joined
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear
+from blockdiff.errors import DataError, RecipeError
+from blockdiff.objective import Objective
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.recipes.sudoku import alphabet, make_splits
+from blockdiff.sampling import Generation, Recorder, Request, Sampler
+from blockdiff.sampling.trace import Trace
+from blockdiff.seeding import Stream, words
+from blockdiff.training.distil import Distil
+from blockdiff.training.recipe_checks import refuse
+from tests.closeness import relative_error
+from tests.distil_ranks import COLLATOR, EXAMPLES, GENERATION, SEED, L, everything, sampler
+from tests.forked import run_ranks
+from tests.little_model import LITTLE, save_preset
+from tests.training.test_refuse import recipe
+
+ALONE = Ranks(torch.device("cpu"))
+
+
+def traced(sampler: Sampler, batch: Batch, place: tuple[int, int]) -> Trace:
+    """The trace of a sampler's answer to what stands before a canvas, with the draws of its rollout."""
+    high, low = words(SEED, Stream.ROLLOUT, tuple(batch.address_BC3[place].tolist()), 2).tolist()
+    prompt = batch.tokens_BS[place[0], : batch.start_BC[place]].tolist()
+    recorder = Recorder()
+    request = Request(0, tokens=prompt, seed=(high << 32) | low, max_new_tokens=1)
+    sampler.generate([request], on_step=recorder.step, on_canvas=recorder.canvas)
+    return recorder.traces[0]
+
+
+def test_states_are_those_that_the_sampler_visits_and_targets_those_on_which_the_teacher_settles():
+    student, teacher = sampler(), sampler(seed=4)
+    batch = COLLATOR(EXAMPLES, epoch=1, step=1, slots=range(9), total_slots=9)
+    [made] = Distil(student, teacher, SEED)([batch])
+    model, settled, steps, loss = student.model, 0, set(), torch.zeros((), dtype=torch.float64)
+    for place in map(tuple, (batch.length_BC > 0).nonzero().tolist()):
+        of_student, of_teacher = traced(student, batch, place), traced(teacher, batch, place)
+        is_settled = of_teacher.canvases[0].steps < GENERATION.max_steps
+        assert made.is_scored_BCL[place].tolist() == [is_settled] * L
+        if not is_settled:
+            continue
+        assert made.canvas_BCL[place].tolist() == of_teacher.canvases[0].tokens
+        [step] = [step for step in of_student.steps if step.tokens == made.visited.tokens_BCL[place].tolist()]
+        signal_LD = made.visited.signal_BCLD[place]
+        assert bool(signal_LD.any()) == (step.step > 0)
+        prefix = model.encode(batch.tokens_BS[place[0] : place[0] + 1, : batch.start_BC[place]])
+        logits_LV = model.unembed(model.denoise(torch.tensor([step.tokens]), prefix, signal_LD[None]))[0].detach()
+        entropy_L = torch.distributions.Categorical(logits=logits_LV / step.temperature).entropy()
+        torch.testing.assert_close(entropy_L, torch.tensor(step.entropy), rtol=1e-5, atol=1e-5, check_dtype=False)
+        loss += F.cross_entropy(logits_LV.double(), made.canvas_BCL[place], reduction="sum")
+        settled += 1
+        steps.add(step.step)
+    assert 0 < settled < (batch.length_BC > 0).sum() and len(steps) > 1
+    for sweep in (False, True):
+        objective = Objective(model, Linear(), UniformCorruption(model.vocab_size), sweep=sweep)
+        torch.testing.assert_close(objective(made).canvas_sum.double(), loss, rtol=1e-6, atol=0)
+
+
+def test_canvases_of_a_packed_row_are_rolled_out_after_their_own_document():
+    rows = COLLATOR.rows(EXAMPLES[:3], epoch=1, step=1, slots=range(3), total_slots=3)
+    distil = Distil(sampler(), sampler(seed=4), SEED)
+    [alone, packed] = distil([COLLATOR.lay_out(rows), COLLATOR.lay_out([joined(rows)])])
+    is_there = alone.length_BC > 0
+    assert torch.equal(alone.canvas_BCL[is_there], packed.canvas_BCL[0])
+    assert torch.equal(alone.visited.tokens_BCL[is_there], packed.visited.tokens_BCL[0])
+
+
+def test_two_processes_train_as_one_does(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    everything(ALONE, one)
+    run_ranks(2, everything, two)
+    expected = load_file(one / "0.safetensors")
+    for rank in range(2):
+        found = load_file(two / f"{rank}.safetensors")
+        assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-10
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A recipe that distils a little checkpoint with random weights, which is asked to be sure of little."""
+    folder = tmp_path_factory.mktemp("inputs")
+    tokenizer = character_tokenizer(alphabet(4))
+    save_preset(folder / "base.json", LITTLE)
+    generation = Generation(stability=0, confidence=0.9, t_max=0.04, t_min=0.02, entropy_bound=1.0, max_steps=4)
+    model = checkpoint.init(str(folder / "base.json"), seed=3)
+    checkpoint.save(model, folder / "base", tokenizer=tokenizer, generation=generation)
+    return {
+        "seed": 1,
+        "model": {"path": str(folder / "base")},
+        "lora": "none",
+        "data": {"train": make_splits(4, {"train": 24}, seed=0)["train"], "cache": str(folder / "cache")},
+        "objective": {"distil": True},
+        "optim": {"lr": 1e-2, "schedule": "constant", "warmup_steps": 1},
+        "train": {"steps": 4, "batch_size": 6, "micro_batch_size": 4, "log_every": 1, "save_every": 2},
+    }
+
+
+class Keeping(blockdiff.Callback):
+    """Keeps the weights of the end of a run."""
+
+    def on_end(self, trainer: Any) -> None:
+        self.weights = {name: x.clone() for name, x in trainer.built.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("lora", ["none", {"rank": 2}])
+def test_a_resumed_run_ends_where_an_undisturbed_one_does(inputs, tmp_path, lora):
+    asked = inputs | {"lora": lora}
+    keeping = Keeping()
+    whole = blockdiff.train(asked, output=tmp_path / "whole", callbacks=[keeping])
+    blockdiff.train(asked, ["train.steps=2"], tmp_path / "run")
+    again = blockdiff.train(asked, output=tmp_path / "run", resume=True)
+    one, other = (load_file(run.directory / "checkpoints" / "step-4" / "model.safetensors") for run in (whole, again))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    settled = [record["rollout_settled"] for record in whole.records if "rollout_settled" in record]
+    assert settled == [record["rollout_settled"] for record in again.records if "rollout_settled" in record]
+    assert len(settled) == 4 and 0 < sum(settled) < 4
+    base = checkpoint.load(inputs["model"]["path"]).state_dict()
+    changed = {name for name in base if not torch.equal(base[name], keeping.weights.get(name, base[name]))}
+    assert bool(changed) == (lora == "none")
+    assert (lora == "none") or all("lora" in name for name in one)
+
+
+DISTIL = {"objective": {"distil": {}}, "model": {"path": "a", "preset": None}, "lora": {}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"model": {}}, "random weights settle on nothing"),
+        ({"parallel": {"shard": "full"}}, "must hold the whole model"),
+        ({"objective": {"distil": {}, "weight": "elbo"}}, r"objective\.weight is of noise levels.* must be none"),
+        ({"objective": {"distil": {}, "prediction": "leave_one_out"}}, r"objective\.prediction .*must be posterior"),
+    ],
+)
+def test_a_recipe_that_cannot_be_distilled_is_refused(sections, said):
+    with pytest.raises(RecipeError, match=said):
+        refuse(recipe(**DISTIL | sections))
+
+
+def test_a_teacher_must_have_the_same_tokens(inputs, tmp_path):
+    other = tmp_path / "other"
+    checkpoint.save(
+        checkpoint.init(inputs["model"]["path"] + ".json", seed=3), other, tokenizer=character_tokenizer("abc")
+    )
+    with pytest.raises(RecipeError, match=r"objective\.distil\.teacher: .*has other tokens"):
+        blockdiff.train(inputs, [f"objective.distil.teacher={other}"], tmp_path / "run")
+
+
+def test_a_canvas_with_nothing_before_it_is_refused():
+    batch = COLLATOR([replace(EXAMPLES[0], responses=[(0, 13)])], epoch=1, step=1, slots=[0], total_slots=1)
+    with pytest.raises(DataError, match=r"objective\.distil: .*the prompt is empty"):
+        Distil(sampler(), sampler(), SEED)([batch])
