@@ -100,8 +100,7 @@ class RowImages:
         for digest, image in inputs.items():
             starts[digest], total = total, total + image.tokens
         row, column, source = list[Tensor](), list[Tensor](), list[Tensor]()
-        own = torch.arange(width)
-        run_BS2 = torch.stack([own, own + 1], -1).repeat(len(rows), 1, 1)
+        run_BS2 = _runs_of_one(len(rows), width)
         for b, images in enumerate(rows):
             for first, end in runs_of(images):
                 if first < 0 or end > width:
@@ -113,6 +112,12 @@ class RowImages:
                 column.append(torch.arange(placed.column, placed.end))
                 source.append(torch.arange(start, start + count))
         return cls(tuple(inputs.values()), torch.cat(row), torch.cat(column), torch.cat(source), run_BS2)
+
+    @classmethod
+    def nowhere(cls, image: ImageInput, rows: int, width: int) -> RowImages:
+        """An image whose features are made, and that stands in no row."""
+        none = torch.zeros(0, dtype=torch.int64)
+        return cls((image,), none, none, none, _runs_of_one(rows, width))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RowImages:
         """The same on another device."""
@@ -148,3 +153,9 @@ class RowImages:
         assert self.features_MD is not None, "features are made before the call"
         features_ND = self.features_MD[self.source_N].to(x_BTD.dtype)
         return x_BTD.index_put((self.row_N, self.column_N), features_ND)
+
+
+def _runs_of_one(rows: int, width: int) -> Tensor:
+    """The runs [rows, width, 2] of tokens without images."""
+    own = torch.arange(width)
+    return torch.stack([own, own + 1], -1).repeat(rows, 1, 1)

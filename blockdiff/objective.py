@@ -22,10 +22,12 @@ from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Schedule
 from blockdiff.diffusion.weight import NoWeight, Weight
 from blockdiff.errors import RecipeError
+from blockdiff.images import RowImages
 from blockdiff.layers.attention import KV
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.family import BlockDiffusionModel, LayerKind
 from blockdiff.spans import Spans, Sweep
+from blockdiff.tensor_pieces import is_spread
 
 ROW_FIELDS = ("tokens_BS", "positions_BS", "doc_start_BS", "is_ar_scored_BS", "ar_weight_BS")  # of clean columns
 
@@ -124,6 +126,7 @@ class Objective(nn.Module):
 
     def forward(self, batch: Batch) -> Losses:
         """The sums of both losses over a batch."""
+        batch = self._with_features(batch)
         if not self.model.denoises:
             ar_sum = _loss(self.model.vocabulary, _pairs(self._encode_alone(batch)[0], batch))
             return Losses(ar_sum.new_zeros(()), ar_sum)
@@ -158,6 +161,18 @@ class Objective(nn.Module):
         canvas_sum, *ar_sums = ((each.factor_N * loss).sum() for each, loss in zip(scored, parts, strict=True))
         return Losses(canvas_sum, ar_sums[0] if has_pairs else canvas_sum.new_zeros(()))
 
+    def _with_features(self, batch: Batch) -> Batch:
+        """The batch with the features of its images, made once for all passes.
+
+        Ranks gather the weights of a sharded image side equally often: one whose rows have no image looks at a blank.
+        """
+        images, side = batch.images, self.model.image_side
+        if images is None and side is not None and any(is_spread(parameter) for parameter in side.parameters()):
+            images = RowImages.nowhere(side.blank(), *batch.tokens_BS.shape).to(batch.tokens_BS.device)
+        if images is None:
+            return batch
+        return replace(batch, images=images.with_features(self.model.image_features(images.inputs)))
+
     def _corrupted(self, batch: Batch) -> tuple[Batch, Tensor]:
         """The batch with noise in its canvases, or the states visited, and its corrupted positions [B, C, L]."""
         if batch.visited is not None:
@@ -178,8 +193,9 @@ class Objective(nn.Module):
 
     def _encode_alone(self, batch: Batch) -> tuple[Tensor, list[KV]]:
         """Run the clean rows: hidden states [B, S, D] and every layer's kv."""
-        spans = {name: kind.encode_spans(batch.doc_start_BS) for name, kind in self.model.kinds.items()}
-        hidden_BSD, kv = self.model(batch.tokens_BS, batch.positions_BS, spans)
+        kinds = self.model.kinds.items()
+        spans = {name: kind.encode_spans(batch.doc_start_BS, None, batch.images) for name, kind in kinds}
+        hidden_BSD, kv = self.model(batch.tokens_BS, batch.positions_BS, spans, images=batch.images)
         return hidden_BSD, kv
 
     def _signal(self, noisy: Batch, past: list[KV] | None) -> Tensor:
@@ -215,7 +231,9 @@ class Objective(nn.Module):
             if past is None:
                 columns = max(1, _columns_seen(noisy))
                 seen = {name: getattr(noisy, name)[:, :columns] for name in ROW_FIELDS}
-                hidden_BTD = self._sweep(replace(noisy, **seen), None, False)[:, -noisy.canvas_BCL[0].numel() :]
+                images = None if noisy.images is None else noisy.images.first_columns(columns)
+                beginning = replace(noisy, **seen, images=images)
+                hidden_BTD = self._sweep(beginning, None, False)[:, -noisy.canvas_BCL[0].numel() :]
             else:
                 hidden_BTD = self._denoise(noisy, past, None)
         soft_BTD = self.model.vocabulary.soft_embedding(hidden_BTD)
@@ -235,7 +253,7 @@ class Objective(nn.Module):
         columns = _columns_seen(noisy)
         spans = {
             name: Sweep(
-                kind.encode_spans(noisy.doc_start_BS),
+                kind.encode_spans(noisy.doc_start_BS, None, noisy.images),
                 _denoise_spans(kind, noisy),
                 columns,
                 self.stop_gradient,
@@ -245,7 +263,7 @@ class Objective(nn.Module):
         }
         tokens_BT = torch.cat([noisy.tokens_BS, noisy.canvas_BCL.flatten(1)], 1)
         positions_BT = torch.cat([noisy.positions_BS, _positions(noisy)], 1)
-        hidden_BTD: Tensor = self.model(tokens_BT, positions_BT, spans, soft_BTD=soft_BTD)[0]
+        hidden_BTD: Tensor = self.model(tokens_BT, positions_BT, spans, soft_BTD=soft_BTD, images=noisy.images)[0]
         return hidden_BTD
 
     def _scored(self, of_token_BT: Tensor, batch: Batch, noisy: Batch, is_corrupted_BCL: Tensor) -> _Scored:
@@ -287,6 +305,7 @@ class Objective(nn.Module):
         Three passes, as in training: encode, denoise every canvas without a signal, denoise every canvas with it.
         """
         with evaluating(self):
+            batch = self._with_features(batch)
             return self._evaluate(_complete(batch) if self.model.denoises else batch)
 
     def _evaluate(self, batch: Batch) -> Evaluation:

@@ -136,6 +136,7 @@ class ObjectiveSection(Section):
     ar_loss: Annotated[choices.ArLoss | None, choices.AR_LOSS] = choices.ArLoss()
     distil: Annotated[choices.StepDistillation | None, choices.DISTIL] = None  # states of the sampler, not noise
     router: Literal["auto", "frozen", "trained"] = "auto"  # auto: frozen for model.path, trained for a preset
+    images: Literal["none", "frozen", "trained"] = "none"  # the model's image side; none: rows have no images
 
 
 class LoraSection(Section):

@@ -73,8 +73,13 @@ def _refuse_unasked(recipe: Recipe) -> None:
         )
     if is_given and not lora.trains and lora != type(lora)():
         raise RecipeError("lora: no part has a rank, so nothing would be adapted; set lora.rank, or write `lora: none`")
-    if lora.trains and recipe.objective.router == "trained":
-        raise RecipeError("objective.router: trained: with lora only adapters train; leave it out, or use `lora: none`")
+    for key in ("router", "images"):
+        if lora.trains and getattr(recipe.objective, key) == "trained":
+            raise RecipeError(
+                f"objective.{key}: trained: with lora only adapters train; choose frozen, or use `lora: none`"
+            )
+    if recipe.objective.images != "none" and recipe.parallel.tensor > 1:
+        raise RecipeError("parallel.tensor: is not for rows with images; use parallel.shard: full")
     if isinstance(lora.alpha, dict) and (unknown := lora.alpha.keys() - lora.ranks.keys()):
         raise RecipeError(f"lora.alpha: {min(unknown)} is no part with a rank (there are: {', '.join(lora.ranks)})")
 

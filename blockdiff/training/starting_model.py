@@ -60,8 +60,8 @@ def with_objective_of_base(recipe: Recipe) -> tuple[Recipe, str]:
     """The recipe with the objective that `model.path` was trained with, in the keys that the recipe leaves out.
 
     The text says what was taken that is no default, and what the recipe has otherwise; empty: nothing. The order of
-    passes (`sweep`), the parts that train (`router`) and `distil` are not taken, and nothing is of a model that is not
-    there.
+    passes (`sweep`), the parts that train (`router`, `images`) and `distil` are not taken, and nothing is of a model
+    that is not there.
     """
     if recipe.model.path is None:
         return recipe, ""
@@ -70,7 +70,7 @@ def with_objective_of_base(recipe: Recipe) -> tuple[Recipe, str]:
     except CheckpointError:  # `read_starting_model` says what is wrong with it
         return recipe, ""
     base = DiffusionSettings.from_pretrained(directory).objective
-    own = recipe.objective.model_dump(mode="json", exclude={"sweep", "router", "distil"})
+    own = recipe.objective.model_dump(mode="json", exclude={"sweep", "router", "images", "distil"})
     taken: dict[str, Any] = {}
     for key in base.keys() & own.keys() - recipe.objective.model_fields_set:
         with suppress(ValidationError):  # of a part that was given from Python
@@ -152,6 +152,8 @@ def without_weights(
     """
     corruption = corruption_of(recipe, base)
     model = checkpoint.empty(base.config, kernels=kernels or recipe.model.kernels)
+    if recipe.objective.images != "none":
+        model.image_side = checkpoint.empty_image_side(base.config)
     if recipe.model.quantize is not None:
         put_in_fp8(model, fp8_layers(model), recipe.model.quantize == "fp8-dynamic")
     if dtype is not None:
@@ -174,6 +176,8 @@ def without_weights(
 
 def choose_trained(model: BlockDiffusionModel, recipe: Recipe, tokenizer: Any) -> None:
     """Give a model without weights its adapters, and freeze what does not train."""
+    if model.image_side is not None:
+        model.image_side.requires_grad_(recipe.objective.images == "trained")
     if recipe.lora.trains:
         put_adapters(model, recipe.lora, tokenizer)
     freeze(model, recipe.optim.freeze, trains_routers(recipe))

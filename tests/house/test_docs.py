@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.cli.main import app
+from blockdiff.images import ImageInput, PlacedImage
 from blockdiff.metrics import METRICS
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 from blockdiff.training.callbacks import Callback
@@ -51,6 +52,18 @@ def test_the_masks_of_the_design_are_those_of_the_code() -> None:
         assert [line[33 * place :][:27].rstrip() for line in encodings] == encoding
         denoising = drawn(denoise_spans(*geometry, window), ROW, "".join(CANVASES), "".join(CANVASES))
         assert [line[48 * place :][:45].rstrip() for line in denoisings] == denoising
+
+
+@pytest.mark.quick
+def test_the_masks_of_images_in_the_design_are_those_of_the_code() -> None:
+    row = "pq1234r56s"
+    images = [PlacedImage(ImageInput({}, n, bytes([n])), column) for n, column in ((3, 2), (1, 5), (2, 7))]
+    batch = lay_out([CleanRow([*map(ord, row)], [], images=images)], 4, 0)
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    block = next(block for block in re.findall(r"```\n(.*?)```", text, re.S) if "encode with images" in block)
+    for place, window in enumerate((None, 3)):
+        found = drawn(encode_spans(batch.doc_start_BS, window, None, batch.images.run_BS2), "", row, row)
+        assert [line[33 * place :][:23].rstrip() for line in block.splitlines()[1:]] == found
 
 
 def test_the_floors_of_the_design_are_those_of_the_code() -> None:
