@@ -6,13 +6,16 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from blockdiff.data.alterations import Alterations, alterations_of
 from blockdiff.data.control_tokens import ControlTokens, Guard, guard_of, why_not_encoded
+from blockdiff.data.image_parts import parts_of
+from blockdiff.data.images import ImageReader
+from blockdiff.data.messages import ImageSource
 from blockdiff.data.rows import Row
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.template import (
@@ -24,22 +27,32 @@ from blockdiff.data.template import (
     token_spans,
     training_template,
 )
-from blockdiff.data.tokenise import Encoded, backend_of, tokenised
+from blockdiff.data.tokenise import Encoded, backend_of, expanded, ids_around, tokenised
 from blockdiff.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A row, its tokens, its responses, the number of the assistant's turns, and what was altered.
-Encoding = tuple[Row, list[int], list["Span"], int, Counter[str]]
+# A row, its tokens, its responses, its images, the number of the assistant's turns, and what was altered.
+Encoding = tuple[Row, list[int], list["Span"], list["ExampleImage"], int, Counter[str]]
 CHUNK = 128  # rows given to the tokenizer in one call; their offsets are many small objects
+
+
+@dataclass(frozen=True)
+class ExampleImage:
+    """An image of an example without its pixels: where it comes from, the columns it takes, and its digest."""
+
+    source: ImageSource
+    column: int
+    tokens: int
+    digest: bytes
 
 
 @dataclass(frozen=True)
 class Example:
     """A row as tokens, with the columns [start, end) of its responses; `sample_id` is its row number.
 
-    Of several sources, row numbers go on from one to the next.
+    Of several sources, row numbers go on from one to the next. The tokens have all placeholders of `images`.
     """
 
     sample_id: int
@@ -47,6 +60,7 @@ class Example:
     responses: list[Span]
     is_truncated: bool = False
     where: str = ""
+    images: tuple[ExampleImage, ...] = ()
 
 
 def truncated(
@@ -78,7 +92,8 @@ class Encoder:
     canvas boundary, left out, or refused by name. `chat`: prompt and response are a conversation of two turns.
     `verbatim`: conversations are written by a template of ours that alters no message, not by the tokenizer's.
     `control_tokens`: what rows have of control tokens is "text" like any other, or "allow"ed to be these tokens.
-    `skips_bad_rows`: those who read rows for it leave out and count the rows that cannot be used.
+    `skips_bad_rows`: those who read rows for it leave out and count the rows that cannot be used. `reader`: reads the
+    images of rows; without one, rows that have any are refused.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -93,6 +108,7 @@ class Encoder:
     verbatim: bool = False
     control_tokens: ControlTokens = "text"
     skips_bad_rows: bool = False
+    reader: ImageReader | None = None
 
     @cached_property
     def template(self) -> str:
@@ -130,6 +146,7 @@ class Encoder:
         is_split = bool(self.tokenizer.split_special_tokens)
         text = json.dumps([template, options, more, self.control_tokens, is_split], default=str)
         text += " skips bad rows" * self.skips_bad_rows
+        text += "" if self.reader is None else self.reader.fingerprint
         return hashlib.blake2b((text + backend.to_str()).encode(), digest_size=16).hexdigest()
 
     @property
@@ -157,7 +174,7 @@ class Encoder:
         `counts_bad` or `skips_bad_rows` such rows are left out and counted.
         """
         bad = statistics if counts_bad or self.skips_bad_rows else None
-        for sample_id, (row, tokens, responses, turns, changes) in enumerate(self._encoded(rows, bad)):
+        for sample_id, (row, tokens, responses, images, turns, changes) in enumerate(self._encoded(rows, bad)):
             statistics.count_row(row.messages is not None, turns - len(responses), changes)
             try:
                 fitted = self._fitted(tokens, responses, row.where)
@@ -169,8 +186,10 @@ class Encoder:
             if fitted is None:
                 statistics.count_dropped(row.where)
                 continue
-            statistics.count_example(fitted[0], fitted[1], cut_tokens=len(tokens) - len(fitted[0]))
-            yield Example(sample_id, fitted[0], fitted[1], len(fitted[0]) < len(tokens), row.where)
+            cut_tokens = len(tokens) - len(fitted[0])
+            kept = tuple(image for image in images if image.column < len(fitted[0]))  # a cut is in no image
+            statistics.count_example(fitted[0], fitted[1], [image.tokens for image in kept], cut_tokens=cut_tokens)
+            yield Example(sample_id, fitted[0], fitted[1], cut_tokens > 0, row.where, kept)
 
     def nothing_left(self, rows: int, where: str = "") -> DataError:
         """The error for data of which no row is left."""
@@ -220,21 +239,70 @@ class Encoder:
         """The encodings of some rows, which are tokenised in few calls."""
         encoded_pairs = iter(self._pairs([row for row in rows if row.messages is None]))
         encoded_chats = iter(self._chats([row for row in rows if row.messages]))
+        images = self._images(rows)
         for row in rows:
             tokens, responses, changes = next(encoded_pairs if row.messages is None else encoded_chats)
+            tokens, responses, placed = self._placed(row, tokens, responses, [next(images) for _ in row.sources])
             chosen = responses if self.turns == "all" else responses[-1:]
-            yield row, tokens, chosen, len(responses), changes
+            yield row, tokens, chosen, placed, len(responses), changes
+
+    def _images(self, rows: Sequence[Row]) -> Iterator[ExampleImage]:
+        """The images of some rows, one after the other, read together; where they stand is not known yet."""
+        sources = [(row, source) for row in rows for source in row.sources]
+        if not sources:
+            return
+        if self.reader is None:
+            raise DataError(f"{sources[0][0].where}: has an image, but the model takes none; remove it from the row")
+        paths = [self.reader.located(source, row.where) for row, source in sources]
+        for (row, source), found in zip(sources, self.reader.facts(paths), strict=True):
+            if isinstance(found, DataError):
+                raise DataError(f"{row.where}: {found}")
+            if not isinstance(source, str | bytes):
+                raise DataError(f"{row.where}: an image is given as tensors; training reads files and their bytes")
+            yield ExampleImage(source, 0, *found)
+
+    def _placed(
+        self, row: Row, tokens: list[int], responses: list[Span], images: Sequence[ExampleImage]
+    ) -> tuple[list[int], list[Span], list[ExampleImage]]:
+        """The tokens with all placeholders of the row's images, of each of which they have one, and what moves so."""
+        if self.reader is None or not (images or self.reader.tokens[1] in tokens):
+            return tokens, responses, []
+        try:
+            whole = expanded(tokens, [image.tokens for image in images], ids_around(self.reader.tokens, self.tokenizer))
+        except DataError as error:
+            raise DataError(f"{row.where}: {error}") from None
+        moved = [(whole.moved[start], whole.moved[end]) for start, end in responses]
+        return whole.ids, moved, [replace(image, column=at) for image, at in zip(images, whole.columns, strict=True)]
 
     def _pairs(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span], Counter[str]]]:
         """Raw text: bos and prompt, then response and eos, tokenised apart so that no token joins them."""
         bos = self.tokenizer.bos_token_id
         head = [] if bos is None else [bos]
-        prompts = self._tokenise([row.prompt or "" for row in rows], rows)
         responses = self._tokenise([row.response or "" for row in rows], rows)
-        for prompt, response in zip(prompts, responses, strict=True):
-            start = prompt.ids if prompt.ids[:1] == head else [*head, *prompt.ids]
+        for (prompt, is_cut), response in zip(self._prompts(rows), responses, strict=True):
+            start = prompt if prompt[:1] == head else [*head, *prompt]
             tokens = [*start, *response.ids, self.eos_id]
-            yield tokens, [(len(start), len(tokens))], Counter(spelt=bool(prompt.cuts or response.cuts))
+            yield tokens, [(len(start), len(tokens))], Counter(spelt=is_cut or bool(response.cuts))
+
+    def _prompts(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], bool]]:
+        """The tokens of raw prompts, with a placeholder for each image, and whether they spell a control token."""
+        parts = [
+            parts_of(row.prompt or "", row.images) if row.images else [{"type": "text", "text": row.prompt or ""}]
+            for row in rows
+        ]
+        texts = [
+            (part["text"], row) for row, of_row in zip(rows, parts, strict=True) for part in of_row if "text" in part
+        ]
+        encoded = iter(self._tokenise([text for text, _ in texts], [row for _, row in texts]))
+        for of_row in parts:
+            ids, is_cut = list[int](), False
+            for part in of_row:
+                if part["type"] == "text":
+                    piece = next(encoded)
+                    ids, is_cut = ids + piece.ids, is_cut or bool(piece.cuts)
+                elif self.reader is not None:
+                    ids.append(self.reader.tokens[1])
+            yield ids, is_cut
 
     def _chats(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span], Counter[str]]]:
         rendered = [self._rendered(row) for row in rows]

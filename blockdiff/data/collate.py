@@ -6,19 +6,24 @@ micro-batch or a restart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
 from blockdiff.canvas import PADDING_ROW, Batch, Canvas, CleanRow, cut, fill, joined, lay_out
 from blockdiff.data.chat import Example
+from blockdiff.data.images import ImageReader, name_of
+from blockdiff.data.messages import ImageSource
 from blockdiff.data.order import AnyOrder
 from blockdiff.data.packing import best_fit, deal
 from blockdiff.diffusion.schedule import TimeDraw
 from blockdiff.errors import DataError
+from blockdiff.images import PlacedImage
 from blockdiff.seeding import Stream, uniform
 
 if TYPE_CHECKING:
@@ -117,7 +122,8 @@ class Collator:
     the chance that a canvas gets the self-conditioning signal. `ar_scope` says which next-token pairs are scored: all,
     or those whose target lies in a response. Without `scores_ar` none is, and columns that no canvas sees are left out.
     `normalisation` says what the losses are means over: scored tokens (a position weighs 1) or examples (a position
-    weighs 1 / scored positions of its example in this optimiser step, as in Google's recipe).
+    weighs 1 / scored positions of its example in this optimiser step, as in Google's recipe). `reader` reads the images
+    of examples.
     """
 
     canvas_length: int
@@ -130,6 +136,7 @@ class Collator:
     scores_ar: bool = True
     normalisation: Literal["token", "example"] = "token"
     ar_scope: Literal["all", "response"] = "all"
+    reader: ImageReader | None = None
 
     def __call__(
         self,
@@ -164,7 +171,10 @@ class Collator:
         slots: Sequence[int],
         total_slots: int,
     ) -> list[CleanRow]:
-        """One row per example with its canvases and everything drawn for them; addressed as the batch."""
+        """One row per example with its canvases and everything drawn for them; addressed as the batch.
+
+        Raises DataError for an image that cannot be read, or is no longer the one that the example was made with.
+        """
         if not examples:
             return []
         epochs = [epoch] * len(examples) if isinstance(epoch, int) else list(epoch)
@@ -189,10 +199,44 @@ class Collator:
             canvases_of[row].append(
                 Canvas(tokens, start, content=end - start, t=t, coin=coin, address=address, weight=weight)
             )
-        return [
-            CleanRow(self._seen(example, canvases), canvases, example.sample_id, ar_weights=self._ar_weights(example))
-            for example, canvases in zip(examples, canvases_of, strict=True)
-        ]
+        result = []
+        for example, canvases, images in zip(examples, canvases_of, self._images(examples), strict=True):
+            tokens, weights = self._seen(example, canvases), self._ar_weights(example)
+            seen = [image for image in images if image.end <= len(tokens)]
+            result.append(CleanRow(tokens, canvases, example.sample_id, ar_weights=weights, images=seen))
+        return result
+
+    def begin(self, examples: Sequence[Example]) -> None:
+        """Begin to read the images of the examples whose rows are asked for next."""
+        if self.reader is not None:
+            with suppress(DataError):  # which `rows` raises again
+                self.reader.begin(self._sources(examples))
+
+    def _sources(self, examples: Sequence[Example]) -> list[ImageSource]:
+        reader = self.reader
+        assert reader is not None, "nothing encodes images without a reader"
+        return [reader.located(image.source, example.where) for example in examples for image in example.images]
+
+    def _images(self, examples: Sequence[Example]) -> list[list[PlacedImage]]:
+        """The images of every example at their places."""
+        result: list[list[PlacedImage]] = [[] for _ in examples]
+        if not any(example.images for example in examples):
+            return result
+        reader, sources = self.reader, self._sources(examples)
+        assert reader is not None
+        found = iter(zip(sources, reader.read_all(sources), strict=True))
+        for example, placed in zip(examples, result, strict=True):
+            for known in example.images:
+                source, image = next(found)
+                if isinstance(image, DataError):
+                    raise DataError(f"{example.where}: {image}")
+                if image.digest != known.digest:
+                    raise DataError(
+                        f"{example.where}: {name_of(source)} has changed since the row was encoded; put the picture "
+                        "back, or have the rows encoded anew with another data.cache"
+                    )
+                placed.append(PlacedImage(image, known.column))
+        return result
 
     def _seen(self, example: Example, canvases: Sequence[Canvas]) -> Sequence[int]:
         """The clean tokens that a loss or a canvas reads."""
@@ -200,11 +244,15 @@ class Collator:
 
     def _ar_weights(self, example: Example) -> list[float] | None:
         """The weight of each column's pair of tokens; None where all count 1."""
-        if not self.scores_ar or (self.ar_scope == "all" and self.normalisation == "token"):
+        is_plain = self.ar_scope == "all" and self.normalisation == "token" and not example.images
+        if not self.scores_ar or is_plain:
             return None
         pairs = len(example.tokens) - 1
         spans = example.responses if self.ar_scope == "response" else [(1, pairs + 1)]
-        columns = [column - 1 for start, end in spans for column in range(max(start, 1), end)]  # before their targets
+        # Nothing has to predict a placeholder, whose place is known as soon as there is an image.
+        placeholders = {image.column + part for image in example.images for part in range(image.tokens)}
+        targets = [column for start, end in spans for column in range(max(start, 1), end) if column not in placeholders]
+        columns = [target - 1 for target in targets]
         weights = [0.0] * (pairs + 1)
         for column in columns:
             weights[column] = 1.0 if self.normalisation == "token" else 1 / len(columns)
@@ -240,6 +288,38 @@ def micro_batches(
     made of rows of similar size. A rank for which no packed row is left gets a batch of padding.
     Raises DataError when there are fewer examples than ranks.
     """
+    taken, groups, example_of = _share(examples, order, collator, step, rank, world, pack)
+    slots = sorted(slot for row in groups for slot in row)
+    rows = collator.rows(
+        [example_of(slot) for slot in slots],
+        epoch=[taken[slot][0] for slot in slots],
+        step=step,
+        slots=slots,
+        total_slots=len(taken),
+    )
+    row_of = dict(zip(slots, rows, strict=True))
+    laid_out = [row_of[row[0]] if len(row) == 1 else joined([row_of[slot] for slot in row]) for row in groups]
+    laid_out = laid_out or [PADDING_ROW]
+    size = micro_batch_size or len(laid_out)
+    if len(laid_out) > size:  # less padding; the largest first, so that memory peaks early
+        laid_out.sort(key=lambda row: -len(row.tokens) - len(row.canvases) * collator.canvas_length)
+    return [collator.lay_out(laid_out[first : first + size]) for first in range(0, len(laid_out), size)]
+
+
+def begin_images(
+    examples: Sequence[Example], order: AnyOrder, collator: Collator, step: int, rank: int, world: int, pack: int | None
+) -> None:
+    """Begin to read the images of `micro_batches` of an optimiser step, beside the one that is under way."""
+    if collator.reader is not None:
+        with suppress(DataError):  # which `micro_batches` raises again
+            _, groups, example_of = _share(examples, order, collator, step, rank, world, pack)
+            collator.begin([example_of(slot) for slot in sorted(slot for row in groups for slot in row)])
+
+
+def _share(
+    examples: Sequence[Example], order: AnyOrder, collator: Collator, step: int, rank: int, world: int, pack: int | None
+) -> tuple[list[tuple[int, int]], list[list[int]], Callable[[int], Example]]:
+    """The (epoch, index) of every slot of an optimiser step, the slots of each row of this rank, and their examples."""
     taken = order(step)
     total = len(taken)
     lengths: Sequence[int] | NDArray[np.int64] | None = getattr(examples, "lengths", None)
@@ -260,21 +340,7 @@ def micro_batches(
         packed = best_fit(tokens, pack)
         work = [sum(tokens[slot] + collator.canvas_tokens(tokens[slot]) for slot in row) for row in packed]
         groups = [packed[row] for row in deal(work, world)[rank]]
-    slots = sorted(slot for row in groups for slot in row)
-    rows = collator.rows(
-        [example_of(slot) for slot in slots],
-        epoch=[taken[slot][0] for slot in slots],
-        step=step,
-        slots=slots,
-        total_slots=total,
-    )
-    row_of = dict(zip(slots, rows, strict=True))
-    laid_out = [row_of[row[0]] if len(row) == 1 else joined([row_of[slot] for slot in row]) for row in groups]
-    laid_out = laid_out or [PADDING_ROW]
-    size = micro_batch_size or len(laid_out)
-    if len(laid_out) > size:  # less padding; the largest first, so that memory peaks early
-        laid_out.sort(key=lambda row: -len(row.tokens) - len(row.canvases) * collator.canvas_length)
-    return [collator.lay_out(laid_out[first : first + size]) for first in range(0, len(laid_out), size)]
+    return taken, groups, example_of
 
 
 def heldout_batches(
@@ -282,7 +348,15 @@ def heldout_batches(
 ) -> Iterator[Batch]:
     """This rank's part of the held-out examples; canvases, noise levels and coins are always the same."""
     slots = slots_of(rank, world, len(examples))
-    for start in range(0, len(slots), batch_size):
-        part = slots[start : start + batch_size]
-        chosen = [examples[slot] for slot in part]
-        yield collator(chosen, epoch=HELDOUT_STEP, step=HELDOUT_STEP, slots=part, total_slots=len(examples))
+    parts = [slots[start : start + batch_size] for start in range(0, len(slots), batch_size)]
+    for number, part in enumerate(parts):
+        rows = collator.rows(
+            [examples[slot] for slot in part],
+            epoch=HELDOUT_STEP,
+            step=HELDOUT_STEP,
+            slots=part,
+            total_slots=len(examples),
+        )
+        if collator.reader is not None:
+            collator.begin([examples[slot] for slot in chain.from_iterable(parts[number + 1 : number + 2])])
+        yield collator.lay_out(rows)

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, overload
 
 import numpy as np
@@ -15,9 +14,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from blockdiff.data.chat import Example
+from blockdiff.data.chat import Example, ExampleImage
 
 BATCH = 4096  # examples of a record batch: what is in memory while writing
+BATCH_BYTES = 256 << 20  # of images that came as bytes, in a record batch
+IMAGE = pa.struct(
+    [
+        ("path", pa.string()),  # as the row has it
+        ("bytes", pa.large_binary()),  # of the file, where the row has no path
+        ("column", pa.int32()),
+        ("tokens", pa.int32()),
+        ("digest", pa.binary()),  # of the pixels, which are not kept
+    ]
+)
 SCHEMA = pa.schema(
     [
         ("sample_id", pa.int64()),
@@ -26,6 +35,7 @@ SCHEMA = pa.schema(
         ("is_truncated", pa.bool_()),
         ("file", pa.int32()),  # which of the source's files, so that they may move
         ("place", pa.string()),  # "17" or "row 17"
+        ("images", pa.list_(IMAGE)),
     ]
 )
 
@@ -33,9 +43,9 @@ SCHEMA = pa.schema(
 def write_examples(file: IO[bytes], examples: Iterable[Example], files: Sequence[str]) -> int:
     """Write examples of rows that come from `files` as an Arrow stream, some at a time; returns how many."""
     number = {name: index for index, name in enumerate(files)}
-    examples, count = iter(examples), 0
+    count = 0
     with pa.ipc.new_stream(file, SCHEMA) as writer:
-        while chunk := list(islice(examples, BATCH)):
+        for chunk in _chunks(examples):
             places = [example.where.rpartition(":") for example in chunk]
             columns: list[Any] = [
                 [example.sample_id for example in chunk],
@@ -44,10 +54,33 @@ def write_examples(file: IO[bytes], examples: Iterable[Example], files: Sequence
                 [example.is_truncated for example in chunk],
                 [number[name] for name, _, _ in places],
                 [place for _, _, place in places],
+                [[_record(image) for image in example.images] for example in chunk],
             ]
             writer.write_batch(pa.RecordBatch.from_pydict(dict(zip(SCHEMA.names, columns, strict=True)), SCHEMA))
             count += len(chunk)
     return count
+
+
+def _chunks(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    chunk, size = list[Example](), 0
+    for example in examples:
+        chunk.append(example)
+        size += sum(len(image.source) for image in example.images if isinstance(image.source, bytes))
+        if len(chunk) == BATCH or size > BATCH_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _record(image: ExampleImage) -> dict[str, Any]:
+    which = "path" if isinstance(image.source, str) else "bytes"
+    return {which: image.source, "column": image.column, "tokens": image.tokens, "digest": image.digest}
+
+
+def _image(record: dict[str, Any]) -> ExampleImage:
+    source = record.pop("bytes") if record["path"] is None else record["path"]
+    return ExampleImage(source, record["column"], record["tokens"], record["digest"])
 
 
 def read_table(file: IO[bytes]) -> pa.Table:
@@ -84,6 +117,7 @@ class Examples(Sequence[Example]):
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        sample_id, tokens, edges, is_truncated, file, place = (column[index].as_py() for column in self.columns)
+        sample_id, tokens, edges, is_truncated, file, place, images = (column[index].as_py() for column in self.columns)
         responses = list(zip(edges[::2], edges[1::2], strict=True))
-        return Example(sample_id, tokens, responses, is_truncated, f"{self.files[file]}:{place}")
+        where = f"{self.files[file]}:{place}"
+        return Example(sample_id, tokens, responses, is_truncated, where, tuple(map(_image, images)))

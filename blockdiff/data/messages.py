@@ -5,7 +5,12 @@ Each comes out in one form, the one that chat templates read, or is refused with
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
+import re
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from blockdiff.data.strict_json import DECODER
@@ -24,7 +29,13 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard":
 REASONING_KEYS = ("reasoning", "reasoning_content")
 OF_ASSISTANT = (*REASONING_KEYS, "tool_calls")
 
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://|(file|blob):", re.IGNORECASE)
+DATA_URI = re.compile(r"data:image/[^,;]*;base64,", re.IGNORECASE)
+
 Message = dict[str, Any]
+Part = dict[str, Any]
+# The path of a picture, the bytes of its file, or an `ImageInput` that somebody else's processor has made.
+ImageSource = Any
 
 
 class BadRow(Exception):
@@ -82,17 +93,76 @@ def left_out_tool(text: str, messages: Sequence[Mapping[str, Any]], tools: Seque
     return next((name for name in names if name not in text), None)
 
 
-def content_of(value: Any, name: str) -> str:
-    """Content is text, or a list of text parts as multimodal files write it."""
+def content_of(value: Any, name: str) -> str | list[Part]:
+    """Content is text, or a list of parts: it becomes one text, or a list of parts where there is an image."""
     if not isinstance(value, list):
         return text_of(value, name)
-    parts = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-            raise BadRow(f"{name}[{index}] is {kind!r}; only text parts are supported")
-        parts.append(text_of(part.get("text"), f"{name}[{index}].text"))
-    return "".join(parts)
+    parts = [_part(part, f"{name}[{index}]") for index, part in enumerate(value)]
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _part(value: Any, name: str) -> Part:
+    kind = value.get("type") if isinstance(value, Mapping) else kind_of(value)
+    if kind == "text":
+        return {"type": "text", "text": text_of(value.get("text"), f"{name}.text")}
+    if kind == "image":
+        image = value.get("image")
+        return {"type": "image"} if image is None else {"type": "image", "image": image_source(image, f"{name}.image")}
+    if kind == "image_url":
+        url = value.get("image_url")
+        url = url.get("url") if isinstance(url, Mapping) else url
+        if not isinstance(url, str) or not url.startswith("data:"):
+            raise BadRow(f"{name}.image_url is no data URI, and no address is fetched; write data:image/png;base64,...")
+        return {"type": "image", "image": image_source(url, f"{name}.image_url")}
+    raise BadRow(f"{name} is {kind!r}; only parts of text and images are supported")
+
+
+def image_source(value: Any, name: str) -> ImageSource:
+    """The path of a picture, or the bytes of its file: those of a data URI, of `datasets`, or made of PIL's image."""
+    from blockdiff.images import ImageInput
+
+    if isinstance(value, ImageInput):
+        return value
+    if isinstance(value, Mapping):  # as Arrow files and `datasets` have images
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, PathLike):
+        value = str(value)
+    if hasattr(value, "convert") and hasattr(value, "save"):
+        value = _png(value, name)
+    if isinstance(value, str) and value.startswith("data:"):
+        value = _of_uri(value, name)
+    if not isinstance(value, str | bytes):
+        raise BadRow(f"{name} is {kind_of(value)}; give the path of a picture, a data URI, or the bytes of a file")
+    if not value:
+        raise BadRow(f"{name} is empty; give the path of a picture, or leave it out")
+    if isinstance(value, str) and ADDRESS.match(text_of(value, name)):
+        raise BadRow(f"{name} is the address {value!r:.80}, and no address is fetched; save the picture as a file")
+    return value
+
+
+def _of_uri(uri: str, name: str) -> bytes:
+    header = DATA_URI.match(uri)
+    if header is None:
+        raise BadRow(f"{name} is the data URI {uri!r:.40}, not a picture's; write data:image/png;base64,...")
+    try:
+        return base64.b64decode(uri[header.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRow(f"{name} is a data URI whose base64 is broken ({error}); write it again") from None
+
+
+def _png(image: Any, name: str) -> bytes:
+    """The bytes of a PNG file with the pixels of PIL's image, upright."""
+    from PIL import ImageOps
+
+    file = io.BytesIO()
+    try:
+        upright = ImageOps.exif_transpose(image)
+        (upright if upright.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else upright.convert("RGB")).save(file, "PNG")
+    except Exception as error:  # a lazily opened file may be anything
+        raise BadRow(f"{name} is an image that PIL cannot read ({error}); make it anew") from None
+    return file.getvalue()
 
 
 def text_of(value: Any, name: str) -> str:
@@ -155,6 +225,8 @@ def _message(value: Any, name: str) -> Message:
         message["content"] = content
     else:
         message["content"] = "" if content is None and calls else content_of(content, f"{name}.{content_key}")
+        if isinstance(message["content"], list) and message["role"] != "user":
+            raise BadRow(f"{name} has an image but role {role}; only a user's message can have images")
     for key in OF_ASSISTANT:
         if value.get(key) and message["role"] != "assistant":
             raise BadRow(f"{name} has {key} but role {role}; only an assistant message can have it")

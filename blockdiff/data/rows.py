@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-from blockdiff.data.messages import BadRow, Message, checked_messages, checked_tools, kind_of, text_of
+from blockdiff.data.image_parts import column_of_images, images_in, located, parts_of, replaced, with_images
+from blockdiff.data.messages import BadRow, ImageSource, Message, checked_messages, checked_tools, kind_of, text_of
 from blockdiff.errors import DataError
 
 CONVERSATION_KEYS = ("messages", "conversations")
 ALPACA_KEYS = ("instruction", "input", "output")
-KEYS = ("prompt", "response", "messages", "tools", "system", "id")
+KEYS = ("prompt", "response", "messages", "tools", "system", "image", "images", "id")
 CONTENT_KEYS = {"prompt", "response", "completion", "history", *ALPACA_KEYS, *CONVERSATION_KEYS}
 
 
@@ -20,7 +22,8 @@ CONTENT_KEYS = {"prompt", "response", "completion", "history", *ALPACA_KEYS, *CO
 class Row:
     """One row: either `prompt` and `response`, or `messages` and maybe `tools` that it declares.
 
-    `where` is "file:line" or "file:row N". A row that is to be answered needs no response.
+    `where` is "file:line" or "file:row N". A row that is to be answered needs no response. Images are in the parts of
+    messages; those of a prompt are `images`, at its markers or before it.
     """
 
     where: str
@@ -29,14 +32,33 @@ class Row:
     messages: tuple[Message, ...] | None = None
     id: str | None = None
     tools: tuple[Message, ...] | None = None
+    images: tuple[ImageSource, ...] = ()
+
+    @property
+    def sources(self) -> list[ImageSource]:
+        """All its images in the order of the text."""
+        return list(self.images) if self.messages is None else images_in(self.messages)
+
+    def located(self, folder: Path, *, anywhere: bool = False) -> Row:
+        """The same row with absolute paths of its images, seen from `folder`.
+
+        Raises DataError, which names the row, for a path outside of the folder, unless `anywhere`.
+        """
+        try:
+            found = tuple(located(each, folder, anywhere=anywhere) for each in self.sources)
+        except DataError as error:
+            raise DataError(f"{self.where}: {error}") from None
+        if self.messages is None:
+            return replace(self, images=found)
+        return replace(self, messages=replaced(self.messages, found))
 
     def as_conversation(self) -> Row:
         """The same row with its prompt as the user's turn and its response as the assistant's."""
         if self.messages is not None:
             return self
-        turns = (("user", self.prompt), ("assistant", self.response))
-        messages = tuple({"role": role, "content": text or ""} for role, text in turns)
-        return replace(self, prompt=None, response=None, messages=messages)
+        asked = parts_of(self.prompt or "", self.images) if self.images else self.prompt or ""
+        messages = {"role": "user", "content": asked}, {"role": "assistant", "content": self.response or ""}
+        return replace(self, prompt=None, response=None, messages=messages, images=())
 
 
 def texts_of(row: Row) -> Iterator[str]:
@@ -45,7 +67,10 @@ def texts_of(row: Row) -> Iterator[str]:
         if text:
             yield text
     for message in row.messages or ():
-        yield from (message[key] for key in ("reasoning", "content") if isinstance(message.get(key) or None, str))
+        content = message.get("content")
+        parts = content if isinstance(content, list) else ()
+        texts = (message.get("reasoning"), content, *(part.get("text") for part in parts))
+        yield from (text for text in texts if text and isinstance(text, str))
 
 
 def check_row(value: Any, where: str, columns: Mapping[str, str] | None = None, *, is_asked: bool = False) -> Row:
@@ -76,6 +101,7 @@ def _renamed(value: Any, columns: Mapping[str, str]) -> Any:
     others: tuple[str, ...] = CONVERSATION_KEYS if {"prompt", "response"} & columns.keys() else ()
     if "messages" in columns:
         others = tuple(CONTENT_KEYS)
+    others = (*others, "image") if "images" in columns else others
     kept = {key: value[key] for key in (*KEYS, *CONTENT_KEYS) if key in value and key not in others}
     return {**kept, **{key: value[column] for key, column in columns.items()}}
 
@@ -89,6 +115,7 @@ def _row(value: Any, where: str, is_asked: bool) -> Row:
         raise BadRow(f"id is {kind_of(identity)}; make it a string or an integer")
     identity = None if identity is None else str(identity)
     is_pair = "prompt" in value or "response" in value
+    images = column_of_images(value)
     conversations = [key for key in CONVERSATION_KEYS if key in value]
     if conversations:
         if is_pair:
@@ -100,10 +127,11 @@ def _row(value: Any, where: str, is_asked: bool) -> Row:
             raise BadRow("no assistant message, so nothing can be learnt; add one or remove the row")
         if not messages:
             raise BadRow(f"{conversations[0]} has no message; write what is asked")
-        tools = checked_tools(value.get("tools"))
+        tools, messages = checked_tools(value.get("tools")), with_images(messages, images)
         return Row(where, messages=_with_system(messages, value.get("system")), id=identity, tools=tools)
     if not is_pair and "instruction" in value and (is_asked or "output" in value):
-        return Row(where, messages=_with_system(_alpaca(value, is_asked), value.get("system")), id=identity)
+        messages = with_images(_alpaca(value, is_asked), images)
+        return Row(where, messages=_with_system(messages, value.get("system")), id=identity)
     if not is_pair:
         raise BadRow(_neither(value, pair_of))
     for key in ("system", "tools"):
@@ -112,14 +140,21 @@ def _row(value: Any, where: str, is_asked: bool) -> Row:
     if "prompt" not in value:
         raise BadRow(_missing(value, "prompt"))
     if is_asked:
-        return Row(where, prompt=text_of(value["prompt"], "prompt"), id=identity)
+        return Row(where, prompt=_asked(text_of(value["prompt"], "prompt"), images), id=identity, images=images)
     name = "response" if "response" in value else "completion"
     if name not in value:
         raise BadRow(_missing(value, "response"))
     prompt, response = _of_pair(value, "prompt"), _of_pair(value, name)
     if not response:
         raise BadRow(f"{name} is empty, so nothing can be learnt; fill it or remove the row")
-    return Row(where, prompt=prompt, response=response, id=identity)
+    return Row(where, prompt=_asked(prompt, images), response=response, id=identity, images=images)
+
+
+def _asked(prompt: str, images: tuple[ImageSource, ...]) -> str:
+    """A prompt that has a place for each of its images."""
+    if images:
+        parts_of(prompt, images)
+    return prompt
 
 
 def _of_pair(value: Mapping[str, Any], key: str) -> str:

@@ -33,8 +33,8 @@ class Source:
     """One place rows come from: `path` names a file, a directory, a pattern or a hub id, or `rows` holds the rows.
 
     `weight` is its part of a mixture, `name` what statistics call it. `subset` and `split` choose within a data set
-    of the Hub (`split` also among the files of a directory). `columns` maps prompt, response, messages, system or id
-    to the column that holds it. Where `split` and `columns` are None, a recipe fills them in; otherwise they are
+    of the Hub (`split` also among the files of a directory). `columns` maps prompt, response, messages, system, images
+    or id to the column that holds it. Where `split` and `columns` are None, a recipe fills them in; otherwise they are
     "train" and nothing. `rows` is a `datasets.Dataset` or any other sequence of mappings.
     """
 
@@ -241,7 +241,9 @@ class Table:
         if self.content is not None:
             return _hash(self.source, [self.content])
         counts = Statistics(1)
-        rows = ((row.prompt, row.response, row.messages, row.id, row.tools) for row in self.rows(counts=counts))
+        rows = (
+            (row.prompt, row.response, row.messages, row.id, row.tools, row.images) for row in self.rows(counts=counts)
+        )
         parts = [repr(row) for row in rows]
         return _hash(self.source, [*parts, *([f"{counts.bad} {counts.first_bad}"] if counts.bad else [])])
 
@@ -269,6 +271,9 @@ def on_hub(source: Source, streaming: bool) -> Table:
     content = repr((source.path, source.subset, split, str(found.info.version))) if streaming else found._fingerprint
     if found.column_names is not None:
         found = found.select_columns(source.choose(list(found.column_names)))
+    for name, feature in (found.features or {}).items():
+        if isinstance(feature, datasets.Image):  # the bytes of the files; pictures are decoded when they are needed
+            found = found.cast_column(name, datasets.Image(decode=False))
     return Table(source, found, f"{source.path}:{split}:row ", content)
 
 

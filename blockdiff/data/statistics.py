@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -22,8 +22,9 @@ class Statistics:
     `dropped` rows were too long (or had no room for a canvas within max_length), the first of them at `first_dropped`
     (file and line, without its directory). `bad` rows cannot be used, for the reasons in `first_bad`. `truncated` ones
     were cut at a canvas boundary and lost `cut_tokens`. `clean_tokens` are in rows (prompts too), `response_tokens` in
-    responses. Of the `conversations` among the rows, `unscored_turns` of the assistant are context only. The last six
-    say what became of messages (`blockdiff.data.alterations.WORDS`), and how many rows spell control tokens.
+    responses, and `image_tokens` stand for `images`. Of the `conversations` among the rows, `unscored_turns` of the
+    assistant are context only. The last six say what became of messages (`blockdiff.data.alterations.WORDS`), and how
+    many rows spell control tokens.
     """
 
     canvas_length: int
@@ -39,6 +40,8 @@ class Statistics:
     response_tokens: int = 0
     clean_tokens: int = 0
     longest: int = 0
+    images: int = 0
+    image_tokens: int = 0
     conversations: int = 0
     unscored_turns: int = 0
     stripped: int = 0
@@ -73,8 +76,12 @@ class Statistics:
         listed = " | ".join([*self.first_bad, *[f"{more:,} more"] * (more > 0)])
         return listed if self.bad == 1 else f"{self.bad:,} rows cannot be used: {listed}"
 
-    def count_example(self, tokens: list[int], responses: list[tuple[int, int]], *, cut_tokens: int) -> None:
-        """Count an example, which lost `cut_tokens` to the limit."""
+    def count_example(
+        self, tokens: list[int], responses: list[tuple[int, int]], images: Sequence[int] = (), *, cut_tokens: int
+    ) -> None:
+        """Count an example with images of so many tokens, which lost `cut_tokens` to the limit."""
+        self.images += len(images)
+        self.image_tokens += sum(images)
         self.truncated += cut_tokens > 0
         self.cut_tokens += cut_tokens
         self.responses += len(responses)
@@ -121,9 +128,11 @@ class Statistics:
 
     def __str__(self) -> str:
         context = f" ({self.unscored_turns:,} assistant turns as context only)" if self.unscored_turns else ""
+        images = f"{self.images:,} images of {self.image_tokens:,} tokens, " if self.images else ""
         canvases = f"{self.canvases:,} canvases of {self.canvas_length}, {self.fill_share:.1%} fill, "
         return (
             f"{self.rows:,} rows ({self.dropped:,} dropped, {self.truncated:,} truncated: "
             f"{self.cut_tokens:,} tokens cut), {self.responses:,} responses{context}, "
-            f"{canvases * (self.canvas_length > 1)}{self.scored_tokens:,} scored tokens, longest row {self.longest:,}"
+            f"{images}{canvases * (self.canvas_length > 1)}{self.scored_tokens:,} scored tokens, "
+            f"longest row {self.longest:,}"
         )

@@ -9,6 +9,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockdiff.data.control_tokens import OPEN, Guard
+from blockdiff.data.image_parts import for_template
 from blockdiff.data.messages import Message, left_out_tool
 from blockdiff.errors import DataError
 from blockdiff.time_limit import TEMPLATE_SECONDS, time_limit
@@ -134,7 +135,7 @@ def render(
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    asked = [list(messages), None if tools is None else list(tools), dict(variables)]
+    asked = [for_template(messages), None if tools is None else list(tools), dict(variables)]
     (shown, declared, told), hidden = guard.hide(asked)
     try:
         with time_limit(TEMPLATE_SECONDS):

@@ -9,12 +9,17 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blockdiff.data.control_tokens import ControlTokens, Guard, cut, guard_of, why_not_encoded
-from blockdiff.data.messages import BadRow, Message, checked_messages, checked_tools
+from blockdiff.data.image_parts import image_parts, images_in, parts_of
+from blockdiff.data.images import ImageReader, ImageTokens
+from blockdiff.data.messages import BadRow, ImageSource, Message, Part, checked_messages, checked_tools
 from blockdiff.data.template import RefusedByTemplate, Span, is_variable, render
 from blockdiff.errors import DataError
+from blockdiff.images import ImageInput, PlacedImage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SHOWN = "[image]"  # the place of an image in a prompt that people read
 
 
 class Encoded(NamedTuple):
@@ -23,6 +28,59 @@ class Encoded(NamedTuple):
     ids: list[int]
     offsets: list[Span]
     cuts: tuple[int, ...]
+
+
+class Prompt(NamedTuple):
+    """A prompt as text for people to read, as tokens, and the images that stand in them."""
+
+    text: str
+    tokens: list[int]
+    images: list[PlacedImage]
+
+
+class Expanded(NamedTuple):
+    """The tokens of a row whose images have all their placeholders, and the column where those of each begin.
+
+    `moved` has the new column of every old one, and of the end.
+    """
+
+    ids: list[int]
+    columns: list[int]
+    moved: list[int]
+
+
+def expanded(ids: Sequence[int], counts: Sequence[int], around: tuple[int, int, int]) -> Expanded:
+    """The tokens with a run of so many placeholders, and the tokens around it, in the place of each placeholder.
+
+    around: the ids before an image, of a placeholder, and after it. Raises DataError where there are more or fewer
+    placeholders than images.
+    """
+    before, placeholder, after = around
+    found = [column for column, token in enumerate(ids) if token == placeholder]
+    if len(found) > len(counts):
+        raise DataError("its text spells the token of an image, but there is none; change the text or add the image")
+    if len(found) < len(counts):
+        raise DataError(
+            f"the chat template writes {len(found)} of {len(counts)} images; take one that writes parts of type image"
+        )
+    result, columns, moved, at = list[int](), list[int](), list[int](), 0
+    for column, count in zip(found, counts, strict=True):
+        moved += range(len(result), len(result) + column - at + 1)
+        result += [*ids[at:column], before, *[placeholder] * count, after]
+        columns.append(len(result) - 1 - count)
+        at = column + 1
+    moved += range(len(result), len(result) + len(ids) - at + 1)
+    return Expanded([*result, *ids[at:]], columns, moved)
+
+
+def ids_around(tokens: ImageTokens, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int, int]:
+    """The ids of the tokens of images, some of which a family may know by their texts."""
+    found = [tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else token for token in tokens]
+    for id, token in zip(found, tokens, strict=True):
+        if id is None or (isinstance(token, str) and id == tokenizer.unk_token_id):
+            raise DataError(f"the tokenizer has no token {token!r}, which the model has around images")
+    before, placeholder, after = found
+    return before, placeholder, after
 
 
 def tokenised(
@@ -57,10 +115,17 @@ def tokens_of(
     return _ids(text, tokenizer, _guard(tokenizer, control_tokens), name=name)
 
 
-def raw_prompt(text: str, tokenizer: PreTrainedTokenizerBase, control_tokens: ControlTokens = "text") -> list[int]:
-    """The tokens of a raw prompt, with bos before them; it warns where the prompt spells a control token.
+def raw_prompt(
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    control_tokens: ControlTokens = "text",
+    images: Sequence[ImageSource] = (),
+    reader: ImageReader | None = None,
+) -> Prompt:
+    """A raw prompt with bos before it; it warns where the prompt spells a control token.
 
-    DataError where the text cannot be tokenised.
+    images: stand at the markers `<image>` of the text, or before it. DataError where the text cannot be tokenised or an
+    image cannot be read.
     """
     guard = _guard(tokenizer, control_tokens)
     if guard.cuts(text):
@@ -69,8 +134,38 @@ def raw_prompt(text: str, tokenizer: PreTrainedTokenizerBase, control_tokens: Co
             "(Request.allow_control_tokens) makes it the token",
             stacklevel=2,
         )
-    tokens, bos = _ids(text, tokenizer, guard), tokenizer.bos_token_id
-    return tokens if bos is None or tokens[:1] == [bos] else [bos, *tokens]
+    try:
+        parts: list[Part] = parts_of(text, images) if images else [{"type": "text", "text": text}]
+    except BadRow as error:
+        raise DataError(str(error)) from None
+    tokens: list[int] = []
+    for part in parts:
+        tokens += _ids(part["text"], tokenizer, guard) if part["type"] == "text" else [_placeholder(reader)]
+    bos = tokenizer.bos_token_id
+    tokens = tokens if bos is None or tokens[:1] == [bos] else [bos, *tokens]
+    shown = "".join(part.get("text", SHOWN) for part in parts)
+    return Prompt(shown, *_with_images(tokens, images, tokenizer, reader))
+
+
+def _placeholder(reader: ImageReader | None) -> int:
+    if reader is None:
+        raise DataError("the model takes no images; leave them out")
+    return reader.tokens[1]
+
+
+def _with_images(
+    tokens: list[int], sources: Sequence[ImageSource], tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None
+) -> tuple[list[int], list[PlacedImage]]:
+    """A prompt with a placeholder for each image, as the model reads it, and the images in it."""
+    if reader is None or not (sources or reader.tokens[1] in tokens):
+        return tokens, []
+    images: list[ImageInput] = []
+    for number, found in enumerate(reader.read_all(sources), start=1):
+        if isinstance(found, DataError):
+            raise DataError(f"image {number}: {found}")
+        images.append(found)
+    row = expanded(tokens, [image.tokens for image in images], ids_around(reader.tokens, tokenizer))
+    return row.ids, [PlacedImage(image, column) for image, column in zip(images, row.columns, strict=True)]
 
 
 def conversation(messages: Any, tools: Any = None) -> tuple[list[Message], list[Message] | None]:
@@ -83,6 +178,8 @@ def conversation(messages: Any, tools: Any = None) -> tuple[list[Message], list[
         raise DataError("messages must be a list of {role, content} objects with at least one entry")
     if checked[-1]["role"] == "assistant":
         raise DataError("the last message is the assistant's, so nothing is left to answer; leave it out")
+    if any("image" not in part for message in checked for part in image_parts(message)):
+        raise DataError("a part of type image has no image; give a path, a data URI or the bytes of a file")
     return list(checked), None if declared is None else list(declared)
 
 
@@ -93,11 +190,12 @@ def chat_prompt(
     control_tokens: ControlTokens = "text",
     thinking: bool = False,
     options: Mapping[str, Any] | None = None,
-) -> tuple[str, list[int]]:
+    reader: ImageReader | None = None,
+) -> Prompt:
     """A conversation as the tokenizer's chat template writes it, up to where the assistant begins, and its tokens.
 
     thinking: asks the template for reasoning; options: further variables of the template, which has to use them.
-    DataError where the conversation cannot be written or tokenised.
+    DataError where the conversation cannot be written or tokenised, or an image cannot be read.
     """
     if not tokenizer.chat_template:
         raise DataError("the tokenizer has no chat template; give a raw prompt instead of messages")
@@ -109,11 +207,15 @@ def chat_prompt(
     for name in options:
         if not is_variable(name, template):
             raise DataError(f"the chat template of this model has no variable {name!r:.60}; leave it out")
+    sources = images_in(checked)
+    marker = str(tokenizer.convert_ids_to_tokens(_placeholder(reader))) if sources else ""
     try:
         text, _, cuts = render(tokenizer, template, checked, options, declared, guard, is_prompt=True)
     except RefusedByTemplate as error:
         raise DataError(f"the chat template refuses these messages: {error}") from None
-    return text, _ids(text, tokenizer, guard, cuts)
+    tokens, images = _with_images(_ids(text, tokenizer, guard, cuts), sources, tokenizer, reader)
+    shown = "".join(piece.replace(marker, SHOWN) for piece in cut(text, cuts)) if marker else text
+    return Prompt(shown, tokens, images)
 
 
 def backend_of(tokenizer: PreTrainedTokenizerBase) -> Any:

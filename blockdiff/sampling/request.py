@@ -137,11 +137,11 @@ class Request:
                 raise RequestError("a prompt in words needs a tokenizer, and the sampler has none")
             try:
                 if self.messages is not None:
-                    text, tokens = chat_prompt(
+                    text, tokens, _ = chat_prompt(
                         self.messages, self.tools, tokenizer, self.control_tokens, self.thinking, self.template_options
                     )
                 else:
-                    text, tokens = str(self.prompt), raw_prompt(str(self.prompt), tokenizer, self.control_tokens)
+                    text, tokens, _ = raw_prompt(str(self.prompt), tokenizer, self.control_tokens)
             except DataError as error:
                 raise RequestError(str(error)) from None
         if not tokens:

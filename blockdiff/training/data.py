@@ -13,8 +13,9 @@ from typing import Any
 
 from blockdiff.canvas import Batch
 from blockdiff.data.chat import Encoder, Example
-from blockdiff.data.collate import Collator, NoCanvases, heldout_batches, micro_batches
+from blockdiff.data.collate import Collator, NoCanvases, begin_images, heldout_batches, micro_batches
 from blockdiff.data.dataset import TOTAL, Dataset, load_dataset
+from blockdiff.data.images import ImageReader
 from blockdiff.data.order import AnyOrder, Order, StreamOrder
 from blockdiff.data.rows import Row
 from blockdiff.data.sources import Source, rows_of
@@ -41,16 +42,13 @@ class Data:
 
     def batches(self, step: int, rank: int = 0, world: int = 1, rows: int | None = None) -> list[Batch]:
         """The micro-batches of one rank and optimiser step, counted from 1, of at most `rows` rows (None: all)."""
-        return micro_batches(
-            self.indexed,
-            self.order,
-            self.collator,
-            step,
-            micro_batch_size=rows,
-            rank=rank,
-            world=world,
-            pack=self.recipe.data.pack,
+        pack = self.recipe.data.pack
+        batches = micro_batches(
+            self.indexed, self.order, self.collator, step, micro_batch_size=rows, rank=rank, world=world, pack=pack
         )
+        if step < self.steps:
+            begin_images(self.indexed, self.order, self.collator, step + 1, rank, world, pack)
+        return batches
 
     @property
     def steps(self) -> int:
@@ -146,7 +144,7 @@ def cache_directory(setting: str) -> Path | None:
     return Path(directory).expanduser().absolute()
 
 
-def encoder(recipe: Recipe, base: StartingModel) -> Encoder:
+def encoder(recipe: Recipe, base: StartingModel, reader: ImageReader | None = None) -> Encoder:
     """The encoder that makes tokens of rows."""
     d = recipe.data
     return Encoder(
@@ -162,10 +160,11 @@ def encoder(recipe: Recipe, base: StartingModel) -> Encoder:
         verbatim=d.template == "verbatim",
         control_tokens=d.control_tokens,
         skips_bad_rows=d.on_bad_row == "skip",
+        reader=reader,
     )
 
 
-def collator(recipe: Recipe, base: StartingModel) -> Collator:
+def collator(recipe: Recipe, base: StartingModel, reader: ImageReader | None = None) -> Collator:
     """The collator that makes batches of examples."""
     o = recipe.objective
     return Collator(
@@ -179,6 +178,7 @@ def collator(recipe: Recipe, base: StartingModel) -> Collator:
         scores_ar=o.ar_loss is not None,
         normalisation=o.normalisation,
         ar_scope="all" if o.ar_loss is None else o.ar_loss.scope,
+        reader=reader,
     )
 
 
@@ -188,7 +188,8 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None) -
     With several ranks one of each node fills the cache first. Raises DataError with file and line for what cannot
     be used.
     """
-    encode = encoder(recipe, base)
+    reader: ImageReader | None = None
+    encode = encoder(recipe, base, reader)
     cache, d = cache_directory(recipe.data.cache), recipe.data
 
     def one_first() -> AbstractContextManager[object]:
@@ -215,4 +216,4 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None) -
     if asked is not None:
         specs = sources(asked, recipe, d.heldout_split)
         prompts = list(islice((row for spec in specs for row in rows_of(spec)), recipe.evaluation.prompts_count))
-    return Data(recipe, encode, train, heldout, prompts, collator(recipe, base), order)
+    return Data(recipe, encode, train, heldout, prompts, collator(recipe, base, reader), order)

@@ -52,7 +52,7 @@ LIGHT_TRAINING = (
 )
 LIGHT_DATA = (
     *("data", "data.control_tokens", "data.messages", "data.rows", "data.strict_json"),
-    *("data.template", "data.tokenise"),
+    *("data.template", "data.tokenise", "data.image_parts", "data.images"),
 )
 THERE = {"blockdiff", "torch", "triton", "transformers", "safetensors", "tokenizers"}
 

@@ -1,0 +1,115 @@
+"""The images of a row: from its own columns into the parts of its messages, and out again for a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from blockdiff.data.messages import BadRow, ImageSource, Message, Part, from_json, image_source
+from blockdiff.errors import DataError
+
+MARKER = "<image>"  # the place of an image in a text, where a row has its images in a column
+
+
+def column_of_images(row: Mapping[str, Any]) -> tuple[ImageSource, ...]:
+    """The images that a row has beside its texts, in the column `image` or `images`: one, or a list."""
+    given = [key for key in ("image", "images") if row.get(key) not in (None, "", [])]
+    if len(given) > 1:
+        raise BadRow("both image and images are there; keep one")
+    if not given:
+        return ()
+    value = from_json(row[given[0]], given[0], "[")
+    if not isinstance(value, list | tuple):
+        return (image_source(value, given[0]),)
+    return tuple(image_source(each, f"{given[0]}[{index}]") for index, each in enumerate(value))
+
+
+def parts_of(text: str, images: Sequence[ImageSource]) -> list[Part]:
+    """A text and its images as parts: an image at each marker, or all before a text without any."""
+    pieces = text.split(MARKER)
+    if len(pieces) == 1:
+        pieces = [*[""] * len(images), text]
+    if len(pieces) != len(images) + 1:
+        raise BadRow(_unlike(len(pieces) - 1, len(images)))
+    parts = [{"type": "text", "text": pieces[0]}]
+    for image, piece in zip(images, pieces[1:], strict=True):
+        parts += [{"type": "image", "image": image}, {"type": "text", "text": piece}]
+    return [part for part in parts if part.get("text") != ""]
+
+
+def with_images(messages: Sequence[Message], images: Sequence[ImageSource]) -> tuple[Message, ...]:
+    """The messages with the images of a column: in parts that have none, at markers, or before the user's first text.
+
+    Raises BadRow where there are more or fewer images than places.
+    """
+    parts = [part for message in messages for part in image_parts(message)]
+    holes = [part for part in parts if "image" not in part]
+    if not images and not holes:
+        return tuple(messages)
+    if len(holes) < len(parts):
+        raise BadRow("some images are in messages and others are not; write all of them in one way")
+    if holes:
+        if len(holes) != len(images):
+            raise BadRow(f"{len(holes)} parts of type image have none, and images has {len(images)}; correct either")
+        return replaced(messages, images)
+    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    counts = {index: messages[index]["content"].count(MARKER) for index in users}
+    if not sum(counts.values()) and users:
+        counts[users[0]] = len(images)
+    if sum(counts.values()) != len(images):
+        raise BadRow(_unlike(sum(counts.values()), len(images)))
+    result, taken = list(messages), 0
+    for index in users:
+        own = images[taken : taken + counts[index]]
+        taken += len(own)
+        if own:
+            result[index] = {**messages[index], "content": parts_of(messages[index]["content"], own)}
+    return tuple(result)
+
+
+def image_parts(message: Mapping[str, Any]) -> list[Part]:
+    """The parts of a message that are images."""
+    content = message.get("content")
+    return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
+
+
+def images_in(messages: Iterable[Mapping[str, Any]]) -> list[ImageSource]:
+    """The images of messages in their order."""
+    return [part["image"] for message in messages for part in image_parts(message)]
+
+
+def replaced(messages: Sequence[Message], images: Sequence[ImageSource]) -> tuple[Message, ...]:
+    """The messages with these images in their parts, one for each."""
+    left = iter(images)
+    return tuple(_mapped(message, lambda part: {"type": "image", "image": next(left)}) for message in messages)
+
+
+def for_template(messages: Sequence[Message]) -> list[Message]:
+    """The messages as chat templates read them: parts of images without the images."""
+    return [_mapped(message, lambda part: {"type": "image"}) for message in messages]
+
+
+def _mapped(message: Message, change: Any) -> Message:
+    if not image_parts(message):
+        return message
+    return {**message, "content": [change(part) if part["type"] == "image" else part for part in message["content"]]}
+
+
+def _unlike(markers: int, images: int) -> str:
+    return f"the texts have {markers} of {MARKER}, but there are {images} images; correct either"
+
+
+def located(source: ImageSource, folder: Path, *, anywhere: bool = False) -> ImageSource:
+    """An image with its path made absolute, seen from `folder`; DataError for one outside of it, unless `anywhere`."""
+    if not isinstance(source, str):
+        return source
+    try:
+        root, path = folder.resolve(), (folder / source).resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"{source!r:.200} is no path ({error}); correct it") from None
+    if not anywhere and not path.is_relative_to(root):
+        raise DataError(
+            f"{source!r:.200} lies outside of {root}; move it there, or name its folder with data.images.root"
+        )
+    return str(path)

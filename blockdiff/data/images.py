@@ -1,0 +1,265 @@
+"""Pictures as a model takes them: files and bytes decoded, and cut by transformers' image processor.
+
+Always the processor of the PIL backend, so that a picture has the same pixels on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from warnings import catch_warnings, simplefilter
+
+from blockdiff.data.image_parts import located
+from blockdiff.data.messages import ImageSource
+from blockdiff.errors import DataError
+from blockdiff.images import ImageInput
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")  # PIL reads others with programs of other people
+MOST_BYTES = 64 << 20  # of a file
+MOST_PIXELS = 1 << 26  # of a picture, before it is resized
+KEPT_BYTES = 512 << 20  # of pictures that were cut
+WORKERS = 8
+# The processor of MiniMax M3 exists for torchvision alone; it cuts as Qwen2-VL's does, which PIL has, at these sizes.
+M3_PIXELS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 451_584}
+
+
+# The tokens, as ids or texts, that a family puts before an image, for each of its parts, and after it.
+ImageTokens = tuple[int | str, int, int | str]
+
+
+def name_of(source: ImageSource) -> str:
+    """A picture's name in messages."""
+    return source if isinstance(source, str) else f"a picture of {len(source):,} bytes"
+
+
+def content_of(source: ImageSource) -> bytes:
+    """The bytes of a picture's file; DataError where it cannot be read or is too large."""
+    if isinstance(source, bytes):
+        content = source
+    else:
+        path = Path(source)
+        try:
+            if not path.is_file():
+                raise DataError(f"{source}: no such picture; check the path")
+            with path.open("rb") as file:
+                content = file.read(MOST_BYTES + 1)
+        except OSError as error:
+            raise DataError(f"{source}: cannot be read ({error.strerror}); check the file") from None
+    if len(content) > MOST_BYTES:
+        raise DataError(f"{name_of(source)}: has more than {MOST_BYTES >> 20} MiB; make the picture smaller")
+    return content
+
+
+_OPENING = Lock()  # filters of warnings are of the whole process
+
+
+def decoded(content: bytes, name: str) -> Image:
+    """The upright picture in the bytes of a file; DataError for what is none, is damaged or has too many pixels."""
+    from PIL import Image, ImageOps
+
+    try:
+        with _OPENING, catch_warnings():
+            simplefilter("ignore", Image.DecompressionBombWarning)  # the next lines say it in words
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise Image.DecompressionBombError
+        if getattr(image, "is_animated", False) and image.format != "MPO":  # a telephone's JPEG has a preview beside it
+            raise DataError(f"{name}: has several frames, and films are not read; save one of them as a picture")
+        return ImageOps.exif_transpose(image)
+    except DataError:
+        raise
+    except Image.UnidentifiedImageError:
+        raise DataError(f"{name}: not a picture in any of {', '.join(FORMATS)}; write one of them") from None
+    except Image.DecompressionBombError:
+        raise DataError(f"{name}: has more than {MOST_PIXELS:,} pixels; make the picture smaller") from None
+    except Exception as error:  # decoders raise a dozen kinds for damaged files
+        raise DataError(f"{name}: not a whole picture ({_one_line(error)}); write or download it again") from None
+
+
+def settings_of(directory: Path) -> Mapping[str, Any]:
+    """The values for an image processor in the files of a checkpoint; DataError where they say nothing."""
+    for file in (directory / name for name in PROCESSORS):
+        try:
+            values = json.loads(file.read_bytes())
+            values = values.get("image_processor", values)
+            if "image_processor_type" in values:
+                return values
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise DataError(f"{file}: cannot be read ({_one_line(error)}); copy it from the released model") from None
+    raise DataError(
+        f"{directory}: has no {PROCESSORS[1]}, which says how pictures are cut; copy that of the released model"
+    )
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """transformers' image processor of a checkpoint, for one picture at a time."""
+
+    cut: Any
+    settings: bytes
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ImageProcessor:
+        """The processor with the values of a `preprocessor_config.json`; DataError where they describe none."""
+        import transformers
+
+        kind = str(values.get("image_processor_type")).removesuffix("Fast").removesuffix("Pil")
+        if "MiniMax" in kind:
+            size = values.get("size")  # the released file has one that nothing uses
+            is_used = isinstance(size, Mapping) and M3_PIXELS.keys() <= size.keys()
+            kind, values = "Qwen2VLImageProcessor", {**values, "size": size if is_used else M3_PIXELS}
+        made = getattr(transformers, f"{kind}Pil", None)
+        if made is None:
+            raise DataError(
+                f"image_processor_type: transformers has no {kind}Pil, which would cut pictures without a GPU"
+            )
+        try:
+            cut = made.from_dict(dict(values))
+        except Exception as error:  # transformers raises a dozen kinds
+            raise DataError(f"the image processor cannot be made ({_one_line(error)})") from None
+        settings = json.dumps([kind, cut.to_dict()], sort_keys=True, default=str)
+        return cls(cut, hashlib.sha256(settings.encode()).digest())
+
+    def __call__(self, image: Image, name: str) -> ImageInput:
+        """A picture cut into patches; DataError for a shape that the processor refuses."""
+        try:
+            found = self.cut(images=[image], return_tensors="pt")
+        except Exception as error:
+            size = "{} x {}".format(*image.size)
+            raise DataError(f"{name}: of {size} pixels, which the model cannot take ({_one_line(error)})") from None
+        if "image_grid_thw" in found:
+            values = {"pixel_values": found["pixel_values"], "image_grid_thw": found["image_grid_thw"][0]}
+            tokens = int(values["image_grid_thw"].prod()) // self.cut.merge_size**2
+        else:
+            is_patch_P = (found["image_position_ids"][0] >= 0).all(-1)  # the others are padding
+            values = {name: found[name][0][is_patch_P] for name in ("pixel_values", "image_position_ids")}
+            tokens = int(found["num_soft_tokens_per_image"][0])
+        digest = hashlib.sha256(self.settings)
+        for key, value in values.items():
+            digest.update(f"{key} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(value.contiguous().numpy().data)
+        return ImageInput(values, tokens, digest.digest())
+
+
+class ImageReader:
+    """Reads pictures for one model: sources become `ImageInput`s, in threads beside the caller.
+
+    The last ones stay in memory by content. settings: the directory with the files of the image processor, which is
+    made at the first picture, or the values in them. tokens: those of the family. root and anywhere: where paths in
+    rows may lead (`data.images`).
+    """
+
+    def __init__(
+        self,
+        settings: str | Path | Mapping[str, Any],
+        tokens: ImageTokens,
+        root: str | None = None,
+        anywhere: bool = False,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        self.settings, self.tokens, self.kept_bytes = settings, tokens, kept_bytes
+        self.root, self.anywhere = root, anywhere
+        self._kept: OrderedDict[bytes, ImageInput] = OrderedDict()
+        self._size = 0  # of those, in bytes
+        self._lock = Lock()
+        self._begun: dict[ImageSource, Future[ImageInput]] = {}
+
+    @cached_property
+    def processor(self) -> ImageProcessor:
+        """The image processor; DataError where the settings describe none."""
+        is_given = isinstance(self.settings, Mapping)
+        return ImageProcessor.of(self.settings if is_given else settings_of(Path(self.settings)))
+
+    @cached_property
+    def _workers(self) -> ThreadPoolExecutor:
+        _ = self.processor  # imports are not for threads
+        return ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1), thread_name_prefix="pictures")
+
+    @property
+    def fingerprint(self) -> str:
+        """The settings that decide how many tokens a picture has, as text."""
+        try:
+            settings = self.settings if isinstance(self.settings, Mapping) else settings_of(Path(self.settings))
+        except DataError:  # only images need them
+            settings = {}
+        return json.dumps([settings, self.tokens, self.root, self.anywhere], sort_keys=True, default=str)
+
+    def located(self, source: ImageSource, where: str) -> ImageSource:
+        """The image of a row at "file:line" with its path made absolute; DataError where it leads out of the folder."""
+        folder = Path(where.rpartition(":")[0]).parent if self.root is None else Path(self.root)
+        try:
+            return located(source, folder, anywhere=self.anywhere)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+
+    def read(self, source: ImageSource) -> ImageInput:
+        """A picture by its path or bytes, or as it was given; DataError says what is wrong with it."""
+        if isinstance(source, ImageInput):
+            return source
+        content = content_of(source)
+        key = hashlib.blake2b(content, digest_size=32).digest()
+        with self._lock:
+            if (kept := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return kept
+        image = self.processor(decoded(content, name_of(source)), name_of(source))
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = image
+                self._size += bytes_of(image)
+            while self._size > self.kept_bytes and len(self._kept) > 1:
+                self._size -= bytes_of(self._kept.popitem(last=False)[1])
+        return image
+
+    def begin(self, sources: Iterable[ImageSource]) -> None:
+        """Begin to read pictures that `read_all` will ask for next; others that were begun are dropped."""
+        for future in self._begun.values():
+            future.cancel()
+        self._begun = {source: self._workers.submit(self.read, source) for source in dict.fromkeys(sources)}
+
+    def read_all(self, sources: Sequence[ImageSource]) -> list[ImageInput | DataError]:
+        """Every picture, or the error that says what is wrong with it."""
+        futures = [self._begun.get(source) or self._workers.submit(self.read, source) for source in sources]
+        return [_outcome(future) for future in futures]
+
+    def facts(self, sources: Sequence[ImageSource]) -> list[tuple[int, bytes] | DataError]:
+        """Number of tokens and digest of every picture, or what is wrong with it; the pictures are not held."""
+
+        def look(source: ImageSource) -> tuple[int, bytes]:
+            image = self.read(source)
+            return image.tokens, image.digest
+
+        return [_outcome(future) for future in [self._workers.submit(look, source) for source in sources]]
+
+
+def bytes_of(image: ImageInput) -> int:
+    """The bytes of a picture's tensors."""
+    return sum(value.numel() * value.element_size() for value in image.values.values())
+
+
+def _outcome(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except DataError as error:
+        return error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{error}".split())[:200] or type(error).__name__

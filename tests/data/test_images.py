@@ -1,0 +1,374 @@
+"""Pictures in rows: read, cut as transformers cuts them, put in their places, and refused in one line."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from blockdiff.canvas import Batch
+from blockdiff.data import images as images_file
+from blockdiff.data.chat import Encoder, Example
+from blockdiff.data.collate import Collator, begin_images, heldout_batches, micro_batches
+from blockdiff.data.dataset import Dataset, load_dataset
+from blockdiff.data.images import ImageReader
+from blockdiff.data.order import Order
+from blockdiff.data.sources import Source, rows_of
+from blockdiff.data.template import packaged_template
+from blockdiff.data.tokenise import chat_prompt, raw_prompt
+from blockdiff.diffusion.schedule import StratifiedTime
+from blockdiff.errors import DataError
+from tests.chat_tokenizer import chat_tokenizer
+
+GEMMA = {
+    "image_processor_type": "Gemma4ImageProcessor",
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "max_soft_tokens": 70,
+}
+M3 = {"image_processor_type": "MiniMaxM3VLImageProcessorFast", "size": [672, 672], "patch_size": 14}
+TOKENIZER = chat_tokenizer(packaged_template())
+TOKENIZER.add_special_tokens({"additional_special_tokens": ["<|image>", "<|image|>", "<image|>"]})
+BEFORE, PLACEHOLDER, AFTER = AROUND = tuple(TOKENIZER.convert_tokens_to_ids(["<|image>", "<|image|>", "<image|>"]))
+SIZES = {"a.png": (64, 64), "b.png": (100, 30), "c.png": (37, 200)}
+
+
+def picture(width: int, height: int) -> Image.Image:
+    noise = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(width), dtype=torch.uint8)
+    return Image.fromarray(noise.numpy())
+
+
+def bytes_of(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder for rows with three pictures in it."""
+    inner = tmp_path / "data"
+    (inner / "pictures").mkdir(parents=True)
+    for name, size in SIZES.items():
+        picture(*size).save(inner / "pictures" / name)
+    return inner
+
+
+def reader(**options: object) -> ImageReader:
+    return ImageReader(GEMMA, AROUND, **options)
+
+
+def encoder(**options: object) -> Encoder:
+    return Encoder(TOKENIZER, eos_id=1, canvas_length=8, **{"reader": reader(), **options})
+
+
+def written(folder: Path, *rows: dict) -> Source:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Source(str(path))
+
+
+def encoded(folder: Path, *rows: dict, **options: object) -> list[Example]:
+    return encoder(**options).encode(list(rows_of(written(folder, *rows))))[0]
+
+
+def asked(*parts: object, answer: str = "ok") -> dict:
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
+
+
+def image(name: object) -> dict:
+    return {"type": "image", "image": name}
+
+
+def text_of(example: Example) -> str:
+    """The example as text, its runs of placeholders as their lengths; they are where the images say."""
+    tokens = [*example.tokens]
+    for each in reversed(example.images):
+        end = each.column + each.tokens
+        assert tokens[each.column : end] == [PLACEHOLDER] * each.tokens
+        assert (tokens[each.column - 1], tokens[end]) == (BEFORE, AFTER)
+        tokens[each.column - 1 : end + 1] = TOKENIZER.encode(f"({each.tokens})", add_special_tokens=False)
+    assert PLACEHOLDER not in tokens
+    return TOKENIZER.decode(tokens)
+
+
+ROWS = [
+    {"prompt": "what?", "response": "red", "image": "pictures/a.png"},
+    {"prompt": "1<image>2<image>", "response": "red", "images": ["pictures/a.png", "pictures/b.png"]},
+    asked(image("pictures/c.png"), " a <|image|> b "),
+    {
+        "conversations": [{"from": "human", "value": "<image>\nlook"}, {"from": "gpt", "value": "fine"}],
+        "image": "pictures/b.png",
+    },
+    {"instruction": "look", "output": "fine", "images": ["pictures/a.png"]},
+    {"prompt": "no picture", "response": "none"},
+]
+
+
+def test_images_of_every_form_of_row_stand_in_their_places_and_literal_markers_stay_text(folder):
+    found = encoded(folder, *ROWS)
+    assert [text_of(example) for example in found] == [
+        "<bos>(64)what?red<eos>",
+        "<bos>1(64)2(60)red<eos>",
+        "<bos><|turn>user\n(57)a <|image|> b<turn|>\n<|turn>model\nok<turn|>\n",
+        "<bos><|turn>user\n(60)look<turn|>\n<|turn>model\nfine<turn|>\n",
+        "<bos><|turn>user\n(64)look<turn|>\n<|turn>model\nfine<turn|>\n",
+        "<bos>no picture" + "none<eos>",
+    ]
+    assert [TOKENIZER.decode(e.tokens[slice(*e.responses[0])]) for e in found[1:3]] == ["red<eos>", "ok<turn|>\n"]
+    as_turns = encoded(folder, ROWS[1], chat=True)
+    assert text_of(as_turns[0]) == "<bos><|turn>user\n1(64)2(60)<turn|>\n<|turn>model\nred<turn|>\n"
+
+
+@pytest.mark.parametrize("settings", [GEMMA, M3], ids=["gemma", "m3"])
+def test_a_picture_is_cut_as_transformers_cuts_it(settings):
+    path_free = bytes_of(picture(100, 60))
+    found = ImageReader(settings, AROUND).read(path_free)
+    if settings is GEMMA:
+        theirs = transformers.Gemma4ImageProcessorPil.from_dict(settings)(
+            images=[picture(100, 60)], return_tensors="pt"
+        )
+        count = 4 * int(theirs["num_soft_tokens_per_image"][0])
+        assert found.tokens == count // 4 and (theirs["image_position_ids"][0, count:] == -1).all()
+        expected = {name: theirs[name][0, :count] for name in ("pixel_values", "image_position_ids")}
+    else:
+        # 60 x 100 becomes 56 x 112, in patches of 14 of which 4 are a token; the pixels of the first, twice in time.
+        assert found.values["image_grid_thw"].tolist() == [1, 4, 8] and found.tokens == 8
+        small = torch.from_numpy(np.array(picture(100, 60).resize((112, 56), Image.Resampling.BICUBIC)))
+        mean, std = (torch.tensor(getattr(transformers.image_utils, f"OPENAI_CLIP_{word}")) for word in ("MEAN", "STD"))
+        first = ((small[:14, :14] / 255 - mean) / std).permute(2, 0, 1)[:, None].expand(3, 2, 14, 14)
+        torch.testing.assert_close(found.values["pixel_values"][0].view(3, 2, 14, 14), first, atol=1e-5, rtol=0)
+        return
+    assert found.values.keys() == expected.keys()
+    assert all(torch.equal(found.values[name], value) for name, value in expected.items())
+
+
+def test_every_kind_of_source_of_the_same_picture_is_the_same_image(folder):
+    path, content = folder / "pictures" / "a.png", (folder / "pictures" / "a.png").read_bytes()
+    uri = "data:image/png;base64," + base64.b64encode(content).decode()
+    upright = Image.open(path)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be turned by a quarter
+    lying = upright.rotate(90, expand=True)
+    sources = [
+        str(path),
+        path,
+        content,
+        uri,
+        upright,
+        {"bytes": content, "path": None},
+        {"bytes": None, "path": str(path)},
+    ]
+    sources.append(bytes_of(lying, exif=turned.tobytes()))
+    whole = [
+        chat_prompt([{"role": "user", "content": [image(source)]}], None, TOKENIZER, reader=reader())
+        for source in sources
+    ]
+    whole.append(
+        chat_prompt(
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}]}],
+            None,
+            TOKENIZER,
+            reader=reader(),
+        )
+    )
+    whole.append(
+        chat_prompt([{"role": "user", "content": [image(reader().read(content))]}], None, TOKENIZER, reader=reader())
+    )
+    assert {prompt.images[0].image.digest for prompt in whole} == {reader().read(content).digest}
+    assert all(prompt.tokens == whole[0].tokens and prompt.text == whole[0].text for prompt in whole)
+    other = ImageReader({**GEMMA, "rescale_factor": 0.5}, AROUND).read(content)
+    assert other.digest != reader().read(content).digest
+
+
+def test_a_prompt_to_answer_has_the_tokens_of_training(folder):
+    (raw, talk) = encoded(folder, ROWS[1], ROWS[2])
+    sources = [str(folder / "pictures" / name) for name in ("a.png", "b.png", "c.png")]
+    prompt = raw_prompt("1<image>2<image>", TOKENIZER, images=sources[:2], reader=reader())
+    assert prompt.tokens == raw.tokens[: raw.responses[0][0]] and prompt.text == "1[image]2[image]"
+    assert [(placed.column, placed.image.tokens) for placed in prompt.images] == [
+        (i.column, i.tokens) for i in raw.images
+    ]
+    messages = [{"role": "user", "content": [image(sources[2]), {"type": "text", "text": " a <|image|> b "}]}]
+    prompt = chat_prompt(messages, None, TOKENIZER, reader=reader())
+    assert prompt.tokens == talk.tokens[: talk.responses[0][0]]
+    assert prompt.text == "<bos><|turn>user\n[image]a <|image|> b<turn|>\n<|turn>model\n"
+    with pytest.raises(DataError, match="the model takes no images"):
+        chat_prompt(messages, None, TOKENIZER)
+    with pytest.raises(DataError, match="spells the token of an image"):
+        raw_prompt("<|image|>", TOKENIZER, "allow", reader=reader())
+
+
+def collator(read: ImageReader, **options: object) -> Collator:
+    return Collator(8, 0, 1, seed=0, time=StratifiedTime(), reader=read, **options)
+
+
+def pictures(batch: Batch, row: int) -> list[torch.Tensor]:
+    """The pixels of a row's placeholders by their columns, each picture found by its first."""
+    assert batch.images is not None
+    starts = [0, *torch.tensor([image.tokens for image in batch.images.inputs]).cumsum(0).tolist()]
+    at = {start: image.values["pixel_values"] for start, image in zip(starts, batch.images.inputs, strict=False)}
+    firsts = batch.images.source_N[batch.images.row_N == row].tolist()
+    return [at[source] for source in firsts if source in at]
+
+
+def test_batches_have_the_images_of_their_rows_packed_or_not_whatever_was_begun(folder):
+    examples, read = encoded(folder, *ROWS), reader()
+    order, make = Order(6, 6, seed=1), collator(read)
+    (batch,) = micro_batches(examples, order, make, 1)
+    for row, (_, index) in enumerate(order(1)):
+        of_row = pictures(batch, row)
+        names = [each.source for each in examples[index].images]
+        expected = [reader().read(str(folder / name)).values["pixel_values"] for name in names]
+        assert len(of_row) == len(expected) and all(map(torch.equal, of_row, expected))
+    assert batch.images is not None and len(batch.images.inputs) == 3  # each picture once
+    is_placeholder_BS = batch.tokens_BS == PLACEHOLDER
+    assert is_placeholder_BS[batch.images.row_N, batch.images.column_N].all()
+    assert is_placeholder_BS.sum() == len(batch.images.row_N) == sum(i.tokens for e in examples for i in e.images)
+    assert not (batch.is_ar_scored_BS[:, :-1] & is_placeholder_BS[:, 1:]).any()
+    begin_images(examples, order, make, 1, 0, 1, None)
+    (again,) = micro_batches(examples, order, make, 1)
+    (packed,) = micro_batches(examples, order, make, 1, pack=1000)
+    assert again.images is not None and packed.images is not None
+    assert torch.equal(again.images.source_N, batch.images.source_N)
+    assert packed.tokens_BS[packed.images.row_N, packed.images.column_N].eq(PLACEHOLDER).all()
+    assert packed.ar_count() == batch.ar_count() > 0
+    moved = packed.to("meta").images
+    assert moved is not None and moved.inputs[0].values["pixel_values"].is_meta
+    held_out = list(heldout_batches(examples, make, 4))
+    assert [len(each.images.inputs) for each in held_out if each.images] == [3, 1]
+
+
+def test_without_next_tokens_images_behind_the_last_canvas_are_left_out(folder):
+    talk = asked(image("pictures/a.png"), "?")["messages"]
+    (example,) = encoded(folder, {"messages": [*talk, *asked(image("pictures/b.png"), "?")["messages"]]})
+    short = replace(example, responses=example.responses[:1])
+    (batch,) = micro_batches([short], Order(1, 1, seed=0), collator(reader(), scores_ar=False), 1)
+    assert batch.images is not None and len(batch.images.inputs) == 1
+    (cut_off,) = encoded(folder, {"messages": [*talk, *talk]}, max_length=100)
+    assert len(cut_off.images) == 1 and cut_off.is_truncated
+
+
+def test_the_token_cache_has_sources_and_digests_but_no_pixels(folder, tmp_path, monkeypatch):
+    content = (folder / "pictures" / "c.png").read_bytes()
+    table = [{"prompt": "?", "response": "!", "image": {"bytes": content, "path": None}}]
+    pq.write_table(pa.Table.from_pylist(table), folder / "more.parquet")
+    sources = [written(folder, *ROWS), Source(str(folder / "more.parquet"))]
+
+    def load() -> Dataset:
+        return load_dataset(sources, encoder(), cache=tmp_path / "cache")
+
+    first = load()
+    assert sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*")) < 2 * len(content) + 40_000
+    monkeypatch.setattr(ImageReader, "facts", None)  # a second start reads no picture
+    second = load()
+    assert list(second.examples) == list(first.examples) and second.total == first.total
+    assert second.total.images == 7 and "7 images of" in str(second.total)
+    assert second.examples[-1].images[0].source == content
+    assert second.examples[0].images[0].source == "pictures/a.png"
+    picture(64, 65).save(folder / "pictures" / "a.png")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: .*a.png has changed since"):
+        collator(reader()).rows([second.examples[0]], epoch=0, step=1, slots=[0], total_slots=1)
+
+
+def bomb() -> bytes:
+    """A picture that says it has 20,000 x 20,000 pixels; 60 bytes."""
+    return b"BM" + struct.pack("<IIIIiiHHIIiiII", 60, 0, 54, 40, 20_000, 20_000, 1, 24, 0, 0, 0, 0, 0, 0) + bytes(6)
+
+
+def film() -> bytes:
+    return bytes_of(picture(8, 8), "GIF", save_all=True, append_images=[picture(9, 9).resize((8, 8))])
+
+
+BAD = {
+    "cut off": (lambda: bytes_of(picture(64, 64))[:3000], "not a whole picture"),
+    "bytes turned": (lambda: bytes_of(picture(64, 64))[:2000] + bytes(12_000), "not a whole picture"),
+    "a text": (lambda: b"hello", "not a picture in any of PNG"),
+    "nothing in it": (lambda: b"", "not a picture"),
+    "a program for a printer": (lambda: bytes_of(picture(8, 8), "EPS"), "not a picture in any of PNG"),
+    "a bomb": (bomb, "has more than 67,108,864 pixels"),
+    "a film": (film, "has several frames, and films are not read"),
+    "a thread": (lambda: bytes_of(picture(9000, 1)), "of 9000 x 1 pixels, which the model cannot take"),
+    "too many bytes": (lambda: bytes(100_001), "has more than 0 MiB"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.filterwarnings("error")
+def test_a_bad_picture_is_one_line_with_file_and_row(folder, name, monkeypatch):
+    make, reason = BAD[name]
+    monkeypatch.setattr(images_file, "MOST_BYTES", 100_000)
+    (folder / "pictures" / "bad.png").write_bytes(make())
+    rows = [ROWS[0], {"prompt": "?", "response": "!", "image": "pictures/bad.png"}]
+    settings = {**M3} if name == "a thread" else GEMMA
+    with pytest.raises(DataError) as caught:
+        encoded(folder, *rows, reader=ImageReader(settings, AROUND))
+    said = str(caught.value)
+    assert said.startswith(f"{folder}/rows.jsonl:2: {folder}/pictures/bad.png: ") and reason in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("pictures/none.png", "no such picture"),
+        ("pictures", "no such picture"),
+        ("../outside.png", "lies outside of"),
+        ("{folder}/../outside.png", "lies outside of"),
+        ("pictures/link.png", "lies outside of"),
+        ("pictures/\0.png", "is no path"),
+    ],
+)
+def test_a_path_stays_in_the_folder_of_the_data_unless_the_recipe_says_otherwise(folder, path, reason):
+    outside = folder.parent / "outside.png"
+    picture(64, 64).save(outside)
+    (folder / "pictures" / "link.png").symlink_to(outside)
+    row = {"prompt": "?", "response": "!", "image": path.format(folder=folder)}
+    with pytest.raises(DataError, match=reason) as caught:
+        encoded(folder, row)
+    assert str(caught.value).startswith(f"{folder}/rows.jsonl:1: ")
+    if reason == "lies outside of":
+        assert encoded(folder, row, reader=reader(anywhere=True))[0].images[0].tokens == 64
+    assert encoded(folder, {**row, "image": "outside.png"}, reader=reader(root=str(folder.parent)))[0].images
+
+
+def test_bad_pictures_are_left_out_where_bad_rows_are(folder):
+    rows = [ROWS[0], {"prompt": "?", "response": "!", "image": "none.png"}, ROWS[5]]
+    dataset = load_dataset([written(folder, *rows)], encoder(skips_bad_rows=True), cache=None)
+    assert len(dataset) == 2 and dataset.total.bad == 1 and "none.png: no such picture" in dataset.total.bad_rows
+
+
+def test_a_model_a_template_or_a_checkpoint_that_knows_no_images_is_named(folder, tmp_path):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: has an image, but the model takes none"):
+        encoded(folder, ROWS[0], reader=None)
+    blind = chat_tokenizer("{{ bos_token }}{% for m in messages %}{% generation %}a{% endgeneration %}{% endfor %}")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template writes 0 of 1 images"):
+        replace(encoder(), tokenizer=blind).encode(list(rows_of(written(folder, ROWS[2]))))
+    with pytest.raises(DataError, match=r"has no preprocessor_config.json"):
+        encoded(folder, ROWS[0], reader=ImageReader(tmp_path, AROUND))
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": GEMMA}))
+    assert encoded(folder, ROWS[0], reader=ImageReader(tmp_path, AROUND)) == encoded(folder, ROWS[0])
+    with pytest.raises(DataError, match="the tokenizer has no token ']<]start"):
+        encoded(folder, ROWS[0], reader=ImageReader(GEMMA, ("]<]start of image[>[", PLACEHOLDER, AFTER)))
+
+
+def test_the_last_pictures_stay_in_memory_by_content(monkeypatch):
+    read = ImageReader(GEMMA, AROUND, kept_bytes=1_000_000)
+    first, second = bytes_of(picture(64, 64)), bytes_of(picture(60, 64))
+    assert read.read(first) is read.read(bytes(bytearray(first)))
+    small = ImageReader(GEMMA, AROUND, kept_bytes=1)
+    kept = small.read(first)
+    small.read(second)
+    assert small.read(first) is not kept and small.read(first).digest == kept.digest
