@@ -332,11 +332,7 @@ class Engine:
             self._leave(sequence)
             return
         if sequence.drafting is not None:  # the next encode verifies it
-            given = sequence.drafting.tokens[: sequence.drafting.given]
-            sequence.known += given + tokens[len(given) :]
-            sequence.drafting.unverified = canvas.steps
-            sequence.drafting.step = canvas.first_step + canvas.steps - 1
-            sequence.in_flight.clear()
+            sequence.propose(canvas)
             return
         if sequence.in_flight[0] is not canvas:  # until it is committed, the canvases after it see its final tokens
             final_L = torch.tensor(tokens, device=self.model.device)

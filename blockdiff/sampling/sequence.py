@@ -157,6 +157,14 @@ class Sequence:
         has_draft = self.drafting is not None and self.drafting.unverified
         return self.known[len(self.prompt_tokens) + len(self.tokens) :] if has_draft else []
 
+    def propose(self, canvas: CanvasInFlight) -> None:
+        """Put a finished draft behind the known tokens, until it is verified; those of its tokens that stand stay."""
+        assert self.drafting is not None and canvas.final is not None
+        standing = self.drafting.tokens[: self.drafting.given]
+        self.known += standing + canvas.final[len(standing) :]
+        self.drafting.unverified, self.drafting.step = canvas.steps, canvas.first_step + canvas.steps - 1
+        self.in_flight.clear()
+
     def retract(self) -> None:
         """Take the draft that is to be verified away from the known tokens."""
         if draft := self.draft:

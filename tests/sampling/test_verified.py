@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,15 +10,25 @@ from typing import Any
 import pytest
 import torch
 
+from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.data.tokenizer import character_tokenizer
+from blockdiff.errors import RequestError
 from blockdiff.models.family import BlockDiffusionModel
-from blockdiff.sampling import Engine, Request, Result
+from blockdiff.models.page_keys import identities_of
+from blockdiff.models.pages import Pages
+from blockdiff.sampling import DiffusionSettings, Engine, Recorder, Request, Result, Sampler, verification
+from blockdiff.sampling import engine as engines
+from blockdiff.sampling.predict import predict
+from blockdiff.sampling.strategies import Composed, NextToken, Verified, adjusted, as_strategy
 from tests.families import CONFIGS, small_model
+from tests.oracle import TWO_LAYERS, tiny_config
+from tests.recorder import Recorder as CapturingRecorder
 
 pytestmark = pytest.mark.quick
 
 EOS, L = 2, 4
-SETTINGS = Generation(max_new_tokens=5 * L, eos_ids=(EOS,), pad_id=0)
+SETTINGS = Generation(max_new_tokens=4 * L, eos_ids=(EOS,), pad_id=0)
 DENOISING = [name for name in CONFIGS if "denoising" in name or name == "diffusion_gemma"]
 
 
@@ -41,7 +52,7 @@ def model() -> BlockDiffusionModel:
     return lopsided(small_model("diffusion_gemma"))
 
 
-def requests(count: int = 8, **options: Any) -> list[Request]:
+def requests(count: int = 6, **options: Any) -> list[Request]:
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 30, (count,), generator=generator).tolist()
     tokens = [torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths]
@@ -56,7 +67,8 @@ def answers(engine: Engine, asked: list[Request], watch: bool = False) -> dict[s
     for request in asked:
         engine.submit(request, watch=watch)
     while engine.step():
-        engine.pages.check()
+        pass
+    engine.pages.check()
     return {event.id: event for event in engine.events() if isinstance(event, Result)}
 
 
@@ -73,8 +85,8 @@ def tokens_of(model: BlockDiffusionModel, strategy: Any, asked: list[Request], *
 def test_every_family_has_the_tokens_of_next_token_sampling(name):
     model, both = lopsided(small_model(name)), list[list[Request]]()
     for sampling in ("next_token:", "verified:steps=1,", "verified:steps=3,"):
-        hot = requests(5, strategy=sampling + "temperature=6,top_k=5")
-        greedy = requests(5, strategy=sampling + "temperature=0")
+        hot = requests(4, strategy=sampling + "temperature=6,top_k=5")
+        greedy = requests(4, strategy=sampling + "temperature=0")
         both.append(greedy + [replace(each, id=f"hot {each.id}") for each in hot])
     expected = tokens_of(model, "next_token", both[0])
     assert len(set(map(tuple, expected))) > 3
@@ -83,7 +95,7 @@ def test_every_family_has_the_tokens_of_next_token_sampling(name):
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_rows": 3}, {"exact": True}, {"canvases": 2}, {"max_rows": 6, "capacity": 80, "chunk_tokens": 8}]
+    "options", [{"max_rows": 3}, {"exact": True}, {"canvases": 2}, {"max_rows": 6, "capacity": 64, "chunk_tokens": 8}]
 )
 def test_company_and_preemption_change_no_token(model, options):
     asked, hot = requests(), "temperature=1.2,top_p=0.9"
@@ -95,5 +107,207 @@ def test_company_and_preemption_change_no_token(model, options):
     assert [results[each.id].tokens for each in asked] == expected
     unverified = answers(engine_of(model, "entropy_bound", **options | {"capacity": None}), beside)
     assert {id: results[id] for id in unverified} == unverified
-    assert not any(engine.pages.statistics.pages.values())
     assert engine._scheduler.preemptions > 0 or "capacity" not in options
+
+
+@pytest.mark.parametrize("noise", ["uniform", "mask"])
+def test_models_of_any_noise_and_prediction_verify(model, noise):
+    choices = DiffusionSettings(corruption=noise, mask_id=7 if noise == "mask" else None, prediction="leave_one_out")
+    asked = requests(4)
+    expected = tokens_of(model, NextToken(1.2), asked, choices=choices)
+    assert not any(7 in tokens for tokens in expected) or noise == "uniform"
+    assert tokens_of(model, Verified(NextToken(1.2), 2), asked, choices=choices) == expected
+
+
+def test_captured_steps_draft_the_same(model, monkeypatch):
+    recorder, asked = CapturingRecorder(), requests(6)
+    strategy = Verified(NextToken(), 2)
+    expected = answers(engine_of(model, strategy, graphs=False), asked)
+    monkeypatch.setattr(engines, "capture_of", lambda model: recorder)
+    monkeypatch.setattr("blockdiff.kernels.span_attention.native.SMALL_SCORES", -1)
+    assert answers(engine_of(model, strategy), asked) == expected
+    assert recorder.replays > 0
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+def test_rejected_drafts_leave_no_trace_and_are_never_published(model):
+    engine, asked = engine_of(model, "verified:temperature=1.2", page_tokens=4), requests()
+    for request in asked:
+        engine.submit(request)
+    while engine.step():
+        engine.pages.check()
+        assert all(row.length == row.accepted for row in engine.pages._rows)
+    results = {event.id: event for event in engine.events() if isinstance(event, Result)}
+    assert sum(each.forwards.verify for each in results.values()) > sum(len(r.steps) for r in results.values())
+    rows = [[*request.tokens, *results[request.id].tokens] for request in asked]
+    fresh = Pages(model, page_tokens=4)
+    for link in [link for link in engine.pages._links.values() if link.parent is not None]:
+        chain, at = list[int](), link
+        while at.parent is not None:
+            chain, at = identities_of(at.tokens) + chain, at.parent
+        assert any(row[: len(chain)] == chain for row in rows)
+        row = fresh.open()
+        fresh.encode([row], torch.tensor([chain]), [len(chain)])
+        for name, page in link.pages.items():
+            for kept, anew in zip(engine.pages.pools[name].tensors, fresh.pools[name].tensors, strict=True):
+                torch.testing.assert_close(kept[:, page], anew[:, row.tables[name][-1]], rtol=1e-9, atol=1e-9)
+    later = [Request(f"later {n}", tokens=[*row[:-1], 40, 41]) for n, row in enumerate(rows)]
+    reused = engine.pages.statistics.reused_tokens
+    again = answers(engine, later)
+    assert engine.pages.statistics.reused_tokens > reused
+    assert again == answers(engine_of(model, "verified:temperature=1.2"), later)
+
+
+def test_a_cancelled_request_keeps_the_tokens_that_stand(model):
+    asked = requests(4, strategy="verified")
+    expected = tokens_of(model, "entropy_bound", asked)
+    engine = engine_of(model, "entropy_bound")
+    for request in asked:
+        engine.submit(request)
+    for _ in range(6):
+        engine.step()
+    for request in asked:
+        engine.cancel(request.id)
+    results = {event.id: event for event in engine.events() if isinstance(event, Result)}
+    assert {each.finish_reason for each in results.values()} >= {"cancelled"}
+    for request, tokens in zip(asked, expected, strict=True):
+        assert tokens[: len(results[request.id].tokens)] == results[request.id].tokens
+    engine.pages.check()
+    assert not any(engine.pages.statistics.pages.values())
+
+
+# -- requests --------------------------------------------------------------------------------------------------
+
+TOKENIZER = character_tokenizer('abcd0123456789{}":, ')
+
+
+@pytest.fixture(scope="module")
+def writer() -> BlockDiffusionModel:
+    """A random model of the tokenizer's vocabulary."""
+    config = tiny_config(canvas_length=L, vocab_size=len(TOKENIZER), **TWO_LAYERS)
+    return init(config, seed=4, dtype=torch.float64, device="cpu", kernels="torch")
+
+
+def both(writer: BlockDiffusionModel, head: NextToken, draft: str | None = None, **options: Any) -> list[Result]:
+    """The answers to a request by next tokens and by verified canvases, of which the first may start from a draft."""
+    settings = Generation(max_new_tokens=8 * L, eos_ids=(1,), pad_id=0)
+    request = Request(0, **{"prompt": "ab", "seed": 3} | options)
+    samplers = [Sampler(writer, TOKENIZER, settings, strategy=each) for each in (head, Verified(head, 2))]
+    results = [*samplers[0].generate([request]), *samplers[1].generate([replace(request, draft=draft)])]
+    assert not any(result.error for result in results)
+    return results
+
+
+def test_the_law_of_sampled_responses_is_that_of_the_head(writer):
+    """Of 1,200 responses of four tokens, each out of three likely ones, counts fit probabilities (chi-square)."""
+    prompt, head, count = [9, 5], NextToken(0.3, top_k=3), 1200
+    law = {(): 1.0}
+    for _ in range(L):
+        open_ones = [each for each in law if each[-1:] != (1,)]
+        hidden = writer.encode(torch.tensor([[*prompt, *each] for each in open_ones])).hidden[:, -1]
+        top = (writer.unembed(hidden) / 0.3).topk(3)
+        for each, tokens, p in zip(open_ones, top.indices.tolist(), top.values.softmax(-1).tolist(), strict=True):
+            before = law.pop(each)
+            law |= {(*each, token): before * q for token, q in zip(tokens, p, strict=True)}
+    settings = replace(SETTINGS, max_new_tokens=L, eos_ids=(1,))
+    sampler = Sampler(writer, generation=settings, strategy=Verified(head))
+    drawn = sampler.generate([Request(n, tokens=prompt) for n in range(count)], batch_size=400)
+    found = Counter(tuple(result.tokens) for result in drawn)
+    often = [each for each, p in law.items() if p * count >= 5]
+    rare = count - sum(found[each] for each in often), count * (1 - sum(law[each] for each in often))
+    cells = [(found[each], law[each] * count) for each in often] + [rare] * (rare[1] >= 5)
+    chi_square = sum((n - expected) ** 2 / expected for n, expected in cells)
+    freedom = len(cells) - 1
+    assert freedom > 10 and found.keys() <= law.keys()
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
+    assert 1.2 < sum(result.forwards.verify for result in drawn) / count < L  # drafts are accepted, and rejected
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [12, "b"]}, "b": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"template": "ab<?7>c<?3>"},
+        {"regex": "[abc]{3,9}d+"},
+        {"regex": "(ab|cd){2,6}", "template": "ab<?6>"},
+        {"json_schema": SCHEMA},
+        {"banned": ["ab", "c", 5], "repetition_penalty": 1.7},
+        {"regex": "[a-d]{9}", "repetition_penalty": 2.0, "draft": "abcdabcda"},
+    ],
+    ids=str,
+)
+def test_controls_hold_the_head_as_they_hold_next_tokens(writer, options, temperature):
+    expected, found = both(writer, NextToken(temperature), **options)
+    is_shorter = "template" in options and "regex" not in options  # a template's last canvas is filled with eos
+    assert found.tokens == expected.tokens + [1] * (is_shorter and expected.finish_reason == "length")
+    assert found.text == expected.text
+
+
+def test_stop_texts_scores_and_the_best_of_several_are_those_of_next_tokens(writer):
+    head = NextToken(1.2)
+    stop = both(writer, head, banned=[1])[0].text[6:8]
+    for options in ({"stop": [stop]}, {"scores": True, "top_logprobs": 2}, {"best_of": 3}):
+        expected, found = both(writer, head, banned=[1], **options)
+        assert (found.text, found.tokens, found.draw) == (expected.text, expected.tokens, expected.draw)
+        assert found.finish_reason == expected.finish_reason
+        assert found.logprobs == (expected.logprobs and pytest.approx(expected.logprobs, abs=1e-5))
+        assert len(found.top_logprobs or ()) == len(expected.top_logprobs or ())
+    assert both(writer, head, banned=[1], stop=[stop])[1].finish_reason == "stop"
+
+
+def test_every_round_is_told_and_counted(model):
+    recorder, asked = Recorder(), requests(4)
+    sampler = Sampler(model, generation=SETTINGS, strategy="verified:steps=2")
+    results = sampler.generate(asked, on_step=recorder.step, on_canvas=recorder.canvas)
+    for result, trace in zip(results, sorted(recorder.traces, key=lambda trace: trace.id), strict=True):
+        assert result.forwards.verify == len(trace.verifications)
+        assert result.forwards.denoise == len(trace.steps) == sum(result.steps)
+        tokens = dict[int, int]()
+        for each in trace.verifications:
+            assert each.given <= each.accepted <= L and each.step in [s.step for s in trace.steps_of(each.canvas)]
+            told = [*each.draft[: each.accepted], *([] if each.own is None else [each.own])]
+            tokens |= {each.canvas * L + place: token for place, token in enumerate(told)}
+        assert [tokens[place] for place in range(len(result.tokens))] == result.tokens
+
+
+def test_logits_that_are_not_finite_are_the_error_of_their_request(model, monkeypatch):
+    def broken(*arguments: Any) -> Any:
+        stats = predict(*arguments)
+        return stats._replace(entropy=stats.entropy * torch.nan)
+
+    monkeypatch.setattr(verification, "predict", broken)
+    for result in answers(engine_of(model, "verified"), requests(2)).values():
+        assert "not finite" in str(result.error) and "(canvas 1, verification 1)" in str(result.error)
+
+
+# -- what is said and refused ----------------------------------------------------------------------------------
+
+
+def test_text_and_temperature_set_the_head():
+    assert as_strategy("verified:steps=2,temperature=0.5,top_k=4", SETTINGS) == Verified(NextToken(0.5, 4), 2)
+    assert adjusted(Verified(steps=3), 0.7, 0.9) == Verified(NextToken(0.7, top_p=0.9), 3)
+    for text, reason in (("steps=0", "an integer from 1 to 1000"), ("bound=1", "verified has no key 'bound'")):
+        with pytest.raises(RequestError, match=reason):
+            as_strategy(f"verified:{text}", SETTINGS)
+
+
+def test_what_cannot_be_verified_is_refused_in_one_line(model, writer):
+    with pytest.raises(RequestError, match="has no guidance"):
+        tokens_of(model, Verified(draft=Composed(guidance=1.0)), requests(1))
+    with pytest.raises(RequestError, match="a causal model has none"):
+        Sampler(small_model("llama"), generation=SETTINGS, strategy="verified")
+    with pytest.raises(RequestError, match="take another strategy"):
+        Sampler(writer, TOKENIZER, SETTINGS, strategy="verified").read(["ab"], "a<?x:2>")
+    with pytest.raises(RequestError, match="leave one of the two out"):
+        both(writer, NextToken(1.0, top_k=3), regex="a+")
+
+
+def test_a_model_without_a_trained_head_gets_a_warning(model):
+    choices = DiffusionSettings(objective={"ar_loss": "none"})
+    with pytest.warns(UserWarning, match="which verify drafts, know nothing"):
+        tokens_of(model, "verified", requests(1), choices=choices)

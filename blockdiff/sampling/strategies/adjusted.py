@@ -32,7 +32,9 @@ def adjusted(strategy: Strategy, temperature: float | None = None, top_p: float 
     if temperature is None and not changes:
         return strategy
     if isinstance(strategy, Verified):
-        return replace(strategy, head=adjusted(strategy.head, temperature, top_p))
+        head = adjusted(strategy.head, temperature, top_p)
+        assert isinstance(head, NextToken)
+        return replace(strategy, head=head)
     try:
         if isinstance(strategy, NextToken):
             return replace(

@@ -77,7 +77,7 @@ COMMON: Mapping[str, Key] = {
     "min_p": Key(0.0, _number, "draw from tokens at least so likely, times the likeliest"),
     "guidance": Key(0.0, _number, "away from what the model says without the prompt"),
 }
-HEAD: Mapping[str, Key] = {
+HEAD: dict[str, Key] = {
     "temperature": Key("SETTINGS", _number, "0 takes the likeliest token"),
     **{key: COMMON[key] for key in ("top_k", "top_p", "min_p")},
 }
