@@ -40,9 +40,10 @@ TIMED = 20  # rows that are answered one at a time for a time
 
 @dataclass(frozen=True)
 class Task:
-    """A task: its name in `blockdiff eval`, its model's canvas and window, and how long it is trained.
+    """A task: its name in `blockdiff eval`, its model's canvas and window, and what its recipe says of the training.
 
-    write: writes the rows of the splits and the tokenizer into a directory.
+    write: writes the rows of the splits and the tokenizer into a directory. has_distilled: whether a second model is
+    distilled of the first; not where that takes longer than training it did.
     """
 
     name: str
@@ -51,12 +52,16 @@ class Task:
     write: Callable[[Path, dict[str, int]], object]
     training: tuple[str, ...]
     window: int = 64
+    has_distilled: bool = False
 
 
 TASKS = (
-    Task("sudoku", "sudoku", 17, lambda to, counts: sudoku.write_splits(to, 4, counts), ("train.steps=1000",)),
     Task(
-        "countdown", "countdown", 11, lambda to, counts: countdown.write_splits(to, 3, counts), ("train.steps=1500",)
+        "sudoku", "sudoku", 17, lambda to, counts: sudoku.write_splits(to, 4, counts), ("train.steps=1000",),
+        has_distilled=True,
+    ),
+    Task(
+        "countdown", "countdown", 11, lambda to, counts: countdown.write_splits(to, 3, counts), ("train.steps=1500",),
     ),
     Task(
         "addition", "exact", 16, addition.write_splits,
@@ -76,14 +81,22 @@ class Way:
 
 
 OWN, NEXT = Way("the model's settings"), Way("next tokens", "next_token")
+RELEASED = "entropy_bound:bound=0.1,t_min=0.4,t_max=0.8,stability=1,confidence=0.005"
+EARLIER, EARLIEST = (f"entropy_bound:stopping=confident,confidence={confidence}" for confidence in (0.06, 0.12))
 WAYS = (
     OWN,
-    Way("an earlier stop", "entropy_bound:stopping=confident"),
+    Way("transformers' settings", RELEASED),
+    Way("an earlier stop", EARLIER),
+    Way("the earliest stop", EARLIEST),
     NEXT,
     Way("verified after 1 step", "verified:steps=1"),
     Way("verified after 2 steps", "verified:steps=2"),
     Way("2 canvases side by side", canvases=2),
     Way("4 canvases side by side", canvases=4),
+    Way("distilled", is_distilled=True),
+    Way("distilled, an earlier stop", EARLIER, is_distilled=True),
+    Way("distilled, the earliest stop", EARLIEST, is_distilled=True),
+    Way("distilled, verified after 1 step", "verified:steps=1", is_distilled=True),
 )
 
 
@@ -192,11 +205,22 @@ def model_of(task: Task, seed: int, directory: Path) -> Path:
     return run / "model"
 
 
+def distilled_of(model: Path) -> Path:
+    """The directory of the model that is distilled of a trained one, which is made where it is missing."""
+    run, recipe = model.parent, model.parent / "recipe.yaml"
+    distilled = run.with_name(f"{run.name}-distilled")
+    if not (distilled / "model").exists():
+        overrides = [f"model.path={model}", "model.preset=null", "model.tokenizer=null", "lora=none"]
+        overrides += ["objective.distil=true", "optim.lr=3e-3", "optim.ema=0.99", "train.steps=240"]
+        blockdiff.train(recipe, overrides, distilled, overwrite=True)
+    return distilled / "model"
+
+
 def line_of(way: Way, task: Task, models: Sequence[Path], count: int) -> Line:
     """The answers of a way with the models of all seeds."""
     records, solved, seconds = [], [], []
     rows = list(rows_of(Source(str(models[0].parents[1] / "data" / task.name / "test.jsonl"))))[:count]
-    for model in models:
+    for model in map(distilled_of, models) if way.is_distilled else models:
         loaded = blockdiff.load(model, dtype="float32", device="cpu")
         sampler = Sampler(loaded, load_tokenizer(model), strategy=way.strategy, canvases=way.canvases)
         report = evaluate(sampler, rows, task_of(task.evaluated_as))
@@ -210,7 +234,8 @@ def line_of(way: Way, task: Task, models: Sequence[Path], count: int) -> Line:
 def section(task: Task, seeds: Sequence[int], directory: Path, count: int) -> tuple[list[Line], list[str]]:
     """The lines of a task, and their table."""
     models = [model_of(task, seed, directory) for seed in seeds]
-    ways = [way for way in WAYS if way.canvases == 1 or task.name == "addition"]
+    has_several = task.name == "addition"
+    ways = [way for way in WAYS if (has_several or way.canvases == 1) and (task.has_distilled or not way.is_distilled)]
     lines = [line_of(way, task, models, count) for way in ways]
     by_way = {line.way: line for line in lines}
     own, head = by_way[OWN], by_way[NEXT]
