@@ -55,9 +55,8 @@ def _fix_constants(part: nn.Module) -> None:
             with torch.device("cpu"):
                 made = type(module)(config)
             for name in sorted(module._non_persistent_buffers_set):
-                constant = made.get_buffer(name)
                 delattr(module, name)
-                setattr(module, name, constant)
+                setattr(module, name, made.get_buffer(name).detach().clone())  # an nn.Buffer would be one again
 
 
 def stacked(tensors: Iterable[Tensor], filling: float) -> Tensor:

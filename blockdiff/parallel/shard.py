@@ -100,7 +100,14 @@ def _shard(model: BlockDiffusionModel, mesh: Mesh, computes_in: torch.dtype | No
     Gradients are added up and not averaged: each rank's loss is divided by global counts already. So the experts that
     a rank holds for its neighbours, too, need no factor of their own, although `mesh.data` alone adds them up.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     is_narrow = (computes_in or model.dtype).itemsize < 4
     precision = MixedPrecisionPolicy(
@@ -123,6 +130,7 @@ def _shard(model: BlockDiffusionModel, mesh: Mesh, computes_in: torch.dtype | No
         assert isinstance(sharded, FSDPModule)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(model, "image_features")  # which is called before the model is
     model.gathered_in = computes_in
     model.gathered_on = mesh.ranks.device if mesh.offload else None
 

@@ -30,7 +30,7 @@ FAMILY = Family(
         "layers.*.experts": "experts",
         "vocabulary": "vocabulary",
     },
-    sharding_units=("layers.{}.experts", "layers.{}", "vocabulary"),
+    sharding_units=("image_side", "layers.{}.experts", "layers.{}", "vocabulary"),
     capabilities=Capabilities(
         kernels=("torch", "triton"),
         predictions=("posterior", "leave_one_out"),

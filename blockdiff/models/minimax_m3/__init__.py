@@ -40,7 +40,7 @@ def _family(model_type: str, architecture: str, names: Names) -> Family:
         },
         fp8_parts=("attention", "mlp", "experts"),
         adapted_parts=("attention", "mlp", "experts"),
-        sharding_units=("layers.{}.experts", "layers.{}", "vocabulary"),
+        sharding_units=("image_side", "layers.{}.experts", "layers.{}", "vocabulary"),
         capabilities=Capabilities(
             kernels=("torch", "triton"),
             predictions=("posterior", "leave_one_out"),

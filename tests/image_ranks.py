@@ -1,0 +1,62 @@
+"""The ranks of `test_image_ranks.py`: rows with images on the first, of text on the second."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockdiff.canvas import PADDING_ROW, lay_out
+from blockdiff.checkpoint import draw_weights, empty, empty_image_side
+from blockdiff.diffusion.corruption import UniformCorruption
+from blockdiff.diffusion.schedule import Linear
+from blockdiff.objective import Objective
+from blockdiff.parallel.mesh import Mesh
+from blockdiff.parallel.ranks import Ranks
+from blockdiff.parallel.shard import replicate, split
+from blockdiff.tensor_pieces import Piece
+from blockdiff.training.optimiser import trainable
+from blockdiff.training.step import Counts, backpropagate
+from tests.mesh_ranks import held, write_pieces
+from tests.objective.test_images import L, rows
+from tests.oracle import widen_routers
+from tests.pictures import gemma_config
+
+MESHES: dict[str, dict[str, Any]] = {"DDP": {}, "FSDP2": {"shard": "full"}}
+
+
+def trained(mesh: Mesh, trains_images: bool) -> dict[str, Piece]:
+    """Losses, gradients and weights of two plain SGD steps, in micro-batches of one row."""
+    model = empty(gemma_config(random.Random(3), use_bidirectional_attention="vision"), kernels="torch")
+    model.image_side = empty_image_side(model.config).requires_grad_(trains_images)
+    if mesh.is_split:
+        split(model, mesh, torch.float64)
+    draw_weights(model, 3, "float64", mesh.ranks.device)
+    widen_routers(model)
+    objective = Objective(model.train(), Linear(), UniformCorruption(96), seed=11, sweep=mesh.is_split)
+    module, weights = replicate(objective, mesh), trainable(objective)
+    optimiser = torch.optim.SGD(list(weights.values()), lr=1e-2)
+    found, pieces = list[list[float]](), dict[str, Piece]()
+    for step in (1, 2):
+        optimiser.zero_grad(set_to_none=True)
+        mine = rows(model)[mesh.ranks.row_rank :: mesh.ranks.row_world] or [PADDING_ROW]
+        window = [lay_out([row], L, pad_id=0) for row in mine]
+        counts = Counts.over_ranks(window, mesh.ranks)
+        gradient = backpropagate(module, list(weights.values()), window, counts, 0.5, None, mesh)
+        found.append([gradient.losses["canvas_loss"], gradient.losses["ar_loss"], gradient.norm])
+        for name, parameter in weights.items():
+            assert parameter.grad is not None
+            pieces[f"gradient {step} {name}"] = held(parameter.grad, mesh.ranks)
+        optimiser.step()
+    pieces["losses"] = held(torch.tensor(found, dtype=torch.float64), mesh.ranks)
+    return pieces | {f"weight {name}": held(parameter, mesh.ranks) for name, parameter in weights.items()}
+
+
+def everything(ranks: Ranks, directory: Path) -> None:
+    """Train over both meshes, or alone, with an image side that trains and with one that stands still."""
+    meshes = {name: Mesh.of(ranks, **said) for name, said in MESHES.items()} if ranks.world > 1 else {"": Mesh(ranks)}
+    for name, mesh in meshes.items():
+        for trains_images in (True, False):
+            write_pieces(directory / f"{name}: {trains_images}: {ranks.rank}", trained(mesh, trains_images))
