@@ -1,0 +1,85 @@
+"""The image side of a checkpoint: carried, run and written back with every tensor equal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import blockdiff
+from blockdiff.checkpoint import Carried, draw_weights, empty, empty_image_side, load_weights, save
+from blockdiff.errors import BlockdiffError, CheckpointError
+from blockdiff.models.family import family_of
+from tests.families import m3_text_config
+from tests.pictures import gemma_config, minimax_config, pair, picture
+
+pytestmark = pytest.mark.quick
+FAMILIES: dict[str, Callable[[random.Random], Any]] = {"diffusion_gemma": gemma_config, "minimax_m3": minimax_config}
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def require_same(found: Path, truth: Path) -> None:
+    one, other = stored(found), stored(truth)
+    assert one.keys() == other.keys()
+    assert all(x.dtype == other[name].dtype and torch.equal(x, other[name]) for name, x in one.items())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_goes_through_load_save_transformers_and_back_with_every_tensor_equal(name, tmp_path):
+    draw = random.Random(4)
+    model, mine = pair(FAMILIES[name](draw), 4, tmp_path / "theirs")
+    assert not any(family_of(mine.config).names.is_carried(hub, True) for hub in mine.carried.stored)
+    save(mine, tmp_path / "ours")
+    back, loading = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True, dtype=torch.float64)
+    assert not any(loading.values())
+    back.save_pretrained(tmp_path / "back")
+    for directory in ("ours", "back"):
+        require_same(tmp_path / directory, tmp_path / "theirs")
+
+    early = empty(mine.config, "torch")  # as a training run has it
+    early.image_side = empty_image_side(early.config)
+    assert not any(parameter.requires_grad for parameter in early.image_side.parameters())
+    load_weights(early, tmp_path / "ours", device="cpu")
+    images = [picture(mine.config, draw) for _ in range(2)]
+    assert torch.equal(early.image_features(images), mine.image_features(images))
+    save(early, tmp_path / "early")
+    require_same(tmp_path / "early", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fresh_weights_are_the_same_carried_and_run(name, tmp_path):
+    config = FAMILIES[name](random.Random(5))
+    model = empty(config, "torch")
+    model.image_side = empty_image_side(config)
+    fresh = blockdiff.init(config, seed=2, device="cpu")
+    for directory, each in (("run", draw_weights(model, 2, device="cpu")), ("carried", fresh)):
+        save(each, tmp_path / directory)
+    require_same(tmp_path / "run", tmp_path / "carried")
+    save(blockdiff.with_image_side(fresh), tmp_path / "later")
+    require_same(tmp_path / "later", tmp_path / "carried")
+    assert len(blockdiff.with_image_side(fresh).image_features([fresh.image_side.blank()] * 3)) == 3
+
+
+def test_a_model_that_has_no_image_side_says_so_in_one_line():
+    config = gemma_config(random.Random(6))
+    model = blockdiff.init(config, device="cpu")
+    image = picture(config, random.Random(1))
+    with pytest.raises(
+        BlockdiffError, match=r"^the model's image side is not there yet; call blockdiff.with_image_side"
+    ):
+        model.image_features([image])
+    model.carried = Carried()
+    with pytest.raises(CheckpointError, match=r"^the model has no image tensors \(model.encoder.*; load a checkpoint"):
+        blockdiff.with_image_side(model)
+    with pytest.raises(
+        CheckpointError, match=r"^this minimax_m3_vl_text takes no images: its config has no vision_config"
+    ):
+        blockdiff.with_image_side(blockdiff.init(m3_text_config(), device="cpu"))
