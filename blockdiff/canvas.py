@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,8 +135,9 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{k: x if x is None else x.to(device, non_blocking=non_blocking) for k, x in moved.items()})
+        there: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {k: x.to(device, non_blocking=non_blocking) for k, x in there.items() if x is not None}
+        return replace(self, **moved)
 
     @property
     def is_fill_BCL(self) -> Tensor:

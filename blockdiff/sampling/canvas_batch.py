@@ -190,7 +190,8 @@ class CanvasBatch:
         else:
             for call, of in zip(calls, self._slices(), strict=True):
                 visited = self._visited(of)
-                signal_BLD = step.state.soft_BLD[of].clone() if visited else None  # the step writes over it
+                signal_BLD = step.state.soft_BLD[of]
+                signal_BLD = signal_BLD.clone() if visited else signal_BLD  # the step writes over it
                 inputs, stats, decision = step(call)
                 for n, visitor in visited.items():
                     visitor(steps[of.start + n], inputs.tokens_BL[n], signal_BLD[n])

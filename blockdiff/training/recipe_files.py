@@ -62,14 +62,14 @@ def read_recipe(
     for key, must_exist in FILE_KEYS.items():
         must_exist = must_exist and needs_data
         *above, last = key
-        section: Any = merged
+        inner: Any = merged
         for name in above:
-            section = section.get(name) if isinstance(section, dict) else None
-        if isinstance(section, dict) and last in section:
+            inner = inner.get(name) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and last in inner:
             origin, directory = origins[key]
             if directory is not None:
                 name = ".".join(filter(None, key))
-                section[last] = _located(section[last], name, origin, directory, must_exist)
+                inner[last] = _located(inner[last], name, origin, directory, must_exist)
     refuse_old(merged, origins)
     try:
         return Recipe.model_validate(merged)
