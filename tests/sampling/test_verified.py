@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,7 +17,17 @@ from blockdiff.errors import RequestError
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.page_keys import identities_of
 from blockdiff.models.pages import Pages
-from blockdiff.sampling import DiffusionSettings, Engine, Recorder, Request, Result, Sampler, verification
+from blockdiff.sampling import (
+    Canvases,
+    Decision,
+    DiffusionSettings,
+    Engine,
+    Recorder,
+    Request,
+    Result,
+    Sampler,
+    verification,
+)
 from blockdiff.sampling import engine as engines
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.strategies import Composed, NextToken, Verified, adjusted, as_strategy
@@ -153,7 +163,8 @@ def test_rejected_drafts_leave_no_trace_and_are_never_published(model):
         for name, page in link.pages.items():
             for kept, anew in zip(engine.pages.pools[name].tensors, fresh.pools[name].tensors, strict=True):
                 torch.testing.assert_close(kept[:, page], anew[:, row.tables[name][-1]], rtol=1e-9, atol=1e-9)
-    later = [Request(f"later {n}", tokens=[*row[:-1], 40, 41]) for n, row in enumerate(rows)]
+    whole_pages = [tokens[: len(tokens) // 4 * 4] for request in asked if len(tokens := request.tokens or []) >= 4]
+    later = [Request(f"later {n}", tokens=tokens) for n, tokens in enumerate([*whole_pages, *rows])]
     reused = engine.pages.statistics.reused_tokens
     again = answers(engine, later)
     assert engine.pages.statistics.reused_tokens > reused
@@ -200,29 +211,40 @@ def both(writer: BlockDiffusionModel, head: NextToken, draft: str | None = None,
     return results
 
 
-def test_the_law_of_sampled_responses_is_that_of_the_head(writer):
-    """Of 1,200 responses of four tokens, each out of three likely ones, counts fit probabilities (chi-square)."""
-    prompt, head, count = [9, 5], NextToken(0.3, top_k=3), 1200
+@dataclass(frozen=True)
+class Same(Composed):
+    """A draft that is one token over and over."""
+
+    token: int = 6
+
+    def decide(self, canvases: Canvases) -> Decision:
+        decision = super().decide(canvases)
+        return replace(decision, final_BL=torch.full_like(canvases.tokens_BL, self.token))
+
+
+def test_the_law_of_sampled_responses_is_that_of_the_head(writer, monkeypatch):
+    """Of 1,200 responses of four tokens, each one of three, the counts fit the probabilities (chi-square)."""
+    monkeypatch.setattr(writer, "canvas_length", 2)
+    prompt, free, count = [9, 5], [6, 7, 8], 1200
     law = {(): 1.0}
-    for _ in range(L):
-        open_ones = [each for each in law if each[-1:] != (1,)]
-        hidden = writer.encode(torch.tensor([[*prompt, *each] for each in open_ones])).hidden[:, -1]
-        top = (writer.unembed(hidden) / 0.3).topk(3)
-        for each, tokens, p in zip(open_ones, top.indices.tolist(), top.values.softmax(-1).tolist(), strict=True):
-            before = law.pop(each)
-            law |= {(*each, token): before * q for token, q in zip(tokens, p, strict=True)}
-    settings = replace(SETTINGS, max_new_tokens=L, eos_ids=(1,))
-    sampler = Sampler(writer, generation=settings, strategy=Verified(head))
-    drawn = sampler.generate([Request(n, tokens=prompt) for n in range(count)], batch_size=400)
+    for _ in range(4):
+        hidden = writer.encode(torch.tensor([[*prompt, *each] for each in law])).hidden[:, -1]
+        p = (writer.unembed(hidden)[:, free] / 0.5).softmax(-1).tolist()
+        law = {
+            (*each, token): law[each] * q
+            for each, row in zip(law, p, strict=True)
+            for token, q in zip(free, row, strict=True)
+        }
+    banned = [token for token in range(writer.vocab_size) if token not in free]
+    sampler = Sampler(
+        writer, generation=replace(SETTINGS, max_new_tokens=4), strategy=Verified(NextToken(0.5), draft=Same())
+    )
+    drawn = sampler.generate([Request(n, tokens=prompt, banned=banned) for n in range(count)], batch_size=400)
     found = Counter(tuple(result.tokens) for result in drawn)
-    often = [each for each, p in law.items() if p * count >= 5]
-    rare = count - sum(found[each] for each in often), count * (1 - sum(law[each] for each in often))
-    cells = [(found[each], law[each] * count) for each in often] + [rare] * (rare[1] >= 5)
-    chi_square = sum((n - expected) ** 2 / expected for n, expected in cells)
-    freedom = len(cells) - 1
-    assert freedom > 10 and found.keys() <= law.keys()
-    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
-    assert 1.2 < sum(result.forwards.verify for result in drawn) / count < L  # drafts are accepted, and rejected
+    assert found.keys() <= law.keys() and min(law.values()) * count > 4
+    chi_square = sum((found[each] - p * count) ** 2 / (p * count) for each, p in law.items())
+    assert chi_square < 80 + 4 * 160**0.5  # of 80 degrees of freedom
+    assert 2 < sum(result.forwards.verify for result in drawn) / count < 3.8  # drafts are accepted, and rejected
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [12, "b"]}, "b": {"type": "integer"}}, "required": ["a"]}
