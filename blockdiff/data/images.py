@@ -199,7 +199,7 @@ class ImageReader:
             settings = self.settings if isinstance(self.settings, Mapping) else settings_of(Path(self.settings))
         except DataError:  # only images need them
             settings = {}
-        return json.dumps([settings, self.tokens, self.root, self.anywhere], sort_keys=True, default=str)
+        return json.dumps([settings, self.tokens], sort_keys=True, default=str)
 
     def located(self, source: ImageSource, where: str) -> ImageSource:
         """The image of a row at "file:line" with its path made absolute; DataError where it leads out of the folder."""

@@ -39,11 +39,14 @@ class Row:
         """All its images in the order of the text."""
         return list(self.images) if self.messages is None else images_in(self.messages)
 
-    def located(self, folder: Path, *, anywhere: bool = False) -> Row:
-        """The same row with absolute paths of its images, seen from `folder`.
+    def located(self, root: str | Path | None = None, *, anywhere: bool = False) -> Row:
+        """The same row with absolute paths of its images, seen from `root` (None: the folder of its file).
 
-        Raises DataError, which names the row, for a path outside of the folder, unless `anywhere`.
+        Raises DataError, which names the row, for a path that leads out of the folder, unless `anywhere`.
         """
+        if not self.sources:
+            return self
+        folder = Path(self.where.rpartition(":")[0]).parent if root is None else Path(root)
         try:
             found = tuple(located(each, folder, anywhere=anywhere) for each in self.sources)
         except DataError as error:

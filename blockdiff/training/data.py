@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff.canvas import Batch
+from blockdiff.checkpoint.files import find
 from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.collate import Collator, NoCanvases, begin_images, heldout_batches, micro_batches
 from blockdiff.data.dataset import TOTAL, Dataset, load_dataset
@@ -21,6 +22,7 @@ from blockdiff.data.rows import Row
 from blockdiff.data.sources import Source, rows_of
 from blockdiff.data.statistics import Statistics
 from blockdiff.data.stream import StreamedExamples
+from blockdiff.models.family import family_of
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel
@@ -144,6 +146,18 @@ def cache_directory(setting: str) -> Path | None:
     return Path(directory).expanduser().absolute()
 
 
+def image_reader(recipe: Recipe, base: StartingModel) -> ImageReader | None:
+    """The reader of the images in rows; None where the recipe has none.
+
+    The settings of the image processor lie beside the weights, of a preset beside its tokenizer.
+    """
+    tokens = family_of(base.config).image_tokens(base.config)
+    if recipe.objective.images == "none" or tokens is None:
+        return None
+    settings = find(str(recipe.model.path or recipe.model.tokenizer), with_weights=False)
+    return ImageReader(settings, tokens, recipe.data.images.root, recipe.data.images.anywhere)
+
+
 def encoder(recipe: Recipe, base: StartingModel, reader: ImageReader | None = None) -> Encoder:
     """The encoder that makes tokens of rows."""
     d = recipe.data
@@ -188,7 +202,7 @@ def read_data(recipe: Recipe, base: StartingModel, ranks: Ranks | None = None) -
     With several ranks one of each node fills the cache first. Raises DataError with file and line for what cannot
     be used.
     """
-    reader: ImageReader | None = None
+    reader = image_reader(recipe, base)
     encode = encoder(recipe, base, reader)
     cache, d = cache_directory(recipe.data.cache), recipe.data
 

@@ -94,7 +94,15 @@ class Columns(Section):
     messages: str | None = None
     tools: str | None = None
     system: str | None = None
+    images: str | None = None
     id: str | None = None
+
+
+class Images(Section):
+    """The folder of the images that rows name; null = that of the file of rows."""
+
+    root: str | None = None
+    anywhere: bool = False  # paths may lead out of it
 
 
 class DataSection(Section):
@@ -105,6 +113,7 @@ class DataSection(Section):
     split: str = "train"  # of hub data sets in data.train that name none
     heldout_split: str = "test"  # of those in data.heldout
     columns: Columns = Columns()
+    images: Images = Images()
     streaming: Annotated[choices.Streaming | None, choices.STREAMING] = None
     chat: bool = False  # prompt and response are the user's and the assistant's turn, not raw text
     turns: Literal["all", "last"] = "all"

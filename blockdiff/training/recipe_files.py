@@ -23,7 +23,7 @@ ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs"), "lora":
 # Keys that name files or directories, and whether they must exist (model and tokenizer may be hub ids, and rows
 # too where a name cannot be a file's).
 FILE_KEYS: dict[Key, bool] = {
-    **dict.fromkeys(SOURCES, True),
+    **dict.fromkeys([*SOURCES, ("data", "images", "root")], True),
     **dict.fromkeys([("model", "path"), ("model", "tokenizer"), ("objective", "distil", "", "teacher")], False),
 }
 AnyRecipe = str | Path | Mapping[str, Any] | Recipe

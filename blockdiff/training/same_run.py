@@ -50,6 +50,9 @@ def facts_of(recipe: Recipe, base: StartingModel, data: Data, objective: Any) ->
         del sections["lora"]  # runs of before it have none
     if recipe.data.on_bad_row == "stop":
         del sections["data"]["on_bad_row"]  # nor this
+    del sections["data"]["images"]  # where files lie
+    if recipe.data.columns.images is None:
+        del sections["data"]["columns"]["images"]
     if recipe.model.quantize is None:
         del sections["model"]["quantize"]  # nor this
     if recipe.optim.name != "muon":
