@@ -252,7 +252,9 @@ class Encoder:
         if not sources:
             return
         if self.reader is None:
-            raise DataError(f"{sources[0][0].where}: has an image, and nothing reads it; set objective.images, or remove it")
+            raise DataError(
+                f"{sources[0][0].where}: has an image, and nothing reads it; set objective.images, or remove it"
+            )
         paths = [self.reader.located(source, row.where) for row, source in sources]
         for (row, source), found in zip(sources, self.reader.facts(paths), strict=True):
             if isinstance(found, DataError):

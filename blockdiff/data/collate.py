@@ -201,9 +201,9 @@ class Collator:
             )
         result = []
         for example, canvases, images in zip(examples, canvases_of, self._images(examples), strict=True):
-            tokens, weights = self._seen(example, canvases), self._ar_weights(example)
-            seen = [image for image in images if image.end <= len(tokens)]
-            result.append(CleanRow(tokens, canvases, example.sample_id, ar_weights=weights, images=seen))
+            seen, weights = self._seen(example, canvases), self._ar_weights(example)
+            images = [image for image in images if image.end <= len(seen)]
+            result.append(CleanRow(seen, canvases, example.sample_id, ar_weights=weights, images=images))
         return result
 
     def begin(self, examples: Sequence[Example]) -> None:

@@ -184,8 +184,7 @@ class ImageReader:
     @cached_property
     def processor(self) -> ImageProcessor:
         """The image processor; DataError where the settings describe none."""
-        is_given = isinstance(self.settings, Mapping)
-        return ImageProcessor.of(self.settings if is_given else settings_of(Path(self.settings)))
+        return ImageProcessor.of(self._values())
 
     @cached_property
     def _workers(self) -> ThreadPoolExecutor:
@@ -196,10 +195,13 @@ class ImageReader:
     def fingerprint(self) -> str:
         """The settings that decide how many tokens a picture has, as text."""
         try:
-            settings = self.settings if isinstance(self.settings, Mapping) else settings_of(Path(self.settings))
+            settings = self._values()
         except DataError:  # only images need them
             settings = {}
         return json.dumps([settings, self.tokens], sort_keys=True, default=str)
+
+    def _values(self) -> Mapping[str, Any]:
+        return self.settings if isinstance(self.settings, Mapping) else settings_of(Path(self.settings))
 
     def located(self, source: ImageSource, where: str) -> ImageSource:
         """The image of a row at "file:line" with its path made absolute; DataError where it leads out of the folder."""

@@ -151,9 +151,10 @@ def image_reader(recipe: Recipe, base: StartingModel) -> ImageReader | None:
 
     The settings of the image processor lie beside the weights, of a preset beside its tokenizer.
     """
-    tokens = family_of(base.config).image_tokens(base.config)
-    if recipe.objective.images == "none" or tokens is None:
+    if recipe.objective.images == "none":
         return None
+    tokens = family_of(base.config).image_tokens(base.config)
+    assert tokens is not None, "a model without an image side was refused before"
     settings = find(str(recipe.model.path or recipe.model.tokenizer), with_weights=False)
     return ImageReader(settings, tokens, recipe.data.images.root, recipe.data.images.anywhere)
 

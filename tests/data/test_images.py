@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import struct
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from blockdiff.data.chat import Encoder, Example
 from blockdiff.data.collate import Collator, begin_images, heldout_batches, micro_batches
 from blockdiff.data.dataset import Dataset, load_dataset
 from blockdiff.data.images import ImageReader
-from blockdiff.data.order import Order
+from blockdiff.data.order import Order, StreamOrder
 from blockdiff.data.sources import Source, rows_of
+from blockdiff.data.stream import StreamedExamples
 from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenise import chat_prompt, raw_prompt
 from blockdiff.diffusion.schedule import StratifiedTime
@@ -251,6 +253,18 @@ def test_batches_have_the_images_of_their_rows_packed_or_not_whatever_was_begun(
     assert [len(each.images.inputs) for each in held_out if each.images] == [3, 1]
 
 
+def test_a_stream_gives_the_same_images_and_reads_the_next_ones_beside_the_step(folder):
+    stream = StreamedExamples([written(folder, *ROWS)], encoder(), shuffle_buffer=6, seed=0)
+    make, order = collator(reader()), StreamOrder(6)
+    (batch,) = micro_batches(stream, order, make, 1)
+    assert batch.images is not None and len(batch.images.inputs) == 3
+    begin_images(stream, order, make, 2, 0, 1, None)
+    wait(make.reader._begun.values())
+    (folder / "pictures" / "a.png").unlink()
+    (second,) = micro_batches(stream, order, make, 2)
+    assert second.images is not None and len(second.images.inputs) == 3
+
+
 def test_without_next_tokens_images_behind_the_last_canvas_are_left_out(folder):
     talk = asked(image("pictures/a.png"), "?")["messages"]
     (example,) = encoded(folder, {"messages": [*talk, *asked(image("pictures/b.png"), "?")["messages"]]})
@@ -351,7 +365,7 @@ def test_bad_pictures_are_left_out_where_bad_rows_are(folder):
 
 
 def test_a_model_a_template_or_a_checkpoint_that_knows_no_images_is_named(folder, tmp_path):
-    with pytest.raises(DataError, match=r"rows.jsonl:1: has an image, but the model takes none"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: has an image, and nothing reads it"):
         encoded(folder, ROWS[0], reader=None)
     blind = chat_tokenizer("{{ bos_token }}{% for m in messages %}{% generation %}a{% endgeneration %}{% endfor %}")
     with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template writes 0 of 1 images"):

@@ -1,0 +1,79 @@
+"""Training on rows with images, from files to held-out losses, is the same packed or not."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import blockdiff
+from blockdiff.errors import DataError
+from blockdiff.metrics import read, reproducible
+from tests.chat_tokenizer import chat_tokenizer
+from tests.pictures import gemma_config, pair
+
+PROCESSOR = {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DiffusionGemma with an image side, its tokenizer and processor, and rows of pictures beside it."""
+    folder = tmp_path_factory.mktemp("images")
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image>", "<|image|>", "<image|>"]})
+    config = gemma_config(random.Random(1), vocab_size=300)
+    names = ("boi_token_id", "image_token_id", "eoi_token_id")
+    for name, token in zip(names, ("<|image>", "<|image|>", "<image|>"), strict=True):
+        setattr(config, name, tokenizer.convert_tokens_to_ids(token))
+    _, model = pair(config, 1, folder)
+    blockdiff.save(model, folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    vision = config.vision_config
+    sizes = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.pooling_kernel_size, "do_resize": False}
+    (folder / "model" / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | sizes))
+    side = vision.patch_size * vision.pooling_kernel_size
+    rows = []
+    for number in range(6):
+        noise = torch.randint(0, 256, (side * (1 + number % 2), side * 2, 3), dtype=torch.uint8)
+        Image.fromarray(noise.numpy()).save(folder / f"{number}.png")
+        rows.append({"prompt": "a" * number, "response": "b" * (3 + number), "images": [f"{number}.png", "0.png"]})
+    rows.append({"prompt": "no picture", "response": "c"})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def recipe(base: Path, output: Path, images: str = "trained", **sections: dict) -> dict:
+    data = {"train": str(base / "rows.jsonl"), "heldout": str(base / "rows.jsonl"), "cache": "off"}
+    train = {"steps": 1, "batch_size": 3, "log_every": 1, "eval_every": 1}
+    return {
+        "model": {"path": str(base / "model")},
+        "lora": "none",
+        "objective": {"images": images},
+        "data": data | sections.get("data", {}),
+        "train": train | sections.get("train", {}),
+        "optim": {"lr": 1e-2},
+        "output": str(output),
+    }
+
+
+def test_training_on_images_from_files_to_held_out_losses_packed_or_not(base, tmp_path):
+    runs = [blockdiff.train(recipe(base, tmp_path / str(pack), data={"pack": pack})) for pack in (None, 200)]
+    one, packed = (reproducible(read(run.directory / "metrics.jsonl")) for run in runs)
+    assert [record["kind"] for record in one] == ["heldout", "train", "heldout"]
+    for of_one, of_packed in zip(one, packed, strict=True):
+        name = {"train": "canvas_loss", "heldout": "heldout_canvas_loss"}[of_one["kind"]]
+        assert of_one[name] == pytest.approx(of_packed[name], rel=1e-4)
+    written = runs[0].directory / "model"
+    before, after = (load_file(model / "model.safetensors") for model in (base / "model", written))
+    name = next(name for name in before if "vision_tower" in name and name.endswith("q_proj.linear.weight"))
+    assert not torch.equal(after[name], before[name])  # learnt through the pictures
+    assert (written / "preprocessor_config.json").is_file()
+    report = json.loads((runs[0].directory / "data.json").read_text())
+    assert report["train"]["sources"][0]["images"] == 12
+    with pytest.raises(DataError, match=r"rows.jsonl:1: has an image, and nothing reads it; set objective.images"):
+        blockdiff.train(recipe(base, tmp_path / "none", images="none"))
