@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blockdiff.cli import options
-from blockdiff.errors import CheckpointError, RequestError
+from blockdiff.cli.requests import user_message
+from blockdiff.errors import CheckpointError, DataError, RequestError
 from blockdiff.metrics import at_limit
 from blockdiff.terminal import shown
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Request, Result, Sampler
 
-HELP = """/system TEXT   tell the model something before the conversation; `/system -` takes it away, `/system` shows it
+HELP = """/image FILE    put a picture into the next message (repeatable)
+/system TEXT   tell the model something before the conversation; `/system -` takes it away, `/system` shows it
 /reset         begin anew; the system message stays
 /help          show these lines
 /quit          end the chat, as Ctrl-D does
@@ -36,6 +39,7 @@ def chat(
     thinking: Annotated[
         bool, typer.Option("--thinking", metavar="", help="Ask for reasoning, which is shown first.")
     ] = False,
+    image: options.Images = None,
     seed: options.Seed = 0,
     max_new_tokens: options.MaxNewTokens = None,
     steps: options.MaxSteps = None,
@@ -100,6 +104,8 @@ def chat(
     weights = load(directory, dtype=dtype, device=device, kernels=kernels, quantize=quantize)
     sampler = Sampler(weights, tokenizer, settings, strategy=chosen, pages=Pages(weights))  # room for a long talk
     talk = Chat(sampler, system, seed, thinking)
+    for each in image or ():
+        talk.put(each)
     if talk.is_terminal:
         talk.note(f"{model}: type a message; /help lists the commands, /quit ends the chat")
     for line in lines(talk.is_terminal):
@@ -194,7 +200,8 @@ class Chat:
     def __init__(self, sampler: Sampler, system: str | None = None, seed: int = 0, thinking: bool = False):
         self.sampler, self.system, self.seed, self.thinking = sampler, system, seed, thinking
         self.is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
+        self.images: list[str] = []  # that the next message has
         self.answered, self.failed = 0, False  # how many answers; whether there was none to a message
         self._turn = 0  # every turn has draws of its own, also after a /reset
 
@@ -208,10 +215,25 @@ class Chat:
             if text.strip():
                 self.system = None if text.strip() == "-" else text.strip()
             self.note(f"system: {self.system or 'none'}")
+        elif name == "/image":
+            try:
+                self.put(text.strip())
+            except DataError as error:
+                self.note(f"error: {error}")
         elif name == "/help":
             self.note(HELP)
         else:
             self.note(f"{name} is no command (/help lists them); a message that begins with / is written with //")
+
+    def put(self, image: str) -> None:
+        """Put a picture into the next message; DataError where it cannot be read."""
+        reader = self.sampler.settings.reader
+        if reader is None:
+            raise DataError("the model takes no images")
+        image = str(Path(image).expanduser())
+        reader.read(image)
+        self.images.append(image)
+        self.note(f"{image}: in the next message")
 
     def say(self, text: str) -> None:
         """Send a message and show the answer as it fills in."""
@@ -219,7 +241,8 @@ class Chat:
         from blockdiff.models.pages import Pages
 
         self._turn += 1
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append(user_message(text, self.images))
+        images, self.images = self.images, []
         view = Watcher(self.sampler.tokenizer, several=False)
         try:
             self._make_room()
@@ -232,6 +255,7 @@ class Chat:
                     on_step=then_ended(view.step) if view.is_live else None,
                 )
         except RequestError as error:
+            self.images = images
             self._refused(str(error))
         except Ended:
             self._ended(view)
@@ -247,7 +271,7 @@ class Chat:
         text = shown(text, sys.stderr)
         print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
-    def _request(self, messages: list[dict[str, str]]) -> Request:
+    def _request(self, messages: list[dict[str, Any]]) -> Request:
         from blockdiff.sampling import Request
 
         first = [{"role": "system", "content": self.system}] if self.system else []

@@ -112,6 +112,15 @@ System = Annotated[
         metavar="TEXT", rich_help_panel=PROMPTS, help="A system message, put before conversations that have none."
     ),
 ]
+Images = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        rich_help_panel=PROMPTS,
+        help="A picture, put before the text of the prompt (repeatable).",
+    ),
+]
 Thinking = Annotated[
     bool,
     typer.Option(

@@ -13,15 +13,25 @@ if TYPE_CHECKING:
     from blockdiff.sampling import Request, Result
 
 
-def requests_of(prompt: str | None, chat: str | None, prompts: Path | None) -> list[Request | Result]:
+def requests_of(
+    prompt: str | None, chat: str | None, prompts: Path | None, images: Sequence[str] = ()
+) -> list[Request | Result]:
     """The requests: one from the command line, or those of a file with the failures of its bad lines."""
     from blockdiff.sampling import Request, read_prompts
 
     if prompts is not None:
         return read_prompts(prompts)
     if prompt is not None:
-        return [Request(1, prompt=prompt)]
-    return [Request(1, messages=[{"role": "user", "content": str(chat)}])]
+        return [Request(1, prompt=prompt, images=images)]
+    return [Request(1, messages=[user_message(str(chat), images)])]
+
+
+def user_message(text: str, images: Sequence[str]) -> dict[str, Any]:
+    """A user's message, with pictures before its text."""
+    if not images:
+        return {"role": "user", "content": text}
+    parts = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def with_options(entry: Request | Result, **asked: Any) -> Request | Result:

@@ -51,6 +51,7 @@ def sample(
             help="JSONL with prompt or messages, optionally id, seed and other options; - reads stdin.",
         ),
     ] = None,
+    image: options.Images = None,
     system: options.System = None,
     thinking: options.Thinking = False,
     allow_control_tokens: options.AllowControlTokens = False,
@@ -127,7 +128,7 @@ def sample(
     prompt; docs/cli.md lists the keys. A bad line of a file gets a line with an
     error, and the others are answered.
     """
-    _check_usage(prompt, chat, prompts, output, trace)
+    _check_usage(prompt, chat, prompts, image, output, trace)
     gives_lines = prompts is not None or output is not None
     if output == options.STREAM:
         output = None
@@ -158,7 +159,7 @@ def sample(
             of_regex(regex)  # it is kept, so it is not compiled again
     except RequestError as error:
         raise typer.BadParameter(str(error)) from None
-    entries = requests_of(prompt, chat, prompts)
+    entries = requests_of(prompt, chat, prompts, image or ())
     entries = [with_options(entry, **asked, **controls) for entry in entries]
     if system is not None:
         entries = [with_system(entry, system) for entry in entries]
@@ -241,7 +242,7 @@ def sample(
     if view is not None:
         view.close()
     if trace is not None and recorder is not None:
-        _write_trace(trace, recorder.traces, sampler)
+        _write_trace(trace, recorder.traces, sampler, entries)
     if ranks.row_world > 1:
         tally = tally.with_those_of(ranks)
         if ranks.is_main:
@@ -259,11 +260,20 @@ def sample(
 
 
 def _check_usage(
-    prompt: str | None, chat: str | None, prompts: Path | None, output: Path | None, trace: Path | None
+    prompt: str | None,
+    chat: str | None,
+    prompts: Path | None,
+    image: list[str] | None,
+    output: Path | None,
+    trace: Path | None,
 ) -> None:
     """Raise typer.BadParameter for options that cannot stand together."""
     if sum(given is not None for given in (prompt, chat, prompts)) != 1:
         raise typer.BadParameter("give exactly one of --prompt, --chat and --prompts", param_hint="--prompt")
+    if image and prompts is not None:
+        raise typer.BadParameter(
+            "lines of --prompts name their pictures themselves, as image or images", param_hint="--image"
+        )
     if trace is not None and trace.suffix not in TRACE_KINDS:
         raise typer.BadParameter(f"{trace} ends in none of {', '.join(TRACE_KINDS)}", param_hint="--trace")
     if trace is not None and trace == output:
@@ -313,7 +323,7 @@ def _ranks(device: str, output: Path | None, trace: Path | None, stream: bool) -
     return from_accelerate()
 
 
-def _write_trace(path: Path, traces: list[Trace], sampler: Sampler) -> None:
+def _write_trace(path: Path, traces: list[Trace], sampler: Sampler, entries: Sequence[Request | Result]) -> None:
     """Write traces in the form that the suffix names: a page, records, or a picture of the first request."""
     from blockdiff.checkpoint.tokenizer import decoder
 
@@ -323,9 +333,14 @@ def _write_trace(path: Path, traces: list[Trace], sampler: Sampler) -> None:
 
         write_traces(path, traces)
     elif path.suffix == ".html":
+        from blockdiff.data.images import content_of
         from blockdiff.plots.denoising import draw_page
+        from blockdiff.sampling import Request
 
-        draw_page(traces, path, decode, title="How the text filled in")
+        drawn = {trace.id for trace in traces}
+        asked = [entry for entry in entries if isinstance(entry, Request) and entry.id in drawn]
+        pictures = {entry.id: [content_of(source) for source in entry.sources] for entry in asked}
+        draw_page(traces, path, decode, title="How the text filled in", pictures=pictures)
     elif traces:
         from blockdiff.plots.picture import draw_picture
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from blockdiff.data.control_tokens import why_not_encoded
+from blockdiff.data.messages import ImageSource
 from blockdiff.data.rows import Row
 from blockdiff.errors import DataError
 from blockdiff.sampling.request import Request
@@ -23,7 +24,8 @@ class Question:
     """A row's last response and all that comes before it.
 
     `place` among the rows addresses the draws. `tokens` is the prompt as training lays it out, and `length` how many
-    tokens the reference and its end take there; without an encoder both are unknown.
+    tokens the reference and its end take there; without an encoder both are unknown. `images` are those of a prompt
+    that is text or tokens.
     """
 
     place: int
@@ -35,19 +37,23 @@ class Question:
     tokens: tuple[int, ...] | None = None
     length: int | None = None
     tools: tuple[Message, ...] | None = None
+    images: tuple[ImageSource, ...] = ()
 
     @property
     def last_message(self) -> str:
-        """The prompt, or the last message of the conversation."""
-        return self.prompt if isinstance(self.prompt, str) else str(self.prompt[-1]["content"])
+        """The prompt, or the text of the last message of the conversation."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        content = self.prompt[-1]["content"]
+        return "".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)
 
     def request(self, thinking: bool = False, best_of: int = 1, allow_control_tokens: bool = False) -> Request:
         """The request that the sampler answers; `tokens`, where they are known, say already what is thought."""
         if self.tokens is not None:
-            return Request(self.place, tokens=self.tokens, best_of=best_of)
+            return Request(self.place, tokens=self.tokens, images=self.images, best_of=best_of)
         asked = Request(self.place, thinking=thinking, best_of=best_of, allow_control_tokens=allow_control_tokens)
         if isinstance(self.prompt, str):
-            return replace(asked, prompt=self.prompt)
+            return replace(asked, prompt=self.prompt, images=self.images)
         return replace(asked, messages=self.prompt, tools=self.tools)
 
 
@@ -96,7 +102,7 @@ def longest_response(sampler: Sampler, questions: Sequence[Question], task: Task
 def _question(row: Row, place: int) -> Question:
     name = row.id if row.id is not None else place
     if row.messages is None:
-        return Question(place, row.where, name, row.prompt or "", row.response or "")
+        return Question(place, row.where, name, row.prompt or "", row.response or "", images=row.images)
     roles = [message["role"] for message in row.messages]
     end = len(roles) - roles[::-1].index("assistant")
     start = end - 1
@@ -117,9 +123,10 @@ def _question(row: Row, place: int) -> Question:
 def _laid_out(questions: list[Question], rows: Sequence[Row], encoder: Encoder) -> list[Question]:
     examples, _ = replace(encoder, max_length=None).encode(rows)
     laid_out = []
-    for question, example in zip(questions, examples, strict=True):
+    for question, row, example in zip(questions, rows, examples, strict=True):
         start, end = example.responses[-1]
-        laid_out.append(replace(question, tokens=tuple(example.tokens[:start]), length=end - start))
+        images = tuple(encoder.reader.located(source, row.where) for source in row.sources) if encoder.reader else ()
+        laid_out.append(replace(question, tokens=tuple(example.tokens[:start]), length=end - start, images=images))
     return laid_out
 
 

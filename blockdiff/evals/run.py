@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from blockdiff.data.image_parts import for_template
 from blockdiff.data.rows import Row
 from blockdiff.evals.questions import Question, Task, longest_response, questions_of
 from blockdiff.evals.summary import summary
@@ -101,7 +102,7 @@ def evaluate(
 def _record(question: Question, result: Result, task: Task) -> dict[str, Any]:
     record = {
         "id": question.id,
-        "prompt": question.prompt if isinstance(question.prompt, str) else list(question.prompt),
+        "prompt": question.prompt if isinstance(question.prompt, str) else list(for_template(question.prompt)),
         "reference": question.reference,
         "text": result.text,
         "is_solved": result.error is None and bool(task.is_solved(question, result.text)),

@@ -23,7 +23,7 @@ from blockdiff.sampling.request import Request, Result
 
 EXPECTED = 'write {"prompt": ...} or {"messages": [...]}'
 # Of a request's fields, those that are the prompt itself; `tokens` are what an output line has, and no option.
-OF_PROMPT = ("id", "prompt", "messages", "tools", "tokens")
+OF_PROMPT = ("id", "prompt", "messages", "tools", "tokens", "image", "images")
 # What a file of prompts must not decide, for others may have written it.
 OF_CALLER = ("allow_control_tokens",)
 OPTIONS = tuple(field.name for field in fields(Request) if field.name not in (*OF_PROMPT, *OF_CALLER))
@@ -45,9 +45,10 @@ def read_prompts(path: str | Path) -> list[Request | Result]:
     """One entry per line that is not blank: a request, or the failed result of a line that is none.
 
     path: a JSONL file, or `-` for standard input. A line is a row as training reads them, whose response is left
-    alone, and may have `id` (else its number, from 1) and the fields of a `Request`. A key that is written like an
-    option and is none is an error; other keys are data. `Sampler.generate` takes the entries as they are. Raises
-    DataError for a file that cannot be read or in which no line is a request.
+    alone, and may have `id` (else its number, from 1) and the fields of a `Request`. Paths of images are seen from the
+    file's folder, and stay in it. A key that is written like an option and is none is an error; other keys are data.
+    `Sampler.generate` takes the entries as they are. Raises DataError for a file that cannot be read or in which no
+    line is a request.
     """
     entries: list[Request | Result] = []
     line_of_id: dict[str, int] = {}
@@ -61,7 +62,7 @@ def read_prompts(path: str | Path) -> list[Request | Result]:
                 id = _id(record["id"])
             if (first := line_of_id.setdefault(str(id), number)) != number:
                 raise RequestError(f"the id {id!r} is that of line {first} already; give each its own")
-            request = _request(id, record, where)
+            request = _request(id, record, where, source.parent)
             request.check()
             entries.append(request)
         except DataError as error:
@@ -103,13 +104,13 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def _request(id: str | int, record: dict[str, Any], where: str) -> Request:
-    row = check_row({key: value for key, value in record.items() if key != "id"}, where, is_asked=True)
+def _request(id: str | int, record: dict[str, Any], where: str, folder: Path) -> Request:
+    row = check_row({key: value for key, value in record.items() if key != "id"}, where, is_asked=True).located(folder)
     options = {key: value for key, value in record.items() if key in OPTIONS and value is not None}
     for key in record:
         if key not in OPTIONS and key not in OF_PROMPT and (option := _option(key)):
             raise RequestError(_refused(key, option))
-    return Request(id, row.prompt, row.messages, tools=row.tools, **options)
+    return Request(id, row.prompt, row.messages, images=row.images, tools=row.tools, **options)
 
 
 @lru_cache(maxsize=1024)

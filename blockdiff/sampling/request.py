@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from blockdiff.data.image_parts import images_in
+from blockdiff.data.messages import BadRow, ImageSource, image_source
+from blockdiff.data.tokenise import Prompt as PromptTokens
 from blockdiff.data.tokenise import chat_prompt, conversation, raw_prompt, tokens_of
 from blockdiff.errors import DataError, RequestError
+from blockdiff.images import PlacedImage
 from blockdiff.sampling.controls.banned import Banned
 from blockdiff.sampling.controls.constraint import Constraint
 from blockdiff.sampling.controls.draft import Draft
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from blockdiff.data.control_tokens import ControlTokens
+    from blockdiff.data.images import ImageReader
     from blockdiff.sampling.strategy import Strategy
 
 Message = Mapping[str, Any]
@@ -33,13 +38,15 @@ class Request:
     """One prompt, given in exactly one of three ways.
 
     `prompt` is raw text (bos is put before it), `messages` a conversation for the chat template, `tokens` the
-    prompt's ids as they are. A request without `seed` gets one that follows from the seed of the call and its `id`.
-    `tools` are declarations of functions that the conversation may call: {"type": "function", "function": {name,
-    description, parameters}}. `thinking` asks the chat template for reasoning, and `template_options` are further
-    variables of the template, such as {"thinking_mode": "disabled"}. `scores` asks for the log-probability of every
-    token of the answer, and `top_logprobs` for those of so many likeliest tokens in its place; of `best_of` answers,
-    each with draws of its own, the result is the one with the highest mean log-probability. The first of the texts
-    `stop` ends the response; the result's text is what stands before it.
+    prompt's ids as they are. `images` are paths, the bytes of files, data URIs, pictures of PIL or `ImageInput`s: they
+    stand where `prompt` says `<image>`, else before its text, or where `tokens` has their placeholders; messages have
+    theirs as parts {"type": "image", "image": ...}. A request without `seed` gets one that follows from the seed of
+    the call and its `id`. `tools` are declarations of functions that the conversation may call: {"type": "function",
+    "function": {name, description, parameters}}. `thinking` asks the chat template for reasoning, and
+    `template_options` are further variables of the template, such as {"thinking_mode": "disabled"}. `scores` asks for
+    the log-probability of every token of the answer, and `top_logprobs` for those of so many likeliest tokens in its
+    place; of `best_of` answers, each with draws of its own, the result is the one with the highest mean
+    log-probability. The first of the texts `stop` ends the response; the result's text is what stands before it.
 
     Three fields override the settings of the call. max_new_tokens: rounded up to whole canvases; max_steps: the most
     denoising steps of a canvas; strategy: how canvases are denoised.
@@ -54,6 +61,7 @@ class Request:
     prompt: str | None = None
     messages: Sequence[Message] | None = None
     tokens: Sequence[int] | None = None
+    images: Sequence[Any] = ()
     seed: int | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     thinking: bool = False
@@ -88,6 +96,16 @@ class Request:
         """The controls that the fields ask for; RequestError for fields that are wrong, or that exclude each other."""
         return [found for control in CONTROLS if (found := control.of(self)) is not None]
 
+    @property
+    def sources(self) -> list[ImageSource]:
+        """The images of the prompt in their order: paths, bytes of files, or `ImageInput`s; DataError for others."""
+        if self.messages is not None:
+            return images_in(conversation(self.messages, self.tools)[0])
+        try:
+            return [image_source(image, f"images[{number}]") for number, image in enumerate(self.images)]
+        except BadRow as error:
+            raise DataError(str(error)) from None
+
     def check(self) -> None:
         """Raise RequestError, with one line that says what is wrong, for fields that cannot be answered."""
         given = [name for name in ("prompt", "messages", "tokens") if getattr(self, name) is not None]
@@ -96,6 +114,10 @@ class Request:
             raise RequestError(f"give exactly one of prompt, messages and tokens, got {which}")
         if self.prompt is not None and not isinstance(self.prompt, str):
             raise RequestError(f"prompt must be text, got {self.prompt!r:.80}")
+        if isinstance(self.images, str | bytes) or not isinstance(self.images, Sequence):
+            raise RequestError(f"images must be a list of pictures, got {self.images!r:.80}")
+        if self.images and self.messages is not None:
+            raise RequestError("images stand beside a prompt; messages have theirs as parts of type image")
         if self.seed is not None:
             require_seed(self.seed)
         if self.tools is not None and self.messages is None:
@@ -128,28 +150,32 @@ class Request:
                 raise RequestError(f"stop must be a list of texts, got {text!r:.80} in it")
         _ = self.controls
 
-    def as_tokens(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> tuple[str, list[int]]:
-        """The prompt as text ("" where it came as tokens) and as tokens; RequestError says what is wrong with it."""
+    def as_tokens(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, reader: ImageReader | None = None
+    ) -> PromptTokens:
+        """The prompt as text ("" where it came as tokens), as tokens and with its images.
+
+        reader: of images, for a model that takes them. RequestError says what is wrong with the prompt.
+        """
         self.check()
-        text, tokens = "", list(self.tokens or ())
-        if self.tokens is None:
-            if tokenizer is None:
+        try:
+            if self.tokens is not None:
+                prompt = PromptTokens("", list(self.tokens), _placed(self.tokens, self.sources, reader))
+            elif tokenizer is None:
                 raise RequestError("a prompt in words needs a tokenizer, and the sampler has none")
-            try:
-                if self.messages is not None:
-                    text, tokens, _ = chat_prompt(
-                        self.messages, self.tools, tokenizer, self.control_tokens, self.thinking, self.template_options
-                    )
-                else:
-                    text, tokens, _ = raw_prompt(str(self.prompt), tokenizer, self.control_tokens)
-            except DataError as error:
-                raise RequestError(str(error)) from None
-        if not tokens:
+            elif self.messages is not None:
+                options = self.control_tokens, self.thinking, self.template_options
+                prompt = chat_prompt(self.messages, self.tools, tokenizer, *options, reader)
+            else:
+                prompt = raw_prompt(str(self.prompt), tokenizer, self.control_tokens, self.sources, reader)
+        except DataError as error:
+            raise RequestError(str(error)) from None
+        if not prompt.tokens:
             raise RequestError("the prompt is empty")
-        for token in tokens:
+        for token in prompt.tokens:
             if not _is_integer(token) or not 0 <= token < vocab_size:
                 raise RequestError(f"token {token!r} is not one of the model's {vocab_size} ids")
-        return text, tokens
+        return prompt
 
     def spelt(self, text: str, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
         """The tokens of a text, such as the draft, called `name` in messages; RequestError where they spell another."""
@@ -269,3 +295,22 @@ def require_seed(seed: object) -> None:
 
 def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _placed(tokens: Sequence[int], sources: Sequence[Any], reader: ImageReader | None) -> list[PlacedImage]:
+    """Images at the placeholders that tokens have already; DataError where they do not fit there."""
+    if not sources:
+        return []
+    if reader is None:
+        raise DataError("the model takes no images; leave them out")
+    images = [reader.read(source) for source in sources]
+    columns = [column for column, token in enumerate(tokens) if token == reader.tokens[1]]
+    if len(columns) != (taken := sum(image.tokens for image in images)):
+        raise DataError(f"the tokens have {len(columns)} placeholders of images, but the images take {taken}")
+    found, at = list[PlacedImage](), 0
+    for number, image in enumerate(images):
+        if columns[at + image.tokens - 1] - columns[at] >= image.tokens:
+            raise DataError(f"the {image.tokens} placeholders of images[{number}] do not stand side by side")
+        found.append(PlacedImage(image, columns[at]))
+        at += image.tokens
+    return found

@@ -256,7 +256,7 @@ def sequences_of(
     seed: what the request's own seed follows from where it brings none; device: the model's. Answers after the first
     are called "ID draw N" in the records of steps and canvases, and their seeds follow from the first one's.
     """
-    prompt, tokens = request.as_tokens(settings.tokenizer, settings.vocab_size)
+    prompt, tokens, images = request.as_tokens(settings.tokenizer, settings.vocab_size, settings.reader)
     canvases = settings.canvases(request.max_new_tokens or settings.generation.max_new_tokens)
     max_steps = request.max_steps or settings.generation.max_steps
     strategy = settings.strategy
@@ -308,6 +308,7 @@ def sequences_of(
         canvases,
         max_steps * settings.canvas_length if is_verified else max_steps,  # each round adds a token at least
         control,
+        images,
         draw=None if request.best_of == 1 else 0,
         is_scored=is_scored,
         is_guided=guided,

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import CHOICES
 from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.checkpoint.tokenizer import mismatch
+from blockdiff.data.images import ImageReader
 from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.models.family import family_of
 from blockdiff.sampling.request import Request
@@ -30,7 +31,8 @@ class SamplingSettings:
 
     generation: steps, tokens, and the special tokens that are in force; diffusion: how the model was trained to
     denoise; strategy: how canvases are denoised; canvas_length: of the canvases that are sampled, 1 for next tokens;
-    positions: the most tokens that the model can see (None: no bound); bos_id: what a prompt begins with, if anything.
+    positions: the most tokens that the model can see (None: no bound); bos_id: what a prompt begins with, if anything;
+    reader: of images in prompts (None: the model takes none).
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -41,6 +43,7 @@ class SamplingSettings:
     vocab_size: int
     positions: int | None = None
     bos_id: int | None = None
+    reader: ImageReader | None = None
     _warned: set[str] = field(default_factory=set, repr=False, compare=False)
 
     @property
@@ -62,7 +65,7 @@ class SamplingSettings:
         """The number of tokens that a request's prompt is too long for the positions; 0 or less where it fits."""
         if self.positions is None:
             return 0
-        _, tokens = request.as_tokens(self.tokenizer, self.vocab_size)
+        tokens = request.as_tokens(self.tokenizer, self.vocab_size, self.reader).tokens
         canvases = self.canvases(request.max_new_tokens or self.generation.max_new_tokens)
         return len(tokens) + canvases * self.canvas_length - self.positions
 
@@ -127,7 +130,14 @@ def settings_of(
         vocab_size=model.vocab_size,
         positions=None if config is None else family_of(config).outline(config).positions,
         bos_id=special.bos_id,
+        reader=_reader(config, origin),
     )
+
+
+def _reader(config: Any, origin: Path | None) -> ImageReader | None:
+    """The reader of images for a model that takes them; the checkpoint that it came from says how they are cut."""
+    tokens = None if config is None else family_of(config).image_tokens(config)
+    return None if tokens is None else ImageReader(origin or {}, tokens)
 
 
 def _origin(model: BlockDiffusionModel) -> Path | None:

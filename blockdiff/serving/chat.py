@@ -29,6 +29,7 @@ from blockdiff.serving.answers import (
     ToolCall,
     TopLogprob,
 )
+from blockdiff.serving.content import checked_messages
 from blockdiff.serving.mapping import FORMS, check_size, common_fields, seed_of
 from blockdiff.serving.protocol import ChatRequest, NamedChoice
 from blockdiff.serving.reading import News, Reader
@@ -113,7 +114,7 @@ def job_of(body: ChatRequest, server: Server) -> Job:
     has_form = any(fields.get(name) is not None for name in FORMS)
     request = Request(
         uuid.uuid4().hex,
-        messages=body.messages,
+        messages=checked_messages(body.messages, limits),
         tools=body.tools if body.tools and body.tool_choice != "none" else None,
         scores=body.logprobs,
         top_logprobs=body.top_logprobs,

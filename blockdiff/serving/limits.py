@@ -12,10 +12,10 @@ class Limits:
     """The most that one request may ask for; the rest is refused with a 4xx that names the limit.
 
     body_bytes: of its JSON; prompt_tokens, max_tokens: of its prompt and of each answer (None: as many as the model's
-    positions and the memory of the pages hold); answers: `n`, for all prompts together, and `best_of`; steps: of a
-    canvas; draws: of a read; form_characters: of a regex, schema, template, draft or the tools; prepare_seconds: to
-    compile its constraint; read_seconds: for which a client may keep a body unsent, or a stream unread; stall_seconds:
-    after which a step that has not ended makes the server not ready.
+    positions and the memory of the pages hold); images: the pictures of its messages; answers: `n`, for all prompts
+    together, and `best_of`; steps: of a canvas; draws: of a read; form_characters: of a regex, schema, template, draft
+    or the tools; prepare_seconds: to compile its constraint; read_seconds: for which a client may keep a body unsent,
+    or a stream unread; stall_seconds: after which a step that has not ended makes the server not ready.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (where a file says them)
@@ -23,6 +23,7 @@ class Limits:
     body_bytes: int = 4 << 20
     prompt_tokens: int | None = None
     max_tokens: int | None = None
+    images: int = 16
     answers: int = 16
     steps: int = 1000
     draws: int = 64

@@ -14,6 +14,7 @@ from pydantic import Field
 from blockdiff.sampling.request import Request
 from blockdiff.serving.answering import LEFT, Server, unless_left
 from blockdiff.serving.chat import template_fields
+from blockdiff.serving.content import checked_messages
 from blockdiff.serving.mapping import check_size
 from blockdiff.serving.protocol import Body
 
@@ -50,7 +51,7 @@ def router(server: Server) -> APIRouter:
             uuid.uuid4().hex,
             prompt=body.prompt if isinstance(body.prompt, str) else None,
             tokens=body.prompt if isinstance(body.prompt, list) else None,
-            messages=body.messages,
+            messages=None if body.messages is None else checked_messages(body.messages, limits),
             seed=body.seed,
             **template_fields(body.chat_template_kwargs),
         )

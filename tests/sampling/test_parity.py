@@ -33,18 +33,18 @@ class SameDraws:
 
     draws: Draws
 
-    def __init__(self, seeds: list[int]):
-        self.seed_B = torch.tensor(seeds)
+    def __init__(self, seeds: list[int], length: int = L, vocabulary: int = V):
+        self.seed_B, self.length, self.vocabulary = torch.tensor(seeds), length, vocabulary
         self.canvas, self.step, self.expects_renoise = -1, 0, False
 
     def randint(self, low: int, high: int, size: tuple[int, int], device: torch.device) -> Tensor:
         """The initial canvas, then after every sample the noise of the next step."""
-        assert (low, high, size) == (0, V, (len(self.seed_B), L))
+        assert (low, high, size) == (0, self.vocabulary, (len(self.seed_B), self.length))
         if self.expects_renoise:
             self.step += 1
         else:
             self.canvas, self.step = self.canvas + 1, 0
-            self.draws = Draws(self.seed_B, self.canvas, L, V)
+            self.draws = Draws(self.seed_B, self.canvas, self.length, self.vocabulary)
         self.expects_renoise = False
         return self.draws.of_step(self.step)[1]
 
@@ -53,7 +53,7 @@ class SameDraws:
         self.expects_renoise = True
         uniform_N1 = self.draws.of_step(self.step)[0].reshape(-1, 1)
         cdf_NV = probabilities_NV.cumsum(-1)
-        return torch.searchsorted(cdf_NV, uniform_N1 * cdf_NV[:, -1:], right=True).clamp_(max=V - 1)
+        return torch.searchsorted(cdf_NV, uniform_N1 * cdf_NV[:, -1:], right=True).clamp_(max=self.vocabulary - 1)
 
     @contextmanager
     def patched(self) -> Iterator[None]:

@@ -61,7 +61,7 @@ def test_a_request_asks_for_thinking_as_training_does():
     row = Row("f:1", messages=(*CHAT, {"role": "assistant", "content": "42"}))
     (example,), _ = encoder.encode([row])
     expected = example.tokens[: example.responses[0][0]]
-    text, tokens = Request(0, messages=CHAT, thinking=True).as_tokens(TOKENIZER, 500)
+    text, tokens, _ = Request(0, messages=CHAT, thinking=True).as_tokens(TOKENIZER, 500)
     assert tokens == expected and "<|think|>" in text
     assert "<|think|>" not in Request(0, messages=CHAT).as_tokens(TOKENIZER, 500)[0]
 

@@ -1,0 +1,86 @@
+"""Pictures in requests of the protocol: as data URIs they are seen, and nothing else of the kind is read."""
+
+from __future__ import annotations
+
+import base64
+import re
+from typing import Any
+
+import pytest
+
+from blockdiff.sampling import Request, Sampler
+from blockdiff.serving import Limits
+from tests.asking import served
+from tests.seeing import png, seeing_checkpoint
+
+pytestmark = pytest.mark.quick
+URI = "data:image/png;base64," + base64.b64encode(png()).decode()
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory) -> Sampler:
+    return Sampler.from_pretrained(seeing_checkpoint(tmp_path_factory.mktemp("seeing") / "model"), device="cpu")
+
+
+def asked(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}], "seed": 5}
+
+
+def shown(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
+
+
+TEXT = {"type": "text", "text": "the total?"}
+
+
+def test_a_picture_is_seen_in_a_whole_answer_a_stream_and_a_read(seeing):
+    body = asked(shown(URI), TEXT)
+
+    async def use(asking):
+        whole = await asking.openai.chat.completions.create(model="blockdiff", **body)
+        stream = await asking.openai.chat.completions.create(model="blockdiff", stream=True, **body)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        read = {**body, "template": "<?a:1>", "draws": 1}
+        blue = {**read, **asked(shown("data:image/png;base64," + base64.b64encode(png("blue")).decode()), TEXT)}
+        return whole, text, [(await asking.http.post("/v1/read", json=each)).json() for each in (read, read, blue)]
+
+    whole, text, (first, same, blue) = served(seeing, use)
+    message = {"role": "user", "content": [{"type": "image", "image": png()}, TEXT]}
+    [expected] = seeing.generate([Request(0, messages=[message], seed=5)])
+    assert whole.choices[0].message.content == text == expected.text
+    assert whole.usage.prompt_tokens == expected.prompt_tokens > 20
+    assert first["holes"] == same["holes"] != blue["holes"]
+
+
+@pytest.mark.parametrize(
+    "part, words",
+    [
+        (
+            shown("https://example.com/a.png"),
+            r"content\[1\]\.image_url is no data URI, and this server reads no address",
+        ),
+        (shown("/etc/passwd"), "is no data URI"),
+        (shown("data:image/png;base64,AAAA"), "not a picture"),
+        (shown("data:text/plain;base64,AAAA"), "not a picture's"),
+        ({"type": "image", "image": "/etc/passwd"}, "takes parts of the types text and image_url"),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, r"content\[1\] is 'input_audio'"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}, "is 'video_url'"),
+        ("words", "is 'None'"),
+    ],
+)
+def test_everything_else_is_refused_by_name(seeing, part, words):
+    body = asked(TEXT, part)
+
+    async def use(asking):
+        return [await asking.refusal(**body), await asking.refusal("/v1/read", **{**body, "template": "<?a:1>"})]
+
+    for status, error in served(seeing, use):
+        assert status == 400 and re.search(words, error["message"])
+
+
+def test_a_conversation_with_too_many_pictures_is_refused(seeing):
+    async def use(asking):
+        return await asking.refusal(**asked(shown(URI), shown(URI), TEXT))
+
+    status, error = served(seeing, use, limits=Limits(images=1))
+    assert status == 400 and "the pictures of messages: 2 is more than the 1" in error["message"]
