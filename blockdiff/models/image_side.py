@@ -39,8 +39,8 @@ class ImageSide(nn.Module):
         """The embeddings of pictures, one picture after the other."""
         raise NotImplementedError
 
-    def blank(self) -> ImageInput:
-        """The smallest picture there can be, for a rank that runs the modules only because others do."""
+    def blank(self, tokens: int = 1) -> ImageInput:
+        """A picture without content: for a rank that runs the modules only because others do, and for plans."""
         raise NotImplementedError
 
 

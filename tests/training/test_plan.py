@@ -37,6 +37,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     character_tokenizer(alphabet(4)).save_pretrained(folder / "tokenizer")
     wide = {**LITTLE, "text_config": {**LITTLE["text_config"], "hidden_size": 32, "intermediate_size": 64}}
+    wide["vision_config"] = {**LITTLE["vision_config"], "position_embedding_size": 64}
     save_preset(folder / "little.json", wide)
     model = checkpoint.init(str(folder / "little.json"), seed=3)
     checkpoint.save(model, folder / "base", tokenizer=load_tokenizer(folder / "tokenizer"))
@@ -84,6 +85,8 @@ def held(recipe: Recipe, kernels: str = "auto", steps: int = 1) -> int:
         ("data.canvases=3", "data.pack=96", "train.micro_batch_size=2"),
         (FROM_BASE, LORA),
         (FROM_BASE, LORA, "train.activation_checkpointing=true"),
+        ("objective.images=trained",),
+        (FROM_BASE, LORA, "objective.images=frozen"),
         ("objective.prediction=leave_one_out", "objective.stop_gradient=true"),
     ],
 )

@@ -32,13 +32,13 @@ class GemmaImages(ImageSide):
         features: Tensor = self.embed_vision(inputs_embeds=seen)
         return features
 
-    def blank(self) -> ImageInput:
-        """The smallest picture there can be: the patches of one token."""
+    def blank(self, tokens: int = 1) -> ImageInput:
+        """A picture without content, of so many tokens side by side."""
         config: Any = self.vision_tower.config
         side, width = config.pooling_kernel_size, 3 * config.patch_size**2
-        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1).reshape(-1, 2)
-        values = {"pixel_values": torch.zeros(side * side, width), "image_position_ids": places}
-        return ImageInput(values, tokens=1, digest=b"")
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side * tokens)).flip(-1)
+        values = {"pixel_values": torch.zeros(len(places), width), "image_position_ids": places}
+        return ImageInput(values, tokens, digest=b"")
 
 
 def image_side(config: Any) -> GemmaImages | None:

@@ -34,16 +34,13 @@ class MiniMaxM3Images(ImageSide):
         features: Tensor = self.multi_modal_projector(seen.squeeze(0))
         return features
 
-    def blank(self) -> ImageInput:
-        """The smallest picture there can be: the patches of one token."""
+    def blank(self, tokens: int = 1) -> ImageInput:
+        """A picture without content, of so many tokens side by side."""
         config: Any = self.vision_tower.config
         side = config.spatial_merge_size
         width = config.num_channels * config.temporal_patch_size * config.patch_size**2
-        values = {
-            "pixel_values": torch.zeros(side * side, width),
-            "image_grid_thw": torch.tensor([1, side, side]),
-        }
-        return ImageInput(values, tokens=1, digest=b"")
+        pixels, grid = torch.zeros(side * side * tokens, width), torch.tensor([1, side, side * tokens])
+        return ImageInput({"pixel_values": pixels, "image_grid_thw": grid}, tokens, digest=b"")
 
 
 def image_side(config: Any) -> MiniMaxM3Images | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.files import DTYPES
 from blockdiff.errors import RecipeError
+from blockdiff.images import PlacedImage
 from blockdiff.kernels import CPU, Kernels
 from blockdiff.memory import size
 from blockdiff.models.family import BlockDiffusionModel
@@ -196,13 +197,19 @@ def kernels_for(device: str) -> Kernels:
 
 
 def worst_batch(recipe: Recipe, model: BlockDiffusionModel, tokens: int, rows: int) -> Batch:
-    """Rows of so many tokens: a prompt of one canvas, then canvases, of which the recipe's choice is there."""
+    """Rows of so many tokens: a prompt of one canvas, then canvases, of which the recipe's choice is there.
+
+    With an image side there is an image of as many tokens in each row.
+    """
     L = model.canvas_length
+    images = [list[PlacedImage]() for _ in range(rows)]
+    if model.image_side is not None:
+        blank = model.image_side.blank(min(L if model.denoises else MOST_ROWS, tokens))
+        images = [[PlacedImage(replace(blank, digest=b"%d" % row), 0)] for row in range(rows)]
     if not model.denoises:
-        return lay_out([CleanRow([0] * tokens, [])] * rows, L, pad_id=0)
+        return lay_out([CleanRow([0] * tokens, [], images=of_row) for of_row in images], L, pad_id=0)
     count = max(1, (tokens - 1) // L)
     chosen: Sequence[int] = recipe.data.canvases.choose([count], 0, [0], [0])[0]
     start = max(1, tokens - count * L)
     canvases = [Canvas([0] * L, start + place * L, t=0.5, coin=True, address=(0, 0, place)) for place in chosen]
-    row = CleanRow([0] * tokens, canvases)
-    return lay_out([row] * rows, L, pad_id=0)
+    return lay_out([CleanRow([0] * tokens, canvases, images=of_row) for of_row in images], L, pad_id=0)
