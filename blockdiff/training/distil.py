@@ -75,7 +75,7 @@ class Distil:
     def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
         """The batches with states and settled canvases; canvases that did not settle are not scored.
 
-        Raises DataError for a canvas that nothing stands before, and for rows with pictures.
+        Raises DataError for a canvas that nothing stands before.
         """
         by_place = [self._rollouts(batch) for batch in batches]
         rollouts = [rollout for of_batch in by_place for rollout in of_batch.values()]
@@ -96,8 +96,6 @@ class Distil:
 
     def _rollouts(self, batch: Batch) -> dict[tuple[int, int], Rollout]:
         """The rollouts that a batch asks for, by row and canvas."""
-        if batch.images is not None:
-            raise DataError("objective.distil: rows with pictures cannot be rolled out; leave them out of data.train")
         is_there_BC = batch.length_BC > 0
         most = self.student.generation.max_steps
         drawn_NK = words(self.seed, Stream.ROLLOUT, batch.address_BC3[is_there_BC].unbind(1), 2 + most)

@@ -95,6 +95,8 @@ def _refuse_undistilled(recipe: Recipe) -> None:
             "objective.distil: every process samples at its own pace, so it must hold the whole model; leave "
             "parallel.shard, parallel.experts and parallel.tensor out"
         )
+    if recipe.objective.images != "none":
+        raise RecipeError("objective.distil: rows with images are not rolled out; leave objective.images out")
     if not isinstance(recipe.objective.weight, NoWeight) or recipe.objective.prediction != "posterior":
         key, value = ("weight", "none") if recipe.objective.prediction == "posterior" else ("prediction", "posterior")
         raise RecipeError(
