@@ -130,7 +130,7 @@ def evaluate(
     from blockdiff.terminal import quiet
 
     source = Source(data, subset=subset, split=split, columns=options.parse_columns(columns))
-    rows = [row.located(Path(row.where.rpartition(":")[0]).parent) for row in islice(rows_of(source), limit)]
+    rows = [row.located() for row in islice(rows_of(source), limit)]
     rows = [row.as_conversation() if chat else row for row in rows]
     questions_of(rows, find_task(task))  # refused now rather than after the weights are read
     for name, is_asked in (("--thinking", thinking), ("--system", system is not None)):

@@ -62,7 +62,7 @@ def read_prompts(path: str | Path) -> list[Request | Result]:
                 id = _id(record["id"])
             if (first := line_of_id.setdefault(str(id), number)) != number:
                 raise RequestError(f"the id {id!r} is that of line {first} already; give each its own")
-            request = _request(id, record, where, source.parent)
+            request = _request(id, record, where)
             request.check()
             entries.append(request)
         except DataError as error:
@@ -104,8 +104,8 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def _request(id: str | int, record: dict[str, Any], where: str, folder: Path) -> Request:
-    row = check_row({key: value for key, value in record.items() if key != "id"}, where, is_asked=True).located(folder)
+def _request(id: str | int, record: dict[str, Any], where: str) -> Request:
+    row = check_row({key: value for key, value in record.items() if key != "id"}, where, is_asked=True).located()
     options = {key: value for key, value in record.items() if key in OPTIONS and value is not None}
     for key in record:
         if key not in OPTIONS and key not in OF_PROMPT and (option := _option(key)):
