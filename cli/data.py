@@ -54,7 +54,7 @@ def sudoku(
 
 @data.command(
     "pixel-sudoku",
-    epilog="Example: blockdiff data pixel-sudoku --split train=20000 --split test=500 --output data/pixel_sudoku",
+    epilog="Example: blockdiff data pixel-sudoku --split train=10000 --split test=500 --output data/pixel_sudoku",
 )
 def pixel_sudoku(
     output: Annotated[
@@ -71,7 +71,7 @@ def pixel_sudoku(
     """
     from blockdiff.recipes.pixel_sudoku import write_splits
 
-    counts = _counts(split or ["train=20000", "test=500"], None)
+    counts = _counts(split or ["train=10000", "test=500"], None)
     for written in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
         options.require_free(output / written, overwrite=overwrite)
     for line in write_splits(output, counts, seed):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SIDE = 64  # pixels of a picture
-CELL = (11, 15)  # pixels of a cell, fewest and most
+CELL = (13, 15)  # pixels of a cell, fewest and most
 MARGIN = 3  # pixels that a digit leaves of its cell, at least
 PAPER, INK = (150, 255), (0, 90)  # grey values
 NOISE = 24  # a pixel's grey value changes by this at most
