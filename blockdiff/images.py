@@ -127,8 +127,8 @@ class RowImages:
 
         inputs = tuple(replace(each, values={name: move(x) for name, x in each.values.items()}) for each in self.inputs)
         features = None if self.features_MD is None else move(self.features_MD)
-        places = (move(x) for x in (self.row_N, self.column_N, self.source_N, self.run_BS2))
-        return RowImages(inputs, *places, features)
+        row_N, column_N, source_N = move(self.row_N), move(self.column_N), move(self.source_N)
+        return RowImages(inputs, row_N, column_N, source_N, move(self.run_BS2), features)
 
     def select(self, rows: Tensor) -> RowImages:
         """The images of some rows, int64 indices without repetition."""

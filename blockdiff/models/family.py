@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from blockdiff import models
 from blockdiff.errors import BlockdiffError, CheckpointError
 from blockdiff.images import ImageInput, PlacedImage, RowImages
-from blockdiff.kernels import Kernels
+from blockdiff.kernels import Kernels, resolve
 from blockdiff.kernels.scratch import shared_scratch
 from blockdiff.layers.attention import KV, Past
 from blockdiff.layers.norm import RMSNorm
@@ -218,9 +218,9 @@ class BlockDiffusionModel(nn.Module):
     gathered_on: torch.device | None = None
     gathered_in: torch.dtype | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any, kernels: str | Kernels = "auto"):
         super().__init__()
-        self.image_side = None
+        self.config, self.kernels, self.image_side = config, resolve(kernels), None
 
     def forward(
         self,

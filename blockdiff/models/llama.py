@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.errors import CheckpointError
-from blockdiff.kernels import Kernels, resolve
+from blockdiff.kernels import Kernels
 from blockdiff.layers.attention import KV, Attention, Past
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import CastRMSNorm
@@ -111,9 +111,8 @@ class Llama(BlockDiffusionModel):
     layer_class: type[Layer] = Layer
 
     def __init__(self, config: Any, kernels: str | Kernels = "auto"):
-        super().__init__()
+        super().__init__(config, kernels)
         check(config)
-        self.config, self.kernels = config, resolve(kernels)
         self.denoises, self.canvas_length = denoises(config), getattr(config, "canvas_length", None) or 1
         hidden, self.vocab_size = config.hidden_size, config.vocab_size
         is_tied = bool(config.tie_word_embeddings)

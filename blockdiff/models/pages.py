@@ -125,8 +125,8 @@ class Pages(PagedRows):
         hidden, kv = model(tokens_BT.to(device), past_B1 + column_T, spans, of_layers, images=placed)
         for name, pool in self.pools.items():
             pool.write([kv[n] for n in pool.layers], places[name])
-        for row, tokens, added, placed in zip(rows, given, lengths, images or [()] * len(rows), strict=True):
-            self._append(row, identities(tokens[:added], placed))
+        for row, tokens, added, of_row in zip(rows, given, lengths, images or [()] * len(rows), strict=True):
+            self._append(row, identities(tokens[:added], of_row))
         return hidden
 
     @torch.no_grad()

@@ -15,6 +15,9 @@ from blockdiff.models.image_side import ImageSide, stacked
 class GemmaImages(ImageSide):
     """`vision_tower` and `embed_vision` of transformers' encoder; images are filled up to the longest of a call."""
 
+    vision_tower: Any
+    embed_vision: Any
+
     def __init__(self, config: Any):
         from transformers import AutoConfig, AutoModel
         from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaMultimodalEmbedder
@@ -34,7 +37,7 @@ class GemmaImages(ImageSide):
 
     def blank(self, tokens: int = 1) -> ImageInput:
         """A picture without content, of so many tokens side by side."""
-        config: Any = self.vision_tower.config
+        config = self.vision_tower.config
         side, width = config.pooling_kernel_size, 3 * config.patch_size**2
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side * tokens)).flip(-1)
         values = {"pixel_values": torch.zeros(len(places), width), "image_position_ids": places}

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from blockdiff.kernels import Kernels, resolve
+from blockdiff.kernels import Kernels
 from blockdiff.layers.attention import KV, Attention, Past
 from blockdiff.layers.experts import Experts, Router
 from blockdiff.layers.members import buffer, submodule
@@ -117,11 +117,9 @@ class DiffusionGemma(BlockDiffusionModel):
     layer_class: type[Layer] = Layer
 
     def __init__(self, config: DiffusionGemmaConfig, kernels: str | Kernels = "auto"):
-        super().__init__()
+        super().__init__(config, kernels)
         check(config)
         text: Any = config.text_config
-        self.config = config
-        self.kernels = resolve(kernels)
         self.canvas_length = config.canvas_length or 256
         self.vocab_size = text.vocab_size
         self.vocabulary = Vocabulary(text.vocab_size, text.hidden_size, text.final_logit_softcapping, self.kernels)

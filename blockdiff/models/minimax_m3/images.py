@@ -17,6 +17,9 @@ BEFORE, AFTER = "]<]start of image[>[", "]<]end of image[>["  # of which the con
 class MiniMaxM3Images(ImageSide):
     """`vision_tower` and `multi_modal_projector` of transformers; the patches of a call's images are one sequence."""
 
+    vision_tower: Any
+    multi_modal_projector: Any
+
     def __init__(self, config: Any):
         from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
             MiniMaxM3VLMultiModalProjector,
@@ -36,7 +39,7 @@ class MiniMaxM3Images(ImageSide):
 
     def blank(self, tokens: int = 1) -> ImageInput:
         """A picture without content, of so many tokens side by side."""
-        config: Any = self.vision_tower.config
+        config = self.vision_tower.config
         side = config.spatial_merge_size
         width = config.num_channels * config.temporal_patch_size * config.patch_size**2
         pixels, grid = torch.zeros(side * side * tokens, width), torch.tensor([1, side, side * tokens])

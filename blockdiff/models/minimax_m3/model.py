@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockdiff.kernels import Kernels, resolve
+from blockdiff.kernels import Kernels
 from blockdiff.kernels.block_sparse.attend import Selection
 from blockdiff.kernels.heads import HeadNorms
 from blockdiff.kernels.span_attention.paged import PagedTensor, written
@@ -174,10 +174,9 @@ class MiniMaxM3(BlockDiffusionModel):
     layer_class: type[Block] = Block
 
     def __init__(self, config: Any, kernels: str | Kernels = "auto"):
-        super().__init__()
+        super().__init__(config, kernels)
         check(config)
         text = config.get_text_config()
-        self.config, self.kernels = config, resolve(kernels)
         self.denoises, self.canvas_length = denoises(config), getattr(config, "canvas_length", None) or 1
         hidden, self.vocab_size = text.hidden_size, text.vocab_size
         is_tied = bool(config.tie_word_embeddings)
