@@ -15,7 +15,8 @@ from torch import Tensor
 from blockdiff.canvas import Batch
 from blockdiff.checkpoint.tokenizer import sequence_decoder
 from blockdiff.cli.inspect_model import show_shape
-from blockdiff.data.chat import Example
+from blockdiff.data.chat import Example, ExampleImage
+from blockdiff.data.images import ImageReader, content_of, decoded, name_of
 from blockdiff.terminal import printable
 from blockdiff.training.build import checked_data
 from blockdiff.training.plan.rank import kept_bytes
@@ -36,6 +37,7 @@ GLOSSARY = (
     "signal: the model's first prediction, fed back into the canvases for which the coin is drawn (self-conditioning)",
 )
 Words = Callable[[Sequence[int]], list[str]]  # token ids in a row -> what is shown of each
+SIDE = 32  # pixels of the longer side of an image as it is shown
 CANVAS_COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 
 
@@ -71,6 +73,7 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
     for line in ("", *data.lines(), *(f"note      {each}" for each in without_effect(recipe, data.steps)), ""):
         show.line(line)
     batch, examples = data.batches(step)[0], data.examples_of(step)
+    reader = data.collator.reader
     alpha_BC = recipe.objective.schedule.alpha(batch.t_BC)
     noise = corruption.corrupt(batch.canvas_BCL, alpha_BC, batch.address_BC3, recipe.seed)
     drawn = Drawn(batch, *noise, examples)
@@ -82,6 +85,9 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
     for row in range(min(rows, len(batch.tokens_BS)) if show.is_shown else 0):
         for text in row_texts(drawn, row, words):
             show.console.print(text)
+        for column, source in pictures_of(drawn, row).items():
+            if reader is not None:
+                show.console.print(shown(reader, column, *source, is_terminal=show.console.is_terminal))
     return {"model": model, "data": data.report(), "batch": numbers}
 
 
@@ -119,6 +125,7 @@ def summary(drawn: Drawn, step: int, ar_weight: float) -> dict[str, Any]:
         "scored": scored,
         "fill": scored - int(batch.content_BC.sum()),
         "corrupted": corrupted,
+        "images": 0 if batch.images is None else len(batch.images.inputs),
         "ar_pairs": pairs,
         "ar_weight": ar_weight,
     }
@@ -131,16 +138,52 @@ def summary_lines(numbers: Mapping[str, Any]) -> list[str]:
         "  {canvases} canvases, {with_signal} with self-conditioning; "
         "{scored} positions scored, {fill} of them fill; {corrupted} corrupted".format(**numbers),
         "  {ar_pairs} next-token pairs scored, weight {ar_weight:g}".format(**numbers),
+        *["  {images} different images".format(**numbers)] * (numbers["images"] > 0),
         f"  {LEGEND}",
         *(f"  {line}" for line in GLOSSARY),
     ]
 
 
+def starts_of(drawn: Drawn, row: int) -> dict[int, Example]:
+    """The examples of a row, of which there are several in a packed one, by the column where each begins."""
+    batch, count = drawn.batch, int((drawn.batch.length_BC[row] > 0).sum())
+    samples = batch.address_BC3[row, :count, 1].tolist()
+    return dict(zip(batch.doc_start_BC[row, :count].tolist(), map(drawn.examples.__getitem__, samples), strict=True))
+
+
+def pictures_of(drawn: Drawn, row: int) -> dict[int, tuple[ExampleImage, str]]:
+    """The images of a row by the column of their first placeholder, with the place of the row that each comes from."""
+    doc_starts = drawn.batch.doc_start_BS[row].tolist()
+    return {
+        start + image.column: (image, example.where)
+        for start, example in starts_of(drawn, row).items()
+        for image in example.images
+        if start in doc_starts[start + image.column :][:1]  # images behind the last canvas may be left out
+    }
+
+
+def shown(reader: ImageReader, column: int, image: ExampleImage, where: str, is_terminal: bool) -> Text:
+    """An image in words, and in a terminal as a small picture, two pixels to a character."""
+    source = reader.located(image.source, where)
+    picture = decoded(content_of(source), name_of(source)).convert("RGB")
+    width, height = picture.size
+    text = Text(f"  image at column {column}: {printable(name_of(image.source))}, {width} x {height}, ")
+    text.append(f"{image.tokens} tokens")
+    if is_terminal:
+        picture.thumbnail((SIDE, SIDE))
+        pixels, (width, height) = picture.tobytes(), picture.size
+        for y in range(0, height - 1, 2):
+            text.append("\n  ")
+            for x in range(width):
+                upper, lower = (pixels[3 * (at * width + x) :][:3].hex() for at in (y, y + 1))
+                text.append("▀", style=f"#{upper} on #{lower}")
+    return text
+
+
 def row_texts(drawn: Drawn, row: int, words: Words) -> list[Text]:
     """A row of the batch: where its examples come from, its clean tokens, and each canvas as the model gets it."""
     batch, count = drawn.batch, int((drawn.batch.length_BC[row] > 0).sum())
-    samples = dict.fromkeys(batch.address_BC3[row, :count, 1].tolist())  # several in a packed row
-    examples = [drawn.examples[sample] for sample in samples]
+    examples, images = starts_of(drawn, row).values(), pictures_of(drawn, row)
     origins = [each.where + ", cut at max_length" * each.is_truncated for each in examples]
     clean, canvases = Text("  "), []
     styles: dict[int, str] = {}
@@ -161,7 +204,11 @@ def row_texts(drawn: Drawn, row: int, words: Words) -> list[Text]:
         for style, group in groupby(zip(drawn.noisy_BCL[at].tolist(), marks, strict=True), key=itemgetter(1)):
             text.append("".join(words([token for token, _ in group])), style=style)
         canvases.append(text)
+    hidden = {start + part for start, (image, _) in images.items() for part in range(image.tokens)}
     columns = [column for column, start in enumerate(batch.doc_start_BS[row].tolist()) if start >= 0]
     for column, word in zip(columns, words(batch.tokens_BS[row, columns].tolist()), strict=True):
-        clean.append(word, style=styles.get(column, "dim"))
+        if column in images:
+            clean.append(f"‹image of {images[column][0].tokens} tokens›", style="bold")
+        elif column not in hidden:
+            clean.append(word, style=styles.get(column, "dim"))
     return [Text(printable(f"\nrow {row}: " + "; ".join(origins))), clean, *canvases]

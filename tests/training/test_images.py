@@ -6,12 +6,19 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import blockdiff
+from blockdiff.cli.inspect_recipe import shown
+from blockdiff.cli.main import app
+from blockdiff.data.chat import ExampleImage
+from blockdiff.data.images import ImageReader
 from blockdiff.errors import DataError
 from blockdiff.metrics import read, reproducible
 from tests.chat_tokenizer import chat_tokenizer
@@ -77,3 +84,16 @@ def test_training_on_images_from_files_to_held_out_losses_packed_or_not(base, tm
     assert report["train"]["sources"][0]["images"] == 12
     with pytest.raises(DataError, match=r"rows.jsonl:1: has an image, and nothing reads it; set objective.images"):
         blockdiff.train(recipe(base, tmp_path / "none", images="none"))
+
+
+def test_inspect_shows_the_images_of_a_row_beside_it(base, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe(base, tmp_path / "run", data={"pack": 200}, train={"batch_size": 7})))
+    said = CliRunner().invoke(app, ["inspect", str(path)]).stdout
+    assert "12 images of 30 tokens" in said and "6 different images" in said
+    assert said.count("‹|image›‹image of") == said.count("  image at column") == 12
+    assert "3.png, 24 x 24, 4 tokens" in said
+    reader = ImageReader(base / "model", (0, 1, 2))
+    Image.fromarray(np.array([[[255, 0, 0]], [[0, 0, 255]]], dtype=np.uint8)).save(base / "two.png")
+    text = shown(reader, 2, ExampleImage("two.png", 2, 1, b""), f"{base}/rows.jsonl:1", is_terminal=True)
+    assert text.plain.endswith("1 x 2, 1 tokens\n  ▀") and str(text.spans[-1].style) == "#ff0000 on #0000ff"
