@@ -121,6 +121,7 @@ class _Turns:
     def _take_part(self, called: int) -> None:
         """Call the model or its vocabulary with one token, or its image side with a blank, and drop the result."""
         if called == _IMAGES:
+            assert self.model.image_side is not None, "another rank has called it"
             self.see([self.model.image_side.blank().to(self.model.device)])
             return
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
