@@ -66,6 +66,7 @@ def chat(
             help="A canvas may stop when its mean entropy is below this.",
         ),
     ] = None,
+    draft_model: options.DraftModel = None,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     device: options.Device = "auto",
@@ -94,14 +95,14 @@ def chat(
         "confidence": confidence,
     }
     settings = changed(Generation.from_pretrained(directory), asked)
-    chosen = options.strategy_of(model, None, strategy, temperature, top_p, settings)
+    chosen = options.strategy_of(model, None, strategy, temperature, top_p, settings, draft_model)
     tokenizer = load_tokenizer(directory)
     if not tokenizer.chat_template:
         raise CheckpointError(
             f"{directory}: the tokenizer has no chat template, so there is no conversation to continue; train on "
             "messages (or with data.chat: true), or ask by `blockdiff sample --prompt`"
         )
-    weights = load(directory, dtype=dtype, device=device, kernels=kernels, quantize=quantize)
+    weights = load(directory, dtype=dtype, device=device, kernels=kernels, quantize=quantize, draft_model=draft_model)
     sampler = Sampler(weights, tokenizer, settings, strategy=chosen, pages=Pages(weights))  # room for a long talk
     talk = Chat(sampler, system, seed, thinking)
     for each in image or ():

@@ -86,6 +86,7 @@ def evaluate(
     batch_size: options.BatchSize = 100,
     checkpoint: options.Checkpoint = None,
     adapter: options.Adapter = None,
+    draft_model: options.DraftModel = None,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     device: options.Device = "auto",
@@ -101,6 +102,7 @@ def evaluate(
         as_json, output = True, None
     say: Say = _say_nothing if as_json else print
     how: dict[str, Any] = dict(dtype=dtype, device=device, kernels=kernels, quantize=quantize)
+    own: dict[str, Any] = dict(adapter=adapter, draft_model=draft_model)  # of MODEL, not of --compare
     is_of_harness = task.startswith(HARNESS)
     if task == HARNESS:
         raise typer.BadParameter("name a task of the harness, such as lm-eval:gsm8k", param_hint="--task")
@@ -110,10 +112,12 @@ def evaluate(
     if is_of_harness:
         options.require_free(output, model, overwrite=overwrite)
         options.make_parent(output)
-        how["strategy"] = options.strategy_of(options.readable(model), adapter, strategy, temperature, top_p)
+        own["strategy"] = options.strategy_of(
+            options.readable(model), adapter, strategy, temperature, top_p, draft_model=draft_model
+        )
         asked: dict[str, Any] = dict(seed=seed, steps=steps, batch_size=batch_size, max_gen_toks=max_new_tokens)
         asked |= dict(chat=chat, limit=limit, thinking=thinking)
-        written = _by_harness(model, task, data, {**how, "adapter": adapter}, say, **asked)
+        written = _by_harness(model, task, data, {**how, **own}, say, **asked)
         _write(written, output, as_json)
         return
     if task not in TASKS:
@@ -141,13 +145,15 @@ def evaluate(
     options.require_free(output, model, compare, data, overwrite=overwrite)
     options.make_parent(output)
     quiet()
-    chosen = options.strategy_of(options.readable(model), adapter, strategy, temperature, top_p)
+    own["strategy"] = options.strategy_of(
+        options.readable(model), adapter, strategy, temperature, top_p, draft_model=draft_model
+    )
     of_other = None if compare is None else options.strategy_of(compare, None, strategy, temperature, top_p)
     settings: dict[str, Any] = dict(batch_size=batch_size, seed=seed, max_steps=steps, max_new_tokens=max_new_tokens)
     settings |= dict(thinking=thinking, best_of=best_of, allow_control_tokens=allow_control_tokens)
     if mesh is not None:
         how["mesh"], settings["ranks"] = mesh, mesh.ranks
-    written = _report(model, {**how, "adapter": adapter, "strategy": chosen}, rows, task, data, settings)
+    written = _report(model, {**how, **own}, rows, task, data, settings)
     if compare is None:
         _print_report(written, say)
     else:

@@ -243,6 +243,14 @@ Adapter = Annotated[
     str | None,
     typer.Option(metavar="DIR", rich_help_panel=DEVICE, help="An adapter of the model, in PEFT's format."),
 ]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        rich_help_panel=DEVICE,
+        help="A canvas model of the same tokenizer that drafts what MODEL, causal or not, verifies token by token.",
+    ),
+]
 Dtype = Annotated[
     str,
     typer.Option(
@@ -283,11 +291,14 @@ def strategy_of(
     temperature: float | None,
     top_p: float | None,
     settings: Generation | None = None,
+    draft_model: str | None = None,
 ) -> SamplingStrategy | None:
     """The strategy that --strategy, --temperature and --top-p ask for; None where none of them is given.
 
-    settings: those of the model unless others are given. Raises typer.BadParameter for what cannot be.
+    settings: those of the model unless others are given; with a draft model the strategy is verified. Raises
+    typer.BadParameter for what cannot be.
     """
+    strategy = strategy or (draft_model and "verified")
     if strategy is None and temperature is None and top_p is None:
         return None
     from blockdiff.checkpoint import read_config
@@ -295,7 +306,7 @@ def strategy_of(
     from blockdiff.checkpoint.files import GENERATION, holding
     from blockdiff.checkpoint.generation import Generation
     from blockdiff.models.family import family_of
-    from blockdiff.sampling.strategies import adjusted, as_strategy, head_of
+    from blockdiff.sampling.strategies import Verified, adjusted, as_strategy, head_of
 
     config = read_config(apart_from_adapter(model)[0])
     settings = settings or Generation.from_pretrained(holding([GENERATION], places_of(model, adapter)))
@@ -304,6 +315,8 @@ def strategy_of(
         chosen = adjusted(chosen, temperature, top_p)
     except RequestError as error:
         raise typer.BadParameter(str(error)) from None
+    if draft_model is not None and not isinstance(chosen, Verified):
+        raise typer.BadParameter("a draft model drafts for --strategy verified alone", param_hint="--draft-model")
     head = head_of(chosen)
     if top_p is not None and head is not None and not head.temperature:
         raise typer.BadParameter(

@@ -116,6 +116,7 @@ def sample(
     ] = False,
     checkpoint: options.Checkpoint = None,
     adapter: options.Adapter = None,
+    draft_model: options.DraftModel = None,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     device: options.Device = "auto",
@@ -174,11 +175,14 @@ def sample(
         options.make_parent(written)
     quiet()
     ranks = _ranks(device, output, trace, stream) if mesh is None else mesh.ranks
-    chosen = options.strategy_of(options.readable(model), adapter, strategy, temperature, top_p)
+    chosen = options.strategy_of(
+        options.readable(model), adapter, strategy, temperature, top_p, draft_model=draft_model
+    )
     settings = dict(seed=seed, max_new_tokens=max_new_tokens, max_steps=steps, strategy=chosen, exact=exact)
     model_name = Path(model).resolve() if Path(model).exists() else model
     identity = {**settings, "model": str(model_name), "dtype": dtype} | ({"adapter": adapter} if adapter else {})
     identity |= {"quantize": quantize} if quantize else {}
+    identity |= {"draft_model": draft_model} if draft_model else {}
     answers = Answers(
         output, [fingerprint(entry, identity) for entry in entries], ranks.rank, is_alone=ranks.row_world == 1
     )
@@ -195,6 +199,7 @@ def sample(
         adapter=adapter,
         mesh=mesh,
         quantize=quantize,
+        draft_model=draft_model,
     )
 
     recorder = view = None

@@ -45,6 +45,7 @@ def serve(
     ] = None,
     strategy: options.Strategy = None,
     adapter: options.Adapter = None,
+    draft_model: options.DraftModel = None,
     dtype: options.Dtype = "auto",
     quantize: options.Quantize = None,
     device: options.Device = "auto",
@@ -64,7 +65,8 @@ def serve(
         raise BlockdiffError(
             f"blockdiff serve needs the package {error.name}; pip install 'blockdiff[serve]'"
         ) from None
-    given = dict(host=host, port=port, api_key_file=api_key_file, max_rows=max_rows, adapter=adapter, quantize=quantize)
+    given = dict(host=host, port=port, api_key_file=api_key_file, max_rows=max_rows)
+    given |= dict(adapter=adapter, quantize=quantize, draft_model=draft_model)
     settings = read_settings(config, given)
     access = settings.access()
     if not settings.is_local and not access.keys and not no_key:
@@ -86,6 +88,7 @@ def serve(
         strategy=strategy,
         adapter=settings.adapter,
         quantize=settings.quantize,
+        draft_model=settings.draft_model,
     )
     if sampler.tokenizer is not None and not sampler.tokenizer.chat_template:
         print("blockdiff: the tokenizer has no chat template, so only /v1/completions is answered", file=sys.stderr)

@@ -19,7 +19,6 @@ from blockdiff.checkpoint.added import listed, shapes_of
 from blockdiff.checkpoint.files import ADAPTER_CONFIG, fingerprint, metadata_in
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel, family_of
-from blockdiff.models.image_side import IMAGE_SIDE
 
 BASE = "base"  # the entry of an adapter's file
 
@@ -105,7 +104,7 @@ def _matches(words: str | Collection[str], name: str) -> bool:
 
 
 def _shape_of(model: BlockDiffusionModel) -> dict[str, Any]:
-    shapes = sorted((name, size) for name, size in shapes_of(model).items() if not name.startswith(IMAGE_SIDE))
+    shapes = sorted(shapes_of(model).items())
     return {
         "type": model.config.model_type,
         "layers": len(model.layers),

@@ -60,6 +60,14 @@ def mismatch(tokenizer: Any, vocab_size: int) -> str | None:
     return None
 
 
+def require_same_tokens(draft_model: str | Path, model: str | Path) -> None:
+    """Raise CheckpointError where the tokenizers beside two models have other tokens, or other ids for them."""
+    if load_tokenizer(draft_model).get_vocab() != load_tokenizer(model).get_vocab():
+        raise CheckpointError(
+            f"{draft_model}: its tokenizer has other tokens than that of {model}; a draft model needs the same"
+        )
+
+
 def decoder(tokenizer: Any) -> Callable[[int], str]:
     """Token id -> its text, special tokens included; an id that the tokenizer does not have shows as its number."""
     size = len(tokenizer)

@@ -290,6 +290,11 @@ class BlockDiffusionModel(nn.Module):
         """The dtype of the weights that the model computes with."""
         return self.gathered_in or self.vocabulary.table.dtype
 
+    @property
+    def cached_bytes(self) -> int:
+        """The bytes that a prefix holds of one token."""
+        return family_of(self.config).outline(self.config).cached_per_token * self.dtype.itemsize
+
     def parameters_of(self, part: str) -> list[nn.Parameter]:
         """The parameters of one of the family's parts."""
         family = family_of(self.config)

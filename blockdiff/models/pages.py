@@ -18,7 +18,7 @@ from blockdiff.errors import BlockdiffError
 from blockdiff.images import PlacedImage, RowImages
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.layers.attention import Past
-from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.image_features import ImageFeatures
 from blockdiff.models.page_buffers import StepBuffers, first_columns, table_of, width_of
 from blockdiff.models.page_keys import identities
@@ -167,9 +167,7 @@ class Pages(PagedRows):
 
 def _capacity(model: BlockDiffusionModel) -> int:
     """The number of tokens that fit into the share of the device's memory that pages may take."""
-    each = (
-        family_of(model.config).outline(model.config).cached_per_token
-        * torch.empty(0, dtype=model.dtype).element_size()
-    )
     available = memory.available_bytes(model.device)
-    return 1 << 40 if available is None else int(available * SHARE_OF_MEMORY.get(model.device.type, 0.4)) // each
+    if available is None:
+        return 1 << 40
+    return int(available * SHARE_OF_MEMORY.get(model.device.type, 0.4)) // model.cached_bytes

@@ -18,6 +18,7 @@ from torch import Tensor
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.errors import RequestError
+from blockdiff.models.drafted import Drafted
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.canvas_batch import CanvasBatch
 from blockdiff.sampling.control import CanvasControl
@@ -117,14 +118,15 @@ class Engine:
         self._scheduler.limit(max_rows, tokens_per_step)
         self.most_rows = max_rows = self._scheduler.max_rows
         is_uncapturable = exact or self.settings.is_next_token
-        capture = None if graphs is False or is_uncapturable else capture_of(model)
+        denoiser = model.drafter if isinstance(model, Drafted) else model
+        capture = None if graphs is False or is_uncapturable else capture_of(denoiser)
         if buckets is None and capture is not None:
             buckets = [*range(1, 4), *range(4, 32, 4), *range(32, max_rows + 16, 16)]
         step_graphs = None if capture is None else Graphs(capture)
         if graphs and step_graphs is None:
             raise ValueError("graphs: no step of this model can be captured; that takes canvases, CUDA and Triton")
         self._encoding = Encoding(model, self.settings, self.pages, exact)
-        self._batch = CanvasBatch(model, self.settings, self.pages, canvases, max_rows, exact, buckets, step_graphs)
+        self._batch = CanvasBatch(denoiser, self.settings, self.pages, canvases, max_rows, exact, buckets, step_graphs)
         self._sequences: dict[str | int, Sequence] = {}  # the first draw of each submitted request
         self._unfinished = 0
         self._events: list[Event] = []

@@ -104,6 +104,7 @@ class Sampler:
         adapter: str | Path | None = None,
         mesh: Mesh | None = None,
         quantize: str | None = None,
+        draft_model: str | Path | None = None,
     ) -> Sampler:
         """A sampler from a checkpoint directory or a Hub id, with its tokenizer and settings; the rest as in `load`.
 
@@ -118,9 +119,13 @@ class Sampler:
         if mesh is not None and mesh.is_split:
             from blockdiff.parallel.shard import load_split
 
+            if draft_model is not None:
+                raise RequestError("a draft model goes without tensor parallelism; leave one of the two out")
             split = load_split(path_or_hub_id, mesh, dtype, kernels, adapter, quantize)
             return cls(split, tokenizer, generation, strategy=strategy)
-        model = load(path_or_hub_id, dtype=dtype, device=device, kernels=kernels, adapter=adapter, quantize=quantize)
+        model = load(
+            path_or_hub_id, dtype, device, kernels, adapter=adapter, quantize=quantize, draft_model=draft_model
+        )
         return cls(model, tokenizer, generation, strategy=strategy)
 
     def generate(

@@ -17,6 +17,7 @@ from blockdiff.sampling.control import control_of
 from blockdiff.sampling.parts import parts_of
 from blockdiff.sampling.reasoning import is_opened
 from blockdiff.sampling.request import Forwards, Request, Result
+from blockdiff.sampling.settings import ONLY_VERIFIED
 from blockdiff.sampling.strategies import NextToken, Verified, as_strategy, head_of, is_guided
 from blockdiff.sampling.verification import Drafting
 from blockdiff.seeding import child_seed
@@ -279,6 +280,8 @@ def sequences_of(
             "some strategies denoise canvases and next_token does not, so not both can answer the requests of one "
             "sampler; use two"
         )
+    if settings.is_drafted and not is_verified:
+        raise RequestError(ONLY_VERIFIED)
     if settings.is_next_token:
         max_steps = 1
     if is_verified and guided:

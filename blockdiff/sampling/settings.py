@@ -14,15 +14,18 @@ from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.checkpoint.tokenizer import mismatch
 from blockdiff.data.images import ImageReader
 from blockdiff.errors import CheckpointError, RequestError
+from blockdiff.models.drafted import Drafted
 from blockdiff.models.family import family_of
 from blockdiff.sampling.request import Request
-from blockdiff.sampling.strategies import NextToken, as_strategy
+from blockdiff.sampling.strategies import NextToken, Verified, as_strategy
 from blockdiff.sampling.strategy import Strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from blockdiff.models.family import BlockDiffusionModel
+
+ONLY_VERIFIED = "a draft model drafts for verified canvases alone; give the strategy verified, or none"
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class SamplingSettings:
     generation: steps, tokens, and the special tokens that are in force; diffusion: how the model was trained to
     denoise; strategy: how canvases are denoised; canvas_length: of the canvases that are sampled, 1 for next tokens;
     positions: the most tokens that the model can see (None: no bound); bos_id: what a prompt begins with, if anything;
-    reader: of images in prompts (None: the model takes none).
+    is_drafted: whether another model drafts; reader: of images in prompts (None: the model takes none).
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -43,6 +46,7 @@ class SamplingSettings:
     vocab_size: int
     positions: int | None = None
     bos_id: int | None = None
+    is_drafted: bool = False
     reader: ImageReader | None = None
     _warned: set[str] = field(default_factory=set, repr=False, compare=False)
 
@@ -100,18 +104,23 @@ def settings_of(
     settings and to a denoiser of uniform noise. Where the generation settings name no eos, the model's config does,
     else the tokenizer; with none, every response runs to its full length. `strategy` (text may name one,
     docs/sampling.md) defaults to the released model's rules with the numbers of the generation settings; a causal model
-    is sampled token by token.
+    is sampled token by token, and a `Drafted` one verified. Noise and prediction are those of its drafter.
     """
     if not hasattr(model, "vocab_size"):
         raise RequestError(f"model: {model!r:.60} is none; give what blockdiff.load(path) returns")
-    origin = _origin(model)
+    origin, is_drafted = _origin(model), isinstance(model, Drafted)
     generation = generation or (Generation.from_pretrained(origin) if origin else Generation())
     denoises = getattr(model, "denoises", True)
-    strategy = as_strategy(strategy, generation, denoises)
+    strategy = as_strategy("verified" if is_drafted and strategy is None else strategy, generation, denoises)
     is_next_token = isinstance(strategy, NextToken)
     if not denoises and not is_next_token:
         raise RequestError(f"the strategy {strategy!r:.80} denoises canvases, and a causal model has none")
-    diffusion = diffusion or (DiffusionSettings.from_pretrained(origin) if origin else DiffusionSettings())
+    if is_drafted and not isinstance(strategy, Verified):
+        raise RequestError(ONLY_VERIFIED)
+    if diffusion is None:
+        diffusion = _diffusion(origin)
+        if isinstance(model, Drafted):
+            diffusion = replace(_diffusion(_origin(model.drafter)), objective=diffusion.objective)
     if diffusion.mask_id is not None and diffusion.mask_id >= model.vocab_size:
         raise CheckpointError(
             f"{CHOICES}: mask_id {diffusion.mask_id} is none of the model's {model.vocab_size} tokens"
@@ -120,6 +129,7 @@ def settings_of(
     if doubt is not None:
         warnings.warn(doubt, stacklevel=3)
     config = getattr(model, "config", None)
+    configs = [config, model.drafter.config] if isinstance(model, Drafted) else [config]
     special = special_tokens(config, generation, tokenizer)
     return SamplingSettings(
         tokenizer,
@@ -128,10 +138,16 @@ def settings_of(
         strategy,
         canvas_length=1 if is_next_token else model.canvas_length,
         vocab_size=model.vocab_size,
-        positions=None if config is None else family_of(config).outline(config).positions,
+        positions=None if config is None else min(family_of(each).outline(each).positions for each in configs),
         bos_id=special.bos_id,
-        reader=_reader(config, origin),
+        is_drafted=is_drafted,
+        reader=None if is_drafted else _reader(config, origin),
     )
+
+
+def _diffusion(origin: Path | None) -> DiffusionSettings:
+    """The choices that the model of a checkpoint was trained for; without one, those of uniform noise."""
+    return DiffusionSettings.from_pretrained(origin) if origin else DiffusionSettings()
 
 
 def _reader(config: Any, origin: Path | None) -> ImageReader | None:

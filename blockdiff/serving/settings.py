@@ -30,6 +30,7 @@ class ServeSettings(BaseModel):
     hosts: list[str] = []
     origins: list[str] = []
     adapter: str | None = None
+    draft_model: str | None = None
     quantize: Literal["fp8", "fp8-dynamic", "none"] | None = None
     max_rows: int = Field(32, ge=1)
     max_waiting: int = Field(256, ge=0)

@@ -7,17 +7,19 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint import init
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.errors import RecipeError
+from blockdiff.errors import RecipeError, RequestError
 from blockdiff.sampling import Generation, Sampler
 from blockdiff.sampling.strategies import Composed, Never, Quota, Sticky, parse_strategy, strategies_table
 from blockdiff.training import trainer
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.samples import Sampled
-from tests.commands import run
+from tests.commands import refusal, run, works
+from tests.families import SMALL
 from tests.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
@@ -62,6 +64,30 @@ def test_help_lists_the_strategies_and_a_mistake_is_one_line_before_the_weights_
 def test_a_sampler_takes_the_text_with_the_settings_of_the_model(model):
     sampler = Sampler.from_pretrained(model, dtype="float32", strategy=TEXT)
     assert sampler.strategy == Composed(Sticky(Quota()), stopping=Never())
+
+
+def test_a_draft_model_drafts_for_a_causal_one(model, tmp_path):
+    causal, lines, rows = tmp_path / "causal", tmp_path / "a.jsonl", tmp_path / "rows.jsonl"
+    made = init(LlamaConfig(**SMALL | {"vocab_size": 384}), seed=3, device="cpu", kernels="torch")
+    settings = Generation(max_new_tokens=16)
+    checkpoint.save(made, causal, tokenizer=character_tokenizer("0123456789+="), generation=settings)
+    rows.write_text(json.dumps({"id": 1, "prompt": "1+2=", "response": "3"}))
+    drafted, exact = ("--draft-model", model), ("--dtype", "float64")
+    for options in ((), ("--temperature", "0.9")):
+        answers = []
+        for how in (("--strategy", "next_token"), drafted):
+            works("sample", causal, "--prompts", rows, "-o", lines, "--overwrite", *how, *exact, *options)
+            answers.append(json.loads(lines.read_text()))
+        assert answers[0]["tokens"] == answers[1]["tokens"] and answers[1]["forwards"]["verify"] > 0
+    told = json.loads(works("eval", causal, "--task", "exact", "--data", rows, *drafted, "--json"))
+    assert told["forwards_per_row"]["verify"] > 0
+
+    words = ("sample", causal, "--prompt", "1+2=", *drafted)
+    assert "for --strategy verified alone" in refusal(*words, "--strategy", "next_token", code=2)
+    checkpoint.save(made, causal, tokenizer=character_tokenizer("0123456789-="), overwrite=True)
+    assert "its tokenizer has other tokens than that of" in refusal(*words)
+    with pytest.raises(RequestError, match="goes without tensor parallelism"):
+        Sampler.from_pretrained(model, mesh=SimpleNamespace(is_split=True), draft_model=model)
 
 
 def test_a_recipe_names_the_strategy_of_the_prompts_that_it_samples(tmp_path):

@@ -13,7 +13,8 @@ import torch
 from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
-from blockdiff.errors import RequestError
+from blockdiff.errors import BlockdiffError, RequestError
+from blockdiff.models.drafted import Drafted
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.models.page_keys import identities_of
 from blockdiff.models.pages import Pages
@@ -333,3 +334,39 @@ def test_a_model_without_a_trained_head_gets_a_warning(model):
     choices = DiffusionSettings(objective={"ar_loss": "none"})
     with pytest.warns(UserWarning, match="which verify drafts, know nothing"):
         tokens_of(model, "verified", requests(1), choices=choices)
+
+
+# -- a model that drafts for another ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "target, drafter, options",
+    [
+        ("llama", "diffusion_gemma", {"max_rows": 3}),
+        ("qwen3", "minimax_m3 denoising", {"exact": True}),
+        ("diffusion_gemma", "qwen3 sliding, denoising", {"max_rows": 6, "capacity": 64, "chunk_tokens": 8}),
+    ],
+)
+def test_a_canvas_model_drafts_for_another_model_of_the_same_tokens(target, drafter, options):
+    verifies, drafts, asked = lopsided(small_model(target)), lopsided(small_model(drafter)), requests(scores=True)
+    for sampling in ("temperature=0", "temperature=6,top_k=5"):
+        expected = answers(engine_of(verifies, f"next_token:{sampling}"), asked)
+        engine = engine_of(Drafted(verifies, drafts), f"verified:{sampling}", **{"page_tokens": 4} | options)
+        for _ in range(2):
+            found = answers(engine, asked)
+            assert [found[n].tokens for n in expected] == [each.tokens for each in expected.values()]
+            assert all(found[n].logprobs == pytest.approx(each.logprobs, abs=1e-5) for n, each in expected.items())
+        assert engine.pages.statistics.reused_tokens > 0 or engine.exact
+        assert engine._scheduler.preemptions > 0 or "capacity" not in options
+
+
+def test_what_cannot_draft_is_refused(model):
+    with pytest.raises(BlockdiffError, match="the draft model is causal"):
+        Drafted(model, small_model("llama"))
+    with pytest.raises(BlockdiffError, match="has 384 tokens and the model 96"):
+        Drafted(model, init(tiny_config(), device="cpu", kernels="torch"))
+    drafted = Drafted(small_model("llama"), model)
+    with pytest.raises(RequestError, match="for verified canvases alone"):
+        Sampler(drafted, generation=SETTINGS, strategy="entropy_bound")
+    with pytest.raises(RequestError, match="for verified canvases alone"):
+        tokens_of(drafted, None, requests(1, strategy="entropy_bound"))
