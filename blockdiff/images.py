@@ -28,6 +28,10 @@ class ImageInput:
     tokens: int
     digest: bytes
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> ImageInput:
+        """The same on another device."""
+        return replace(self, values={name: x.to(device, non_blocking=non_blocking) for name, x in self.values.items()})
+
 
 @dataclass(frozen=True, eq=False)
 class PlacedImage:
@@ -125,7 +129,7 @@ class RowImages:
         def move(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=non_blocking)
 
-        inputs = tuple(replace(each, values={name: move(x) for name, x in each.values.items()}) for each in self.inputs)
+        inputs = tuple(each.to(device, non_blocking) for each in self.inputs)
         features = None if self.features_MD is None else move(self.features_MD)
         row_N, column_N, source_N = move(self.row_N), move(self.column_N), move(self.source_N)
         return RowImages(inputs, row_N, column_N, source_N, move(self.run_BS2), features)

@@ -17,6 +17,7 @@ from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.shard import replicate, split
 from blockdiff.tensor_pieces import Piece
+from blockdiff.training.heldout import heldout
 from blockdiff.training.optimiser import trainable
 from blockdiff.training.step import Counts, backpropagate
 from tests.mesh_ranks import held, write_pieces
@@ -28,7 +29,7 @@ MESHES: dict[str, dict[str, Any]] = {"DDP": {}, "FSDP2": {"shard": "full"}}
 
 
 def trained(mesh: Mesh, trains_images: bool) -> dict[str, Piece]:
-    """Losses, gradients and weights of two plain SGD steps, in micro-batches of one row."""
+    """Losses, gradients and weights of two plain SGD steps in micro-batches of one row, and held-out losses."""
     model = empty(gemma_config(random.Random(3), use_bidirectional_attention="vision"), kernels="torch")
     model.image_side = empty_image_side(model.config).requires_grad_(trains_images)
     if mesh.is_split:
@@ -50,6 +51,9 @@ def trained(mesh: Mesh, trains_images: bool) -> dict[str, Piece]:
             assert parameter.grad is not None
             pieces[f"gradient {step} {name}"] = held(parameter.grad, mesh.ranks)
         optimiser.step()
+    mine = [lay_out([row], L, pad_id=0) for row in rows(model)[mesh.ranks.row_rank :: mesh.ranks.row_world]]
+    record = heldout(objective, mine, mesh.ranks)  # one batch more on the first rank, and the images
+    found.append([record["heldout_canvas_loss"], record["heldout_ar_loss"], record["heldout_corrupted_loss"]])
     pieces["losses"] = held(torch.tensor(found, dtype=torch.float64), mesh.ranks)
     return pieces | {f"weight {name}": held(parameter, mesh.ranks) for name, parameter in weights.items()}
 

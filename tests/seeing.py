@@ -13,7 +13,14 @@ from tests.asking import chat_tokenizer
 from tests.oracle import TWO_LAYERS, tiny_config
 
 AROUND = ("<|image>", "<|image|>", "<image|>")
-PROCESSOR = dict(image_processor_type="Gemma4ImageProcessor", patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+PROCESSOR = {  # in the form of the released file
+    "audio_ms_per_token": 40,
+    "image_processor": dict(
+        image_processor_type="Gemma4ImageProcessor", patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+    ),
+    "image_seq_length": 280,
+    "processor_class": "Gemma4Processor",
+}
 
 
 def seeing_checkpoint(directory: Path) -> Path:
@@ -27,7 +34,7 @@ def seeing_checkpoint(directory: Path) -> Path:
     model = blockdiff.init(config, seed=3, device="cpu", kernels="torch")
     blockdiff.save(model, directory)
     tokenizer.save_pretrained(directory)
-    (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (directory / "processor_config.json").write_text(json.dumps(PROCESSOR))
     (directory / "generation_config.json").write_text(json.dumps({"max_denoising_steps": 3, "max_new_tokens": 16}))
     return directory
 

@@ -19,6 +19,7 @@ from blockdiff.checkpoint.added import listed, shapes_of
 from blockdiff.checkpoint.files import ADAPTER_CONFIG, fingerprint, metadata_in
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel, family_of
+from blockdiff.models.image_side import IMAGE_SIDE
 
 BASE = "base"  # the entry of an adapter's file
 
@@ -104,7 +105,7 @@ def _matches(words: str | Collection[str], name: str) -> bool:
 
 
 def _shape_of(model: BlockDiffusionModel) -> dict[str, Any]:
-    shapes = sorted(shapes_of(model).items())
+    shapes = sorted((name, size) for name, size in shapes_of(model).items() if not name.startswith(IMAGE_SIDE))
     return {
         "type": model.config.model_type,
         "layers": len(model.layers),

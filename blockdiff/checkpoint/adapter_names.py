@@ -104,19 +104,27 @@ def parts_in(directory: Path, model: BlockDiffusionModel) -> dict[str, Part]:
     }
 
 
+def adapts_images(directory: Path, model: BlockDiffusionModel) -> bool:
+    """True where the adapter in a directory has learnt something of the image side of a model's family."""
+    names, file = family_of(model.config).names, directory / WEIGHTS
+    stored = tensors_in(file) if file.exists() else {}
+    beginnings = tuple(PREFIX + names.to_module(hub) for _, hub in names.images)
+    keys = [(key, None) for key in stored if key.startswith(beginnings) and ".lora_B." in key]
+    return any(tensor.any() for _, _, tensor in read_blocks(stored, keys))
+
+
 def _is_left_out(key: str, stored: Mapping[str, Stored], model: BlockDiffusionModel) -> bool:
     """True for a tensor that adapts a module that is not run here, and that has learnt nothing.
 
-    PEFT's `all-linear` adapts the image encoder as well; where texts alone were trained on, its B stays 0. Raises
+    PEFT's `all-linear` adapts the image side as well; where texts alone were trained on, its B stays 0. Raises
     CheckpointError for a B that has learnt something.
     """
-    names, match = family_of(model.config).names, _KEY.fullmatch(key)
-    if match is None or not names.is_carried(f"{names.of_module(match[1])}.weight"):
+    names, match, has_images = family_of(model.config).names, _KEY.fullmatch(key), model.image_side is not None
+    if match is None or not names.is_carried(f"{names.of_module(match[1])}.weight", has_images):
         return False
     if match[3] == "lora_B" and next(read_blocks(stored, [(key, None)]))[2].any():
         raise CheckpointError(
-            f"{stored[key].file}: {key} adapts the image encoder, which is not run here; "
-            "train an adapter of the language model alone"
+            f"{stored[key].file}: {key} adapts a module that is not run here; train an adapter without it"
         )
     return True
 

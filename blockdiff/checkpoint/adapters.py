@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from blockdiff.checkpoint.adapter_base import BASE, base_record, require_base, require_every_target
 from blockdiff.checkpoint.adapter_config import config_of, low_rank_of, require_plain, tokens_of
-from blockdiff.checkpoint.adapter_names import PREFIX, WEIGHTS, Part, hub_module, parts_in, peft_names
+from blockdiff.checkpoint.adapter_names import PREFIX, WEIGHTS, Part, adapts_images, hub_module, parts_in, peft_names
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
 from blockdiff.checkpoint.files import GENERATION, find, read_json
 from blockdiff.checkpoint.fp8 import FORM, form_of
 from blockdiff.checkpoint.fused_adapters import apart, fused
 from blockdiff.checkpoint.gathering import Gathering
 from blockdiff.checkpoint.generation import Generation
+from blockdiff.checkpoint.images import with_image_side
 from blockdiff.checkpoint.stream import TensorSource, write_stream
 from blockdiff.errors import CheckpointError
 from blockdiff.files import unwritten, whole_directory, write_text
@@ -138,14 +139,17 @@ def check_parts(model: BlockDiffusionModel, parts: Mapping[str, Part], where: st
 def read_adapter(directory: str | Path, model: BlockDiffusionModel) -> Adapter:
     """The adapter of a directory, as `save_adapter` or PEFT wrote it for transformers' class of this model.
 
-    Only the header of its file is read, and what adapts matrices that transformers has as one. Raises CheckpointError
-    for what a model of ours cannot be: other kinds than plain LoRA, tensors that fit no module, shapes that do not fit;
-    for the adapter of another model; reading a part raises it where the adapters of the two copies of a module differ.
+    Of its file the header is read, and what adapts images or matrices that transformers has as one. Where it has learnt
+    something of the image side, the model gets that. Raises CheckpointError for what a model of ours cannot be: other
+    kinds than plain LoRA, tensors that fit no module, shapes that do not fit; for the adapter of another model; reading
+    a part raises it where the adapters of the two copies of a module differ.
     """
     directory = Path(directory).expanduser()
     config = read_json(directory / CONFIG)
     require_plain(config, directory)
     require_base(directory, model)
+    if adapts_images(directory, model):
+        with_image_side(model)
     parts = parts_in(directory, model)
     require_every_target(config, parts, model, directory)
     modules: dict[str, LowRank] = {}

@@ -13,10 +13,8 @@ from blockdiff.checkpoint.assembled import assembled, read_whole
 from blockdiff.checkpoint.files import Carried
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel, family_of
-from blockdiff.models.image_side import ImageSide
+from blockdiff.models.image_side import IMAGE_SIDE, ImageSide
 from blockdiff.tensor_pieces import is_spread
-
-IMAGE_SIDE = "image_side."  # begins our names of its tensors
 
 
 def drawn_images(config: Any, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -44,10 +42,14 @@ def empty_image_side(config: Any) -> ImageSide:
 def with_image_side(model: BlockDiffusionModel) -> BlockDiffusionModel:
     """The model, which can take images from now on: its image side is filled with the tensors that it carries.
 
-    Saving writes them as before. Raises CheckpointError for a model that takes no images, or that carries no such
-    tensors, and for one that is sharded already, whose image side must be there before.
+    Saving writes them as before. A model on the meta device gets it without weights. Raises CheckpointError for a model
+    that takes no images, or that carries no such tensors, and for one that is sharded already, whose image side must be
+    there before.
     """
     if model.image_side is not None:
+        return model
+    if model.device.type == "meta":
+        model.image_side = empty_image_side(model.config)
         return model
     if is_spread(model.vocabulary.table):
         raise CheckpointError("the model is spread over ranks without its image side; build that before it is")

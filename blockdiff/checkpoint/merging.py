@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from blockdiff.checkpoint.adapter_base import require_base, warn_of_other_weights
-from blockdiff.checkpoint.adapter_names import Part
+from blockdiff.checkpoint.adapter_names import Part, adapts_images
 from blockdiff.checkpoint.adapters import base_of, check_parts, has_adapter, load_adapter, read_adapter, save_adapter
 from blockdiff.checkpoint.added import read_added
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers, form_below, rounds_inputs
+from blockdiff.checkpoint.images import with_image_side
 from blockdiff.checkpoint.read import carried_by, empty, resolve_device, resolve_dtype, stored_fp8, stored_weights
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.checkpoint.write import save
@@ -63,6 +64,8 @@ def export(
     below = None if beside is None else form_below(beside)
     if beside is not None:
         require_base(beside, model)
+        if adapts_images(beside, model):
+            with_image_side(model)
         warn_of_other_weights(beside, weights)
     if peft:
         if beside is None:

@@ -120,7 +120,11 @@ class ImageProcessor:
         """The processor with the values of a `preprocessor_config.json`; DataError where they describe none."""
         import transformers
 
-        kind = str(values.get("image_processor_type")).removesuffix("Fast").removesuffix("Pil")
+        if "image_processor_type" not in values:
+            raise DataError(
+                f"it is not known how the model's pictures are cut; load it from a checkpoint with {PROCESSORS[1]}"
+            )
+        kind = str(values["image_processor_type"]).removesuffix("Fast").removesuffix("Pil")
         if "MiniMax" in kind:
             size = values.get("size")  # the released file has one that nothing uses
             is_used = isinstance(size, Mapping) and M3_PIXELS.keys() <= size.keys()
@@ -238,6 +242,8 @@ class ImageReader:
 
     def read_all(self, sources: Sequence[ImageSource]) -> list[ImageInput | DataError]:
         """Every picture, or the error that says what is wrong with it."""
+        if all(isinstance(source, ImageInput) for source in sources):  # which need no processor
+            return list(sources)
         futures = [self._begun.get(source) or self._workers.submit(self.read, source) for source in sources]
         return [_outcome(future) for future in futures]
 

@@ -43,7 +43,7 @@ def is_low_rank(name: str) -> bool:
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer without bias plus its adapter: `W x + scale B A dropout(x)`; A and B in fp32."""
+    """A linear layer plus its adapter: `W x + bias + scale B A dropout(x)`; A and B in fp32."""
 
     low_rank: LowRank
     lora_A: nn.Parameter
@@ -51,9 +51,8 @@ class AdaptedLinear(nn.Linear):
 
     def __init__(self, base: nn.Linear, low_rank: LowRank):
         nn.Module.__init__(self)
-        assert base.bias is None
         self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, None
+        self.weight, self.bias = base.weight, base.bias
         self.low_rank = low_rank
         self.make_low_rank(base.weight.device)
 
@@ -73,14 +72,15 @@ class AdaptedLinear(nn.Linear):
         return out.view(*x.shape[:-1], self.out_features)
 
     def base_product(self, x: Tensor) -> Tensor:
-        """`W x`."""
-        return F.linear(x, self.weight)
+        """`W x + bias`."""
+        return F.linear(x, self.weight, self.bias)
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
         """The layer with the weight W + scale B A, summed in fp32 at least, in the dtype of W."""
         base = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         base.weight = nn.Parameter(merged(self.weight, self.lora_A, self.lora_B, self.low_rank.scale), False)
+        base.bias = self.bias
         return base
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -24,7 +23,7 @@ class ImageFeatures:
     def of(self, images: Sequence[ImageInput]) -> list[Tensor]:
         """The features [tokens, D] of each picture; those that are not there are made in one call."""
         wanted = {image.digest: image for image in images}
-        missing = [self._moved(image) for digest, image in wanted.items() if digest not in self._kept]
+        missing = [image.to(self.model.device) for digest, image in wanted.items() if digest not in self._kept]
         if missing:
             made = self.model.image_features(missing).split([image.tokens for image in missing])
             self._kept |= {image.digest: features.clone() for image, features in zip(missing, made, strict=True)}
@@ -34,9 +33,6 @@ class ImageFeatures:
         while tokens > MOST_TOKENS and len(self._kept) > len(wanted):
             tokens -= len(self._kept.popitem(last=False)[1])
         return [self._kept[image.digest] for image in images]
-
-    def _moved(self, image: ImageInput) -> ImageInput:
-        return replace(image, values={name: x.to(self.model.device) for name, x in image.values.items()})
 
     def clear(self) -> None:
         """Forget all of them."""

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from blockdiff.images import ImageInput
 
+IMAGE_SIDE = "image_side."  # begins the names of its tensors in a model
+
 
 class ImageSide(nn.Module):
     """The modules of a family that see pictures: `side(inputs) -> features [sum of the inputs' tokens, D]`.

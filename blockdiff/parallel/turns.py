@@ -8,23 +8,24 @@ the result, and is asked again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from blockdiff.errors import RunError
+from blockdiff.images import ImageInput
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.parallel.signals import Interrupted
 from blockdiff.tensor_pieces import is_spread
 
 # What a rank says: which call it is about to make, or how its work ended.
-_MODEL, _VOCABULARY, _DONE, _FAILED, _INTERRUPTED = range(5)
+_MODEL, _VOCABULARY, _IMAGES, _DONE, _FAILED, _INTERRUPTED = range(6)
 
 
 @contextmanager
@@ -45,6 +46,7 @@ def turns(module: nn.Module, ranks: Ranks) -> Iterator[None]:
     watched: list[nn.Module] = [model, model.vocabulary]
     handles = [part.register_forward_pre_hook(turn.begin, prepend=True) for part in watched]
     handles += [part.register_forward_hook(turn.end, always_call=True) for part in watched]
+    model.image_features = turn.image_features
     try:
         yield
         turn.answer_until_all_are_done()
@@ -52,6 +54,7 @@ def turns(module: nn.Module, ranks: Ranks) -> Iterator[None]:
         turn.tell(error)
         raise
     finally:
+        model.image_features = turn.see
         for handle in handles:
             handle.remove()
 
@@ -60,16 +63,27 @@ class _Turns:
     """One rank's part in the turns."""
 
     def __init__(self, model: BlockDiffusionModel, ranks: Ranks) -> None:
-        self.model, self.ranks = model, ranks
+        self.model, self.ranks, self.see = model, ranks, model.image_features
         self.depth = 0  # how many watched calls are going on, one within the other
         self.is_over = False  # somebody left with an error, and everybody knows
 
     def begin(self, module: nn.Module, _: Any) -> None:
         """Before a call of the model or its vocabulary: take part in the others' calls until it is the turn of this."""
+        self.wait_for(_MODEL if module is self.model else _VOCABULARY)
+
+    def image_features(self, inputs: Sequence[ImageInput]) -> Tensor:
+        """The model's `image_features`, when it is their turn."""
+        try:
+            self.wait_for(_IMAGES)
+            return self.see(inputs)
+        finally:
+            self.end()
+
+    def wait_for(self, mine: int) -> None:
+        """Take part in the others' calls until it is the turn of one's own."""
         self.depth += 1
         if self.depth > 1:
             return
-        mine = _MODEL if module is self.model else _VOCABULARY
         while (called := self._agreed(mine)) != mine:
             self._take_part(called)
 
@@ -91,8 +105,8 @@ class _Turns:
                 self._agreed(_INTERRUPTED if isinstance(error, Interrupted) else _FAILED)
 
     def _agreed(self, mine: int) -> int:
-        """The next call of all ranks: the model if anybody wants that, else the vocabulary, or nothing any more."""
-        said = torch.zeros(5, dtype=torch.int64)
+        """The next call of all ranks: the model if anybody wants that, else another one, or nothing any more."""
+        said = torch.zeros(6, dtype=torch.int64)
         said[mine] = 1
         self.is_over = True  # whatever interrupts this, nobody waits for this rank any more
         dist.all_reduce(said, group=_group(dist.group.WORLD, self.ranks.timeout))
@@ -101,11 +115,15 @@ class _Turns:
         if said[_INTERRUPTED]:
             raise Interrupted
         self.is_over = False
-        return next(kind for kind in (_MODEL, _VOCABULARY, _DONE) if said[kind])
+        return next(kind for kind in (_MODEL, _VOCABULARY, _IMAGES, _DONE) if said[kind])
 
     @torch.no_grad()
     def _take_part(self, called: int) -> None:
-        """Call the model or its vocabulary with one token, and drop the result."""
+        """Call the model or its vocabulary with one token, or its image side with a blank, and drop the result."""
+        if called == _IMAGES:
+            assert self.model.image_side is not None, "another rank has called it"
+            self.see([self.model.image_side.blank().to(self.model.device)])
+            return
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
         if called == _VOCABULARY:
             self.model.vocabulary.embed(token)

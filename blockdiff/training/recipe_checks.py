@@ -78,6 +78,8 @@ def _refuse_unasked(recipe: Recipe) -> None:
             raise RecipeError(
                 f"objective.{key}: trained: with lora only adapters train; choose frozen, or use `lora: none`"
             )
+    if "images" in lora.ranks and recipe.objective.images == "none":
+        raise RecipeError("lora.parts: images adapts the image side; set objective.images: frozen, so that it is there")
     if recipe.objective.images != "none" and recipe.parallel.tensor > 1:
         raise RecipeError("parallel.tensor: is not for rows with images; use parallel.shard: full")
     if isinstance(lora.alpha, dict) and (unknown := lora.alpha.keys() - lora.ranks.keys()):

@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 
 import blockdiff
-from blockdiff.checkpoint import Carried, draw_weights, empty, empty_image_side, load_weights, save
+from blockdiff.checkpoint import Carried, draw_weights, empty, empty_image_side, load_weights, save, save_adapter
 from blockdiff.errors import BlockdiffError, CheckpointError
+from blockdiff.layers.lora import LowRank
+from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
 from blockdiff.models.family import family_of
+from tests.closeness import relative_error
 from tests.families import m3_text_config
-from tests.pictures import gemma_config, minimax_config, pair, picture
+from tests.models.test_images import arguments
+from tests.pictures import gemma_config, image_row, minimax_config, pair, picture
 
 pytestmark = pytest.mark.quick
 FAMILIES: dict[str, Callable[[random.Random], Any]] = {"diffusion_gemma": gemma_config, "minimax_m3": minimax_config}
@@ -66,6 +71,39 @@ def test_fresh_weights_are_the_same_carried_and_run(name, tmp_path):
     save(blockdiff.with_image_side(fresh), tmp_path / "later")
     require_same(tmp_path / "later", tmp_path / "carried")
     assert len(blockdiff.with_image_side(fresh).image_features([fresh.image_side.blank()] * 3)) == 3
+
+
+@pytest.mark.parametrize("parts", [("images", "mlp"), ("mlp",)], ids=" and ".join)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_of_it_are_written_read_merged_and_run_by_peft_and_those_of_texts_leave_it_out(name, parts, tmp_path):
+    draw = random.Random(7)
+    theirs, model = pair(FAMILIES[name](draw), 7, tmp_path / "base")
+    row = image_row(model.config, draw, 3)
+    inputs = [placed.image for placed in row.images]
+    before = model.image_features(inputs)
+    adapt(model, targets(model, dict.fromkeys(parts, LowRank(2, 4))))
+    draw_adapters(model, 0, torch.device("cpu"), torch.float64)
+    assert torch.equal(model.image_features(inputs), before)
+    for tensor in adapter_tensors(model).values():
+        torch.nn.init.normal_(tensor, std=0.3, generator=torch.Generator().manual_seed(tensor.numel()))
+    features = model.image_features(inputs)
+    features.sum().backward() if "images" in parts else None
+    reached = {each for each, parameter in model.named_parameters() if parameter.grad is not None}
+    assert reached == {each for each in adapter_tensors(model) if each.startswith("image_side.")}
+    assert bool(reached) == ("images" in parts) != torch.equal(features, before)
+
+    save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
+    loaded = blockdiff.load(tmp_path / "adapter", device="cpu", kernels="torch")
+    assert (loaded.image_side is not None) == ("images" in parts)
+    blockdiff.export(tmp_path / "adapter", tmp_path / "merged")
+    merged = blockdiff.load(tmp_path / "merged", device="cpu", kernels="torch")
+    wrapped: Any = PeftModel.from_pretrained(theirs, tmp_path / "adapter").base_model.model.model
+    seen = getattr(wrapped, "encoder", wrapped).get_image_features(**arguments(row)).pooler_output
+    for found in (
+        *(blockdiff.with_image_side(each).image_features(inputs) for each in (loaded, merged)),
+        torch.cat([*seen]),
+    ):
+        assert relative_error(found.view_as(features), features) < 1e-6  # PEFT has adapters in fp32
 
 
 def test_a_model_that_has_no_image_side_says_so_in_one_line():

@@ -66,8 +66,8 @@ def test_what_cannot_be_is_said_in_one_line(model, red, tmp_path):
     assert "half.png" in refusal("sample", model, "--image", tmp_path / "half.png", "--prompt", "a")
     assert "2 of <image>, but there are 1 images" in refusal(*words, "--prompt", "<image><image>")
     bare = seeing_checkpoint(tmp_path / "bare")
-    (bare / "preprocessor_config.json").unlink()
-    assert "has no preprocessor_config.json" in refusal("sample", bare, "--image", red, "--prompt", "a")
+    (bare / "processor_config.json").unlink()
+    assert "says how pictures are cut" in refusal("sample", bare, "--image", red, "--prompt", "a")
 
 
 def test_a_chat_puts_pictures_into_the_next_message_and_keeps_them_where_it_is_refused(model, red, capsys):
@@ -85,6 +85,13 @@ def test_a_chat_puts_pictures_into_the_next_message_and_keeps_them_where_it_is_r
     talk.put(str(red))
     talk.say("a" * 10**6)  # longer than the model's positions
     assert "too long" in capsys.readouterr().err and talk.images == [str(red)]
+
+
+def test_templates_and_constraints_hold_in_answers_to_pictures(model, red):
+    asked = [{"template": "It is <?3>."}, {"regex": "[0-9]{2}"}]
+    requests = [Request(n, prompt="what?", images=[red], **each) for n, each in enumerate(asked)]
+    form, digits = (each.text for each in Sampler.from_pretrained(model, device="cpu").generate(requests))
+    assert form.startswith("It is ") and form.endswith(".") and len(digits) == 2 and digits.isdigit()
 
 
 def test_an_evaluation_sees_the_pictures_of_its_rows(model, red):

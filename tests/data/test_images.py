@@ -374,6 +374,10 @@ def test_a_model_a_template_or_a_checkpoint_that_knows_no_images_is_named(folder
         encoded(folder, ROWS[0], reader=ImageReader(tmp_path, AROUND))
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": GEMMA}))
     assert encoded(folder, ROWS[0], reader=ImageReader(tmp_path, AROUND)) == encoded(folder, ROWS[0])
+    bare, given = ImageReader({}, AROUND), reader().read(str(folder / "pictures" / "a.png"))
+    with pytest.raises(DataError, match="not known how the model's pictures are cut"):
+        bare.read_all([str(folder / "pictures" / "a.png")])
+    assert raw_prompt("?", TOKENIZER, images=[given], reader=bare).images[0].image is given
     with pytest.raises(DataError, match="the tokenizer has no token ']<]start"):
         encoded(folder, ROWS[0], reader=ImageReader(GEMMA, ("]<]start of image[>[", PLACEHOLDER, AFTER)))
 

@@ -132,6 +132,15 @@ def test_company_chunks_and_pages_change_no_answer_to_images(gemma, rows, option
     assert len({tuple(result.tokens) for result in alone.values()}) == len(rows)  # the pictures count
 
 
+def test_a_picture_is_encoded_once_for_all_requests_that_have_it(gemma, rows, monkeypatch):
+    seen: list[bytes] = []
+    whole = gemma.image_features
+    monkeypatch.setattr(gemma, "image_features", lambda inputs: seen.extend(x.digest for x in inputs) or whole(inputs))
+    requests = [asked(number, row, best_of=2) for number, row in enumerate(rows)]
+    answers(Engine(gemma, None, LIVELY, page_tokens=3, chunk_tokens=5), requests)
+    assert sorted(seen) == sorted({each.image.digest for row in rows for each in row.images})
+
+
 def test_requests_whose_images_cannot_be_seen_are_refused(gemma, rows):
     placeholder, image = gemma.config.image_token_id, rows[0].images[0].image
     sampler = Sampler(gemma, None, LIVELY)

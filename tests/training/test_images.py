@@ -19,7 +19,7 @@ from blockdiff.cli.inspect_recipe import shown
 from blockdiff.cli.main import app
 from blockdiff.data.chat import ExampleImage
 from blockdiff.data.images import ImageReader
-from blockdiff.errors import DataError
+from blockdiff.errors import DataError, RecipeError
 from blockdiff.metrics import read, reproducible
 from tests.chat_tokenizer import chat_tokenizer
 from tests.pictures import gemma_config, pair
@@ -97,3 +97,13 @@ def test_inspect_shows_the_images_of_a_row_beside_it(base, tmp_path):
     Image.fromarray(np.array([[[255, 0, 0]], [[0, 0, 255]]], dtype=np.uint8)).save(base / "two.png")
     text = shown(reader, 2, ExampleImage("two.png", 2, 1, b""), f"{base}/rows.jsonl:1", is_terminal=True)
     assert text.plain.endswith("1 x 2, 1 tokens\n  ▀") and str(text.spans[-1].style) == "#ff0000 on #0000ff"
+
+
+def test_adapters_of_the_image_side_train_alone(base, tmp_path):
+    lora = {"lora": {"parts": {"images": 2}}}
+    run = blockdiff.train(recipe(base, tmp_path / "run", images="frozen") | lora)
+    adapter = load_file(run.directory / "adapter" / "adapter_model.safetensors")
+    assert adapter and all("vision" in name for name in adapter)
+    assert all(tensor.any() for tensor in adapter.values())
+    with pytest.raises(RecipeError, match=r"^lora.parts: images adapts the image side; set objective.images: frozen"):
+        blockdiff.train(recipe(base, tmp_path / "none", images="none") | lora)

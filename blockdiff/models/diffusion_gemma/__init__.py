@@ -21,7 +21,7 @@ FAMILY = Family(
         "mlp": ("layers.*.mlp.*",),
         "embedding": ("vocabulary.*",),
     },
-    adapted_parts=("attention", "mlp", "experts", "self_conditioning"),
+    adapted_parts=("attention", "mlp", "experts", "self_conditioning", "images"),
     fp8_parts=("attention", "mlp", "experts"),
     tensor_parts={
         "layers.*.attention": "attention",

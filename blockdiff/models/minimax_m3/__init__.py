@@ -39,7 +39,7 @@ def _family(model_type: str, architecture: str, names: Names) -> Family:
             "embedding": ("vocabulary.*",),
         },
         fp8_parts=("attention", "mlp", "experts"),
-        adapted_parts=("attention", "mlp", "experts"),
+        adapted_parts=("attention", "mlp", "experts", "images"),
         sharding_units=("image_side", "layers.{}.experts", "layers.{}", "vocabulary"),
         capabilities=Capabilities(
             kernels=("torch", "triton"),

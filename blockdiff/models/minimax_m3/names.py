@@ -60,6 +60,9 @@ NAMES = Names(
         ("language_model.model.", "model.language_model."),
         (".block_sparse_moe.experts", ".mlp.experts"),
         (".block_sparse_moe.shared_experts", ".mlp.shared_experts"),
+        ("vision_tower.vision_model.encoder.layers.", "model.vision_tower.layers."),
+        ("patch_merge_mlp.linear_", "model.multi_modal_projector.merge_linear_"),
+        ("multi_modal_projector.linear_", "model.multi_modal_projector.linear_"),
     ),
     fused=(("gate_up_proj", ("gate_proj", "up_proj")),),
 )
