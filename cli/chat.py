@@ -231,6 +231,8 @@ class Chat:
         reader = self.sampler.settings.reader
         if reader is None:
             raise DataError("the model takes no images")
+        if not image:
+            raise DataError("no picture is named; write /image FILE")
         image = str(Path(image).expanduser())
         reader.read(image)
         self.images.append(image)

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from blockdiff.sampling import Request, Result, Sampler, Trace
 
 TRACE_KINDS = (".html", ".jsonl", ".png", ".gif")
-CHUNK = 4096  # the least number of requests that are tokenised together
 DRAWN = 16  # the number of requests that a page or a picture traces; a JSONL trace has all of them
 
 
@@ -208,10 +207,8 @@ def sample(
         recorder = Recorder(ids if trace.suffix == ".jsonl" else ids[:DRAWN])
     if stream:
         view = Watcher(sampler.tokenizer, several=gives_lines or max(answers_per_prompt, best_of) > 1)
-    results = _in_chunks(
-        sampler,
-        entries,
-        mine,
+    results = sampler.stream(
+        [entries[place] for place in mine],
         seed=seed,
         max_new_tokens=max_new_tokens,
         max_steps=steps,
@@ -226,7 +223,8 @@ def sample(
     texts: dict[int, Result] = {}
     try:
         with ranks.guarded("sampling"), ranks.at_own_pace("sampling") as look:
-            for place, result in results:
+            for index, result in results:
+                place = mine[index]
                 tally.add(result)
                 if gives_lines:
                     answers.write(place, wanted[place].named(result))
@@ -283,17 +281,6 @@ def _check_usage(
         raise typer.BadParameter(f"{trace} ends in none of {', '.join(TRACE_KINDS)}", param_hint="--trace")
     if trace is not None and trace == output:
         raise typer.BadParameter(f"{trace} is the file of --output, too", param_hint="--trace")
-
-
-def _in_chunks(
-    sampler: Sampler, entries: Sequence[Request | Result], places: Sequence[int], batch_size: int, **settings: Any
-) -> Iterator[tuple[int, Result]]:
-    """The pairs (place, result) of the entries at these places, in the order in which they are answered."""
-    size = max(CHUNK, 32 * batch_size)
-    for first in range(0, len(places), size):
-        chunk = places[first : first + size]
-        results = sampler.stream([entries[place] for place in chunk], batch_size=batch_size, **settings)
-        yield from ((chunk[index], result) for index, result in results)
 
 
 def _say_answer(result: Result) -> None:

@@ -94,6 +94,12 @@ CORPUS: dict[str, tuple[str, str | bytes, str, str]] = {
         ":3: ",
         "have none",
     ),
+    "a picture under another name": (
+        "a.jsonl",
+        talk({"role": "user", "content": [{"type": "image", "path": "a.png"}]}, ASSISTANT),
+        ":3: ",
+        "has its picture as 'path'",
+    ),
     "a film": ("a.jsonl", talk({"role": "user", "content": [{"type": "video"}]}, ASSISTANT), ":3: ", "is 'video'"),
     "a sound": ("a.jsonl", talk({"role": "user", "content": [{"type": "audio"}]}, ASSISTANT), ":3: ", "is 'audio'"),
     "an address": (

@@ -52,7 +52,9 @@ def with_image_side(model: BlockDiffusionModel) -> BlockDiffusionModel:
         model.image_side = empty_image_side(model.config)
         return model
     if is_spread(model.vocabulary.table):
-        raise CheckpointError("the model is spread over ranks without its image side; build that before it is")
+        raise CheckpointError(
+            "images are not for a model that was spread over processes without its image side; use one process"
+        )
     side = empty_image_side(model.config)
     names, carried = family_of(model.config).names, model.carried or Carried()
     stored = assembled(carried.stored, names)

@@ -109,6 +109,8 @@ def _part(value: Any, name: str) -> Part:
         return {"type": "text", "text": text_of(value.get("text"), f"{name}.text")}
     if kind == "image":
         image = value.get("image")
+        if image is None and (other := next((key for key in ("path", "url", "base64") if value.get(key)), None)):
+            raise BadRow(f"{name} has its picture as {other!r}; write it as 'image'")
         return {"type": "image"} if image is None else {"type": "image", "image": image_source(image, f"{name}.image")}
     if kind == "image_url":
         url = value.get("image_url")

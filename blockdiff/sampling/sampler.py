@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.parallel.mesh import Mesh
 
+TOGETHER = 1024  # the least number of prompts of a stream that are tokenised, and whose pictures are held, at once
 _T = TypeVar("_T")
 OnCanvas = Callable[[CommittedCanvas], object]
 OnStep = Callable[[Any], object]
@@ -168,10 +169,17 @@ class Sampler:
     ) -> Iterator[tuple[int, Result]]:
         """The results of `generate` as they come: the place of a prompt and its result.
 
-        A prompt that cannot be answered gives a result with an `error`, and the others are answered.
+        A prompt that cannot be answered gives a result with an `error`, and the others are answered. Thousands of
+        prompts are taken a part at a time, so that not all of their pictures have to be held.
         """
-        entries = self._entries(prompts, seed, max_new_tokens, max_steps, is_strict=False)
-        yield from self._answers(entries, batch_size, on_canvas, on_step, exact, graphs)
+        prompts = _listed(prompts)
+        _require_batch_size(batch_size)
+        size = max(TOGETHER, 32 * batch_size)
+        for first in range(0, len(prompts), size):
+            part = prompts[first : first + size]
+            entries = self._entries(part, seed, max_new_tokens, max_steps, is_strict=False, first=first)
+            for place, result in self._answers(entries, batch_size, on_canvas, on_step, exact, graphs):
+                yield first + place, result
 
     def _entries(
         self,
@@ -180,8 +188,12 @@ class Sampler:
         max_new_tokens: int | None,
         max_steps: int | None,
         is_strict: bool,
+        first: int = 0,
     ) -> list[list[Sequence] | Result]:
-        """The draws of each prompt; of one that cannot be answered its failed result, or where strict RequestError."""
+        """The draws of each prompt; of one that cannot be answered its failed result, or where strict RequestError.
+
+        first: the place of the first one.
+        """
         prompts = _listed(prompts)
         require_seed(seed)
         settings = self.generation
@@ -191,7 +203,7 @@ class Sampler:
             settings = replace(settings, max_steps=max_steps)
         self.settings.canvases(settings.max_new_tokens)  # refuses what no prompt fits before
         entries: list[list[Sequence] | Result] = []
-        for place, prompt in enumerate(prompts):
+        for place, prompt in enumerate(prompts, start=first):
             if isinstance(prompt, Result):
                 entries.append(prompt)
                 continue
@@ -245,8 +257,7 @@ class Sampler:
         graphs: bool | None,
     ) -> Iterator[tuple[int, Result]]:
         """The results of entries as they come, after their places; those that are there already come first."""
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise RequestError(f"batch_size must be an integer of at least 1, got {batch_size!r:.80}")
+        _require_batch_size(batch_size)
         yield from ((place, entry) for place, entry in enumerate(entries) if isinstance(entry, Result))
         asked = [(place, entry) for place, entry in enumerate(entries) if not isinstance(entry, Result)]
         if not asked:
@@ -296,6 +307,11 @@ class Sampler:
             return idle
         del idle  # its memory must not be held beside that of the new one
         return IdleEngine.made(self.model, self.pages, rows, tokens, purpose)
+
+
+def _require_batch_size(batch_size: object) -> None:
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise RequestError(f"batch_size must be an integer of at least 1, got {batch_size!r:.80}")
 
 
 def _listed(prompts: Iterable[_T]) -> list[_T]:

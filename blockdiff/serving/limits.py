@@ -20,7 +20,7 @@ class Limits:
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  (where a file says them)
 
-    body_bytes: int = 4 << 20
+    body_bytes: int = 16 << 20
     prompt_tokens: int | None = None
     max_tokens: int | None = None
     images: int = 16

@@ -75,13 +75,14 @@ def test_a_chat_puts_pictures_into_the_next_message_and_keeps_them_where_it_is_r
     talk = Chat(sampler)
     talk.command(f"/image {red}")
     talk.command("/image none.png")
+    talk.command("/image")
     talk.say("what?")
     parts = [{"type": "image", "image": str(red)}, {"type": "text", "text": "what?"}]
     assert talk.messages[0]["content"] == parts and talk.images == []
     [expected] = sampler.generate([Request(1, messages=[{"role": "user", "content": parts}])])
     found = capsys.readouterr()
     assert found.out.strip() == expected.text.strip()
-    assert "none.png: no such picture" in found.err and "error" in found.err
+    assert "error: none.png: no such picture" in found.err and "error: no picture is named" in found.err
     talk.put(str(red))
     talk.say("a" * 10**6)  # longer than the model's positions
     assert "too long" in capsys.readouterr().err and talk.images == [str(red)]

@@ -16,6 +16,7 @@ from blockdiff.errors import RequestError
 from blockdiff.images import PlacedImage
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import Engine, Request, Result, Sampler
+from blockdiff.sampling.sequence import sequences_of
 from tests.families import small_model
 from tests.pictures import Row, gemma_config, image_row, minimax_config, pair, picture
 from tests.sampling.test_parity import SameDraws, their_config
@@ -139,6 +140,20 @@ def test_a_picture_is_encoded_once_for_all_requests_that_have_it(gemma, rows, mo
     requests = [asked(number, row, best_of=2) for number, row in enumerate(rows)]
     answers(Engine(gemma, None, LIVELY, page_tokens=3, chunk_tokens=5), requests)
     assert sorted(seen) == sorted({each.image.digest for row in rows for each in row.images})
+
+
+def test_a_long_stream_holds_the_pictures_of_a_part_of_its_prompts(gemma, rows, monkeypatch):
+    taken = []
+    monkeypatch.setattr("blockdiff.sampling.sampler.TOGETHER", 2)
+    monkeypatch.setattr(
+        "blockdiff.sampling.sampler.sequences_of",
+        lambda request, *others: taken.append(request.id) or sequences_of(request, *others),
+    )
+    stream = Sampler(gemma, None, LIVELY).stream([asked(n, rows[n % 6]) for n in range(36)], batch_size=1)
+    first = next(stream)
+    assert len(taken) == 32
+    found = dict([first, *stream])
+    assert [found[n].id for n in range(36)] == list(range(36))
 
 
 def test_requests_whose_images_cannot_be_seen_are_refused(gemma, rows):
