@@ -100,16 +100,21 @@ def _unlike(markers: int, images: int) -> str:
     return f"the texts have {markers} of {MARKER}, but there are {images} images; correct either"
 
 
-def located(source: ImageSource, folder: Path, *, anywhere: bool = False) -> ImageSource:
-    """An image with its path made absolute, seen from `folder`; DataError for one outside of it, unless `anywhere`."""
+def located(source: ImageSource, where: str, root: str | None = None, anywhere: bool = False) -> ImageSource:
+    """The image of a row at "file:line" with its path made absolute, seen from `root` (None: the file's folder).
+
+    Raises DataError, which names the row, for a path that leads out of the folder, unless `anywhere`.
+    """
     if not isinstance(source, str):
         return source
+    folder = Path(where.rpartition(":")[0]).parent if root is None else Path(root)
     try:
-        root, path = folder.resolve(), (folder / source).resolve()
+        folder, path = folder.resolve(), (folder / source).resolve()
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{source!r:.200} is no path ({error}); correct it") from None
-    if not anywhere and not path.is_relative_to(root):
+        raise DataError(f"{where}: {source!r:.200} is no path ({error}); correct it") from None
+    if not anywhere and not path.is_relative_to(folder):
         raise DataError(
-            f"{source!r:.200} lies outside of {root}; move it there, or name its folder with data.images.root"
+            f"{where}: {source!r:.200} lies outside of {folder}; move it there (data.images.root of a recipe names "
+            "another folder)"
         )
     return str(path)

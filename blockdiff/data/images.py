@@ -209,11 +209,7 @@ class ImageReader:
 
     def located(self, source: ImageSource, where: str) -> ImageSource:
         """The image of a row at "file:line" with its path made absolute; DataError where it leads out of the folder."""
-        folder = Path(where.rpartition(":")[0]).parent if self.root is None else Path(self.root)
-        try:
-            return located(source, folder, anywhere=self.anywhere)
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from None
+        return located(source, where, self.root, self.anywhere)
 
     def read(self, source: ImageSource) -> ImageInput:
         """A picture by its path or bytes, or as it was given; DataError says what is wrong with it."""

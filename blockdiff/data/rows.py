@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from blockdiff.data.image_parts import column_of_images, images_in, located, parts_of, replaced, with_images
@@ -39,18 +38,9 @@ class Row:
         """All its images in the order of the text."""
         return list(self.images) if self.messages is None else images_in(self.messages)
 
-    def located(self, root: str | Path | None = None, *, anywhere: bool = False) -> Row:
-        """The same row with absolute paths of its images, seen from `root` (None: the folder of its file).
-
-        Raises DataError, which names the row, for a path that leads out of the folder, unless `anywhere`.
-        """
-        if not self.sources:
-            return self
-        folder = Path(self.where.rpartition(":")[0]).parent if root is None else Path(root)
-        try:
-            found = tuple(located(each, folder, anywhere=anywhere) for each in self.sources)
-        except DataError as error:
-            raise DataError(f"{self.where}: {error}") from None
+    def located(self) -> Row:
+        """The same row with absolute paths of its images; DataError for one that leads out of the file's folder."""
+        found = tuple(located(each, self.where) for each in self.sources)
         if self.messages is None:
             return replace(self, images=found)
         return replace(self, messages=replaced(self.messages, found))

@@ -18,6 +18,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blockdiff.data.images import decoded
 from blockdiff.files import write_text
 from blockdiff.plots.trace_moments import (
     Cell,
@@ -201,12 +202,8 @@ def _flags(cell: Cell) -> int:
 
 
 def _as_uri(picture: bytes) -> str:
-    """A picture as a JPEG of at most `WIDEST` pixels a side, in a data URI: some 50 KB, whatever was given."""
-    from PIL import Image
-
-    with Image.open(BytesIO(picture)) as opened:
-        opened.draft("RGB", (WIDEST, WIDEST))  # large JPEGs are decoded smaller
-        small = opened.convert("RGB")
+    """An upright JPEG of at most `WIDEST` pixels a side, in a data URI: some 50 KB, whatever was given."""
+    small = decoded(picture, "a picture").convert("RGB")
     small.thumbnail((WIDEST, WIDEST))
     file = BytesIO()
     small.save(file, "JPEG", quality=85)

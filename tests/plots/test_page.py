@@ -73,23 +73,25 @@ def test_a_page_is_one_file_that_asks_for_nothing_else(hostile: Trace, tmp_path:
     assert text.count("<script") == text.count("</script>") == 2
 
 
-def png(side: int) -> bytes:
-    file = BytesIO()
-    Image.frombytes("RGB", (side, side), random.Random(0).randbytes(3 * side * side)).save(file, "PNG")
+def png(width: int, height: int, orientation: int = 1) -> bytes:
+    file, exif = BytesIO(), Image.Exif()
+    exif[0x0112] = orientation
+    pixels = random.Random(0).randbytes(3 * width * height)
+    Image.frombytes("RGB", (width, height), pixels).save(file, "PNG", exif=exif)
     return file.getvalue()
 
 
 @pytest.mark.quick
-def test_a_page_has_small_copies_of_the_pictures_of_its_prompts() -> None:
-    traces, large = [traced("a", [2], steps=1), traced("b", [3], steps=1)], png(600)
-    data = data_of(page(traces, decode, "t", pictures={"a": [large, png(8)], "elsewhere": [large]}))
+def test_a_page_has_small_upright_copies_of_the_pictures_of_its_prompts() -> None:
+    traces, large = [traced("a", [2], steps=1), traced("b", [3], steps=1)], png(600, 600)
+    data = data_of(page(traces, decode, "t", pictures={"a": [large, png(8, 4, orientation=6)], "elsewhere": [large]}))
     assert [len(request.get("pictures", ())) for request in data["requests"]] == [2, 0] and not data["left_out"]
     sizes = []
     for uri in data["requests"][0]["pictures"]:
         kind, _, content = uri.partition(",")
         assert kind == "data:image/jpeg;base64" and len(content) < 80_000
         sizes.append(Image.open(BytesIO(base64.b64decode(content))).size)
-    assert sizes == [(256, 256), (8, 8)]
+    assert sizes == [(256, 256), (4, 8)]
     data = data_of(page(traces, decode, "t", limit=20_000, pictures={"a": [large]}))
     assert "pictures" not in data["requests"][0] and data["left_out"] == "the texts of the noise, the pictures"
 
