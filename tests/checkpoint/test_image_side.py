@@ -60,6 +60,16 @@ def test_it_goes_through_load_save_transformers_and_back_with_every_tensor_equal
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_that_sees_texts_alone_neither_builds_nor_reads_it(name, tmp_path):
+    save(blockdiff.init(FAMILIES[name](random.Random(4)), seed=1, device="cpu"), tmp_path)
+    model = blockdiff.load(tmp_path, device="cpu")
+    sampler = blockdiff.Sampler(model, generation=blockdiff.Generation(max_new_tokens=6))
+    sampler.generate([blockdiff.Request("a", tokens=[5, 6, 7])])
+    assert model.image_side is None and not any("image" in name for name in model.state_dict())
+    assert model.carried.stored and not model.carried.tensors  # where they lie is known, and none is in memory
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_fresh_weights_are_the_same_carried_and_run(name, tmp_path):
     config = FAMILIES[name](random.Random(5))
     model = empty(config, "torch")

@@ -14,18 +14,21 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, joined, lay_out
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.images import ImageInput, PlacedImage
-from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.objective import Objective
 from tests.closeness import relative_error
-from tests.pictures import gemma_config, picture
+from tests.pictures import gemma_config, minimax_config, picture
 
 pytestmark = pytest.mark.quick
 L = 6
 
 
-@pytest.fixture(scope="module")
-def model() -> BlockDiffusionModel:
+@pytest.fixture(scope="module", params=["diffusion_gemma", "minimax_m3"])
+def model(request: pytest.FixtureRequest) -> BlockDiffusionModel:
     config = gemma_config(random.Random(3), use_bidirectional_attention="vision")
+    if request.param == "minimax_m3":
+        config = minimax_config(random.Random(3))
+        config = family_of(config).with_canvases(config, L)
     return blockdiff.with_image_side(blockdiff.init(config, seed=1, dtype="float64", device="cpu", kernels="torch"))
 
 
@@ -33,19 +36,20 @@ def rows(model: BlockDiffusionModel) -> list[CleanRow]:
     """Two turns with a picture each, a row of text, and a picture after the last canvas; a picture comes twice."""
     draw = random.Random(7)
     one, other = (picture(model.config, draw) for _ in range(2))
+    placeholder = family_of(model.config).image_tokens(model.config)[1]
 
     def row(*parts: int | ImageInput, canvases: tuple[int, ...], sample: int) -> CleanRow:
         tokens, images, own = [], list[PlacedImage](), list[Canvas]()
         for n, part in enumerate(parts):
             if isinstance(part, ImageInput):
                 images.append(PlacedImage(part, len(tokens)))
-                tokens += [93] * part.tokens
+                tokens += [placeholder] * part.tokens
                 continue
             if n in canvases:
                 address, clean = (0, sample, len(own)), [draw.randrange(3, 90) for _ in range(L)]
                 own.append(Canvas(clean, len(tokens), t=0.6, coin=len(own) == 0, address=address))
             tokens += [draw.randrange(3, 90) for _ in range(part)]
-        weights = [float(token != 93) for token in [*tokens[1:], 0]]  # no placeholder is predicted
+        weights = [float(token != placeholder) for token in [*tokens[1:], 0]]  # no placeholder is predicted
         return CleanRow(tokens, own, sample, ar_weights=weights, images=images)
 
     return [
