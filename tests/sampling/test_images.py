@@ -17,7 +17,7 @@ from blockdiff.images import PlacedImage
 from blockdiff.models.pages import Pages
 from blockdiff.sampling import Engine, Request, Result, Sampler
 from blockdiff.sampling.sequence import sequences_of
-from tests.families import small_model
+from tests.families import m3_config, small_model
 from tests.pictures import Row, gemma_config, image_row, minimax_config, pair, picture
 from tests.sampling.test_parity import SameDraws, their_config
 
@@ -85,19 +85,23 @@ def gemma(tmp_path_factory):
     return model
 
 
-@pytest.fixture(scope="module")
-def rows(gemma):
+def rows_of(config: Any) -> list[Row]:
     """Rows of which some have pictures in common, at their beginnings and elsewhere."""
     draw = random.Random(5)
-    first = image_row(gemma.config, draw, parts=2)
+    first = image_row(config, draw, parts=2)
     again = Row([*first.tokens, 7, 8, 9], first.images)
-    tokens, other = list(first.tokens), picture(gemma.config, draw)
+    tokens, other = list(first.tokens), picture(config, draw)
     while other.tokens != first.images[0].image.tokens:
-        other = picture(gemma.config, draw)
+        other = picture(config, draw)
     changed = Row(tokens, [PlacedImage(other, first.images[0].column), *first.images[1:]])
     shifted = Row([5, *tokens], [replace(each, column=each.column + 1) for each in first.images])
     text = Row([draw.randrange(3, 90) for _ in range(20)], [])
-    return [first, again, changed, shifted, text, image_row(gemma.config, draw, parts=3)]
+    return [first, again, changed, shifted, text, image_row(config, draw, parts=3)]
+
+
+@pytest.fixture(scope="module")
+def rows(gemma):
+    return rows_of(gemma.config)
 
 
 def answers(engine: Engine, requests: list[Request]) -> dict[Any, Result]:
@@ -116,7 +120,7 @@ def answers(engine: Engine, requests: list[Request]) -> dict[Any, Result]:
     "options, more",
     [
         (dict(page_tokens=3, chunk_tokens=5), {}),
-        (dict(page_tokens=2, chunk_tokens=3, max_rows=3, capacity=120), {}),  # some are sent back and encoded again
+        (dict(page_tokens=2, chunk_tokens=3, max_rows=3, capacity=72), {}),  # some are sent back and encoded again
         (dict(page_tokens=4, chunk_tokens=7, canvases=2), dict(best_of=2, scores=True)),
         (dict(page_tokens=4, chunk_tokens=4), dict(strategy="entropy_bound:guidance=0.5")),
         (dict(page_tokens=5, chunk_tokens=6, exact=True), {}),
@@ -124,13 +128,26 @@ def answers(engine: Engine, requests: list[Request]) -> dict[Any, Result]:
 )
 def test_company_chunks_and_pages_change_no_answer_to_images(gemma, rows, options, more):
     requests = [asked(number, row, **more) for number, row in enumerate(rows)]
-    found = answers(Engine(gemma, None, LIVELY, **options), requests)
+    engine = Engine(gemma, None, LIVELY, **options)
+    found = answers(engine, requests)
+    assert bool(engine._scheduler.preemptions) == ("capacity" in options)
     canvases = options.get("canvases", 1)
     alone = {each.id: answers(Engine(gemma, None, LIVELY, canvases=canvases), [each])[each.id] for each in requests}
     for id, result in alone.items():
         assert replace(found[id], logprobs=None) == replace(result, logprobs=None)
         assert (found[id].logprobs or []) == pytest.approx(result.logprobs or [], rel=1e-9)
     assert len({tuple(result.tokens) for result in alone.values()}) == len(rows)  # the pictures count
+
+
+@pytest.mark.parametrize("canvas_length", [None, 8])
+def test_company_chunks_and_pages_change_no_answer_of_minimax(canvas_length):
+    model = blockdiff.init(m3_config(canvas_length=canvas_length), dtype="float64", device="cpu", kernels="torch")
+    requests = [asked(number, row, max_new_tokens=24) for number, row in enumerate(rows_of(model.config))]
+    engine = Engine(model, None, LIVELY, page_tokens=4, chunk_tokens=4, max_rows=3, capacity=64)
+    found = answers(engine, requests)
+    assert engine._scheduler.preemptions
+    alone = {each.id: answers(Engine(model, None, LIVELY), [each])[each.id] for each in requests}
+    assert found == alone and len({tuple(result.tokens) for result in alone.values()}) == len(requests)
 
 
 def test_a_picture_is_encoded_once_for_all_requests_that_have_it(gemma, rows, monkeypatch):
@@ -149,7 +166,7 @@ def test_a_long_stream_holds_the_pictures_of_a_part_of_its_prompts(gemma, rows, 
         "blockdiff.sampling.sampler.sequences_of",
         lambda request, *others: taken.append(request.id) or sequences_of(request, *others),
     )
-    stream = Sampler(gemma, None, LIVELY).stream([asked(n, rows[n % 6]) for n in range(36)], batch_size=1)
+    stream = Sampler(gemma, None, LIVELY).stream([asked(n, rows[n % 6], max_steps=1) for n in range(36)], batch_size=1)
     first = next(stream)
     assert len(taken) == 32
     found = dict([first, *stream])
