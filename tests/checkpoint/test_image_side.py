@@ -18,6 +18,7 @@ from blockdiff.errors import BlockdiffError, CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, adapter_tensors, draw_adapters, targets
 from blockdiff.models.family import family_of
+from blockdiff.sampling import Generation
 from tests.closeness import relative_error
 from tests.families import m3_text_config
 from tests.models.test_images import arguments
@@ -63,7 +64,7 @@ def test_it_goes_through_load_save_transformers_and_back_with_every_tensor_equal
 def test_a_model_that_sees_texts_alone_neither_builds_nor_reads_it(name, tmp_path):
     save(blockdiff.init(FAMILIES[name](random.Random(4)), seed=1, device="cpu"), tmp_path)
     model = blockdiff.load(tmp_path, device="cpu")
-    sampler = blockdiff.Sampler(model, generation=blockdiff.Generation(max_new_tokens=6))
+    sampler = blockdiff.Sampler(model, generation=Generation(max_new_tokens=6))
     sampler.generate([blockdiff.Request("a", tokens=[5, 6, 7])])
     assert model.image_side is None and not any("image" in name for name in model.state_dict())
     assert model.carried.stored and not model.carried.tensors  # where they lie is known, and none is in memory
