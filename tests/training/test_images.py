@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -105,5 +106,16 @@ def test_adapters_of_the_image_side_train_alone(base, tmp_path):
     adapter = load_file(run.directory / "adapter" / "adapter_model.safetensors")
     assert adapter and all("vision" in name for name in adapter)
     assert all(tensor.any() for tensor in adapter.values())
-    with pytest.raises(RecipeError, match=r"^lora.parts: images adapts the image side; set objective.images: frozen"):
-        blockdiff.train(recipe(base, tmp_path / "none", images="none") | lora)
+
+
+@pytest.mark.parametrize(
+    ("images", "sections", "message"),
+    [
+        ("none", {"lora": {"parts": {"images": 2}}}, "lora.parts: images adapts the image side; set objective.images"),
+        ("trained", {"lora": 2}, "objective.images: trained: with lora only adapters train; choose frozen"),
+        ("frozen", {"parallel": {"tensor": 2}}, "parallel.tensor: is not for rows with images; use parallel.shard"),
+    ],
+)
+def test_recipes_whose_image_side_cannot_work_are_refused_in_one_line(images, sections, message, base, tmp_path):
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        blockdiff.train(recipe(base, tmp_path / "run", images) | sections)
