@@ -202,7 +202,7 @@ def _print_report(report: dict[str, Any], say: Say) -> None:
 
     say("\n".join(summary.lines(report)))
     if failed := _failures(report):
-        say(f"not answered      {len(failed)}, the first because {shown(failed[0], sys.stdout)}")
+        say(f"not answered      {len(failed)}, first {shown(failed[0], sys.stdout)}")
 
 
 def _compared(first: dict[str, Any], second: dict[str, Any], say: Say) -> dict[str, Any]:

@@ -148,10 +148,12 @@ def test_rows_that_cannot_be_answered_are_said_and_an_evaluation_without_any_ans
     chat, raw = CHAT, {"prompt": "2+3=", "response": "5"}
     words = ("eval", deaf, "--task", "exact", "--steps", "1", "--data")
     result = run(*words, write(tmp_path / "both.jsonl", [chat, raw]))
-    assert result.exit_code == 0 and "not answered      1, the first because the tokenizer has no chat" in result.stdout
+    said = f"not answered      1, first {tmp_path}/both.jsonl:1: the tokenizer has no chat"
+    assert result.exit_code == 0 and said in result.stdout
     output = tmp_path / "e.json"
     said = refusal(*words, write(tmp_path / "chat.jsonl", [chat, chat]), "--output", output)
-    assert "no row could be answered: the tokenizer has no chat template" in said and not output.exists()
+    assert f"no row could be answered: {tmp_path}/chat.jsonl:1: the tokenizer has no chat" in said
+    assert not output.exists()
 
 
 def test_the_same_seed_gives_the_same_answers(model, tmp_path):

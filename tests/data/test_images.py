@@ -130,6 +130,10 @@ def test_images_of_every_form_of_row_stand_in_their_places_and_literal_markers_s
         "<bos>no picture" + "none<eos>",
     ]
     assert [TOKENIZER.decode(e.tokens[slice(*e.responses[0])]) for e in found[1:3]] == ["red<eos>", "ok<turn|>\n"]
+    source = replace(
+        written(folder, {"prompt": "?", "response": "!", "pics": ["pictures/a.png"]}), columns={"images": "pics"}
+    )
+    assert [row.sources for row in rows_of(source)] == [["pictures/a.png"]]
     as_turns = encoded(folder, ROWS[1], chat=True)
     assert text_of(as_turns[0]) == "<bos><|turn>user\n1(64)2(60)<turn|>\n<|turn>model\nred<turn|>\n"
 

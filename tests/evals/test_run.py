@@ -85,7 +85,7 @@ def test_a_reference_that_the_tokenizer_cannot_encode_is_named():
 def test_an_unanswered_row_is_an_error_and_not_solved():
     report = evaluate(ScriptedSampler(LETTERS, [(None, []), ("b", [3])]), [pair("a", "b"), pair("a", "b")], EXACT)
     assert (report["errors"], report["solved"], report["count"]) == (1, 1, 2)
-    assert report["records"][0]["error"] == "no"
+    assert report["records"][0]["error"] == "f.jsonl:1: no"
     assert report["steps_per_canvas"] == 3.0
 
 
