@@ -254,6 +254,7 @@ class Trainer:
         if self.sampler is None:  # one for all evaluations: it keeps what it captured, and weights change in place
             strategy = self.recipe.evaluation.strategy
             self.sampler = Sampler(self.built.model, base.tokenizer, base.generation, self.built.choices, strategy)
+            self.sampler.settings = replace(self.sampler.settings, reader=data.encoder.reader)
         with self.averaged():
             sampled = sample_prompts(
                 self.sampler,

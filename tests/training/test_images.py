@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,17 @@ def test_training_on_images_from_files_to_held_out_losses_packed_or_not(base, tm
     assert report["train"]["sources"][0]["images"] == 12
     with pytest.raises(DataError, match=r"rows.jsonl:1: has an image, and nothing reads it; set objective.images"):
         blockdiff.train(recipe(base, tmp_path / "none", images="none"))
+
+
+def test_sampled_prompts_of_a_run_from_a_preset_see_their_images(base, tmp_path):
+    shutil.copytree(base / "model", tmp_path / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
+    wanted = recipe(base, tmp_path / "run")
+    del wanted["lora"]
+    wanted["model"] = {"preset": str(tmp_path / "tokenizer" / "config.json"), "tokenizer": str(tmp_path / "tokenizer")}
+    wanted["evaluation"] = {"prompts": str(base / "rows.jsonl"), "prompts_count": 2}
+    wanted["generation"] = {"max_steps": 1}
+    run = blockdiff.train(wanted)
+    assert [each["finish_reason"] == "error" for each in read(run.directory / "samples.jsonl")] == [False, False]
 
 
 def test_inspect_shows_the_images_of_a_row_beside_it(base, tmp_path):
