@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,6 +139,45 @@ def test_captured_steps_draft_the_same(model, monkeypatch):
     monkeypatch.setattr("blockdiff.kernels.span_attention.native.SMALL_SCORES", -1)
     assert answers(engine_of(model, strategy), asked) == expected
     assert recorder.replays > 0
+
+
+def near_ties(name: str, dtype: torch.dtype, seed: int = 0) -> list[float]:
+    """Where verified tokens first differ from next tokens: the gap of both logits, as a share of the largest logit.
+
+    The second half of the tokens are twins of the first, with logits that are nearly theirs, so that rounding often
+    decides. Logits are those of the same weights in fp64.
+    """
+    model, generator = small_model(name, seed, dtype), torch.Generator().manual_seed(seed)
+    weights = model.vocabulary.output_weights()
+    half = len(weights) // 2
+    apart = torch.randn(half, weights.shape[1], generator=generator) * 10 ** (
+        torch.rand(half, 1, generator=generator) * 6 - 7
+    )
+    weights[half : 2 * half] = (weights[:half].double() * (1 + apart)).to(dtype)
+    model.canvas_length, asked = L, requests(48, banned=[EOS])
+    pairs = zip(
+        asked,
+        tokens_of(model, "next_token:temperature=0", asked),
+        tokens_of(model, "verified:temperature=0", asked),
+        strict=True,
+    )
+    shares, exact = [], deepcopy(model).double()
+    for request, plain, verified in pairs:
+        places = [place for place, token in enumerate(plain) if token != verified[place]]
+        if places:
+            read = [*request.tokens, *plain[: places[0]]]
+            logits_V = exact.unembed(exact.encode(torch.tensor([read])).hidden[0, -1])
+            gap = logits_V[plain[places[0]]] - logits_V[verified[places[0]]]
+            shares.append(float(gap.abs() / logits_V.abs().max()))
+    return shares
+
+
+def test_a_token_that_rounding_decides_is_a_near_tie():
+    """The margin of docs/sampling.md: five units of rounding of the dtype, times the largest logit."""
+    for dtype in (torch.float32, torch.bfloat16):
+        shares = near_ties("qwen3 sliding, denoising", dtype)
+        assert shares and max(shares) < 5 * torch.finfo(dtype).eps
+    assert not near_ties("qwen3 sliding, denoising", torch.float64)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------
