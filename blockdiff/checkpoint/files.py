@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from blockdiff.data.images import PROCESSORS
 from blockdiff.errors import CheckpointError
 from blockdiff.files import is_hub_id
 from blockdiff.tensor_pieces import Block
@@ -38,7 +39,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 # What lies beside config and weights, and is carried from the checkpoint loaded to the one saved.
-SIDE_FILES = (GENERATION, CHOICES, *TOKENIZER_FILES, "processor_config.json", "preprocessor_config.json")
+SIDE_FILES = (GENERATION, CHOICES, *TOKENIZER_FILES, *PROCESSORS)
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -22,6 +22,7 @@ from blockdiff.checkpoint.generation import Generation, default_generation
 from blockdiff.checkpoint.images import drawn_images
 from blockdiff.checkpoint.read import carried_by, resolve_dtype
 from blockdiff.checkpoint.stream import TensorSource, in_order, write_stream
+from blockdiff.data.images import PROCESSORS
 from blockdiff.errors import CheckpointError
 from blockdiff.files import unwritten, whole_directory
 from blockdiff.layers.fp8 import SCALE, is_scale
@@ -45,13 +46,14 @@ def save(
 ) -> Path:
     """Write `model` to `directory`, which appears complete or not at all; returns the directory.
 
-    tokenizer: anything with `save_pretrained`; None carries the files of the checkpoint the model came from.
-    generation: the settings, or the content of generation_config.json; None carries the old ones or writes the
-    defaults. choices: the `DiffusionSettings` that go beside them. dtype: cast the text tensors (None:
-    as they are; those in fp8 stay so); image tensors are written as they were read. overwrite: replace a checkpoint
-    that stands there. weights: what is written in place of the model's own tensors, by the same names, read one by one.
-    What a tweaked model class adds is written to `blockdiff.safetensors`. Tensors are written one after the other. Of a
-    sharded model all ranks call this together: each tensor is gathered, and rank 0 writes. Raises CheckpointError.
+    tokenizer: anything with `save_pretrained`, saved with the image processor that lies beside it; None carries the
+    files of the checkpoint the model came from. generation: the settings, or the content of generation_config.json;
+    None carries the old ones or writes the defaults. choices: the `DiffusionSettings` that go beside them. dtype: cast
+    the text tensors (None: as they are; those in fp8 stay so); image tensors are written as they were read. overwrite:
+    replace a checkpoint that stands there. weights: what is written in place of the model's own tensors, by the same
+    names, read one by one. What a tweaked model class adds is written to `blockdiff.safetensors`. Tensors are written
+    one after the other. Of a sharded model all ranks call this together: each tensor is gathered, and rank 0 writes.
+    Raises CheckpointError.
     """
     if not isinstance(model, BlockDiffusionModel):
         kind = type(model).__name__
@@ -124,6 +126,10 @@ def _write(
         shutil.copyfile(file, fresh / file.name)
     if tokenizer is not None:
         tokenizer.save_pretrained(fresh)
+        came_from = getattr(tokenizer, "name_or_path", "")  # the directory that it was read from, or a hub id
+        for file in (Path(came_from) / name for name in PROCESSORS if came_from):
+            if file.is_file() and not (fresh / file.name).exists():
+                shutil.copyfile(file, fresh / file.name)
     if generation is not None or not (fresh / GENERATION).exists():
         given = _default_generation(model.config, tokenizer) if generation is None else generation
         _write_json(fresh / GENERATION, given.to_dict() if isinstance(given, Generation) else given)

@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blockdiff.checkpoint.diffusion import DiffusionSettings
 from blockdiff.checkpoint.files import CHOICES
 from blockdiff.checkpoint.generation import Generation, special_tokens
 from blockdiff.checkpoint.tokenizer import mismatch
-from blockdiff.data.images import ImageReader
+from blockdiff.data.images import PROCESSORS, ImageReader
 from blockdiff.errors import CheckpointError, RequestError
 from blockdiff.models.drafted import Drafted
 from blockdiff.models.family import family_of
@@ -141,7 +141,7 @@ def settings_of(
         positions=None if config is None else min(family_of(each).outline(each).positions for each in configs),
         bos_id=special.bos_id,
         is_drafted=is_drafted,
-        reader=None if is_drafted else _reader(config, origin),
+        reader=None if is_drafted else _reader(model),
     )
 
 
@@ -150,10 +150,15 @@ def _diffusion(origin: Path | None) -> DiffusionSettings:
     return DiffusionSettings.from_pretrained(origin) if origin else DiffusionSettings()
 
 
-def _reader(config: Any, origin: Path | None) -> ImageReader | None:
-    """The reader of images for a model that takes them; the checkpoint that it came from says how they are cut."""
+def _reader(model: BlockDiffusionModel) -> ImageReader | None:
+    """The reader of images for a model that takes them; the files that it carries say how they are cut."""
+    config, carried = getattr(model, "config", None), getattr(model, "carried", None)
     tokens = None if config is None else family_of(config).image_tokens(config)
-    return None if tokens is None else ImageReader(origin or {}, tokens)
+    if tokens is None:
+        return None
+    files = [] if carried is None else carried.side_files
+    found = [file for file in files if file.name in PROCESSORS] or files
+    return ImageReader(found[0].parent if found else {}, tokens)
 
 
 def _origin(model: BlockDiffusionModel) -> Path | None:

@@ -14,6 +14,7 @@ import torch
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
+from transformers import DiffusionGemmaForBlockDiffusion
 from typer.testing import CliRunner
 
 import blockdiff
@@ -23,6 +24,7 @@ from blockdiff.data.chat import ExampleImage
 from blockdiff.data.images import ImageReader
 from blockdiff.errors import DataError, RecipeError
 from blockdiff.metrics import read, reproducible
+from blockdiff.sampling import Request
 from tests.chat_tokenizer import chat_tokenizer
 from tests.pictures import gemma_config, pair
 
@@ -97,6 +99,23 @@ def test_sampled_prompts_of_a_run_from_a_preset_see_their_images(base, tmp_path)
     wanted["generation"] = {"max_steps": 1}
     run = blockdiff.train(wanted)
     assert [each["finish_reason"] == "error" for each in read(run.directory / "samples.jsonl")] == [False, False]
+    preset = [str(tmp_path / "made"), "--tokenizer", str(tmp_path / "tokenizer")]
+    assert CliRunner().invoke(app, ["init", "pixel-sudoku", *preset]).exit_code == 0
+    assert all((made / "preprocessor_config.json").is_file() for made in (run.directory / "model", tmp_path / "made"))
+
+
+def test_adapters_from_rows_with_images_are_sampled_merged_and_loaded_by_transformers(base, tmp_path):
+    asked = recipe(base, tmp_path / "run", images="frozen") | {"lora": {"rank": 2}}
+    blockdiff.train(asked)
+    merged = blockdiff.export(tmp_path / "run", tmp_path / "merged")
+    requests = [Request(0, prompt="ab", images=[base / "1.png"], max_new_tokens=4)]
+    answers = [blockdiff.Sampler.from_pretrained(each).generate(requests) for each in (tmp_path / "run", merged)]
+    assert answers[0][0].tokens == answers[1][0].tokens
+    kept, before = load_file(merged / "model.safetensors"), load_file(base / "model" / "model.safetensors")
+    tower = [name for name in before if "vision" in name]
+    assert tower and all(torch.equal(kept[name], before[name]) for name in tower)
+    _, loading = DiffusionGemmaForBlockDiffusion.from_pretrained(merged, output_loading_info=True)
+    assert not any(loading.values())
 
 
 def test_inspect_shows_the_images_of_a_row_beside_it(base, tmp_path):
