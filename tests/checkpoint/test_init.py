@@ -85,11 +85,13 @@ def test_the_presets_have_the_sizes_they_say():
     for name in presets():
         sizes[name] = sum(p.numel() for p in empty(preset_config(name), "torch").parameters())
     causal = {"sudoku4-causal", "sudoku4-m3", "minimax-m3-tiny", "minimax-m3"}
-    assert sizes.keys() == {"tiny", "sudoku4", "chat", "gsm8k", "15m", "diffusiongemma-26b-a4b"} | causal
+    others = {"tiny", "sudoku4", "pixel-sudoku", "chat", "gsm8k", "15m", "diffusiongemma-26b-a4b"}
+    assert sizes.keys() == others | causal
     assert 0.4e6 < sizes["sudoku4-causal"] < 0.5e6
     assert 0.9e6 < sizes["sudoku4-m3"] < 1.1e6
     assert 420e9 < sizes["minimax-m3"] < 430e9
     assert 0.8e6 < sizes["sudoku4"] < 1.3e6
+    assert 0.8e6 < sizes["pixel-sudoku"] < 1.3e6  # without its vision tower
     assert 0.4e6 < sizes["chat"] < 1e6
     assert 4.5e6 < sizes["gsm8k"] < 5.5e6
     assert 13e6 < sizes["15m"] < 17e6

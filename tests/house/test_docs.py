@@ -23,7 +23,7 @@ from tests.documents import DOCUMENTS, ROOT, blocks, code_of, name_of, shell, ta
 from tests.house.test_imports import FLOORS
 
 COMING_FROM = ROOT / "docs" / "coming-from.md"  # its tables run too: test_coming_from.py
-WALKED = [ROOT / "docs" / name for name in ("laptop.md", "one-gpu.md", "cluster.md", "research.md")]
+WALKED = [ROOT / "docs" / name for name in ("laptop.md", "one-gpu.md", "cluster.md", "research.md", "images.md")]
 APART = {COMING_FROM, ROOT / "docs" / "one-gpu.md"}  # the Python of the second reads what its commands write
 ROW, CANVASES = "pqrABCDstEF$", ("ABCD", "EF$$")
 
