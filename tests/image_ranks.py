@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ from tests.objective.test_images import L, rows
 from tests.oracle import widen_routers
 from tests.pictures import gemma_config
 
-MESHES: dict[str, dict[str, Any]] = {"DDP": {}, "FSDP2": {"shard": "full"}}
+MESHES: dict[str, dict[str, Any]] = {
+    "DDP": {},
+    "FSDP2": {"shard": "full"},
+    "experts": {"experts": 2},
+    "tensor": {"tensor": 2},
+}
 
 
 def trained(mesh: Mesh, trains_images: bool) -> dict[str, Piece]:
@@ -59,8 +65,11 @@ def trained(mesh: Mesh, trains_images: bool) -> dict[str, Piece]:
 
 
 def everything(ranks: Ranks, directory: Path) -> None:
-    """Train over both meshes, or alone, with an image side that trains and with one that stands still."""
-    meshes = {name: Mesh.of(ranks, **said) for name, said in MESHES.items()} if ranks.world > 1 else {"": Mesh(ranks)}
+    """Train over every mesh, or alone, with an image side that trains and with one that stands still."""
+    meshes = {"": Mesh(ranks)}
+    if ranks.world > 1:
+        alike = {name: replace(ranks, alike=said.get("tensor", 1)) for name, said in MESHES.items()}
+        meshes = {name: Mesh.of(alike[name], **said) for name, said in MESHES.items()}
     for name, mesh in meshes.items():
         for trains_images in (True, False):
             write_pieces(directory / f"{name}: {trains_images}: {ranks.rank}", trained(mesh, trains_images))

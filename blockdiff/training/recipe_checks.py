@@ -80,8 +80,6 @@ def _refuse_unasked(recipe: Recipe) -> None:
             )
     if "images" in lora.ranks and recipe.objective.images == "none":
         raise RecipeError("lora.parts: images adapts the image side; set objective.images: frozen, so that it is there")
-    if recipe.objective.images != "none" and recipe.parallel.tensor > 1:
-        raise RecipeError("parallel.tensor: is not for rows with images; use parallel.shard: full")
     if isinstance(lora.alpha, dict) and (unknown := lora.alpha.keys() - lora.ranks.keys()):
         raise RecipeError(f"lora.alpha: {min(unknown)} is no part with a rank (there are: {', '.join(lora.ranks)})")
 

@@ -144,7 +144,6 @@ def test_adapters_of_the_image_side_train_alone(base, tmp_path):
     [
         ("none", {"lora": {"parts": {"images": 2}}}, "lora.parts: images adapts the image side; set objective.images"),
         ("trained", {"lora": 2}, "objective.images: trained: with lora only adapters train; choose frozen"),
-        ("frozen", {"parallel": {"tensor": 2}}, "parallel.tensor: is not for rows with images; use parallel.shard"),
     ],
 )
 def test_recipes_whose_image_side_cannot_work_are_refused_in_one_line(images, sections, message, base, tmp_path):
