@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from blockdiff.canvas import PADDING_ROW, lay_out
-from blockdiff.checkpoint import draw_weights, empty, empty_image_side
+from blockdiff.checkpoint import draw_weights, empty, empty_image_side, with_image_side
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
+from blockdiff.errors import CheckpointError
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
@@ -64,6 +66,17 @@ def trained(mesh: Mesh, trains_images: bool) -> dict[str, Piece]:
     return pieces | {f"weight {name}": held(parameter, mesh.ranks) for name, parameter in weights.items()}
 
 
+def seen(mesh: Mesh) -> Piece:
+    """Hidden states of a row with images, by a model that gets its image side when it is split already."""
+    model = empty(gemma_config(random.Random(3)), kernels="torch")
+    if mesh.is_split:
+        split(model, mesh, torch.float64)
+    with_image_side(draw_weights(model, 3, "float64", mesh.ranks.device))
+    row = rows(model)[0]
+    with torch.no_grad():
+        return held(model.encode(torch.tensor([row.tokens]), images=[row.images]).hidden, mesh.ranks)
+
+
 def everything(ranks: Ranks, directory: Path) -> None:
     """Train over every mesh, or alone, with an image side that trains and with one that stands still."""
     meshes = {"": Mesh(ranks)}
@@ -73,3 +86,8 @@ def everything(ranks: Ranks, directory: Path) -> None:
     for name, mesh in meshes.items():
         for trains_images in (True, False):
             write_pieces(directory / f"{name}: {trains_images}: {ranks.rank}", trained(mesh, trains_images))
+        if name == "FSDP2":
+            with pytest.raises(CheckpointError, match=r"^images are not for a model whose weights are sharded without"):
+                seen(mesh)
+        else:
+            write_pieces(directory / f"{name}: seen: {ranks.rank}", {"hidden": seen(mesh)})

@@ -14,7 +14,6 @@ from blockdiff.checkpoint.files import Carried
 from blockdiff.errors import CheckpointError
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.models.image_side import IMAGE_SIDE, ImageSide
-from blockdiff.tensor_pieces import is_spread
 
 
 def drawn_images(config: Any, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -43,18 +42,15 @@ def with_image_side(model: BlockDiffusionModel) -> BlockDiffusionModel:
     """The model, which can take images from now on: its image side is filled with the tensors that it carries.
 
     Saving writes them as before. A model on the meta device gets it without weights. Raises CheckpointError for a model
-    that takes no images, or that carries no such tensors, and for one that is sharded already, whose image side must be
-    there before.
+    that takes no images, or that carries no such tensors, and for one that FSDP2 has sharded, which needs it before.
     """
     if model.image_side is not None:
         return model
     if model.device.type == "meta":
         model.image_side = empty_image_side(model.config)
         return model
-    if is_spread(model.vocabulary.table):
-        raise CheckpointError(
-            "images are not for a model that was spread over processes without its image side; use one process"
-        )
+    if hasattr(model, "set_reshard_after_forward"):
+        raise CheckpointError("images are not for a model whose weights are sharded without its image side")
     side = empty_image_side(model.config)
     names, carried = family_of(model.config).names, model.carried or Carried()
     stored = assembled(carried.stored, names)

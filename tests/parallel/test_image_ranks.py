@@ -27,3 +27,10 @@ def test_ranks_with_and_without_images_have_the_losses_gradients_and_weights_of_
     assert any("image_side" in key for key in got) == trains_images
     for name, wanted in expected.items():
         assert error(got[name], wanted) < 1e-10, name
+
+
+def test_a_split_model_gets_its_image_side_with_the_first_image_and_sees_as_one_process_does(found):
+    (expected,) = read_whole([found / ": seen: 0"]).values()
+    for name in (mesh for mesh in MESHES if mesh != "FSDP2"):
+        (hidden,) = read_whole([found / f"{name}: seen: 0"]).values()
+        assert error(hidden, expected) < 1e-10, name
