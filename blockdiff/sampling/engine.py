@@ -259,11 +259,11 @@ class Engine:
         calls = [[each] for each in drafts] if self.exact else [drafts] if drafts else []
         found = [each for call in calls for each in verify(self.model, self.settings, call)]
         for (sequence, hidden_LD), verification in zip(drafts, found, strict=True):
-            drafting, number = sequence.drafting, len(sequence.steps)
+            drafting = sequence.drafting
             assert drafting is not None
             self._has_changed = True
             if verification is None:
-                sequence.error = f"{NOT_FINITE} (canvas {number + 1}, verification {drafting.rounds + 1})"
+                sequence.error = f"{NOT_FINITE} (canvas {len(sequence.steps) + 1}, verification {drafting.rounds + 1})"
                 continue
             if sequence.is_watched:
                 self._events.append(verification)
@@ -272,15 +272,12 @@ class Engine:
             if not sequence.has_next(drafting.tokens[: drafting.given], self.settings):
                 self._encoding.accept(sequence, len(sequence.known), hidden_LD[:0])
                 continue
-            canvas = CanvasInFlight(sequence, number, self._now, final=drafting.tokens, steps=drafting.steps)
-            sequence.drafting, length = Drafting(), len(drafting.tokens)
-            self._commit(sequence, canvas, hidden_LD[: verification.accepted])
-            if sequence.finish_reason is None and verification.accepted == length and verification.own is not None:
-                sequence.drafting = Drafting([verification.own], given=1)
-                if sequence.has_next([verification.own], self.settings):
-                    sequence.drafting = Drafting()
-                    final = [verification.own] * length
-                    self._commit(sequence, CanvasInFlight(sequence, number + 1, self._now, final=final), hidden_LD[:0])
+            sequence.drafting = Drafting.after(verification)
+            self._commit(sequence, drafting.tokens, drafting.steps, hidden_LD[: verification.accepted])
+            following = sequence.drafting.tokens
+            if sequence.finish_reason is None and sequence.has_next(following, self.settings):
+                sequence.drafting = Drafting()
+                self._commit(sequence, following * len(hidden_LD), 0, hidden_LD[:0])
 
     # -- denoising ---------------------------------------------------------------------------------------------
 
@@ -342,15 +339,16 @@ class Engine:
         while sequence.in_flight and not sequence.is_done and sequence.finish_reason is None:
             if sequence.in_flight[0].final is None:
                 return
-            self._commit(sequence, sequence.in_flight.pop(0))
+            committed = sequence.in_flight.pop(0)
+            self._commit(sequence, committed.final or [], committed.steps)
 
-    def _commit(self, sequence: Sequence, canvas: CanvasInFlight, hidden_TD: Tensor | None = None) -> None:
+    def _commit(self, sequence: Sequence, tokens: list[int], steps: int, hidden_TD: Tensor | None = None) -> None:
         """Add a finished canvas to the response, and to the known tokens where the next canvas or scores need them.
 
         hidden_TD: of a verified canvas the hidden states of its first tokens, which stand in the pages.
         """
-        tokens, start = canvas.final or [], len(sequence.known)
-        kept = sequence.commit(tokens, canvas.steps, self.settings.generation.eos_ids)
+        number, start = len(sequence.steps), len(sequence.known)
+        kept = sequence.commit(tokens, steps, self.settings.generation.eos_ids)
         kept -= sequence.stop(kept, self.settings.text)
         if sequence.error is not None:
             self._leave(sequence)
@@ -358,12 +356,12 @@ class Engine:
         self._events.append(
             CommittedCanvas(
                 sequence.id,
-                canvas.number or 0,
+                number,
                 sequence.prompt,
                 tokens,
                 kept,
                 self.settings.text(sequence.tokens),
-                canvas.steps,
+                steps,
                 sequence.finish_reason,
                 sequence.max_steps,
                 sequence.request.demanded,
@@ -380,8 +378,7 @@ class Engine:
                 if kept == 1 and hidden_TD is None and sequence.last_hidden_D is not None:
                     hidden_TD = sequence.last_hidden_D[None, :][:0]
         if hidden_TD is not None:
-            added = len(sequence.known) - start
-            self._encoding.accept(sequence, start, hidden_TD[: added if added <= len(hidden_TD) else 0])
+            self._encoding.accept(sequence, start, hidden_TD[: len(sequence.known) - start])
         if sequence.finish_reason is not None and not sequence.missing:
             self._leave(sequence)
 

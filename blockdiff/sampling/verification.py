@@ -49,6 +49,12 @@ class Drafting:
     unverified: int = 0
     step: int = 0
 
+    @classmethod
+    def after(cls, verification: Verification) -> Drafting:
+        """The course of the next canvas, with the token that a verification of the whole canvas before has added."""
+        own = verification.own
+        return cls() if own is None or verification.accepted < len(verification.draft) else cls([own], given=1)
+
     def control(
         self, own: CanvasControl, round_steps: int, settings: SamplingSettings, device: torch.device
     ) -> CanvasControl:
