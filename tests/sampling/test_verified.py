@@ -132,13 +132,15 @@ def test_models_of_any_noise_and_prediction_verify(model, noise):
 
 
 def test_captured_steps_draft_the_same(model, monkeypatch):
-    recorder, asked = CapturingRecorder(), requests(6)
-    strategy = Verified(NextToken(), 2)
-    expected = answers(engine_of(model, strategy, graphs=False), asked)
-    monkeypatch.setattr(engines, "capture_of", lambda model: recorder)
+    asked, strategy = requests(6), Verified(NextToken(), 2)
+    models = [model, Drafted(small_model("llama"), model)]
+    expected = [answers(engine_of(each, strategy, graphs=False), asked) for each in models]
     monkeypatch.setattr("blockdiff.kernels.span_attention.native.SMALL_SCORES", -1)
-    assert answers(engine_of(model, strategy), asked) == expected
-    assert recorder.replays > 0
+    for each, eager in zip(models, expected, strict=True):
+        recorder = CapturingRecorder()
+        monkeypatch.setattr(engines, "capture_of", lambda _, recorder=recorder: recorder)
+        assert answers(engine_of(each, strategy), asked) == eager
+        assert recorder.replays > 0
 
 
 def near_ties(name: str, dtype: torch.dtype, seed: int = 0) -> list[float]:
