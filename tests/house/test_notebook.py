@@ -38,6 +38,7 @@ def outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     [
         ("quickstart.ipynb", 4, [r"train: [34] of 4 solved"]),
         ("adapt.ipynb", 0, [r"first loss: True", r"at most \de-0[5-9]", r"transformers: [12] of 2 right"]),
+        ("pixel_sudoku.ipynb", 2, [r"[34] of 4 solved"]),
         ("steer.ipynb", 1, [r"entropy_bound +[34] of 4 solved", r"pinned (\d+) of \1 givens kept", r"4321[1-4]{12} "]),
     ],
 )
