@@ -103,3 +103,5 @@ def test_nothing_of_the_image_side_but_its_result_is_kept_for_the_backward(model
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
         features = model.image_features(inputs)
     assert features.requires_grad and not kept
+    model.image_side.requires_grad_(False)
+    assert not model.image_features(inputs).requires_grad  # frozen: without a graph
