@@ -38,14 +38,20 @@ def show_model(target: str, show: Progress) -> dict[str, Any]:
         shape = show_shape(model, f"{target}, an adapter of {base_of(adapter)}", show)
         show.line("frozen    all but the adapter")
     tensors = _headers(directory, target if adapter is None else base_of(adapter))
-    is_carried = family_of(model.config).names.is_carried
-    carried = [math.prod(size_of) for name, (size_of, _) in tensors.items() if is_carried(name)]
+    names = family_of(model.config).names
+    sizes = {name: math.prod(size_of) for name, (size_of, _) in tensors.items()}
+    carried = [size for name, size in sizes.items() if names.is_carried(name, has_images=True)]
+    images = [size for name, size in sizes.items() if names.is_carried(name) and not names.is_carried(name, True)]
     dtypes = ", ".join(sorted({dtype for _, dtype in tensors.values()}))
     show.line(f"stored    {len(tensors):,} tensors as {dtypes}")
-    if carried:
-        numbers = f"{len(carried):,} of them, {sum(carried):,} numbers"
-        show.line(f"          {numbers}, are copied to new checkpoints and neither run nor trained")
+    for some, what in (
+        (images, "see pictures"),
+        (carried, "are copied to new checkpoints and neither run nor trained"),
+    ):
+        if some:
+            show.line(f"          {len(some):,} of them, {sum(some):,} numbers, {what}")
     stored: dict[str, Any] = {"tensors": len(tensors), "dtypes": dtypes.split(", ")}
+    stored |= {"image_tensors": len(images), "image_numbers": sum(images)}
     stored |= {"carried_tensors": len(carried), "carried_numbers": sum(carried)}
     if (directory / ADDED).is_file():
         name, shapes = added_in(directory)
