@@ -118,9 +118,9 @@ class Trace:
     prompt: str = ""
     text: str = ""
     steps: list[Step] = field(default_factory=list)
-    verifications: list[Verification] = field(default_factory=list)
     canvases: list[CommittedCanvas] = field(default_factory=list)
     control: str = ""
+    verifications: list[Verification] = field(default_factory=list)
 
     def steps_of(self, canvas: int) -> list[Step]:
         """The steps of one canvas."""
