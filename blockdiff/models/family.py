@@ -307,11 +307,14 @@ class BlockDiffusionModel(nn.Module):
     def image_features(self, inputs: Sequence[ImageInput]) -> Tensor:
         """The embeddings [sum of their tokens, D] of pictures, one after the other, from one call of the image side.
 
-        Raises BlockdiffError where the model has none, or has not got its weights yet.
+        Raises BlockdiffError where the model has none, or has not got its weights yet, and for inputs that say another
+        number of tokens than their pixels have.
         """
         if self.image_side is None:
             raise BlockdiffError("the model's image side is not there yet; call blockdiff.with_image_side(model) first")
         features: Tensor = self.image_side(inputs)
+        if len(features) != (tokens := sum(image.tokens for image in inputs)):
+            raise BlockdiffError(f"pictures of {tokens} tokens have {len(features)} embeddings; mend ImageInput.tokens")
         return features
 
     def encode(

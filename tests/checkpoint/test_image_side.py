@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,10 @@ def test_a_model_that_has_no_image_side_says_so_in_one_line():
         BlockdiffError, match=r"^the model's image side is not there yet; call blockdiff.with_image_side"
     ):
         model.image_features([image])
-    model.carried = Carried()
+    wrong = replace(image, tokens=image.tokens + 1)
+    with pytest.raises(BlockdiffError, match=rf"^pictures of {wrong.tokens} tokens have {image.tokens} embeddings"):
+        blockdiff.with_image_side(model).image_features([wrong])
+    model.image_side, model.carried = None, Carried()
     with pytest.raises(CheckpointError, match=r"^the model has no image tensors \(model.encoder.*; load a checkpoint"):
         blockdiff.with_image_side(model)
     with pytest.raises(
