@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.timing import peak_memories
-from blockdiff import checkpoint
+from blockdiff import checkpoint, with_image_side
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.models.adapters import draw_adapters
@@ -157,7 +157,9 @@ def test_sampling_is_planned_from_the_config_alone(folder):
     full = sum(x.nbytes for kind, kv in zip(prefix.kinds, prefix.layers(), strict=True) for x in kv if not kind.window)
     assert full <= made.cache  # sliding layers hold less than the plan counts
     limit = made.weights + made.step[0] + 3 * made.step[1] + 4 * made.cache
-    assert made.rows(limit, 1000) >= 3
+    assert made.rows(limit + made.images, 1000) >= 3
+    side = with_image_side(model).image_side
+    assert made.images == sum(x.nbytes for x in (*side.parameters(), *side.buffers())) > 0
 
 
 def test_weights_in_fp8_are_planned_for_a_gpu_that_multiplies_fp8(folder, monkeypatch):

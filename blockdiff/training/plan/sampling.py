@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from blockdiff import checkpoint
 from blockdiff.checkpoint.fp8 import is_fp8, rounds_inputs
@@ -22,17 +23,19 @@ from blockdiff.training.plan.training import kernels_for
 class SamplingPlan:
     """The memory of sampling, in bytes: `weights`, the `cache` of 1,000 tokens of a row, and a denoising `step`.
 
-    step: of the first row and of each further one, beside a prefix of 1,000 tokens.
+    images: weights of the image side, which come with the first picture; step: of the first row and of each further
+    one, beside a prefix of 1,000 tokens.
     """
 
     weights: int
+    images: int
     cache: int
     step: tuple[int, int]
 
     def rows(self, limit: int, tokens: int) -> int:
         """The number of rows with prefixes of so many tokens that fit together."""
         first, further = self.step
-        left = limit - self.weights - first
+        left = limit - self.weights - self.images - first
         each = further + self.cache * tokens // 1000
         return max(0, left // each + 1 if left >= self.cache * tokens // 1000 else 0)
 
@@ -55,10 +58,16 @@ def plan_sampling(
         found = checkpoint.read_adapter(adapter, model)
         adapt(model, found.modules, found.tokens)
     cached = family_of(config).outline(config).cached_per_token
-    weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    with torch.device("meta"):
+        side = family_of(config).image_side(config) if model.image_side is None else None
+    weights, images = _bytes(model), 0 if side is None else _bytes(side.to(dtype))
     keep_one_of_each(model)
     one, two = (_step(model, rows) for rows in (1, 2))
-    return SamplingPlan(weights, 1000 * cached * dtype.itemsize, (one, two - one))
+    return SamplingPlan(weights, images, 1000 * cached * dtype.itemsize, (one, two - one))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
 
 
 def _step(model: BlockDiffusionModel, rows: int) -> int:
