@@ -253,7 +253,8 @@ class Encoder:
             return
         if self.reader is None:
             raise DataError(
-                f"{sources[0][0].where}: has an image, and nothing reads it; set objective.images, or remove it"
+                f"{sources[0][0].where}: has an image, and nothing reads it; set objective.images to frozen or "
+                "trained, or remove it"
             )
         paths = [self.reader.located(source, row.where) for row, source in sources]
         for (row, source), found in zip(sources, self.reader.facts(paths), strict=True):
