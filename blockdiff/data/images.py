@@ -10,7 +10,7 @@ import io
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,8 +33,6 @@ MOST_BYTES = 64 << 20  # of a file
 MOST_PIXELS = 1 << 26  # of a picture, before it is resized
 KEPT_BYTES = 512 << 20  # of pictures that were cut
 WORKERS = 8
-# The processor of MiniMax M3 exists for torchvision alone; it cuts as Qwen2-VL's does, which PIL has, at these sizes.
-M3_PIXELS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 451_584}
 
 
 # The tokens, as ids or texts, that a family puts before an image, for each of its parts, and after it.
@@ -125,10 +123,6 @@ class ImageProcessor:
                 f"it is not known how the model's pictures are cut; load it from a checkpoint with {PROCESSORS[1]}"
             )
         kind = str(values["image_processor_type"]).removesuffix("Fast").removesuffix("Pil")
-        if "MiniMax" in kind:
-            size = values.get("size")  # the released file has one that nothing uses
-            is_used = isinstance(size, Mapping) and M3_PIXELS.keys() <= size.keys()
-            kind, values = "Qwen2VLImageProcessor", {**values, "size": size if is_used else M3_PIXELS}
         made = getattr(transformers, f"{kind}Pil", None)
         if made is None:
             raise DataError(
@@ -167,7 +161,8 @@ class ImageReader:
 
     The last ones stay in memory by content. settings: the directory with the files of the image processor, which is
     made at the first picture, or the values in them. tokens: those of the family. root and anywhere: where paths in
-    rows may lead (`data.images`).
+    rows may lead (`data.images`). adapt: makes of the values those of a processor that PIL has (as
+    `Family.image_processor` does).
     """
 
     def __init__(
@@ -177,9 +172,10 @@ class ImageReader:
         root: str | None = None,
         anywhere: bool = False,
         kept_bytes: int = KEPT_BYTES,
+        adapt: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values,
     ) -> None:
         self.settings, self.tokens, self.kept_bytes = settings, tokens, kept_bytes
-        self.root, self.anywhere = root, anywhere
+        self.root, self.anywhere, self.adapt = root, anywhere, adapt
         self._kept: OrderedDict[bytes, ImageInput] = OrderedDict()
         self._size = 0  # of those, in bytes
         self._lock = Lock()
@@ -188,7 +184,7 @@ class ImageReader:
     @cached_property
     def processor(self) -> ImageProcessor:
         """The image processor; DataError where the settings describe none."""
-        return ImageProcessor.of(self._values())
+        return ImageProcessor.of(self.adapt(self._values()))
 
     @cached_property
     def _workers(self) -> ThreadPoolExecutor:

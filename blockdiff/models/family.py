@@ -88,7 +88,8 @@ class Family:
     house reads of it; `with_tokens(config, vocab_size, special)` is the config with another vocabulary (special:
     bos_token_id, eos_token_id, pad_token_id); `image_side(config)` makes what turns images into embeddings, without
     weights that are read, and `image_tokens(config)` says which tokens stand before an image, for each of its parts and
-    after it, by id or as they are spelt (None of both: it takes no images);
+    after it, by id or as they are spelt (None of both: it takes no images); `image_processor(values)` is the content of
+    a preprocessor_config.json for a processor that needs no torchvision, where the family's own does;
     `with_canvases(config, canvas_length)` is the config of a causal model as a denoiser (None: its models denoise).
     """
 
@@ -106,6 +107,7 @@ class Family:
     with_tokens: Callable[[Any, int, Mapping[str, int | None]], Any]
     image_side: Callable[[Any], ImageSide | None] = lambda config: None
     image_tokens: Callable[[Any], tuple[int | str, int, int | str] | None] = lambda config: None
+    image_processor: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: values
     with_canvases: Callable[[Any, int], Any] | None = None
     tensor_parts: Mapping[str, str] = field(default_factory=dict)
     selecting_parts: tuple[str, ...] = ()

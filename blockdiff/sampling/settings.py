@@ -158,7 +158,7 @@ def _reader(model: BlockDiffusionModel) -> ImageReader | None:
         return None
     files = [] if carried is None else carried.side_files
     found = [file for file in files if file.name in PROCESSORS] or files
-    return ImageReader(found[0].parent if found else {}, tokens)
+    return ImageReader(found[0].parent if found else {}, tokens, adapt=family_of(config).image_processor)
 
 
 def _origin(model: BlockDiffusionModel) -> Path | None:

@@ -153,10 +153,11 @@ def image_reader(recipe: Recipe, base: StartingModel) -> ImageReader | None:
     """
     if recipe.objective.images == "none":
         return None
-    tokens = family_of(base.config).image_tokens(base.config)
+    family, where = family_of(base.config), recipe.data.images
+    tokens = family.image_tokens(base.config)
     assert tokens is not None, "a model without an image side was refused before"
     settings = find(str(recipe.model.path or recipe.model.tokenizer), with_weights=False)
-    return ImageReader(settings, tokens, recipe.data.images.root, recipe.data.images.anywhere)
+    return ImageReader(settings, tokens, where.root, where.anywhere, adapt=family.image_processor)
 
 
 def encoder(recipe: Recipe, base: StartingModel, reader: ImageReader | None = None) -> Encoder:

@@ -70,7 +70,7 @@ def test_names_lead_from_both_ends_of_a_tie_to_the_same_tensor(model):
 
 def test_sharding_units_are_modules_inner_ones_first_and_cover_the_model(model):
     units = family_of(model.config).units(model)
-    assert units[-1] is model and len({id(unit) for unit in units}) == len(units) == 2 * 4 + 2
+    assert units[-1] is model and len({id(unit) for unit in units}) == len(units) == 2 * 4 + 3
     seen: set[nn.Module] = set()
     for unit in units:
         assert unit not in seen, "a unit inside one that came before"

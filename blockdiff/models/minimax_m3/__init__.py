@@ -54,6 +54,7 @@ def _family(model_type: str, architecture: str, names: Names) -> Family:
         with_tokens=config.with_tokens,
         image_side=images.image_side,
         image_tokens=images.image_tokens,
+        image_processor=images.image_processor,
         with_canvases=config.with_canvases,
         tensor_parts={
             "layers.*.attention": "attention",

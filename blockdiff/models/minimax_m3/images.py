@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 from blockdiff.images import ImageInput
 from blockdiff.models.image_side import ImageSide
 
+# transformers' processor exists for torchvision alone; it cuts as Qwen2-VL's does, which PIL has, at these sizes.
+PIXELS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 451_584}
 BEFORE, AFTER = "]<]start of image[>[", "]<]end of image[>["  # of which the config does not say the ids
 
 
@@ -54,3 +56,12 @@ def image_side(config: Any) -> MiniMaxM3Images | None:
 def image_tokens(config: Any) -> tuple[str, int, str] | None:
     """The tokens before an image, for each of its parts and after it; None where the config has no image side."""
     return None if getattr(config, "vision_config", None) is None else (BEFORE, config.image_token_index, AFTER)
+
+
+def image_processor(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values of a `preprocessor_config.json` for the processor that PIL has; others as they are."""
+    if "MiniMax" not in str(values.get("image_processor_type")):
+        return values
+    size = values.get("size")  # the released file has one that nothing uses
+    is_used = isinstance(size, Mapping) and PIXELS.keys() <= size.keys()
+    return {**values, "image_processor_type": "Qwen2VLImageProcessor", "size": size if is_used else PIXELS}
