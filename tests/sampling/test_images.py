@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from blockdiff.sampling.sequence import sequences_of
 from tests.families import m3_config, small_model
 from tests.pictures import Row, gemma_config, image_row, minimax_config, pair, picture
 from tests.sampling.test_parity import SameDraws, their_config
+from tests.seeing import png
 
 pytestmark = pytest.mark.quick
 # Settings under which a random model stops early now and then, and meets an eos now and then.
@@ -196,3 +198,15 @@ def test_a_checkpoint_without_image_tensors_is_the_error_of_the_requests_with_im
     blind.carried = None
     found = Sampler(blind, None, LIVELY).generate([asked(0, rows[0]), asked(4, rows[4])])
     assert "has no image tensors" in found[0].error and found[1].error is None and found[1].tokens
+
+
+def test_a_samplers_pictures_are_cut_as_the_models_family_says(tmp_path):
+    config = minimax_config(random.Random(0))
+    blockdiff.save(blockdiff.init(config, seed=1, device="cpu"), tmp_path)
+    vision = config.vision_config
+    sizes = {"patch_size": vision.patch_size, "merge_size": 2, "temporal_patch_size": vision.temporal_patch_size}
+    values = {"image_processor_type": "MiniMaxM3VLImageProcessorFast", **sizes}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
+    sampler = Sampler(blockdiff.load(tmp_path, device="cpu"), generation=replace(LIVELY, max_new_tokens=4))
+    tokens = [5, *[config.image_token_index] * sampler.settings.reader.read(png()).tokens, 6]
+    assert len(sampler.generate([Request("a", tokens=tokens, images=[png()])])[0].tokens) == 4
