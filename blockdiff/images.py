@@ -1,4 +1,4 @@
-"""Images in rows of tokens: a picture as the model's processor has cut it, where it stands, and the images of a call.
+"""Images in rows of tokens: an image as the model's processor has cut it, where it stands, and the images of a call.
 
 Nothing here reads files or runs a tower: `data` makes `ImageInput`s, and a model makes features of them.
 """
@@ -16,12 +16,12 @@ from blockdiff.errors import BlockdiffError
 
 @dataclass(frozen=True, eq=False)
 class ImageInput:
-    """One picture as a model's image processor has cut it.
+    """One image as a model's image processor has cut it.
 
     values: the arguments of the family's image side under transformers' names, without a batch dimension and without
     patches of padding: of DiffusionGemma `pixel_values` [patches, 3 * p * p] and `image_position_ids` [patches, 2], of
     MiniMax M3 `pixel_values` [patches, ...] and `image_grid_thw` [3]. tokens: how many placeholders stand for it in a
-    row. digest: sha256 of its pixels and of the processor's settings; pictures with the same digest are the same.
+    row. digest: sha256 of its pixels and of the processor's settings; images with the same digest are the same.
     """
 
     values: Mapping[str, Tensor]
@@ -80,9 +80,9 @@ def images_between(images: Sequence[PlacedImage], first: int, end: int) -> list[
 
 @dataclass(frozen=True, eq=False)
 class RowImages:
-    """The images of the rows of a call: each different picture once, and the columns where its features stand.
+    """The images of the rows of a call: each different image once, and the columns where its features stand.
 
-    inputs: the pictures. N placeholders: their rows and columns, and of the features of all inputs, one after the
+    inputs: the images. N placeholders: their rows and columns, and of the features of all inputs, one after the
     other, the one that stands there. run_BS2: the first and the end column of the run of each token; a token without
     an image is a run of its own. features_MD: the features of all inputs (None: not made yet).
     """

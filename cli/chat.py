@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Request, Result, Sampler
 
-HELP = """/image FILE    put a picture into the next message (repeatable)
+HELP = """/image FILE    put an image into the next message (repeatable)
 /system TEXT   tell the model something before the conversation; `/system -` takes it away, `/system` shows it
 /reset         begin anew; the system message stays
 /help          show these lines
@@ -227,12 +227,12 @@ class Chat:
             self.note(f"{name} is no command (/help lists them); a message that begins with / is written with //")
 
     def put(self, image: str) -> None:
-        """Put a picture into the next message; DataError where it cannot be read."""
+        """Put an image into the next message; DataError where it cannot be read."""
         reader = self.sampler.settings.reader
         if reader is None:
             raise DataError("the model takes no images")
         if not image:
-            raise DataError("no picture is named; write /image FILE")
+            raise DataError("no image is named; write /image FILE")
         image = str(Path(image).expanduser())
         reader.read(image)
         self.images.append(image)

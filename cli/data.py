@@ -61,10 +61,10 @@ def pixel_sudoku(
         Path, typer.Option("--output", "-o", metavar="DIR", help="Directory for NAME.jsonl, NAME/*.png and tokenizer/.")
     ],
     overwrite: options.Overwrite = False,
-    split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N pictures in NAME/.")] = None,
+    split: Annotated[list[str] | None, typer.Option(metavar="NAME=N", help="N images in NAME/.")] = None,
     seed: options.SeedOfData = 0,
 ) -> None:
-    """Write pictures of 4x4 sudokus, rows that name them, and the tokenizer with its image processor.
+    """Write images of 4x4 sudokus, rows that name them, and the tokenizer with its image processor.
 
     Boards lie at random places and have random sizes, and every pixel is noisy.
     The puzzles are those of `blockdiff data sudoku`.

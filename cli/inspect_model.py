@@ -45,7 +45,7 @@ def show_model(target: str, show: Progress) -> dict[str, Any]:
     dtypes = ", ".join(sorted({dtype for _, dtype in tensors.values()}))
     show.line(f"stored    {len(tensors):,} tensors as {dtypes}")
     for some, what in (
-        (images, "see pictures"),
+        (images, "see images"),
         (carried, "are copied to new checkpoints and neither run nor trained"),
     ):
         if some:

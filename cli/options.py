@@ -118,7 +118,7 @@ Images = Annotated[
         "--image",
         metavar="FILE",
         rich_help_panel=PROMPTS,
-        help="A picture, put before the text of the prompt (repeatable).",
+        help="An image, put before the text of the prompt (repeatable).",
     ),
 ]
 Thinking = Annotated[

@@ -129,7 +129,7 @@ def _sampling(
         f"a denoising step           {size(made.step[0]):>12}, and {size(made.step[1])} for each further row",
     ]
     if made.images:
-        lines.insert(1, f"weights of the image side  {size(made.images):>12}, from the first picture on")
+        lines.insert(1, f"weights of the image side  {size(made.images):>12}, from the first image on")
     report: dict[str, Any] = {"fits": True, "limit": limit, "weights": made.weights, "image_side": made.images}
     report |= {"cache_of_1000_tokens": made.cache, "step_of_a_row": made.step[0], "step_of_a_further_row": made.step[1]}
     if limit is not None:

@@ -27,7 +27,7 @@ def requests_of(
 
 
 def user_message(text: str, images: Sequence[str]) -> dict[str, Any]:
-    """A user's message, with pictures before its text."""
+    """A user's message, with images before its text."""
     if not images:
         return {"role": "user", "content": text}
     parts = [{"type": "image", "image": image} for image in images]

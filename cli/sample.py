@@ -275,7 +275,7 @@ def _check_usage(
         raise typer.BadParameter("give exactly one of --prompt, --chat and --prompts", param_hint="--prompt")
     if image and prompts is not None:
         raise typer.BadParameter(
-            "lines of --prompts name their pictures themselves, as image or images", param_hint="--image"
+            "lines of --prompts name their images themselves, as image or images", param_hint="--image"
         )
     if trace is not None and trace.suffix not in TRACE_KINDS:
         raise typer.BadParameter(f"{trace} ends in none of {', '.join(TRACE_KINDS)}", param_hint="--trace")

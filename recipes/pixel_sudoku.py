@@ -1,6 +1,6 @@
-"""4x4 sudokus as pictures: the puzzles of `sudoku`, drawn at random places and sizes, in two sets of digits and noise.
+"""4x4 sudokus as images: the puzzles of `sudoku`, drawn at random places and sizes, in two sets of digits and noise.
 
-A row names its picture; its response is the puzzle as it reads (`.` for a blank), `=`, and the solved cells.
+A row names its image; its response is the puzzle as it reads (`.` for a blank), `=`, and the solved cells.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from blockdiff.seeding import Stream, integers
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-SIDE = 64  # pixels of a picture
+SIDE = 64  # pixels of an image
 CELL = (13, 15)  # pixels of a cell, fewest and most
 MARGIN = 3  # pixels that a digit leaves of its cell, at least
 PAPER, INK = (150, 255), (0, 90)  # grey values
 NOISE = 24  # a pixel's grey value changes by this at most
 ADDRESS = 200  # draws of split n are at address n + this, apart from those of the puzzles
-CHOICES = 40  # random numbers of a picture besides its noise: 8 of the board, 2 of each cell
+CHOICES = 40  # random numbers of an image besides its noise: 8 of the board, 2 of each cell
 
-IMAGE_TOKENS = ("<|image>", "<|image|>", "<image|>")  # around a picture, and in its place
-# Pictures go to the tower as they are, in patches of 8 pixels of which each 2 x 2 become one token.
+IMAGE_TOKENS = ("<|image>", "<|image|>", "<image|>")  # around an image, and in its place
+# Images go to the tower as they are, in patches of 8 pixels of which each 2 x 2 become one token.
 PROCESSOR = {
     "image_processor_type": "Gemma4ImageProcessor",
     "patch_size": 8,
@@ -53,7 +53,7 @@ DIGITS = (
 
 
 def draw(puzzle: str, seed: int, split: int, number: int) -> Image:
-    """The grey picture of a 4x4 puzzle (`.` for a blank), of SIDE x SIDE pixels.
+    """The grey image of a 4x4 puzzle (`.` for a blank), of SIDE x SIDE pixels.
 
     The seed and the puzzle's place, its number in a split, decide where and how large the board and its digits are.
     """
@@ -101,7 +101,7 @@ def is_read(puzzle: str, text: str) -> bool:
 
 
 def write_splits(directory: str | Path, counts: Mapping[str, int], seed: int = 0) -> list[str]:
-    """Write NAME.jsonl and the pictures NAME/*.png of every split, and the tokenizer with its image processor.
+    """Write NAME.jsonl and the images NAME/*.png of every split, and the tokenizer with its image processor.
 
     No solved grid of one split equals a grid of another, as in `sudoku.make_splits`, which raises its DataErrors here.
     Returns a line for each split that says what it holds.
@@ -124,6 +124,6 @@ def write_splits(directory: str | Path, counts: Mapping[str, int], seed: int = 0
             texts.append(json.dumps({"image": file, "prompt": "", "response": f"{puzzle}={row['response']}"}) + "\n")
         write_text(directory / f"{name}.jsonl", "".join(texts))
         lines.append(
-            f"{name}: {len(rows)} pictures of puzzles from {len({row['response'] for row in rows})} solved grids"
+            f"{name}: {len(rows)} images of puzzles from {len({row['response'] for row in rows})} solved grids"
         )
     return lines

@@ -98,7 +98,7 @@ CORPUS: dict[str, tuple[str, str | bytes, str, str]] = {
         "a.jsonl",
         talk({"role": "user", "content": [{"type": "image", "path": "a.png"}]}, ASSISTANT),
         ":3: ",
-        "has its picture as 'path'",
+        "has its image as 'path'",
     ),
     "a film": ("a.jsonl", talk({"role": "user", "content": [{"type": "video"}]}, ASSISTANT), ":3: ", "is 'video'"),
     "a sound": ("a.jsonl", talk({"role": "user", "content": [{"type": "audio"}]}, ASSISTANT), ":3: ", "is 'audio'"),

@@ -232,7 +232,7 @@ class Collator:
                     raise DataError(f"{example.where}: {image}")
                 if image.digest != known.digest:
                     raise DataError(
-                        f"{example.where}: {name_of(source)} has changed since the row was encoded; put the picture "
+                        f"{example.where}: {name_of(source)} has changed since the row was encoded; put the image "
                         "back, or have the rows encoded anew with another data.cache"
                     )
                 placed.append(PlacedImage(image, known.column))

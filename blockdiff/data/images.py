@@ -1,6 +1,6 @@
-"""Pictures as a model takes them: files and bytes decoded, and cut by transformers' image processor.
+"""Images as a model takes them: files and bytes decoded, and cut by transformers' image processor.
 
-Always the processor of the PIL backend, so that a picture has the same pixels on every machine.
+Always the processor of the PIL backend, so that an image has the same pixels on every machine.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")  # PIL reads others with programs of other people
 MOST_BYTES = 64 << 20  # of a file
-MOST_PIXELS = 1 << 26  # of a picture, before it is resized
-KEPT_BYTES = 512 << 20  # of pictures that were cut
+MOST_PIXELS = 1 << 26  # of an image, before it is resized
+KEPT_BYTES = 512 << 20  # of images that were cut
 WORKERS = 8
 
 
@@ -40,25 +40,25 @@ ImageTokens = tuple[int | str, int, int | str]
 
 
 def name_of(source: ImageSource) -> str:
-    """A picture's name in messages."""
-    return source if isinstance(source, str) else f"a picture of {len(source):,} bytes"
+    """An image's name in messages."""
+    return source if isinstance(source, str) else f"an image of {len(source):,} bytes"
 
 
 def content_of(source: ImageSource) -> bytes:
-    """The bytes of a picture's file; DataError where it cannot be read or is too large."""
+    """The bytes of an image's file; DataError where it cannot be read or is too large."""
     if isinstance(source, bytes):
         content = source
     else:
         path = Path(source)
         try:
             if not path.is_file():
-                raise DataError(f"{source}: no such picture; check the path")
+                raise DataError(f"{source}: no such image; check the path")
             with path.open("rb") as file:
                 content = file.read(MOST_BYTES + 1)
         except OSError as error:
             raise DataError(f"{source}: cannot be read ({error.strerror}); check the file") from None
     if len(content) > MOST_BYTES:
-        raise DataError(f"{name_of(source)}: has more than {MOST_BYTES >> 20} MiB; make the picture smaller")
+        raise DataError(f"{name_of(source)}: has more than {MOST_BYTES >> 20} MiB; make the image smaller")
     return content
 
 
@@ -66,7 +66,7 @@ _OPENING = Lock()  # filters of warnings are of the whole process
 
 
 def decoded(content: bytes, name: str) -> Image:
-    """The upright picture in the bytes of a file; DataError for what is none, is damaged or has too many pixels."""
+    """The upright image in the bytes of a file; DataError for what is none, is damaged or has too many pixels."""
     from PIL import Image, ImageOps
 
     try:
@@ -77,16 +77,16 @@ def decoded(content: bytes, name: str) -> Image:
         if width * height > MOST_PIXELS:
             raise Image.DecompressionBombError
         if getattr(image, "is_animated", False) and image.format != "MPO":  # a telephone's JPEG has a preview beside it
-            raise DataError(f"{name}: has several frames, and films are not read; save one of them as a picture")
+            raise DataError(f"{name}: has several frames, and films are not read; save one of them as an image")
         return ImageOps.exif_transpose(image)
     except DataError:
         raise
     except Image.UnidentifiedImageError:
-        raise DataError(f"{name}: not a picture in any of {', '.join(FORMATS)}; write one of them") from None
+        raise DataError(f"{name}: not an image in any of {', '.join(FORMATS)}; write one of them") from None
     except Image.DecompressionBombError:
-        raise DataError(f"{name}: has more than {MOST_PIXELS:,} pixels; make the picture smaller") from None
+        raise DataError(f"{name}: has more than {MOST_PIXELS:,} pixels; make the image smaller") from None
     except Exception as error:  # decoders raise a dozen kinds for damaged files
-        raise DataError(f"{name}: not a whole picture ({_one_line(error)}); write or download it again") from None
+        raise DataError(f"{name}: not a whole image ({_one_line(error)}); write or download it again") from None
 
 
 def settings_of(directory: Path) -> Mapping[str, Any]:
@@ -102,13 +102,13 @@ def settings_of(directory: Path) -> Mapping[str, Any]:
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise DataError(f"{file}: cannot be read ({_one_line(error)}); copy it from the released model") from None
     raise DataError(
-        f"{directory}: has no {PROCESSORS[1]}, which says how pictures are cut; copy that of the released model"
+        f"{directory}: has no {PROCESSORS[1]}, which says how images are cut; copy that of the released model"
     )
 
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """transformers' image processor of a checkpoint, for one picture at a time."""
+    """transformers' image processor of a checkpoint, for one image at a time."""
 
     cut: Any
     settings: bytes
@@ -120,13 +120,13 @@ class ImageProcessor:
 
         if "image_processor_type" not in values:
             raise DataError(
-                f"it is not known how the model's pictures are cut; load it from a checkpoint with {PROCESSORS[1]}"
+                f"it is not known how the model's images are cut; load it from a checkpoint with {PROCESSORS[1]}"
             )
         kind = str(values["image_processor_type"]).removesuffix("Fast").removesuffix("Pil")
         made = getattr(transformers, f"{kind}Pil", None)
         if made is None:
             raise DataError(
-                f"image_processor_type: transformers has no {kind}Pil, which would cut pictures without a GPU"
+                f"image_processor_type: transformers has no {kind}Pil, which would cut images without a GPU"
             )
         try:
             cut = made.from_dict(dict(values))
@@ -136,7 +136,7 @@ class ImageProcessor:
         return cls(cut, hashlib.sha256(settings.encode()).digest())
 
     def __call__(self, image: Image, name: str) -> ImageInput:
-        """A picture cut into patches; DataError for a shape that the processor refuses."""
+        """An image cut into patches; DataError for a shape that the processor refuses."""
         try:
             found = self.cut(images=[image], return_tensors="pt")
         except Exception as error:
@@ -157,10 +157,10 @@ class ImageProcessor:
 
 
 class ImageReader:
-    """Reads pictures for one model: sources become `ImageInput`s, in threads beside the caller.
+    """Reads images for one model: sources become `ImageInput`s, in threads beside the caller.
 
     The last ones stay in memory by content. settings: the directory with the files of the image processor, which is
-    made at the first picture, or the values in them. tokens: those of the family. root and anywhere: where paths in
+    made at the first image, or the values in them. tokens: those of the family. root and anywhere: where paths in
     rows may lead (`data.images`). adapt: makes of the values those of a processor that PIL has (as
     `Family.image_processor` does).
     """
@@ -189,11 +189,11 @@ class ImageReader:
     @cached_property
     def _workers(self) -> ThreadPoolExecutor:
         _ = self.processor  # imports are not for threads
-        return ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1), thread_name_prefix="pictures")
+        return ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1), thread_name_prefix="images")
 
     @property
     def fingerprint(self) -> str:
-        """The settings that decide how many tokens a picture has, as text."""
+        """The settings that decide how many tokens an image has, as text."""
         try:
             settings = self._values()
         except DataError:  # only images need them
@@ -208,7 +208,7 @@ class ImageReader:
         return located(source, where, self.root, self.anywhere)
 
     def read(self, source: ImageSource) -> ImageInput:
-        """A picture by its path or bytes, or as it was given; DataError says what is wrong with it."""
+        """An image by its path or bytes, or as it was given; DataError says what is wrong with it."""
         if isinstance(source, ImageInput):
             return source
         content = content_of(source)
@@ -227,20 +227,20 @@ class ImageReader:
         return image
 
     def begin(self, sources: Iterable[ImageSource]) -> None:
-        """Begin to read pictures that `read_all` will ask for next; others that were begun are dropped."""
+        """Begin to read images that `read_all` will ask for next; others that were begun are dropped."""
         for future in self._begun.values():
             future.cancel()
         self._begun = {source: self._workers.submit(self.read, source) for source in dict.fromkeys(sources)}
 
     def read_all(self, sources: Sequence[ImageSource]) -> list[ImageInput | DataError]:
-        """Every picture, or the error that says what is wrong with it."""
+        """Every image, or the error that says what is wrong with it."""
         if all(isinstance(source, ImageInput) for source in sources):  # which need no processor
             return list(sources)
         futures = [self._begun.get(source) or self._workers.submit(self.read, source) for source in sources]
         return [_outcome(future) for future in futures]
 
     def facts(self, sources: Sequence[ImageSource]) -> list[tuple[int, bytes] | DataError]:
-        """Number of tokens and digest of every picture, or what is wrong with it; the pictures are not held."""
+        """Number of tokens and digest of every image, or what is wrong with it; the images are not held."""
 
         def look(source: ImageSource) -> tuple[int, bytes]:
             image = self.read(source)
@@ -250,7 +250,7 @@ class ImageReader:
 
 
 def bytes_of(image: ImageInput) -> int:
-    """The bytes of a picture's tensors."""
+    """The bytes of an image's tensors."""
     return sum(value.numel() * value.element_size() for value in image.values.values())
 
 

@@ -34,7 +34,7 @@ DATA_URI = re.compile(r"data:image/[^,;]*;base64,", re.IGNORECASE)
 
 Message = dict[str, Any]
 Part = dict[str, Any]
-# The path of a picture, the bytes of its file, or an `ImageInput` that somebody else's processor has made.
+# The path of an image, the bytes of its file, or an `ImageInput` that somebody else's processor has made.
 ImageSource = Any
 
 
@@ -110,7 +110,7 @@ def _part(value: Any, name: str) -> Part:
     if kind == "image":
         image = value.get("image")
         if image is None and (other := next((key for key in ("path", "url", "base64") if value.get(key)), None)):
-            raise BadRow(f"{name} has its picture as {other!r}; write it as 'image'")
+            raise BadRow(f"{name} has its image as {other!r}; write it as 'image'")
         return {"type": "image"} if image is None else {"type": "image", "image": image_source(image, f"{name}.image")}
     if kind == "image_url":
         url = value.get("image_url")
@@ -122,7 +122,7 @@ def _part(value: Any, name: str) -> Part:
 
 
 def image_source(value: Any, name: str) -> ImageSource:
-    """The path of a picture, or the bytes of its file: those of a data URI, of `datasets`, or made of PIL's image."""
+    """The path of an image, or the bytes of its file: those of a data URI, of `datasets`, or made of PIL's image."""
     from blockdiff.images import ImageInput
 
     if isinstance(value, ImageInput):
@@ -136,18 +136,18 @@ def image_source(value: Any, name: str) -> ImageSource:
     if isinstance(value, str) and value.startswith("data:"):
         value = _of_uri(value, name)
     if not isinstance(value, str | bytes):
-        raise BadRow(f"{name} is {kind_of(value)}; give the path of a picture, a data URI, or the bytes of a file")
+        raise BadRow(f"{name} is {kind_of(value)}; give the path of an image, a data URI, or the bytes of a file")
     if not value:
-        raise BadRow(f"{name} is empty; give the path of a picture, or leave it out")
+        raise BadRow(f"{name} is empty; give the path of an image, or leave it out")
     if isinstance(value, str) and ADDRESS.match(text_of(value, name)):
-        raise BadRow(f"{name} is the address {value!r:.80}, and no address is fetched; save the picture as a file")
+        raise BadRow(f"{name} is the address {value!r:.80}, and no address is fetched; save the image as a file")
     return value
 
 
 def _of_uri(uri: str, name: str) -> bytes:
     header = DATA_URI.match(uri)
     if header is None:
-        raise BadRow(f"{name} is the data URI {uri!r:.40}, not a picture's; write data:image/png;base64,...")
+        raise BadRow(f"{name} is the data URI {uri!r:.40}, not an image's; write data:image/png;base64,...")
     try:
         return base64.b64decode(uri[header.end() :], validate=True)
     except (binascii.Error, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Sudoku in a picture: a text is right if its part after `=` solves the puzzle before the `=` of the row's response."""
+"""Sudoku in an image: a text is right if its part after `=` solves the puzzle before the `=` of the row's response."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_solved(question: Question, text: str) -> bool:
 
 
 def facts(question: Question, text: str) -> dict[str, Any]:
-    """`givens`: how many digits the picture shows; `is_read`: whether the text begins with the puzzle."""
+    """`givens`: how many digits the image shows; `is_read`: whether the text begins with the puzzle."""
     puzzle = _puzzle(question)
     return {
         "givens": sum(cell.isdigit() for cell in puzzle),

@@ -307,7 +307,7 @@ class BlockDiffusionModel(nn.Module):
         return {name: kind.rope(positions_BT, self.dtype) for name, kind in self.kinds.items()}
 
     def image_features(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """The embeddings [sum of their tokens, D] of pictures, one after the other, from one call of the image side.
+        """The embeddings [sum of their tokens, D] of images, one after the other, from one call of the image side.
 
         Raises BlockdiffError where the model has none, or has not got its weights yet, and for inputs that say another
         number of tokens than their pixels have.
@@ -316,7 +316,7 @@ class BlockDiffusionModel(nn.Module):
             raise BlockdiffError("the model's image side is not there yet; call blockdiff.with_image_side(model) first")
         features: Tensor = self.image_side(inputs)
         if len(features) != (tokens := sum(image.tokens for image in inputs)):
-            raise BlockdiffError(f"pictures of {tokens} tokens have {len(features)} embeddings; mend ImageInput.tokens")
+            raise BlockdiffError(f"images of {tokens} tokens have {len(features)} embeddings; mend ImageInput.tokens")
         return features
 
     def encode(

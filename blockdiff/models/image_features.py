@@ -1,4 +1,4 @@
-"""The features of pictures that rows of an engine share: each picture is encoded once."""
+"""The features of images that rows of an engine share: each image is encoded once."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from blockdiff.images import ImageInput
 from blockdiff.models.family import BlockDiffusionModel
 
-MOST_TOKENS = 1 << 14  # of pictures that are kept beside those of the last call
+MOST_TOKENS = 1 << 14  # of images that are kept beside those of the last call
 
 
 class ImageFeatures:
-    """The features of the pictures that were asked for last, by digest; `clear` where the weights have changed."""
+    """The features of the images that were asked for last, by digest; `clear` where the weights have changed."""
 
     def __init__(self, model: BlockDiffusionModel):
         self.model = model
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()  # the one that was asked for last comes last
 
     def of(self, images: Sequence[ImageInput]) -> list[Tensor]:
-        """The features [tokens, D] of each picture; those that are not there are made in one call."""
+        """The features [tokens, D] of each image; those that are not there are made in one call."""
         wanted = {image.digest: image for image in images}
         missing = [image.to(self.model.device) for digest, image in wanted.items() if digest not in self._kept]
         if missing:

@@ -1,4 +1,4 @@
-"""The image side of a model: transformers' own modules, which make embeddings of pictures.
+"""The image side of a model: transformers' own modules, which make embeddings of images.
 
 It is built where a model needs it, and its weights are the model's under names that begin with `image_side.`.
 """
@@ -18,10 +18,10 @@ IMAGE_SIDE = "image_side."  # begins the names of its tensors in a model
 
 
 class ImageSide(nn.Module):
-    """The modules of a family that see pictures: `side(inputs) -> features [sum of the inputs' tokens, D]`.
+    """The modules of a family that see images: `side(inputs) -> features [sum of the inputs' tokens, D]`.
 
-    A family's own says in `features` how its modules are called for several pictures at once. In training nothing of
-    the forward is kept but the pictures: the backward runs the modules again.
+    A family's own says in `features` how its modules are called for several images at once. In training nothing of
+    the forward is kept but the images: the backward runs the modules again.
     """
 
     def __init__(self, **parts: nn.Module):
@@ -38,11 +38,11 @@ class ImageSide(nn.Module):
             return self.features(inputs)
 
     def features(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """The embeddings of pictures, one picture after the other."""
+        """The embeddings of images, one image after the other."""
         raise NotImplementedError
 
     def blank(self, tokens: int = 1) -> ImageInput:
-        """A picture without content: for a rank that runs the modules only because others do, and for plans."""
+        """An image without content: for a rank that runs the modules only because others do, and for plans."""
         raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
 """The identities of a row's tokens: pages are shared by rows whose tokens have the same.
 
-A token is its own identity. A placeholder sees the pictures of its whole run of adjacent placeholders, so its identity
-is a negative number that follows from these pictures and from its place in the run.
+A token is its own identity. A placeholder sees the images of its whole run of adjacent placeholders, so its identity
+is a negative number that follows from these images and from its place in the run.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Request:
     """One prompt, given in exactly one of three ways.
 
     `prompt` is raw text (bos is put before it), `messages` a conversation for the chat template, `tokens` the
-    prompt's ids as they are. `images` are paths, the bytes of files, data URIs, pictures of PIL or `ImageInput`s: they
+    prompt's ids as they are. `images` are paths, the bytes of files, data URIs, images of PIL or `ImageInput`s: they
     stand where `prompt` says `<image>`, else before its text, or where `tokens` has their placeholders; messages have
     theirs as parts {"type": "image", "image": ...}. A request without `seed` gets one that follows from the seed of
     the call and its `id`. `tools` are declarations of functions that the conversation may call: {"type": "function",
@@ -115,7 +115,7 @@ class Request:
         if self.prompt is not None and not isinstance(self.prompt, str):
             raise RequestError(f"prompt must be text, got {self.prompt!r:.80}")
         if isinstance(self.images, str | bytes) or not isinstance(self.images, Sequence):
-            raise RequestError(f"images must be a list of pictures, got {self.images!r:.80}")
+            raise RequestError(f"images must be a list, got {self.images!r:.80}")
         if self.images and self.messages is not None:
             raise RequestError("images stand beside a prompt; messages have theirs as parts of type image")
         if self.seed is not None:

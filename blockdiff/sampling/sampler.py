@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from blockdiff.models.family import BlockDiffusionModel
     from blockdiff.parallel.mesh import Mesh
 
-TOGETHER = 1024  # the least number of prompts of a stream that are tokenised, and whose pictures are held, at once
+TOGETHER = 1024  # the least number of prompts of a stream that are tokenised, and whose images are held, at once
 _T = TypeVar("_T")
 OnCanvas = Callable[[CommittedCanvas], object]
 OnStep = Callable[[Any], object]
@@ -170,7 +170,7 @@ class Sampler:
         """The results of `generate` as they come: the place of a prompt and its result.
 
         A prompt that cannot be answered gives a result with an `error`, and the others are answered. Thousands of
-        prompts are taken a part at a time, so that not all of their pictures have to be held.
+        prompts are taken a part at a time, so that not all of their images have to be held.
         """
         prompts = _listed(prompts)
         _require_batch_size(batch_size)

@@ -1,4 +1,4 @@
-"""The messages of a body: pictures come as data URIs alone, and everything else that is no text is refused by name."""
+"""The messages of a body: images come as data URIs alone, and everything else that is no text is refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def checked_messages(messages: Sequence[Mapping[str, Any]], limits: Limits) -> l
             count += sum(part["type"] == "image" for part in parts)
             message = {**message, "content": parts}
         found.append(dict(message))
-    check_size("the pictures of messages", count, limits.images)
+    check_size("the images of messages", count, limits.images)
     return found
 
 
@@ -37,7 +37,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     uri = given.get("url") if isinstance(given, Mapping) else given
     if not isinstance(uri, str) or not uri.startswith("data:"):
         raise RequestError(
-            f"{where}.image_url is no data URI, and this server reads no address and no file; send the picture itself, "
+            f"{where}.image_url is no data URI, and this server reads no address and no file; send the image itself, "
             "as data:image/png;base64,..."
         )
     return {"type": "image", "image": uri}

@@ -12,7 +12,7 @@ class Limits:
     """The most that one request may ask for; the rest is refused with a 4xx that names the limit.
 
     body_bytes: of its JSON; prompt_tokens, max_tokens: of its prompt and of each answer (None: as many as the model's
-    positions and the memory of the pages hold); images: the pictures of its messages; answers: `n`, for all prompts
+    positions and the memory of the pages hold); images: the images of its messages; answers: `n`, for all prompts
     together, and `best_of`; steps: of a canvas; draws: of a read; form_characters: of a regex, schema, template, draft
     or the tools; prepare_seconds: to compile its constraint; read_seconds: for which a client may keep a body unsent,
     or a stream unread; stall_seconds: after which a step that has not ended makes the server not ready.

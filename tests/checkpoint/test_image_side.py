@@ -127,7 +127,7 @@ def test_a_model_that_has_no_image_side_says_so_in_one_line():
     ):
         model.image_features([image])
     wrong = replace(image, tokens=image.tokens + 1)
-    with pytest.raises(BlockdiffError, match=rf"^pictures of {wrong.tokens} tokens have {image.tokens} embeddings"):
+    with pytest.raises(BlockdiffError, match=rf"^images of {wrong.tokens} tokens have {image.tokens} embeddings"):
         blockdiff.with_image_side(model).image_features([wrong])
     model.image_side, model.carried = None, Carried()
     with pytest.raises(CheckpointError, match=r"^the model has no image tensors \(model.encoder.*; load a checkpoint"):

@@ -55,19 +55,19 @@ def test_lines_of_a_file_name_pictures_in_its_folder_and_bad_ones_are_lines_with
     result = run("sample", model, "--prompts", folder / "rows.jsonl")
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     assert [answer["finish_reason"] for answer in answers] == ["length"] * 2 + ["error"] * 3 + ["length"]
-    words = ("lies outside of", "no address is fetched", "no such picture")
+    words = ("lies outside of", "no address is fetched", "no such image")
     assert all(each in answer["error"] for each, answer in zip(words, answers[2:5], strict=True))
 
 
 def test_what_cannot_be_is_said_in_one_line(model, red, tmp_path):
     words = ("sample", model, "--image", red)
-    assert "lines of --prompts name their pictures themselves" in refusal(*words, "--prompts", "a.jsonl", code=2)
+    assert "lines of --prompts name their images themselves" in refusal(*words, "--prompts", "a.jsonl", code=2)
     (tmp_path / "half.png").write_bytes(png()[:40])
     assert "half.png" in refusal("sample", model, "--image", tmp_path / "half.png", "--prompt", "a")
     assert "2 of <image>, but there are 1 images" in refusal(*words, "--prompt", "<image><image>")
     bare = seeing_checkpoint(tmp_path / "bare")
     (bare / "processor_config.json").unlink()
-    assert "says how pictures are cut" in refusal("sample", bare, "--image", red, "--prompt", "a")
+    assert "says how images are cut" in refusal("sample", bare, "--image", red, "--prompt", "a")
 
 
 def test_a_chat_puts_pictures_into_the_next_message_and_keeps_them_where_it_is_refused(model, red, capsys):
@@ -82,7 +82,7 @@ def test_a_chat_puts_pictures_into_the_next_message_and_keeps_them_where_it_is_r
     [expected] = sampler.generate([Request(1, messages=[{"role": "user", "content": parts}])])
     found = capsys.readouterr()
     assert found.out.strip() == expected.text.strip()
-    assert "error: none.png: no such picture" in found.err and "error: no picture is named" in found.err
+    assert "error: none.png: no such image" in found.err and "error: no image is named" in found.err
     talk.put(str(red))
     talk.say("a" * 10**6)  # longer than the model's positions
     assert "too long" in capsys.readouterr().err and talk.images == [str(red)]

@@ -165,7 +165,7 @@ def test_inspect_counts_every_tensor_of_a_model(workshop: Path) -> None:
     text = works("inspect", workshop / "run" / "model")
     images = [math.prod(place.shape) for name, place in stored.items() if "vision" in name]
     assert f"{len(stored)} tensors as F32" in text
-    assert f"{len(images)} of them, {sum(images):,} numbers, see pictures" in text and "are copied" not in text
+    assert f"{len(images)} of them, {sum(images):,} numbers, see images" in text and "are copied" not in text
     routers = sum(parameter.numel() for parameter in model.parameters_of("router"))
     count = sum(parameter.numel() for parameter in model.parameters())
     assert re.search(rf"router +\d+ +- +{routers:,}\n", text)

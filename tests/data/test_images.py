@@ -313,11 +313,11 @@ def film() -> bytes:
 
 
 BAD = {
-    "cut off": (lambda: bytes_of(picture(64, 64))[:3000], "not a whole picture"),
-    "bytes turned": (lambda: bytes_of(picture(64, 64))[:2000] + bytes(12_000), "not a whole picture"),
-    "a text": (lambda: b"hello", "not a picture in any of PNG"),
-    "nothing in it": (lambda: b"", "not a picture"),
-    "a program for a printer": (lambda: bytes_of(picture(8, 8), "EPS"), "not a picture in any of PNG"),
+    "cut off": (lambda: bytes_of(picture(64, 64))[:3000], "not a whole image"),
+    "bytes turned": (lambda: bytes_of(picture(64, 64))[:2000] + bytes(12_000), "not a whole image"),
+    "a text": (lambda: b"hello", "not an image in any of PNG"),
+    "nothing in it": (lambda: b"", "not an image"),
+    "a program for a printer": (lambda: bytes_of(picture(8, 8), "EPS"), "not an image in any of PNG"),
     "a bomb": (bomb, "has more than 67,108,864 pixels"),
     "a film": (film, "has several frames, and films are not read"),
     "a thread": (lambda: bytes_of(picture(9000, 1)), "of 9000 x 1 pixels, which the model cannot take"),
@@ -343,8 +343,8 @@ def test_a_bad_picture_is_one_line_with_file_and_row(folder, name, monkeypatch):
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("pictures/none.png", "no such picture"),
-        ("pictures", "no such picture"),
+        ("pictures/none.png", "no such image"),
+        ("pictures", "no such image"),
         ("../outside.png", "lies outside of"),
         ("{folder}/../outside.png", "lies outside of"),
         ("pictures/link.png", "lies outside of"),
@@ -367,7 +367,7 @@ def test_a_path_stays_in_the_folder_of_the_data_unless_the_recipe_says_otherwise
 def test_bad_pictures_are_left_out_where_bad_rows_are(folder):
     rows = [ROWS[0], {"prompt": "?", "response": "!", "image": "none.png"}, ROWS[5]]
     dataset = load_dataset([written(folder, *rows)], encoder(skips_bad_rows=True), cache=None)
-    assert len(dataset) == 2 and dataset.total.bad == 1 and "none.png: no such picture" in dataset.total.bad_rows
+    assert len(dataset) == 2 and dataset.total.bad == 1 and "none.png: no such image" in dataset.total.bad_rows
 
 
 def test_a_model_a_template_or_a_checkpoint_that_knows_no_images_is_named(folder, tmp_path):
@@ -381,7 +381,7 @@ def test_a_model_a_template_or_a_checkpoint_that_knows_no_images_is_named(folder
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": GEMMA}))
     assert encoded(folder, ROWS[0], reader=ImageReader(tmp_path, AROUND)) == encoded(folder, ROWS[0])
     bare, given = ImageReader({}, AROUND), reader().read(str(folder / "pictures" / "a.png"))
-    with pytest.raises(DataError, match="not known how the model's pictures are cut"):
+    with pytest.raises(DataError, match="not known how the model's images are cut"):
         bare.read_all([str(folder / "pictures" / "a.png")])
     assert raw_prompt("?", TOKENIZER, images=[given], reader=bare).images[0].image is given
     with pytest.raises(DataError, match="the tokenizer has no token ']<]start"):

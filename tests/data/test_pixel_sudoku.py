@@ -43,7 +43,7 @@ def test_written_rows_name_their_pictures_and_solve_their_puzzles(tmp_path):
     from transformers import AutoTokenizer
 
     said = write_splits(tmp_path, {"train": 12, "test": 5}, seed=1)
-    assert said[1].startswith("test: 5 pictures of puzzles from ")
+    assert said[1].startswith("test: 5 images of puzzles from ")
     rows = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()] for name in ("train", "test")}
     puzzles = {name: [row["response"].split("=") for row in rows[name]] for name in rows}
     for split, name in enumerate(rows):

@@ -60,8 +60,8 @@ def test_a_picture_is_seen_in_a_whole_answer_a_stream_and_a_read(seeing):
             r"content\[1\]\.image_url is no data URI, and this server reads no address",
         ),
         (shown("/etc/passwd"), "is no data URI"),
-        (shown("data:image/png;base64,AAAA"), "not a picture"),
-        (shown("data:text/plain;base64,AAAA"), "not a picture's"),
+        (shown("data:image/png;base64,AAAA"), "not an image"),
+        (shown("data:text/plain;base64,AAAA"), "not an image's"),
         ({"type": "image", "image": "/etc/passwd"}, "takes parts of the types text and image_url"),
         ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, r"content\[1\] is 'input_audio'"),
         ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}}, "is 'video_url'"),
@@ -83,4 +83,4 @@ def test_a_conversation_with_too_many_pictures_is_refused(seeing):
         return await asking.refusal(**asked(shown(URI), shown(URI), TEXT))
 
     status, error = served(seeing, use, limits=Limits(images=1))
-    assert status == 400 and "the pictures of messages: 2 is more than the 1" in error["message"]
+    assert status == 400 and "the images of messages: 2 is more than the 1" in error["message"]

@@ -28,7 +28,7 @@ class GemmaImages(ImageSide):
         super().__init__(vision_tower=tower, embed_vision=embedder)
 
     def features(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """The embeddings of pictures: patches of padding stand at -1, and the tower leaves them out."""
+        """The embeddings of images: patches of padding stand at -1, and the tower leaves them out."""
         pixels = stacked((each.values["pixel_values"] for each in inputs), 0.0)
         places = stacked((each.values["image_position_ids"] for each in inputs), -1)
         seen = self.vision_tower(pixel_values=pixels, pixel_position_ids=places).last_hidden_state
@@ -36,7 +36,7 @@ class GemmaImages(ImageSide):
         return features
 
     def blank(self, tokens: int = 1) -> ImageInput:
-        """A picture without content, of so many tokens side by side."""
+        """An image without content, of so many tokens side by side."""
         config = self.vision_tower.config
         side, width = config.pooling_kernel_size, 3 * config.patch_size**2
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side * tokens)).flip(-1)

@@ -32,7 +32,7 @@ class MiniMaxM3Images(ImageSide):
         super().__init__(vision_tower=tower, multi_modal_projector=projector)
 
     def features(self, inputs: Sequence[ImageInput]) -> Tensor:
-        """The embeddings of pictures; a patch sees those of its own picture."""
+        """The embeddings of images; a patch sees those of its own image."""
         pixels = torch.cat([each.values["pixel_values"] for each in inputs])
         grids = torch.stack([each.values["image_grid_thw"] for each in inputs])
         seen = self.vision_tower(pixel_values=pixels, grid_thw=grids).last_hidden_state
@@ -40,7 +40,7 @@ class MiniMaxM3Images(ImageSide):
         return features
 
     def blank(self, tokens: int = 1) -> ImageInput:
-        """A picture without content, of so many tokens side by side."""
+        """An image without content, of so many tokens side by side."""
         config = self.vision_tower.config
         side = config.spatial_merge_size
         width = config.num_channels * config.temporal_patch_size * config.patch_size**2

@@ -23,7 +23,7 @@ from blockdiff.training.plan.training import kernels_for
 class SamplingPlan:
     """The memory of sampling, in bytes: `weights`, the `cache` of 1,000 tokens of a row, and a denoising `step`.
 
-    images: weights of the image side, which come with the first picture; step: of the first row and of each further
+    images: weights of the image side, which come with the first image; step: of the first row and of each further
     one, beside a prefix of 1,000 tokens.
     """
 
