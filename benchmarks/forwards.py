@@ -159,15 +159,19 @@ def interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def verdict(own: dict[str, Any], other: dict[str, Any]) -> str:
-    """A sentence on what a way gains beside the model's own settings, by the tests of `compare`."""
+    """A sentence on what a way gains beside the model's own settings, by the tests of `compare`.
+
+    Fewer forwards are a gain where most rows take fewer and the mean falls: a few very long rows can outweigh the rest.
+    """
     found = compare(own, other)
     forwards, rows = found["forwards"], len(found["records"])
     points = 100 * (found["only_second"] - found["only_first"]) / rows
     is_other, takes_others = found["p_value"] < SURE, forwards["p_value"] < SURE
     right = f"{points:+.1f} points right (p = {found['p_value']:.2g})"
     calls = f"{forwards['difference']:+.2f} forwards (p = {forwards['p_value']:.2g})"
-    is_better = (is_other and points > 0, takes_others and forwards["fewer_in_second"] > forwards["more_in_second"])
-    is_worse = (is_other and points < 0, takes_others and not is_better[1])
+    is_fewer = takes_others and forwards["fewer_in_second"] > forwards["more_in_second"] and forwards["difference"] < 0
+    is_better = (is_other and points > 0, is_fewer)
+    is_worse = (is_other and points < 0, takes_others and not is_fewer)
     word = "gains nothing" if not any(is_better) else "trades" if any(is_worse) else "gains"
     return f"**{word}**: {calls}, {right}"
 

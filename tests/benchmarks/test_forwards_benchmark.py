@@ -33,6 +33,15 @@ def test_what_gains_nothing_is_said_to(word: str, right: int, forwards: int) -> 
     assert verdict(report(10, 4), report(right, forwards)).startswith(f"**{word}**: ")
 
 
+def test_a_few_long_answers_outweigh_many_that_are_a_little_shorter() -> None:
+    def report(forwards: list[int]) -> dict:
+        calls = [{"denoise": count, "encode": 0, "verify": 0} for count in forwards]
+        same = {"prompt": "p", "reference": "r", "is_solved": True}
+        return {"records": [{"id": n, "forwards": each, **same} for n, each in enumerate(calls)]}
+
+    assert verdict(report([4] * 20), report([3] * 19 + [48])).startswith("**gains nothing**: +1.25 forwards")
+
+
 def test_a_task_whose_model_is_missing_is_trained_and_measured(tmp_path, monkeypatch, capsys) -> None:
     toy = replace(
         TASKS[0],
