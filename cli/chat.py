@@ -228,9 +228,11 @@ class Chat:
 
     def put(self, image: str) -> None:
         """Put an image into the next message; DataError where it cannot be read."""
+        from blockdiff.data.tokenise import NO_IMAGES
+
         reader = self.sampler.settings.reader
         if reader is None:
-            raise DataError("the model takes no images")
+            raise DataError(NO_IMAGES)
         if not image:
             raise DataError("no image is named; write /image FILE")
         image = str(Path(image).expanduser())
@@ -244,10 +246,11 @@ class Chat:
         from blockdiff.models.pages import Pages
 
         self._turn += 1
-        self.messages.append(user_message(text, self.images))
+        self.messages.append(user_message(text, ()))
         images, self.images = self.images, []
         view = Watcher(self.sampler.tokenizer, several=False)
         try:
+            self.messages[-1] = user_message(text, images)
             self._make_room()
             shows = view.commit if self.thinking or not self.is_terminal else view.canvas
             with ended_between_steps() as then_ended:
@@ -257,7 +260,7 @@ class Chat:
                     on_canvas=then_ended(shows),
                     on_step=then_ended(view.step) if view.is_live else None,
                 )
-        except RequestError as error:
+        except (DataError, RequestError) as error:
             self.images = images
             self._refused(str(error))
         except Ended:

@@ -118,7 +118,7 @@ Images = Annotated[
         "--image",
         metavar="FILE",
         rich_help_panel=PROMPTS,
-        help="An image, put before the text of the prompt (repeatable).",
+        help="An image, put where the prompt says <image>, else before its text (repeatable).",
     ),
 ]
 Thinking = Annotated[

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from blockdiff.errors import DataError
+
 if TYPE_CHECKING:
     from blockdiff.sampling import Request, Result
 
@@ -27,11 +29,14 @@ def requests_of(
 
 
 def user_message(text: str, images: Sequence[str]) -> dict[str, Any]:
-    """A user's message, with images before its text."""
-    if not images:
-        return {"role": "user", "content": text}
-    parts = [{"type": "image", "image": image} for image in images]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+    """A user's message with images where its text says `<image>`, else before it; DataError for another number."""
+    from blockdiff.data.image_parts import parts_of
+    from blockdiff.data.messages import BadRow
+
+    try:
+        return {"role": "user", "content": parts_of(text, images) if images else text}
+    except BadRow as error:
+        raise DataError(str(error)) from None
 
 
 def with_options(entry: Request | Result, **asked: Any) -> Request | Result:

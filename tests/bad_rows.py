@@ -120,6 +120,7 @@ CORPUS: dict[str, tuple[str, str | bytes, str, str]] = {
     "broken base64": ("a.jsonl", line(prompt="a", response="b", image="data:image/png;base64,a"), ":3: ", "base64"),
     "a number as image": ("a.jsonl", line(prompt="a", response="b", image=3), ":3: ", "image is a number"),
     "image and images": ("a.jsonl", line(prompt="a", response="b", image="a", images=["b"]), ":3: ", "keep one"),
+    "a column of films": ("a.jsonl", line(prompt="a", response="b", videos=["a.mp4"]), ":3: ", "videos is there"),
     "too many markers": ("a.jsonl", line(prompt="<image><image>", response="b", image="a"), ":3: ", "2 of <image>"),
     "too few markers": (
         "a.jsonl",

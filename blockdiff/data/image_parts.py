@@ -15,6 +15,9 @@ MARKER = "<image>"  # the place of an image in a text, where a row has its image
 def column_of_images(row: Mapping[str, Any]) -> tuple[ImageSource, ...]:
     """The images that a row has beside its texts, in the column `image` or `images`: one, or a list."""
     given = [key for key in ("image", "images") if row.get(key) not in (None, "", [])]
+    for key in ("video", "videos", "audio", "audios"):
+        if row.get(key) not in (None, "", []):
+            raise BadRow(f"{key} is there, and only texts and images are read; remove it, or the row")
     if len(given) > 1:
         raise BadRow("both image and images are there; keep one")
     if not given:
@@ -97,7 +100,7 @@ def _mapped(message: Message, change: Any) -> Message:
 
 
 def _unlike(markers: int, images: int) -> str:
-    return f"the texts have {markers} of {MARKER}, but there are {images} images; correct either"
+    return f"the texts have {markers} of {MARKER}, and the number of images is {images}; correct either"
 
 
 def located(source: ImageSource, where: str, root: str | None = None, anywhere: bool = False) -> ImageSource:

@@ -19,6 +19,7 @@ from blockdiff.images import ImageInput, PlacedImage
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NO_IMAGES = "the model takes no images (none does with a draft model); leave them out"
 SHOWN = "[image]"  # the place of an image in a prompt that people read
 
 
@@ -149,7 +150,7 @@ def raw_prompt(
 
 def _placeholder(reader: ImageReader | None) -> int:
     if reader is None:
-        raise DataError("the model takes no images; leave them out")
+        raise DataError(NO_IMAGES)
     return reader.tokens[1]
 
 

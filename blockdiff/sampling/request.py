@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from blockdiff.data.image_parts import images_in
 from blockdiff.data.messages import BadRow, ImageSource, image_source
+from blockdiff.data.tokenise import NO_IMAGES, chat_prompt, conversation, raw_prompt, tokens_of
 from blockdiff.data.tokenise import Prompt as PromptTokens
-from blockdiff.data.tokenise import chat_prompt, conversation, raw_prompt, tokens_of
 from blockdiff.errors import DataError, RequestError
 from blockdiff.images import PlacedImage
 from blockdiff.sampling.controls.banned import Banned
@@ -302,7 +302,7 @@ def _placed(tokens: Sequence[int], sources: Sequence[Any], reader: ImageReader |
     if not sources:
         return []
     if reader is None:
-        raise DataError("the model takes no images; leave them out")
+        raise DataError(NO_IMAGES)
     images = [reader.read(source) for source in sources]
     columns = [column for column, token in enumerate(tokens) if token == reader.tokens[1]]
     if len(columns) != (taken := sum(image.tokens for image in images)):

@@ -29,7 +29,7 @@ from blockdiff.serving.answers import (
     ToolCall,
     TopLogprob,
 )
-from blockdiff.serving.content import checked_messages
+from blockdiff.serving.content import check_parts
 from blockdiff.serving.mapping import FORMS, check_size, common_fields, seed_of
 from blockdiff.serving.protocol import ChatRequest, NamedChoice
 from blockdiff.serving.reading import News, Reader
@@ -112,9 +112,10 @@ def job_of(body: ChatRequest, server: Server) -> Job:
             set_form(fields, regex=regex_of_call(body.tools, forced))
         fields["stop"] = ()  # which would cut the call
     has_form = any(fields.get(name) is not None for name in FORMS)
+    check_parts(body.messages, limits)
     request = Request(
         uuid.uuid4().hex,
-        messages=checked_messages(body.messages, limits),
+        messages=body.messages,
         tools=body.tools if body.tools and body.tool_choice != "none" else None,
         scores=body.logprobs,
         top_logprobs=body.top_logprobs,

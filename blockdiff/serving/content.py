@@ -10,34 +10,20 @@ from blockdiff.serving.limits import Limits
 from blockdiff.serving.mapping import check_size
 
 
-def checked_messages(messages: Sequence[Mapping[str, Any]], limits: Limits) -> list[dict[str, Any]]:
-    """Messages with each part `image_url` as a part `image`, which has its data URI; RequestError for other parts.
+def check_parts(messages: Sequence[Mapping[str, Any]], limits: Limits) -> None:
+    """Raise RequestError for parts of other types than `text` and `image_url`, and for too many images.
 
-    A part names no file and no address: the server reads neither.
+    A part `image`, which could name a file, is one of them. `image_url` is refused elsewhere where it is no data URI.
     """
-    found, count = [], 0
+    count = 0
     for place, message in enumerate(messages):
         content = message.get("content")
-        if isinstance(content, list):
-            parts = [_part(part, f"messages[{place}].content[{n}]") for n, part in enumerate(content)]
-            count += sum(part["type"] == "image" for part in parts)
-            message = {**message, "content": parts}
-        found.append(dict(message))
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind not in ("text", "image_url"):
+                raise RequestError(
+                    f"messages[{place}].content[{number}] is {str(kind)!r:.60}; this server takes parts of the types "
+                    "text and image_url"
+                )
+            count += kind == "image_url"
     check_size("the images of messages", count, limits.images)
-    return found
-
-
-def _part(part: Any, where: str) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text":
-        return dict(part)
-    if kind != "image_url":
-        raise RequestError(f"{where} is {str(kind)!r:.60}; this server takes parts of the types text and image_url")
-    given = part.get("image_url")
-    uri = given.get("url") if isinstance(given, Mapping) else given
-    if not isinstance(uri, str) or not uri.startswith("data:"):
-        raise RequestError(
-            f"{where}.image_url is no data URI, and this server reads no address and no file; send the image itself, "
-            "as data:image/png;base64,..."
-        )
-    return {"type": "image", "image": uri}

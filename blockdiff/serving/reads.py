@@ -14,7 +14,7 @@ from pydantic import Field
 from blockdiff.sampling.request import Request
 from blockdiff.serving.answering import LEFT, Server, unless_left
 from blockdiff.serving.chat import template_fields
-from blockdiff.serving.content import checked_messages
+from blockdiff.serving.content import check_parts
 from blockdiff.serving.mapping import check_size
 from blockdiff.serving.protocol import Body
 
@@ -47,11 +47,12 @@ def router(server: Server) -> APIRouter:
         check_size("steps", body.steps, limits.steps)
         size = len(body.template) + sum(len(text) for texts in body.choices.values() for text in texts)
         check_size("the characters of template and choices", size, limits.form_characters)
+        check_parts(body.messages or (), limits)
         request = Request(
             uuid.uuid4().hex,
             prompt=body.prompt if isinstance(body.prompt, str) else None,
             tokens=body.prompt if isinstance(body.prompt, list) else None,
-            messages=None if body.messages is None else checked_messages(body.messages, limits),
+            messages=body.messages,
             seed=body.seed,
             **template_fields(body.chat_template_kwargs),
         )

@@ -100,8 +100,7 @@ def _refuse_undistilled(recipe: Recipe) -> None:
     if not isinstance(recipe.objective.weight, NoWeight) or recipe.objective.prediction != "posterior":
         key, value = ("weight", "none") if recipe.objective.prediction == "posterior" else ("prediction", "posterior")
         raise RecipeError(
-            f"objective.distil: objective.{key} is of noise levels, which states of the sampler have not; it must be "
-            f"{value}"
+            f"objective.distil: objective.{key} needs a noise level, and a state of the sampler has none; write {value}"
         )
 
 

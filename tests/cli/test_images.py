@@ -64,7 +64,8 @@ def test_what_cannot_be_is_said_in_one_line(model, red, tmp_path):
     assert "lines of --prompts name their images themselves" in refusal(*words, "--prompts", "a.jsonl", code=2)
     (tmp_path / "half.png").write_bytes(png()[:40])
     assert "half.png" in refusal("sample", model, "--image", tmp_path / "half.png", "--prompt", "a")
-    assert "2 of <image>, but there are 1 images" in refusal(*words, "--prompt", "<image><image>")
+    for name in ("--prompt", "--chat"):
+        assert "2 of <image>, and the number of images is 1" in refusal(*words, name, "<image><image>")
     bare = seeing_checkpoint(tmp_path / "bare")
     (bare / "processor_config.json").unlink()
     assert "says how images are cut" in refusal("sample", bare, "--image", red, "--prompt", "a")
@@ -84,6 +85,8 @@ def test_a_chat_puts_pictures_into_the_next_message_and_keeps_them_where_it_is_r
     assert found.out.strip() == expected.text.strip()
     assert "error: none.png: no such image" in found.err and "error: no image is named" in found.err
     talk.put(str(red))
+    talk.say("<image> <image>")
+    assert "2 of <image>" in capsys.readouterr().err and talk.images == [str(red)]
     talk.say("a" * 10**6)  # longer than the model's positions
     assert "too long" in capsys.readouterr().err and talk.images == [str(red)]
 

@@ -57,7 +57,7 @@ def test_a_picture_is_seen_in_a_whole_answer_a_stream_and_a_read(seeing):
     [
         (
             shown("https://example.com/a.png"),
-            r"content\[1\]\.image_url is no data URI, and this server reads no address",
+            r"content\[1\]\.image_url is no data URI, and no address is fetched",
         ),
         (shown("/etc/passwd"), "is no data URI"),
         (shown("data:image/png;base64,AAAA"), "not an image"),

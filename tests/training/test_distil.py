@@ -147,8 +147,8 @@ DISTIL = {"objective": {"distil": {}}, "model": {"path": "a", "preset": None}, "
         ({"model": {}}, "random weights settle on nothing"),
         ({"parallel": {"shard": "full"}}, "must hold the whole model"),
         ({"objective": {"distil": {}, "images": "frozen"}}, "rows with images are not rolled out"),
-        ({"objective": {"distil": {}, "weight": "elbo"}}, r"objective\.weight is of noise levels.* must be none"),
-        ({"objective": {"distil": {}, "prediction": "leave_one_out"}}, r"objective\.prediction .*must be posterior"),
+        ({"objective": {"distil": {}, "weight": "elbo"}}, r"objective\.weight needs a noise level, .* write none"),
+        ({"objective": {"distil": {}, "prediction": "leave_one_out"}}, r"objective\.prediction .*write posterior"),
     ],
 )
 def test_a_recipe_that_cannot_be_distilled_is_refused(sections, said):
