@@ -7,7 +7,7 @@ training that was stopped goes on. Every way answers the same test rows with the
 with the model's own settings: McNemar's exact test of whether both are right equally often, and a sign test of
 whether one takes fewer forwards (denoising steps, encodes and verifications together). Where neither says that it is
 better, the line says that nothing is gained. Times are of the processor, all threads together, for an answer that
-runs alone, so what else runs on the machine is not in them.
+runs alone, so what else runs on the machine is in them only as far as it slows the processor.
 """
 
 from __future__ import annotations
