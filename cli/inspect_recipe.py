@@ -85,7 +85,7 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
     for row in range(min(rows, len(batch.tokens_BS)) if show.is_shown else 0):
         for text in row_texts(drawn, row, words):
             show.console.print(text)
-        for column, source in pictures_of(drawn, row).items():
+        for column, source in images_of(drawn, row).items():
             if reader is not None:
                 show.console.print(shown(reader, column, *source, is_terminal=show.console.is_terminal))
     return {"model": model, "data": data.report(), "batch": numbers}
@@ -151,7 +151,7 @@ def starts_of(drawn: Drawn, row: int) -> dict[int, Example]:
     return dict(zip(batch.doc_start_BC[row, :count].tolist(), map(drawn.examples.__getitem__, samples), strict=True))
 
 
-def pictures_of(drawn: Drawn, row: int) -> dict[int, tuple[ExampleImage, str]]:
+def images_of(drawn: Drawn, row: int) -> dict[int, tuple[ExampleImage, str]]:
     """The images of a row by the column of their first placeholder, with the place of the row that each comes from."""
     doc_starts = drawn.batch.doc_start_BS[row].tolist()
     return {
@@ -183,7 +183,7 @@ def shown(reader: ImageReader, column: int, image: ExampleImage, where: str, is_
 def row_texts(drawn: Drawn, row: int, words: Words) -> list[Text]:
     """A row of the batch: where its examples come from, its clean tokens, and each canvas as the model gets it."""
     batch, count = drawn.batch, int((drawn.batch.length_BC[row] > 0).sum())
-    examples, images = starts_of(drawn, row).values(), pictures_of(drawn, row)
+    examples, images = starts_of(drawn, row).values(), images_of(drawn, row)
     origins = [each.where + ", cut at max_length" * each.is_truncated for each in examples]
     clean, canvases = Text("  "), []
     styles: dict[int, str] = {}

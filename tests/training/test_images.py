@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 from pathlib import Path
@@ -25,29 +24,16 @@ from blockdiff.data.images import ImageReader
 from blockdiff.errors import DataError, RecipeError
 from blockdiff.metrics import read, reproducible
 from blockdiff.sampling import Request
-from tests.chat_tokenizer import chat_tokenizer
-from tests.pictures import gemma_config, pair
-
-PROCESSOR = {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70}
+from tests.seeing import PROCESSOR, seeing_checkpoint
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny DiffusionGemma with an image side, its tokenizer and processor, and rows of pictures beside it."""
+    """A checkpoint that takes images of 8 x 8 pixels for each token, and rows of images beside it."""
     folder = tmp_path_factory.mktemp("images")
-    tokenizer = chat_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image>", "<|image|>", "<image|>"]})
-    config = gemma_config(random.Random(1), vocab_size=300)
-    names = ("boi_token_id", "image_token_id", "eoi_token_id")
-    for name, token in zip(names, ("<|image>", "<|image|>", "<image|>"), strict=True):
-        setattr(config, name, tokenizer.convert_tokens_to_ids(token))
-    _, model = pair(config, 1, folder)
-    blockdiff.save(model, folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    vision = config.vision_config
-    sizes = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.pooling_kernel_size, "do_resize": False}
-    (folder / "model" / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | sizes))
-    side = vision.patch_size * vision.pooling_kernel_size
+    file, side = seeing_checkpoint(folder / "model") / "processor_config.json", 8
+    as_they_are = PROCESSOR["image_processor"] | {"do_resize": False}
+    file.write_text(json.dumps(PROCESSOR | {"image_processor": as_they_are}))
     rows = []
     for number in range(6):
         noise = torch.randint(0, 256, (side * (1 + number % 2), side * 2, 3), dtype=torch.uint8)
@@ -83,7 +69,7 @@ def test_training_on_images_from_files_to_held_out_losses_packed_or_not(base, tm
     before, after = (load_file(model / "model.safetensors") for model in (base / "model", written))
     name = next(name for name in before if "vision_tower" in name and name.endswith("q_proj.linear.weight"))
     assert not torch.equal(after[name], before[name])  # learnt through the pictures
-    assert (written / "preprocessor_config.json").is_file()
+    assert (written / "processor_config.json").is_file()
     report = json.loads((runs[0].directory / "data.json").read_text())
     assert report["train"]["sources"][0]["images"] == 12
     with pytest.raises(DataError, match=r"rows.jsonl:1: has an image, .* set objective.images to frozen or trained"):
@@ -101,7 +87,7 @@ def test_sampled_prompts_of_a_run_from_a_preset_see_their_images(base, tmp_path)
     assert [each["finish_reason"] == "error" for each in read(run.directory / "samples.jsonl")] == [False, False]
     preset = [str(tmp_path / "made"), "--tokenizer", str(tmp_path / "tokenizer")]
     assert CliRunner().invoke(app, ["init", "pixel-sudoku", *preset]).exit_code == 0
-    assert all((made / "preprocessor_config.json").is_file() for made in (run.directory / "model", tmp_path / "made"))
+    assert all((made / "processor_config.json").is_file() for made in (run.directory / "model", tmp_path / "made"))
 
 
 def test_adapters_from_rows_with_images_are_sampled_merged_and_loaded_by_transformers(base, tmp_path):
@@ -124,7 +110,7 @@ def test_inspect_shows_the_images_of_a_row_beside_it(base, tmp_path):
     said = CliRunner().invoke(app, ["inspect", str(path)]).stdout
     assert "12 images of 30 tokens" in said and "6 different images" in said
     assert said.count("‹|image›‹image of") == said.count("  image at column") == 12
-    assert "3.png, 24 x 24, 4 tokens" in said
+    assert "3.png, 16 x 16, 4 tokens" in said
     reader = ImageReader(base / "model", (0, 1, 2))
     Image.fromarray(np.array([[[255, 0, 0]], [[0, 0, 255]]], dtype=np.uint8)).save(base / "two.png")
     text = shown(reader, 2, ExampleImage("two.png", 2, 1, b""), f"{base}/rows.jsonl:1", is_terminal=True)
