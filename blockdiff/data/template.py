@@ -130,8 +130,8 @@ def render(
 ) -> Rendered:
     """The text of a conversation, and the character spans the template marks, touching ones merged.
 
-    variables: what else the template is told; is_prompt: it ends where the assistant begins. Raises
-    RefusedByTemplate.
+    variables: what else the template is told; is_prompt: it ends where the assistant begins, and no spans are found.
+    Raises RefusedByTemplate.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -143,7 +143,8 @@ def render(
                 conversations=[shown],
                 tools=declared,
                 chat_template=template,
-                return_assistant_tokens_mask=bool(GENERATION_TAG.search(template)),
+                # Two threads cannot ask for spans at once, and prompts, which a server makes in threads, need none.
+                return_assistant_tokens_mask=not is_prompt and bool(GENERATION_TAG.search(template)),
                 add_generation_prompt=is_prompt,
                 **told,
                 **tokenizer.special_tokens_map,

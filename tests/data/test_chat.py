@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from jinja2 import TemplateError
@@ -311,6 +313,19 @@ def test_a_token_over_the_edge_of_a_turn_is_an_error():
 
 def test_rendering_without_tags_marks_nothing(tokenizer):
     assert render(tokenizer, UNTAGGED, [USER, ASSISTANT])[1] == []
+
+
+def test_prompts_are_rendered_in_several_threads_at_once(tokenizer):
+    def prompt(_):
+        return render(tokenizer, training_template(tokenizer), [USER] * 20, is_prompt=True).text
+
+    expected, switched = prompt(0), sys.getswitchinterval()  # all share the compiled template
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert set(threads.map(prompt, range(200))) == {expected}
+    finally:
+        sys.setswitchinterval(switched)
 
 
 @pytest.mark.parametrize(
