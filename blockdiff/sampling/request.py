@@ -51,7 +51,7 @@ class Request:
     Three fields override the settings of the call. max_new_tokens: rounded up to whole canvases; max_steps: the most
     denoising steps of a canvas; strategy: how canvases are denoised.
 
-    The other fields say what may stand in the response (docs/sampling.md). template: its form, with holes; regex;
+    The other fields say what may stand in the response (docs/control.md). template: its form, with holes; regex;
     json_schema; banned: texts or token ids; repetition_penalty: 1 for none; draft: a text to start from, noised to
     level `noise` in [0, 1]. Where the prompt's texts spell control tokens, such as `<turn|>`, they are read as text,
     unless `allow_control_tokens`.
