@@ -198,7 +198,9 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     except OSError as error:
         reason = "no such recipe" if isinstance(error, FileNotFoundError) else error.strerror
         asked = f" (named by extends in {chain[-1]})" if chain else ""
-        raise RecipeError(f"{path}: {reason}{asked}; give the path of a YAML recipe") from None
+        saved = path / "recipe.yaml"  # of a run directory
+        of_run = f", such as {saved}" if saved.is_file() else ""
+        raise RecipeError(f"{path}: {reason}{asked}; give the path of a YAML recipe{of_run}") from None
     if not isinstance(tree, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of keys ({', '.join(KEYS[()])}), this file holds none")
     return tree

@@ -147,6 +147,7 @@ EVAL = "eval {model} --task sudoku --data {here}/rows.jsonl"
 CORPUS: dict[str, tuple[str, str, str | bytes]] = {
     "no recipe": ("train {here}/no.yaml", "no.yaml: no such recipe", ""),
     "a directory as recipe": ("train {here}", "give the path of a YAML recipe", ""),
+    "a run as recipe": ("train --resume {folder}/run", "run/recipe.yaml", ""),
     "a binary file as recipe": ("train {here}/rows.jsonl", "not a text file", b"\xff\xfe\x00"),
     "an unknown key": ("train {recipe} --set optim.lrr=1", "did you mean optim.lr?", ""),
     "no output": ("train {recipe}", "output: missing; give --output DIR", ""),
