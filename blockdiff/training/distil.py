@@ -44,21 +44,21 @@ ROWS = 64  # canvases that are rolled out together
 class Rollout:
     """One canvas on its way: a state that the student visited, and the tokens on which the teacher settled.
 
-    pick_K: uniform numbers, one per step, by which each state that is visited is as likely as the others to be kept.
-    settled_L is None where the teacher's last step came before its stopping rule.
+    pick_K: uniform numbers, one per step, by which each state that is visited is as likely as the others to be kept;
+    state: the one that is, its tokens [L] and its self-conditioning signal [L, D]. settled_L is None where the
+    teacher's last step came before its stopping rule.
     """
 
     prompt: list[int]
     seed: int
     pick_K: list[float]
-    tokens_L: Tensor | None = None
-    signal_LD: Tensor | None = None
+    state: tuple[Tensor, Tensor] | None = None
     settled_L: list[int] | None = None
 
     def visit(self, step: int, tokens_L: Tensor, signal_LD: Tensor) -> None:
         """Take note of the state that a step saw: its tokens and its self-conditioning signal."""
         if self.pick_K[step] * (step + 1) < 1:
-            self.tokens_L, self.signal_LD = tokens_L.clone(), signal_LD.clone()
+            self.state = tokens_L.clone(), signal_LD.clone()
 
 
 class Distil:
@@ -147,13 +147,19 @@ class Distil:
         canvas_BCL, tokens_BCL, is_scored_BCL = (x.clone() for x in [batch.canvas_BCL] * 2 + [batch.is_scored_BCL])
         shape = *canvas_BCL.shape, model.vocabulary.table.shape[1]
         signal_BCLD = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        for place, rollout in rollouts.items():
-            if rollout.settled_L is None or rollout.tokens_L is None or rollout.signal_LD is None:
-                is_scored_BCL[place] = False
-                continue
-            canvas_BCL[place] = torch.tensor(rollout.settled_L)
-            tokens_BCL[place] = rollout.tokens_L.cpu()
-            signal_BCLD[place] = rollout.signal_LD
+        settled = {
+            place: (each.settled_L, *each.state)
+            for place, each in rollouts.items()
+            if each.settled_L is not None and each.state is not None
+        }
+        for place in rollouts.keys() - settled.keys():
+            is_scored_BCL[place] = False
+        if settled:  # what lies on the device comes over in one copy
+            row_N, canvas_N = torch.tensor([*settled]).T
+            settled_NL, tokens_NL, signal_NLD = zip(*settled.values(), strict=True)
+            canvas_BCL[row_N, canvas_N] = torch.tensor(settled_NL)
+            tokens_BCL[row_N, canvas_N] = torch.stack(tokens_NL).cpu()
+            signal_BCLD[row_N, canvas_N] = torch.stack(signal_NLD)
         visited = Visited(tokens_BCL, signal_BCLD)
         return replace(batch, canvas_BCL=canvas_BCL, is_scored_BCL=is_scored_BCL, visited=visited)
 
