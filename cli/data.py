@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -45,11 +45,7 @@ def sudoku(
         raise typer.BadParameter(f"{size} is neither 4 nor 9", param_hint="--size")
     from blockdiff.recipes.sudoku import write_splits
 
-    for written in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
-        options.require_free(output / written, overwrite=overwrite)
-    for written in write_splits(output, size, counts, seed):
-        print(written)
-    print(f"written to {output}")
+    _write(output, counts, overwrite, lambda: write_splits(output, size, counts, seed))
 
 
 @data.command(
@@ -72,11 +68,7 @@ def pixel_sudoku(
     from blockdiff.recipes.pixel_sudoku import write_splits
 
     counts = _counts(split or ["train=10000", "test=500"], None)
-    for written in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
-        options.require_free(output / written, overwrite=overwrite)
-    for line in write_splits(output, counts, seed):
-        print(line)
-    print(f"written to {output}")
+    _write(output, counts, overwrite, lambda: write_splits(output, counts, seed))
 
 
 @data.command(
@@ -102,11 +94,7 @@ def countdown(
     from blockdiff.recipes.countdown import write_splits
 
     counts = _counts(split or [], count)
-    for written in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
-        options.require_free(output / written, overwrite=overwrite)
-    for written in write_splits(output, numbers, counts, seed):
-        print(written)
-    print(f"written to {output}")
+    _write(output, counts, overwrite, lambda: write_splits(output, numbers, counts, seed))
 
 
 @data.command(epilog="Example: blockdiff data chat --split train=20000 --split test=500 --output data/chat")
@@ -122,11 +110,7 @@ def chat(
     from blockdiff.recipes.small_talk import write_conversations
 
     counts = _counts(split or ["train=20000", "test=500"], None)
-    for written in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
-        options.require_free(output / written, overwrite=overwrite)
-    for line in write_conversations(output, counts, seed):
-        print(line)
-    print(f"written to {output}")
+    _write(output, counts, overwrite, lambda: write_conversations(output, counts, seed))
 
 
 @data.command(
@@ -170,6 +154,15 @@ def tokenizer(
     print(f"{len(made):,} tokens from {counts['rows']:,} rows, {counts['characters']:,} characters")
     if len(made) < vocab_size:
         print(f"these texts give no more than that, fewer than the {vocab_size:,} of --vocab-size")
+    print(f"written to {output}")
+
+
+def _write(output: Path, counts: Iterable[str], overwrite: bool, write: Callable[[], Iterable[str]]) -> None:
+    """Have the splits and the tokenizer written where no file is in the way, and print what `write` says of them."""
+    for name in (*(f"{name}.jsonl" for name in counts), "tokenizer/tokenizer.json"):
+        options.require_free(output / name, overwrite=overwrite)
+    for line in write():
+        print(line)
     print(f"written to {output}")
 
 
