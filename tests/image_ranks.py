@@ -18,12 +18,10 @@ from blockdiff.errors import CheckpointError
 from blockdiff.objective import Objective
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.ranks import Ranks
-from blockdiff.parallel.shard import replicate, split
+from blockdiff.parallel.shard import split
 from blockdiff.tensor_pieces import Piece
 from blockdiff.training.heldout import heldout
-from blockdiff.training.optimiser import trainable
-from blockdiff.training.step import Counts, backpropagate
-from tests.mesh_ranks import held, write_pieces
+from tests.mesh_ranks import held, stepped, write_pieces
 from tests.objective.test_images import L, rows
 from tests.oracle import widen_routers
 from tests.pictures import gemma_config
@@ -45,25 +43,11 @@ def trained(mesh: Mesh, trains_images: bool) -> dict[str, Piece]:
     draw_weights(model, 3, "float64", mesh.ranks.device)
     widen_routers(model)
     objective = Objective(model.train(), Linear(), UniformCorruption(96), seed=11, sweep=mesh.is_split)
-    module, weights = replicate(objective, mesh), trainable(objective)
-    optimiser = torch.optim.SGD(list(weights.values()), lr=1e-2)
-    found, pieces = list[list[float]](), dict[str, Piece]()
-    for step in (1, 2):
-        optimiser.zero_grad(set_to_none=True)
-        mine = rows(model)[mesh.ranks.row_rank :: mesh.ranks.row_world] or [PADDING_ROW]
-        window = [lay_out([row], L, pad_id=0) for row in mine]
-        counts = Counts.over_ranks(window, mesh.ranks)
-        gradient = backpropagate(module, list(weights.values()), window, counts, 0.5, None, mesh)
-        found.append([gradient.losses["canvas_loss"], gradient.losses["ar_loss"], gradient.norm])
-        for name, parameter in weights.items():
-            assert parameter.grad is not None
-            pieces[f"gradient {step} {name}"] = held(parameter.grad, mesh.ranks)
-        optimiser.step()
     mine = [lay_out([row], L, pad_id=0) for row in rows(model)[mesh.ranks.row_rank :: mesh.ranks.row_world]]
+    pieces = stepped(objective, mesh, [mine or [lay_out([PADDING_ROW], L, pad_id=0)]] * 2)
     record = heldout(objective, mine, mesh.ranks)  # one batch more on the first rank, and the images
-    found.append([record["heldout_canvas_loss"], record["heldout_ar_loss"], record["heldout_corrupted_loss"]])
-    pieces["losses"] = held(torch.tensor(found, dtype=torch.float64), mesh.ranks)
-    return pieces | {f"weight {name}": held(parameter, mesh.ranks) for name, parameter in weights.items()}
+    found = [record["heldout_canvas_loss"], record["heldout_ar_loss"], record["heldout_corrupted_loss"]]
+    return pieces | {"held-out losses": held(torch.tensor(found, dtype=torch.float64), mesh.ranks)}
 
 
 def seen(mesh: Mesh) -> Piece:

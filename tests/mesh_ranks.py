@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,13 +107,19 @@ def trained(mesh: Mesh, name: str, scenario: str, one_sweep: bool) -> dict[str, 
     """Losses and norms of some plain SGD steps, their gradients and the last weights."""
     dtype, is_adapted, is_packed, steps = SCENARIOS[scenario]
     objective = made(mesh, name, dtype, is_adapted, one_sweep)
+    return stepped(
+        objective, mesh, (batches(mesh.ranks, step, is_packed, objective.model) for step in range(1, steps + 1))
+    )
+
+
+def stepped(objective: Objective, mesh: Mesh, windows: Iterable[Sequence[Batch]]) -> dict[str, Piece]:
+    """Losses and norms of a plain SGD step for each window of batches, their gradients and the last weights."""
     module, weights = replicate(objective, mesh), trainable(objective)
     optimiser = torch.optim.SGD(list(weights.values()), lr=1e-2)
     found: list[list[float]] = []
     pieces: dict[str, Piece] = {}
-    for step in range(1, steps + 1):
+    for step, window in enumerate(windows, 1):
         optimiser.zero_grad(set_to_none=True)
-        window = batches(mesh.ranks, step, is_packed, objective.model)
         counts = Counts.over_ranks(window, mesh.ranks)
         gradient = backpropagate(module, list(weights.values()), window, counts, 0.5, None, mesh)
         found.append([gradient.losses["canvas_loss"], gradient.losses["ar_loss"], gradient.norm])
