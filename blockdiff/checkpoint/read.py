@@ -117,10 +117,10 @@ def load_weights(
     dtype: of all text parameters, or "auto" for the dtype the embedding table is stored in. device: "auto" is cuda
     where there is one. The host holds one tensor beside the model. Of a model that is sharded each rank reads only its
     own part of every tensor, into the memory, on the device and in the dtype that its parameters have already. What is
-    frozen stays frozen. Image tensors are loaded into an image side that is
-    there; else saving copies them through. What the model's class adds to its
-    family is read from `blockdiff.safetensors`; where there is none, `reset_parameters` of the modules that hold it
-    sets it. Layers of the model that are in fp8 get their weights so, whatever the file has. Raises CheckpointError.
+    frozen stays frozen. Image tensors are loaded into an image side that is there; else saving copies them through.
+    What the model's class adds to its family is read from `blockdiff.safetensors`; where there is none,
+    `reset_parameters` of the modules that hold it sets it. Layers of the model that are in fp8 get their weights so,
+    whatever the file has. Raises CheckpointError.
     """
     directory = find(path_or_hub_id)
     names, added = family_of(model.config).names, added_to(model)
