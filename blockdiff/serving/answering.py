@@ -264,9 +264,9 @@ def usage_of(job: Job, results: Sequence[Result | None]) -> Usage:
     )
 
 
-def error_body(error: Exception, param: str | None = None) -> tuple[int, dict[str, Any]]:
+def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
     """The status and the body of an error, in OpenAI's form."""
-    status, kind, code = 500, "server_error", None
+    status, kind, code, param = 500, "server_error", None, getattr(error, "param", None)
     if isinstance(error, NoModelError):
         status, kind, code, param = 404, "invalid_request_error", "model_not_found", "model"
     elif isinstance(error, RequestError):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -32,7 +31,6 @@ LOG = logging.getLogger("blockdiff.serving")
 # A file each; each takes the Server.
 ROUTERS = (chat.router, completions.router, reads.router, operations.router, page.router)
 RETRY_SECONDS = "1"
-NO_OBJECT = "the body is not a JSON object; send one with the header Content-Type: application/json"
 
 
 def app(
@@ -68,7 +66,6 @@ def app(
     if access.origins:  # whose pages may read the answers, too
         found.add_middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"])
     found.add_exception_handler(BlockdiffError, failed)
-    found.add_exception_handler(RequestValidationError, _invalid)
     found.add_exception_handler(HTTPException, _unknown)
     found.add_exception_handler(Exception, failed)
     for router in ROUTERS:
@@ -84,41 +81,11 @@ async def failed(_: HttpRequest, error: Exception) -> JSONResponse:
     return JSONResponse(body, status, headers={"retry-after": RETRY_SECONDS} if isinstance(error, Full) else None)
 
 
-async def _invalid(http: HttpRequest, error: Exception) -> JSONResponse:
-    """A body that is none of the protocol's: the first thing that is wrong with it, and where."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    if not isinstance(error.body, dict):
-        return _refused(NO_OBJECT)
-    place = _place(first["loc"][1:], error.body)
-    words = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        words = f"is not a field of {http.url.path}; leave it out"
-    elif first["type"] == "value_error":
-        place, words = words.partition(" ")[0].rstrip(":"), words.partition(" ")[2]
-    else:
-        words = f"{words[:1].lower()}{words[1:]}"
-    return _refused(f"{place}: {words}" if place else words, place or None)
-
-
-def _place(parts: Sequence[Any], body: Any) -> str:
-    """The path of a field, without the names that pydantic puts behind it for the alternatives of its type."""
-    path = []
-    for part in parts:
-        if not isinstance(body, dict | list) or (isinstance(body, list) and not isinstance(part, int)):
-            break
-        path.append(str(part))
-        body = body.get(part) if isinstance(body, dict) else body[part]
-    return ".".join(path)
-
-
 async def _unknown(http: HttpRequest, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.url.path}: {error.detail}"
     if http.url.path.startswith("/v1/responses"):
         message = "/v1/responses is not served; use /v1/chat/completions (docs/serving.md says why)"
-    if error.status_code == 400:  # FastAPI's own, for bytes that no JSON has
-        message = NO_OBJECT
     return _refused(message, None, error.status_code, error.headers)
 
 

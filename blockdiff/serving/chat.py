@@ -29,7 +29,8 @@ from blockdiff.serving.answers import (
     ToolCall,
     TopLogprob,
 )
-from blockdiff.serving.content import check_parts
+from blockdiff.serving.bodies import read_body
+from blockdiff.serving.content import served_messages
 from blockdiff.serving.mapping import FORMS, check_size, common_fields, seed_of
 from blockdiff.serving.protocol import ChatRequest, NamedChoice
 from blockdiff.serving.reading import News, Reader
@@ -42,7 +43,8 @@ def router(server: Server) -> APIRouter:
     routes = APIRouter()
 
     @routes.post(PATH)
-    async def chat(body: ChatRequest, http: HttpRequest) -> Response:
+    async def chat(http: HttpRequest) -> Response:
+        body = await read_body(http, ChatRequest)
         server.check_model(body.model)
         return await respond(server, http, await run_in_threadpool(job_of, body, server))
 
@@ -112,10 +114,9 @@ def job_of(body: ChatRequest, server: Server) -> Job:
             set_form(fields, regex=regex_of_call(body.tools, forced))
         fields["stop"] = ()  # which would cut the call
     has_form = any(fields.get(name) is not None for name in FORMS)
-    check_parts(body.messages, limits)
     request = Request(
         uuid.uuid4().hex,
-        messages=body.messages,
+        messages=served_messages(body.messages, limits),
         tools=body.tools if body.tools and body.tool_choice != "none" else None,
         scores=body.logprobs,
         top_logprobs=body.top_logprobs,

@@ -7,10 +7,12 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
+from fastapi.concurrency import run_in_threadpool
 
 from blockdiff.sampling.request import Request
 from blockdiff.serving.answering import Job, Server, respond
 from blockdiff.serving.answers import CompletionChoice, CompletionLogprobs
+from blockdiff.serving.bodies import read_body
 from blockdiff.serving.mapping import FORMS, check_size, common_fields, seed_of
 from blockdiff.serving.protocol import CompletionRequest
 from blockdiff.serving.reading import News, Reader
@@ -23,9 +25,10 @@ def router(server: Server) -> APIRouter:
     routes = APIRouter()
 
     @routes.post(PATH)
-    async def complete(body: CompletionRequest, http: HttpRequest) -> Response:
+    async def complete(http: HttpRequest) -> Response:
+        body = await read_body(http, CompletionRequest)
         server.check_model(body.model)
-        return await respond(server, http, job_of(body, server))
+        return await respond(server, http, await run_in_threadpool(job_of, body, server))
 
     return routes
 

@@ -1,29 +1,61 @@
-"""The messages of a body: images come as data URIs alone, and everything else that is no text is refused by name."""
+"""The messages of a body: their fields are known, and their images are bytes before anything could open a path."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from blockdiff.data.messages import BadRow, image_source
 from blockdiff.errors import RequestError
 from blockdiff.serving.limits import Limits
 from blockdiff.serving.mapping import check_size
 
+FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
+IGNORED = ("refusal", "annotations", "audio", "function_call")  # of an assistant's message; null in answers with text
 
-def check_parts(messages: Sequence[Mapping[str, Any]], limits: Limits) -> None:
-    """Raise RequestError for parts of other types than `text` and `image_url`, and for too many images.
 
-    A part `image`, which could name a file, is one of them. `image_url` is refused elsewhere where it is no data URI.
+def served_messages(messages: Sequence[Mapping[str, Any]], limits: Limits) -> list[dict[str, Any]]:
+    """The messages with the bytes of their images.
+
+    RequestError for fields that messages of the protocol do not have, for parts of other types than `text` and
+    `image_url`, for an image that is no data URI, and for too many images.
     """
-    count = 0
-    for place, message in enumerate(messages):
-        content = message.get("content")
-        for number, part in enumerate(content if isinstance(content, list) else ()):
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind not in ("text", "image_url"):
-                raise RequestError(
-                    f"messages[{place}].content[{number}] is {str(kind)!r:.60}; this server takes parts of the types "
-                    "text and image_url"
-                )
-            count += kind == "image_url"
+    served = [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    contents = (message["content"] for message in served if isinstance(message.get("content"), list))
+    count = sum(part["type"] == "image" for content in contents for part in content)
     check_size("the images of messages", count, limits.images)
+    return served
+
+
+def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    given = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if unknown := next((key for key in given if key not in FIELDS + IGNORED), None):
+        raise RequestError(f"{name}.{unknown:.60} is not a field of a message; a message has role and content")
+    if "role" not in given:
+        raise RequestError(f"{name} has no role; add it")
+    if used := next((key for key in IGNORED if given.get(key)), None):
+        raise RequestError(f"{name}.{used} is not supported by this server; leave it out")
+    served = {key: value for key, value in given.items() if key in FIELDS}
+    content = served.get("content")
+    if isinstance(content, list):
+        served["content"] = [_part(part, f"{name}.content[{number}]") for number, part in enumerate(content)]
+    return served
+
+
+def _part(part: Any, name: str) -> dict[str, Any]:
+    """A part of text as it is, or an image with its bytes."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text":
+        return {"type": "text", "text": part.get("text")}
+    if kind != "image_url":
+        raise RequestError(f"{name} is {str(kind)!r:.60}; this server takes parts of the types text and image_url")
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, Mapping) else url
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise RequestError(
+            f"{name}.image_url is no data URI, and no address is fetched; write data:image/png;base64,..."
+        )
+    try:
+        return {"type": "image", "image": image_source(url, f"{name}.image_url")}
+    except BadRow as error:
+        raise RequestError(str(error)) from None

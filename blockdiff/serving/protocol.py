@@ -6,8 +6,9 @@ Every field is honoured, passed because it changes no answer, or refused by name
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
+from annotated_types import MaxLen
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # Fields that change no answer.
@@ -38,10 +39,27 @@ INSTEAD = {
 }
 
 
+T = TypeVar("T")
+# A list is refused at its first item of another type: the errors of a million items would take gigabytes.
+Items = Annotated[list[T], Field(fail_fast=True)]
+Short = Annotated[str, MaxLen(1000)]
+MOST_MESSAGES, MOST_TEXTS = 10_000, 1000
+
+
 class Body(BaseModel):
     """An object whose fields are all known, and have the types that JSON says."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, given: Any) -> Any:
+        """Leave out all unknown fields but the first, which is refused."""
+        if not isinstance(given, dict):
+            return given
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in given if name not in names), None)
+        return {name: value for name, value in given.items() if name in names or name == unknown}
 
 
 class StreamOptions(Body):
@@ -54,11 +72,11 @@ class StreamOptions(Body):
 class Asked(Body):
     """The fields that chats and completions share."""
 
-    model: str | None = None
+    model: Short | None = None
     seed: int | None = None
     n: int = Field(1, ge=1)
     max_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[Items[str], MaxLen(MOST_TEXTS)] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool = False
@@ -71,10 +89,10 @@ class Asked(Body):
     template: str | None = None
     draft: str | None = None
     noise: float | None = None
-    strategy: str | None = None
+    strategy: Short | None = None
     steps: int | None = Field(None, ge=1)
     best_of: int = Field(1, ge=1)
-    banned: list[str | int] = []
+    banned: Annotated[Items[str | int], MaxLen(MOST_TEXTS)] = []
     repetition_penalty: float = 1.0
 
     @model_validator(mode="before")
@@ -104,7 +122,7 @@ class Asked(Body):
 class JsonSchemaFormat(Body):
     """A named schema."""
 
-    name: str = ""
+    name: Short = ""
     description: str | None = None
     strict: bool | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -120,7 +138,7 @@ class ResponseFormat(Body):
 class NamedFunction(Body):
     """The name of a function."""
 
-    name: str
+    name: Short
 
 
 class NamedChoice(Body):
@@ -133,12 +151,12 @@ class NamedChoice(Body):
 class ChatRequest(Asked):
     """The body of `POST /v1/chat/completions`. Messages and tools are checked where rows of training are."""
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[Items[dict[str, Any]], MaxLen(MOST_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] = []
+    tools: Annotated[Items[dict[str, Any]], MaxLen(MOST_TEXTS)] = []
     tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
@@ -160,5 +178,5 @@ class ChatRequest(Asked):
 class CompletionRequest(Asked):
     """The body of `POST /v1/completions`: raw texts or tokens to continue."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     logprobs: int | None = Field(None, ge=0, le=5)

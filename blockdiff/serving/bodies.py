@@ -1,0 +1,76 @@
+"""The bodies of requests: read as JSON, off the event loop where they are large, and checked up to the first error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from fastapi import Request as HttpRequest
+from fastapi.concurrency import run_in_threadpool
+from pydantic import ValidationError
+
+from blockdiff.errors import RequestError
+from blockdiff.serving.protocol import Body
+
+LARGE_BYTES = 1 << 16  # of a body that another thread reads
+NO_OBJECT = "the body is not a JSON object; send one with the header Content-Type: application/json"
+Read = TypeVar("Read", bound=Body)
+
+
+class BadBody(RequestError):
+    """A body is none of the protocol's; `param` is the field where it first is not."""
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+async def read_body(http: HttpRequest, kind: type[Read]) -> Read:
+    """The body of a request; BadBody says what is wrong first."""
+    content, media_type = await http.body(), http.headers.get("content-type", "").partition(";")[0].strip()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise BadBody(NO_OBJECT)
+    if len(content) < LARGE_BYTES:
+        return parsed_body(content, kind, http.url.path)
+    return await run_in_threadpool(parsed_body, content, kind, http.url.path)
+
+
+def parsed_body(content: bytes, kind: type[Read], path: str) -> Read:
+    """The object that the JSON says; BadBody says what is wrong first, and quotes little of it."""
+    try:
+        given = json.loads(content, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise BadBody(NO_OBJECT) from None
+    if not isinstance(given, dict):
+        raise BadBody(NO_OBJECT)
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+    place = _place(first["loc"], given, first["type"] == "missing")
+    words = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        words = f"is not a field of {path}; leave it out"
+    elif first["type"] == "value_error":
+        place, _, words = words.partition(" ")
+        place = place.rstrip(":")
+    else:
+        words = f"{words[:1].lower()}{words[1:]}"
+    raise BadBody(f"{place}: {words}" if place else words, place or None)
+
+
+def _place(location: Sequence[Any], value: Any, is_missing: bool) -> str:
+    """The path of a field, without the names that pydantic puts behind it for the alternatives of its type."""
+    path = []
+    for part in location:
+        is_there = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        if not is_there and not (is_missing and isinstance(value, dict)):
+            break
+        path.append(f"{part!s:.80}")
+        value = value.get(part) if isinstance(value, dict) else value[part]
+    return ".".join(path)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
