@@ -182,11 +182,6 @@ def piecewise_digest(path: Path) -> str:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def is_of_digest(path: Path, said: str) -> bool:
-    """True for a file of this digest, that of its pieces or, as earlier versions made it, `digest`. Raises OSError."""
-    return said == (piecewise_digest(path) if ":" in said else digest(path))
-
-
 def _hash(content: bytes | bytearray | memoryview) -> bytes:
     return hashlib.blake2b(content).digest()
 

@@ -160,9 +160,6 @@ def read(path: Path) -> list[Record]:
                 raise TypeError
         except (ValueError, TypeError, KeyError, RecursionError):
             raise RunError(f"{path}:{number}: not a metrics record; remove the line to go on") from None
-        # Logs of version 0.1.0 have no kinds.
-        if (known := next((METRICS[key].kind for key in record if key in METRICS), None)) is not None:
-            record.setdefault("kind", known)
         records.append(record)
     return records
 

@@ -11,11 +11,8 @@ from blockdiff.sampling.strategies import Composed, parse_strategy
 from blockdiff.sampling.strategy import Canvases, Decision, Shape, Strategy
 from blockdiff.sampling.trace import CommittedCanvas, Recorder, Step, Trace, write_traces
 
-Choices = DiffusionSettings  # its name in 0.1.0
-
 __all__ = [
     "Canvases",
-    "Choices",
     "CommittedCanvas",
     "Composed",
     "Decision",

@@ -33,7 +33,7 @@ from blockdiff.training.freeze import count_parts
 from blockdiff.training.plan.device_memory import require_kept, require_step
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
-from blockdiff.training.same_run import as_begun, facts_of, objective_record
+from blockdiff.training.same_run import objective_record, resume_facts
 from blockdiff.training.starting_model import StartingModel, computed_in, read_starting_model, without_weights
 
 
@@ -66,8 +66,6 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     line each.
     """
     base = read_starting_model(recipe)
-    if saved is not None and base.denoises:
-        recipe = as_begun(recipe, saved, ranks)
     objective = without_weights(recipe, base)
     model = objective.model
     mesh = mesh_of(recipe, ranks)
@@ -122,7 +120,7 @@ def build(recipe: Recipe, ranks: Ranks, show: Progress, saved: Path | None = Non
     )
     average = Ema(objective, recipe.optim.ema) if recipe.optim.ema is not None else None
 
-    facts, step = facts_of(recipe, base, data, objective), 0
+    facts, step = resume_facts(recipe, base, data, objective), 0
     if saved is not None:
         step = restore(saved, objective, optimiser, facts, average=average, ranks=ranks)
         if step > data.steps:

@@ -24,9 +24,7 @@ from blockdiff.tensor_pieces import is_spread
 
 FOLDER, TRAINER, PIECES = CHECKPOINTS, "trainer.json", "pieces.json"
 MODEL, OPTIMISER, AVERAGE = KINDS = ("model", "optimiser", "ema")  # the tensors, and how their files begin
-# Of trainer.json. Without a format it is 1, whose facts have the recipe keys of before. 2, and 3 with pieces of several
-# ranks, have digests of whole files, and 4 those of `PiecewiseDigest`.
-FORMAT, READABLE = 4, (2, 3, 4)
+FORMAT = 5  # of trainer.json and what it lists; a checkpoint of another one is refused
 ALONE = Ranks(torch.device("cpu"))
 SHARED = ("qmap1", "qmap2")  # tables that bitsandbytes keeps once for all parameters
 # Of parameter groups: the rate is set before every step, the others say how this machine computes.

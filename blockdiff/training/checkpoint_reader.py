@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from blockdiff import __version__
 from blockdiff.checkpoint.files import first_line
 from blockdiff.errors import CheckpointError, RunError
 from blockdiff.files import digest, seal
@@ -28,7 +29,6 @@ from blockdiff.training.checkpoint_content import (
     FORMAT,
     MODEL,
     OPTIMISER,
-    READABLE,
     TRAINER,
     Facts,
     require_like,
@@ -38,7 +38,7 @@ from blockdiff.training.checkpoint_content import (
 from blockdiff.training.ema import Ema
 from blockdiff.training.saved_tensors import SavedTensors
 
-# Facts that may differ when a run goes on; they say in which parts sums are made. Older runs may lack one.
+# Facts that may differ when a run goes on: they say in which parts sums are made.
 ROUNDING = ("train.micro_batch_size", "objective.sweep")
 # Facts that are compared by a hash, which says nothing to a reader.
 HASHED = {
@@ -84,9 +84,9 @@ def restore(
                     f"{written}: was removed or edited since step {trainer['step']} was saved{rest}", stacklevel=2
                 )
     changed = [
-        f"saved with {key} {json.dumps(was[key])}, resumed with {json.dumps(now.get(key))}"
+        f"saved with {key} {json.dumps(was.get(key))}, resumed with {json.dumps(now.get(key))}"
         for key in ROUNDING
-        if key in was and was[key] != now.get(key)
+        if was.get(key) != now.get(key)
     ]
     if ranks.world != world:
         changed.append(f"saved by {world} process{'es' * (world > 1)}, resumed by {ranks.world}")
@@ -126,24 +126,17 @@ def open_checkpoint(checkpoint: Path) -> SavedTensors:
         return _verified(checkpoint, trainer, [kind for kind in (MODEL, AVERAGE) if saved.has(kind)], ALONE)
 
 
-def saved_facts(checkpoint: Path) -> dict[str, Any]:
-    """The facts of the run that a checkpoint is of; RunError for files that are not as they were written."""
-    with _readable(checkpoint):
-        facts: dict[str, Any] = _trainer_of(checkpoint)["facts"]
-    return facts
-
-
 def _trainer_of(checkpoint: Path) -> dict[str, Any]:
     """The content of trainer.json; ValueError where it was changed, RunError for one of another format."""
     trainer: dict[str, Any] = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
     if not isinstance(trainer, dict) or "facts" not in trainer:
         raise ValueError(f"{TRAINER} has changed since it was written")
-    if trainer.get("format", 1) > FORMAT:
-        raise RunError(f"{checkpoint}: was written by a later blockdiff; go on with that version")
-    if trainer.get("format") not in READABLE:
+    if trainer.get("format") != FORMAT:
+        writer = f"blockdiff {trainer['version']}" if "version" in trainer else "an unreleased blockdiff"
         raise RunError(
-            f"{checkpoint}: the run was started by an earlier blockdiff, whose recipes have other keys; go on with "
-            "that version, or start another run from its weights with model.path"
+            f"{checkpoint}: was written by {writer} in format {trainer.get('format')}, and this is blockdiff "
+            f"{__version__}, which reads format {FORMAT}; go on with that version, or start another run from its "
+            "weights with model.path"
         )
     if trainer.pop("seal") != seal(trainer):
         raise ValueError(f"{TRAINER} has changed since it was written")

@@ -19,9 +19,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from blockdiff import __version__
 from blockdiff.checkpoint.stream import WORDS, TensorSource, write_stream
 from blockdiff.errors import RESUME, RunError
-from blockdiff.files import digest, hidden_directory, publish, seal, sync, unwritten, write_text
+from blockdiff.files import digest, hidden_directory, piecewise_digest, publish, seal, sync, unwritten, write_text
 from blockdiff.metrics import FILE_NAME, SAMPLES
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.tensor_pieces import Block, Piece, is_spread, piece_of
@@ -82,7 +83,7 @@ class CheckpointWriter:
         self._mine = mine = {kind: _owned(named, ranks.rank) for kind, named in tensors.items()}
         self._needed = sum(piece.local.nbytes for named in mine.values() for piece in named.values())
         kept = {"step": step, "world": ranks.world, "facts": dict(facts), "optimiser": values}
-        self._trainer = {"format": FORMAT, **kept}
+        self._trainer = {"format": FORMAT, "version": __version__, **kept}
         self.step = step
         with ranks.guarded(f"saving step {step}"), self._abandoned_if_it_fails():
             if self._is_sharded:
@@ -215,7 +216,7 @@ class CheckpointWriter:
         (self._beside / PIECES).write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
         sync(self._beside / PIECES)
         digests = {name: value for part in parts for name, value in part["digests"].items()}
-        return {**digests, PIECES: digest(self._beside / PIECES)}
+        return {**digests, PIECES: piecewise_digest(self._beside / PIECES)}
 
     def _agreed_directory(self) -> Path:
         """The hidden directory that rank 0 makes; RunError where it cannot, or where another rank does not see it."""

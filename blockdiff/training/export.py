@@ -145,8 +145,9 @@ def consolidate(
     run = saved.absolute().parents[1]
     if not (run / RECIPE).is_file():
         raise RunError(f"{saved}: {run} has no {RECIPE}, which says what the weights belong to; keep them together")
+    tensors = open_checkpoint(saved)  # before the recipe, whose keys another version may have called otherwise
     recipe = read_recipe(run / RECIPE, needs_data=False)
-    tensors, found = open_checkpoint(saved), read_starting_model(recipe)
+    found = read_starting_model(recipe)
     weights = tensors.tensors(WEIGHTS)
     kept = weights[next(name for name in ("vocabulary.table", *weights) if name in weights)].dtype
     objective = without_weights(recipe, found, dtype=None if recipe.lora.trains else kept)

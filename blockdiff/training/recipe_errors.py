@@ -6,11 +6,8 @@ import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 from pydantic import ValidationError
-
-from blockdiff.errors import RecipeError
 
 Key = tuple[str, ...]
 Place = tuple[str, Path | None]  # where a key stands, and what its paths are relative to (None: they are absolute)
@@ -20,32 +17,6 @@ Keys = Mapping[Key, list[str]]  # the keys below each key
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")  # pydantic's names
 # The keys that take sources of rows.
 SOURCES = (("data", "train"), ("data", "heldout"), ("evaluation", "prompts"))
-# The keys of older recipes, and how each value is written now.
-OLD = {
-    ("objective", "power"): "objective.schedule: {polynomial: {power: VALUE}}",
-    ("objective", "time_mean"): "objective.time: {logit_normal: {mean: VALUE}}",
-    ("objective", "time_std"): "objective.time: {logit_normal: {std: VALUE}}",
-    ("objective", "eps"): "objective.time: {stratified: {eps: VALUE}}",
-    ("objective", "mask_token"): "objective.corruption: {mask: {token: VALUE}}",
-    ("objective", "weight_max"): "objective.weight: {elbo: {limit: VALUE}}",
-    ("objective", "ar_weight"): "objective.ar_loss: VALUE",
-    ("objective", "ar_scope"): "objective.ar_loss: {scope: VALUE}",
-    ("data", "which"): "data.canvases: {VALUE: N}",
-    ("data", "shuffle_buffer"): "data.streaming: {shuffle_buffer: VALUE}",
-    ("data", "too_long"): "data.max_length: {VALUE: N}",
-    ("optim", "decay_steps"): "optim.schedule: {wsd: {decay_steps: VALUE}}",
-    ("optim", "final_lr_ratio"): "optim.schedule: {cosine: {final_ratio: VALUE}}",
-}
-
-
-def refuse_old(tree: Mapping[str, Any], origins: Origins) -> None:
-    """Raise RecipeError for keys of older recipes, with what to write instead of each."""
-    sections = {name: section for name, section in tree.items() if isinstance(section, dict)}
-    found = [(name, key) for name, section in sections.items() for key in section if (name, key) in OLD]
-    if found:
-        keys = ", ".join(map(".".join, found)) + (": are keys" if len(found) > 1 else ": is a key")
-        new = ", ".join(OLD[name, key].replace("VALUE", str(tree[name][key])) for name, key in found)
-        raise RecipeError(f"{origins[found[0]][0]}: {keys} of older recipes; write {new}; leave out what had no effect")
 
 
 def one_line(error: ValidationError, keys: Keys, origins: Origins, path: str) -> str:

@@ -16,7 +16,7 @@ from blockdiff.errors import RecipeError
 from blockdiff.files import is_hub_id, matching
 from blockdiff.training.recipe import CHOICES, KEYS, Recipe, Section
 from blockdiff.training.recipe_choices import OneOf
-from blockdiff.training.recipe_errors import SOURCES, Key, Origins, Place, one_line, refuse_old
+from blockdiff.training.recipe_errors import SOURCES, Key, Origins, Place, one_line
 
 # Keys of which a recipe has one: choosing one replaces the other in what it derives from.
 ONE_OF_TWO = {"model": ("path", "preset"), "train": ("steps", "epochs"), "lora": ("rank", "parts")}
@@ -70,7 +70,6 @@ def read_recipe(
             if directory is not None:
                 name = ".".join(filter(None, key))
                 inner[last] = _located(inner[last], name, origin, directory, must_exist)
-    refuse_old(merged, origins)
     try:
         return Recipe.model_validate(merged)
     except RecipeError as error:  # which knows nothing of the layers

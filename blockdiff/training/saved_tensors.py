@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blockdiff.checkpoint.files import tensors_in
 from blockdiff.checkpoint.stream import DTYPE_OF
-from blockdiff.files import is_of_digest
+from blockdiff.files import piecewise_digest
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.tensor_pieces import Block
 from blockdiff.training.checkpoint_content import PIECES
@@ -67,7 +67,7 @@ class SavedTensors:
         try:
             names = self.files(kinds)
             for name in _dealt({name: self._path(name).stat().st_size for name in names}, ranks.world)[ranks.rank]:
-                if not is_of_digest(self._path(name), self.digests[name]):
+                if piecewise_digest(self._path(name)) != self.digests[name]:
                     return f"{name} has changed since it was written"
         except OSError as error:
             return f"{Path(error.filename or self.checkpoint).name}: {error.strerror}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockdiff.errors import RunError
-from blockdiff.metrics import METRICS, MetricsLog, of_kind, read, reproducible
+from blockdiff.metrics import METRICS, MetricsLog, read, reproducible
 from blockdiff.training.clock import Clock
 
 pytestmark = pytest.mark.quick
@@ -45,7 +45,7 @@ def test_a_line_cut_short_by_a_kill_is_left_out_and_the_next_one_is_whole(tmp_pa
     assert [record["step"] for record in read(log.path)] == [1]
     assert [record["step"] for record in log.cut(2)] == [1]
     log.append({"step": 2, "loss": 0.5})
-    assert read(log.path)[-1] == {"step": 2, "loss": 0.5, "kind": "train"}
+    assert read(log.path)[-1] == {"step": 2, "loss": 0.5}
 
 
 def test_cutting_back_a_run_that_never_logged_is_fine(tmp_path):
@@ -63,20 +63,6 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
 def test_a_number_that_json_cannot_hold_is_refused(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         MetricsLog(tmp_path / "metrics.jsonl").append({"step": 1, "loss": float("nan")})
-
-
-def test_records_of_older_runs_get_the_kind_that_their_keys_have(tmp_path):
-    records = [
-        {"step": 0, "heldout_canvas_loss": 5.0, "heldout_levels": []},
-        {"step": 1, "loss": 1.0, "canvas_loss": 1.0, "skipped": 0},
-        {"step": 1, "sample_accuracy": 0.5},
-        {"step": 2, "skipped": 1, "not_finite": "gradient", "not_finite_ids": [3]},
-    ]
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    for record in records:
-        log.append(record)
-    assert [record["kind"] for record in read(log.path)] == ["heldout", "train", "sample", "skipped"]
-    assert of_kind(read(log.path), "train") == [records[1] | {"kind": "train"}]
 
 
 def test_what_clocks_and_machines_say_is_not_reproducible():

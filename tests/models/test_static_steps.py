@@ -19,7 +19,7 @@ from blockdiff.kernels import launch as launching
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.models.page_rows import PagedRow
 from blockdiff.models.pages import Pages
-from blockdiff.sampling import Choices
+from blockdiff.sampling import DiffusionSettings
 from blockdiff.sampling.calls import StepCall, StepInputs
 from blockdiff.sampling.canvas_controls import ControlBuffers, controlled_stats, controls_of
 from blockdiff.sampling.canvas_step import CanvasStep
@@ -114,7 +114,7 @@ def test_what_holds_canvases_reads_nothing_and_brings_nothing_from_the_host(aske
     model = model_on("meta")
     tokens_BL, step_B = torch.zeros(2, L, dtype=torch.int64, device=device), torch.zeros(2, device=device).long()
     uniform_BL, hidden_BLD = torch.zeros(2, L, device=device), torch.zeros(2, L, D, device=device)
-    noise = Choices() if mask_id is None else Choices(corruption="mask", mask_id=mask_id)
+    noise = DiffusionSettings() if mask_id is None else DiffusionSettings(corruption="mask", mask_id=mask_id)
     settings = settings_of(model, tokenizer, Generation(eos_ids=(1,), pad_id=0), noise)
     control = control_of(Request(0, tokens=[3], **asked), [3], settings, canvases=2, max_steps=4, device=device)
     [held] = controls_of([control.begin(0, [], n) for n in range(2)], L, model.vocab_size, device)

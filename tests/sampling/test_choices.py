@@ -14,7 +14,7 @@ from blockdiff.diffusion.corruption import MaskCorruption, UniformCorruption
 from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import CheckpointError
 from blockdiff.objective import Objective
-from blockdiff.sampling import Choices, Generation, Recorder, Request, Sampler
+from blockdiff.sampling import DiffusionSettings, Generation, Recorder, Request, Sampler
 from tests.oracle import tiny_config
 from tests.scripted import ScriptedModel, random_script, sampler_for
 
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.quick
 
 L, V, MASK = 8, 40, 39
 GENERATION = Generation(max_steps=12, max_new_tokens=2 * L)
-MASKED = Choices(corruption="mask", mask_id=MASK)
+MASKED = DiffusionSettings(corruption="mask", mask_id=MASK)
 
 
 def scripted(targets=None, calm=None) -> ScriptedModel:
     return ScriptedModel(random_script(L, V, targets or {}, calm or {}), L, V)
 
 
-def steps_of(choices: Choices | None, script=None, **settings) -> tuple[Recorder, list]:
+def steps_of(choices: DiffusionSettings | None, script=None, **settings) -> tuple[Recorder, list]:
     recorder = Recorder()
     model = ScriptedModel(script, L, V) if script else scripted(calm={9: 4})
     generation = Generation(max_steps=12, max_new_tokens=2 * L, **settings)
@@ -82,7 +82,7 @@ def test_the_mask_token_is_never_predicted_however_likely_the_model_says_it_is()
 
 def test_uniform_models_sample_as_they_did():
     """From uniform noise, and the last token of the vocabulary is as good as any other."""
-    default, plain = (steps_of(choices) for choices in (None, Choices()))
+    default, plain = (steps_of(choices) for choices in (None, DiffusionSettings()))
     assert default[1] == plain[1]
     starts = [step.tokens for trace in plain[0].traces for step in trace.steps if step.step == 0]
     assert all(len(set(start)) > 2 for start in starts)
@@ -98,7 +98,7 @@ def test_a_mask_model_draws_for_each_request_alone():
 def test_a_real_model_fills_masks():
     model = checkpoint.init(tiny_config(canvas_length=L), seed=0, device="cpu", kernels="torch")
     mask_id = 100
-    choices = Choices(corruption="mask", mask_id=mask_id)
+    choices = DiffusionSettings(corruption="mask", mask_id=mask_id)
     recorder = Recorder()
     sampler = Sampler(model, None, Generation(max_steps=8, max_new_tokens=L), choices)
     [result] = sampler.generate([Request(0, tokens=[5, 6, 7])], on_step=recorder.step, on_canvas=recorder.canvas)
@@ -110,24 +110,24 @@ def test_a_real_model_fills_masks():
 
 
 def test_the_released_rules_take_the_logits_of_a_leave_one_out_model_as_they_are():
-    _, results = steps_of(Choices(prediction="leave_one_out"))
+    _, results = steps_of(DiffusionSettings(prediction="leave_one_out"))
     assert results == steps_of(None)[1]
 
 
 def test_no_model_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        steps_of(None), steps_of(MASKED), steps_of(Choices(prediction="leave_one_out"))
+        steps_of(None), steps_of(MASKED), steps_of(DiffusionSettings(prediction="leave_one_out"))
 
 
 # -- the file ------------------------------------------------------------------------------------------------
 
 
 def test_choices_survive_their_file(tmp_path):
-    assert Choices.from_pretrained(tmp_path) == Choices()
-    ours = Choices("posterior", "mask", 7, {"schedule": "cosine", "eps": 1e-4})
+    assert DiffusionSettings.from_pretrained(tmp_path) == DiffusionSettings()
+    ours = DiffusionSettings("posterior", "mask", 7, {"schedule": "cosine", "eps": 1e-4})
     ours.save(tmp_path)
-    assert Choices.from_pretrained(tmp_path) == ours
+    assert DiffusionSettings.from_pretrained(tmp_path) == ours
     assert [file.name for file in tmp_path.iterdir()] == ["blockdiff.json"]
 
 
@@ -135,11 +135,13 @@ def test_the_choices_of_an_objective_come_from_its_parts():
     def objective(corruption, **options) -> Objective:
         return Objective(torch.nn.Linear(1, 1), Linear(), corruption, **options)
 
-    assert Choices.of(objective(UniformCorruption(V))) == Choices()
-    assert Choices.of(objective(MaskCorruption(7)), {"schedule": "linear"}) == Choices(
+    assert DiffusionSettings.of(objective(UniformCorruption(V))) == DiffusionSettings()
+    assert DiffusionSettings.of(objective(MaskCorruption(7)), {"schedule": "linear"}) == DiffusionSettings(
         "posterior", "mask", 7, {"schedule": "linear"}
     )
-    assert Choices.of(objective(UniformCorruption(V), prediction="leave_one_out")).prediction == "leave_one_out"
+    assert (
+        DiffusionSettings.of(objective(UniformCorruption(V), prediction="leave_one_out")).prediction == "leave_one_out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,13 +163,13 @@ def test_the_choices_of_an_objective_come_from_its_parts():
 def test_a_file_that_cannot_be_used_is_named_in_one_line(tmp_path, text, reason):
     (tmp_path / "blockdiff.json").write_text(text)
     with pytest.raises(CheckpointError, match=reason) as error:
-        Choices.from_pretrained(tmp_path)
+        DiffusionSettings.from_pretrained(tmp_path)
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_mask_token_outside_the_vocabulary_is_refused():
     with pytest.raises(CheckpointError, match="mask_id 40 is none of the model's 40 tokens"):
-        Sampler(scripted(), None, GENERATION, Choices(corruption="mask", mask_id=V))
+        Sampler(scripted(), None, GENERATION, DiffusionSettings(corruption="mask", mask_id=V))
 
 
 def test_without_choices_those_beside_the_weights_decide(tmp_path):
@@ -175,15 +177,15 @@ def test_without_choices_those_beside_the_weights_decide(tmp_path):
     model = scripted()
     model.carried = Carried(side_files=(tmp_path / "tokenizer.json", tmp_path / "blockdiff.json"))
     assert Sampler(model, None, GENERATION).choices == MASKED
-    assert Sampler(model, None, GENERATION, Choices()).choices == Choices()
+    assert Sampler(model, None, GENERATION, DiffusionSettings()).choices == DiffusionSettings()
 
 
 def test_choices_travel_with_a_checkpoint(tmp_path):
     model = checkpoint.init(tiny_config(canvas_length=L), seed=0, device="cpu", kernels="torch")
     first, second = tmp_path / "first", tmp_path / "second"
     checkpoint.save(model, first)
-    Choices(corruption="mask", mask_id=100).save(first)
+    DiffusionSettings(corruption="mask", mask_id=100).save(first)
     loaded = checkpoint.load(first, dtype="float32", device="cpu", kernels="torch")
     assert Sampler(loaded, None, GENERATION).choices.mask_id == 100
     checkpoint.save(loaded, second)
-    assert Choices.from_pretrained(second).mask_id == 100
+    assert DiffusionSettings.from_pretrained(second).mask_id == 100

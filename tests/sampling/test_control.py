@@ -13,7 +13,7 @@ import torch
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.errors import RequestError
-from blockdiff.sampling import Choices, Recorder, Request, Sampler, canvas_controls
+from blockdiff.sampling import DiffusionSettings, Recorder, Request, Sampler, canvas_controls
 from blockdiff.sampling.calls import StepInputs
 from blockdiff.sampling.canvas_controls import controls_of
 from blockdiff.sampling.control import ResponseControl, control_of
@@ -37,14 +37,14 @@ V = 3 + len(LETTERS) + 2  # two ids that the tokenizer does not have
 L = 6
 TOKENIZER = character_tokenizer(LETTERS)
 MASK = V - 1
-MASKED = Choices(corruption="mask", mask_id=MASK)
+MASKED = DiffusionSettings(corruption="mask", mask_id=MASK)
 
 
 def settings(canvases: int = 3, **changes) -> Generation:
     return Generation(max_steps=5, max_new_tokens=canvases * L, eos_ids=(EOS,), pad_id=PAD, **changes)
 
 
-def sampler(canvases: int = 3, choices: Choices | None = None, script=None, tokenizer=TOKENIZER) -> Sampler:
+def sampler(canvases: int = 3, choices: DiffusionSettings | None = None, script=None, tokenizer=TOKENIZER) -> Sampler:
     model = ScriptedModel(script or random_script(L, V, {}, {}), L, V)
     return sampler_for(model, tokenizer, settings(canvases), choices)
 
@@ -54,7 +54,7 @@ def asked(**options) -> Request:
 
 
 def answering(tokenizer, length: int = L, mask_id: int | None = None) -> SamplingSettings:
-    noise = Choices() if mask_id is None else Choices(corruption="mask", mask_id=mask_id)
+    noise = DiffusionSettings() if mask_id is None else DiffusionSettings(corruption="mask", mask_id=mask_id)
     return SamplingSettings(tokenizer, Generation(eos_ids=(EOS,), pad_id=PAD), noise, Composed(), length, V)
 
 

@@ -12,7 +12,7 @@ import yaml
 from blockdiff.data.collate import AllCanvases, RandomCanvases
 from blockdiff.training.recipe import KEYS, Recipe
 from blockdiff.training.recipe_choices import ArLoss
-from blockdiff.training.recipe_errors import OLD, paths
+from blockdiff.training.recipe_errors import paths
 from blockdiff.training.recipe_files import FILE_KEYS, read_recipe
 from blockdiff.training.schedule import CosineDecay
 from tests.recipes import MINIMAL, MINIMAL_TREE, refusal, write
@@ -214,7 +214,6 @@ def test_every_known_path_is_a_field() -> None:
     known = paths(KEYS)
     assert len(known) == len(set(known))
     assert {".".join(key[:2]) for key in FILE_KEYS} <= set(known)
-    assert not {".".join(key) for key in OLD} & set(known)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Keys of a recipe that choose an object: their forms, overrides into them, and keys of older recipes."""
+"""Keys of a recipe that choose an object: their forms, and overrides into them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import yaml
 
 from blockdiff.data.collate import AllCanvases, FirstCanvases, LastCanvases, RandomCanvases
 from blockdiff.diffusion.corruption import UniformCorruption
-from blockdiff.diffusion.schedule import Linear, LogitNormalTime, Polynomial, StratifiedTime, UniformTime
+from blockdiff.diffusion.schedule import Linear, LogitNormalTime, Polynomial, UniformTime
 from blockdiff.diffusion.weight import ElboWeight, NoWeight
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.recipe_choices import ArLoss, Drop, MaskToken, Refuse, Streaming, Truncate, described
-from blockdiff.training.recipe_errors import OLD
 from blockdiff.training.recipe_files import read_recipe
 from blockdiff.training.schedule import Constant, CosineDecay, LinearDecay, StableDecay
 from tests.recipes import MINIMAL_TREE, Square, Step, refusal, write
@@ -106,52 +105,6 @@ def test_another_choice_in_a_derived_recipe_replaces_the_whole_one(recipes: Path
     recipe = read_recipe(path, ["optim.schedule.wsd.decay_steps=3", "data.max_length.drop=7"])
     assert recipe.optim.schedule == StableDecay(0.1, 3) and recipe.data.max_length == Drop(7)
     assert read_recipe(path, ["optim.schedule=cosine"]).optim.schedule == CosineDecay(0.1)
-
-
-@pytest.mark.parametrize(
-    ("text", "new"),
-    [
-        (
-            "objective: {power: 3.0}",
-            "objective.power: is a key of older recipes; write objective.schedule: {polynomial: {power: 3.0}}; "
-            "leave out what had no effect",
-        ),
-        ("objective: {time_mean: 1, time_std: 2}", "time_mean, objective.time_std: are keys of older recipes"),
-        ("data: {which: last}", "write data.canvases: {last: N}; "),
-        ("data: {which: last}\nobjective: {ar_weight: 0.5}", "data.canvases: {last: N}, objective.ar_loss: 0.5; "),
-    ],
-)
-def test_a_key_of_an_older_recipe_says_what_to_write_now(recipes: Path, text: str, new: str) -> None:
-    message = refusal(write(recipes, f"extends: base.yaml\n{text}\n"))
-    assert message.startswith(f"{recipes / 'other.yaml'}: ") and new in message
-
-
-# A value for each key of an older recipe, and what it means now.
-OLD_VALUES = {
-    "objective.power": (3.0, Polynomial(3.0)),
-    "objective.time_mean": (1.0, LogitNormalTime(mean=1.0)),
-    "objective.time_std": (2.0, LogitNormalTime(std=2.0)),
-    "objective.eps": (0.01, StratifiedTime(0.01)),
-    "objective.mask_token": ("<x>", MaskToken("<x>")),
-    "objective.weight_max": (5.0, ElboWeight(5.0)),
-    "objective.ar_weight": (0.5, ArLoss(0.5)),
-    "objective.ar_scope": ("response", ArLoss(scope="response")),
-    "data.which": ("last", LastCanvases(7)),
-    "data.shuffle_buffer": (5, Streaming(5)),
-    "data.too_long": ("drop", Drop(7)),
-    "optim.decay_steps": (5, StableDecay(decay_steps=5)),
-    "optim.final_lr_ratio": (0.5, CosineDecay(0.5)),
-}
-
-
-def test_what_is_to_be_written_instead_of_an_old_key_means_the_same(recipes: Path) -> None:
-    assert [*OLD_VALUES] == [".".join(key) for key in OLD]
-    for old, (value, meant) in OLD_VALUES.items():
-        message = refusal(recipes / "base.yaml", f"{old}={value}")
-        key, _, written = message.partition("; write ")[2].partition(";")[0].replace("N}", "7}").partition(": ")
-        section, name = key.split(".")
-        recipe = read_recipe(recipes / "base.yaml", [f"{key}={written}"])
-        assert getattr(getattr(recipe, section), name) == meant
 
 
 @dataclass(frozen=True, slots=True)

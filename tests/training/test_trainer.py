@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import shutil
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +14,6 @@ import blockdiff
 from blockdiff.data.tokenizer import character_tokenizer
 from blockdiff.diffusion.corruption import MaskCorruption
 from blockdiff.errors import BlockdiffError, DataError, RecipeError, RunError
-from blockdiff.files import seal
 from blockdiff.metrics import METRICS, Metric, reproducible
 from blockdiff.models.diffusion_gemma import FAMILY
 from blockdiff.objective import Objective
@@ -210,26 +206,13 @@ def test_a_run_goes_on_with_smaller_micro_batches_and_says_that_sums_are_rounded
     torch.testing.assert_close(weights_of(run), weights_of(plain), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("is_of_before", [False, True])
-def test_a_run_goes_on_with_the_passes_that_it_began_with(inputs, plain, tmp_path, is_of_before):
-    sweep, copy = ("objective.sweep=true",), tmp_path / "other"
-    whole = blockdiff.train(inputs, sweep, tmp_path / "whole")
-    assert not torch.equal(weights_of(whole), weights_of(plain))  # rounded differently
+def test_a_run_goes_on_with_other_passes_and_says_that_sums_are_rounded_otherwise(inputs, plain, tmp_path):
+    sweep = ("objective.sweep=true",)
     blockdiff.train(inputs, (*sweep, "train.steps=2"), tmp_path / "run")
-    if is_of_before:  # recipes could not say it, and a CPU decided it
-        file = tmp_path / "run" / "checkpoints" / "step-2" / "trainer.json"
-        kept = json.loads(file.read_text())
-        assert kept["facts"].pop("objective.sweep") is True and kept.pop("seal")
-        file.write_text(json.dumps({**kept, "seal": seal(kept)}))
-    shutil.copytree(tmp_path / "run", copy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(UserWarning, match="saved with objective.sweep true, resumed with false: the same batches"):
         run = blockdiff.train(inputs, (), tmp_path / "run", resume=True)
-    assert torch.equal(weights_of(run), weights_of(whole))
-    if not is_of_before:
-        with pytest.warns(UserWarning, match="saved with objective.sweep true, resumed with false: the same batches"):
-            other = blockdiff.train(inputs, ("objective.sweep=false",), copy, resume=True)
-        torch.testing.assert_close(weights_of(other), weights_of(plain), atol=1e-5, rtol=1e-4)
+    assert not torch.equal(weights_of(run), weights_of(plain))  # rounded differently
+    torch.testing.assert_close(weights_of(run), weights_of(plain), atol=1e-5, rtol=1e-4)
 
 
 def test_a_run_is_not_resumed_with_other_rows_and_the_refusal_has_words_and_no_hashes(inputs, plain):
