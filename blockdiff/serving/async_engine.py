@@ -224,18 +224,18 @@ class AsyncEngine:
         """Take commands and step, until a command is None."""
         is_open = True
         while is_open:
-            failure = None
+            has_failed = False
             try:
                 is_open = self._take_commands()
                 if is_open:
                     self._step_began = time.monotonic()
                     self._step()
-            except Exception as error:  # whatever it is, the next requests are to be answered
+            except Exception:  # whatever it is, the next requests are to be answered
                 LOG.exception("the engine failed")
-                failure = f"{type(error).__name__}: {error}"
+                has_failed = True
             self._step_began = None
-            if failure is not None:
-                self._start_anew(failure)
+            if has_failed:
+                self._start_anew()
         self._fail_all("the engine was closed; ask another one")
         self._engine = None
         while not self._commands.empty():  # requests that came meanwhile are told, too
@@ -299,10 +299,10 @@ class AsyncEngine:
         with suppress(RuntimeError):
             stream.loop.call_soon_threadsafe(stream.put, event)
 
-    def _start_anew(self, failure: str) -> None:
-        """Fail the requests that ran, and make a new engine for those that come."""
+    def _start_anew(self) -> None:
+        """Fail the requests that ran, with words that tell nothing of one another, and make a new engine."""
         self._engine = None
-        self._fail_all(f"the engine failed ({failure:.200}); ask again")
+        self._fail_all("the engine failed, and its log says why; ask again")
         try:
             self._engine = self._make()
         except Exception:
