@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from blockdiff.checkpoint.generation import Generation
     from blockdiff.cli.live import Watcher
     from blockdiff.sampling import Request, Result, Sampler
+    from blockdiff.sampling.response import ParsedResponse
+    from blockdiff.sampling.trace import CommittedCanvas
 
 HELP = """/image FILE    put an image into the next message (repeatable)
 /system TEXT   tell the model something before the conversation; `/system -` takes it away, `/system` shows it
@@ -249,24 +251,29 @@ class Chat:
         self.messages.append(user_message(text, ()))
         images, self.images = self.images, []
         view = Watcher(self.sampler.tokenizer, several=False)
+        canvases: list[CommittedCanvas] = []
         try:
             self.messages[-1] = user_message(text, images)
             self._make_room()
-            shows = view.commit if self.thinking or not self.is_terminal else view.canvas
+
+            def show(canvas: CommittedCanvas) -> None:
+                canvases.append(canvas)
+                (view.commit if self.thinking or not self.is_terminal else view.canvas)(canvas)
+
             with ended_between_steps() as then_ended:
                 (result,) = self.sampler.generate(
                     [self._request(self.messages)],
                     seed=self.seed,
-                    on_canvas=then_ended(shows),
+                    on_canvas=then_ended(show),
                     on_step=then_ended(view.step) if view.is_live else None,
                 )
         except (DataError, RequestError) as error:
             self.images = images
             self._refused(str(error))
         except Ended:
-            self._ended(view)
+            self._ended(view, canvases)
         except KeyboardInterrupt:
-            self._ended(view)
+            self._ended(view, canvases)
             self.sampler.pages = Pages(self.sampler.model)  # a step may have been left half done
         else:
             view.close()
@@ -301,12 +308,8 @@ class Chat:
         if result.error is not None:
             self._refused(result.error)
             return
-        text = result.text.strip()  # a turn ends with a line break
         self.answered += 1
-        if result.reasoning is not None:
-            self.note(result.reasoning)
-        if self.thinking or not self.is_terminal:
-            print(shown(text, sys.stdout), flush=True)
+        text = self._print(result)
         if self.is_terminal:
             canvases, most = len(result.steps), self.sampler.generation.max_steps
             mean = sum(result.steps) / canvases
@@ -314,6 +317,15 @@ class Chat:
             words += f"{result.tokens_per_forward:.1f} tokens per forward"
             self.note(words + ", cut off: no room for more" * (result.finish_reason == "length"))
         self._remember(text, "the answer is empty; the message is taken back")
+
+    def _print(self, answer: Result | ParsedResponse) -> str:
+        """Show what of an answer was not shown when it was committed; returns its text."""
+        text = answer.text.strip()  # a turn ends with a line break
+        if answer.reasoning is not None:
+            self.note(answer.reasoning)
+        if self.thinking or not self.is_terminal:
+            print(shown(text, sys.stdout), flush=True)
+        return text
 
     def _remember(self, text: str, otherwise: str) -> None:
         """Put an answer into the conversation; after an empty one the user's message leaves it, too."""
@@ -329,10 +341,15 @@ class Chat:
         self.failed = True
         self.note(f"error: {reason}")
 
-    def _ended(self, view: Watcher) -> None:
+    def _ended(self, view: Watcher, canvases: list[CommittedCanvas]) -> None:
         """Ctrl-C: what was committed so far is the answer; where nothing was, the message is taken back."""
+        from blockdiff.sampling.response import parse
+
         view.close()
-        text = view.text.strip()
+        text = ""
+        if canvases:
+            tokens = [token for canvas in canvases for token in canvas.tokens[: canvas.kept]]
+            text = self._print(parse(tokens, self._request([]), self.sampler.settings, canvases[0].prompt))
         self._remember(text, "ended before anything was committed; the message is taken back")
         if text:
             self.note("ended; what stands there is the answer")

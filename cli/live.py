@@ -31,7 +31,6 @@ class Watcher:
         self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.several = several
         self.decode = decoder(tokenizer)
-        self.text = ""  # of the request that was heard of last, as far as it is committed
         self._steps: dict[str | int, Step] = {}  # the latest of every request that is being answered
         self._shown: dict[str | int, int] = {}  # characters of each response that are printed or drawn
         self._tail = ""  # the last line of a single response, drawn with the canvas until it is complete
@@ -50,7 +49,6 @@ class Watcher:
 
     def commit(self, canvas: CommittedCanvas) -> None:
         """Take a committed canvas without printing its text."""
-        self.text = canvas.text
         self._steps.pop(canvas.id, None)
 
     def canvas(self, canvas: CommittedCanvas) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.sampling.reasoning import separated
-from blockdiff.sampling.request import Forwards, Result
+from blockdiff.sampling.request import Forwards, Request, Result
+from blockdiff.sampling.response import parse
 
 
 class ScriptedSampler:
@@ -33,9 +34,12 @@ class ScriptedSampler:
                 yield place, Result.failed(request.id, "no")
                 continue
             tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], 1]
-            reasoning, answer = separated(tokens, self.tokenizer)
-            said = self.tokenizer.decode(answer, skip_special_tokens=True)
+            settings = SimpleNamespace(
+                tokenizer=self.tokenizer, text=lambda some: self.tokenizer.decode(some, skip_special_tokens=True)
+            )
+            said = parse(tokens, Request(0), settings)
+            forwards = Forwards(sum(steps))
             yield (
                 place,
-                Result(request.id, said, tokens, "eos", steps, reasoning=reasoning, forwards=Forwards(sum(steps))),
+                Result(request.id, said.text, tokens, "eos", steps, reasoning=said.reasoning, forwards=forwards),
             )

@@ -14,9 +14,8 @@ from blockdiff.errors import RequestError
 from blockdiff.images import PlacedImage, images_between
 from blockdiff.models.page_keys import identities
 from blockdiff.sampling.control import control_of
-from blockdiff.sampling.parts import parts_of
-from blockdiff.sampling.reasoning import is_opened
 from blockdiff.sampling.request import Forwards, Request, Result
+from blockdiff.sampling.response import parse
 from blockdiff.sampling.settings import ONLY_VERIFIED
 from blockdiff.sampling.strategies import NextToken, Verified, as_strategy, head_of, is_guided
 from blockdiff.sampling.verification import Drafting
@@ -228,18 +227,15 @@ class Sequence:
         """The result, as the caller of the engine gets it; width: the canvases that were denoised side by side."""
         if self.error is not None:
             return Result.failed(self.request.id, self.error)
-        parts = parts_of(self.tokens, settings, self.request.tools or (), is_opened(self.prompt))
-        text = parts.text
-        if self.finish_reason == "stop":
-            text = text[: min((place for place in map(text.find, self.request.stop) if place >= 0), default=None)]
+        response = parse(self.tokens, self.request, settings, self.prompt, is_stopped=self.finish_reason == "stop")
         return Result(
             self.request.id,
-            text,
+            response.text,
             self.tokens,
             str(self.finish_reason),
             self.steps,
-            reasoning=parts.reasoning,
-            tool_calls=parts.tool_calls,
+            reasoning=response.reasoning,
+            tool_calls=response.tool_calls,
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs if self.request.top_logprobs else None,
             draw=self.draw,

@@ -1,22 +1,112 @@
-"""The calls of tools in a response, in the Gemma 4 format: `<|tool_call>call:NAME{key:value,...}<tool_call|>`.
-
-Strings stand between two `<|"|>` tokens. Only tokens count: a text that spells them calls nothing.
-"""
+"""The calls of tools in the tokens of a response, in the formats of Gemma 4 and of MiniMax M3."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from blockdiff.sampling.xml_calls import EDGE, xml_called
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OPENS, CLOSES, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-ENDS = ",:]}"  # of a value or key without quotes
+    Found = tuple[int, int, list[dict[str, Any]]]
+
+ENDS = ",:]}"  # of a value or key of Gemma's without quotes
+TAG = re.compile(r"\s*<(/?)([^<>\s]+)(?:\s+name=\"([^\"]+)\")?\s*>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class GemmaCalls:
+    """Calls of Gemma 4: `<|tool_call>call:NAME{key:value,...}<tool_call|>`, with strings between two `<|"|>` tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    opens: int
+    closes: int
+    quote: int
+
+    MARKS: ClassVar = ("<|tool_call>", "<tool_call|>", '<|"|>')
+
+    def find(self, tokens: Sequence[int], start: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
+        """The start and the end of the first whole call from a place on, and the call; None: there is none.
+
+        The call is as messages have it, and left out where the tokens spell none: they are text then.
+        """
+        try:
+            start = tokens.index(self.opens, start)
+            end = tokens.index(self.closes, start)
+        except ValueError:
+            return None
+        try:
+            return start, end + 1, [_gemma_call(self._characters(tokens[start + 1 : end]))]
+        except (_NoCallError, RecursionError):
+            return start, end + 1, []
+
+    def _characters(self, tokens: Sequence[int]) -> list[str | _Quoted]:
+        """The characters of a call from the last to the first, with each string as one of them."""
+        found: list[str | _Quoted] = []
+        is_quoted, start = False, 0
+        for place, token in enumerate((*tokens, self.quote)):
+            if token == self.quote:
+                text = str(self.tokenizer.decode(list(tokens[start:place])))
+                found += [_Quoted(text)] if is_quoted else text
+                is_quoted, start = not is_quoted, place + 1
+        if not is_quoted:  # the quote added at the end closed a string that the model left open
+            raise _NoCallError
+        return found[::-1]
+
+
+@dataclass(frozen=True)
+class MiniMaxCalls:
+    """Calls of MiniMax M3: tags, each after a token `E` that no text spells.
+
+    E<tool_call> E<invoke name="NAME"> E<KEY>VALUE E</KEY> E</invoke> E</tool_call>. A value may hold further keys, or
+    E<item> for each entry of a list. The tags say no types, so the tools' declarations do.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    opens: int
+
+    EDGE: ClassVar = "]<]minimax[>["
+    FIRST: ClassVar = "<tool_call>"
+    LAST: ClassVar = "</tool_call>"
+
+    def find(self, tokens: Sequence[int], start: int, tools: Sequence[Mapping[str, Any]]) -> Found | None:
+        """The same for the calls between the first pair of outer tags; tools: declarations, which say their types."""
+        places = [place for place in range(start, len(tokens)) if tokens[place] == self.opens]
+        pieces = [self._text(tokens[place + 1 : end]) for place, end in pairwise([*places, len(tokens)])]
+        first = next((n for n, piece in enumerate(pieces) if piece.startswith(self.FIRST)), len(pieces))
+        last = next((n for n in range(first, len(pieces)) if pieces[n].startswith(self.LAST)), None)
+        if last is None:
+            return None
+        schemas = {each["function"]["name"]: each["function"].get("parameters") or {} for each in tools}
+        try:
+            calls = _tagged_calls(pieces[first + 1 : last], schemas)
+        except (ValueError, RecursionError):
+            calls = []
+        end = closes = places[last] + 1
+        while end < len(tokens) and not self._text(tokens[closes:end]).startswith(self.LAST):
+            end += 1
+        return places[first], end, calls
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens)))
+
+
+def call_format(tokenizer: PreTrainedTokenizerBase) -> GemmaCalls | MiniMaxCalls | None:
+    """The format of which a vocabulary has the tokens; None where it has none."""
+    if (edge := token_ids(tokenizer, MiniMaxCalls.EDGE)) is not None:
+        return MiniMaxCalls(tokenizer, *edge)
+    marks = token_ids(tokenizer, *GemmaCalls.MARKS)
+    return None if marks is None else GemmaCalls(tokenizer, *marks)
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, *marks: str) -> list[int] | None:
+    """The ids of tokens by their texts; None where the vocabulary does not have them all."""
+    ids = [tokenizer.convert_tokens_to_ids(mark) for mark in marks]
+    return None if {None, tokenizer.unk_token_id} & set(ids) else ids
 
 
 class _NoCallError(ValueError):
@@ -28,75 +118,25 @@ class _Quoted:
     text: str
 
 
-def called(
-    tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
-) -> tuple[list[dict[str, Any]] | None, list[int]]:
-    """The calls in a response (None: there is none), in the form that messages have them, and the other tokens.
-
-    What is no whole call stays among the other tokens. tools: declarations, which say the types of values where the
-    format does not (that of MiniMax M3, `xml_calls.py`).
-    """
-    rest = list(tokens)
-    if (edge := tokenizer.convert_tokens_to_ids(EDGE)) not in (None, tokenizer.unk_token_id):
-        return xml_called(rest, int(edge), tokenizer, tools)
-    marks = [tokenizer.convert_tokens_to_ids(mark) for mark in (OPENS, CLOSES, QUOTE)]
-    if None in marks or tokenizer.unk_token_id in marks or marks[0] not in rest:
-        return None, rest
-    opens, closes, quote = marks
-    calls: list[dict[str, Any]] = []
-    at = 0
-    while opens in rest[at:] and closes in rest[rest.index(opens, at) :]:
-        start = rest.index(opens, at)
-        end = rest.index(closes, start)
-        try:
-            calls.append(_call(_atoms(rest[start + 1 : end], quote, tokenizer)))
-        except (_NoCallError, RecursionError):
-            at = end + 1
-        else:
-            rest[start : end + 1] = []
-            at = start
-    return calls or None, rest
-
-
-def begin(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    """The place of the first token with which a call begins; the number of tokens where there is none."""
-    marks = {tokenizer.convert_tokens_to_ids(mark) for mark in (OPENS, EDGE)} - {None, tokenizer.unk_token_id}
-    return next((place for place, token in enumerate(tokens) if token in marks), len(tokens))
-
-
-def _atoms(tokens: Sequence[int], quote: int, tokenizer: PreTrainedTokenizerBase) -> list[str | _Quoted]:
-    """The characters of a call from the last to the first, with each string as one of them."""
-    atoms: list[str | _Quoted] = []
-    is_quoted, start = False, 0
-    for place, token in enumerate((*tokens, quote)):
-        if token == quote:
-            text = str(tokenizer.decode(list(tokens[start:place])))
-            atoms += [_Quoted(text)] if is_quoted else text
-            is_quoted, start = not is_quoted, place + 1
-    if not is_quoted:  # the quote added at the end closed a string that the model left open
-        raise _NoCallError
-    return atoms[::-1]
-
-
-def _call(atoms: list[str | _Quoted]) -> dict[str, Any]:
-    head = _bare(atoms, "{")
+def _gemma_call(characters: list[str | _Quoted]) -> dict[str, Any]:
+    head = _bare(characters, "{")
     if not head.startswith("call:") or not head.removeprefix("call:").strip():
         raise _NoCallError
-    arguments = _value(atoms)
-    if any(atom != " " for atom in atoms):
+    arguments = _gemma_value(characters)
+    if any(character != " " for character in characters):
         raise _NoCallError
     return {"type": "function", "function": {"name": head.removeprefix("call:").strip(), "arguments": arguments}}
 
 
-def _value(atoms: list[str | _Quoted]) -> Any:
-    """The value at the end of `atoms`, which is taken from them."""
-    atom = atoms[-1] if atoms else _fail()
-    if isinstance(atom, _Quoted):
-        atoms.pop()
-        return atom.text
-    if atom in "{[":
-        return _object(atoms) if atoms.pop() == "{" else _list(atoms)
-    text = _bare(atoms, ENDS)
+def _gemma_value(characters: list[str | _Quoted]) -> Any:
+    """The value at the end of `characters`, which is taken from them."""
+    character = characters[-1] if characters else _fail()
+    if isinstance(character, _Quoted):
+        characters.pop()
+        return character.text
+    if character in "{[":
+        return _object(characters) if characters.pop() == "{" else _list(characters)
+    text = _bare(characters, ENDS)
     try:
         return json.loads(text, parse_constant=_no_number)
     except ValueError:
@@ -108,42 +148,96 @@ def _no_number(text: str) -> Any:
     raise ValueError(text)
 
 
-def _object(atoms: list[str | _Quoted]) -> dict[str, Any]:
+def _object(characters: list[str | _Quoted]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    while not _taken(atoms, "}"):
-        if found and not _taken(atoms, ","):
+    while not _taken(characters, "}"):
+        if found and not _taken(characters, ","):
             raise _NoCallError
-        key = atoms.pop() if atoms and isinstance(atoms[-1], _Quoted) else _Quoted(_bare(atoms, ENDS))
-        if not _taken(atoms, ":"):
+        last = characters[-1] if characters else _fail()
+        if isinstance(last, _Quoted):
+            characters.pop()
+        key = last.text if isinstance(last, _Quoted) else _bare(characters, ENDS)
+        if not _taken(characters, ":"):
             raise _NoCallError
-        assert isinstance(key, _Quoted)
-        found[key.text] = _value(atoms)
+        found[key] = _gemma_value(characters)
     return found
 
 
-def _list(atoms: list[str | _Quoted]) -> list[Any]:
+def _list(characters: list[str | _Quoted]) -> list[Any]:
     found: list[Any] = []
-    while not _taken(atoms, "]"):
-        if found and not _taken(atoms, ","):
+    while not _taken(characters, "]"):
+        if found and not _taken(characters, ","):
             raise _NoCallError
-        found.append(_value(atoms))
+        found.append(_gemma_value(characters))
     return found
 
 
-def _bare(atoms: list[str | _Quoted], ends: str) -> str:
+def _bare(characters: list[str | _Quoted], ends: str) -> str:
     """The characters before the next one of `ends`."""
     text = ""
-    while atoms and isinstance(atoms[-1], str) and atoms[-1] not in ends:
-        text += str(atoms.pop())
+    while characters and isinstance(characters[-1], str) and characters[-1] not in ends:
+        text += str(characters.pop())
     return text.strip() or _fail()
 
 
-def _taken(atoms: list[str | _Quoted], character: str) -> bool:
+def _taken(characters: list[str | _Quoted], character: str) -> bool:
     """True where a character comes next; it is taken then."""
-    if not atoms:
+    if not characters:
         raise _NoCallError
-    return atoms[-1] == character and bool(atoms.pop())
+    return characters[-1] == character and bool(characters.pop())
 
 
 def _fail() -> Any:
     raise _NoCallError
+
+
+def _tagged_calls(pieces: list[str], schemas: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The calls that the pieces between the first and the last tag spell; ValueError where they spell none."""
+    left, calls = pieces[::-1], []
+    while left:
+        closes, tag, name, _ = _tag(left.pop())
+        if closes or tag != "invoke" or not name:
+            raise ValueError
+        arguments = _tagged_value(left, "invoke", "", schemas.get(name, {}))
+        arguments = {} if arguments == "" else arguments
+        if not isinstance(arguments, dict):
+            raise ValueError
+        calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
+    return calls
+
+
+def _tagged_value(left: list[str], tag: str, text: str, schema: Mapping[str, Any]) -> Any:
+    """The value up to the end of `tag`, whose pieces are taken from `left`; `text` follows its beginning."""
+    entries: list[tuple[str, Any]] = []
+    while left:
+        closes, inner, _, after = _tag(left.pop())
+        if closes:
+            if inner != tag:
+                raise ValueError
+            if not entries:
+                return _typed(text, schema)
+            if all(key == "item" for key, _ in entries) and schema.get("type") != "object":
+                return [value for _, value in entries]
+            return dict(entries)
+        of_inner = schema.get("items") if inner == "item" else (schema.get("properties") or {}).get(inner)
+        entries.append((inner, _tagged_value(left, inner, after, of_inner if isinstance(of_inner, Mapping) else {})))
+    raise ValueError
+
+
+def _tag(piece: str) -> tuple[bool, str, str | None, str]:
+    """A tag taken apart: True where it closes, its name, the name that it gives, and the text after it."""
+    found = TAG.match(piece)
+    if found is None:
+        raise ValueError
+    return bool(found[1]), found[2], found[3], piece[found.end() :]
+
+
+def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+    if not schema and not text.strip():
+        return ""
+    if schema.get("type") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -8,15 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blockdiff.errors import EngineError
-from blockdiff.sampling.parts import Parts, parts_of
-from blockdiff.sampling.reasoning import FORMATS, is_opened
 from blockdiff.sampling.request import Request, Result
+from blockdiff.sampling.response import ParsedResponse, ResponseParser, parse
 from blockdiff.sampling.settings import SamplingSettings
 from blockdiff.sampling.trace import CommittedCanvas, Step
 from blockdiff.serving.answers import FinishReason, Frame
-
-NAMES = tuple(name for _, _, name in FORMATS if name)
-HALF = "\ufffd"  # stands for a character of which tokens are missing
 
 
 @dataclass(frozen=True)
@@ -41,8 +37,7 @@ class Reader:
 
     max_tokens: where the answer is cut (None: nowhere); forced: the name of the function whose arguments the whole
     response is, or "" where it names the function, too (None: no call is forced); most_calls: calls after these are
-    left out. Texts that later tokens may change are held back: halves of characters, what may begin a stop text
-    or a call.
+    left out. Texts that later tokens may change are held back.
     """
 
     settings: SamplingSettings
@@ -51,20 +46,21 @@ class Reader:
     max_tokens: int | None = None
     forced: str | None = None
     most_calls: int | None = None
-    tokens: list[int] = field(default_factory=list)
-    said: Parts = field(default_factory=lambda: Parts(""))
-    is_thinking: bool = False  # the prompt has opened the reasoning
+    parser: ResponseParser | None = None  # of the canvases that were committed so far
+    said: ParsedResponse = field(default_factory=ParsedResponse)
+    prompt: str = ""
+    tokens: int = 0  # that the parser has
 
     def canvas(self, event: CommittedCanvas) -> News:
         """The news of a committed canvas; none where the best of several answers is still to be found."""
-        self.is_thinking = is_opened(event.prompt)
+        self.prompt = event.prompt
         if self.request.best_of > 1 or self.forced is not None or event.finish_reason is not None:
             return News()  # the result follows, or says all
-        self.tokens += event.tokens[: event.kept]
-        tokens = self.tokens[: self.max_tokens]
-        parts = parts_of(tokens, self.settings, self.request.tools or (), self.is_thinking, is_whole=False)
-        stops = self.request.stop if parts.text else ()
-        return self._news(replace(parts, text=_stable(parts.text, stops), reasoning=_stable(parts.reasoning or "")))
+        self.parser = self.parser or ResponseParser(self.request, self.settings, self.prompt)
+        room = event.kept if self.max_tokens is None else min(event.kept, self.max_tokens - self.tokens)
+        self.parser.add(event.tokens[:room])
+        self.tokens += room
+        return self._news(self.parser.so_far())
 
     def frame(self, event: Step) -> News:
         """A denoising step."""
@@ -106,7 +102,7 @@ class Reader:
         is_cut = self.max_tokens is not None and len(result.tokens) > self.max_tokens
         if is_cut:
             tokens, most = result.tokens[: self.max_tokens], self.max_tokens
-            parts = parts_of(tokens, self.settings, self.request.tools or (), self.is_thinking)
+            parts = parse(tokens, self.request, self.settings, self.prompt)
             result = replace(
                 result,
                 text=parts.text,
@@ -120,7 +116,7 @@ class Reader:
             result = replace(result, text="", tool_calls=[_forced(self.forced, result.text)])
         if self.most_calls is not None and result.tool_calls:
             result = replace(result, tool_calls=result.tool_calls[: self.most_calls])
-        news = self._news(Parts(result.text, result.reasoning, result.tool_calls))
+        news = self._news(ParsedResponse(result.text, result.reasoning, result.tool_calls))
         finish: FinishReason = "length" if is_cut or result.finish_reason == "length" else "stop"
         if result.tool_calls:
             finish = "tool_calls"
@@ -131,7 +127,7 @@ class Reader:
         tokenizer = self.settings.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode([token]))
 
-    def _news(self, parts: Parts) -> News:
+    def _news(self, parts: ParsedResponse) -> News:
         calls, said = parts.tool_calls or [], self.said.tool_calls or []
         calls = calls[: self.most_calls]
         news = News(
@@ -140,7 +136,7 @@ class Reader:
             calls[len(said) :],
             len(said),
         )
-        self.said = Parts(
+        self.said = ParsedResponse(
             self.said.text + news.text, (self.said.reasoning or "") + news.reasoning, calls if calls else said
         )
         return news
@@ -149,17 +145,6 @@ class Reader:
 def _new(text: str, said: str) -> str:
     """The part of a text that was not said yet; nothing where it does not go on with what was said."""
     return text[len(said) :] if text.startswith(said) else ""
-
-
-def _stable(text: str, stops: Sequence[str] = ()) -> str:
-    """The beginning of a text that more tokens cannot change."""
-    if any(name.startswith(text) for name in NAMES):
-        return ""
-    text = text.rstrip(HALF)
-    for stop in stops:
-        begun = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-        text = text[: len(text) - begun]
-    return text
 
 
 def _forced(name: str, text: str) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_what_was_committed_when_an_answer_is_ended_stays() -> None:
     view.canvas(committed("half of an"))
     view.step(step("noise", canvas=1))
     view.close()
-    assert [line for line in on_screen(written(view)) if line] == ["half of an"] and view.text == "half of an"
+    assert [line for line in on_screen(written(view)) if line] == ["half of an"]
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 8), (12, 5), (3, 2), (1, 1)])

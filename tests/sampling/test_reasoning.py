@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from blockdiff.checkpoint import init
@@ -11,7 +13,7 @@ from blockdiff.data.template import packaged_template
 from blockdiff.data.tokenizer import byte_level_bpe, character_tokenizer
 from blockdiff.errors import RequestError
 from blockdiff.sampling import Generation, Request, Sampler
-from blockdiff.sampling.reasoning import separated
+from blockdiff.sampling.response import ResponseParser, parse
 from blockdiff.sampling.sequence import sequences_of
 from tests.chat_tokenizer import chat_tokenizer
 from tests.oracle import TWO_LAYERS, tiny_config
@@ -21,6 +23,16 @@ pytestmark = pytest.mark.quick
 TOKENIZER = chat_tokenizer(packaged_template())
 OPENED, CLOSED = "<|channel>thought\n", "\n<channel|>"
 CHAT = [{"role": "user", "content": "6*7?"}]
+
+
+def split(tokens, tokenizer, prompt=""):
+    settings = SimpleNamespace(tokenizer=tokenizer, text=tokenizer.decode)
+    found = parse(tokens, Request(0), settings, prompt)
+    parser = ResponseParser(Request(0), settings, prompt)
+    for token in tokens:  # one by one, they are the same response
+        parser.add([token])
+    assert parser.whole() == found
+    return found.reasoning, found.text
 
 
 @pytest.mark.parametrize(
@@ -36,8 +48,7 @@ CHAT = [{"role": "user", "content": "6*7?"}]
     ],
 )
 def test_the_answer_is_what_follows_the_last_closed_channel(text, reasoning, answer):
-    found, tokens = separated(TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER)
-    assert (found, TOKENIZER.decode(tokens)) == (reasoning, answer)
+    assert split(TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER) == (reasoning, answer)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +59,12 @@ def test_reasoning_of_minimax_m3_may_have_been_opened_by_the_prompt(text, is_ope
     tokenizer = byte_level_bpe(["a b"], 300)
     tokenizer.add_tokens(["<mm:think>", "</mm:think>"])  # which need not be special ones
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    found, rest = separated(tokens, tokenizer, is_open)
-    assert (found, tokenizer.decode(rest)) == (reasoning, answer)
+    assert split(tokens, tokenizer, "a<mm:think>\n" if is_open else "") == (reasoning, answer)
 
 
 def test_a_tokenizer_without_channels_has_no_reasoning():
-    assert separated([1, 5, 9], character_tokenizer("abcdefg")) == (None, [1, 5, 9])
+    tokenizer = character_tokenizer("abcdefg")
+    assert split([1, 5, 9], tokenizer) == (None, tokenizer.decode([1, 5, 9]))
 
 
 def test_a_request_asks_for_thinking_as_training_does():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from blockdiff.checkpoint import init
@@ -9,9 +11,9 @@ from blockdiff.data.chat import Encoder
 from blockdiff.data.rows import check_row
 from blockdiff.data.tokenizer import byte_level_bpe
 from blockdiff.sampling import Generation, Request
+from blockdiff.sampling.response import ResponseParser, parse
 from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.settings import settings_of
-from blockdiff.sampling.tool_calls import called
 from tests.oracle import TWO_LAYERS, tiny_config
 
 pytestmark = pytest.mark.quick
@@ -36,9 +38,15 @@ def ids(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def read(tokenizer, text):
-    calls, rest = called(ids(tokenizer, text), tokenizer)
-    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls or ()], tokenizer.decode(rest)
+def read(tokenizer, text, tools=()):
+    request, settings = Request(0, tools=tools), SimpleNamespace(tokenizer=tokenizer, text=tokenizer.decode)
+    found, parser, said = parse(ids(tokenizer, text), request, settings), ResponseParser(request, settings, ""), ""
+    for token in ids(tokenizer, text):  # one by one, they are the same response, and what was said once stays
+        parser.add([token])
+        assert parser.so_far().text.startswith(said)
+        said = parser.so_far().text
+    assert parser.whole() == found and found.text.startswith(said)
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in found.tool_calls or ()], found.text
 
 
 def test_a_call_that_training_teaches_is_read_back_and_stands_apart(tokenizer):
@@ -101,6 +109,5 @@ def test_calls_in_the_tags_of_minimax_m3_are_read_with_the_types_of_the_declarat
     tokenizer = byte_level_bpe(["tool invoke item city"], 300)
     tokenizer.add_special_tokens({"additional_special_tokens": ["]<]minimax[>["]})
     declared = {"name": "get", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
-    found, left = called(ids(tokenizer, text), tokenizer, [{"type": "function", "function": declared}])
-    assert [(call["function"]["name"], call["function"]["arguments"]) for call in found or ()] == calls
-    assert tokenizer.decode(left) == (text if rest is None else rest)
+    found = read(tokenizer, text, [{"type": "function", "function": declared}])
+    assert found == (calls, text if rest is None else rest)
