@@ -11,7 +11,7 @@ setup(
     package_data={
         "blockdiff": ["py.typed"],
         "blockdiff.data": ["templates/*"],
-        "blockdiff.kernels": ["*.json", "*.h", "*/*.h", "*/cpu*.c"],
+        "blockdiff.kernels": ["*.json", "*.h", "*/*.h", "*/*.c"],
         "blockdiff.plots": ["*.css", "*.html", "*.js"],
         "blockdiff.serving": ["*.css", "*.html", "*.js"],
         "blockdiff.recipes": ["**/*.yaml", "**/*.json", "**/*.md", "**/*.sh"],

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.vocabulary.native import token_stats
+from blockdiff.kernels.vocabulary.torch import token_stats
 from blockdiff.sampling.strategy import Canvases
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
-from blockdiff.kernels.vocabulary.native import class_stats, token_stats
+from blockdiff.kernels.vocabulary.torch import class_stats, token_stats
 from blockdiff.sampling.sampler import Sampler
 
 Script = Callable[[int, int, int], Tensor]  # (last prompt token, canvas, step) -> logits [L, V]

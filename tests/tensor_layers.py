@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from blockdiff.kernels import NATIVE
+from blockdiff.kernels import IN_TORCH
 from blockdiff.layers.attention import Attention
 from blockdiff.layers.experts import here
 from blockdiff.layers.mlp import MLP
@@ -34,7 +34,7 @@ def drawn(module: nn.Module) -> nn.Module:
 def attention() -> Attention:
     """With a bias in every linear layer, which no family here has and the splits take all the same."""
     sizes, rules = (HIDDEN, HEADS, KV_HEADS, HEAD_DIM), {"qk_norm": None, "norms_values": False, "scale": 0.35}
-    made = Attention(*sizes, True, 1e-6, NATIVE, **rules)
+    made = Attention(*sizes, True, 1e-6, IN_TORCH, **rules)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         linear = getattr(made, name)
         setattr(made, name, nn.Linear(linear.in_features, linear.out_features))
@@ -68,14 +68,14 @@ def layers(ranks: Ranks, directory: Path) -> None:
     found: dict[str, Any] = {}
     split: dict[str, Any] = {}
     for name, make, cut in (
-        ("mlp", lambda: drawn(MLP(HIDDEN, INNER, NATIVE, "silu")), split_mlp),
+        ("mlp", lambda: drawn(MLP(HIDDEN, INNER, IN_TORCH, "silu")), split_mlp),
         ("attention", attention, split_attention),
     ):
         found[f"{name} out of one"], found[f"{name} grads of one"] = run(make(), x)
         split[name] = make()
         cut(split[name], mesh)
         found[f"{name} out"], found[f"{name} grads"] = run(split[name], x)
-    whole, mlp, heads = drawn(MLP(HIDDEN, INNER, NATIVE, "silu")), split["mlp"], split["attention"]
+    whole, mlp, heads = drawn(MLP(HIDDEN, INNER, IN_TORCH, "silu")), split["mlp"], split["attention"]
     found["bias"] = attention().o_proj.bias.detach()
     found["whole"] = {name: getattr(whole, name).weight.detach() for name in ("gate_proj", "up_proj")}
     found["held"] = {name: here(getattr(mlp, name).weight).detach() for name in ("gate_proj", "up_proj")}

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 import blockdiff
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.kernels import NATIVE
-from blockdiff.kernels.fp8.native import quantised
+from blockdiff.kernels import IN_TORCH
+from blockdiff.kernels.fp8.torch import quantised
 from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, Stats, pack_allowed
 from blockdiff.layers.experts import here
 from blockdiff.layers.lora import LowRank
@@ -175,7 +175,7 @@ def vocabularies(ranks: Ranks, directory: Path) -> None:
     penalty = Penalty(is_seen, torch.tensor([1.0, 1.5, 0.5, 2.0]), torch.arange(4).repeat_interleave(N // 4))
 
     def vocabulary(is_shared: bool, softcap: float | None) -> Vocabulary:
-        made = Vocabulary(tokens, 8, softcap, NATIVE)
+        made = Vocabulary(tokens, 8, softcap, IN_TORCH)
         made.table.data.copy_(table)
         if is_shared:
             split_vocabulary(made, mesh)

@@ -17,7 +17,7 @@ from blockdiff.checkpoint.files import DTYPES, Stored, read_tensors, stored_tens
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.native import decoded
+from blockdiff.kernels.fp8.torch import decoded
 from blockdiff.models.names import Names
 from blockdiff.tensor_pieces import Block
 

@@ -23,7 +23,7 @@ from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.checkpoint.write import save
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.native import decoded, quantised
+from blockdiff.kernels.fp8.torch import decoded, quantised
 from blockdiff.layers.fp8 import SCALE
 from blockdiff.layers.lora import AdaptedExperts, merged
 from blockdiff.models.adapters import TOKEN_ROWS, adapt, adapters_of

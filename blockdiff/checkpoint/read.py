@@ -35,7 +35,7 @@ from blockdiff.checkpoint.tokenizer import require_same_tokens
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.native import quantised
+from blockdiff.kernels.fp8.torch import quantised
 from blockdiff.layers.fp8 import SCALE, is_scale
 from blockdiff.models.adapters import is_adapter
 from blockdiff.models.drafted import Drafted, require_drafter

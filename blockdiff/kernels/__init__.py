@@ -1,9 +1,9 @@
 """Kernels: a folder per op, and the set of ops that a model computes with.
 
-`op.py` of a folder has its ops, `native.py` says what they compute, `triton.py` and `cpu.py` compute the same in Triton
-and in C. `op.py` here says what an op is, and `choice.py` which form of each runs.
+`ops.py` has the table of ops, `op.py` says what an op is. `torch.py` of a folder says what its ops compute; `triton.py`
+(with `kernels.py`) and `c.py` (with C files) compute the same.
 """
 
-from blockdiff.kernels.choice import CPU, NATIVE, Kernels, resolve
+from blockdiff.kernels.ops import IN_C, IN_TORCH, Kernels, resolve
 
-__all__ = ["CPU", "NATIVE", "Kernels", "resolve"]
+__all__ = ["IN_C", "IN_TORCH", "Kernels", "resolve"]

@@ -1,8 +1,8 @@
 """The C functions of the ops: compiled once on each machine, kept in the user's cache, and called with bare pointers.
 
-A small model's step on a CPU is mostly walks over tensors that torch makes one operator at a time; the `cpu.c` of an op
-makes them in one, and attention touches only what queries see. Nothing here is needed: where the functions cannot be
-built or loaded, one warning says why, and the native ops run.
+A small model's step on a CPU is mostly walks over tensors that torch makes one operator at a time; the C files of an op
+make them in one, and attention touches only what queries see. Nothing here is needed: where the functions cannot be
+built or loaded, one warning says why, and torch runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FLAGS = (
     "-ffp-contract=fast",
 )
 TRIED = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
-BLOCKS = 16  # partial sums of the gradient of a weight, as in cpu.h
+BLOCKS = 16  # partial sums of the gradient of a weight, as in loops.h
 LONGEST = 300  # seconds that a compiler may take
 
 # The arguments of every C function: p a tensor or None (no memory), n an int64, f a float of 32 bits; spaces group.
@@ -95,7 +95,7 @@ def serves(*tensors: Tensor | None) -> bool:
 
 
 def serves_products(*tensors: Tensor | None) -> bool:
-    """The same of an op with products of its own, which autocast would round: these run natively under autocast."""
+    """The same of an op with products of its own, which autocast would round: these run in torch under autocast."""
     return not torch.is_autocast_enabled("cpu") and serves(*tensors)
 
 
@@ -126,7 +126,7 @@ def library() -> ctypes.CDLL | None:
     try:
         return find_library()
     except NoLibrary as obstacle:
-        warnings.warn(f"native ops run in place of the C functions for a CPU: {obstacle}", stacklevel=2)
+        warnings.warn(f"torch runs in place of the C functions for a CPU: {obstacle}", stacklevel=2)
         return None
 
 
@@ -154,7 +154,7 @@ def find_library() -> ctypes.CDLL:
 
 def sources() -> list[Path]:
     """The C files of all ops."""
-    return sorted(HERE.glob("*/cpu*.c"))
+    return sorted(HERE.glob("*/*.c"))
 
 
 def _built(command: list[str], kept: Path | None) -> ctypes.CDLL:

@@ -1,6 +1,6 @@
 /* Products of small matrices in fp32 whose sums stay in registers, for the blocks of attention and for experts. */
 
-#include "cpu.h"
+#include "loops.h"
 
 #if defined(__AVX512F__)
 #define WIDTH 16 /* numbers of a vector */

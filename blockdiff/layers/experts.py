@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockdiff.kernels import NATIVE, Kernels
+from blockdiff.kernels import IN_TORCH, Kernels
 from blockdiff.kernels.autocast import wide
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.fp8 import Fp8
@@ -25,7 +25,7 @@ class Router(nn.Module):
     scale: Tensor = parameter()
     per_expert_scale: Tensor = parameter()
 
-    def __init__(self, hidden: int, experts: int, top_k: int, kernels: Kernels = NATIVE):
+    def __init__(self, hidden: int, experts: int, top_k: int, kernels: Kernels = IN_TORCH):
         super().__init__()
         self.proj = nn.Linear(hidden, experts, bias=False)
         self.scale = nn.Parameter(torch.ones(hidden))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.native import decoded
+from blockdiff.kernels.fp8.torch import decoded
 from blockdiff.layers.experts import Experts, here
 from blockdiff.layers.lora import AdaptedExperts, AdaptedLinear, LowRank, merged
 

@@ -37,7 +37,7 @@ class StepBuffers:
     """Buffers for denoising steps over at most `most` rows with `canvases` side by side: `load` once, `denoise` often.
 
     Rows are loaded when they come, go or grow. The key that `load` returns determines what `denoise` launches, and on
-    which memory. keeps: whether masks, native attention's dense copies and the selections of layers, all made from the
+    which memory. keeps: whether masks, dense copies of pages and the selections of layers, all made from the
     buffers, are kept until rows are loaded again; a captured step must make them anew, for it is replayed on the rows
     that are loaded then.
     """

@@ -27,7 +27,7 @@ from blockdiff.models.page_rows import PagedRow, PagedRows
 from blockdiff.models.weights import version_of
 
 PAGE_TOKENS = 128
-SHARE_OF_MEMORY = {"cpu": 0.4, "cuda": 0.8}  # that pages may take: native ops on a CPU gather live rows a second time
+SHARE_OF_MEMORY = {"cpu": 0.4, "cuda": 0.8}  # that pages may take: torch on a CPU gathers live rows a second time
 
 
 class Pages(PagedRows):

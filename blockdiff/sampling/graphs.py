@@ -70,7 +70,7 @@ def capture_of(model: BlockDiffusionModel) -> Capture | None:
     """The way in which steps of a model can be captured; None off CUDA, and where a step does more than launch.
 
     That is where ranks exchange something within it, where layers keep what they select in the first one, and where
-    ops run natively.
+    ops run in torch.
     """
     if model.device.type != "cuda" or any(kind.keeps_selection for kind in model.kinds.values()):
         return None

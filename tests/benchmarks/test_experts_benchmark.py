@@ -12,7 +12,7 @@ from benchmarks import kernel_expert_mlp as benchmark
 from benchmarks.kernel_expert_mlp import FORWARD, FROZEN, TRAINED, Shape
 from benchmarks.models import sizes
 from benchmarks.settings import Settings
-from blockdiff.kernels.expert_mlp.native import expert_mlp
+from blockdiff.kernels.expert_mlp.torch import expert_mlp
 
 pytestmark = pytest.mark.quick
 

@@ -13,7 +13,7 @@ from torch import nn
 import blockdiff
 from blockdiff import checkpoint, memory
 from blockdiff.errors import BlockdiffError, CheckpointError, RecipeError
-from blockdiff.kernels.fp8.native import decoded, quantised
+from blockdiff.kernels.fp8.torch import decoded, quantised
 from blockdiff.layers.experts import Experts
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import adapt, draw_adapters, is_adapted, targets

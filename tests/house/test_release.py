@@ -60,11 +60,11 @@ def test_a_release_needs_the_section_of_its_version_and_builds_wheel_and_sdist_o
     build = "from setuptools.build_meta import build_wheel; build_wheel('.')"
     subprocess.run([sys.executable, "-c", build], cwd=unpacked, check=True, capture_output=True)
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(unpacked / wheel.name) as other:
-        of_attention = {f"kernels/span_attention/{name}" for name in ("blocks.h", "cpu_backward.c")}
+        of_attention = {f"kernels/span_attention/{name}" for name in ("blocks.h", "backward.c")}
         data = {
             "recipes/presets/tiny.json",
-            "kernels/cpu.h",
-            "kernels/norm_rope/cpu.c",
+            "kernels/loops.h",
+            "kernels/norm_rope/norm_rope.c",
             "serving/page.js",
             *of_attention,
         }

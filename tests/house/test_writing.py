@@ -21,16 +21,16 @@ PUBLIC = {
 }
 # Ops and what launches them: the tensors and sizes of one call.
 LEFT = {
-    "blockdiff/kernels/block_sparse/cpu.py": {"select_blocks", "block_sparse_attention"},
-    "blockdiff/kernels/block_sparse/native.py": {"select_blocks", "block_sparse_attention", "_masked"},
+    "blockdiff/kernels/block_sparse/c.py": {"select_blocks", "block_sparse_attention"},
+    "blockdiff/kernels/block_sparse/torch.py": {"select_blocks", "block_sparse_attention", "_masked"},
     "blockdiff/kernels/block_sparse/triton.py": {"_forward", "_blocks_backward", "block_sparse_attention"},
     "blockdiff/kernels/block_sparse/triton_selection.py": {"select_blocks"},
     "blockdiff/kernels/expert_mlp/triton.py": {"_fill_slots", "_forward_of"},
-    "blockdiff/kernels/heads/native.py": {"attention"},
+    "blockdiff/kernels/heads/torch.py": {"attention"},
     "blockdiff/kernels/heads/triton.py": {"_launch_heads"},
     "blockdiff/kernels/span_attention/triton.py": {"fill_forward", "_forward_of", "_backward_keys"},
-    "blockdiff/kernels/vocabulary/cpu.py": {"token_stats"},
-    "blockdiff/kernels/vocabulary/native.py": {"token_stats", "class_stats"},
+    "blockdiff/kernels/vocabulary/c.py": {"token_stats"},
+    "blockdiff/kernels/vocabulary/torch.py": {"token_stats", "class_stats"},
     "blockdiff/kernels/vocabulary/triton.py": {"token_stats"},
     "blockdiff/kernels/vocabulary/triton_classes.py": {"class_stats"},
 }

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels import CPU, NATIVE, Kernels
+from blockdiff.kernels import IN_C, IN_TORCH, Kernels
 from blockdiff.kernels.vocabulary import triton_launch as launch
 
 
-@pytest.fixture(params=["native", "cpu"])
+@pytest.fixture(params=["torch", "c"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Every op runs natively and, where it has one, by its C function."""
-    return NATIVE if request.param == "native" else CPU
+    """Every op runs in torch and, where it has one, by its C function."""
+    return IN_TORCH if request.param == "torch" else IN_C
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
-"""A program for test_sanitizers.py: every C function at odd sizes, in both directions, against native ops in fp64."""
+"""A program for test_sanitizers.py: every C function at odd sizes, in both directions, against torch in fp64."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from blockdiff.kernels import CPU, NATIVE, Kernels, c_library
-from blockdiff.kernels.block_sparse import native as sparse
-from blockdiff.kernels.span_attention import cpu as attention
+from blockdiff.kernels import IN_C, IN_TORCH, Kernels, c_library
+from blockdiff.kernels.block_sparse import torch as sparse
+from blockdiff.kernels.span_attention import c as attention
 from blockdiff.spans import Spans, Sweep, denoise_spans, encode_spans
 from tests.closeness import relative_error
 
@@ -22,9 +22,9 @@ def drawn(*shape: int) -> Tensor:
 
 
 def compare(function, *inputs: Tensor) -> None:
-    """`function(kernels, *inputs)` and all gradients by the C functions are those natively in fp64."""
+    """`function(kernels, *inputs)` and all gradients by the C functions are those in torch in fp64."""
     results = []
-    for kernels, dtype in ((CPU, torch.float32), (NATIVE, torch.float64)):
+    for kernels, dtype in ((IN_C, torch.float32), (IN_TORCH, torch.float64)):
         mine = [x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x for x in inputs]
         outs = function(kernels, *mine)
         outs = [x for x in (outs if isinstance(outs, tuple) else (outs,)) if x.is_floating_point()]
@@ -121,7 +121,7 @@ def embedded(ops: Kernels, x: Tensor, table: Tensor, cap: float | None) -> Tenso
 def compare_stats(N: int, D: int, V: int, cap: float | None, given: Tensor) -> None:
     allowed = torch.full((N, -(-V // 32)), 0x5B5B5B5B, dtype=torch.int32)
     for args in ((), (given,), (None, allowed), (None, allowed[:1].expand(N, -1))):
-        found = CPU.token_stats(drawn(N, D), drawn(V, D), cap, torch.rand(N) + 0.5, torch.rand(N), *args)
+        found = IN_C.token_stats(drawn(N, D), drawn(V, D), cap, torch.rand(N) + 0.5, torch.rand(N), *args)
         assert found.entropy.isfinite().all() and (found.sample < V).all()
 
 
@@ -130,7 +130,7 @@ def blocks() -> None:
     B, T, h, H, d, block = 2, 61, 4, 2, 8, 16
     visible = torch.arange(1, T + 1).expand(B, T)
     for score in ("max", "lse"):
-        ids = CPU.select_blocks(drawn(B, T, H, d), drawn(B, T, d), visible, block=block, topk=3, init=1, score=score)
+        ids = IN_C.select_blocks(drawn(B, T, H, d), drawn(B, T, d), visible, block=block, topk=3, init=1, score=score)
         compare(
             lambda ops, q, k, v, ids=ids: ops.block_sparse_attention(q, k, v, ids, visible, None, block, 0.3),
             *(drawn(B, T, h, d), drawn(B, T, 2, d), drawn(B, T, 2, d)),
@@ -140,12 +140,12 @@ def blocks() -> None:
 def not_finite() -> None:
     x = drawn(40, 33).detach()
     x[3, 5], x[4, 5], x[5, 5], x[6] = torch.nan, torch.inf, -torch.inf, 3e38
-    CPU.gated(x, x, "silu"), CPU.gated(x, x), CPU.route(x, x[0], 3)
-    CPU.linear_cross_entropy(x, drawn(50, 33), torch.arange(40), None).sum().backward()
-    CPU.token_stats(x, drawn(50, 33).detach(), None, 1.0, torch.rand(40))
+    IN_C.gated(x, x, "silu"), IN_C.gated(x, x), IN_C.route(x, x[0], 3)
+    IN_C.linear_cross_entropy(x, drawn(50, 33), torch.arange(40), None).sum().backward()
+    IN_C.token_stats(x, drawn(50, 33).detach(), None, 1.0, torch.rand(40))
     q = drawn(1, 40, 2, 16).detach()
     q[0, 3, 0, 5] = torch.nan
-    CPU.span_attention(q, None, None, q, q, spans_of(1, 40, 0), 0.3)
+    IN_C.span_attention(q, None, None, q, q, spans_of(1, 40, 0), 0.3)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels import CPU
-from blockdiff.kernels.block_sparse import cpu, native
+from blockdiff.kernels import IN_C
+from blockdiff.kernels.block_sparse import c as in_c
+from blockdiff.kernels.block_sparse import torch as in_torch
 from blockdiff.kernels.c_library import library
 from tests.oracles import block_sparse as reference
 
@@ -32,7 +33,7 @@ def test_blocks_are_those_of_the_reference_in_the_same_order(init, local, score)
     B, T, H, d, block, topk = 2, 29, 3, 8, 4, 4
     q, k = drawn(B, T, H, d, dtype=torch.float32), drawn(B, T, d, seed=1, dtype=torch.float32)
     visible = torch.arange(1, T + 1).expand(B, T)
-    found = native.select_blocks(q, k, visible, block=block, topk=topk, init=init, local=local, score=score)
+    found = in_torch.select_blocks(q, k, visible, block=block, topk=topk, init=init, local=local, score=score)
     assert found.shape == (B, T, H, topk)
     for b in range(B):
         for head in range(H):
@@ -42,18 +43,18 @@ def test_blocks_are_those_of_the_reference_in_the_same_order(init, local, score)
 
 def test_of_equal_blocks_the_lower_comes_first_and_forced_ones_count():
     q, k = torch.ones(1, 1, 1, 4), torch.ones(1, 64, 4)
-    ids = native.select_blocks(q, k, torch.tensor([[64]]), block=4, topk=5)
+    ids = in_torch.select_blocks(q, k, torch.tensor([[64]]), block=4, topk=5)
     assert ids[0, 0, 0].tolist() == [15, 0, 1, 2, 3]
-    ids = native.select_blocks(q, k, torch.tensor([[62]]), block=4, topk=4, init=2, local=3)
+    ids = in_torch.select_blocks(q, k, torch.tensor([[62]]), block=4, topk=4, init=2, local=3)
     assert ids[0, 0, 0].tolist() == [0, 1, 13, 14]
-    ids = native.select_blocks(-q, torch.cat([k[:, :4], -0.0 * k[:, :4]], 1), torch.tensor([[8]]), block=4, topk=9)
+    ids = in_torch.select_blocks(-q, torch.cat([k[:, :4], -0.0 * k[:, :4]], 1), torch.tensor([[8]]), block=4, topk=9)
     assert ids[0, 0, 0].tolist() == [1, 0] and ids.shape[-1] == 2
 
 
 def test_in_fp64_blocks_whose_scores_only_rounding_tells_apart_are_equal():
     q, k = drawn(1, 1, 1, 16), drawn(1, 48, 16, seed=1)
     k += (1 - k @ q[0, 0, 0])[..., None] * q[0, 0] / q.square().sum()  # q . k is 1 for every key, but for rounding
-    ids = native.select_blocks(q, k, torch.tensor([[48]]), block=4, topk=6)
+    ids = in_torch.select_blocks(q, k, torch.tensor([[48]]), block=4, topk=6)
     assert ids[0, 0, 0].tolist() == [11, 0, 1, 2, 3, 4]
 
 
@@ -61,12 +62,12 @@ def test_keys_after_a_query_in_its_block_do_not_lift_the_block():
     """The best key of the first block is not visible yet, so that block has the score of the visible ones."""
     q, k = torch.ones(1, 1, 1, 1), torch.tensor([1.0, 9.0, 2.0, 2.0, 0.0, 0.0])[None, :, None]
     for visible, best in ((5, 0), (1, 0)):
-        ids = native.select_blocks(q, k, torch.tensor([[visible]]), block=2, topk=1, local=0)
+        ids = in_torch.select_blocks(q, k, torch.tensor([[visible]]), block=2, topk=1, local=0)
         assert ids[0, 0, 0].tolist() == [best]
     later = torch.tensor([0.0, 0.0, 1.0, 9.0])[None, :, None]
-    assert native.select_blocks(q, later, torch.tensor([[3]]), block=2, topk=2, local=0)[0, 0, 0].tolist() == [1, 0]
+    assert in_torch.select_blocks(q, later, torch.tensor([[3]]), block=2, topk=2, local=0)[0, 0, 0].tolist() == [1, 0]
     low = torch.tensor([2.0, 0.0, 1.0, 9.0])[None, :, None]
-    assert native.select_blocks(q, low, torch.tensor([[3]]), block=2, topk=1, local=0)[0, 0, 0].tolist() == [0]
+    assert in_torch.select_blocks(q, low, torch.tensor([[3]]), block=2, topk=1, local=0)[0, 0, 0].tolist() == [0]
 
 
 def documents(B: int, lengths: list[int], padding: int) -> tuple[Tensor, Tensor]:
@@ -82,11 +83,11 @@ def test_blocks_begin_with_the_document_and_padding_has_none():
     visible, first = documents(2, lengths, 3)
     T = visible.shape[1]
     q, k = drawn(2, T, H, d, dtype=torch.float32), drawn(2, T, d, seed=1, dtype=torch.float32)
-    ids = native.select_blocks(q, k, visible, first, block=4, topk=2)
+    ids = in_torch.select_blocks(q, k, visible, first, block=4, topk=2)
     assert bool((ids[:, sum(lengths) :] == -1).all())
     for start, length in zip((0, 13, 19), lengths, strict=True):
         of = slice(start, start + length)
-        alone = native.select_blocks(q[:, of], k[:, of], visible[:, of], block=4, topk=2)
+        alone = in_torch.select_blocks(q[:, of], k[:, of], visible[:, of], block=4, topk=2)
         assert torch.equal(ids[:, of], alone)
 
 
@@ -104,14 +105,14 @@ def case(name: str, seed: int = 0) -> tuple[tuple[Tensor, Tensor, Tensor], Tenso
     q, k, v = (drawn(B, *shape, d, seed=seed + n) for n, shape in enumerate(((T, h), (S, K), (S, K))))
     visible = torch.arange(S - T + 1, S + 1).expand(B, T)
     idx_q, idx_k = drawn(B, T, H, d, seed=7), drawn(B, S, d, seed=8)
-    return (q, k, v), native.select_blocks(idx_q, idx_k, visible, block=block, topk=2), visible, block
+    return (q, k, v), in_torch.select_blocks(idx_q, idx_k, visible, block=block, topk=2), visible, block
 
 
 @pytest.mark.parametrize("path", ["masked", "by blocks"])
 @pytest.mark.parametrize("name", SIZES)
 def test_attention_and_its_gradients_are_those_of_the_reference(name, path, monkeypatch):
-    monkeypatch.setattr(native, "DENSE_NUMBERS", 1 << 40 if path == "masked" else 0)
-    monkeypatch.setattr(native, "CHUNK", 16)
+    monkeypatch.setattr(in_torch, "DENSE_NUMBERS", 1 << 40 if path == "masked" else 0)
+    monkeypatch.setattr(in_torch, "CHUNK", 16)
     inputs, ids, visible, block = case(name)
     B, T, h, d = inputs[0].shape
     K, H, weight, grads = inputs[1].shape[2], ids.shape[2], drawn(B, T, h, d, seed=9), []
@@ -139,7 +140,7 @@ def test_attention_and_its_gradients_are_those_of_the_reference(name, path, monk
                 ]
             )
         else:
-            out = native.block_sparse_attention(q, k, v, ids, visible, None, block, d**-0.5)
+            out = in_torch.block_sparse_attention(q, k, v, ids, visible, None, block, d**-0.5)
         (out * weight).sum().backward()
         grads.append((out.detach(), q.grad, k.grad, v.grad))
     for truth, found in zip(*grads, strict=True):
@@ -150,11 +151,11 @@ def test_both_paths_agree_on_packed_rows_and_padding_gets_zero(monkeypatch):
     visible, first = documents(2, [13, 6, 9], 3)
     T = visible.shape[1]
     q, k, v = drawn(2, T, 4, 8), drawn(2, T, 2, 8, seed=1), drawn(2, T, 2, 8, seed=2)
-    ids = native.select_blocks(drawn(2, T, 2, 8, seed=3), drawn(2, T, 8, seed=4), visible, first, block=4, topk=2)
+    ids = in_torch.select_blocks(drawn(2, T, 2, 8, seed=3), drawn(2, T, 8, seed=4), visible, first, block=4, topk=2)
     outs = []
     for limit in (1 << 40, 0):
-        monkeypatch.setattr(native, "DENSE_NUMBERS", limit)
-        outs.append(native.block_sparse_attention(q, k, v, ids, visible, first, 4, 0.3))
+        monkeypatch.setattr(in_torch, "DENSE_NUMBERS", limit)
+        outs.append(in_torch.block_sparse_attention(q, k, v, ids, visible, first, 4, 0.3))
     torch.testing.assert_close(*outs, rtol=1e-9, atol=1e-12)
     assert bool((outs[1][:, -3:] == 0).all())
 
@@ -166,7 +167,7 @@ def test_own_keys_stand_outside_the_budget():
     ids = torch.tensor([[2, 4], [0, -1], [-1, -1]])[None, :, None]
     visible, first = torch.full((1, 3), 18), torch.zeros(1, 3, dtype=torch.int64)
     own = torch.tensor([[0, 3]]).expand(1, 3, 2)
-    out = native.block_sparse_attention(q, k, v, ids, visible, first, 4, 0.5, own_k, own_v, own)
+    out = in_torch.block_sparse_attention(q, k, v, ids, visible, first, 4, 0.5, own_k, own_v, own)
     for t, kept in enumerate(([*range(8, 12), 16, 17], [*range(4)], [])):
         keys, values = torch.cat([k[0, kept, 0], own_k[0, :, 0]]), torch.cat([v[0, kept, 0], own_v[0, :, 0]])
         torch.testing.assert_close(out[0, t], (q[0, t] @ keys.t() * 0.5).softmax(-1) @ values)
@@ -178,10 +179,10 @@ def test_own_keys_stand_outside_the_budget():
 @pytest.mark.skipif(library() is None, reason="no C compiler")
 @pytest.mark.parametrize("score", ["max", "lse"])
 @pytest.mark.parametrize("init, local, topk", [(0, 1, 3), (2, 2, 5), (1, 0, 40), (3, 2, 4)])
-def test_c_functions_choose_the_blocks_of_the_native_op_ties_included(init, local, topk, score, monkeypatch):
+def test_c_functions_choose_the_blocks_of_torch_ties_included(init, local, topk, score, monkeypatch):
     """Small whole numbers tie by their maximum; queries and keys come in several pieces."""
-    monkeypatch.setattr(cpu, "SCORED_ROWS", 16)
-    monkeypatch.setattr(cpu, "SCORED_KEYS", 10)
+    monkeypatch.setattr(in_c, "SCORED_ROWS", 16)
+    monkeypatch.setattr(in_c, "SCORED_KEYS", 10)
     visible, first = documents(2, [23, 6, 9], 3)
     T, draw = visible.shape[1], torch.Generator().manual_seed(0)
     q, k = (torch.randint(-1, 2, shape, generator=draw).float() for shape in ((2, T, 3, 16), (2, T, 16)))
@@ -189,27 +190,27 @@ def test_c_functions_choose_the_blocks_of_the_native_op_ties_included(init, loca
         q, k = q + drawn(*q.shape).float(), k + drawn(*k.shape, seed=1).float()
     budget = dict(block=5, topk=topk, init=init, local=local, score=score)
     for begins in (first, None):
-        found, truth = (op.select_blocks(q, k, visible, begins, **budget) for op in (cpu, native))
+        found, truth = (op.select_blocks(q, k, visible, begins, **budget) for op in (in_c, in_torch))
         assert torch.equal(found, truth)
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler")
 @pytest.mark.parametrize("name", [*SIZES, "packed"])
-def test_c_functions_attend_as_the_native_op(name, monkeypatch):
-    monkeypatch.setattr(native, "DENSE_NUMBERS", 0)
-    monkeypatch.setattr(cpu, "CHUNK", 16)
-    monkeypatch.setattr(cpu, "PIECE_ROWS", 12)
+def test_c_functions_attend_as_torch(name, monkeypatch):
+    monkeypatch.setattr(in_torch, "DENSE_NUMBERS", 0)
+    monkeypatch.setattr(in_c, "CHUNK", 16)
+    monkeypatch.setattr(in_c, "PIECE_ROWS", 12)
     first: Tensor | None = None
     if name == "packed":
         visible, first = documents(2, [13, 6, 9], 3)
         T, block = visible.shape[1], 4
         inputs = drawn(2, T, 4, 8), drawn(2, T, 2, 8, seed=1), drawn(2, T, 2, 8, seed=2)
         of_index = drawn(2, T, 2, 8, seed=3), drawn(2, T, 8, seed=4)
-        ids = native.select_blocks(*of_index, visible, first, block=block, topk=2)
+        ids = in_torch.select_blocks(*of_index, visible, first, block=block, topk=2)
     else:
         inputs, ids, visible, block = case(name)
     found = []
-    for op, dtype in ((native, torch.float64), (cpu, torch.float32)):
+    for op, dtype in ((in_torch, torch.float64), (in_c, torch.float32)):
         q, k, v = (x.to(dtype).detach().requires_grad_() for x in inputs)
         out = op.block_sparse_attention(q, k, v, ids, visible, first, block, 0.3)
         (out.sin() * 3).sum().backward()
@@ -234,6 +235,6 @@ def test_memory_for_long_rows_is_linear():
 
     q, k, visible = torch.randn(1, T, 2, 16), torch.randn(1, T, 1, 16), torch.arange(1, T + 1)[None]
     with Watch():
-        ids = CPU.select_blocks(q[:, :, :1], k[:, :, 0], visible, block=32, topk=4)
-        CPU.block_sparse_attention(q, k, k, ids, visible, None, 32, 0.25)
-    assert largest <= max(T * 2 * 16, cpu.SCORED_ROWS * cpu.SCORED_KEYS, 4 * cpu.PIECE_ROWS * 32)
+        ids = IN_C.select_blocks(q[:, :, :1], k[:, :, 0], visible, block=32, topk=4)
+        IN_C.block_sparse_attention(q, k, k, ids, visible, None, 32, 0.25)
+    assert largest <= max(T * 2 * 16, in_c.SCORED_ROWS * in_c.SCORED_KEYS, 4 * in_c.PIECE_ROWS * 32)

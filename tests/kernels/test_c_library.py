@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockdiff.kernels import CPU, NATIVE, c_library
+from blockdiff.kernels import IN_C, IN_TORCH, c_library
 from blockdiff.kernels.c_library import NoLibrary, serves
 
 pytestmark = pytest.mark.quick
@@ -34,7 +34,7 @@ def quick_builds(monkeypatch):
     name = "capped_softmax"
     monkeypatch.setattr(c_library, "FLAGS", (*(flag for flag in c_library.FLAGS if flag != "-O3"), "-O0"))
     monkeypatch.setattr(c_library, "SIGNATURES", {name: c_library.SIGNATURES[name]})
-    monkeypatch.setattr(c_library, "sources", lambda: [c_library.HERE / "vocabulary" / "cpu.c"])
+    monkeypatch.setattr(c_library, "sources", lambda: [c_library.HERE / "vocabulary" / "vocabulary.c"])
 
 
 def compiler(path: Path, text: str) -> str:
@@ -44,12 +44,12 @@ def compiler(path: Path, text: str) -> str:
     return str(path)
 
 
-def assert_native_after_one_warning(match: str) -> None:
+def assert_torch_after_one_warning(match: str) -> None:
     x = torch.randn(7, 24)
     with pytest.warns(UserWarning, match=match) as warned:
-        outs = [CPU.rms_norms(x, (None,), EPS)[0] for _ in range(2)]
+        outs = [IN_C.rms_norms(x, (None,), EPS)[0] for _ in range(2)]
     assert len(warned) == 1 and not serves(x)
-    assert all(torch.equal(out, NATIVE.rms_norms(x, (None,), EPS)[0]) for out in outs)
+    assert all(torch.equal(out, IN_TORCH.rms_norms(x, (None,), EPS)[0]) for out in outs)
 
 
 # -- signatures ----------------------------------------------------------------------------------------------------
@@ -91,25 +91,25 @@ def test_a_library_that_lacks_a_function_is_not_loaded(monkeypatch):
         c_library.find_library()
 
 
-# -- native ops after one warning ------------------------------------------------------------------------------------
+# -- torch after one warning ------------------------------------------------------------------------------------------
 
 
-def test_without_a_compiler_native_ops_run_after_one_warning(monkeypatch, tmp_path, fresh):
+def test_without_a_compiler_torch_runs_after_one_warning(monkeypatch, tmp_path, fresh):
     monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
-    assert_native_after_one_warning("native ops run .* there is no C compiler '.*no-compiler'")
+    assert_torch_after_one_warning("torch runs .* there is no C compiler '.*no-compiler'")
 
 
-def test_without_openmp_native_ops_run_and_the_compiler_is_quoted(monkeypatch, tmp_path, fresh):
+def test_without_openmp_torch_runs_and_the_compiler_is_quoted(monkeypatch, tmp_path, fresh):
     says = "cc1: error: unsupported option -fopenmp"
     script = f'for word in "$@"; do [ "$word" = -fopenmp ] && echo "{says}\nmore" >&2 && exit 1; done; exit 0'
     monkeypatch.setenv("CC", compiler(tmp_path / "compiler", script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert_native_after_one_warning(f"{says}$")
+    assert_torch_after_one_warning(f"{says}$")
 
 
 @needs_c
 def test_a_compiler_that_leaves_openmp_out_in_silence_makes_no_library(monkeypatch, tmp_path, quick_builds):
-    """On one thread the functions would be slower than native ops."""
+    """On one thread the functions would be slower than torch."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(c_library, "FLAGS", tuple(flag for flag in c_library.FLAGS if flag != "-fopenmp"))
     with pytest.raises(NoLibrary, match="without OpenMP"):
@@ -118,14 +118,14 @@ def test_a_compiler_that_leaves_openmp_out_in_silence_makes_no_library(monkeypat
 
 def test_a_cc_that_is_no_command_is_told(monkeypatch, fresh):
     monkeypatch.setenv("CC", "gcc '")
-    assert_native_after_one_warning("CC cannot be read")
+    assert_torch_after_one_warning("CC cannot be read")
 
 
 def test_a_library_that_does_not_load_is_not_kept(monkeypatch, tmp_path, fresh):
     script = 'while [ "$1" != -o ]; do shift; done; echo no library > "$2"'
     monkeypatch.setenv("CC", compiler(tmp_path / "compiler", script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert_native_after_one_warning("the library does not load")
+    assert_torch_after_one_warning("the library does not load")
     assert not list((tmp_path / "cache" / "blockdiff").iterdir())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels import CPU, NATIVE, Kernels
+from blockdiff.kernels import IN_C, IN_TORCH, Kernels
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.heads import HeadNorms
 from blockdiff.layers.norm import RMSNorm
@@ -24,10 +24,10 @@ def drawn(shape: tuple[int, ...], seed: int, trains: bool = True) -> Tensor:
 
 
 def compare(function, inputs) -> None:
-    """`function(kernels, *inputs)` in fp32 by C functions equals that natively in fp64; the gradients too."""
+    """`function(kernels, *inputs)` in fp32 by C functions equals torch in fp64; the gradients too."""
     wide = [x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
     results = []
-    for kernels, given in ((CPU, inputs), (NATIVE, wide)):
+    for kernels, given in ((IN_C, inputs), (IN_TORCH, wide)):
         outs = [out for out in function(kernels, *given) if out.is_floating_point()]
         factors = [drawn(out.shape, 90 + n, False).to(out.dtype) for n, out in enumerate(outs)]
         trained = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
@@ -84,7 +84,7 @@ def test_the_end_of_a_layer(shape, scalars, trains):
 @pytest.mark.parametrize("d", [8, 20, 32])
 def test_queries_keys_and_values_after_norms_and_rope(is_key, d):
     B, T, h, K = 2, 9, 4, 2
-    norms = [RMSNorm(d, EPS, CPU) for _ in range(2)]
+    norms = [RMSNorm(d, EPS, IN_C) for _ in range(2)]
     rope = drawn((B, T, d), 5, False), drawn((B, T, d), 6, False)
 
     def made(kernels: Kernels, q, k, v, q_weight, k_weight):
@@ -112,5 +112,5 @@ def test_the_scores_and_the_choice_of_a_router(E, k, trains):
 
 
 def test_a_model_that_is_copied_computes_with_the_same_functions():
-    norm = copy.deepcopy(RMSNorm(8, EPS, CPU))
-    assert norm.kernels is CPU
+    norm = copy.deepcopy(RMSNorm(8, EPS, IN_C))
+    assert norm.kernels is IN_C

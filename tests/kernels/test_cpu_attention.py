@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels import CPU, NATIVE, c_library
+from blockdiff.kernels import IN_C, IN_TORCH, c_library
 from blockdiff.kernels.launch import Unserved
-from blockdiff.kernels.span_attention import cpu
+from blockdiff.kernels.span_attention import c as in_c
 from blockdiff.spans import Spans, Sweep, denoise_spans, encode_spans
 from tests.closeness import relative_error
 from tests.oracles import span_attention as reference
@@ -39,16 +39,16 @@ def truth_of(inputs: list[Tensor], spans: Spans, direction: Tensor) -> tuple[Ten
 
 
 def compare(inputs: list[Tensor], spans: Spans) -> None:
-    assert cpu._takes(*inputs)
+    assert in_c._takes(*inputs)
     direction = drawn(*inputs[0].shape, seed=9)
     truth, truth_grads = truth_of(inputs, spans, direction)
-    out = CPU.span_attention(*inputs, spans, 0.4)
+    out = IN_C.span_attention(*inputs, spans, 0.4)
     out.backward(direction)
     assert relative_error(out, truth) < FP32
     for x, grad in zip(inputs, truth_grads, strict=True):
         assert not x.numel() or relative_error(x.grad, grad, floor=1.0) < FP32  # of queries that see one key it is 0
     with torch.no_grad():
-        assert torch.equal(CPU.span_attention(*inputs, spans, 0.4), out)
+        assert torch.equal(IN_C.span_attention(*inputs, spans, 0.4), out)
 
 
 def any_spans(B: int, T: int, P: int) -> Spans:
@@ -78,7 +78,7 @@ def test_few_queries_over_a_prefix_with_room_behind_it_are_exact(T, group, d):
     for x in room:
         x[1, :, 3:] = x[2] = torch.nan
     prefix = [x[:, :, :P].transpose(1, 2) for x in room]
-    out = CPU.span_attention(q, *prefix, k, v, Spans(bounds), 0.4)
+    out = IN_C.span_attention(q, *prefix, k, v, Spans(bounds), 0.4)
     inputs = [x.double() for x in (q, *(x.nan_to_num() for x in prefix), k, v)]
     truth, _ = reference.span_attention(*inputs, Spans(bounds), 0.4)
     assert relative_error(out, truth) < FP32 / 2
@@ -95,7 +95,7 @@ def test_documents_of_a_pack_and_a_window_behind_a_prefix(window):
 def test_a_query_that_sees_one_key_has_no_gradient_to_the_bit():
     inputs = leaves(2, 40, 0, 2, 2, 64)
     spans = encode_spans(torch.zeros(2, 40, dtype=torch.int64), window=1)
-    CPU.span_attention(*inputs, spans, 0.4).backward(drawn(*inputs[0].shape, seed=9))
+    IN_C.span_attention(*inputs, spans, 0.4).backward(drawn(*inputs[0].shape, seed=9))
     assert not inputs[0].grad.any() and not inputs[3].grad.any() and inputs[4].grad.any()
 
 
@@ -113,7 +113,7 @@ def test_inputs_may_lie_in_memory_as_they_like():
         x.requires_grad_()
     direction, grads = drawn(*q.shape, seed=9), []
     for each in (inputs, strided):
-        out = CPU.span_attention(*each, spans, 0.4)
+        out = IN_C.span_attention(*each, spans, 0.4)
         grads.append((out, *torch.autograd.grad(out, each, direction)))
     assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
 
@@ -121,8 +121,8 @@ def test_inputs_may_lie_in_memory_as_they_like():
 def test_where_every_query_sees_every_key_no_bounds_are_read():
     inputs = leaves(2, 33, 50, 1, 3, 16)
     bounds = torch.tensor([0, 50, 0, 33], dtype=torch.int32).expand(2, 33, 4)
-    out = CPU.span_attention(*inputs, Spans(torch.zeros_like(bounds), sees_all=True), 0.4)
-    assert torch.equal(out, CPU.span_attention(*inputs, Spans(bounds), 0.4))
+    out = IN_C.span_attention(*inputs, Spans(torch.zeros_like(bounds), sees_all=True), 0.4)
+    assert torch.equal(out, IN_C.span_attention(*inputs, Spans(bounds), 0.4))
 
 
 def packed_sweep() -> tuple[Sweep, int]:
@@ -151,7 +151,7 @@ def test_a_sweep_in_one_call_is_that_of_two(stop_gradient):
     ]
     truth = torch.cat(parts, 1)
     truth.backward(direction.double())
-    out = CPU.sweep_attention(q, k, v, sweep, 0.4)
+    out = IN_C.sweep_attention(q, k, v, sweep, 0.4)
     assert out is not None and relative_error(out, truth) < FP32
     out.backward(direction)
     for x, wide in ((q, wide_q), (k, wide_k), (v, wide_v)):
@@ -168,7 +168,7 @@ def test_the_number_of_threads_changes_no_bit(K):
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             q, k, v = (x.detach().requires_grad_() for x in (inputs[0], *inputs[3:]))
-            out = cpu.sweep_attention(q, k, v, sweep, 0.4)
+            out = in_c.sweep_attention(q, k, v, sweep, 0.4)
             assert out is not None
             found.append((out, *torch.autograd.grad(out, (q, k, v), inputs[0].detach())))
     finally:
@@ -180,14 +180,14 @@ def test_the_number_of_threads_changes_no_bit(K):
 def test_keys_that_no_query_sees_may_hold_nan_and_get_no_gradient():
     spans = Spans(torch.tensor([[[2, 9, 1, 4]] * 3 + [[20, 30, 4, 5]] * 5]).int())
     inputs = leaves(1, 8, 40, 1, 2, 32)
-    out = CPU.span_attention(*inputs, spans, 0.4)
+    out = IN_C.span_attention(*inputs, spans, 0.4)
     grads = torch.autograd.grad(out.sum(), inputs)
     is_seen = torch.zeros(40, dtype=torch.bool), torch.zeros(8, dtype=torch.bool)
     is_seen[0][2:9] = is_seen[0][20:30] = is_seen[1][1:5] = True
     spoilt = [inputs[0].detach().clone().requires_grad_()]
     for n, x in enumerate(inputs[1:]):
         spoilt.append(x.detach().masked_fill(~is_seen[n // 2][:, None, None], float("nan")).requires_grad_())
-    again = CPU.span_attention(*spoilt, spans, 0.4)
+    again = IN_C.span_attention(*spoilt, spans, 0.4)
     assert torch.equal(out, again)
     for n, (x, y) in enumerate(zip(grads, torch.autograd.grad(again.sum(), spoilt), strict=True)):
         assert torch.equal(x, y)
@@ -196,16 +196,16 @@ def test_keys_that_no_query_sees_may_hold_nan_and_get_no_gradient():
 
 def test_a_prefix_without_gradient_leaves_the_others_as_they_are():
     inputs, spans = leaves(2, 30, 50, 2, 2, 16), any_spans(2, 30, 50)
-    whole = torch.autograd.grad(CPU.span_attention(*inputs, spans, 0.4).sum(), inputs)
+    whole = torch.autograd.grad(IN_C.span_attention(*inputs, spans, 0.4).sum(), inputs)
     held = [inputs[0], *(x.detach() for x in inputs[1:3]), *inputs[3:]]
-    some = torch.autograd.grad(CPU.span_attention(*held, spans, 0.4).sum(), [held[0], *held[3:]])
+    some = torch.autograd.grad(IN_C.span_attention(*held, spans, 0.4).sum(), [held[0], *held[3:]])
     assert all(torch.equal(x, y) for x, y in zip((whole[0], *whole[3:]), some, strict=True))
 
 
 @pytest.mark.parametrize("d", [24, 528])
-def test_heads_that_the_functions_do_not_take_are_computed_natively(d):
+def test_heads_that_the_functions_do_not_take_are_computed_in_torch(d):
     inputs, spans = leaves(1, 5, 3, 1, 1, d), any_spans(1, 5, 3)
-    out = CPU.span_attention(*inputs, spans, 0.4)
-    assert torch.equal(out, NATIVE.span_attention(*inputs, spans, 0.4))
+    out = IN_C.span_attention(*inputs, spans, 0.4)
+    assert torch.equal(out, IN_TORCH.span_attention(*inputs, spans, 0.4))
     with pytest.raises(Unserved):
-        cpu.sweep_attention(inputs[0], *inputs[3:], packed_sweep()[0], 0.4)
+        in_c.sweep_attention(inputs[0], *inputs[3:], packed_sweep()[0], 0.4)

@@ -1,4 +1,4 @@
-"""Experts, routing and gated activations, native and by C functions, against their references."""
+"""Experts, routing and gated activations, in torch and by C functions, against their references."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdiff.kernels import CPU, Kernels
+from blockdiff.kernels import IN_C, Kernels
 from blockdiff.kernels.c_library import serves
-from blockdiff.kernels.expert_mlp import cpu as expert_cpu
-from blockdiff.kernels.expert_mlp import native as expert_native
+from blockdiff.kernels.expert_mlp import c as experts_in_c
+from blockdiff.kernels.expert_mlp import torch as experts_in_torch
 from blockdiff.layers.experts import Router
 from tests.closeness import compare_gradients, copies, relative_error
 from tests.expert_choices import chosen
@@ -99,12 +99,12 @@ def test_the_dense_path_equals_the_grouped_one(kernels, choice, dtype, tolerance
     tensors, index = expert_case(63, 8, 2, choice)
     x, gate_up, down, weight = (t.to(dtype) for t in tensors)
     calls = []
-    module = expert_cpu if kernels is CPU and serves(x) else expert_native
+    module = experts_in_c if kernels is IN_C and serves(x) else experts_in_torch
     dense = module._dense
     monkeypatch.setattr(module, "_dense", lambda *a: calls.append(1) or dense(*a))
     with torch.no_grad():
         quick = kernels.expert_mlp(x, gate_up, down, index, weight)
-        monkeypatch.setattr(expert_native, "DENSE_FLOPS", -1)
+        monkeypatch.setattr(experts_in_torch, "DENSE_FLOPS", -1)
         grouped = kernels.expert_mlp(x, gate_up, down, index, weight)
     assert len(calls) == 1
     assert relative_error(quick, grouped) < tolerance

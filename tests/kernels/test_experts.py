@@ -1,4 +1,4 @@
-"""The native experts: every activation, the way of a GPU run on the CPU, and padding that goes to no expert."""
+"""Experts in torch: every activation, the path of a GPU run on the CPU, and padding that goes to no expert."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels import CPU, NATIVE
+from blockdiff.kernels import IN_C, IN_TORCH
 from blockdiff.kernels.c_library import serves
-from blockdiff.kernels.expert_mlp import cpu, native
+from blockdiff.kernels.expert_mlp import c as in_c
+from blockdiff.kernels.expert_mlp import torch as in_torch
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS
 from blockdiff.spans import Spans, denoise_spans, encode_spans
 from tests.closeness import relative_error
@@ -40,7 +41,7 @@ def compare(
         [t.to(d).requires_grad_(need) for t, need in zip(tensors, needs, strict=True)] for d in (dtype, torch.float64)
     )
     outs = []
-    for op, (x, gate_up, down, weight) in ((native.expert_mlp, mine), (reference.expert_mlp, truth)):
+    for op, (x, gate_up, down, weight) in ((in_torch.expert_mlp, mine), (reference.expert_mlp, truth)):
         outs.append(op(x, gate_up, down, index, weight, activation))
         direction = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
         (outs[-1] * direction).sum().backward()
@@ -65,25 +66,25 @@ def test_every_activation_matches_its_formula(activation, dtype, tolerance):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_dense_path_has_every_activation(activation, monkeypatch):
     (x, gate_up, down, weight), index = case(9, 3, 2)
-    monkeypatch.setattr(native, "_ExpertMLP", None)
+    monkeypatch.setattr(in_torch, "_ExpertMLP", None)
     with torch.no_grad():
-        out = native.expert_mlp(x * 2, gate_up, down, index, weight, activation)
+        out = in_torch.expert_mlp(x * 2, gate_up, down, index, weight, activation)
     assert relative_error(out, reference.expert_mlp(x * 2, gate_up, down, index, weight, activation)) < 1e-12
 
 
 def test_an_unknown_activation_names_the_known_ones():
     (x, gate_up, down, weight), index = case(3, 3, 2)
     with pytest.raises(BlockdiffError, match="'relu' is not known; there are: gelu_tanh, silu, swiglu_oai"):
-        native.expert_mlp(x, gate_up, down, index, weight, "relu")
+        in_torch.expert_mlp(x, gate_up, down, index, weight, "relu")
 
 
-# -- the way of a GPU: no size is read back ------------------------------------------------------------------------
+# -- the path of a GPU: no size is read back ------------------------------------------------------------------------
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots without an expert stay, and what no product writes is NaN."""
-    monkeypatch.setattr(native, "_trims", lambda index: False)
+    monkeypatch.setattr(in_torch, "_trims", lambda index: False)
     new_empty, grouped_mm = Tensor.new_empty, torch.nn.functional.grouped_mm
 
     def grouped(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ def test_a_model_sends_padding_tokens_to_no_expert_and_real_ones_where_they_were
 
     def spy(x_ND: Tensor, gate_up: Tensor, down: Tensor, index_Nk: Tensor, *rest: object) -> Tensor:
         seen.append(index_Nk)
-        return native.expert_mlp(x_ND, gate_up, down, index_Nk, *rest)
+        return in_torch.expert_mlp(x_ND, gate_up, down, index_Nk, *rest)
 
     for layer in model.layers:
         monkeypatch.setattr(layer.experts, "kernels", layer.experts.kernels.replaced(expert_mlp=spy))
@@ -162,7 +163,7 @@ def low_rank_case(E: int, D: int, F: int, rank: int, dtype: torch.dtype) -> list
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("dtype,tolerance", DTYPES)
 @pytest.mark.parametrize("rank", [1, 4])
-@pytest.mark.parametrize("module", [NATIVE, CPU])
+@pytest.mark.parametrize("module", [IN_TORCH, IN_C])
 def test_low_rank_matrices_are_added_to_the_weights_of_every_expert(module, rank, dtype, tolerance, is_frozen):
     tensors, index = case(41, 5, 2)  # some experts get no token
     results = []
@@ -180,7 +181,7 @@ def test_low_rank_matrices_are_added_to_the_weights_of_every_expert(module, rank
         assert relative_error(mine, truth) < tolerance * (1 if rank == 1 else 3)
 
 
-@pytest.mark.parametrize("module", [NATIVE, CPU])
+@pytest.mark.parametrize("module", [IN_TORCH, IN_C])
 @pytest.mark.parametrize("dtype,tolerance", DTYPES)
 def test_low_rank_matrices_count_in_the_dense_products_of_few_tokens_too(module, dtype, tolerance):
     tensors, index = case(3, 5, 2)
@@ -196,7 +197,7 @@ def test_low_rank_matrices_count_in_the_dense_products_of_few_tokens_too(module,
 def test_frozen_tokens_get_no_gradient_and_the_matrices_over_them_do():
     (x, gate_up, down, weight), index = case(41, 5, 2)
     grads = []
-    for op in (CPU.expert_mlp, reference.expert_mlp):
+    for op in (IN_C.expert_mlp, reference.expert_mlp):
         low_rank = low_rank_case(5, 12, 8, 4, torch.float32)
         op(x.float(), gate_up.float(), down.float(), index, weight.float(), low_rank=low_rank).square().sum().backward()
         grads.append([matrix.grad for matrix in low_rank])
@@ -204,7 +205,7 @@ def test_frozen_tokens_get_no_gradient_and_the_matrices_over_them_do():
         assert relative_error(mine, truth) < 1e-5
 
 
-@pytest.mark.parametrize("activation", cpu.KINDS)
+@pytest.mark.parametrize("activation", in_c.KINDS)
 def test_the_c_backward_makes_again_to_the_bit_what_the_forward_gave(activation):
     g = torch.Generator().manual_seed(0)
     h, again = torch.randn(37, 42, generator=g) * 3, torch.randn(37, 21, generator=g)
@@ -213,6 +214,6 @@ def test_the_c_backward_makes_again_to_the_bit_what_the_forward_gave(activation)
         return  # without a compiler there is no C backward
     (gate, up), grad_h = h.chunk(2, -1), torch.empty_like(h)
     of_gate, of_up = grad_h.chunk(2, -1)
-    kind, of_weight = cpu.KINDS[activation], torch.empty(37)
-    cpu.call("gated_backward", again, gate, up, 37, 21, 42, weight, kind, of_gate, of_up, 42, of_weight, again)
-    assert torch.equal(again, cpu._gated_halves(h, weight, kind))
+    kind, of_weight = in_c.KINDS[activation], torch.empty(37)
+    in_c.call("gated_backward", again, gate, up, 37, 21, 42, weight, kind, of_gate, of_up, 42, of_weight, again)
+    assert torch.equal(again, in_c._gated_halves(h, weight, kind))

@@ -1,12 +1,13 @@
-"""fp8 weights: what codes stand for, the way there, and native products against the reference with gradients."""
+"""fp8 weights: what codes stand for, the way there, and products in torch against the reference with gradients."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from blockdiff.kernels import CPU
-from blockdiff.kernels.fp8 import Fp8, native
+from blockdiff.kernels import IN_C
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.fp8 import torch as in_torch
 from tests.closeness import relative_error
 from tests.oracles import expert_mlp as experts
 from tests.oracles import fp8 as reference
@@ -15,14 +16,14 @@ pytestmark = pytest.mark.quick
 
 
 def in_fp8(*shape: int, seed: int = 0) -> Fp8:
-    return native.quantised(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+    return in_torch.quantised(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_code_is_decoded_to_the_number_it_stands_for(dtype):
     codes = torch.arange(256, dtype=torch.uint8)
     truth = torch.tensor([reference.value(code) for code in range(256)], dtype=torch.float64)
-    made = native.decoded(Fp8(codes[:, None], torch.ones(256, 1)), dtype)[:, 0].double()
+    made = in_torch.decoded(Fp8(codes[:, None], torch.ones(256, 1)), dtype)[:, 0].double()
     assert torch.equal(made.isnan(), truth.isnan()) and truth.isnan().sum() == 2
     assert torch.equal(made.nan_to_num(), truth.nan_to_num())
 
@@ -30,7 +31,7 @@ def test_every_code_is_decoded_to_the_number_it_stands_for(dtype):
 def test_a_code_is_the_nearest_one_to_its_number():
     g = torch.Generator().manual_seed(3)
     weight = torch.randn(40, 70, generator=g) * torch.logspace(-6, 6, 40)[:, None]
-    made = native.quantised(weight)
+    made = in_torch.quantised(weight)
     finite = torch.tensor(sorted(v for v in map(reference.value, range(256)) if v == v), dtype=torch.float64)
     wanted = (weight.double() / made.scale.double())[..., None]
     nearest = (wanted - finite).abs().amin(-1)
@@ -43,15 +44,15 @@ def test_a_code_is_the_nearest_one_to_its_number():
 
 def test_channels_without_finite_numbers_and_of_zeros():
     weight = torch.tensor([[0.0, 0.0], [1.0, float("nan")], [float("inf"), 1.0], [3.0, -1.0]])
-    made = native.decoded(native.quantised(weight), torch.float32)
+    made = in_torch.decoded(in_torch.quantised(weight), torch.float32)
     assert torch.equal(made[0], weight[0]) and relative_error(made[3], weight[3]) < 2**-4
-    assert not native.quantised(weight).scale[1:3].isfinite().any()
+    assert not in_torch.quantised(weight).scale[1:3].isfinite().any()
     assert not (made[1:3] @ torch.ones(2)).isfinite().any()
 
 
 def test_what_is_quantised_once_is_the_same_when_it_is_quantised_again():
     made = in_fp8(5, 33, 20)
-    again = native.quantised(native.decoded(made, torch.float64))
+    again = in_torch.quantised(in_torch.decoded(made, torch.float64))
     assert torch.equal(made.codes, again.codes) and torch.equal(made.scale, again.scale)
 
 
@@ -61,7 +62,7 @@ def test_a_product_with_its_gradient(shape, dtype, bound):
     weight = in_fp8(19, shape[-1])
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     outs = []
-    for op, own in ((CPU.fp8_linears, x), (reference.fp8_linears, x.double())):
+    for op, own in ((IN_C.fp8_linears, x), (reference.fp8_linears, x.double())):
         own = own.detach().requires_grad_()
         (out,) = op(own, (weight,))
         (out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)).sum().backward()
@@ -74,13 +75,13 @@ def test_a_product_with_its_gradient(shape, dtype, bound):
 def test_every_row_is_rounded_to_the_nearest_codes_of_a_scale_of_its_own():
     x = torch.randn(40, 33, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 6, 40)[:, None]
     x[3], x[4, :5] = 0.0, torch.tensor([448.0, 1.0625, 1.1875, 2.0**-10, 3 * 2.0**-10])  # between two codes
-    made = native.rounded(x)
+    made = in_torch.rounded(x)
     assert torch.equal(made, reference.rounded(x)) and torch.equal(made[3], x[3])
     assert made[4, 1:5].tolist() == [1.0, 1.25, 0.0, 2.0**-8]
-    assert torch.equal(made[5:9], native.rounded(x[5:9]))  # whatever stands beside a row
-    assert torch.equal(native.rounded(x.view(2, 20, 33)).view(40, 33), made)
+    assert torch.equal(made[5:9], in_torch.rounded(x[5:9]))  # whatever stands beside a row
+    assert torch.equal(in_torch.rounded(x.view(2, 20, 33)).view(40, 33), made)
     assert 0.01 < relative_error(made, x) < 2**-4
-    bad = native.rounded(torch.tensor([[1.0, float("nan")], [float("inf"), 1.0], [3.0, -1.0]]))
+    bad = in_torch.rounded(torch.tensor([[1.0, float("nan")], [float("inf"), 1.0], [3.0, -1.0]]))
     assert not bad[:2].isfinite().any() and relative_error(bad[2], torch.tensor([3.0, -1.0])) < 2**-4
 
 
@@ -88,7 +89,7 @@ def test_a_product_that_rounds_its_inputs_has_the_gradient_of_one_that_does_not(
     weights = [in_fp8(19, 33)._replace(rounds_inputs=True), in_fp8(7, 33, seed=1)]
     x = torch.randn(4, 5, 33, generator=torch.Generator().manual_seed(1))
     grads, outs = [], []
-    for op, chosen in ((CPU.fp8_linears, weights), (CPU.fp8_linears, [Fp8(*w[:2]) for w in weights])):
+    for op, chosen in ((IN_C.fp8_linears, weights), (IN_C.fp8_linears, [Fp8(*w[:2]) for w in weights])):
         own = x.clone().requires_grad_()
         outs.append(op(own, chosen))
         sum(out.sum() for out in outs[-1]).backward()
@@ -108,11 +109,11 @@ def test_experts_round_their_tokens_and_what_is_activated(rank):
     index = torch.rand(N, E, generator=g).argsort(-1)[:, :k]
     shapes = ((E, rank, D), (E, 2 * F, rank), (E, rank, F), (E, D, rank)) if rank else ()
     low_rank = [torch.randn(shape, generator=g) / 4 for shape in shapes]
-    out = CPU.expert_mlp(x, gate_up, down, index, weight, "silu", low_rank)
+    out = IN_C.expert_mlp(x, gate_up, down, index, weight, "silu", low_rank)
     dense = (reference.decoded(w, torch.float64) for w in (gate_up, down))
     of_tokens = index, weight.double(), "silu", [matrix.double() for matrix in low_rank]
     truth = experts.expert_mlp(x.double(), *dense, *of_tokens, taken=reference.rounded)
-    plain = CPU.expert_mlp(x, Fp8(*gate_up[:2]), Fp8(*down[:2]), index, weight, "silu", low_rank)
+    plain = IN_C.expert_mlp(x, Fp8(*gate_up[:2]), Fp8(*down[:2]), index, weight, "silu", low_rank)
     assert relative_error(out, truth) < 1e-5 and relative_error(plain, truth) > 0.01
 
 
@@ -132,7 +133,7 @@ def test_experts_with_all_gradients_that_there_are(N, E, k, empty, rank):
         own = [t.detach().to(dtype).requires_grad_() for t in (x, weight, *low_rank)]
         matrices = own[2:]
         if dtype == torch.float32:
-            out = CPU.expert_mlp(own[0], gate_up, down, index, own[1], "silu", matrices)
+            out = IN_C.expert_mlp(own[0], gate_up, down, index, own[1], "silu", matrices)
         else:
             dense = (reference.decoded(w, dtype) for w in (gate_up, down))
             out = experts.expert_mlp(own[0], *dense, index, own[1], "silu", matrices)
@@ -146,8 +147,8 @@ def test_sums_of_fourteen_bits_cost_little_beside_the_rounding_to_fp8():
     """A model of the sums of fp8 products in tensor cores of sm_90: 32 products and the sum so far are cut off at
     2^-13 of the largest. It is why kernels leave sums there to the end."""
     g = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(16, 2816, generator=g), native.quantised(torch.randn(16, 2816, generator=g))
-    a, b = (side.codes.view(native.E4M3).double() for side in (native.quantised(x), weight))
+    x, weight = torch.randn(16, 2816, generator=g), in_torch.quantised(torch.randn(16, 2816, generator=g))
+    a, b = (side.codes.view(in_torch.E4M3).double() for side in (in_torch.quantised(x), weight))
     total = torch.zeros(16, 16, dtype=torch.float64)
     for k in range(0, 2816, 32):
         parts = torch.cat([a[:, None, k : k + 32] * b[None, :, k : k + 32], total[..., None]], -1)

@@ -1,4 +1,4 @@
-"""The dense copies that native attention keeps of pages: whatever rows become, the same as reading the pages."""
+"""The dense copies that attention in torch keeps of pages: whatever rows become, the same as reading the pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.span_attention import cpu, native
+from blockdiff.kernels.span_attention import c as in_c
+from blockdiff.kernels.span_attention import torch as in_torch
 from blockdiff.kernels.span_attention.gathered import Gathered
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.spans import running_spans
@@ -24,7 +25,7 @@ P, PAGES, K, d, L = 4, 60, 2, 16, 6
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_rows_that_grow_leave_and_are_cut_are_read_as_from_their_pages(canvases, window, limit, monkeypatch):
     """By SDPA, by a product of all scores and in C; own keys of some calls and tokens of dropped rows are NaN."""
-    monkeypatch.setattr(native, "SMALL_GATHERED", limit)
+    monkeypatch.setattr(in_torch, "SMALL_GATHERED", limit)
     draw, generator = random.Random(1), torch.Generator().manual_seed(2)
     pools = [torch.full((PAGES, P, K, d), torch.nan) for _ in range(2)]
     for pool in pools:
@@ -77,7 +78,7 @@ def test_rows_that_grow_leave_and_are_cut_are_read_as_from_their_pages(canvases,
             q, own_k, own_v = drawn(B, T, 2 * K, d), drawn(B, T, K, d), drawn(B, T, K, d)
             dense = [x.dense().double() for x in plain]
             truth, _ = reference.span_attention(q.double(), *dense, own_k.double(), own_v.double(), spans, 0.9)
-            for attend, kept in ((native.span_attention, copies), (cpu.span_attention, of_c)):
+            for attend, kept in ((in_torch.span_attention, copies), (in_c.span_attention, of_c)):
                 prefix = [PagedTensor(pool, pages, copy) for pool, copy in zip(pools, kept, strict=True)]
                 assert relative_error(attend(q, *prefix, own_k, own_v, spans, 0.9), truth) < 2e-6
                 if step % 7 == 6 and turn:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.c_library import library
-from blockdiff.kernels.expert_mlp import cpu
+from blockdiff.kernels.expert_mlp import c as in_c
 
 pytestmark = [
     pytest.mark.quick,
@@ -25,11 +25,11 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def grouped(tokens: int, k: int, experts: int) -> cpu._Groups:
+def grouped(tokens: int, k: int, experts: int) -> in_c._Groups:
     """Slots spread over the experts; every seventh goes to none."""
     index = torch.randint(0, experts, (tokens, k), generator=torch.Generator().manual_seed(tokens))
     index.view(-1)[3::7] = experts
-    return cpu._Groups(index, experts)
+    return in_c._Groups(index, experts)
 
 
 def results(tokens: int, k: int, experts: int, depth: int, width: int) -> list[Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blockdiff.kernels import CPU
+from blockdiff.kernels import IN_C
 from blockdiff.layers.attention import Attention
 from blockdiff.layers.linear import product
 from blockdiff.layers.mlp import MLP
@@ -31,7 +31,7 @@ def test_experts_with_many_tokens_are_those_of_the_reference(autocast, hidden, w
     inputs = (x, gate_up.requires_grad_(), down.requires_grad_())
     index = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(n))[:k] for n in range(N)])
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = CPU.expert_mlp(*inputs, index, weight)
+        out = IN_C.expert_mlp(*inputs, index, weight)
     wide = [each.detach().double().requires_grad_() for each in (*inputs, weight)]
     truth = reference.expert_mlp(*wide[:3], index, wide[3])
     grad = drawn(*truth.shape)
@@ -44,14 +44,14 @@ def test_experts_with_many_tokens_are_those_of_the_reference(autocast, hidden, w
 def test_a_layer_with_hooks_is_called_as_a_module():
     layer, seen = nn.Linear(96, 64, bias=False), []
     x = drawn(256, 96)
-    assert relative_error(product(layer, x, CPU), layer(x)) < FP32
+    assert relative_error(product(layer, x, IN_C), layer(x)) < FP32
     layer.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
-    assert product(layer, x, CPU).shape == seen.pop()
+    assert product(layer, x, IN_C).shape == seen.pop()
 
 
 @pytest.mark.parametrize("kind", ["mlp", "attention"])
 def test_layers_multiply_through_the_kernels(kind, monkeypatch):
-    module = MLP(64, 96, CPU) if kind == "mlp" else Attention(64, 2, 1, 32, True, 1e-6, CPU)
+    module = MLP(64, 96, IN_C) if kind == "mlp" else Attention(64, 2, 1, 32, True, 1e-6, IN_C)
     products = {name for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     monkeypatch.setattr(nn.Linear, "forward", None)  # calling one fails
     if kind == "mlp":

@@ -1,4 +1,4 @@
-"""Norms and norm_rope, native and by C functions, against their references, and the frequencies of RoPE."""
+"""Norms and norm_rope, in torch and by C functions, against their references, and the frequencies of RoPE."""
 
 from __future__ import annotations
 

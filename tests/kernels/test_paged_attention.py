@@ -1,4 +1,4 @@
-"""span_attention over a prefix in pages, natively and in Triton, against the dense reference in fp64."""
+"""span_attention over a prefix in pages, in torch and in Triton, against the dense reference in fp64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels.span_attention import cpu, native, triton
+from blockdiff.kernels.span_attention import c as in_c
+from blockdiff.kernels.span_attention import torch as in_torch
+from blockdiff.kernels.span_attention import triton
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.spans import Spans, encode_spans, running_spans
 from tests.closeness import relative_error
@@ -73,7 +75,7 @@ def test_a_prefix_in_pages_is_read_as_a_dense_one(page_tokens, geometry):
     for dense, pool in zip(prefix, pools, strict=True):
         assert torch.equal(pool.dense().cpu(), dense)
     arguments = moved[0], *pools, *moved[1:], moved_spans, 0.9
-    assert relative_error(native.span_attention(*arguments), truth) < FP32
+    assert relative_error(in_torch.span_attention(*arguments), truth) < FP32
     out, its_lse = triton.with_lse(*arguments)
     assert relative_error(out, truth) < FP32 and relative_error(its_lse.exp(), lse.exp()) < FP32
     for splits in (2, 3):  # the keys in several parts
@@ -101,10 +103,10 @@ def test_own_keys_that_stand_in_the_pages_are_read_with_the_prefix(geometry, mon
             both[row, length : length + T] = more[row]
         pools.append(in_pages(both, [length + T for length in lengths], 7))
     nothing = [x[:, :0].to(DEVICE) for x in own]
-    for limit in (1, 1 << 10):  # natively in pieces, too
-        monkeypatch.setattr(native, "LONG_KEYS", limit)
-        monkeypatch.setattr(native, "LONG_MASK", limit)
-        for attend in (native.span_attention, cpu.span_attention, triton.span_attention):
+    for limit in (1, 1 << 10):  # in torch in pieces, too
+        monkeypatch.setattr(in_torch, "LONG_KEYS", limit)
+        monkeypatch.setattr(in_torch, "LONG_MASK", limit)
+        for attend in (in_torch.span_attention, in_c.span_attention, triton.span_attention):
             one_run = Spans(spans.in_one_run.bounds_BT4.to(DEVICE))
             out = attend(q.to(DEVICE), *pools, *nothing, one_run, 0.9)
             assert isinstance(out, Tensor) and relative_error(out, truth) < FP32

@@ -28,7 +28,7 @@ def run(root: Path, cache: Path) -> subprocess.CompletedProcess[str]:
         "PYTHONPATH": str(root),
         "OMP_NUM_THREADS": "2",
     }
-    words = [sys.executable, "-W", "error:native ops run", str(PROGRAM)]
+    words = [sys.executable, "-W", "error:torch runs", str(PROGRAM)]
     return subprocess.run(words, env=os.environ | own, capture_output=True, text=True, timeout=600)
 
 

@@ -1,4 +1,4 @@
-"""The native span_attention against its reference: outputs and every gradient."""
+"""span_attention in torch against its reference: outputs and every gradient."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels import NATIVE
-from blockdiff.kernels.span_attention import native as attention_native
+from blockdiff.kernels import IN_TORCH
 from blockdiff.kernels.span_attention import pieces as attention_pieces
+from blockdiff.kernels.span_attention import torch as attention_in_torch
 from blockdiff.spans import Spans, encode_spans
 from tests.closeness import relative_error
 from tests.oracles import span_attention as attention_reference
@@ -53,13 +53,13 @@ PATHS = ["materialised", "sdpa", "pieces"]
 
 
 def attend(path: str, monkeypatch: Any, inputs: list[Tensor | None], spans: Spans, scale: float) -> Any:
-    """By the native op; the C functions have a file of their own."""
-    monkeypatch.setattr(attention_native, "SMALL_SCORES", 1 << 40 if path == "materialised" else -1)
+    """In torch; the C functions have a file of their own."""
+    monkeypatch.setattr(attention_in_torch, "SMALL_SCORES", 1 << 40 if path == "materialised" else -1)
     for name in ("LONG_KEYS", "LONG_MASK"):
-        monkeypatch.setattr(attention_native, name, -1 if path == "pieces" else 1 << 40)
+        monkeypatch.setattr(attention_in_torch, name, -1 if path == "pieces" else 1 << 40)
     for name, small in (("MASK", 100), ("LEAST_QUERIES", 3), ("PROBED_QUERIES", 2)):
         monkeypatch.setattr(attention_pieces, name, small)
-    return NATIVE.span_attention(*inputs, spans, scale)
+    return IN_TORCH.span_attention(*inputs, spans, scale)
 
 
 def compare_attention(
@@ -147,7 +147,7 @@ def test_span_attention_takes_strided_inputs(monkeypatch):
 
 @pytest.mark.parametrize(("B", "T"), [(0, 5), (2, 0), (0, 0)])
 def test_span_attention_of_no_rows_or_no_queries_is_empty_and_has_gradients(kernels, B, T):
-    for d, P in ((8, 3), (16, 3)):  # natively and by the C functions
+    for d, P in ((8, 3), (16, 3)):  # in torch and by the C functions
         shapes = [(B, T, 4, d), *[(B, P, 2, d)] * 2, *[(B, T, 2, d)] * 2]
         inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
         spans = Spans(torch.tensor([0, P, 0, T], dtype=torch.int32).repeat(B, T, 1))

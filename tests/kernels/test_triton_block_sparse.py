@@ -1,4 +1,4 @@
-"""Block selection and block-sparse attention in Triton against native ops in fp64, in the interpreter or on a GPU."""
+"""Block selection and block-sparse attention in Triton against torch in fp64, in the interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import blockdiff
 from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.kernels import NATIVE
-from blockdiff.kernels.block_sparse import native, triton, triton_selection
+from blockdiff.kernels import IN_TORCH
+from blockdiff.kernels.block_sparse import torch as in_torch
+from blockdiff.kernels.block_sparse import triton, triton_selection
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.models.pages import Pages
@@ -43,7 +44,7 @@ def whole(*shape: int, seed: int = 0, most: int = 3) -> Tensor:
 
 @pytest.mark.parametrize("score", ["max", "lse"])
 @pytest.mark.parametrize("init, local, topk", [(0, 1, 3), (2, 2, 5), (1, 0, 40)])
-def test_blocks_are_those_of_the_native_op_ties_included(init, local, topk, score):
+def test_blocks_are_those_of_torch_ties_included(init, local, topk, score):
     """Scores are whole numbers times a power of two, so that most blocks tie by their maximum; sums do not tie."""
     B, T, H, d, block = 2, 19, 3, 16, 5
     q, k = (
@@ -54,7 +55,7 @@ def test_blocks_are_those_of_the_native_op_ties_included(init, local, topk, scor
     visible = torch.arange(1, T + 1).expand(B, T).clone()
     visible[1, -3:] = 0  # padding
     named = dict(block=block, topk=topk, init=init, local=local, score=score)
-    truth = native.select_blocks(q, k, visible, **named)
+    truth = in_torch.select_blocks(q, k, visible, **named)
     assert torch.equal(triton.select_blocks(*on(q, k, visible), **named).cpu(), truth)
 
 
@@ -63,7 +64,7 @@ def test_blocks_of_packed_documents_begin_with_them(block):
     visible, first = documents(2, [13, 6, 9], 3)
     T = visible.shape[1]
     q, k = whole(2, T, 2, 8), whole(2, T, 8, seed=1)
-    truth = native.select_blocks(q, k, visible, first, block=block, topk=2)
+    truth = in_torch.select_blocks(q, k, visible, first, block=block, topk=2)
     assert torch.equal(triton.select_blocks(*on(q, k, visible, first), block=block, topk=2).cpu(), truth)
 
 
@@ -71,7 +72,7 @@ def test_many_blocks_compete_some_at_a_time(monkeypatch):
     monkeypatch.setattr(triton_selection, "MOST_CHOSEN_FROM", 4)
     q, k, visible = whole(1, 9, 1, 16), whole(1, 50, 16, seed=1, most=1), torch.arange(42, 51)[None]
     named = dict(block=3, topk=6, init=1, local=2)
-    truth = native.select_blocks(q, k, visible, **named)
+    truth = in_torch.select_blocks(q, k, visible, **named)
     assert torch.equal(triton.select_blocks(*on(q, k, visible), **named).cpu(), truth)
 
 
@@ -113,7 +114,7 @@ def outputs_and_gradients(op: Callable[..., Tensor], tensors: list[Tensor | None
 
 
 def compare(tensors: list[Tensor | None], *rest: Any) -> None:
-    """Outputs and every gradient against native ops in fp64, which the reference is compared with."""
+    """Outputs and every gradient against torch in fp64, which the reference is compared with."""
 
     def made(device: str, dtype: torch.dtype) -> list[Tensor | None]:
         is_number = lambda x: x is not None and x.is_floating_point()  # noqa: E731
@@ -122,7 +123,7 @@ def compare(tensors: list[Tensor | None], *rest: Any) -> None:
 
     moved = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in rest]
     got = outputs_and_gradients(triton.block_sparse_attention, made(DEVICE, torch.float32), *moved)
-    truth = outputs_and_gradients(native.block_sparse_attention, made("cpu", torch.float64), *rest)
+    truth = outputs_and_gradients(in_torch.block_sparse_attention, made("cpu", torch.float64), *rest)
     for x, y in zip(got, truth, strict=True):
         assert x.isfinite().all() and relative_error(x, y) < FP32, relative_error(x, y)
 
@@ -132,7 +133,7 @@ def test_attention_and_its_gradients(name):
     B, T, S, h, K, H, d, block = SIZES[name]
     tensors = [drawn(B, *shape, d, seed=n) for n, shape in enumerate(((T, h), (S, K), (S, K)))]
     visible = torch.arange(S - T + 1, S + 1).expand(B, T)
-    ids = native.select_blocks(drawn(B, T, H, d, seed=7), drawn(B, S, d, seed=8), visible, block=block, topk=2)
+    ids = in_torch.select_blocks(drawn(B, T, H, d, seed=7), drawn(B, S, d, seed=8), visible, block=block, topk=2)
     compare(tensors, ids, visible, None, block, d**-0.5)
 
 
@@ -140,7 +141,7 @@ def test_packed_rows_and_padding():
     visible, first = documents(1, [7, 3], 2)
     T = visible.shape[1]
     tensors = [drawn(1, T, 4, 16), drawn(1, T, 2, 16, seed=1), drawn(1, T, 2, 16, seed=2)]
-    ids = native.select_blocks(drawn(1, T, 2, 8, seed=3), drawn(1, T, 8, seed=4), visible, first, block=3, topk=2)
+    ids = in_torch.select_blocks(drawn(1, T, 2, 8, seed=3), drawn(1, T, 8, seed=4), visible, first, block=3, topk=2)
     compare(tensors, ids, visible, first, 3, 0.3)
     out = triton.block_sparse_attention(*on(*(x.float() for x in tensors), ids, visible, first), 3, 0.3)
     assert not out[:, -2:].any()
@@ -150,7 +151,7 @@ def canvas(T: int = 5, S: int = 20, block: int = 4, h: int = 4, K: int = 2) -> t
     """Queries of a canvas, keys and values of the prefix and their own ones; one query sees its own keys alone."""
     tensors = [drawn(1, *shape, 16, seed=n) for n, shape in enumerate(((T, h), (S, K), (S, K), (T, K), (T, K)))]
     visible = torch.full((1, T), S - 2)
-    ids = native.select_blocks(drawn(1, T, K, 8, seed=7), drawn(1, S, 8, seed=8), visible, block=block, topk=2)
+    ids = in_torch.select_blocks(drawn(1, T, K, 8, seed=7), drawn(1, S, 8, seed=8), visible, block=block, topk=2)
     ids[:, 2] = -1
     ids[:, 3, :, 0] = -1  # a hole
     own = torch.tensor([[0, T]]).repeat(T, 1)[None]
@@ -209,8 +210,8 @@ def test_blocks_in_pages_are_scored_and_read_where_they_stand(page, block, split
     k, v, own_k, own_v = (drawn(2, n, 2, 16, seed=3 + s) for s, n in enumerate((S, S, T, T)))
     visible = torch.tensor(lengths)[:, None].expand(2, T)
     own = torch.tensor([0, T]).expand(2, T, 2)
-    truth_ids = native.select_blocks(idx_q.float(), idx_k.float().squeeze(2), visible, block=block, topk=2)
-    truth = native.block_sparse_attention(q, k, v, truth_ids, visible, None, block, 0.3, own_k, own_v, own)
+    truth_ids = in_torch.select_blocks(idx_q.float(), idx_k.float().squeeze(2), visible, block=block, topk=2)
+    truth = in_torch.block_sparse_attention(q, k, v, truth_ids, visible, None, block, 0.3, own_k, own_v, own)
     monkeypatch.setattr(PagedTensor, "dense", None)
     pages = [in_pages(x.float(), lengths, page) for x in (idx_k, k, v)]
     ids = triton.select_blocks(idx_q.float().to(DEVICE), pages[0], *on(visible), block=block, topk=2)
@@ -229,11 +230,11 @@ def test_a_long_row_goes_from_block_to_block_and_gives_the_same(row, monkeypatch
     visible, first = documents(1, [5, 7, 9], 2) if row == "packed" else (torch.arange(1, 24)[None], None)
     T = visible.shape[1]
     q, k, v = drawn(1, T, 4, 16), drawn(1, T, 2, 16, seed=1), drawn(1, T, 2, 16, seed=2)
-    ids = native.select_blocks(drawn(1, T, 2, 8, seed=3), drawn(1, T, 8, seed=4), visible, first, block=16, topk=2)
+    ids = in_torch.select_blocks(drawn(1, T, 2, 8, seed=3), drawn(1, T, 8, seed=4), visible, first, block=16, topk=2)
     monkeypatch.setattr(triton.kernels, "block_sparse_forward", None)
     keys = [in_pages(x.float(), [T], 8) for x in (k, v)] if row == "in pages" else on(k.float(), v.float())
     out = triton.block_sparse_attention(*on(q.float()), *keys, *on(ids, visible, first), 16, 0.3)
-    assert relative_error(out, native.block_sparse_attention(q, k, v, ids, visible, first, 16, 0.3)) < FP32
+    assert relative_error(out, in_torch.block_sparse_attention(q, k, v, ids, visible, first, 16, 0.3)) < FP32
 
 
 def test_rows_go_by_block_where_they_are_long_and_a_block_fits():
@@ -275,9 +276,9 @@ def test_keys_that_no_query_sees_may_hold_anything_and_get_no_gradient():
 
 
 def sparse_on_triton() -> tuple[Any, Any]:
-    """A small MiniMax M3 in fp32 whose attention and selection run in Triton, and the same natively in fp64."""
+    """A small MiniMax M3 in fp32 whose attention and selection run in Triton, and the same in torch in fp64."""
     ops = ("span_attention", "select_blocks", "block_sparse_attention")
-    kernels = NATIVE.replaced(**dict.fromkeys(ops, "triton"))
+    kernels = IN_TORCH.replaced(**dict.fromkeys(ops, "triton"))
     truth = small_model("minimax_m3 denoising")
     model = blockdiff.init(CONFIGS["minimax_m3 denoising"](), seed=0, device=DEVICE, kernels=kernels)
     model.load_state_dict({name: x.float() for name, x in truth.state_dict().items()})
@@ -288,7 +289,7 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_step_of_the_model_has_the_losses_and_gradients_of_native_ops():
+def test_a_step_of_the_model_has_the_losses_and_gradients_of_torch():
     model, truth = sparse_on_triton()
     row = CleanRow(tokens(14).tolist(), [Canvas(tokens(8, seed=1).tolist(), 11, coin=False)])
     found = []
@@ -326,7 +327,7 @@ def test_bf16_is_about_as_close_to_fp64_as_torch_in_bf16(name):
     shapes = [(T, h), (S, K), (S, K), *([(T, K), (T, K)] if name == "canvas" else [])]
     tensors = [drawn(1, *shape, d, seed=n).bfloat16() for n, shape in enumerate(shapes)]
     visible = torch.arange(1, T + 1)[None] if name == "causal" else torch.full((1, T), S)
-    ids = native.select_blocks(drawn(1, T, K, d, seed=7), drawn(1, S, d, seed=8), visible, block=block, topk=2)
+    ids = in_torch.select_blocks(drawn(1, T, K, d, seed=7), drawn(1, S, d, seed=8), visible, block=block, topk=2)
     own = [torch.tensor([0, T]).expand(1, T, 2).to(DEVICE)] if name == "canvas" else []
     rest = *on(ids, visible), None, block, d**-0.5
 
@@ -338,8 +339,8 @@ def test_bf16_is_about_as_close_to_fp64_as_torch_in_bf16(name):
         made(op, dtype)
         for op, dtype in (
             (triton.block_sparse_attention, torch.bfloat16),
-            (native.block_sparse_attention, torch.bfloat16),
-            (native.block_sparse_attention, torch.float64),
+            (in_torch.block_sparse_attention, torch.bfloat16),
+            (in_torch.block_sparse_attention, torch.float64),
         )
     )
     for x, y, exact in zip(got, torchs, truth, strict=True):
@@ -352,4 +353,4 @@ def test_bf16_scores_choose_as_fp32_ones_do_on_whole_numbers(d):
     q, k = (whole(1, 500, 4, d, most=2), whole(1, 500, d, seed=1, most=2))
     visible = torch.arange(1, 501)[None].to(DEVICE)
     ids = triton.select_blocks(q.bfloat16().to(DEVICE), k.bfloat16().to(DEVICE), visible, block=32, topk=5)
-    assert torch.equal(ids.cpu(), native.select_blocks(q, k, visible.cpu(), block=32, topk=5))
+    assert torch.equal(ids.cpu(), in_torch.select_blocks(q, k, visible.cpu(), block=32, topk=5))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels.expert_mlp import native
+from blockdiff.kernels.expert_mlp import torch as in_torch
 from blockdiff.kernels.expert_mlp import triton as ours
 from blockdiff.kernels.tiles import SHARED_MEMORY, table
 from tests.closeness import relative_error
@@ -182,7 +182,8 @@ def test_low_rank_matrices_and_their_gradients_match_the_reference(rank, choice,
 def test_low_rank_matrices_in_bf16_are_about_as_close_to_fp64_as_torch_in_bf16():
     tensors, index = case(700, 8, 2, D=256, F=128)
     mine, theirs = (
-        with_low_rank(op, tensors, index, 8, torch.bfloat16, DEVICE, ALL) for op in (ours.expert_mlp, native.expert_mlp)
+        with_low_rank(op, tensors, index, 8, torch.bfloat16, DEVICE, ALL)
+        for op in (ours.expert_mlp, in_torch.expert_mlp)
     )
     truth = with_low_rank(reference.expert_mlp, tensors, index, 8, torch.float64, "cpu", ALL)
     for x, y, true in zip(mine, theirs, truth, strict=True):
@@ -344,7 +345,7 @@ def test_bf16_is_about_as_close_to_fp64_as_torch_in_bf16(N, E, k, choice, activa
         return run(op, [*wide, weight], index, activation)
 
     truth = of(reference.expert_mlp, torch.float64)
-    mine, torchs = of(ours.expert_mlp, torch.bfloat16), of(native.expert_mlp, torch.bfloat16)
+    mine, torchs = of(ours.expert_mlp, torch.bfloat16), of(in_torch.expert_mlp, torch.bfloat16)
     for x, y, exact in zip(mine, torchs, truth, strict=True):
         assert x.isfinite().all() and relative_error(x, exact) <= 1.25 * relative_error(y, exact) + 1e-6
 
@@ -356,7 +357,7 @@ def test_fp32_on_the_gpu_is_fp32(N):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", [ours.expert_mlp, native.expert_mlp])
+@pytest.mark.parametrize("op", [ours.expert_mlp, in_torch.expert_mlp])
 def test_neither_direction_waits_for_the_gpu(op):
     tensors, index = case(300, 8, 2, 96, 64, "padding")
     (x, gate_up, down, weight), index = leaves(half(tensors), torch.bfloat16, "cuda"), index.cuda()

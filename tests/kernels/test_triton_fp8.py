@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.expert_mlp import native as expert_native
+from blockdiff.kernels.expert_mlp import torch as experts_in_torch
 from blockdiff.kernels.expert_mlp import triton as experts
-from blockdiff.kernels.fp8 import Fp8, native
+from blockdiff.kernels.fp8 import Fp8
+from blockdiff.kernels.fp8 import torch as in_torch
 from blockdiff.kernels.fp8 import triton as ours
 from blockdiff.kernels.gated.triton import gated_linear
 from tests.closeness import relative_error
@@ -22,7 +23,7 @@ FP32 = 3e-6  # relative
 
 
 def in_fp8(*shape: int, seed: int = 0) -> Fp8:
-    weight = native.quantised(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+    weight = in_torch.quantised(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
     return Fp8(*(part.to(DEVICE) for part in weight[:2]))
 
 
@@ -99,13 +100,13 @@ def test_experts_with_all_gradients_that_there_are(N, E, k, choice, rank):
 
 
 @pytest.mark.parametrize("N,K,dtype", [(40, 70, torch.float32), (3, 256, torch.bfloat16), (0, 20, torch.float32)])
-def test_rows_are_rounded_to_the_codes_of_the_native_path(N, K, dtype):
+def test_rows_are_rounded_to_the_codes_of_torch(N, K, dtype):
     x = torch.randn(N, K, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 6, N)[:, None]
     if N > 5:
         x[3], x[4, :5] = 0.0, torch.tensor([448.0, 1.0625, -1.1875, 2.0**-10, 3 * 2.0**-10])  # between two codes
     x = x.to(dtype)
     codes, scale = ours.rounded_rows(x.to(DEVICE))
-    truth = native.quantised(x)
+    truth = in_torch.quantised(x)
     assert torch.equal(codes.cpu().view(torch.uint8), truth.codes) and torch.equal(scale.cpu()[:, None], truth.scale)
 
 
@@ -158,7 +159,7 @@ def test_experts_multiply_tokens_and_what_is_activated_in_fp8(rank):
     of_tokens = index, weight.double(), "gelu_tanh", [matrix.double() for matrix in low_rank]
     truth = expert_reference.expert_mlp(x.double(), dense(gate_up), dense(down), *of_tokens, taken=reference.rounded)
     found = []
-    for op in (experts.expert_mlp, expert_native.expert_mlp):
+    for op in (experts.expert_mlp, experts_in_torch.expert_mlp):
         own = [t.detach().to(DEVICE).requires_grad_() for t in (x, weight, *low_rank)]
         out = op(own[0], gate_up, down, index.to(DEVICE), own[1], "gelu_tanh", own[2:])
         out.sum().backward()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.launches import Commit, DenoisingStep, copied_bytes, counted, python_calls
-from blockdiff.kernels import NATIVE, Kernels, launch, resolve
+from blockdiff.kernels import IN_TORCH, Kernels, launch, resolve
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.heads import HeadNorms
 from blockdiff.kernels.heads import triton as heads_in_triton
@@ -83,7 +83,8 @@ def test_heads_are_normed_and_turned_in_one(in_triton, h, K, d, layout):
     """Also as slices of one product, and where values are the raw keys."""
     tensors, rope = drawn_heads(h, K, d, layout)
     got, truth = (
-        kernels.attention_heads(*tensors, norms_of(RMSNorm, d, kernels, True), rope) for kernels in (in_triton, NATIVE)
+        kernels.attention_heads(*tensors, norms_of(RMSNorm, d, kernels, True), rope)
+        for kernels in (in_triton, IN_TORCH)
     )
     assert_close(got, truth)
 
@@ -109,7 +110,7 @@ def test_heads_of_every_family_are_one_launch(in_triton, norm, d, r, has_values,
     """Norms in all forms or none, part of a head turned, values as they are or none; but not a norm of one's own."""
     (q, k, v), rope = drawn_heads(4, 2, d, r=r)
     found = []
-    for kernels in (in_triton, NATIVE):
+    for kernels in (in_triton, IN_TORCH):
         out = kernels.attention_heads(q, k, v if has_values else None, norms_of(norm, d, kernels), rope)
         assert (out[2] is None) is not has_values
         found.append([x for x in out if x is not None])
@@ -140,7 +141,7 @@ def test_heads_and_attention_over_pages_are_the_same_past_the_ops_between(
     norms = norms_of(norm, d, in_triton, True)
     out, kv = in_triton.attention(*products, norms, (cos, sin), spans, past, 0.3)
     together, launched[:] = list(launched), []
-    apart, kv_apart = Kernels.attention.native(in_triton, *products, norms, (cos, sin), spans, past, 0.3)
+    apart, kv_apart = Kernels.attention.in_torch(in_triton, *products, norms, (cos, sin), spans, past, 0.3)
     assert together == launched and together[0] == "attention_heads"
     for got, truth in zip((out, *kv), (apart, *kv_apart), strict=True):
         assert torch.equal(got, truth)
@@ -174,7 +175,7 @@ def test_heads_are_written_into_their_pages_and_nowhere_else(in_triton, h, K, d,
     norms_values = norm is ZeroCentredRMSNorm
     q, k, v = tensors
     out, *own = in_triton.attention_heads(q, k, v, norms_of(norm, d, in_triton, norms_values), rope, pools)
-    truth, *whole = NATIVE.attention_heads(q, k, v, norms_of(norm, d, NATIVE, norms_values), rope)
+    truth, *whole = IN_TORCH.attention_heads(q, k, v, norms_of(norm, d, IN_TORCH, norms_values), rope)
     assert_close([out], [truth])
     rest = [n for n in range(7 * P) if n not in places.tolist()]
     for nothing, pool, all_of in zip(own, pools, whole, strict=False):
@@ -199,7 +200,7 @@ def test_torch_knows_which_pages_are_written_to():
 def test_a_residual_and_its_norms_are_one_op(in_triton, D):
     x, y, weight, w0, w1 = draw(2, 7, D), draw(2, 7, D, seed=1), *(draw(D, seed=n) for n in (2, 3, 4))
     for weights in ((w0,), (w0, w1, None)):
-        assert_close(*(kernels.residual_norms(x, y, weight, weights, EPS) for kernels in (in_triton, NATIVE)))
+        assert_close(*(kernels.residual_norms(x, y, weight, weights, EPS) for kernels in (in_triton, IN_TORCH)))
 
 
 @pytest.mark.parametrize("D", [16, 44])
@@ -209,12 +210,12 @@ def test_the_end_of_a_layer_is_one_op(in_triton, D, scalar):
     scalars = None if scalar is None else draw(*((1,) if scalar == 1 else (1, 7, 1)), seed=9)
     routed = draw(7, D, seed=5)
     slots = Slots(routed.unsqueeze(1), None, 0)
-    truth = NATIVE.layer_end(x, dense, slots, weights, EPS, scalars)
+    truth = IN_TORCH.layer_end(x, dense, slots, weights, EPS, scalars)
     assert_close([in_triton.layer_end(x, dense, slots, weights, EPS, scalars)], [truth])
     values, index = draw(7, 3, D, seed=6), torch.arange(21, device=DEVICE).view(7, 3) % 5
     values[index == 4] = torch.nan  # slots of no expert may hold anything
     summed = Slots(values.nan_to_num(0.0).sum(1, keepdim=True), None, 0)
-    truth = NATIVE.layer_end(x, dense, summed, weights, EPS, scalars)
+    truth = IN_TORCH.layer_end(x, dense, summed, weights, EPS, scalars)
     assert_close([in_triton.layer_end(x, dense, Slots(values, index, 4), weights, EPS, scalars)], [truth])
 
 
@@ -222,7 +223,7 @@ def test_the_end_of_a_layer_is_one_op(in_triton, D, scalar):
 def test_tokens_are_routed_in_one(in_triton, N, E, k, D):
     x, scale, weight, expert_scale = draw(N, D), draw(D, seed=1), draw(E, D, seed=2), draw(E, seed=3).abs() + 0.5
     (index, of_expert), (truth, of_truth) = (
-        kernels.routed_tokens(x, scale, D**-0.5, weight, expert_scale, k) for kernels in (in_triton, NATIVE)
+        kernels.routed_tokens(x, scale, D**-0.5, weight, expert_scale, k) for kernels in (in_triton, IN_TORCH)
     )
     assert torch.equal(index, truth) and index.dtype == torch.int64
     assert_close([of_expert], [of_truth])
@@ -240,7 +241,7 @@ def test_equal_scores_choose_every_expert_once_and_not_finite_ones_an_expert_tha
 @pytest.mark.parametrize(("N", "D", "F"), [(5, 16, 12), (70, 48, 80), (17, 20, 65)])
 def test_a_gated_product_is_one_op(in_triton, activation, N, D, F):
     x, gate, up = draw(1, N, D), draw(F, D, seed=1), draw(F, D, seed=2)
-    assert_close(*([kernels.gated_linear(x, gate, up, activation)] for kernels in (in_triton, NATIVE)))
+    assert_close(*([kernels.gated_linear(x, gate, up, activation)] for kernels in (in_triton, IN_TORCH)))
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -251,10 +252,10 @@ def test_slots_are_sorted_the_same_in_one_launch_and_in_two(in_triton, few, monk
     N, E, k, D, F = 50, 7, 3, 16, 12
     index = torch.rand(N, E + 1, generator=torch.Generator().manual_seed(1)).topk(k).indices.to(DEVICE)  # E: none
     tensors = draw(N, D), draw(E, 2 * F, D, seed=1), draw(E, D, F, seed=2), index, draw(N, k, seed=3)
-    assert_close([in_triton.expert_mlp(*tensors)], [NATIVE.expert_mlp(*tensors)])
+    assert_close([in_triton.expert_mlp(*tensors)], [IN_TORCH.expert_mlp(*tensors)])
     slots = in_triton.expert_slots(*tensors)
     values = slots.values_NkD.masked_fill((index == E)[..., None], 0.0)
-    assert_close([values.sum(1)], [NATIVE.expert_mlp(*tensors)])
+    assert_close([values.sum(1)], [IN_TORCH.expert_mlp(*tensors)])
 
 
 def test_single_ops_run_where_a_gradient_is_needed(in_triton, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.norm_rope import native
+from blockdiff.kernels.norm_rope import torch as in_torch
 from blockdiff.kernels.norm_rope import triton as ours
 from blockdiff.kernels.tiles import Tile
 from blockdiff.layers.rope import angles, default_frequencies, proportional_frequencies
@@ -117,7 +117,7 @@ def test_any_layout_is_taken_in_both_directions(layout):
         through(ours.rms_norms, ours.add_rms_norm, ours.norm_rope), leaves([x, y, weight(24, 2)], torch.float32)
     )
     truth = outputs_and_gradients(
-        through(native.rms_norms, native.add_rms_norm, native.norm_rope),
+        through(in_torch.rms_norms, in_torch.add_rms_norm, in_torch.norm_rope),
         leaves([x, y, weight(24, 2)], torch.float32, "cpu"),
     )
     for a, b in zip(got, truth, strict=True):
@@ -180,9 +180,9 @@ def test_mixed_dtypes_give_what_torch_promotes_them_to(x_dtype, y_dtype):
     w = weight(24, 2).to(DEVICE)
     cos, sin = (torch.randn(3, 5, 24, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in (3, 4))
     for mine, torchs in [
-        (ours.add_rms_norm(x, y, w, EPS), native.add_rms_norm(x, y, w, EPS)),
-        (ours.norm_rope(y, w, cos, sin, EPS), native.norm_rope(y, w, cos, sin, EPS)),
-        (ours.rms_norms(y, (w,), EPS)[0], native.rms_norms(y, (w,), EPS)[0]),
+        (ours.add_rms_norm(x, y, w, EPS), in_torch.add_rms_norm(x, y, w, EPS)),
+        (ours.norm_rope(y, w, cos, sin, EPS), in_torch.norm_rope(y, w, cos, sin, EPS)),
+        (ours.rms_norms(y, (w,), EPS)[0], in_torch.rms_norms(y, (w,), EPS)[0]),
     ]:
         assert mine.dtype == torchs.dtype and relative_error(mine, torchs) < 0.01
     x.requires_grad_(), y.requires_grad_()
@@ -246,7 +246,7 @@ def test_bf16_is_at_least_as_close_to_fp64_as_torch_in_bf16(shape):
 
         return outputs_and_gradients(op, leaves([x, y, w], dtype, "cuda"))
 
-    truth = all_of(native, torch.float32)  # its own error is 1e-4 of what bf16 rounds away
-    for mine, torchs, exact in zip(all_of(ours, torch.bfloat16), all_of(native, torch.bfloat16), truth, strict=True):
+    truth = all_of(in_torch, torch.float32)  # its own error is 1e-4 of what bf16 rounds away
+    for mine, torchs, exact in zip(all_of(ours, torch.bfloat16), all_of(in_torch, torch.bfloat16), truth, strict=True):
         assert mine.isfinite().all() and mine.dtype == torch.bfloat16
         assert relative_error(mine, exact) <= 1.1 * relative_error(torchs, exact)

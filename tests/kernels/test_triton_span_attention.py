@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels.span_attention import triton_kernels_backward
+from blockdiff.kernels.span_attention import kernels_backward
 from blockdiff.kernels.span_attention.triton import span_attention, splits_of, tiles_for, with_lse
 from blockdiff.kernels.tiles import Tile
 from blockdiff.spans import Spans, denoise_spans, encode_spans
@@ -283,7 +283,7 @@ def seeing(spans: Spans, first: int, keys: int, N: int) -> Tensor:
     tiles = triton.cdiv(keys, N)
     bounds = spans.bounds_BT4.contiguous().to(DEVICE)
     interval = torch.full((bounds.shape[0], tiles, 4), -7, dtype=torch.int32, device=DEVICE)
-    kernel = triton_kernels_backward.span_attention_backward_intervals
+    kernel = kernels_backward.span_attention_backward_intervals
     kernel[tiles, bounds.shape[0]](bounds, first, interval, bounds.shape[1], keys, tiles, COLUMNS=N)
     return interval.cpu()
 
@@ -335,7 +335,7 @@ def test_queries_in_any_order_have_the_same_gradients():
 
 
 def test_more_queries_than_one_scan_looks_at(monkeypatch):
-    monkeypatch.setattr(triton_kernels_backward, "SCAN", triton.language.constexpr(16))
+    monkeypatch.setattr(kernels_backward, "SCAN", triton.language.constexpr(16))
     spans = encode_spans(packed(65), 9)
     compare(spans, inputs(spans, 0, 65))
 

@@ -1,4 +1,4 @@
-"""The whole line on Triton: one training step and one denoise beside native ops."""
+"""The whole line on Triton: one training step and one denoise beside torch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ L, V = 8, 384
 
 @pytest.fixture(scope="module")
 def models() -> tuple[DiffusionGemma, DiffusionGemma, DiffusionGemma]:
-    """The same weights of one sliding and one full layer: native in fp64, native in fp32, on Triton in fp32."""
+    """The same weights of one sliding and one full layer: torch in fp64, torch in fp32, on Triton in fp32."""
     kinds = dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], num_experts=4)
     truth = ours(oracle(tiny_config(canvas_length=L, **kinds))).to(DEVICE)
-    native, on_triton = (DiffusionGemma(truth.config, kernels=kind).to(DEVICE) for kind in ("torch", "triton"))
-    for model in (native, on_triton):
+    in_torch, on_triton = (DiffusionGemma(truth.config, kernels=kind).to(DEVICE) for kind in ("torch", "triton"))
+    for model in (in_torch, on_triton):
         model.load_state_dict(truth.state_dict())
-    return truth, native.eval(), on_triton.eval()
+    return truth, in_torch.eval(), on_triton.eval()
 
 
 def close(values: list[Tensor]) -> bool:
     """(fp64, fp32, Triton): Triton is about as far from fp64 as torch's fp32 is; single sums may be luckier."""
-    truth, native, on_triton = (x.detach().double() for x in values)
-    return bool((on_triton - truth).norm() <= 4 * (native - truth).norm() + 1e-6 * truth.norm())
+    truth, in_torch, on_triton = (x.detach().double() for x in values)
+    return bool((on_triton - truth).norm() <= 4 * (in_torch - truth).norm() + 1e-6 * truth.norm())
 
 
 def tokens(n: int, seed: int) -> list[int]:

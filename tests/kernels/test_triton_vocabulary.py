@@ -14,7 +14,8 @@ from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.kernels.vocabulary import native, pack_allowed, triton
+from blockdiff.kernels.vocabulary import pack_allowed, triton
+from blockdiff.kernels.vocabulary import torch as in_torch
 from blockdiff.kernels.vocabulary import triton_launch as launch
 from blockdiff.models.diffusion_gemma import DiffusionGemma
 from blockdiff.objective import Objective
@@ -109,7 +110,7 @@ def test_log_sums_are_those_of_the_tokens_allowed_and_minus_infinity_without_one
     for mask in (None, is_allowed):
         expected = z if mask is None else z.masked_fill(~mask, -torch.inf)
         packed = None if mask is None else pack_allowed(mask)
-        for op in (triton.log_sums, native.log_sums):
+        for op in (triton.log_sums, in_torch.log_sums):
             log_sum, peak = op(hidden, table, softcap, temperature, packed)
             assert torch.allclose(log_sum.double(), expected.logsumexp(-1), atol=1e-4, rtol=1e-5)
             assert torch.allclose(peak.double(), expected.amax(-1), atol=1e-4, rtol=1e-5)
@@ -172,7 +173,7 @@ def test_scores_are_the_cross_entropy_and_the_argmax_of_the_same_logits(softcap,
     hidden, table, target = case(N, V, D)
     favoured = bonus_case(target, V) if with_bonus else ()
     loss, argmax = triton.token_scores(hidden.requires_grad_(), table, target, softcap, *favoured)
-    truth, best = native.token_scores(hidden, table, target, softcap, *favoured)
+    truth, best = in_torch.token_scores(hidden, table, target, softcap, *favoured)
     assert not loss.requires_grad and relative_error(loss, truth) < 1e-6 and torch.equal(argmax, best)
 
 
@@ -304,15 +305,15 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_the_parameters(
 
 @pytest.fixture(scope="module")
 def models() -> tuple[DiffusionGemma, DiffusionGemma]:
-    """The same tiny model with native vocabulary ops and with those in Triton; everything else is native."""
-    native_model = ours(oracle(tiny_config(canvas_length=8), dtype=torch.float32)).to(DEVICE)
-    triton_model = copy.deepcopy(native_model)
+    """The same tiny model with vocabulary ops in torch and with those in Triton; everything else is in torch."""
+    torch_model = ours(oracle(tiny_config(canvas_length=8), dtype=torch.float32)).to(DEVICE)
+    triton_model = copy.deepcopy(torch_model)
     vocabulary = triton_model.vocabulary
     vocabulary.kernels = vocabulary.kernels.replaced(**dict.fromkeys(OPS, "triton"))
-    return native_model, triton_model
+    return torch_model, triton_model
 
 
-def test_an_optimiser_step_moves_the_model_as_with_native_ops(models):
+def test_an_optimiser_step_moves_the_model_as_with_torch(models):
     row = torch.randint(3, 380, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     canvases = [Canvas(row[s : s + 8], s, 0, None, 0.3 + 0.01 * s, s == 24, address=(0, 0, s)) for s in (16, 24)]
     batch = lay_out([CleanRow(row, canvases, 0)], 8, pad_id=0).to(DEVICE)
@@ -330,7 +331,7 @@ def test_an_optimiser_step_moves_the_model_as_with_native_ops(models):
         assert (moves[1][name] - move).norm() <= 1e-4 * move.norm() + 1e-7, name
 
 
-def test_the_sampler_answers_as_with_native_ops(models):
+def test_the_sampler_answers_as_with_torch(models):
     requests = [Request(n, tokens=[2, *range(5, 9 + n)], seed=n) for n in range(3)]
     generation = Generation(max_steps=4, max_new_tokens=16)
     mine, torchs = (Sampler(model, None, generation).generate(requests) for model in reversed(models))
@@ -354,14 +355,14 @@ def test_bf16_cross_entropy_is_as_close_to_fp64_as_torch_in_bf16(trains_table, N
     hidden, table, target = bf16_case(N, V, D)
     favoured = bonus_case(target, V)
     truth = loss_and_gradients(
-        native.linear_cross_entropy, hidden.float(), table.float(), target, 30.0, *favoured, trains_table=trains_table
+        in_torch.linear_cross_entropy, hidden.float(), table.float(), target, 30.0, *favoured, trains_table=trains_table
     )  # its own error is 1e-4 of what bf16 rounds away
     for chunk_bytes in (launch.TILE * N * 2, 1 << 30):
         monkeypatch.setattr(launch, "CHUNK_BYTES", chunk_bytes)
         arguments = hidden, table, target, 30.0, *favoured
         named = dict(trains_table=trains_table)
         mine = loss_and_gradients(triton.linear_cross_entropy, *arguments, **named)
-        torchs = loss_and_gradients(native.linear_cross_entropy, *arguments, **named)
+        torchs = loss_and_gradients(in_torch.linear_cross_entropy, *arguments, **named)
         for x, y, exact in zip(mine, torchs, truth, strict=True):
             assert x.isfinite().all() and relative_error(x, exact) <= 1.2 * relative_error(y, exact) + 1e-6
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.vocabulary import native, pack_allowed, triton
+from blockdiff.kernels.vocabulary import pack_allowed, triton
+from blockdiff.kernels.vocabulary import torch as in_torch
 from blockdiff.kernels.vocabulary import triton_launch as launch
 from tests.closeness import relative_error
 from tests.kernels.test_triton_vocabulary import DEVICE, FP32, bf16_case, case, chunks_of_rows
@@ -27,7 +28,7 @@ def stats_case(N: int, V: int, D: int = 24) -> tuple[Tensor, ...]:
     return hidden, table, given, torch.linspace(0.1, 2.0, N, device=DEVICE), uniform.to(DEVICE)
 
 
-def compare_stats(stats: native.Stats, log_p: Tensor, table: Tensor, token: Tensor, uniform: Tensor) -> None:
+def compare_stats(stats: in_torch.Stats, log_p: Tensor, table: Tensor, token: Tensor, uniform: Tensor) -> None:
     p = log_p.exp()
     assert torch.allclose(stats.entropy.double(), torch.special.entr(p).sum(-1), rtol=0.0, atol=1e-5)
     assert torch.equal(stats.argmax, log_p.argmax(-1))
@@ -87,7 +88,7 @@ def test_samples_are_those_of_torch_away_from_the_edges(small_tiles):
     hidden, table, _, _, uniform = stats_case(N, V, 8)
     temperature = torch.full((N,), 1.3, device=DEVICE)
     mine = triton.token_stats(hidden, table, 30.0, temperature, uniform).sample
-    torchs = native.token_stats(hidden, table, 30.0, temperature, uniform).sample
+    torchs = in_torch.token_stats(hidden, table, 30.0, temperature, uniform).sample
     cdf = reference.log_probabilities(hidden.double(), table.double(), 30.0, temperature).exp().cumsum(-1)
     is_clear = (cdf - uniform[:, None]).abs().amin(-1) > EDGE
     assert is_clear.float().mean() > 0.9 and torch.equal(mine[is_clear], torchs[is_clear])
@@ -181,8 +182,8 @@ def test_bf16_stats_are_as_close_to_fp64_as_torch_in_bf16(N, V, D):
     hidden, table, given = bf16_case(N, V, D)
     uniform = torch.rand(N, generator=torch.Generator().manual_seed(0)).cuda()
     mine = triton.token_stats(hidden, table, 30.0, 0.6, uniform, given)
-    torchs = native.token_stats(hidden, table, 30.0, 0.6, uniform, given)
-    exact = native.token_stats(hidden.float(), table.float(), 30.0, 0.6, uniform, given)
+    torchs = in_torch.token_stats(hidden, table, 30.0, 0.6, uniform, given)
+    exact = in_torch.token_stats(hidden.float(), table.float(), 30.0, 0.6, uniform, given)
     for name in ("entropy", "soft_embedding", "log_probability"):
         x, y, truth = (getattr(stats, name) for stats in (mine, torchs, exact))
         assert relative_error(x, truth) <= 1.2 * relative_error(y, truth) + 1e-6

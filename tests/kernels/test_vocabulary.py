@@ -7,16 +7,17 @@ import torch
 
 from benchmarks import kernel_vocabulary
 from benchmarks.settings import Settings
-from blockdiff.kernels import CPU, NATIVE
-from blockdiff.kernels.vocabulary import logits, native
+from blockdiff.kernels import IN_C, IN_TORCH
+from blockdiff.kernels.vocabulary import logits
+from blockdiff.kernels.vocabulary import torch as in_torch
 from tests.closeness import relative_error
 from tests.oracles import vocabulary as reference
 
 
-@pytest.fixture(params=["native", "cpu"])
+@pytest.fixture(params=["torch", "c"])
 def ops(request):
-    """Every op runs natively and, where it has one, by its C function."""
-    return NATIVE if request.param == "native" else CPU
+    """Every op runs in torch and, where it has one, by its C function."""
+    return IN_TORCH if request.param == "torch" else IN_C
 
 
 def case(N: int, V: int, D: int, dtype: torch.dtype = torch.float32, scale: float = 1.0):
@@ -66,7 +67,7 @@ def test_without_targets_the_loss_is_the_log_sum(softcap, trains_table, rows_per
     truth.sum().backward()
     hidden.requires_grad_()
     table.requires_grad_(trains_table)
-    loss = native.linear_cross_entropy(hidden, table, None, *rest)
+    loss = in_torch.linear_cross_entropy(hidden, table, None, *rest)
     loss.sum().backward()
     assert relative_error(loss, truth) < 1e-5 and relative_error(hidden.grad, truth_h.grad) < 1e-5
     assert not trains_table or relative_error(table.grad, truth_t.grad) < 1e-5
@@ -246,7 +247,7 @@ def test_stats_of_the_allowed_tokens(ops, V, rows_per_chunk, monkeypatch):
     N = 37
     chunks_of_rows(monkeypatch, rows_per_chunk, V)
     hidden, table, given, temperature, uniform, is_allowed = masked_case(N, V)
-    allowed = native.pack_allowed(is_allowed)
+    allowed = in_torch.pack_allowed(is_allowed)
     stats = ops.token_stats(hidden, table, 30.0, temperature, uniform, given, allowed)
     log_p = reference.log_probabilities(hidden.double(), table.double(), 30.0, temperature, is_allowed)
     p = log_p.exp()
@@ -265,7 +266,7 @@ def test_stats_of_the_allowed_tokens(ops, V, rows_per_chunk, monkeypatch):
 
 def test_everything_allowed_changes_no_bit(ops):
     hidden, table, given, temperature, uniform, is_allowed = masked_case(37, 203)
-    allowed = native.pack_allowed(torch.ones_like(is_allowed))
+    allowed = in_torch.pack_allowed(torch.ones_like(is_allowed))
     plain = ops.token_stats(hidden, table, 30.0, temperature, uniform, given)
     masked = ops.token_stats(hidden, table, 30.0, temperature, uniform, given, allowed)
     assert all(torch.equal(a, b) for a, b in zip(plain, masked, strict=True))
@@ -341,7 +342,7 @@ def benchmark(kernels):
 
 
 def test_the_benchmark_compares_every_op_with_its_peers(ops):
-    lines = benchmark(NATIVE)
+    lines = benchmark(IN_TORCH)
     ops = ("cross-entropy, frozen table", "cross-entropy, trained table", "soft embedding", "statistics")
     assert list(lines) == [*ops[:3], "soft embedding, floor", "statistics", "statistics, floor"]
     assert all(line.agreement.is_met and line.speedup is not None for line in lines.values())
@@ -351,8 +352,8 @@ def test_the_benchmark_compares_every_op_with_its_peers(ops):
 
 def test_the_benchmark_quotes_no_speed_up_for_a_wrong_op():
     def wrong(hidden, *rest):
-        return NATIVE.linear_cross_entropy(hidden * 1.001, *rest)
+        return IN_TORCH.linear_cross_entropy(hidden * 1.001, *rest)
 
-    lines = benchmark(NATIVE.replaced(linear_cross_entropy=wrong))
+    lines = benchmark(IN_TORCH.replaced(linear_cross_entropy=wrong))
     assert lines["cross-entropy, frozen table"].speedup is None
     assert lines["statistics"].speedup is not None

@@ -7,14 +7,15 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from blockdiff.kernels.tiles import Tile
-from blockdiff.kernels.vocabulary import Classes, Penalty, logits, native, triton, triton_classes
+from blockdiff.kernels.vocabulary import Classes, Penalty, logits, triton, triton_classes
+from blockdiff.kernels.vocabulary import torch as in_torch
 from tests.oracles import vocabulary as reference
 
 pytestmark = pytest.mark.quick
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(params=[native, triton], ids=["native", "triton"])
+@pytest.fixture(params=[in_torch, triton], ids=["torch", "triton"])
 def ops(request):
     return request.param
 
@@ -53,7 +54,7 @@ def test_classes_match_the_reference(ops, softcap, N, V, D, count, rows, monkeyp
 
 def test_draws_within_a_class_have_its_probabilities(ops, monkeypatch):
     monkeypatch.setattr(triton_classes, "TILE", Tile(2, 2, warps=4))  # a class of more tokens than a program takes
-    n, V = 40_000 if ops is native else 80, 24
+    n, V = 40_000 if ops is in_torch else 80, 24
     hidden, table, class_V, _ = case(1, V, 4, 3)
     classes = Classes.of(class_V, 3)
     uniform = (torch.arange(n, device=DEVICE) + 0.5) / n
@@ -115,8 +116,8 @@ def test_bf16_classes_are_as_close_to_fp64_as_torch_in_bf16():
     hidden, table = (torch.randn(n, 64, generator=g).cuda().bfloat16() for n in (257, 20_000))
     class_V = torch.randint(0, 31, (20_000,), generator=g).cuda()
     given = None, 0.6, torch.rand(257, generator=g).cuda(), Classes.of(class_V, 30)
-    mine, torchs = (ops.class_stats(hidden, table, *given) for ops in (triton, native))
-    exact = native.class_stats(hidden.double(), table.double(), *given)
+    mine, torchs = (ops.class_stats(hidden, table, *given) for ops in (triton, in_torch))
+    exact = in_torch.class_stats(hidden.double(), table.double(), *given)
     for name in ("log_sum", "maximum", "entropy"):
         x, y, truth = (getattr(stats, name) for stats in (mine, torchs, exact))
         assert (x - truth).norm() <= 1.2 * (y - truth).norm() + 1e-6 * truth.norm()

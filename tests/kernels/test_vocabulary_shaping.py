@@ -10,10 +10,11 @@ from torch import Tensor
 
 from benchmarks.timing import peak_memory
 from blockdiff.kernels.launch import Unserved
-from blockdiff.kernels.vocabulary import Shaping, logits, native, pack_allowed, shaping, triton
+from blockdiff.kernels.vocabulary import Shaping, logits, pack_allowed, shaping, triton
+from blockdiff.kernels.vocabulary import torch as in_torch
 from blockdiff.kernels.vocabulary import triton_launch as launch
-from blockdiff.kernels.vocabulary.native import Stats
 from blockdiff.kernels.vocabulary.shaping import is_left
+from blockdiff.kernels.vocabulary.torch import Stats
 from tests.oracles import vocabulary as reference
 
 pytestmark = pytest.mark.quick
@@ -121,15 +122,15 @@ def test_statistics_of_a_shaped_distribution(name, allows, rows_per_chunk, monke
     how = shapings(case)[name]
     for given in (None, seen):
         rest = 30.0, temperature, uniform, given, pack_allowed(is_allowed) if allows else None
-        stats, plain = (native.token_stats(hidden, table, *rest, each) for each in (how, None))
+        stats, plain = (in_torch.token_stats(hidden, table, *rest, each) for each in (how, None))
         compare(stats, plain, expected_logits(case, how, allows), given, uniform)
 
 
 def test_filters_that_leave_everything_change_no_bit():
     hidden, other, table, temperature, uniform, *_ = stats_case(23, 203)
-    plain = native.token_stats(hidden, table, 30.0, temperature, uniform)
+    plain = in_torch.token_stats(hidden, table, 30.0, temperature, uniform)
     for how in (Shaping(), Shaping(203), Shaping(500, 1.0, 1e-30), Shaping(other_ND=other, guidance=0.0)):
-        shaped = native.token_stats(hidden, table, 30.0, temperature, uniform, shaping=how)
+        shaped = in_torch.token_stats(hidden, table, 30.0, temperature, uniform, shaping=how)
         assert all(torch.equal(a, b) for a, b in zip(plain, shaped, strict=True))
 
 
@@ -140,7 +141,7 @@ def test_what_a_shaped_distribution_takes_does_not_grow_with_the_positions(monke
     for N in (48, 160):
         hidden = torch.randn(N, D) * 0.01  # flat: a nucleus is most of the tokens
         how = Shaping(15_000, 0.9, 0.0, other_ND=hidden, guidance=0.5)
-        work = partial(native.token_stats, hidden, table, 30.0, 1.0, torch.rand(N), shaping=how)
+        work = partial(in_torch.token_stats, hidden, table, 30.0, 1.0, torch.rand(N), shaping=how)
         peaks.append(peak_memory(work, torch.device("cpu")))
     assert peaks[0] >= 4 * V * 16, "the trace missed the chunk itself"
     assert peaks[1] < 1.02 * peaks[0]
@@ -149,7 +150,7 @@ def test_what_a_shaped_distribution_takes_does_not_grow_with_the_positions(monke
 def test_logits_that_are_no_numbers_are_seen_in_the_entropy():
     hidden, _, table, temperature, uniform, *_ = stats_case(23, 203)
     hidden[3] = torch.nan
-    stats = native.token_stats(hidden, table, 30.0, temperature, uniform, shaping=Shaping(5, 0.9, 0.1))
+    stats = in_torch.token_stats(hidden, table, 30.0, temperature, uniform, shaping=Shaping(5, 0.9, 0.1))
     assert stats.entropy.isfinite().tolist() == [row != 3 for row in range(23)]
     two = [x[2:4].to(DEVICE) for x in (hidden, temperature, uniform)]
     stats = triton.token_stats(two[0], table.to(DEVICE), 30.0, *two[1:], shaping=Shaping(None, 1.0, 0.1))

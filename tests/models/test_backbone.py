@@ -150,7 +150,7 @@ def test_logits_are_soft_capped():
 
 
 def test_the_embedding_scale_is_rounded_to_the_weights_dtype():
-    vocabulary = Vocabulary(4, 2816, 30.0, blockdiff.kernels.NATIVE)
+    vocabulary = Vocabulary(4, 2816, 30.0, blockdiff.kernels.IN_TORCH)
     ones = torch.ones(4, 2816)
     vocabulary.table.copy_(ones)
     assert vocabulary.embed(torch.tensor([1]))[0, 0] == torch.tensor(2816.0).sqrt()

@@ -14,7 +14,7 @@ import blockdiff
 from blockdiff.checkpoint import read_config
 from blockdiff.checkpoint.config import config_from
 from blockdiff.errors import CheckpointError
-from blockdiff.kernels.norm_rope.native import turned
+from blockdiff.kernels.norm_rope.torch import turned
 from blockdiff.layers.rope import llama3_frequencies
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from tests.closeness import require_close
@@ -121,14 +121,14 @@ def test_llama3_frequencies_are_those_of_transformers():
 
 def test_rows_that_lie_one_after_the_other_turn_as_rows_of_a_batch():
     """Flat [1, tokens] and batched [B, T] layouts: RoPE goes by positions alone."""
-    from blockdiff.kernels import CPU, NATIVE
+    from blockdiff.kernels import IN_C, IN_TORCH
 
     model = ours(oracle(CASES["llama3 RoPE"](), dtype=torch.float32))
     positions, x = torch.tensor([[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]]), torch.randn(2, 5, 4, 16)
     cos, sin = model.kinds["full"].rope(positions, torch.float32)
     flat = model.kinds["full"].rope(positions.view(1, -1), torch.float32)
     assert torch.equal(flat[0], cos.view(1, 10, -1)) and torch.equal(flat[1], sin.view(1, 10, -1))
-    for turn in (NATIVE.norm_rope, CPU.norm_rope):
+    for turn in (IN_TORCH.norm_rope, IN_C.norm_rope):
         of_batch = turn(x, torch.ones(16), cos, sin, 1e-6)
         assert torch.equal(turn(x.view(1, 10, 4, 16), torch.ones(16), *flat, 1e-6), of_batch.reshape(1, 10, 4, 16))
     assert torch.equal(turned(x.view(1, 10, 4, 16), *flat), turned(x, cos, sin).view(1, 10, 4, 16))

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from blockdiff.kernels.block_sparse.native import seen_keys, select_blocks
+from blockdiff.kernels.block_sparse.torch import seen_keys, select_blocks
 from blockdiff.models import minimax_m3
 from blockdiff.models.minimax_m3 import _padding_mask_to_additive_bias, build_block_sparse_attn_bias, swiglu_oai
 from tests.families import small_model

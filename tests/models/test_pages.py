@@ -144,7 +144,7 @@ def test_parts_of_a_set_are_denoised_in_turns_as_each_row_alone(model):
         close(steps.denoise(canvas[:2]), torch.cat(truth[:2]))
 
 
-def test_only_what_has_changed_is_copied_for_native_attention(model, monkeypatch):
+def test_only_what_has_changed_is_copied_for_attention_in_torch(model, monkeypatch):
     """A row that commits a canvas costs its new tokens, and one that leaves the row that takes its place."""
     pages, found = Pages(model, 8), set[tuple[int, int, int]]()
     places_of, window = BlockTable.places_of, model.kinds["sliding"].window

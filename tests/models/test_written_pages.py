@@ -1,4 +1,4 @@
-"""Layers write keys and values into their pages themselves: kernels against native ops."""
+"""Layers write keys and values into their pages themselves: kernels against torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def on_meta(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], BlockDiffusionMo
 
 
 def pair(name: str) -> tuple[BlockDiffusionModel, BlockDiffusionModel]:
-    """A model with native ops, and the same one with kernels that read pages."""
+    """A model in torch, and the same one with kernels that read pages."""
     plain = small_model(name, dtype=torch.float32).to(DEVICE)
     model = type(plain)(plain.config, kernels="triton").to(DEVICE)
     model.load_state_dict(plain.state_dict())
@@ -87,7 +87,7 @@ def held(pages: Pages, row: PagedRow) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_are_encoded_into_pages_and_denoised_there_as_by_native_ops(name):
+def test_rows_are_encoded_into_pages_and_denoised_there_as_by_torch(name):
     """Prompts in two calls, a row that shares another's pages, a copy of a shared page, next tokens, canvases."""
     found: list[list[Tensor]] = []
     for model in pair(name):

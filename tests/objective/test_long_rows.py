@@ -10,7 +10,8 @@ from blockdiff.canvas import Canvas, CleanRow, lay_out
 from blockdiff.checkpoint import init
 from blockdiff.diffusion.corruption import UniformCorruption
 from blockdiff.diffusion.schedule import Linear
-from blockdiff.kernels.span_attention import native, pieces
+from blockdiff.kernels.span_attention import pieces
+from blockdiff.kernels.span_attention import torch as in_torch
 from blockdiff.objective import Objective
 from blockdiff.training.activations import checkpoint_activations
 from tests.oracle import TWO_LAYERS, tiny_config
@@ -39,9 +40,13 @@ def peak(tokens: int, one_sweep: bool) -> int:
 @pytest.mark.parametrize("one_sweep", [False, True])
 def test_a_row_four_times_as_long_takes_four_times_the_memory(one_sweep, monkeypatch):
     """With limits scaled down to rows that a test can run: masks would take more and more."""
-    for module, name, value in ((native, "LONG_KEYS", 64), (native, "LONG_MASK", 1 << 12), (pieces, "MASK", 1 << 14)):
+    for module, name, value in (
+        (in_torch, "LONG_KEYS", 64),
+        (in_torch, "LONG_MASK", 1 << 12),
+        (pieces, "MASK", 1 << 14),
+    ):
         monkeypatch.setattr(module, name, value)
     short, long = (peak(tokens, one_sweep) for tokens in (320, 1280))
     assert long <= 4.2 * short
-    monkeypatch.setattr(native, "LONG_KEYS", 1 << 20)
+    monkeypatch.setattr(in_torch, "LONG_KEYS", 1 << 20)
     assert peak(1280, one_sweep) > 1.8 * long

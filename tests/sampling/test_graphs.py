@@ -56,7 +56,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Steps are recorded, and attention reads block tables, as on a GPU."""
     recorder = Recorder()
     monkeypatch.setattr(engines, "capture_of", lambda model: recorder)
-    monkeypatch.setattr("blockdiff.kernels.span_attention.native.SMALL_SCORES", -1)  # which looks for empty rows
+    monkeypatch.setattr("blockdiff.kernels.span_attention.torch.SMALL_SCORES", -1)  # which looks for empty rows
     return recorder
 
 

@@ -135,7 +135,7 @@ def test_captured_steps_draft_the_same(model, monkeypatch):
     asked, strategy = requests(6), Verified(NextToken(), 2)
     models = [model, Drafted(small_model("llama"), model)]
     expected = [answers(engine_of(each, strategy, graphs=False), asked) for each in models]
-    monkeypatch.setattr("blockdiff.kernels.span_attention.native.SMALL_SCORES", -1)
+    monkeypatch.setattr("blockdiff.kernels.span_attention.torch.SMALL_SCORES", -1)
     for each, eager in zip(models, expected, strict=True):
         recorder = CapturingRecorder()
         monkeypatch.setattr(engines, "capture_of", lambda _, recorder=recorder: recorder)

@@ -45,7 +45,7 @@ class Anew(Counting):
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A little run that samples after every step, with averaged weights."""
     monkeypatch.setattr(export, "write_results", lambda *_: None)
-    monkeypatch.setattr("blockdiff.kernels.span_attention.native.SMALL_SCORES", -1)
+    monkeypatch.setattr("blockdiff.kernels.span_attention.torch.SMALL_SCORES", -1)
     character_tokenizer(alphabet(4)).save_pretrained(tmp_path / "tokenizer")
     save_preset(tmp_path / "little.json", LITTLE)
     rows = make_splits(4, {"train": 8, "test": 1}, seed=0)

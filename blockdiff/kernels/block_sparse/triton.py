@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
-from blockdiff.kernels.block_sparse import triton_kernels as kernels
-from blockdiff.kernels.block_sparse import triton_kernels_backward as backward
-from blockdiff.kernels.block_sparse.native import as_heads
+from blockdiff.kernels.block_sparse import kernels
+from blockdiff.kernels.block_sparse import kernels_backward as backward
+from blockdiff.kernels.block_sparse.torch import as_heads
 from blockdiff.kernels.block_sparse.triton_selection import (
     _int32,
     _padded,
@@ -29,6 +29,8 @@ from blockdiff.kernels.block_sparse.triton_selection import (
     select_blocks,
 )
 from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, registered, wanted
+from blockdiff.kernels.span_attention.kernels import span_attention_combine
+from blockdiff.kernels.span_attention.kernels_backward import span_attention_backward_delta
 from blockdiff.kernels.span_attention.paged import PagedTensor
 from blockdiff.kernels.span_attention.triton import (
     _backward_keys,
@@ -38,8 +40,6 @@ from blockdiff.kernels.span_attention.triton import (
     splits_of,
     tiles_for,
 )
-from blockdiff.kernels.span_attention.triton_kernels import span_attention_combine
-from blockdiff.kernels.span_attention.triton_kernels_backward import span_attention_backward_delta
 from blockdiff.kernels.tiles import LEAST, elementwise, power_of_2, runs_products_aside, tile_of
 
 __all__ = ["block_sparse_attention", "select_blocks"]
@@ -231,7 +231,7 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
 _attention.register_autograd(_gradients, setup_context=_save)
 
 
-# -- the public functions: signature and meaning as in native.py -----------------------------------------------
+# -- the public functions: signature and meaning as in torch.py -----------------------------------------------
 
 
 def block_sparse_attention(
@@ -247,7 +247,7 @@ def block_sparse_attention(
     own_v: Tensor | None = None,
     own_BT2: Tensor | None = None,
 ) -> Tensor:
-    """As in native.py: fp32, bf16 or fp16 and heads of up to 256; Unserved for others. Pages are read where they stand,
+    """As in torch.py: fp32, bf16 or fp16 and heads of up to 256; Unserved for others. Pages are read where they stand,
     but by calls that go from block to block.
 
     Head sizes that are no power of two are padded. Keys that no query sees may hold anything.

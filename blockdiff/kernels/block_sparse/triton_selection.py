@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
-from blockdiff.kernels.block_sparse import triton_kernels_selection as kernels
-from blockdiff.kernels.block_sparse.native import as_heads
+from blockdiff.kernels.block_sparse import kernels_selection as kernels
+from blockdiff.kernels.block_sparse.torch import as_heads
 from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, registered
 from blockdiff.kernels.span_attention.paged import PagedTensor
 from blockdiff.kernels.span_attention.triton import _dense_heads, _multiprocessors, is_read_as_it_is, splits_of
@@ -81,7 +81,7 @@ def _choose(scores: Tensor, visible: Tensor, block: int, topk: int, init: int, l
     launch(kernels.block_sparse_choose, tile.grid(B * T * H)[:1], *arguments, **constants)
 
 
-# -- the public function: signature and meaning as in native.py ------------------------------------------------
+# -- the public function: signature and meaning as in torch.py ------------------------------------------------
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def select_blocks(
     local: int = 1,
     score: str = "max",
 ) -> Tensor:
-    """As in native.py: fp32, bf16 or fp16 and heads of up to 256; Unserved for others. No score of a key is stored."""
+    """As in torch.py: fp32, bf16 or fp16 and heads of up to 256; Unserved for others. No score of a key is stored."""
     d, table = idx_q_BTHd.shape[-1], None
     if isinstance(idx_k_BSd, PagedTensor) and _reads_pages(idx_q_BTHd, idx_k_BSd):
         keys, table, columns = idx_k_BSd.pool_NPKd, idx_k_BSd.pages.table_BM.contiguous(), idx_k_BSd.pages.columns

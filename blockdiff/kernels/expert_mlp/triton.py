@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast, is_on
-from blockdiff.kernels.expert_mlp import Slots
-from blockdiff.kernels.expert_mlp import triton_kernels as kernels
-from blockdiff.kernels.expert_mlp import triton_kernels_backward as backward
-from blockdiff.kernels.expert_mlp import triton_kernels_slots as slot_kernels
+from blockdiff.kernels.expert_mlp import Slots, kernels
+from blockdiff.kernels.expert_mlp import kernels_backward as backward
+from blockdiff.kernels.expert_mlp import kernels_slots as slot_kernels
 from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS, activation_of
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.triton import parts_of, rounded_rows
@@ -324,7 +323,7 @@ def _gradients(ctx: Any, grad_ND: Tensor | None, _h: None, _plan: None) -> tuple
 _expert_mlp.register_autograd(_gradients, setup_context=_save)
 
 
-# -- the public functions: signature and meaning as in native.py ------------------------------------------------
+# -- the public functions: signature and meaning as in torch.py ------------------------------------------------
 
 
 def expert_mlp(
@@ -336,7 +335,7 @@ def expert_mlp(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
-    """As in native.py: fp32, bf16 or fp16, routing weights in any of them. Raises Unserved for other dtypes."""
+    """As in torch.py: fp32, bf16 or fp16, routing weights in any of them. Raises Unserved for other dtypes."""
     check_activation(activation)
     x, gate_up, down, of_fp8, low_rank = _inputs(x_ND, gate_up_EFD, down_EDF, low_rank)
     inputs = (x, gate_up, down, expert_weight_Nk, *low_rank)
@@ -355,7 +354,7 @@ def expert_slots(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Slots:
-    """As in native.py, before it is summed; Unserved where a gradient is needed."""
+    """As in torch.py, before it is summed; Unserved where a gradient is needed."""
     check_without_gradient("expert_slots", x)
     check_activation(activation)
     x, gate_up, down, of_fp8, low_rank = _inputs(x, gate_up_EFD, down_EDF, low_rank)

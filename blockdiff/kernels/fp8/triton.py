@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
-from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8 import triton_kernels as kernels
+from blockdiff.kernels.fp8 import Fp8, kernels
 from blockdiff.kernels.launch import check_dtypes, empty, launch, registered
 from blockdiff.kernels.tiles import Tile, decodes_fp8, elementwise, tile_of
 
@@ -99,7 +98,7 @@ _fp8_linear.register_autograd(_gradients, setup_context=_save)
 
 
 def fp8_linears(x: Tensor, weights: Sequence[Fp8]) -> tuple[Tensor, ...]:
-    """As in native.py: fp32, bf16 or fp16. Raises Unserved for other dtypes."""
+    """As in torch.py: fp32, bf16 or fp16. Raises Unserved for other dtypes."""
     (x,) = in_autocast(x)
     check_dtypes("fp8_linears", x)
     flat, rounded = x.reshape(-1, x.shape[-1]), None

@@ -11,7 +11,7 @@ from blockdiff.kernels.expert_mlp.activations import activation_of
 from blockdiff.kernels.expert_mlp.triton import _precision, check_activation
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.triton import parts_of
-from blockdiff.kernels.gated import triton_kernels as kernels
+from blockdiff.kernels.gated import kernels
 from blockdiff.kernels.launch import Launch, Unserved, check_dtypes, check_without_gradient, of_sizes, registered
 from blockdiff.kernels.tiles import decodes_fp8, tile_for
 
@@ -42,7 +42,7 @@ def _gated_product_of(
 
 
 def gated_linear(x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activation: str) -> Tensor:
-    """As in native.py, of few tokens; Unserved where a gradient is needed and for weights that round their inputs."""
+    """As in torch.py, of few tokens; Unserved where a gradient is needed and for weights that round their inputs."""
     check_without_gradient("gated_linear", x)
     check_activation(activation)
     if x.numel() > FEW_ROWS * x.shape[-1]:

@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.heads import HeadNorms
-from blockdiff.kernels.heads import triton_kernels as kernels
+from blockdiff.kernels.heads import HeadNorms, kernels
 from blockdiff.kernels.launch import (
     Launch,
     Unserved,
@@ -86,7 +85,7 @@ def _of_tokens(x: Tensor, d: int) -> tuple[Tensor, tuple[int, int]]:
     return x.contiguous(), (math.prod(x.shape[2:]), d)
 
 
-# -- the public functions: signature and meaning as in native.py ------------------------------------------------
+# -- the public functions: signature and meaning as in torch.py ------------------------------------------------
 
 
 def _weights_and_form(norms: HeadNorms) -> tuple[Tensor | None, Tensor | None, str]:
@@ -103,7 +102,7 @@ def attention_heads(
     q_BThd: Tensor, k: Tensor, v: Tensor | None, norms: HeadNorms, rope: tuple[Tensor, Tensor],
     into: tuple[PagedTensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """As in native.py; Unserved where a gradient is needed, for norms of one's own and for fewer queries than keys."""
+    """As in torch.py; Unserved where a gradient is needed, for norms of one's own and for fewer queries than keys."""
     check_without_gradient("attention_heads", q_BThd)
     if q_BThd.shape[1] != k.shape[1]:
         raise Unserved("attention_heads in Triton takes queries of all tokens")

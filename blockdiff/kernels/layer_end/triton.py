@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.launch import check_without_gradient, registered
-from blockdiff.kernels.layer_end import triton_kernels as kernels
+from blockdiff.kernels.layer_end import kernels
 from blockdiff.kernels.norm_rope.triton import by_rows, row_scalars
 
 _layer_end_of = by_rows(kernels.layer_end)
@@ -33,6 +33,6 @@ def _layer_end(
 def layer_end(
     x: Tensor, dense: Tensor, routed: Slots, weights: tuple[Tensor, Tensor, Tensor], eps: float, scalar: Tensor | None
 ) -> Tensor:
-    """As in native.py; Unserved where a gradient is needed."""
+    """As in torch.py; Unserved where a gradient is needed."""
     check_without_gradient("layer_end", x)
     return _layer_end(x, dense, routed.values_NkD, routed.index_Nk, *weights, scalar, routed.experts, eps)

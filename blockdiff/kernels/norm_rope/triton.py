@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.launch import Launch, check_without_gradient, empty, launch, of_sizes, registered
-from blockdiff.kernels.norm_rope import triton_kernels as kernels
+from blockdiff.kernels.norm_rope import kernels
 from blockdiff.kernels.tiles import Tile, elementwise
 
 PROGRAMS = 512  # of a backward kernel: about four for each multiprocessor of a large GPU
@@ -184,7 +184,7 @@ _add_rms_norm.register_autograd(_add_rms_norm_gradients, setup_context=_save_add
 _norm_rope.register_autograd(_norm_rope_gradients, setup_context=_save_norm_rope)
 
 
-# -- the public functions: signatures and meaning as in native.py ------------------------------------------------
+# -- the public functions: signatures and meaning as in torch.py ------------------------------------------------
 
 
 def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:

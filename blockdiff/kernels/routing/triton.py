@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockdiff.kernels.expert_mlp.triton import _precision
 from blockdiff.kernels.launch import Launch, check_dtypes, check_without_gradient, of_sizes, registered
-from blockdiff.kernels.routing import triton_kernels as kernels
+from blockdiff.kernels.routing import kernels
 from blockdiff.kernels.tiles import LEAST, Tile, power_of_2
 
 ROUTER = Tile(16, LEAST, 128, 4, 3)  # few tokens a program: there are never many of them
@@ -38,7 +38,7 @@ def _routed_tokens_of(N: int, E: int, D: int, k: int, dtype: torch.dtype) -> Lau
 def routed_tokens(
     x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """As in native.py; Unserved where a gradient is needed."""
+    """As in torch.py; Unserved where a gradient is needed."""
     check_without_gradient("routed_tokens", x)
     check_dtypes("routed_tokens", x, weight_ED)
     index_Nk, weight_Nk = _routed_tokens(x, scale_D, root, weight_ED, expert_scale_E, k)

@@ -1,4 +1,4 @@
-/* How attention over two spans of keys per query is cut into blocks, for cpu.c and cpu_backward.c.
+/* How attention over two spans of keys per query is cut into blocks, for forward.c and backward.c.
 
    A row is one query of one head. The rows of a kv head that stand together in memory are computed as lanes of
    vectors, LANES at most, against KEYS keys at a time; scores are held as [keys, lanes]. Neighbouring queries share a

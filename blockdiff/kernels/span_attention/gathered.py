@@ -1,4 +1,4 @@
-"""Dense copies of what rows have in pages, which native attention keeps from step to step: it is faster over them.
+"""Dense copies of what rows have in pages, which attention in torch keeps from step to step: it is faster over them.
 
 A copy has room for the own tokens of a call right behind the prefix, so that a step copies these and nothing else. It
 is brought up to date by what the block table says of the pages: only pages whose content is another one are copied.

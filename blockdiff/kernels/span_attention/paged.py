@@ -67,7 +67,7 @@ class PagedTensor:
     """One tensor of a layer's prefix, the keys or the values, whose tokens stand in pages of a pool.
 
     pool_NPKd: every page's tokens. What a page holds beyond a row's length may be anything; page 0 is never written
-    and holds zeros. gathered: where native ops keep a dense copy from step to step (None: they make one in each call).
+    and holds zeros. gathered: where torch keeps a dense copy from step to step (None: it makes one in each call).
     """
 
     pool_NPKd: Tensor

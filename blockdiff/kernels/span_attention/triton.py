@@ -26,8 +26,8 @@ from blockdiff.kernels.launch import (
     wanted,
 )
 from blockdiff.kernels.scratch import scratch
-from blockdiff.kernels.span_attention import triton_kernels as kernels
-from blockdiff.kernels.span_attention import triton_kernels_backward as backward
+from blockdiff.kernels.span_attention import kernels
+from blockdiff.kernels.span_attention import kernels_backward as backward
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
 from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, runs_products_aside, tile_for, tile_of
 from blockdiff.spans import Spans
@@ -287,7 +287,7 @@ def _padding(d: int) -> int:
     return max(LEAST, power_of_2(d)) - d
 
 
-# -- the public function: signature and meaning as in native.py ------------------------------------------------
+# -- the public function: signature and meaning as in torch.py ------------------------------------------------
 
 
 def span_attention(
@@ -299,7 +299,7 @@ def span_attention(
     spans: Spans,
     scale: float,
 ) -> Tensor:
-    """As in native.py: fp32, bf16 or fp16 and heads of up to 512; Unserved for others.
+    """As in torch.py: fp32, bf16 or fp16 and heads of up to 512; Unserved for others.
 
     Head sizes that are no power of two are padded. Keys that no query sees are not loaded, except where they stand
     between seen ones: there they must be finite. Pages are read where they stand, if their heads need no padding.

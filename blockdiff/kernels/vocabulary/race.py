@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.vocabulary.logits import chunk_rows, logits
-from blockdiff.kernels.vocabulary.native import is_forbidden_by
 from blockdiff.kernels.vocabulary.shaping import Shaping, is_left
+from blockdiff.kernels.vocabulary.torch import is_forbidden_by
 from blockdiff.seeding import Stream, words
 
 WORDS = 8  # so many times a chunk's logits is what drawing its numbers needs

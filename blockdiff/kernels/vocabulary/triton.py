@@ -18,8 +18,8 @@ from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.launch import Unserved, empty, registered
-from blockdiff.kernels.vocabulary.native import Stats
 from blockdiff.kernels.vocabulary.shaping import Shaping
+from blockdiff.kernels.vocabulary.torch import Stats
 from blockdiff.kernels.vocabulary.triton_classes import UNTIED, class_stats
 from blockdiff.kernels.vocabulary.triton_launch import (
     Logits,
@@ -232,7 +232,7 @@ _cross_entropy.register_autograd(_cross_entropy_gradients, setup_context=_save_c
 _soft_embedding.register_autograd(_soft_embedding_gradients, setup_context=_save_soft_embedding)
 
 
-# -- the public functions: signatures and meaning as in native.py ------------------------------------------------
+# -- the public functions: signatures and meaning as in torch.py ------------------------------------------------
 
 
 def _contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -300,7 +300,7 @@ def token_stats(
 ) -> Stats:
     """Entropy, argmax, a sample at the given uniform number, the soft embedding and a log-probability of z / T.
 
-    Samples are those of native.py except where the uniform number lies within about 1e-6 of an edge of the CDF.
+    Samples are those of torch.py except where the uniform number lies within about 1e-6 of an edge of the CDF.
     """
     if embedding_VD is not None:
         raise Unserved(UNTIED)

@@ -11,7 +11,7 @@ from torch import Tensor
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.launch import Unserved, empty, launch, registered
 from blockdiff.kernels.tiles import Tile
-from blockdiff.kernels.vocabulary import triton_kernels as kernels
+from blockdiff.kernels.vocabulary import kernels
 from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty
 from blockdiff.kernels.vocabulary.triton_launch import Logits, Rows, chunks_of, sweep, temperatures, to_probabilities
 
@@ -83,7 +83,7 @@ def class_stats(
     excluded: int | None = None,
     embedding_VD: Tensor | None = None,
 ) -> ClassStats:
-    """As in native.py, with logarithms in fp32; samples are the same but where rounding moves an edge of the CDF."""
+    """As in torch.py, with logarithms in fp32; samples are the same but where rounding moves an edge of the CDF."""
     if embedding_VD is not None:
         raise Unserved(UNTIED)
     hidden, table = (t.detach() for t in in_autocast(hidden_ND, table_VD))

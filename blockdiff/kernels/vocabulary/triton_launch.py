@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockdiff.kernels.launch import empty, launch
 from blockdiff.kernels.tiles import Tile, elementwise, power_of_2
-from blockdiff.kernels.vocabulary import triton_kernels as kernels
+from blockdiff.kernels.vocabulary import kernels
 
 CHUNK_BYTES = 256 << 20  # raw products in the table's dtype: 512 rows of 262,144 tokens in bf16
 TILE, ELEMENTS = 4096, 4096  # tokens of a tile at most, and elements of a program

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.block_sparse.native import seen_keys, select_blocks
+from blockdiff.kernels.block_sparse.torch import seen_keys, select_blocks
 
 
 def swiglu_oai(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:

@@ -18,7 +18,7 @@ from blockdiff.canvas import Batch, Canvas, CleanRow, lay_out
 from blockdiff.checkpoint.files import DTYPES
 from blockdiff.errors import RecipeError
 from blockdiff.images import PlacedImage
-from blockdiff.kernels import CPU, Kernels
+from blockdiff.kernels import IN_C, Kernels
 from blockdiff.memory import size
 from blockdiff.models.family import BlockDiffusionModel
 from blockdiff.training.activations import checkpoint_activations
@@ -192,7 +192,7 @@ def dtypes_of(recipe: Recipe, base: StartingModel) -> tuple[torch.dtype, torch.d
 def kernels_for(device: str) -> Kernels:
     """Triton's kernels for a GPU, wherever the plan is made, if there is triton; what a CPU runs for a CPU."""
     if device == "cpu" or importlib.util.find_spec("triton") is None:
-        return CPU
+        return IN_C
     return Kernels("shapes")
 
 

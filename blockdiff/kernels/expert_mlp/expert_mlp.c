@@ -1,6 +1,6 @@
 /* Gated activations, routing, and where the tokens of each expert stand. */
 
-#include "cpu.h"
+#include "loops.h"
 
 enum { GELU_TANH, SILU };
 

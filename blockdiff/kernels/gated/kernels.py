@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blockdiff.kernels.expert_mlp.triton_kernels import _activation
-from blockdiff.kernels.fp8.triton_kernels import decoded, factor
+from blockdiff.kernels.expert_mlp.kernels import _activation
+from blockdiff.kernels.fp8.kernels import decoded, factor
 
 
 @triton.jit

@@ -5,7 +5,7 @@ What is stored by row is only there for rows below starts[E]: slots without an e
 experts are listed on the device, in a list as long as the most there can be, so no launch depends on the routing.
 `plan` holds: order, the slot of each row; starts [E + 1], the first row of each expert; tile_expert and tile_row of
 each row tile, whose ROWS rows are all of one expert (E for tiles left over). Arguments may be None: what they would
-hold is then not wanted. `triton_kernels_slots.py` makes the plan, `triton_kernels_backward.py` has the gradient's.
+hold is then not wanted. `kernels_slots.py` makes the plan, `kernels_backward.py` has the gradient's.
 
 Low-rank matrices of an expert, B A added to a weight, enter a product before its epilogue (`_low_rank`):
 `expert_mlp_narrow` makes the rows of x A^T, and these times B^T are added. R is the rank, 0 where there are none.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from blockdiff.kernels.expert_mlp import activations
-from blockdiff.kernels.fp8.triton_kernels import decoded, factor, multiplied
+from blockdiff.kernels.fp8.kernels import decoded, factor, multiplied
 
 OAI_ALPHA = tl.constexpr(activations.OAI_ALPHA)
 OAI_LIMIT = tl.constexpr(activations.OAI_LIMIT)

@@ -1,6 +1,6 @@
 /* What follows the products of hidden states and table, row by row and in place. A cap of 0 is none. */
 
-#include "cpu.h"
+#include "loops.h"
 
 /* tanh: a polynomial for small numbers (Cephes' tanhf), so that the relative error stays that of fp32. */
 static inline float tanh_of(float x) {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blockdiff.kernels.span_attention.triton_kernels import (
+from blockdiff.kernels.span_attention.kernels import (
     INF,
     LOG2E,
     _bounds,

@@ -1,4 +1,4 @@
-"""Block selection and block-sparse attention with the C functions of cpu.c for fp32 on a CPU.
+"""Block selection and block-sparse attention with the C functions of block_sparse.c for fp32 on a CPU.
 
 Products are torch's, of pieces that stay in the cache; what stands between them is one walk in C.
 """
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.block_sparse import native
-from blockdiff.kernels.block_sparse.native import UNUSED, _documents, as_heads
+from blockdiff.kernels.block_sparse import torch as in_torch
+from blockdiff.kernels.block_sparse.torch import UNUSED, _documents, as_heads
 from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention.paged import PagedTensor
@@ -35,7 +35,7 @@ def select_blocks(
     local: int = 1,
     score: str = "max",
 ) -> Tensor:
-    """See `native.select_blocks`."""
+    """As in torch.py."""
     keys = as_heads(idx_k_BSd).squeeze(2)
     if not serves_products(idx_q_BTHd, keys):
         raise Unserved("select_blocks in C takes fp32 tensors of a CPU")
@@ -75,17 +75,17 @@ def block_sparse_attention(
     own_v: Tensor | None = None,
     own_BT2: Tensor | None = None,
 ) -> Tensor:
-    """See `native.block_sparse_attention`."""
+    """As in torch.py."""
     k, v, (B, T, h, _) = as_heads(k_BSKd), as_heads(v_BSKd), q_BThd.shape
     sees = ids_BTHk, visible_BT, first_BT, block, scale
-    if B * h * T * k.shape[1] <= native.DENSE_NUMBERS or own_k is not None or not serves_products(q_BThd, k, v):
+    if B * h * T * k.shape[1] <= in_torch.DENSE_NUMBERS or own_k is not None or not serves_products(q_BThd, k, v):
         raise Unserved("block_sparse_attention in C takes large fp32 tensors of a CPU, without keys of its own")
     out: Tensor = _ByBlocks.apply(q_BThd, k, v, *sees)
     return out
 
 
 class _ByBlocks(torch.autograd.Function):
-    """As in native.py: block after block, with the queries that chose it."""
+    """As in torch.py: block after block, with the queries that chose it."""
 
     @staticmethod
     def forward(

@@ -19,7 +19,7 @@ from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.expert_mlp.activations import Activation, activation_of
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.native import Matrices, rounded
+from blockdiff.kernels.fp8.torch import Matrices, rounded
 
 if TYPE_CHECKING:
     from blockdiff.kernels import Kernels

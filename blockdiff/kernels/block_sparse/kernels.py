@@ -3,7 +3,7 @@
 Rows: the GROUP query heads that share a key head and an index head stand together and choose the same blocks, so a
 program of one query loads a block once for all of them (PARTS such groups in a query). It walks the tiles of COLUMNS
 keys of its blocks, STEPS in each, and then those of its own keys, in one loop. What it does not see is never loaded.
-Scores are in units of log2. `triton_kernels_selection.py` has the selection, `triton_kernels_backward.py` the gradient.
+Scores are in units of log2. `kernels_selection.py` has the selection, `kernels_backward.py` the gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blockdiff.kernels.span_attention.triton_kernels import INF, LN2, LOG2E, _head, _load_keys
+from blockdiff.kernels.span_attention.kernels import INF, LN2, LOG2E, _head, _load_keys
 
 SCAN = tl.constexpr(1024)  # choices that are looked at together for where those of a block end
 

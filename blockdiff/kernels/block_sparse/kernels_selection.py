@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blockdiff.kernels.block_sparse.triton_kernels import _load_run, _place
-from blockdiff.kernels.span_attention.triton_kernels import INF, _head, _load_rows, _rows
+from blockdiff.kernels.block_sparse.kernels import _load_run, _place
+from blockdiff.kernels.span_attention.kernels import INF, _head, _load_rows, _rows
 
 NOTHING = tl.constexpr(-(1 << 63))  # the claim of a block that is not there
 FORCED = tl.constexpr(1 << 31)  # more than the order of any score

@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blockdiff.kernels.block_sparse.triton_kernels import _choices, _load_step, _query, _step
-from blockdiff.kernels.span_attention.triton_kernels import LOG2E, _head, _load_keys
-from blockdiff.kernels.span_attention.triton_kernels_backward import _awaited, _load_row_numbers
+from blockdiff.kernels.block_sparse.kernels import _choices, _load_step, _query, _step
+from blockdiff.kernels.span_attention.kernels import LOG2E, _head, _load_keys
+from blockdiff.kernels.span_attention.kernels_backward import _awaited, _load_row_numbers
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""span_attention in fp32 on a CPU by the C functions of cpu.c and cpu_backward.c, which touch only what queries see."""
+"""span_attention in fp32 on a CPU by the C functions of forward.c and backward.c, which touch only what queries see."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def span_attention(
     spans: Spans,
     scale: float,
 ) -> Tensor:
-    """See `native.span_attention`."""
+    """As in torch.py."""
     if not _takes(q_BThd, own_k, own_v, *map(_stored, (prefix_k, prefix_v))):
         raise Unserved(f"span_attention in C takes fp32 tensors of a CPU, heads of {STEP} n up to {LARGEST}")
     (dense_k, _), (dense_v, spans) = _dense(prefix_k, spans), _dense(prefix_v, spans)

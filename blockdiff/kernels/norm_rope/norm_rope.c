@@ -1,6 +1,6 @@
 /* Norms, and norms followed by RoPE: every tensor is read and written once in each direction. */
 
-#include "cpu.h"
+#include "loops.h"
 
 static inline float rstd_of(const float *x, int64_t width, float eps) {
     float sum = 0;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blockdiff.kernels.norm_rope.triton_kernels import _load, _weight
+from blockdiff.kernels.norm_rope.kernels import _load, _weight
 
 
 @triton.jit

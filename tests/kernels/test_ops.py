@@ -1,4 +1,4 @@
-"""Which kernels a choice gives: by name, by machine, and call by call."""
+"""Which functions a backend gives: by name, by machine, and call by call."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ import triton
 from torch import Tensor
 
 from blockdiff.errors import BlockdiffError
-from blockdiff.kernels import CPU, NATIVE, Kernels, choice, resolve
-from blockdiff.kernels.choice import OPS
+from blockdiff.kernels import IN_C, IN_TORCH, Kernels, ops, resolve
 from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.norm_rope import triton as norms
 from blockdiff.kernels.op import Composition
+from blockdiff.kernels.ops import OPS
 
-NATIVE_ONLY = {"route", "gated", "logits", "linear", "linears", "attend", "sweep_attention", "sparse_attention"}
+WITHOUT_TRITON = {"route", "gated", "logits", "linear", "linears", "attend", "sweep_attention", "sparse_attention"}
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_the_forms_of_an_op_are_called_alike(name):
+def test_the_backends_of_an_op_are_called_alike(name):
     op = OPS[name]
-    assert name == op.name == op.native.__name__ and ("triton" in op.others) is (name not in NATIVE_ONLY)
-    own = [*inspect.signature(op.native).parameters][isinstance(op, Composition) :]
-    for form in op.others:
-        assert [*inspect.signature(op.form(form)).parameters] == own
+    assert name == op.name == op.in_torch.__name__ and ("triton" in op.backends) is (name not in WITHOUT_TRITON)
+    own = [*inspect.signature(op.in_torch).parameters][isinstance(op, Composition) :]
+    for backend in op.backends:
+        assert [*inspect.signature(op.on(backend)).parameters] == own
 
 
-def test_a_choice_binds_the_forms_that_it_names():
+def test_a_backend_binds_its_functions():
     for name, op in OPS.items():
         if not isinstance(op, Composition):
-            assert getattr(NATIVE, name) is op.native
-            assert getattr(resolve("triton"), name) is (op.native if name in NATIVE_ONLY else op.form("triton"))
+            assert getattr(IN_TORCH, name) is op.in_torch
+            assert getattr(resolve("triton"), name) is (op.in_torch if name in WITHOUT_TRITON else op.on("triton"))
 
 
-def test_an_op_may_have_a_choice_of_its_own_and_compositions_use_it():
+def test_an_op_may_have_a_backend_of_its_own_and_compositions_use_it():
     calls = []
 
     def noted(x: Tensor, weights: object, eps: float) -> tuple[Tensor, ...]:
         calls.append(weights)
-        return NATIVE.rms_norms(x, (None,), eps)
+        return IN_TORCH.rms_norms(x, (None,), eps)
 
-    x, kernels = torch.randn(3, 8), CPU.replaced(rms_norms=noted, add_rms_norm="torch")
+    x, kernels = torch.randn(3, 8), IN_C.replaced(rms_norms=noted, add_rms_norm="torch")
     kernels.residual_norms(x, x, torch.ones(8), (None,), 1e-6)
-    assert calls == [(None,)] and kernels.add_rms_norm is NATIVE.add_rms_norm
-    assert kernels.norm_rope.__name__ == "norm_rope" and CPU.rms_norms is not noted
+    assert calls == [(None,)] and kernels.add_rms_norm is IN_TORCH.add_rms_norm
+    assert kernels.norm_rope.__name__ == "norm_rope" and IN_C.rms_norms is not noted
 
 
 def test_the_folder_of_an_op_stays_a_module():
@@ -65,10 +65,10 @@ def test_a_copied_model_has_the_functions_of_the_first(name):
 
 
 def test_a_kernels_object_is_taken_as_it_is():
-    assert resolve(NATIVE) is NATIVE and resolve("torch") is NATIVE
+    assert resolve(IN_TORCH) is IN_TORCH and resolve("torch") is IN_TORCH
 
 
-def test_an_unknown_choice_names_the_known_ones():
+def test_an_unknown_word_names_the_known_ones():
     with pytest.raises(BlockdiffError, match='"auto", "torch" or "triton"'):
         resolve("cuda")
 
@@ -88,25 +88,25 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch):
     without_a_gpu(monkeypatch)
     with pytest.raises(BlockdiffError, match="needs a CUDA device"):
         resolve("triton")
-    assert resolve("auto") is CPU
+    assert resolve("auto") is IN_C
     with_a_gpu(monkeypatch, (7, 5))
     with pytest.raises(BlockdiffError, match=r"compute capability 8\.0, this GPU has 7\.5"):
         resolve("triton")
-    with pytest.warns(UserWarning, match="native ops only"):
-        assert resolve("auto") is CPU
-    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="no Triton"):
+        assert resolve("auto") is IN_C
+    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BlockdiffError, match="triton package is not installed"):
         resolve("triton")
 
 
-def test_a_rocm_build_runs_natively_with_one_warning(monkeypatch):
+def test_a_rocm_build_runs_without_triton_with_one_warning(monkeypatch):
     """Its capability numbers mean something else."""
     with_a_gpu(monkeypatch)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(BlockdiffError, match="built for ROCm"):
         resolve("triton")
-    with pytest.warns(UserWarning, match="native ops only: this torch is built for ROCm") as warned:
-        assert resolve("auto") is CPU
+    with pytest.warns(UserWarning, match="no Triton: this torch is built for ROCm") as warned:
+        assert resolve("auto") is IN_C
     assert len(warned) == 1
 
 
@@ -116,23 +116,23 @@ class OnGPU(Tensor):
     is_cuda = True
 
 
-def test_auto_runs_a_call_that_has_no_kernel_natively_and_says_so_once(monkeypatch):
+def test_auto_runs_a_call_that_has_no_kernel_in_torch_and_says_so_once(monkeypatch):
     def refuse(x: Tensor, weights: object, eps: float) -> None:
         raise Unserved("rms_norms in Triton has no tile for it")
 
     with_a_gpu(monkeypatch)
     monkeypatch.setattr(norms, "rms_norms", refuse)
     chosen, x = resolve("auto"), torch.randn(3, 8).as_subclass(OnGPU)
-    with pytest.warns(UserWarning, match="rms_norms runs natively: rms_norms in Triton has no tile for it$") as warned:
+    with pytest.warns(UserWarning, match="rms_norms runs in torch: rms_norms in Triton has no tile for it$") as warned:
         outs = [chosen.rms_norms(x, (None,), 1e-6)[0] for _ in range(2)]
-    assert len(warned) == 1 and torch.equal(*outs) and torch.equal(outs[0], NATIVE.rms_norms(x, (None,), 1e-6)[0])
+    assert len(warned) == 1 and torch.equal(*outs) and torch.equal(outs[0], IN_TORCH.rms_norms(x, (None,), 1e-6)[0])
     with pytest.raises(BlockdiffError, match='has no tile for it; kernels="torch" has no such limit'):
-        Kernels.rms_norms.form("triton")(x, (None,), 1e-6)
+        Kernels.rms_norms.on("triton")(x, (None,), 1e-6)
 
 
 def test_auto_on_a_gpu_machine_leaves_cpu_tensors_and_fp64_to_the_ops_of_a_cpu(monkeypatch):
     with_a_gpu(monkeypatch)
     chosen = resolve("auto")
     x = torch.randn(3, 8)
-    assert torch.equal(chosen.rms_norms(x, (None,), 1e-6)[0], CPU.rms_norms(x, (None,), 1e-6)[0])
+    assert torch.equal(chosen.rms_norms(x, (None,), 1e-6)[0], IN_C.rms_norms(x, (None,), 1e-6)[0])
     assert chosen.rms_norms(x.double(), (None,), 1e-6)[0].dtype == torch.float64

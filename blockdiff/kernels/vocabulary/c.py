@@ -1,4 +1,4 @@
-"""The vocabulary ops whose walks over logits are the C functions of cpu.c, for fp32 on a CPU."""
+"""The vocabulary ops whose walks over logits are the C functions of vocabulary.c, for fp32 on a CPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves_products
 from blockdiff.kernels.launch import Unserved
-from blockdiff.kernels.vocabulary import cross_entropy, native
+from blockdiff.kernels.vocabulary import cross_entropy
+from blockdiff.kernels.vocabulary import torch as in_torch
 from blockdiff.kernels.vocabulary.logits import chunks
-from blockdiff.kernels.vocabulary.native import Stats
 from blockdiff.kernels.vocabulary.shaping import Shaping
+from blockdiff.kernels.vocabulary.torch import Stats
 
 
 def _cross_entropy_chunk(
@@ -40,7 +41,7 @@ def linear_cross_entropy(
     bonus_N: Tensor | None = None,
     is_ignored_N: Tensor | None = None,
 ) -> Tensor:
-    """See `native.linear_cross_entropy`."""
+    """As in torch.py."""
     is_served = target_N is not None and serves_products(hidden_ND, table_VD, bonus_N)
     given = hidden_ND, table_VD, target_N, softcap, observed_N, bonus_N, is_ignored_N
     if not is_served:
@@ -61,11 +62,11 @@ def soft_embedding(
     temperature: float,
     embedding_VD: Tensor | None = None,
 ) -> Tensor:
-    """See `native.soft_embedding`."""
+    """As in torch.py."""
     given = hidden_ND, table_VD, softcap, temperature, embedding_VD
     if not serves_products(hidden_ND, table_VD):
         raise Unserved("soft_embedding in C takes fp32 tensors of a CPU")
-    return native.soft_embedding_by(_probabilities, *given)
+    return in_torch.soft_embedding_by(_probabilities, *given)
 
 
 def token_stats(
@@ -79,7 +80,7 @@ def token_stats(
     shaping: Shaping | None = None,
     embedding_VD: Tensor | None = None,
 ) -> Stats:
-    """See `native.token_stats`."""
+    """As in torch.py."""
     embedding = table_VD if embedding_VD is None else embedding_VD
     if shaping is not None or not serves_products(hidden_ND, table_VD, uniform_N, embedding):
         raise Unserved("token_stats in C takes fp32 tensors of a CPU and shapes no logits")

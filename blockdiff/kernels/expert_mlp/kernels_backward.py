@@ -1,11 +1,11 @@
-"""The Triton kernels of expert_mlp's gradient that are not the forward's: `triton_kernels.py` says what a plan is."""
+"""The Triton kernels of expert_mlp's gradient that are not the forward's: `kernels.py` says what a plan is."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from blockdiff.kernels.expert_mlp.triton_kernels import _activation, _load, _low_rank, _place, _product, _rows
+from blockdiff.kernels.expert_mlp.kernels import _activation, _load, _low_rank, _place, _product, _rows
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""route by the C functions of `expert_mlp/cpu.c`, for fp32 on a CPU."""
+"""route by the C functions of `expert_mlp/expert_mlp.c`, for fp32 on a CPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor, 
 
 
 def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See `native.route`."""
+    """As in torch.py."""
     if not serves(scores_NE, scale_E):
         raise Unserved("route in C takes fp32 tensors of a CPU")
     scores_NE = scores_NE.contiguous()

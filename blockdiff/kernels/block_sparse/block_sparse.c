@@ -1,6 +1,6 @@
 /* What stands between the products of block-sparse attention and of its selection: gathered rows, softmax, merging. */
 
-#include "cpu.h"
+#include "loops.h"
 
 /* -- attention: `count` queries of a chunk that chose one block, each with `group` heads ------------------------- */
 

@@ -1,4 +1,4 @@
-"""Norms and QK-norm + RoPE by the C functions of cpu.c for fp32 on a CPU.
+"""Norms and QK-norm + RoPE by the C functions of norm_rope.c for fp32 on a CPU.
 
 What is normed head by head is read where it stands and written as attention takes it, [B, h, T, d] in memory, so that
 neither direction copies it to turn tokens and heads around.
@@ -55,7 +55,7 @@ def _norms(x: Tensor, weights: Sequence[Tensor | None], eps: float, rstd: Tensor
 
 
 def rms_norms(x: Tensor, weights: Sequence[Tensor | None], eps: float) -> tuple[Tensor, ...]:
-    """See `native.rms_norms`."""
+    """As in torch.py."""
     if len(weights) > MOST or not serves(x, *weights):
         raise Unserved(f"rms_norms in C takes fp32 tensors of a CPU and up to {MOST} weights")
     if x.dim() == 4 and len(weights) == 1:
@@ -96,7 +96,7 @@ def _add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor |
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
-    """See `native.add_rms_norm`."""
+    """As in torch.py."""
     is_by_row = scalar is None or scalar.numel() in (1, _rows(y)[0])
     if not is_by_row or x.shape != y.shape or not serves(x, y, weight, scalar):
         raise Unserved("add_rms_norm in C takes fp32 tensors of a CPU, of one shape, and a scalar for all or each row")
@@ -144,7 +144,7 @@ def _heads(x_BThd: Tensor, weight: Tensor | None, cos: Tensor | None, sin: Tenso
 
 
 def norm_rope(x_BThd: Tensor, weight: Tensor, cos_BTd: Tensor, sin_BTd: Tensor, eps: float) -> Tensor:
-    """See `native.norm_rope`."""
+    """As in torch.py."""
     if not serves(x_BThd, weight, cos_BTd, sin_BTd):
         raise Unserved("norm_rope in C takes fp32 tensors of a CPU")
     B, T, _, d = x_BThd.shape

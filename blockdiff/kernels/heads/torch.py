@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from blockdiff.kernels.heads import HeadNorms, Norm
-from blockdiff.kernels.norm_rope.native import turned
+from blockdiff.kernels.norm_rope.torch import turned
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor, written
 from blockdiff.spans import Spans, Sweep
 

@@ -1,4 +1,4 @@
-"""Routed experts by the C functions of cpu.c for fp32 on a CPU.
+"""Routed experts by the C functions of expert_mlp.c for fp32 on a CPU.
 
 A row of the routing weights is multiplied into the activation, so that neither the sum over a token's experts nor the
 gradient of a matrix needs it.
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves_products
-from blockdiff.kernels.expert_mlp import native
+from blockdiff.kernels.expert_mlp import torch as in_torch
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.launch import Unserved
 
-STEP = 16  # the sides of a matrix that cpu_products.c takes are multiples
-KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that cpu.c has
+STEP = 16  # the sides of a matrix that products.c takes are multiples
+KINDS = {"gelu_tanh": 0, "silu": 1}  # the activations that expert_mlp.c has
 
 
-class _Groups(native._Groups):
-    """The grouping of native.py, made by one call; rows are gathered and added up without a copy for each slot."""
+class _Groups(in_torch._Groups):
+    """The grouping of torch.py, made by one call; rows are gathered and added up without a copy for each slot."""
 
     def __init__(self, expert_index_Nk: Tensor, experts: int):
         self.k, self.slots, self.has_expert_Nk = expert_index_Nk.shape[1], expert_index_Nk.numel(), None
@@ -41,7 +41,7 @@ class _Groups(native._Groups):
         return out
 
     def product(self, x_M: Tensor, weights_E: Any) -> Tensor:
-        """See `native._Groups.product`; many small products are one call, where their sides suit it."""
+        """As `_Groups.product` of torch.py; many small products are one call, where their sides suit it."""
         E, depth, wide = weights_E.shape
         if depth % STEP or wide % STEP or 1 not in weights_E.stride()[1:]:
             return super().product(x_M, weights_E)
@@ -50,7 +50,7 @@ class _Groups(native._Groups):
         return out
 
     def outer(self, left_M: Tensor, right_M: Tensor, like: Tensor) -> Tensor:
-        """See `native._Groups.outer`."""
+        """As `_Groups.outer` of torch.py."""
         E, wide, depth = like.shape
         if depth % STEP or wide % STEP:
             return super().outer(left_M, right_M, like)
@@ -181,7 +181,7 @@ def expert_mlp(
     activation: str = "gelu_tanh",
     low_rank: Sequence[Tensor] = (),
 ) -> Tensor:
-    """See `native.expert_mlp`."""
+    """As in torch.py."""
     if isinstance(gate_up_EFD, Fp8) or isinstance(down_EDF, Fp8):
         raise Unserved("expert_mlp in C takes no weights in fp8")
     inputs = (x_ND, gate_up_EFD, down_EDF, expert_index_Nk, expert_weight_Nk)
@@ -189,6 +189,6 @@ def expert_mlp(
     if not is_served or not serves_products(*inputs[:3], expert_weight_Nk, *low_rank):
         raise Unserved(f"expert_mlp in C takes fp32 tensors of a CPU, some tokens, and {' or '.join(KINDS)}")
     x_ND = x_ND.contiguous()
-    if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= native.DENSE_FLOPS:
+    if not torch.is_grad_enabled() and 6 * x_ND.shape[0] * down_EDF.numel() <= in_torch.DENSE_FLOPS:
         return _dense(x_ND, *inputs[1:], KINDS[activation], low_rank)
     return _ExpertMLP.apply(x_ND, *inputs[1:], KINDS[activation], *(low_rank or (None,) * 4))

@@ -1,4 +1,4 @@
-"""gated by the C functions of `expert_mlp/cpu.c`, for fp32 on a CPU."""
+"""gated by the C functions of `expert_mlp/expert_mlp.c`, for fp32 on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.c_library import call, serves
-from blockdiff.kernels.expert_mlp.cpu import KINDS
+from blockdiff.kernels.expert_mlp.c import KINDS
 from blockdiff.kernels.launch import Unserved
 
 
@@ -35,7 +35,7 @@ def _gated(gate: Tensor, up: Tensor, kind: int) -> Tensor:
 
 
 def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
-    """See `native.gated`."""
+    """As in torch.py."""
     if activation not in KINDS or not serves(gate, up):
         raise Unserved("gated in C takes fp32 tensors of a CPU")
     gate, up = gate.contiguous(), up.contiguous()

@@ -1,6 +1,6 @@
 """The Triton kernels of expert_mlp that go over slots: sort them by expert (stable, by counting), sum those of a token.
 
-What a slot, a row and the plan are is said in `triton_kernels.py`.
+What a slot, a row and the plan are is said in `kernels.py`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ r % G. So one key tile serves a whole group, and a tile of M = ROWS rows covers 
 A row tile walks the tiles of N = COLUMNS keys of its hull: first those of the prefix, then those of its own, in one
 loop. What lies outside the hull is never loaded. Scores are in units of log2. Tensors with heads come with their
 strides over batch, tokens and heads; the numbers of a head are neighbours. The gradient's kernels are in
-`triton_kernels_backward.py`.
+`kernels_backward.py`.
 """
 
 from __future__ import annotations

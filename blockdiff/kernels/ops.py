@@ -1,0 +1,137 @@
+"""The table of ops: which backends each has, and the set of them that a model computes with."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from blockdiff.errors import BlockdiffError
+from blockdiff.kernels.block_sparse import attend as sparse
+from blockdiff.kernels.block_sparse import torch as block_sparse
+from blockdiff.kernels.expert_mlp import torch as experts
+from blockdiff.kernels.fp8 import torch as fp8
+from blockdiff.kernels.gated import torch as gates
+from blockdiff.kernels.heads import torch as heads
+from blockdiff.kernels.layer_end import torch as ends
+from blockdiff.kernels.linear import torch as products
+from blockdiff.kernels.norm_rope import torch as norms
+from blockdiff.kernels.op import Composition, Op
+from blockdiff.kernels.routing import torch as routing
+from blockdiff.kernels.span_attention import attend as spans_attend
+from blockdiff.kernels.span_attention import torch as spans
+from blockdiff.kernels.vocabulary import torch as vocabulary
+
+ON_GPU = ("auto", "triton", "shapes")  # backends that run Triton's functions
+
+
+class Kernels:
+    """The ops that a model computes with: each is a function, whose backend was chosen when these were made.
+
+    backend: "torch": plain torch. "c": C where it serves, else torch. "triton": Triton or a refusal, and torch where an
+    op has no function in Triton. "auto": Triton for CUDA tensors, C for those of a CPU, torch where these do not serve
+    and for fp64. "shapes": Triton, or torch where that does not serve, wherever tensors are: for plans, whose tensors
+    have no memory.
+    """
+
+    span_attention = Op(spans.span_attention, "c", "triton")
+    sweep_attention = Composition(spans_attend.sweep_attention, "c")
+    attend = Composition(spans_attend.attend)
+    attention_heads = Composition(heads.attention_heads, "triton")
+    attention = Composition(heads.attention, "triton")
+    select_blocks = Op(block_sparse.select_blocks, "c", "triton")
+    block_sparse_attention = Op(block_sparse.block_sparse_attention, "c", "triton")
+    sparse_attention = Composition(sparse.sparse_attention)
+    rms_norms = Op(norms.rms_norms, "c", "triton")
+    add_rms_norm = Op(norms.add_rms_norm, "c", "triton")
+    norm_rope = Op(norms.norm_rope, "c", "triton")
+    residual_norms = Composition(norms.residual_norms, "triton")
+    layer_end = Composition(ends.layer_end, "triton")
+    route = Op(routing.route, "c")
+    routed_tokens = Composition(routing.routed_tokens, "triton")
+    expert_mlp = Op(experts.expert_mlp, "c", "triton")
+    expert_slots = Composition(experts.expert_slots, "triton")
+    gated = Op(gates.gated, "c")
+    gated_linear = Composition(gates.gated_linear, "triton")
+    linear = Composition(products.linear)
+    linears = Composition(products.linears)
+    fp8_linears = Op(fp8.fp8_linears, "triton")
+    logits = Op(vocabulary.logits)
+    linear_cross_entropy = Op(vocabulary.linear_cross_entropy, "c", "triton")
+    soft_embedding = Op(vocabulary.soft_embedding, "c", "triton")
+    token_stats = Op(vocabulary.token_stats, "c", "triton")
+    token_scores = Op(vocabulary.token_scores, "triton")
+    log_sums = Op(vocabulary.log_sums, "triton")
+    class_stats = Op(vocabulary.class_stats, "triton")
+
+    def __init__(self, backend: str, **overrides: str | Callable[..., Any]):
+        self.backend, self.overrides = backend, overrides
+        for name, op in OPS.items():
+            override = overrides.get(name, backend)
+            self.__dict__[name] = op.bound(self, override) if isinstance(override, str) else override
+
+    def replaced(self, **overrides: str | Callable[..., Any]) -> Kernels:
+        """The same but for some ops, which get another backend, or a function in their place."""
+        return Kernels(self.backend, **self.overrides | overrides)
+
+    def __deepcopy__(self, memo: Any) -> Kernels:
+        """A copy of a model computes with the same functions."""
+        return self
+
+    @property
+    def is_capturable(self) -> bool:
+        """True where attention launches the same whatever rows hold, so that a CUDA graph can hold a step."""
+        return self.overrides.get("span_attention", self.backend) in ON_GPU
+
+    @property
+    def filters_on_device(self) -> bool:
+        """True where `token_stats` keeps the most likely tokens (top_p) without the host knowing how many they are."""
+        return self.overrides.get("token_stats", self.backend) in ON_GPU
+
+
+OPS: dict[str, Op[..., Any]] = {name: op for name, op in vars(Kernels).items() if isinstance(op, Op)}
+IN_TORCH = Kernels("torch")
+IN_C = Kernels("c")
+
+
+def resolve(kernels: str | Kernels = "auto") -> Kernels:
+    """The kernels for "torch" (plain torch), "triton" (every op in Triton) or "auto" (the best there is).
+
+    With "auto", ops on CUDA tensors run in Triton, fp32 ones on a CPU by C functions where a C compiler is found, and
+    everything else in torch; one warning says why Triton cannot run on a GPU at all, and one for each op why it cannot
+    serve some call. Raises BlockdiffError for kernels that cannot be had.
+    """
+    if isinstance(kernels, Kernels):
+        return kernels
+    if kernels not in ("auto", "torch", "triton"):
+        raise BlockdiffError(f'kernels={kernels!r} is not known; use "auto", "torch" or "triton"')
+    if kernels == "torch":
+        return IN_TORCH
+    if kernels == "auto" and not torch.cuda.is_available():
+        return IN_C
+    obstacle = _why_not_triton()
+    if obstacle is not None and kernels == "triton":
+        raise BlockdiffError(f'kernels="triton": {obstacle}; use "auto" or "torch"')
+    if obstacle is not None:
+        warnings.warn(f'kernels="auto": no Triton: {obstacle}', stacklevel=2)
+        return IN_C
+    return Kernels(kernels)
+
+
+def _why_not_triton() -> str | None:
+    """The reason for which Triton cannot run in this process, in words; None where it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the triton package is not installed"
+    import triton
+
+    if triton.knobs.runtime.interpret:  # TRITON_INTERPRET=1 when triton is imported: numpy on the CPU, for tests
+        return None
+    if not torch.cuda.is_available():
+        return "Triton needs a CUDA device, and torch finds none here"
+    if torch.version.hip is not None:
+        return "this torch is built for ROCm, and the Triton kernels are made for NVIDIA GPUs"
+    major, minor = torch.cuda.get_device_capability()
+    return None if major >= 8 else f"Triton's kernels need compute capability 8.0, this GPU has {major}.{minor}"
