@@ -37,8 +37,7 @@ from benchmarks.timing import peak_memory
 from blockdiff.checkpoint.tokenizer import load_tokenizer
 from blockdiff.sampling import Generation, Request, Result, Sampler, draws
 from blockdiff.sampling.sequence import sequences_of
-from blockdiff.sampling.strategies import released
-from blockdiff.sampling.strategies.composed import Composed
+from blockdiff.sampling.strategies import Composed, released
 from blockdiff.sampling.strategy import Canvases
 from blockdiff.seeding import child_seed
 from blockdiff.terminal import quiet

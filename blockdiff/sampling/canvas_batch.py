@@ -20,8 +20,7 @@ from blockdiff.sampling.canvas_state import CanvasState
 from blockdiff.sampling.canvas_step import CanvasStep
 from blockdiff.sampling.draws import STEPS_AHEAD
 from blockdiff.sampling.graphs import MOST_GRAPHS, Graphs, HostCopy
-from blockdiff.sampling.strategies import captured_shape
-from blockdiff.sampling.strategy import Decision, Shape, Strategy
+from blockdiff.sampling.strategy import Decision, Shape, Strategy, captured_shape
 from blockdiff.sampling.trace import Step, step_records
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from blockdiff.sampling.control import control_of
 from blockdiff.sampling.request import Forwards, Request, Result
 from blockdiff.sampling.response import parse
 from blockdiff.sampling.settings import ONLY_VERIFIED
-from blockdiff.sampling.strategies import NextToken, Verified, as_strategy, head_of, is_guided
+from blockdiff.sampling.strategies import NextToken, Verified, as_strategy, head_of
+from blockdiff.sampling.strategy import is_guided
 from blockdiff.sampling.verification import Drafting
 from blockdiff.seeding import child_seed
 

@@ -1,14 +1,16 @@
-"""Strategies: the distribution that a denoising step draws from, and the samples that stay.
+"""The contract of a strategy: the distribution that a denoising step draws from, and the samples that stay.
 
 The strategies there are lie in `strategies/`. Tensors: B canvases, L positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from numbers import Integral, Real
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -110,28 +112,6 @@ class Decision:
         return self.keep_BL if self.stay_BL is None else self.keep_BL | self.stay_BL
 
 
-def decision_of(strategy: Strategy, canvases: Canvases) -> Decision:
-    """The decision of a strategy; RequestError where that is no decision about these canvases."""
-    decision = strategy.decide(canvases)
-    if not isinstance(decision, Decision):
-        raise _refusal(strategy, f"a {type(decision).__name__}, not a Decision")
-    of_positions = canvases.kept_BL.shape
-    wanted = {"keep_BL": of_positions, "stay_BL": of_positions, "stop_B": of_positions[:1], "final_BL": of_positions}
-    for name, shape in wanted.items():
-        value: Any = getattr(decision, name)
-        if value is None and name != "keep_BL":
-            continue
-        dtype = torch.int64 if name == "final_BL" else torch.bool
-        if not isinstance(value, Tensor) or value.dtype is not dtype or value.shape != shape:
-            given = f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise _refusal(strategy, f"{name} as {given}, not {dtype} {[*shape]}")
-    return decision
-
-
-def _refusal(strategy: Strategy, given: str) -> RequestError:
-    return RequestError(f"strategy {type(strategy).__name__}: decide() gave {given}; change it (docs/extending.md)")
-
-
 class Strategy(Protocol):
     """A frozen dataclass: canvases of equal strategies are decided together.
 
@@ -148,3 +128,112 @@ class Strategy(Protocol):
 
     def decide(self, canvases: Canvases) -> Decision:
         """The decision about the step's samples, and about the canvases that are finished."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A field of a strategy, or of a rule of one, as its text form `NAME:key=value,...` has it.
+
+    It annotates the field, whose type says which words are values. meaning: its purpose, in the help; settings: the
+    field of `Generation` that has the value of a text without the key (None: the default of the field); name: the key
+    (None: the field's name); choices: by word, the classes of rules that can stand there, whose own keys stand beside
+    this one, and of which the first is the default.
+    """
+
+    meaning: str
+    settings: str | None = None
+    name: str | None = None
+    choices: Mapping[str, Callable[..., Any]] | None = None
+
+
+TopK = Annotated[int | None, Key("draw from so many likeliest tokens")]
+TopP = Annotated[float, Key("draw from the likeliest tokens that have this probability together")]
+MinP = Annotated[float, Key("draw from tokens at least so likely, times the likeliest")]
+
+
+def require_filters(top_k: int | None, top_p: float, min_p: float) -> None:
+    """Raise ValueError for filters, as `Shape` has them, that cannot be."""
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be more than 0 and at most 1, got {top_p}")
+    if not 0 <= min_p <= 1:
+        raise ValueError(f"min_p must be at least 0 and at most 1, got {min_p}")
+
+
+def decision_of(strategy: Strategy, canvases: Canvases) -> Decision:
+    """The decision of a strategy; RequestError where that is no decision about these canvases."""
+    decision = strategy.decide(canvases)
+    if not isinstance(decision, Decision):
+        raise _refusal(strategy, f"decide() gave a {type(decision).__name__}, not a Decision")
+    of_positions = canvases.kept_BL.shape
+    shapes = {"keep_BL": of_positions, "stay_BL": of_positions, "stop_B": of_positions[:1], "final_BL": of_positions}
+    for name, shape in shapes.items():
+        value: Any = getattr(decision, name)
+        if value is None and name != "keep_BL":
+            continue
+        dtype = torch.int64 if name == "final_BL" else torch.bool
+        if not isinstance(value, Tensor) or value.dtype is not dtype or value.shape != shape:
+            given = f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise _refusal(strategy, f"decide() gave {name} as {given}, not {dtype} {[*shape]}")
+    return decision
+
+
+def _refusal(strategy: Strategy, given: str) -> RequestError:
+    return RequestError(f"strategy {type(strategy).__name__}: {given}; change it (docs/extending.md)")
+
+
+@lru_cache(maxsize=64)
+def is_guided(strategy: Strategy, steps: int) -> bool:
+    """True where any of so many steps wants guidance, and with it a prefix without the prompt.
+
+    Raises RequestError where a strategy gives something else than shapes that a step can draw from.
+    """
+    shapes = [strategy.shape(step, steps) for step in range(steps)]
+    for step, shape in enumerate(shapes):
+        if obstacle := _obstacle(shape):
+            raise _refusal(strategy, f"shape() gave {obstacle} for step {step}")
+    return any(shape.guidance for shape in shapes)
+
+
+def _obstacle(shape: object) -> str | None:
+    """The part of a shape that no step can draw from, in words; None where there is none."""
+    if not isinstance(shape, Shape):
+        return f"a {type(shape).__name__}, not a Shape,"
+    between = {
+        "temperature": (math.ulp(0.0), math.inf, "more than 0 and finite"),
+        "top_p": (math.ulp(0.0), 1, "more than 0 and at most 1"),
+        "min_p": (0, 1, "at least 0 and at most 1"),
+        "guidance": (-1, math.inf, "at least -1 and finite"),
+    }
+    for name, (least, most, words) in between.items():
+        value = getattr(shape, name)
+        if not isinstance(value, Real) or not least <= float(value) <= most or math.isinf(value):
+            return f"{name} {value!r:.80}, which must be a number {words},"
+    if shape.top_k is not None and (not isinstance(shape.top_k, Integral) or shape.top_k < 1):
+        return f"top_k {shape.top_k!r:.80}, which must be an integer of at least 1,"
+    return None
+
+
+def declares_capturable(rule: object) -> bool:
+    """True where the class of a strategy or a rule itself says that a CUDA graph can hold it (see `Strategy`)."""
+    return "is_capturable" in vars(type(rule)) and bool(rule.is_capturable)  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=64)
+def captured_shape(
+    strategy: Strategy, steps: int, prediction: str = "posterior", mask_id: int | None = None
+) -> Shape | None:
+    """The shape that all of so many steps share at temperature 1, where they can be captured in CUDA graphs; else None.
+
+    That is where the strategy says so, and its shapes have the same filters and the same guidance, and nothing else but
+    a temperature each.
+    """
+    if not declares_capturable(strategy):
+        return None
+    shapes = [strategy.shape(step, steps) for step in range(steps)]
+    alike = {replace(shape, temperature=1.0, alpha=None) for shape in shapes}
+    if len(alike) > 1 or any(shape.corrects(prediction, mask_id) for shape in shapes):
+        return None
+    [shape] = alike
+    return shape if shape == Shape(1.0, shape.top_k, shape.top_p, shape.min_p, shape.guidance) else None

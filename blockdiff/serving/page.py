@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
 from blockdiff.plots.denoising import filled, part
-from blockdiff.sampling.strategies.text import NAMES
+from blockdiff.sampling.strategies import NAMES
 from blockdiff.serving.answering import Server
 from blockdiff.terminal import printable
 

@@ -31,7 +31,7 @@ from blockdiff.diffusion.weight import NoWeight, Weight
 from blockdiff.errors import RecipeError, RequestError
 from blockdiff.evals import TASKS
 from blockdiff.layers.lora import LowRank
-from blockdiff.sampling.strategies.text import parse_strategy
+from blockdiff.sampling.strategies import parse_strategy
 from blockdiff.training import recipe_choices as choices
 from blockdiff.training.recipe_choices import OneOf, Positive, by_class
 from blockdiff.training.recipe_errors import SOURCES, Key, one_line

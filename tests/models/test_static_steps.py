@@ -26,7 +26,7 @@ from blockdiff.sampling.canvas_step import CanvasStep
 from blockdiff.sampling.control import control_of
 from blockdiff.sampling.request import Request
 from blockdiff.sampling.settings import settings_of
-from blockdiff.sampling.strategies import captured_shape
+from blockdiff.sampling.strategy import captured_shape
 from tests.oracle import tiny_config
 
 L, D, PAGE = 16, 64, 8

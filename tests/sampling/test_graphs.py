@@ -23,8 +23,8 @@ from blockdiff.sampling.engine import Engine
 from blockdiff.sampling.graphs import CudaCapture, Graphs, HostCopy
 from blockdiff.sampling.request import Request, Result
 from blockdiff.sampling.sequence import sequences_of
-from blockdiff.sampling.strategies import Ancestral, Composed, EntropyBound, Never, Sticky, captured_shape
-from blockdiff.sampling.strategy import Canvases, Decision, Shape
+from blockdiff.sampling.strategies import Ancestral, Composed, EntropyBound, Never, Sticky
+from blockdiff.sampling.strategy import Canvases, Decision, Shape, captured_shape
 from tests.oracle import TWO_LAYERS, oracle, ours, tiny_config
 from tests.recorder import Recorder, Refused
 

@@ -1,19 +1,39 @@
-"""Next-token sampling: a response grows by one token a step, drawn from what the clean tokens before it predict.
+"""The strategies that have a next-token head: next-token sampling, and verified canvases, which give its tokens sooner.
 
+In next-token sampling a response grows by one token a step, drawn from what the clean tokens before it predict.
 Nothing is denoised. A "canvas" is one token then, its hidden state is that of the token before it, and it is finished
 after one step; so requests, constraints, scores and pages are those of denoising. Every model encodes causally, so
 every model can be sampled this way, as well as its next-token loss is low; a causal model can be sampled in no other.
+
+Verified canvases are drafts of a few denoising steps, which the model's own next-token prediction checks. The tokens
+that stand are those that next-token sampling would have written one by one; a draft decides how many of them a round
+adds. `sampling/verification.py` has the check.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.sampling.strategy import Canvases, Decision, Shape
+from blockdiff.sampling.strategies.composed import Composed
+from blockdiff.sampling.strategy import (
+    Canvases,
+    Decision,
+    Key,
+    MinP,
+    Shape,
+    Strategy,
+    TopK,
+    TopP,
+    declares_capturable,
+    require_filters,
+)
+
+MOST_STEPS = 1000  # of a draft
 
 
 @dataclass(frozen=True)
@@ -25,22 +45,16 @@ class NextToken:
     is the Gumbel trick: the same distribution, other tokens.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    race: bool = False
+    temperature: Annotated[float, Key("0 takes the likeliest token", settings="temperature")] = 0.0
+    top_k: TopK = None
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    race: Annotated[bool, Key("draw by a number for each token (the Gumbel trick) and not by one for all")] = False
 
     def __post_init__(self) -> None:
-        rules = {
-            f"temperature must be at least 0, got {self.temperature}": 0 <= self.temperature < math.inf,
-            f"top_k must be at least 1, got {self.top_k}": self.top_k is None or self.top_k >= 1,
-            f"top_p must be more than 0 and at most 1, got {self.top_p}": 0 < self.top_p <= 1,
-            f"min_p must be at least 0 and at most 1, got {self.min_p}": 0 <= self.min_p <= 1,
-        }
-        for rule, is_met in rules.items():
-            if not is_met:
-                raise ValueError(rule)
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        require_filters(self.top_k, self.top_p, self.min_p)
 
     @classmethod
     def of(cls, generation: Generation) -> NextToken:
@@ -58,3 +72,45 @@ class NextToken:
         stats, is_all_BL = canvases.stats, torch.ones_like(canvases.kept_BL)
         final_BL = stats.sample if self.temperature else stats.argmax
         return Decision(is_all_BL, is_all_BL[:, 0], final_BL=final_BL)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Rounds of at most `steps` denoising steps by the strategy `draft`, each followed by a verification.
+
+    head: the next-token sampling whose tokens the response has. Step numbers go on through the rounds of a canvas:
+    those of round r begin at r `steps`.
+    """
+
+    head: NextToken = field(default_factory=NextToken)
+    steps: Annotated[int, Key("denoising steps of a draft, at most")] = 1
+    draft: Strategy = field(default_factory=Composed)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, int) or not 1 <= self.steps <= MOST_STEPS:
+            raise ValueError(f"steps must be an integer from 1 to {MOST_STEPS}, got {self.steps}")
+
+    @property
+    def is_capturable(self) -> bool:
+        """True where the steps of the draft are; a verification is not captured."""
+        return declares_capturable(self.draft)
+
+    def shape(self, step: int, steps: int) -> Shape:
+        """The draft's distribution in this step of its round."""
+        return self.draft.shape(step % self.steps, self.steps)
+
+    def decide(self, canvases: Canvases) -> Decision:
+        """The draft's decision; a canvas is finished, and verified, after the last step of a round at the latest."""
+        step_B = canvases.step_B % self.steps
+        decision = self.draft.decide(
+            replace(canvases, step_B=step_B, steps_B=torch.full_like(canvases.steps_B, self.steps))
+        )
+        is_last_B = step_B == self.steps - 1
+        return replace(decision, stop_B=is_last_B if decision.stop_B is None else decision.stop_B | is_last_B)
+
+
+def head_of(strategy: Strategy) -> NextToken | None:
+    """The next-token sampling that decides every token of a response; None where canvases are committed as they are."""
+    if isinstance(strategy, Verified):
+        return strategy.head
+    return strategy if isinstance(strategy, NextToken) else None
