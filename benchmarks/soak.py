@@ -28,7 +28,7 @@ from blockdiff.sampling.sequence import sequences_of
 from blockdiff.sampling.settings import settings_of
 from tests.oracles.lockstep import generate_in_lockstep
 
-STRATEGIES = (None, None, "quota", "confident:threshold=0.1", "entropy_bound:guidance=0.5", "entropy_bound:top_k=20")
+STRATEGIES = (None, None, "quota", "confident:threshold=0.1", "entropy_bound:top_k=20")
 HEADS = 3  # beginnings that prompts share
 
 

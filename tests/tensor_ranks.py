@@ -168,8 +168,8 @@ def vocabularies(ranks: Ranks, directory: Path) -> None:
     is_allowed[1, :, 30:] = False  # some ranks have no allowed token there
     allowed = pack_allowed(is_allowed.flatten(0, 1)).view(4, N // 4, -1)
     temperature = torch.tensor([0.5, 1.0, 0.8, 2.0])
-    guided = Shaping(top_p=0.9, other_ND=hidden.roll(1, 0), guidance=1.5)
-    shapings = (Shaping(top_k=5, min_p=0.01), guided, Shaping(observed_N=target.view(4, -1), bonus_N=bonus.view(4, -1)))
+    bonuses = dict(observed_N=target.view(4, -1), bonus_N=bonus.view(4, -1))
+    shapings = (Shaping(top_k=5, min_p=0.01), Shaping(top_p=0.9), Shaping(**bonuses))
     classes = Classes.of(torch.randint(0, 6, (tokens,), generator=draw), 5)
     is_seen = torch.rand(4, tokens, generator=draw) < 0.3
     penalty = Penalty(is_seen, torch.tensor([1.0, 1.5, 0.5, 2.0]), torch.arange(4).repeat_interleave(N // 4))
@@ -222,7 +222,7 @@ def vocabularies(ranks: Ranks, directory: Path) -> None:
 def samplings(mesh: DeviceMesh | None) -> list[list[Result]]:
     """Requests to three models, over a mesh or on one process; kv heads fewer than ranks are among them.
 
-    A response is held to what may stand in it, one is guided and drawn from few tokens, and causal models sample, too.
+    A response is held to what may stand in it, one is drawn from few tokens, and causal models sample, too.
     """
     makes: list[Callable[[], BlockDiffusionModel]] = [lambda: ours(oracle(tiny_config(canvas_length=L, **TWO_LAYERS)))]
     makes += [partial(small_model, name) for name in ("minimax_m3", "minimax_m3 denoising")]
@@ -236,7 +236,7 @@ def samplings(mesh: DeviceMesh | None) -> list[list[Result]]:
         requests = [Request(n, tokens=list(range(5, 9 + 3 * n)), scores=n == 0) for n in range(3)]
         requests.append(Request(3, tokens=[7, 8, 9], repetition_penalty=1.5, banned=[11, 40]))
         strategy = f"{'entropy_bound' if model.denoises else 'next_token'}:top_k=9"
-        requests.append(Request(4, tokens=[9, 8], strategy=strategy + ",guidance=0.5" * model.denoises))
+        requests.append(Request(4, tokens=[9, 8], strategy=strategy))
         found.append(sampler.generate(requests, seed=4))
         assert length == model.canvas_length and all(result.error is None for result in found[-1])
     return found

@@ -117,11 +117,10 @@ class Generation:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The tokens with a meaning of their own: what ends a response, what fills a row, what begins one if anything."""
+    """The tokens with a meaning of their own: those that end a response, and the one that fills a row."""
 
     eos_ids: tuple[int, ...]
     pad_id: int
-    bos_id: int | None
 
 
 def special_tokens(config: Any, generation: Generation | None = None, tokenizer: Any = None) -> SpecialTokens:
@@ -139,7 +138,7 @@ def special_tokens(config: Any, generation: Generation | None = None, tokenizer:
     eos_ids = first("eos", "eos_ids")
     if tokenizer is not None and eos_ids and not (generation and generation.eos_ids):
         eos_ids = tuple(dict.fromkeys((*eos_ids, *turn_ends(tokenizer))))
-    return SpecialTokens(eos_ids, (*first("pad", "pad_id"), 0)[0], (*first("bos"), None)[0])
+    return SpecialTokens(eos_ids, (*first("pad", "pad_id"), 0)[0])
 
 
 def default_generation(config: Any, tokenizer: Any = None) -> Generation:

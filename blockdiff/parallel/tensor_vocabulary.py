@@ -3,8 +3,8 @@
 Every rank computes with its rows as if they were all, by the same ops. What they merge are a few numbers of every
 position: with log-sums of the parts, a softmax over all tokens is each part's softmax times its share. A sample is
 still picked by one uniform number: it names the rank by the shares, and what is left of it the token there, so any
-number of ranks draws the same tokens. What is done to a whole distribution first (top-k and such, guidance, constraints
-and penalties) is computed by every rank alike, with all rows of the table, which are gathered for that call.
+number of ranks draws the same tokens. What is done to a whole distribution first (top-k and such, constraints and
+penalties) is computed by every rank alike, with all rows of the table, which are gathered for that call.
 """
 
 from __future__ import annotations

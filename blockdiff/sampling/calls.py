@@ -21,11 +21,9 @@ class StepCall:
     """One call of a step: `rows` rows from `first` on, followed by rows of padding up to `padded` rows.
 
     ids: the ids of the canvases' sequences; groups: each strategy, with the canvases that it decides (None: all);
-    controls: the controls of canvases that have one; shapes: the shape that each canvas draws from; guided: the
-    canvases that are denoised without their prompts, too (None: all; empty: none), whose rows among those without
-    prompts begin at `first_guided`; has_signal: whether the signal is read, which is 0 before a canvas's first
-    prediction; hidden_BLD: hidden states of the tokens before the canvases, from which next tokens are drawn (None: the
-    canvases are denoised).
+    controls: the controls of canvases that have one; shapes: the shape that each canvas draws from; has_signal: whether
+    the signal is read, which is 0 before a canvas's first prediction; hidden_BLD: hidden states of the tokens before
+    the canvases, from which next tokens are drawn (None: the canvases are denoised).
     """
 
     first: int
@@ -35,8 +33,6 @@ class StepCall:
     groups: tuple[tuple[Strategy, Tensor | None], ...]
     controls: Sequence[CanvasControls]
     shapes: Sequence[Shape]
-    guided: Tensor | None
-    first_guided: int = 0
     has_signal: bool = True
     hidden_BLD: Tensor | None = None
 
@@ -52,7 +48,7 @@ class StepInputs:
 
     hidden_BLD: the model's hidden states; tokens_BL: the tokens that the step saw; temperature: one number or one per
     canvas; uniform_BL: the numbers in [0, 1) that pick the samples; step_B: the step that each canvas is at, int64, by
-    which canvases under controls draw; other_BLD: the hidden states without the prompts, for guidance.
+    which canvases under controls draw.
     """
 
     hidden_BLD: Tensor
@@ -60,7 +56,6 @@ class StepInputs:
     temperature: Tensor | float
     uniform_BL: Tensor
     step_B: Tensor | None = None
-    other_BLD: Tensor | None = None
 
     def of(self, rows: Sequence[int]) -> StepInputs:
         """The inputs of some canvases."""
@@ -71,7 +66,6 @@ class StepInputs:
             temperature=self.temperature[chosen] if isinstance(self.temperature, Tensor) else self.temperature,
             uniform_BL=self.uniform_BL[chosen],
             step_B=None if self.step_B is None else self.step_B[chosen],
-            other_BLD=None if self.other_BLD is None else self.other_BLD[chosen],
         )
 
 

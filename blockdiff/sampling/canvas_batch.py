@@ -71,7 +71,7 @@ class CanvasBatch:
 
     def can_capture(self, shape: Shape) -> bool:
         """True where a step of this shape only launches kernels; native top_p asks how many tokens it needs."""
-        filters = self.model.kernels.filters_on_device and not shape.guidance and self.model.vocabulary.head is None
+        filters = self.model.kernels.filters_on_device and self.model.vocabulary.head is None
         return shape.top_p >= 1 or filters
 
     # -- the canvases and their places -------------------------------------------------------------------------
@@ -102,9 +102,8 @@ class CanvasBatch:
         self._is_new, self._captured = True, None
         if not self.settings.is_next_token and self.sequences:
             prefixes = self._load(step.prefixes, [row.paged for row in self.sequences])
-            others = self._load(step.without_prompts, [row.without_prompt for row in self.sequences])
             if (shape := self._shape_to_capture()) is not None:
-                self._captured = shape, self._prepared(shape, prefixes, others)
+                self._captured = shape, self._prepared(shape, prefixes)
         if len(step.may_stop) > MOST_GRAPHS:  # what replayed steps said is needed; others say it again
             used = set() if self.graphs is None else {key[1] for key in self.graphs.keys}
             step.may_stop = {each: stops for each, stops in step.may_stop.items() if each in used}
@@ -152,11 +151,10 @@ class CanvasBatch:
         shape = shapes.pop()
         return None if shapes or shape is None or not self.can_capture(shape) else shape
 
-    def _prepared(self, shape: Shape, prefixes: abc.Hashable, others: abc.Hashable) -> abc.Hashable:
+    def _prepared(self, shape: Shape, prefixes: abc.Hashable) -> abc.Hashable:
         """Fill the buffers that a captured step reads beside those of its rows; returns the key of the step's graph.
 
-        prefixes, others: the keys of the rows' buffers, with and without prompts. Graphs of weights that have moved are
-        forgotten.
+        prefixes: the key of the rows' buffers. Graphs of weights that have moved are forgotten.
         """
         assert self.graphs is not None
         if (memory := memory_of(self.model)) != self._memory:
@@ -166,7 +164,7 @@ class CanvasBatch:
         self._step.pinned_BL[padding], self._step.state.steps_B[padding] = 0, 1
         of_controls = self._controls.load(next(iter(self._controls_of_calls[0]), None))
         rows = len(self.sequences) + self._missing(len(self.sequences))
-        return rows, (self.sequences[0].strategy,), shape, prefixes, others, of_controls
+        return rows, (self.sequences[0].strategy,), shape, prefixes, of_controls
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -197,13 +195,10 @@ class CanvasBatch:
                 records += self._records(of.start, steps, inputs.tokens_BL, stats, decision)
                 hidden.append(inputs.hidden_BLD)
         for call in calls:
-            guided = 0 if call.guided is not None and not len(call.guided) else 1
-            rows = call.padded if call.hidden_BLD is None else 0
-            others = call.padded if call.guided is None else len(call.guided) // self.width
-            self.denoised += (rows + guided * others) * self.width
+            self.denoised += call.padded * self.width if call.hidden_BLD is None else 0
         if not self.settings.is_next_token:
             for row in self.sequences:
-                row.calls["denoise"] += 1 if row.without_prompt is None else 2
+                row.calls["denoise"] += 1
         self._report.send(len(steps))
         # where no canvas can end the host need not wait for the device; else it waits here, once
         is_last = any(n + 1 == canvas.sequence.max_steps for n, canvas in zip(steps, self.canvases, strict=True))
@@ -217,15 +212,10 @@ class CanvasBatch:
 
     def _calls(self, steps: abc.Sequence[int]) -> list[StepCall]:
         """The calls of a step; steps: the step that each canvas is at."""
-        calls, width, guided_before = [], self.width, 0
+        calls, width = [], self.width
         for of, controls in zip(self._slices(), self._controls_of_calls, strict=True):
             rows = self.sequences[of.start // width : -(-of.stop // width)]
             some, missing = self.canvases[of], self._missing(len(rows))
-            guided = [n for n, row in enumerate(rows) if row.without_prompt is not None]
-            places: Tensor | None = None
-            if len(guided) < len(rows):
-                of_guided = [n * width + k for n in guided for k in range(width)]
-                places = torch.tensor(of_guided, dtype=torch.int64, device=self.model.device)
             hidden_BLD = None
             if self.settings.is_next_token:
                 hidden_BLD = torch.stack([r.last_hidden_D for r in rows if r.last_hidden_D is not None])[:, None]
@@ -244,13 +234,10 @@ class CanvasBatch:
                     groups=groups_of([canvas.sequence.strategy for canvas in some], self.model.device),
                     controls=controls,
                     shapes=shapes,
-                    guided=places,
-                    first_guided=guided_before,
                     has_signal=not self._is_cheaper_without(some),
                     hidden_BLD=hidden_BLD,
                 )
             )
-            guided_before += len(guided)
         return calls
 
     def _is_cheaper_without(self, canvases: abc.Sequence[CanvasInFlight]) -> bool:

@@ -6,12 +6,10 @@ from collections import abc
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blockdiff.kernels.vocabulary import Stats
 from blockdiff.models.family import BlockDiffusionModel
-from blockdiff.models.page_buffers import StepBuffers
 from blockdiff.models.pages import Pages
 from blockdiff.sampling.calls import StepCall, StepInputs, decided
 from blockdiff.sampling.canvas_state import CanvasState, step_report
@@ -36,7 +34,6 @@ class CanvasStep:
         self.model, self.settings, self.width = model, settings, width
         L, B, device = settings.canvas_length, most * width, model.device
         self.prefixes = pages.step_buffers(most, width, L, keeps)
-        self.without_prompts = pages.step_buffers(most, width, L, keeps)  # of guided rows
         self.state = CanvasState.buffers(B, model, settings)
         self.now = torch.zeros((), dtype=torch.int64, device=device)
         self.temperature_BT = torch.ones(B, STEPS_AHEAD, device=device)
@@ -66,15 +63,11 @@ class CanvasStep:
         tokens_BL = state.seen(noise_BL, mask_id, self.start_BL[padded], self.pinned_BL[padded])
         # before the first prediction the signal is 0, which changes nothing; it is left out where nothing is captured
         soft_BLD = state.soft_BLD if call.has_signal else None
-        hidden_BLD, other_BLD = call.hidden_BLD, None
+        hidden_BLD = call.hidden_BLD
         if hidden_BLD is None:
-            hidden_BLD = self._denoised(self.prefixes, tokens_BL, soft_BLD, call.first)[:count]
-        if call.guided is None:
-            other_BLD = self._denoised(self.without_prompts, tokens_BL, soft_BLD, call.first_guided)[:count]
-        elif len(call.guided):
-            other_BLD = self._guided(call, tokens_BL, soft_BLD)
+            hidden_BLD = self._denoised(tokens_BL, soft_BLD, call.first)[:count]
         state, tokens_BL, step_B = self.state.part(of), tokens_BL[:count], step_B[:count]
-        inputs = StepInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[:count], step_B, other_BLD)
+        inputs = StepInputs(hidden_BLD, tokens_BL, temperature_B, uniform_BL[:count], step_B)
         prediction = self.settings.diffusion.prediction
         stats = predict(self.model, inputs, call.controls, call.shapes, mask_id, prediction)
         pinned_BL = self.pinned_BL[of]
@@ -94,18 +87,8 @@ class CanvasStep:
         self.may_stop[call.strategies] = decision.stop_B is not None
         return inputs, stats, decision
 
-    def _denoised(self, buffers: StepBuffers, tokens_BL: Tensor, soft_BLD: Tensor | None, first: int) -> Tensor:
+    def _denoised(self, tokens_BL: Tensor, soft_BLD: Tensor | None, first: int) -> Tensor:
         """Hidden states [B, L, D], by one call, of canvases: `width` side by side after each row from `first` on."""
         rows = len(tokens_BL) // self.width, self.width * tokens_BL.shape[1]
         soft_BTD = None if soft_BLD is None else soft_BLD.reshape(*rows, -1)
-        return buffers.denoise(tokens_BL.reshape(rows), soft_BTD, first).reshape(*tokens_BL.shape, -1)
-
-    def _guided(self, call: StepCall, tokens_BL: Tensor, soft_BLD: Tensor | None) -> Tensor:
-        """Hidden states [B, L, D] of a call's canvases without their prompts; 0 in canvases that are not guided."""
-        assert call.guided is not None
-        missing = len(self.without_prompts.rows) * self.width - len(call.guided) if call.padded > call.rows else 0
-        tokens = F.pad(tokens_BL[call.guided], (0, 0, 0, missing))
-        soft = None if soft_BLD is None else F.pad(soft_BLD[call.guided], (0, 0, 0, 0, 0, missing))
-        hidden_BLD = self._denoised(self.without_prompts, tokens, soft, call.first_guided)[: len(call.guided)]
-        whole_BLD = hidden_BLD.new_zeros(call.rows * self.width, *hidden_BLD.shape[1:])
-        return whole_BLD.index_copy(0, call.guided, hidden_BLD)
+        return self.prefixes.denoise(tokens_BL.reshape(rows), soft_BTD, first).reshape(*tokens_BL.shape, -1)

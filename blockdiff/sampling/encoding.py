@@ -54,7 +54,6 @@ class Encoding:
                     drafts.append((sequence, hidden_TD[:count]))
                     continue
                 self.accept(sequence, start, hidden_TD[:count])
-                self._encode_without_prompt(sequence, count)
         return drafts
 
     def accept(self, sequence: Sequence, start: int, hidden_TD: Tensor) -> None:
@@ -86,19 +85,6 @@ class Encoding:
         for together in [[image] for image in images] if self.exact else [images]:
             self.pages.images.of(together)
         return chunks
-
-    def _encode_without_prompt(self, sequence: Sequence, count: int) -> None:
-        """Bring the prefix without the prompt of a guided sequence up to date: bos once, then the same canvases."""
-        row, prompt = sequence.without_prompt, len(sequence.prompt_tokens)
-        if row is None or sequence.length < prompt:
-            return
-        tokens = (
-            sequence.known[sequence.length - count : sequence.length] if row.length else [self.settings.bos_id or 0]
-        )
-        assert row.length in (0, 1 + sequence.length - count - prompt)
-        self.pages.encode([row], torch.tensor([tokens]), [len(tokens)])
-        sequence.calls["encode"] += 1
-        self.pages.accept(row)
 
     def _calls_of(self, chunks: abc.Sequence[Chunk]) -> abc.Iterator[list[Chunk]]:
         """The chunks of each call: of similar lengths, so that little of a call is padding."""

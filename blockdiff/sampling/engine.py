@@ -157,7 +157,7 @@ class Engine:
     def enter(self, draws: list[Sequence], watch: bool = False) -> None:
         """Take all draws of a request, as `submit` does; ids may come several times, and `cancel` finds none."""
         first = draws[0]
-        needed = len(first.prompt_tokens) + (1 + first.is_guided) * first.canvases * self.settings.canvas_length
+        needed = len(first.prompt_tokens) + first.canvases * self.settings.canvas_length
         if needed > self.capacity:
             raise RequestError(
                 f"the prompt of {len(first.prompt_tokens)} tokens and its {first.canvases} canvases need {needed} "

@@ -81,16 +81,11 @@ def _free(
 def _shaping(shape: Shape, inputs: StepInputs, vocab_size: int, mask_id: int | None, prediction: str) -> Shaping | None:
     """The changes that a shape makes to the distributions; None for none."""
     shaping, tokens_BL = Shaping(shape.top_k, shape.top_p, shape.min_p), inputs.tokens_BL
-    if shape.guidance:
-        if inputs.other_BLD is None:
-            raise ValueError("guidance needs the hidden states without the prompts, other_BLD")
-        shaping = shaping._replace(other_ND=inputs.other_BLD, guidance=shape.guidance)
     if shape.alpha is not None and shape.corrects(prediction, mask_id):
         bonus = float(leave_one_out_bonus(Linear(), torch.tensor([[1 - shape.alpha]]), vocab_size))
         bonus_BL = torch.full(tokens_BL.shape, -bonus if shape.is_of_others else bonus, device=tokens_BL.device)
         shaping = shaping._replace(observed_N=tokens_BL, bonus_N=bonus_BL)
-    is_changed = shaping.has_filters or shaping.other_ND is not None or shaping.bonus_N is not None
-    return shaping if is_changed else None
+    return shaping if shaping.has_filters or shaping.bonus_N is not None else None
 
 
 def _alike(

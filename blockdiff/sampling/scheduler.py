@@ -70,7 +70,7 @@ class Scheduler:
             return
         while self.waiting and len(self.seated) < seats:
             first = self.waiting[0]
-            first.paged, first.without_prompt = self.pages.open(), self.pages.open() if first.is_guided else None
+            first.paged = self.pages.open()
             self._reuse(first)
             if self.seated and first.needed(self.canvas_length) > self.pages.free_tokens():
                 self._unseat(first)
@@ -141,8 +141,6 @@ class Scheduler:
         end = prompt + scored - 1 if sequence.is_scored else len(sequence.known)
         if sequence.is_headed:  # the encode of the last token predicts the next
             end = min(end, len(sequence.known) - 1)
-        if sequence.is_guided:  # the prefix without the prompt begins when the prompt's last token is encoded
-            end = min(end, prompt - 1)
         if not self.exact:
             before = sequence.length
             sequence.shared_tokens += self.pages.reuse(sequence.paged, sequence.identities[:end]) - before
@@ -152,7 +150,7 @@ class Scheduler:
 
         pages: the pages that sequences before it encode in this step; its own next page is added.
         """
-        if self.exact or sequence.is_guided:
+        if self.exact:
             return False
         if can_share := sequence.length % self.pages.page_tokens == 0:
             self._reuse(sequence)
@@ -189,8 +187,7 @@ class Scheduler:
     def _has_room(self, sequence: Sequence, count: int) -> bool:
         """Make room for more tokens of a sequence, if need be by preempting those that sat down after it, or itself."""
         while sequence.paged is not None:
-            added = (sequence.paged, count), (sequence.without_prompt, sequence.added_without_prompt(count))
-            if all(self.pages.reserve(paged, tokens) for paged, tokens in added if paged is not None):
+            if self.pages.reserve(sequence.paged, count):
                 return True
             if len(self.seated) == 1:
                 sequence.error = f"there is no memory for its {sequence.length + count} tokens"
@@ -206,9 +203,8 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _unseat(self, sequence: Sequence) -> None:
-        for each in (sequence.paged, sequence.without_prompt):
-            if each is not None:
-                self.pages.release(each)
-        sequence.paged = sequence.without_prompt = None
+        if sequence.paged is not None:
+            self.pages.release(sequence.paged)
+        sequence.paged = None
         sequence.in_flight.clear()
         sequence.retract()

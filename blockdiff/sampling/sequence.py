@@ -18,7 +18,7 @@ from blockdiff.sampling.request import Forwards, Request, Result
 from blockdiff.sampling.response import parse
 from blockdiff.sampling.settings import ONLY_VERIFIED
 from blockdiff.sampling.strategies import NextToken, Verified, as_strategy, head_of
-from blockdiff.sampling.strategy import is_guided
+from blockdiff.sampling.strategy import require_shapes
 from blockdiff.sampling.verification import Drafting
 from blockdiff.seeding import child_seed
 
@@ -74,13 +74,12 @@ class Sequence:
 
     The rest is the engine's. known: the prompt and the committed canvases, which the next canvas must see; paged: the
     pages with the keys and values of those known tokens that are encoded (None while the sequence has no seat);
-    without_prompt: the same of bos and the committed canvases, for guidance, which denoises each canvas without the
-    prompt, too; drafting: the canvas that is drafted and verified (None: canvases are committed as they are);
-    last_hidden_D: the hidden state of the last encoded token, from which the next one is scored, drawn or verified;
-    shared_tokens: the number of known tokens that others had encoded; in_flight: the canvases that are denoised, in
-    order; is_watched: whether its steps are recorded; recorded: the last recorded step of each; reader: called with
-    the hidden states [L, D] of the last step of a canvas; visitor: called with the number of every step of a canvas,
-    the tokens that it saw [L] and the self-conditioning signal [L, D].
+    drafting: the canvas that is drafted and verified (None: canvases are committed as they are); last_hidden_D: the
+    hidden state of the last encoded token, from which the next one is scored, drawn or verified; shared_tokens: the
+    number of known tokens that others had encoded; in_flight: the canvases that are denoised, in order; is_watched:
+    whether its steps are recorded; recorded: the last recorded step of each; reader: called with the hidden states
+    [L, D] of the last step of a canvas; visitor: called with the number of every step of a canvas, the tokens that it
+    saw [L] and the self-conditioning signal [L, D].
     """
 
     request: Request
@@ -97,7 +96,6 @@ class Sequence:
     draws: list[Sequence] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
     is_scored: bool = False
-    is_guided: bool = False
     is_watched: bool = False
     drafting: Drafting | None = None
     reader: abc.Callable[[Tensor], object] | None = None
@@ -113,7 +111,6 @@ class Sequence:
 
     known: list[int] = field(default_factory=list)
     paged: PagedRow | None = None
-    without_prompt: PagedRow | None = None
     last_hidden_D: Tensor | None = None
     shared_tokens: int = 0
     in_flight: list[CanvasInFlight] = field(default_factory=list)
@@ -173,16 +170,9 @@ class Sequence:
         if self.drafting is not None:
             self.drafting.unverified = 0
 
-    def added_without_prompt(self, count: int) -> int:
-        """The number of tokens that are added to the prefix without the prompt when `count` more are encoded."""
-        if self.without_prompt is None or self.length + count < len(self.prompt_tokens):
-            return 0
-        return count if self.without_prompt.length else 1
-
     def needed(self, canvas_length: int) -> int:
-        """The tokens that need room in pages until the next canvas is committed, those of `without_prompt` included."""
-        other = 1 + len(self.known) - len(self.prompt_tokens) + canvas_length if self.is_guided else 0
-        return self.missing + canvas_length + other
+        """The number of tokens that need room in pages until the next canvas is committed."""
+        return self.missing + canvas_length
 
     def commit(self, tokens: list[int], steps: int, eos_ids: abc.Collection[int]) -> int:
         """Add a canvas to the response up to its first eos, which ends it; returns the number of tokens added."""
@@ -262,9 +252,7 @@ def sequences_of(
         strategy = as_strategy(request.strategy, settings.generation)
     if isinstance(strategy, Verified):
         max_steps = strategy.steps  # of a round
-    guided = is_guided(strategy, max_steps)
-    if guided and settings.bos_id is None:
-        raise RequestError("guidance needs a bos token as an empty prompt, and neither model nor tokenizer has one")
+    require_shapes(strategy, max_steps)
     is_scored, is_verified = request.scores or request.best_of > 1, isinstance(strategy, Verified)
     if (is_scored or is_verified) and settings.diffusion.objective.get("ar_loss", "not said") in ("none", None):
         vain = "its next-token predictions, which verify drafts, know" if is_verified else "its scores say"
@@ -281,8 +269,6 @@ def sequences_of(
         raise RequestError(ONLY_VERIFIED)
     if settings.is_next_token:
         max_steps = 1
-    if is_verified and guided:
-        raise RequestError("a draft that is verified has no guidance; leave one of the two out")
     if request.stop and settings.tokenizer is None:
         raise RequestError("stop has texts, which need a tokenizer, and there is none")
     control = control_of(request, tokens, settings, canvases=canvases, max_steps=max_steps, device=device)
@@ -311,7 +297,6 @@ def sequences_of(
         images,
         draw=None if request.best_of == 1 else 0,
         is_scored=is_scored,
-        is_guided=guided,
         drafting=Drafting() if is_verified else None,
     )
     draws = first.draws
@@ -335,6 +320,6 @@ def _require_plain(strategy: Strategy, max_steps: int, settings: SamplingSetting
         shapes = [replace(shape, alpha=None) for shape in shapes]
     if not all(shape.is_plain for shape in shapes):
         raise RequestError(
-            "a strategy with top_k, top_p, min_p, guidance, corrections or a race changes the draws that a "
+            "a strategy with top_k, top_p, min_p, corrections or a race changes the draws that a "
             "template, a constraint, banned texts or a penalty hold; leave one of the two out"
         )

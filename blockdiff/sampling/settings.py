@@ -34,8 +34,8 @@ class SamplingSettings:
 
     generation: steps, tokens, and the special tokens that are in force; diffusion: how the model was trained to
     denoise; strategy: how canvases are denoised; canvas_length: of the canvases that are sampled, 1 for next tokens;
-    positions: the most tokens that the model can see (None: no bound); bos_id: what a prompt begins with, if anything;
-    is_drafted: whether another model drafts; reader: of images in prompts (None: the model takes none).
+    positions: the most tokens that the model can see (None: no bound); is_drafted: whether another model
+    drafts; reader: of images in prompts (None: the model takes none).
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -45,7 +45,6 @@ class SamplingSettings:
     canvas_length: int
     vocab_size: int
     positions: int | None = None
-    bos_id: int | None = None
     is_drafted: bool = False
     reader: ImageReader | None = None
     _warned: set[str] = field(default_factory=set, repr=False, compare=False)
@@ -139,7 +138,6 @@ def settings_of(
         canvas_length=1 if is_next_token else model.canvas_length,
         vocab_size=model.vocab_size,
         positions=None if config is None else min(family_of(each).outline(each).positions for each in configs),
-        bos_id=special.bos_id,
         is_drafted=is_drafted,
         reader=None if is_drafted else _reader(model),
     )

@@ -25,8 +25,7 @@ class Shape:
 
     temperature: logits are divided by it. top_k, top_p, min_p: of every position's tempered distribution only the k
     likeliest tokens are left, the fewest likeliest ones whose probabilities reach top_p, those at least min_p times as
-    likely as the likeliest. guidance: w in z_u + (1 + w) (z_c - z_u), where z_u are the logits without the prompt and
-    z_c the model's own; 0 = these. is_of_seen: `stats.log_probability` is of the tokens that the step saw, not of the
+    likely as the likeliest. is_of_seen: `stats.log_probability` is of the tokens that the step saw, not of the
     samples. race: these are winners of a race of all tokens (`kernels.vocabulary.race`), which have the same
     distribution. The soft embedding that the next step is conditioned on is made of the model's own tempered logits.
 
@@ -40,7 +39,6 @@ class Shape:
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
-    guidance: float = 0.0
     alpha: float | None = None
     is_of_others: bool = False
     is_of_seen: bool = False
@@ -184,16 +182,11 @@ def _refusal(strategy: Strategy, given: str) -> RequestError:
 
 
 @lru_cache(maxsize=64)
-def is_guided(strategy: Strategy, steps: int) -> bool:
-    """True where any of so many steps wants guidance, and with it a prefix without the prompt.
-
-    Raises RequestError where a strategy gives something else than shapes that a step can draw from.
-    """
-    shapes = [strategy.shape(step, steps) for step in range(steps)]
-    for step, shape in enumerate(shapes):
-        if obstacle := _obstacle(shape):
+def require_shapes(strategy: Strategy, steps: int) -> None:
+    """Raise RequestError where a strategy gives something else than shapes that a step can draw from."""
+    for step in range(steps):
+        if obstacle := _obstacle(strategy.shape(step, steps)):
             raise _refusal(strategy, f"shape() gave {obstacle} for step {step}")
-    return any(shape.guidance for shape in shapes)
 
 
 def _obstacle(shape: object) -> str | None:
@@ -204,7 +197,6 @@ def _obstacle(shape: object) -> str | None:
         "temperature": (math.ulp(0.0), math.inf, "more than 0 and finite"),
         "top_p": (math.ulp(0.0), 1, "more than 0 and at most 1"),
         "min_p": (0, 1, "at least 0 and at most 1"),
-        "guidance": (-1, math.inf, "at least -1 and finite"),
     }
     for name, (least, most, words) in between.items():
         value = getattr(shape, name)
@@ -226,8 +218,7 @@ def captured_shape(
 ) -> Shape | None:
     """The shape that all of so many steps share at temperature 1, where they can be captured in CUDA graphs; else None.
 
-    That is where the strategy says so, and its shapes have the same filters and the same guidance, and nothing else but
-    a temperature each.
+    That is where the strategy says so, and its shapes have the same filters, and nothing else but a temperature each.
     """
     if not declares_capturable(strategy):
         return None
@@ -236,4 +227,4 @@ def captured_shape(
     if len(alike) > 1 or any(shape.corrects(prediction, mask_id) for shape in shapes):
         return None
     [shape] = alike
-    return shape if shape == Shape(1.0, shape.top_k, shape.top_p, shape.min_p, shape.guidance) else None
+    return shape if shape == Shape(1.0, shape.top_k, shape.top_p, shape.min_p) else None

@@ -64,7 +64,7 @@ def test_filters_and_masks_leave_the_others_out_of_the_race():
     token, _ = race(hidden, table, None, temperature, uniform, shaping=Shaping(top_k=1))
     assert torch.equal(token, z.argmax(-1))
     with pytest.raises(ValueError, match="a race goes with top_k, top_p and min_p"):
-        race(hidden, table, None, 1.0, uniform, shaping=Shaping(other_ND=hidden, guidance=1.0))
+        race(hidden, table, None, 1.0, uniform, shaping=Shaping(observed_N=torch.zeros(50), bonus_N=torch.zeros(50)))
 
 
 def test_the_winner_of_parts_of_the_table_is_that_of_all():

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import peak_memory
-from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.vocabulary import Shaping, logits, pack_allowed, shaping, triton
 from blockdiff.kernels.vocabulary import torch as in_torch
 from blockdiff.kernels.vocabulary import triton_launch as launch
@@ -59,23 +58,20 @@ def test_a_nucleus_holds_its_share_and_would_not_without_its_least_likely_token(
 
 
 def stats_case(N: int, V: int, D: int = 16) -> tuple[Tensor, ...]:
-    """Hidden states and others, a table, temperatures, uniform numbers, seen tokens, and allowed ones."""
+    """Hidden states, a table, temperatures, uniform numbers, seen tokens, and allowed ones."""
     g = torch.Generator().manual_seed(V)
-    hidden, other = torch.randn(2, N, D, generator=g) * torch.linspace(0.1, 1.5, N)[:, None]
+    hidden = torch.randn(N, D, generator=g) * torch.linspace(0.1, 1.5, N)[:, None]
     table, uniform = torch.randn(V, D, generator=g), torch.rand(N, generator=g)
     seen = torch.randint(0, V, (N,), generator=g)
     is_allowed = torch.rand(N, V, generator=g) < 0.7
     is_allowed[torch.arange(N), seen] = True
-    return hidden, other, table, torch.linspace(0.3, 1.5, N), uniform, seen, is_allowed
+    return hidden, table, torch.linspace(0.3, 1.5, N), uniform, seen, is_allowed
 
 
 def expected_logits(case: tuple[Tensor, ...], how: Shaping, allows: bool) -> Tensor:
     """The tempered logits that are drawn from, all at once in fp64."""
-    hidden, _, table, temperature, _, _, is_allowed = (x.double() if x.is_floating_point() else x for x in case)
+    hidden, table, temperature, _, _, is_allowed = (x.double() if x.is_floating_point() else x for x in case)
     z = reference.logits(hidden, table, 30.0)
-    if how.other_ND is not None:
-        z_u = reference.logits(how.other_ND.double(), table, 30.0)
-        z = z_u + (1 + how.guidance) * (z - z_u)
     if how.observed_N is not None and how.bonus_N is not None:
         z = z + torch.nn.functional.one_hot(how.observed_N, z.shape[-1]) * how.bonus_N[:, None].double()
     z = z.masked_fill(~is_allowed, -torch.inf) if allows else z
@@ -99,15 +95,13 @@ def compare(stats: Stats, plain: Stats, z: Tensor, given: Tensor | None, uniform
 
 
 def shapings(case: tuple[Tensor, ...]) -> dict[str, Shaping]:
-    _, other, _, _, _, seen, _ = case
+    seen = case[4]
     bonus = torch.linspace(-4.0, 5.0, len(seen), device=seen.device)
     return {
         "filters": Shaping(7, 0.9, 0.02),
         "bonus": Shaping(observed_N=seen, bonus_N=bonus),
         "bonus and filters": Shaping(None, 0.8, 0.0, seen, bonus),
-        "guidance": Shaping(other_ND=other, guidance=1.5),
-        "guidance away from it": Shaping(other_ND=other, guidance=-1.0),
-        "everything": Shaping(5, 0.9, 0.01, seen, bonus, other, 0.7),
+        "everything": Shaping(5, 0.9, 0.01, seen, bonus),
     }
 
 
@@ -118,7 +112,7 @@ def test_statistics_of_a_shaped_distribution(name, allows, rows_per_chunk, monke
     N, V = 23, 203
     monkeypatch.setattr(logits, "CHUNK_BYTES", 4 * V * rows_per_chunk)
     case = stats_case(N, V)
-    hidden, _, table, temperature, uniform, seen, is_allowed = case
+    hidden, table, temperature, uniform, seen, is_allowed = case
     how = shapings(case)[name]
     for given in (None, seen):
         rest = 30.0, temperature, uniform, given, pack_allowed(is_allowed) if allows else None
@@ -127,9 +121,9 @@ def test_statistics_of_a_shaped_distribution(name, allows, rows_per_chunk, monke
 
 
 def test_filters_that_leave_everything_change_no_bit():
-    hidden, other, table, temperature, uniform, *_ = stats_case(23, 203)
+    hidden, table, temperature, uniform, *_ = stats_case(23, 203)
     plain = in_torch.token_stats(hidden, table, 30.0, temperature, uniform)
-    for how in (Shaping(), Shaping(203), Shaping(500, 1.0, 1e-30), Shaping(other_ND=other, guidance=0.0)):
+    for how in (Shaping(), Shaping(203), Shaping(500, 1.0, 1e-30)):
         shaped = in_torch.token_stats(hidden, table, 30.0, temperature, uniform, shaping=how)
         assert all(torch.equal(a, b) for a, b in zip(plain, shaped, strict=True))
 
@@ -140,7 +134,7 @@ def test_what_a_shaped_distribution_takes_does_not_grow_with_the_positions(monke
     table, peaks = torch.randn(V, D), []
     for N in (48, 160):
         hidden = torch.randn(N, D) * 0.01  # flat: a nucleus is most of the tokens
-        how = Shaping(15_000, 0.9, 0.0, other_ND=hidden, guidance=0.5)
+        how = Shaping(15_000, 0.9)
         work = partial(in_torch.token_stats, hidden, table, 30.0, 1.0, torch.rand(N), shaping=how)
         peaks.append(peak_memory(work, torch.device("cpu")))
     assert peaks[0] >= 4 * V * 16, "the trace missed the chunk itself"
@@ -148,7 +142,7 @@ def test_what_a_shaped_distribution_takes_does_not_grow_with_the_positions(monke
 
 
 def test_logits_that_are_no_numbers_are_seen_in_the_entropy():
-    hidden, _, table, temperature, uniform, *_ = stats_case(23, 203)
+    hidden, table, temperature, uniform, *_ = stats_case(23, 203)
     hidden[3] = torch.nan
     stats = in_torch.token_stats(hidden, table, 30.0, temperature, uniform, shaping=Shaping(5, 0.9, 0.1))
     assert stats.entropy.isfinite().tolist() == [row != 3 for row in range(23)]
@@ -162,7 +156,7 @@ def test_statistics_of_a_shaped_distribution_in_triton(name, allows, monkeypatch
     N, V = 5, 101
     monkeypatch.setattr(launch, "CHUNK_BYTES", 4 * V * 3)
     case = tuple(x.to(DEVICE) for x in stats_case(N, V))
-    hidden, _, table, temperature, uniform, seen, is_allowed = case
+    hidden, table, temperature, uniform, seen, is_allowed = case
     how = shapings(case)[name]
     rest = 30.0, temperature, uniform, seen, pack_allowed(is_allowed) if allows else None
     stats, plain = (triton.token_stats(hidden, table, *rest, each) for each in (how, None))
@@ -179,9 +173,3 @@ def test_triton_leaves_the_same_tokens(filters, tile, monkeypatch):
     left = launch.filtered(z, how, *filters).allowed
     expected = pack_allowed(reference.is_left(z.masked_fill(~is_allowed, -torch.inf), *filters))
     assert torch.equal(left, expected)
-
-
-def test_triton_serves_no_guidance():
-    hidden, other, table, temperature, uniform, *_ = stats_case(4, 9)
-    with pytest.raises(Unserved, match="guidance"):
-        triton.token_stats(hidden, table, 30.0, temperature, uniform, shaping=Shaping(other_ND=other, guidance=1.0))

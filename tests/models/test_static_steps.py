@@ -71,10 +71,7 @@ def step_of(
     shape = captured_shape(settings.strategy, 8)
     assert shape is not None
     step.prefixes.load(rows)
-    if shape.guidance:
-        step.without_prompts.load(rows_of(pages, [1 + L * n for n in range(B)]))
-    guided = None if shape.guidance else torch.zeros(0, dtype=torch.int64, device=model.device)
-    call = StepCall(0, B, B, (), ((settings.strategy, None),), [], [shape] * B, guided)
+    call = StepCall(0, B, B, (), ((settings.strategy, None),), [], [shape] * B)
     return lambda: step(call)
 
 
@@ -83,16 +80,13 @@ STRATEGIES = (
     "ddim",
     "quota:sticky=true",
     "entropy_bound:top_k=20,top_p=0.9,min_p=0.01",
-    "entropy_bound:guidance=0.5",
-    "ddim:guidance=0.5,top_k=20,min_p=0.01",
+    "ddim:top_k=20,min_p=0.01",
 )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_denoising_step_reads_nothing_and_brings_nothing_from_the_host(strategy):
     model = model_on("meta")
-    if strategy is not None and "guidance" in strategy:  # which has no kernel
-        model.vocabulary.kernels = model.kernels.replaced(token_stats="torch")
     pages = Pages(model, page_tokens=PAGE, capacity=4096)
     step = step_of(model, pages, rows_of(pages, [21, 30]), strategy)
     with NothingFromTheHost():

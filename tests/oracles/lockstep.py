@@ -78,12 +78,9 @@ def _settings(each: Sequence) -> tuple[int, int, str, int, float]:
 def _answer(model: BlockDiffusionModel, settings: SamplingSettings, batch: list[Sequence]) -> None:
     """Fill in the responses of a batch: canvas after canvas, until an eos or the last canvas."""
     eos_ids = settings.generation.eos_ids
-    prefix, other = _encode_prompts(model, settings, batch), None
-    if batch[0].is_guided:
-        bos_B1 = torch.full((len(batch), 1), int(settings.bos_id or 0), device=model.device)
-        other = model.encode(bos_B1)  # the canvases are committed to it as well
+    prefix = _encode_prompts(model, settings, batch)
     for number in range(batch[0].canvases):
-        canvas_BL, steps = _denoise(model, settings, prefix, other, batch, number)
+        canvas_BL, steps = _denoise(model, settings, prefix, batch, number)
         for each, tokens, count in zip(batch, canvas_BL.tolist(), steps, strict=True):
             if each.error is None:
                 each.commit(tokens, count, eos_ids)
@@ -94,9 +91,7 @@ def _answer(model: BlockDiffusionModel, settings: SamplingSettings, batch: list[
             batch = [batch[row] for row in unfinished]
             kept_rows = torch.tensor(unfinished, device=canvas_BL.device)
             prefix, canvas_BL = prefix.select(kept_rows), canvas_BL[kept_rows]
-            other = None if other is None else other.select(kept_rows)
         prefix = model.encode(canvas_BL, prefix=prefix)
-        other = None if other is None else model.encode(canvas_BL, prefix=other)
 
 
 def _encode_prompts(model: BlockDiffusionModel, settings: SamplingSettings, batch: abc.Sequence[Sequence]) -> Prefix:
@@ -114,13 +109,11 @@ def _denoise(
     model: BlockDiffusionModel,
     settings: SamplingSettings,
     prefix: Prefix,
-    other: Prefix | None,
     batch: abc.Sequence[Sequence],
     number: int,
 ) -> tuple[Tensor, list[int]]:
     """Denoise canvas `number` of every row: the argmax canvases [B, L] and how many steps each took.
 
-    `other` is the prefix without the prompts, where the strategy asks for guidance.
     A row whose logits are not finite gets an `error`, and its canvas means nothing.
     """
     device, strategy = model.device, batch[0].strategy
@@ -153,10 +146,9 @@ def _denoise(
         if pinned_BL is not None:
             canvas_BL = pinned_BL.where(pinned_BL >= 0, canvas_BL)
         hidden_BLD = model.denoise(canvas_BL, prefix, soft_BLD)
-        other_BLD = None if other is None else model.denoise(canvas_BL, other, soft_BLD)
         held = controls_of(controls, model.canvas_length, model.vocab_size, device)
         step_B = torch.full_like(steps_B, step)
-        inputs = StepInputs(hidden_BLD, canvas_BL, shape.temperature, uniform_BL, step_B, other_BLD)
+        inputs = StepInputs(hidden_BLD, canvas_BL, shape.temperature, uniform_BL, step_B)
         stats = predict(model, inputs, held, [shape] * len(live), mask_id, settings.diffusion.prediction)
         unchanged_B = (unchanged_B + 1) * (stats.argmax == previous_BL).all(-1)
         canvases = Canvases(
@@ -201,7 +193,7 @@ def _denoise(
         standing_BL, kept_BL, unchanged_B = standing_BL[kept], kept_BL[kept], unchanged_B[kept]
         steps_B, controls = steps_B[kept], [controls[row] for row in staying]
         pinned_BL = None if pinned_BL is None else pinned_BL[kept]
-        prefix, other = prefix.select(kept), None if other is None else other.select(kept)
+        prefix = prefix.select(kept)
         draws.select(kept)
     return final_BL, steps
 

@@ -255,30 +255,10 @@ def test_a_full_queue_refuses_and_a_bad_request_is_its_own_error(model):
 
 
 def test_each_request_may_have_settings_of_its_own(model):
-    names = "quota", "confident:threshold=0.2", "entropy_bound:guidance=0.5", "entropy_bound:top_k=5"
+    names = "quota", "confident:threshold=0.2", "entropy_bound:top_k=5"
     own = [{}, {"max_steps": 2}, {"max_new_tokens": L}, *({"strategy": name, "max_steps": 4} for name in names)]
-    requests = [replace(request, **options) for request, options in zip(requests_of(7), own, strict=True)]
+    requests = [replace(request, **options) for request, options in zip(requests_of(6), own, strict=True)]
     assert answers(Engine(model, None, LIVELY), requests) == alone(model, requests)
-
-
-def test_guided_requests_whose_whole_prompt_is_shared_are_guided_all_the_same(model):
-    tokens, guided = requests_of(1)[0].tokens, {"strategy": "entropy_bound:guidance=0.5", "max_steps": 3}
-    prompt = (tokens * 24)[:24]  # three whole pages
-    requests = [Request(n, tokens=prompt, seed=n, **guided) for n in range(3)]
-    engine = Engine(model, None, LIVELY, page_tokens=8, max_rows=1)
-    assert answers(engine, requests) == alone(model, requests)
-    assert engine.pages.statistics.reused_tokens > 0
-
-
-def test_guided_requests_run_beside_others_in_the_memory_that_their_two_prefixes_need(model):
-    settings = replace(LIVELY, eos_ids=(), max_new_tokens=L)
-    guided = {"strategy": "entropy_bound:guidance=0.5", "max_steps": 3}
-    requests = [Request(n, tokens=list(range(12, 12 + 16 * L)), seed=n, **guided) for n in range(3)]
-    roomy = answers(Engine(model, None, settings, page_tokens=L, exact=True), requests)
-    needed = 16 * L + 2 * L  # of one request: its prompt, and its canvas after it and after bos
-    engine = Engine(model, None, settings, page_tokens=L, exact=True, capacity=needed)
-    assert answers(engine, requests) == roomy and all(result.error is None for result in roomy.values())
-    nothing_is_left(engine)
 
 
 def test_who_stops_listening_leaves_no_pages_behind(model):
@@ -516,7 +496,6 @@ def test_a_soak_of_random_requests_leaks_no_page_and_every_answer_is_the_oracles
     [
         ({}, {}),
         ({"canvases": 2}, {}),
-        ({"strategy": "entropy_bound:guidance=1"}, {}),
         ({"strategy": "next_token"}, {}),
         ({}, {"best_of": 2}),
     ],

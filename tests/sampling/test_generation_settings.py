@@ -94,18 +94,18 @@ NO_TOKENS = tiny_config(eos_token_id=None, pad_token_id=None, bos_token_id=None)
 @pytest.mark.parametrize(
     "sources, expected",
     [
-        ((tiny_config(eos_token_id=[1, 4]), Generation(eos_ids=(5, 6), pad_id=3)), ((5, 6), 3, 2)),
-        ((tiny_config(eos_token_id=[1, 4]), Generation(), Tokenizer()), ((1, 4), 0, 2)),
-        ((NO_TOKENS, Generation(), Tokenizer()), ((8,), 9, 7)),
-        ((tiny_config(eos_token_id=0, pad_token_id=3),), ((0,), 3, 2)),
-        ((None, Generation(pad_id=3), Tokenizer()), ((8,), 3, 7)),
-        ((None, None, chat_tokenizer()), ((1, 4), 0, 2)),  # 4 ends a turn
-        ((None,), ((), 0, None)),
+        ((tiny_config(eos_token_id=[1, 4]), Generation(eos_ids=(5, 6), pad_id=3)), ((5, 6), 3)),
+        ((tiny_config(eos_token_id=[1, 4]), Generation(), Tokenizer()), ((1, 4), 0)),
+        ((NO_TOKENS, Generation(), Tokenizer()), ((8,), 9)),
+        ((tiny_config(eos_token_id=0, pad_token_id=3),), ((0,), 3)),
+        ((None, Generation(pad_id=3), Tokenizer()), ((8,), 3)),
+        ((None, None, chat_tokenizer()), ((1, 4), 0)),  # 4 ends a turn
+        ((None,), ((), 0)),
     ],
 )
 def test_special_tokens_are_the_settings_else_the_configs_else_the_tokenizers(sources, expected):
     special = special_tokens(*sources)
-    assert (special.eos_ids, special.pad_id, special.bos_id) == expected
+    assert (special.eos_ids, special.pad_id) == expected
 
 
 @pytest.fixture

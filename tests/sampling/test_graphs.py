@@ -118,22 +118,6 @@ def test_canvases_side_by_side_are_replayed_with_what_those_before_them_became(m
     assert recorder.replays > 10
 
 
-def test_guided_rows_are_replayed_with_both_their_prefixes(model, recorder):
-    requests = [
-        replace(each, max_new_tokens=(2 + n % 4) * L, max_steps=8 - n % 3) for n, each in enumerate(requests_of(5))
-    ]
-    guided = dict(strategy="entropy_bound:guidance=0.6,top_k=30", generation=replace(LIVELY, eos_ids=()))
-    found = same_answers(model, requests, recorder, **guided)
-    assert len({len(result.steps) for result in found.values()}) > 3
-    assert found != answers(model, requests, True, **guided | {"strategy": "entropy_bound:top_k=30"})
-
-
-def test_guided_canvases_side_by_side_are_replayed(model, recorder):
-    # six canvases outgrow the block tables of their prefix without the prompt
-    requests = requests_of(3, max_new_tokens=6 * L, max_steps=5)
-    same_answers(model, requests, recorder, canvases=2, strategy="quota:guidance=0.5,sticky=true", max_rows=2)
-
-
 HOLDS = {
     "templates": [{"template": "ab<?20>c<?7>"}, {"template": "c<?9>"}],
     "banned tokens and penalties": [{"banned": (20, 21), "repetition_penalty": 1.3}, {"banned": (21, 20)}],
@@ -190,14 +174,14 @@ def test_drafts_are_seen_at_the_first_replayed_step_alone(model, recorder):
 
 
 def test_what_cannot_be_captured_runs_beside_what_can_and_every_answer_is_the_oracles(model, recorder):
-    """Guidance, filters, constraints, rows that are watched or cancelled, one after the other."""
+    """Filters, constraints, rows that are watched or cancelled, one after the other."""
     found = soak(model, 40, buckets=BUCKETS, max_rows=1, capacity=15 * L)
     assert found.wrong == [] and found.leaked == 0 and found.cancelled
     assert recorder.replays > 10
 
 
 def test_rows_of_several_strategies_run_as_they_are_until_those_of_one_are_left(model, recorder):
-    rules = {0: "ddim", 1: "entropy_bound:top_k=20", 2: "entropy_bound:guidance=0.5"}
+    rules = {0: "ddim", 1: "entropy_bound:top_k=20", 2: "quota:sticky=true"}
     requests = [replace(each, strategy=rules.get(each.seed), max_steps=9) for each in requests_of(6)]
     same_answers(model, requests, recorder, max_rows=2)
 
@@ -267,22 +251,10 @@ class Narrowing(Composed):
         return replace(super().shape(step, steps), top_k=steps - step)
 
 
-@dataclass(frozen=True)
-class Easing(Composed):
-    """A strategy that is guided less in every step."""
-
-    is_capturable = True
-
-    def shape(self, step: int, steps: int) -> Shape:
-        """Less guidance in every step."""
-        return replace(super().shape(step, steps), guidance=self.guidance * (1 - step / steps))
-
-
 def test_what_is_the_same_in_every_step_but_for_the_temperature_is_captured():
     filtered = Composed(top_k=3, top_p=0.9, min_p=0.01)
     assert captured_shape(filtered, 8) == captured_shape(filtered, 9) == Shape(1.0, 3, 0.9, 0.01)
-    assert captured_shape(Composed(guidance=0.5), 8) == Shape(1.0, guidance=0.5)
-    assert captured_shape(Narrowing(), 8) is None and captured_shape(Easing(guidance=0.5), 8) is None
+    assert captured_shape(Narrowing(), 8) is None
     assert captured_shape(Ancestral(), 8) == Shape(1.0) and captured_shape(Ancestral(corrections=1), 8) is None
     # a model that was trained to predict from the other tokens is corrected by the noise level of each step
     assert captured_shape(Ancestral(), 8, "leave_one_out") is None
@@ -295,8 +267,7 @@ def test_top_p_is_captured_where_a_kernel_finds_its_tokens(recorder):
     for kernels, is_taken in ((model.kernels, True), (model.kernels.replaced(token_stats="torch"), False)):
         model.kernels = kernels
         batch = Engine(model, None, LIVELY, page_tokens=8, graphs=True)._batch
-        assert batch.can_capture(top_p) is is_taken and batch.can_capture(Shape(1.0, 20, min_p=0.1, guidance=0.5))
-        assert not batch.can_capture(replace(top_p, guidance=0.5))  # the logits of both prefixes are filtered natively
+        assert batch.can_capture(top_p) is is_taken and batch.can_capture(Shape(1.0, 20, min_p=0.1))
 
 
 def test_a_strategy_that_reads_on_the_host_is_noticed(model, recorder):
@@ -400,14 +371,13 @@ def test_the_stream_is_the_one_of_before_when_a_capture_fails_at_its_end(monkeyp
 
 ON_A_GPU = {
     "free": {},
-    "guided": {"strategy": "entropy_bound:guidance=0.5,top_k=30"},
+    "filtered": {"strategy": "entropy_bound:top_k=30"},
     "held": {"banned": (20, 21), "repetition_penalty": 1.3},
     "constrained": {"regex": "(ab|c){3,30}"},
 }
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*guidance has no Triton kernel")
 @pytest.mark.parametrize("kind", ON_A_GPU)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_on_a_gpu_give_the_tokens_of_steps_that_are_launched_anew(dtype, kind):

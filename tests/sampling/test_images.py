@@ -124,7 +124,6 @@ def answers(engine: Engine, requests: list[Request]) -> dict[Any, Result]:
         (dict(page_tokens=3, chunk_tokens=5), {}),
         (dict(page_tokens=2, chunk_tokens=3, max_rows=3, capacity=72), {}),  # some are sent back and encoded again
         (dict(page_tokens=4, chunk_tokens=7, canvases=2), dict(best_of=2, scores=True)),
-        (dict(page_tokens=4, chunk_tokens=4), dict(strategy="entropy_bound:guidance=0.5")),
         (dict(page_tokens=5, chunk_tokens=6, exact=True), {}),
     ],
 )

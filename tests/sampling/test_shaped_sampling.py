@@ -1,14 +1,13 @@
-"""Filters, guidance and leave-one-out distributions on their way from a strategy to the tokens."""
+"""Filters and leave-one-out distributions on their way from a strategy to the tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from blockdiff.checkpoint import init
 from blockdiff.checkpoint.generation import Generation
 from blockdiff.diffusion.prediction import leave_one_out_bonus
 from blockdiff.diffusion.schedule import Linear
@@ -16,12 +15,9 @@ from blockdiff.sampling import Choices
 from blockdiff.sampling.calls import StepInputs
 from blockdiff.sampling.predict import predict
 from blockdiff.sampling.request import Request
-from blockdiff.sampling.sampler import Sampler
 from blockdiff.sampling.strategies import Ancestral, Composed, Never
 from blockdiff.sampling.strategy import Canvases, Decision, Shape
-from tests.oracle import TWO_LAYERS, tiny_config
 from tests.scripted import ScriptedModel, random_script, sampler_for
-from tests.streamed import streamed
 
 pytestmark = pytest.mark.quick
 
@@ -123,34 +119,3 @@ def test_a_leave_one_out_model_gives_its_posterior_to_the_strategy_that_asks_for
     expected = torch.distributions.Categorical(logits=z / loo.temperature_B).entropy()
     assert torch.allclose(loo.stats.entropy[0], expected, atol=1e-4)
     assert not torch.allclose(second.stats.entropy[0], expected, atol=1e-2)
-
-
-@pytest.fixture(scope="module")
-def little():
-    return init(tiny_config(canvas_length=L, **TWO_LAYERS), seed=3, device="cpu", kernels="torch").double()
-
-
-def test_guidance_weighs_the_prompt_against_none(little):
-    """At w = -1 only the logits without the prompt are left; one step a canvas, since the signal is the model's own."""
-    generation = Generation(max_steps=1, max_new_tokens=3 * L, eos_ids=(1,))
-    prompts = [Request(n, tokens=[BOS, *range(5, 9 + n)], seed=n) for n in range(4)]
-    empty = [replace(request, tokens=[BOS]) for request in prompts]
-
-    def answers(requests: list[Request], w: float) -> list[list[int]]:
-        strategy = Composed(guidance=w)
-        sampler = Sampler(little, None, generation, strategy=strategy)
-        assert sampler.settings.bos_id == BOS
-        return [result.tokens for result in sampler.generate(requests)]
-
-    plain, none = answers(prompts, 0.0), answers(empty, 0.0)
-    assert answers(prompts, -1.0) == none != plain
-    assert answers(prompts, 4.0) not in (plain, none)
-    assert answers(prompts[2:3], 4.0) == answers(prompts, 4.0)[2:3]
-
-
-def test_guidance_without_a_bos_token_is_refused(little):
-    sampler = Sampler(little, None, Generation(max_steps=1, max_new_tokens=L))
-    sampler.settings = replace(sampler.settings, bos_id=None)
-    requests = [Request(0, tokens=[5]), Request(1, tokens=[5], strategy="ddim:guidance=1")]
-    usual, guided = streamed(sampler, requests)
-    assert usual.error is None and "needs a bos token" in guided.error

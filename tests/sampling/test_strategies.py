@@ -215,7 +215,6 @@ WRONG_SHAPES = {
     "top_k 2.5, which": Shape(1.0, top_k=2.5),
     "top_p 0.0, which must be a number more than 0 and at most 1": Shape(1.0, top_p=0.0),
     "min_p 2, which must be a number at least 0 and at most 1": Shape(1.0, min_p=2),
-    "guidance -2, which must be a number at least -1": Shape(1.0, guidance=-2),
 }
 
 

@@ -36,7 +36,7 @@ RULES = {"temperature": LinearTemperature(0.1, 0.9), "stopping": StableAndConfid
 
 
 def test_text_says_a_strategy_and_the_settings_what_it_does_not_say():
-    filters = {"top_k": 3, "top_p": 0.9, "min_p": 0.1, "guidance": 2.0}
+    filters = {"top_k": 3, "top_p": 0.9, "min_p": 0.1}
     constant = {"temperature": ConstantTemperature(0.7), "stopping": Never()}
     cosine = {"temperature": CosineTemperature(0.0, 0.9), "stopping": AllKept()}
     stable, confident = StableAndConfident(2, math.inf), StableAndConfident(0, 0.4)
@@ -44,9 +44,7 @@ def test_text_says_a_strategy_and_the_settings_what_it_does_not_say():
         "entropy_bound": released(SETTINGS),
         "entropy_bound:bound=0.2,sticky=true": Composed(Sticky(EntropyBound(0.2)), **RULES),
         "confident": Composed(Confident(0.9), **RULES),
-        " confident: threshold = 0.5 , top_k=3,top_p=0.9, min_p=0.1,guidance=2,": Composed(
-            Confident(0.5), **RULES, **filters
-        ),
+        " confident: threshold = 0.5 , top_k=3,top_p=0.9, min_p=0.1,": Composed(Confident(0.5), **RULES, **filters),
         "quota:pace=cosine,temperature=constant,t_max=0.7,stopping=never": Composed(Quota("cosine"), **constant),
         "quota:temperature=cosine,t_min=0,stopping=all_kept,sticky=True": Composed(Sticky(Quota()), **cosine),
         "ddim": Ancestral(**RULES),

@@ -35,7 +35,7 @@ def race(
     are those of `token_stats`; of shapings there are filters only (ValueError).
     """
     if shaping is not None and shaping != Shaping(shaping.top_k, shaping.top_p, shaping.min_p):
-        raise ValueError("a race goes with top_k, top_p and min_p; guidance and corrections need the other way to draw")
+        raise ValueError("a race goes with top_k, top_p and min_p; corrections need the other way to draw")
     N, V = len(hidden_ND), len(table_VD)
     token_N = torch.zeros(N, dtype=torch.int64, device=hidden_ND.device)
     score_N = torch.full((N,), -torch.inf, device=hidden_ND.device)

@@ -1,4 +1,4 @@
-"""Shaping of the distribution of a position before it is drawn from: guidance, a bonus, filters.
+"""Shaping of the distribution of a position before it is drawn from: a bonus and filters.
 
 Plain torch on chunks of whole logit rows; the filters have a Triton form.
 """
@@ -19,10 +19,9 @@ COARSE = 16  # bits of a float that say its place among 65,536 bins
 class Shaping(NamedTuple):
     """Changes of the distribution that is drawn from, in this order; the soft embedding is made without them.
 
-    guidance w: the logits become z_u + (1 + w) (z - z_u), with z_u those of the hidden states `other_ND`. bonus_N is
-    added to the logit of token observed_N before the temperature. Of the tempered distribution are left the top_k
-    likeliest tokens, of these the fewest likeliest ones that hold top_p of their probability, and of these the ones at
-    least min_p times as likely as the likeliest. Tokens as likely as the last one that is left are left, too.
+    bonus_N is added to the logit of token observed_N before the temperature. Of the tempered distribution are left the
+    top_k likeliest tokens, of these the fewest likeliest ones that hold top_p of their probability, and of these the
+    ones at least min_p times as likely as the likeliest. Tokens as likely as the last one that is left are left, too.
     """
 
     top_k: int | None = None
@@ -30,8 +29,6 @@ class Shaping(NamedTuple):
     min_p: float = 0.0
     observed_N: Tensor | None = None  # int64
     bonus_N: Tensor | None = None  # fp32, between -40 and 40
-    other_ND: Tensor | None = None
-    guidance: float = 0.0
 
     @property
     def has_filters(self) -> bool:
@@ -41,9 +38,7 @@ class Shaping(NamedTuple):
     def flat(self) -> Shaping:
         """The same with its [B, L] dimensions in one."""
         flat = {name: getattr(self, name) for name in ("observed_N", "bonus_N")}
-        flat = {name: None if x is None else x.reshape(-1) for name, x in flat.items()}
-        other = None if self.other_ND is None else self.other_ND.reshape(-1, self.other_ND.shape[-1])
-        return self._replace(other_ND=other, **flat)
+        return self._replace(**{name: None if x is None else x.reshape(-1) for name, x in flat.items()})
 
 
 def is_left(z: Tensor, top_k: int | None, top_p: float, min_p: float) -> Tensor:

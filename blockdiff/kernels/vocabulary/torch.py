@@ -153,11 +153,6 @@ def token_stats(
             z.div_(temperature)
             if shaping is not None:
                 soft = torch.mm(z.log_softmax(-1).exp_().to(table_VD.dtype), embedding)
-                if shaping.other_ND is not None:
-                    z_u = logits(shaping.other_ND[rows], table_VD, softcap).float().div_(temperature)
-                    z.mul_(1 + shaping.guidance).sub_(z_u, alpha=shaping.guidance)
-                    if is_forbidden is not None:  # 0 times minus infinity is no number
-                        z.masked_fill_(is_forbidden, -torch.inf)
                 if shaping.observed_N is not None and shaping.bonus_N is not None:
                     z.scatter_add_(1, shaping.observed_N[rows, None], shaping.bonus_N[rows, None] / temperature)
                 if shaping.has_filters:

@@ -309,8 +309,6 @@ def token_stats(
     if allowed_NW is not None and allowed_NW.stride(1) != 1:  # but one mask expanded to all rows stays one
         allowed_NW = allowed_NW.contiguous()
     shaping = shaping or Shaping()
-    if shaping.other_ND is not None:
-        raise Unserved("guidance has no Triton kernel")
     bonus_N = None if shaping.bonus_N is None else shaping.bonus_N.float() / temperature_N
     vectors = _contiguous(temperature_N, uniform_N.float(), given_N)
     shaped = *shaping[:3], *_contiguous(shaping.observed_N, bonus_N)

@@ -36,7 +36,7 @@ from blockdiff.sampling.strategy import (
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The common part of strategies: the temperature, the stopping, and filters and guidance as `Shape` has them."""
+    """The common part of strategies: the temperature, the stopping, and filters as `Shape` has them."""
 
     temperature: Annotated[Temperature, Key("how it goes from t_max to t_min", choices=TEMPERATURES)] = field(
         default_factory=LinearTemperature
@@ -47,22 +47,19 @@ class Rules:
     top_k: TopK = None
     top_p: TopP = 1.0
     min_p: MinP = 0.0
-    guidance: Annotated[float, Key("away from what the model says without the prompt")] = 0.0
 
     def __post_init__(self) -> None:
         require_filters(self.top_k, self.top_p, self.min_p)
-        if not -1 <= self.guidance < math.inf:
-            raise ValueError(f"guidance must be at least -1 and finite, got {self.guidance}")
 
     def shape(self, step: int, steps: int) -> Shape:
-        """The temperature of the step, with the filters and the guidance."""
+        """The temperature of the step, with the filters."""
         return _shape(self, step, steps)
 
 
 @lru_cache(maxsize=1024)
 def _shape(rules: Rules, step: int, steps: int) -> Shape:
     """Every canvas of a batch asks for the same few shapes, step after step."""
-    return Shape(rules.temperature.at(step, steps), rules.top_k, rules.top_p, rules.min_p, rules.guidance)
+    return Shape(rules.temperature.at(step, steps), rules.top_k, rules.top_p, rules.min_p)
 
 
 @dataclass(frozen=True)
