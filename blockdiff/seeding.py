@@ -42,7 +42,6 @@ class Stream(IntEnum):
     DECIDE = 15
     CONSTRAINT = 16
     DRAFT = 17
-    RACE = 18
     ROLLOUT = 19
 
 

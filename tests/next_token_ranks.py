@@ -21,8 +21,7 @@ def sampled(ranks: Ranks, directory: Path) -> None:
     models = [small_model("llama") for _ in range(3)]
     for model, mesh in zip(models, meshes, strict=False):
         tensor_parallel(model, mesh)
-    races = NextToken(1.5, race=True), NextToken(1.5, top_p=0.5, race=True)
-    for strategy in (NextToken(), NextToken(1.5), NextToken(1.5, top_k=7), *races):
+    for strategy in (NextToken(), NextToken(1.5), NextToken(1.5, top_k=7)):
         of_models = [
             [each.tokens for each in Sampler(model, None, settings, strategy=strategy).generate(requests, seed=4)]
             for model in models

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.autocast import wide
-from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats, race
+from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
 
 LIKELIEST_ROWS = 32  # whose logits `likeliest` holds at once
 _P = ParamSpec("_P")
@@ -196,33 +196,6 @@ class Vocabulary(nn.Module):
         )
         stats.soft_embedding.mul_(self._scale(self.table.dtype))
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in stats))
-
-    @as_call
-    def race(
-        self,
-        hidden_BLD: Tensor,
-        temperature: Tensor | float,
-        uniform_BL: Tensor,
-        allowed_BLW: Tensor | None = None,
-        shaping: Shaping | None = None,
-    ) -> Tensor:
-        """Samples [B, L] of the distributions of `stats`, drawn as `kernels.vocabulary.race` does it."""
-        return self._winners(hidden_BLD, temperature, uniform_BL, allowed_BLW, shaping)[0].view(uniform_BL.shape)
-
-    def _winners(
-        self,
-        hidden_BLD: Tensor,
-        temperature: Tensor | float,
-        uniform_BL: Tensor,
-        allowed_BLW: Tensor | None,
-        shaping: Shaping | None,
-        first: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        if isinstance(temperature, Tensor):
-            temperature = temperature[:, None].expand(uniform_BL.shape).reshape(-1)
-        allowed_NW = None if allowed_BLW is None else allowed_BLW.flatten(0, 1)
-        given = hidden_BLD.flatten(0, 1), self.output_weights(), self.softcap, temperature, uniform_BL.reshape(-1)
-        return race(*given, allowed_NW, shaping, first)
 
     @as_call
     def class_stats(

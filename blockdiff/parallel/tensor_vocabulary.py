@@ -194,25 +194,6 @@ class SharedVocabulary(Vocabulary):
         return Stats(*(column.view(B, L, *column.shape[1:]) for column in all_))
 
     @as_call
-    @torch.no_grad()
-    def race(
-        self,
-        hidden_BLD: Tensor,
-        temperature: Tensor | float,
-        uniform_BL: Tensor,
-        allowed_BLW: Tensor | None = None,
-        shaping: Shaping | None = None,
-    ) -> Tensor:
-        """See `Vocabulary.race`: the winner of the ranks' winners; with filters the table is gathered."""
-        if shaping is not None:
-            return self._of_all().race(hidden_BLD, temperature, uniform_BL, allowed_BLW, shaping)
-        if allowed_BLW is not None:
-            allowed_BLW = words_from(allowed_BLW.flatten(0, 1), self.first, len(self.output_weights()))[None]
-        won = self._winners(hidden_BLD, temperature, uniform_BL, allowed_BLW, None, self.first)
-        token_RN, score_RN = _gathered_columns(won, self.group)
-        return token_RN.gather(0, score_RN.argmax(0)[None])[0].long().view(uniform_BL.shape)
-
-    @as_call
     def class_stats(
         self,
         hidden_BLD: Tensor,

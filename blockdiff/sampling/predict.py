@@ -74,7 +74,7 @@ def _free(
     for shape, rows in rows_of.items():
         some = inputs if len(rows_of) == 1 else inputs.of(rows)
         shaping = _shaping(shape, some, model.vocab_size, mask_id, prediction)
-        parts.append(_alike(model, some, mask_id, shaping, some.tokens_BL if shape.is_of_seen else None, shape.race))
+        parts.append(_alike(model, some, mask_id, shaping, some.tokens_BL if shape.is_of_seen else None))
     return _in_order(parts, [row for rows in rows_of.values() for row in rows])
 
 
@@ -94,21 +94,15 @@ def _alike(
     mask_id: int | None,
     shaping: Shaping | None = None,
     given_BL: Tensor | None = None,
-    is_race: bool = False,
 ) -> Stats:
     """The statistics of rows in which every token can stand anywhere, and whose distributions are shaped alike.
 
     given_BL: the tokens that `log_probability` is of (None: the samples).
     """
-    vocabulary, tokens_BL, allowed_BLW, sample_BL = model.vocabulary, inputs.tokens_BL, None, None
-    hidden_BLD, temperature, uniform_BL = inputs.hidden_BLD, inputs.temperature, inputs.uniform_BL
+    vocabulary, tokens_BL, allowed_BLW = model.vocabulary, inputs.tokens_BL, None
     if mask_id is not None:
         allowed_BLW = _all_but(mask_id, model.vocab_size, tokens_BL.device).expand(*tokens_BL.shape, -1)
-    if is_race:
-        sample_BL = vocabulary.race(hidden_BLD, temperature, uniform_BL, allowed_BLW, shaping)
-        given_BL = sample_BL if given_BL is None else given_BL
-    found = vocabulary.stats(hidden_BLD, temperature, uniform_BL, given_BL, allowed_BLW, shaping)
-    found = found if sample_BL is None else found._replace(sample=sample_BL)
+    found = vocabulary.stats(inputs.hidden_BLD, inputs.temperature, inputs.uniform_BL, given_BL, allowed_BLW, shaping)
     return found if mask_id is None else carried_over(found, tokens_BL, mask_id)
 
 

@@ -320,6 +320,6 @@ def _require_plain(strategy: Strategy, max_steps: int, settings: SamplingSetting
         shapes = [replace(shape, alpha=None) for shape in shapes]
     if not all(shape.is_plain for shape in shapes):
         raise RequestError(
-            "a strategy with top_k, top_p, min_p, corrections or a race changes the draws that a "
+            "a strategy with top_k, top_p, min_p or corrections changes the draws that a "
             "template, a constraint, banned texts or a penalty hold; leave one of the two out"
         )

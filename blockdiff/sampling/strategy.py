@@ -26,8 +26,7 @@ class Shape:
     temperature: logits are divided by it. top_k, top_p, min_p: of every position's tempered distribution only the k
     likeliest tokens are left, the fewest likeliest ones whose probabilities reach top_p, those at least min_p times as
     likely as the likeliest. is_of_seen: `stats.log_probability` is of the tokens that the step saw, not of the
-    samples. race: these are winners of a race of all tokens (`kernels.vocabulary.race`), which have the same
-    distribution. The soft embedding that the next step is conditioned on is made of the model's own tempered logits.
+    samples. The soft embedding that the next step is conditioned on is made of the model's own tempered logits.
 
     alpha: the share of the canvas taken to be true, from which follows what a token that the step saw says of itself.
     With it a model that was trained to predict each token from the others alone (leave_one_out) gives the distribution
@@ -42,7 +41,6 @@ class Shape:
     alpha: float | None = None
     is_of_others: bool = False
     is_of_seen: bool = False
-    race: bool = False
 
     @property
     def is_plain(self) -> bool:

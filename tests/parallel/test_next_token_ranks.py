@@ -1,4 +1,4 @@
-"""Next tokens over ranks: 2 and 4 draw what one draws, by one number for all tokens and by a race."""
+"""Next tokens over ranks: 2 and 4 draw what one draws."""
 
 from __future__ import annotations
 

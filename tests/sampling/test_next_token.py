@@ -96,30 +96,20 @@ def test_draws_follow_from_the_seed_of_the_request_whatever_runs_beside_it(causa
     assert ask(causal, tokens, "next_token:temperature=1.5") == together
 
 
-@pytest.mark.parametrize("is_race", [False, True])
-def test_draws_have_the_models_distribution(causal, is_race):
+def test_draws_have_the_models_distribution(causal):
     """Of 2,000 draws of one token the shares lie within 5 standard errors of their probabilities."""
     prompt, count = prompts(6)[0], 2000
     p = (causal.unembed(causal.encode(torch.tensor([prompt])).hidden[0, -1]) / 2.0).softmax(-1)
-    sampler = Sampler(causal, generation=replace(SETTINGS, max_new_tokens=1), strategy=NextToken(2.0, race=is_race))
+    sampler = Sampler(causal, generation=replace(SETTINGS, max_new_tokens=1), strategy=NextToken(2.0))
     drawn = sampler.generate([Request(n, tokens=prompt) for n in range(count)], batch_size=500)
     share = torch.bincount(torch.tensor([each.tokens[0] for each in drawn]), minlength=96) / count
     assert ((share - p).abs() <= 5 * (p * (1 - p) / count).sqrt() + 1e-9).all() and float(p.max()) < 0.9
 
 
-def test_a_race_draws_other_tokens_whatever_runs_beside_it(causal):
-    tokens = prompts(9, 9, 30)
-    race = "next_token:temperature=1.5,race=true"
-    together = ask(causal, tokens, race)
-    assert together == [ask(causal, [each], NextToken(1.5, race=True), id=n)[0] for n, each in enumerate(tokens)]
-    assert together != ask(causal, tokens, "next_token:temperature=1.5")
-    assert ask(causal, tokens, "next_token:temperature=0,race=true") == ask(causal, tokens)
-
-
 def test_every_row_has_a_temperature_of_its_own(causal):
     tokens = prompts(9, 9, 30, 14)
     said = ["next_token:temperature=0", "next_token:temperature=0.7", "next_token:temperature=1.5",
-            "next_token:temperature=1.5,race=true,top_p=0.9"]  # fmt: skip
+            "next_token:temperature=1.5,top_p=0.9"]  # fmt: skip
     sampler = Sampler(causal, generation=SETTINGS)
     asked = [Request(n, tokens=each, strategy=how) for n, (each, how) in enumerate(zip(tokens, said, strict=True))]
     together = sampler.generate(asked, seed=3)
@@ -142,12 +132,10 @@ def test_only_the_last_token_of_a_prompt_meets_the_head(causal, monkeypatch):
     assert sum(seen) == sum(map(len, found)) and seen[0] == 2
 
 
-@pytest.mark.parametrize("is_race", [False, True])
-def test_filters_leave_the_likeliest_tokens(causal, is_race):
+def test_filters_leave_the_likeliest_tokens(causal):
     tokens = prompts(9, 21)
     greedy = ask(causal, tokens)
     for keys in ("top_k=1", "top_p=0.000001", "min_p=1"):
-        keys += ",race=true" if is_race else ""
         assert ask(causal, tokens, f"next_token:temperature=1.5,{keys}") == greedy
     with pytest.raises(RequestError, match="top_p must be more than 0"):
         as_strategy("next_token:top_p=0", SETTINGS)
@@ -224,8 +212,8 @@ def test_constraints_hold_token_by_token(writer):
     sampler = Sampler(model, tokenizer, replace(SETTINGS, eos_ids=(tokenizer.eos_token_id,)), strategy=NextToken(1.0))
     (found,) = sampler.generate([Request("a", prompt="Hello", regex="[ab]{3,5}!")])
     assert found.error is None and found.text[-1] == "!" and 4 <= len(found.text) <= 6
-    sampler = Sampler(model, tokenizer, sampler.generation, strategy=NextToken(1.0, race=True))
-    with pytest.raises(RequestError, match="or a race changes the draws"):
+    sampler = Sampler(model, tokenizer, sampler.generation, strategy=NextToken(1.0, top_k=5))
+    with pytest.raises(RequestError, match="changes the draws"):
         sampler.generate([Request("a", prompt="Hello", regex="[ab]{3,5}!")])
 
 

@@ -1,8 +1,7 @@
 """The vocabulary ops: everything that touches [tokens, V], computed in chunks from hidden states and the table."""
 
 from blockdiff.kernels.vocabulary.classes import Classes, ClassStats, Penalty
-from blockdiff.kernels.vocabulary.race import race
 from blockdiff.kernels.vocabulary.shaping import Shaping
 from blockdiff.kernels.vocabulary.torch import Stats, pack_allowed
 
-__all__ = ["ClassStats", "Classes", "Penalty", "Shaping", "Stats", "pack_allowed", "race"]
+__all__ = ["ClassStats", "Classes", "Penalty", "Shaping", "Stats", "pack_allowed"]

@@ -40,16 +40,13 @@ MOST_STEPS = 1000  # of a draft
 class NextToken:
     """Greedy at temperature 0, else a draw from the tempered distribution that the filters of `Shape` leave.
 
-    The draw is that of every sampling here: one addressed number in [0, 1) into the cumulative distribution. race: as
-    in MinivLLM that number is the seed of an Exponential(1) number E for each token, and the highest p / E wins, which
-    is the Gumbel trick: the same distribution, other tokens.
+    The draw is that of every sampling here: one addressed number in [0, 1) into the cumulative distribution.
     """
 
     temperature: Annotated[float, Key("0 takes the likeliest token", settings="temperature")] = 0.0
     top_k: TopK = None
     top_p: TopP = 1.0
     min_p: MinP = 0.0
-    race: Annotated[bool, Key("draw by a number for each token (the Gumbel trick) and not by one for all")] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -65,7 +62,7 @@ class NextToken:
         """The tempered distribution with the filters; greedy decoding looks at the argmax alone."""
         if not self.temperature:
             return Shape(1.0)
-        return Shape(self.temperature, self.top_k, self.top_p, self.min_p, race=self.race)
+        return Shape(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def decide(self, canvases: Canvases) -> Decision:
         """Every canvas is finished, with its sample."""
