@@ -146,6 +146,9 @@ class ScriptedPages:
     def __init__(self, model: ScriptedModel):
         self.model, self.rows, self.empty = model, set[ScriptedRow](), ScriptedRow()
 
+    def follow_weights(self) -> None:
+        """There are none."""
+
     def open(self) -> ScriptedRow:
         """An empty row."""
         self.rows.add(row := ScriptedRow())

@@ -36,7 +36,7 @@ class Pages(PagedRows):
     page_tokens: tokens of a page; capacity: tokens that fit in all, of each kind of layer (None: what the device has
     memory for; on a CPU memory is taken as it is needed, elsewhere all of it with the first encode); identity: of the
     model, its adapter and its quantisation: rows share pages only where it is the same. It may be changed between rows.
-    Rows share nothing with those that were opened before the weights changed, see `weights.version_of`.
+    Rows share nothing with those that were opened before `follow_weights` has found the weights changed.
     """
 
     def __init__(
@@ -59,14 +59,16 @@ class Pages(PagedRows):
         self._version = version_of(model)
         self._buffers: StepBuffers | None = None  # of `denoise`
 
-    def open(self) -> PagedRow:
-        """An empty row."""
+    def follow_weights(self) -> None:
+        """Forget all that other weights have encoded, if they changed since the last call, see `weights.version_of`.
+
+        Who opens rows calls it before the first of them: once a step.
+        """
         version = version_of(self.model)
         if version != self._version:
             self.forget()
             self.images.clear()
             self._version = version
-        return super().open()
 
     def make_pools(self) -> dict[str, Pool]:
         """Make the pools' tensors, with room for every page, where that is not done yet; returns the pools."""

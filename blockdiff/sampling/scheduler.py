@@ -68,6 +68,8 @@ class Scheduler:
         seats = self.max_rows * (2 if self.live else 1)
         if 2 * (len(self.seated) - len(self.live)) >= self.max_rows:
             return
+        if self.waiting and len(self.seated) < seats:
+            self.pages.follow_weights()
         while self.waiting and len(self.seated) < seats:
             first = self.waiting[0]
             first.paged = self.pages.open()

@@ -73,6 +73,6 @@ def test_a_picture_is_seen_once_while_it_is_kept_and_the_weights_stay(model, mon
     pages.images.of([two])
     with torch.no_grad():
         model.norm.weight.add_(0)
-    pages.open()
+    pages.follow_weights()
     pages.images.of([two])
     assert calls == [2, 1, 1, 1] and isinstance(pages.images, ImageFeatures)

@@ -84,7 +84,10 @@ def test_rows_share_nothing_that_other_weights_encoded_and_open_ones_go_on():
     pages.encode([row], tokens[None], [20])
     pages.accept(row)
     assert pages.reuse(pages.open(), tokens.tolist()) == 20
+    pages.follow_weights()
+    assert pages.reuse(pages.open(), tokens.tolist()) == 20
     model.norm.weight.mul_(2)
+    pages.follow_weights()
     other = pages.open()
     assert pages.reuse(other, tokens.tolist()) == 0
     pages.check()
