@@ -21,7 +21,6 @@ from blockdiff.kernels.linear import torch as products
 from blockdiff.kernels.norm_rope import torch as norms
 from blockdiff.kernels.op import Composition, Op
 from blockdiff.kernels.routing import torch as routing
-from blockdiff.kernels.span_attention import attend as spans_attend
 from blockdiff.kernels.span_attention import torch as spans
 from blockdiff.kernels.vocabulary import torch as vocabulary
 
@@ -38,10 +37,8 @@ class Kernels:
     """
 
     span_attention = Op(spans.span_attention, "c", "triton")
-    sweep_attention = Composition(spans_attend.sweep_attention, "c")
-    attend = Composition(spans_attend.attend)
     attention_heads = Composition(heads.attention_heads, "triton")
-    attention = Composition(heads.attention, "triton")
+    attention = Composition(heads.attention)
     select_blocks = Op(block_sparse.select_blocks, "c", "triton")
     block_sparse_attention = Op(block_sparse.block_sparse_attention, "c", "triton")
     sparse_attention = Composition(sparse.sparse_attention)

@@ -8,7 +8,6 @@ from blockdiff.kernels import Kernels
 from blockdiff.kernels.heads import HeadNorms
 from blockdiff.kernels.span_attention.paged import PrefixTensor
 from blockdiff.layers.linear import product, products
-from blockdiff.layers.members import submodule
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.spans import Spans, Sweep
 
@@ -25,13 +24,6 @@ class Attention(nn.Module):
     query and key before RoPE (None: none); norms_values: whether values are normed, without weight; scale: the factor
     of the scores.
     """
-
-    q_proj: nn.Linear = submodule()
-    k_proj: nn.Linear = submodule()
-    v_proj: nn.Linear | None = submodule()
-    o_proj: nn.Linear = submodule()
-    q_norm: RMSNorm | None = submodule()
-    k_norm: RMSNorm | None = submodule()
 
     def __init__(
         self,

@@ -12,7 +12,6 @@ from blockdiff.kernels import IN_TORCH, Kernels
 from blockdiff.kernels.autocast import wide
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.layers.members import parameter, submodule
 
 # Of tokens, indices, weights, the number of experts and what computes those that lie here: the tokens' weighted sums.
 Exchange = Callable[[Tensor, Tensor, Tensor, int, Callable[[Tensor, Tensor, Tensor], Tensor]], Tensor]
@@ -21,9 +20,7 @@ Exchange = Callable[[Tensor, Tensor, Tensor, int, Callable[[Tensor, Tensor, Tens
 class Router(nn.Module):
     """Top-k routing of normed tokens: scale, projection in model dtype, fp32 softmax, renormalised top k."""
 
-    proj: Any = submodule()  # a linear layer, with or without an adapter
-    scale: Tensor = parameter()
-    per_expert_scale: Tensor = parameter()
+    proj: Any  # a linear layer, with or without an adapter
 
     def __init__(self, hidden: int, experts: int, top_k: int, kernels: Kernels = IN_TORCH):
         super().__init__()
@@ -36,10 +33,9 @@ class Router(nn.Module):
     def forward(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         """Expert index int64 [N, k] and weight [N, k] of N tokens [..., D] normed without weight, per-expert scale
         applied."""
-        members: Any = self.proj._parameters  # finding one by attribute takes a microsecond
-        weight: Tensor = members["weight"]
-        if "lora_A" in members:  # an adapter that PEFT has put there
-            weight = (weight + self.proj.low_rank.scale * (members["lora_B"] @ members["lora_A"])).to(weight.dtype)
+        weight: Tensor = self.proj.weight
+        if hasattr(self.proj, "lora_A"):  # an adapter that PEFT has put there
+            weight = (weight + self.proj.low_rank.scale * (self.proj.lora_B @ self.proj.lora_A)).to(weight.dtype)
         return self.kernels.routed_tokens(normed, self.scale, self.root, weight, self.per_expert_scale, self.top_k)
 
 
@@ -70,8 +66,6 @@ class Experts(nn.Module):
     """
 
     exchange: Exchange | None = None
-    gate_up_proj: Tensor = parameter()
-    down_proj: Tensor = parameter()
 
     def __init__(self, experts: int, hidden: int, intermediate: int, kernels: Kernels, activation: str = "gelu_tanh"):
         super().__init__()
@@ -119,8 +113,7 @@ class Experts(nn.Module):
 
 def here(parameter: Tensor) -> Tensor:
     """The part of a parameter that this rank computes with: of a DTensor the local one, else all of it."""
-    is_plain = type(parameter) is nn.Parameter  # which is quicker to see than what a tensor does not have
-    return parameter if is_plain or not hasattr(parameter, "to_local") else parameter.to_local()
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def without_padding(index_Nk: Tensor, padding_N: Tensor | None, experts: int) -> Tensor:

@@ -15,10 +15,7 @@ def weight_of(module: nn.Module) -> Tensor | Fp8 | None:
         return None
     if type(module) is Fp8Linear:
         return module.held("weight")
-    if type(module) is not nn.Linear:
-        return None
-    members = module._parameters  # which every nn.Linear has, and finding them by attribute takes a microsecond
-    return members["weight"] if members["bias"] is None else None
+    return module.weight if type(module) is nn.Linear and module.bias is None else None
 
 
 def product(module: nn.Module, x: Tensor, kernels: Kernels) -> Tensor:

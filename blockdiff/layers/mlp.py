@@ -7,15 +7,10 @@ from torch import Tensor, nn
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.expert_mlp.activations import activation_of
 from blockdiff.layers.linear import gated_product, product
-from blockdiff.layers.members import submodule
 
 
 class MLP(nn.Module):
     """`down(f(gate x) * up x)`, f by its name in `kernels.expert_mlp.activations`."""
-
-    gate_proj: nn.Linear = submodule()
-    up_proj: nn.Linear = submodule()
-    down_proj: nn.Linear = submodule()
 
     def __init__(self, hidden: int, intermediate: int, kernels: Kernels, activation: str = "gelu_tanh"):
         super().__init__()

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.autocast import wide
-from blockdiff.layers.members import parameter
 
 
 class RMSNorm(nn.Module):
@@ -21,7 +20,6 @@ class RMSNorm(nn.Module):
 
     neutral = 1.0  # the weight that changes nothing
     form = "direct"
-    weight: Tensor = parameter()
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)

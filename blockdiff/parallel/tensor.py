@@ -25,7 +25,6 @@ from blockdiff.errors import RunError
 from blockdiff.layers.attention import Attention
 from blockdiff.layers.experts import Experts, here
 from blockdiff.layers.fp8 import SCALE, InFp8
-from blockdiff.layers.members import searched
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
@@ -122,8 +121,6 @@ def _showing_class(kind: type[nn.Module]) -> type[nn.Module]:
                 seen = self.__dict__["_seen"].get(name) if _RUNNING.parts else None
                 return value if seen is None or value is None else seen(value)
 
-        for name, attribute in searched(kind).items():
-            setattr(WithShownParameters, name, attribute)
         WithShownParameters.__name__ = WithShownParameters.__qualname__ = kind.__name__
         _SHOWING_CLASSES[kind] = WithShownParameters
     return _SHOWING_CLASSES[kind]

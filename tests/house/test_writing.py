@@ -28,7 +28,7 @@ LEFT = {
     "blockdiff/kernels/expert_mlp/triton.py": {"_fill_slots", "_forward_of"},
     "blockdiff/kernels/heads/torch.py": {"attention"},
     "blockdiff/kernels/heads/triton.py": {"_launch_heads"},
-    "blockdiff/kernels/span_attention/triton.py": {"fill_forward", "_forward_of", "_backward_keys"},
+    "blockdiff/kernels/span_attention/triton.py": {"_forward_of", "_backward_keys"},
     "blockdiff/kernels/vocabulary/c.py": {"token_stats"},
     "blockdiff/kernels/vocabulary/torch.py": {"token_stats", "class_stats"},
     "blockdiff/kernels/vocabulary/triton.py": {"token_stats"},

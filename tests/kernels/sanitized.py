@@ -94,7 +94,7 @@ def attend() -> None:
     noisy = denoise_spans(start, doc, torch.tensor([[9, 6, 9], [7, 9, 0]]), 9)
     for K in (1, 9):  # queries of few heads are divided
         q, k, v = drawn(2, 98, 2 * K, 16), drawn(2, 98, K, 16), drawn(2, 98, K, 16)
-        out = attention.sweep_attention(q, k, v, Sweep(encode_spans(doc_start), noisy, columns=60), 0.3)
+        out = attention.span_attention(q, None, None, k, v, Sweep(encode_spans(doc_start), noisy, columns=60), 0.3)
         out.sum().backward()
 
 

@@ -151,7 +151,7 @@ def test_a_sweep_in_one_call_is_that_of_two(stop_gradient):
     ]
     truth = torch.cat(parts, 1)
     truth.backward(direction.double())
-    out = IN_C.sweep_attention(q, k, v, sweep, 0.4)
+    out = IN_C.span_attention(q, None, None, k, v, sweep, 0.4)
     assert out is not None and relative_error(out, truth) < FP32
     out.backward(direction)
     for x, wide in ((q, wide_q), (k, wide_k), (v, wide_v)):
@@ -168,7 +168,7 @@ def test_the_number_of_threads_changes_no_bit(K):
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             q, k, v = (x.detach().requires_grad_() for x in (inputs[0], *inputs[3:]))
-            out = in_c.sweep_attention(q, k, v, sweep, 0.4)
+            out = in_c.span_attention(q, None, None, k, v, sweep, 0.4)
             assert out is not None
             found.append((out, *torch.autograd.grad(out, (q, k, v), inputs[0].detach())))
     finally:
@@ -208,4 +208,4 @@ def test_heads_that_the_functions_do_not_take_are_computed_in_torch(d):
     out = IN_C.span_attention(*inputs, spans, 0.4)
     assert torch.equal(out, IN_TORCH.span_attention(*inputs, spans, 0.4))
     with pytest.raises(Unserved):
-        in_c.sweep_attention(inputs[0], *inputs[3:], packed_sweep()[0], 0.4)
+        in_c.span_attention(inputs[0], None, None, *inputs[3:], packed_sweep()[0], 0.4)

@@ -14,12 +14,9 @@ from benchmarks.launches import Commit, DenoisingStep, copied_bytes, counted, py
 from blockdiff.kernels import IN_TORCH, Kernels, launch, resolve
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.heads import HeadNorms
-from blockdiff.kernels.heads import triton as heads_in_triton
-from blockdiff.kernels.launch import Unserved
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.layers.norm import CastRMSNorm, RMSNorm, ZeroCentredRMSNorm
 from blockdiff.layers.rope import angles, default_frequencies
-from blockdiff.spans import Spans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS, FP32 = 1e-6, 1e-5  # relative
@@ -123,42 +120,6 @@ def paged(pool: Tensor, pages: list[int], page_tokens: int) -> PagedTensor:
     table = torch.tensor([pages, pages[::-1]], dtype=torch.int32, device=DEVICE)
     lengths = torch.full((2,), len(pages) * page_tokens, dtype=torch.int32, device=DEVICE)
     return PagedTensor(pool, BlockTable(table, lengths, page_tokens))
-
-
-@pytest.mark.parametrize("norm", [None, RMSNorm, CastRMSNorm])
-@pytest.mark.parametrize("has_values", [True, False])
-def test_heads_and_attention_over_pages_are_the_same_past_the_ops_between(
-    in_triton, norm, has_values, launched, monkeypatch
-):
-    """The same numbers, bit for bit, and the same launches; what the ops do otherwise is left to them."""
-    B, T, h, K, d = 2, 5, 4, 2, 16
-    q, k, *values = (draw(B, T, heads * d, seed=n) for n, heads in enumerate((h, K, K)))
-    products = q, k, values[0] if has_values else k
-    positions = torch.arange(T).expand(B, T) + 3
-    cos, sin = (x.to(DEVICE) for x in angles(positions, default_frequencies(d, 1e4), torch.float32))
-    past = tuple(paged(draw(6, 4, K, d, seed=n), [2, 5], 4) for n in (7, 8))
-    spans = Spans(torch.tensor([1, 7, 0, T], dtype=torch.int32, device=DEVICE).expand(B, T, 4))
-    norms = norms_of(norm, d, in_triton, True)
-    out, kv = in_triton.attention(*products, norms, (cos, sin), spans, past, 0.3)
-    together, launched[:] = list(launched), []
-    apart, kv_apart = Kernels.attention.in_torch(in_triton, *products, norms, (cos, sin), spans, past, 0.3)
-    assert together == launched and together[0] == "attention_heads"
-    for got, truth in zip((out, *kv), (apart, *kv_apart), strict=True):
-        assert torch.equal(got, truth)
-
-    def is_served(past: Any, norms: HeadNorms = norms) -> bool:
-        try:
-            heads_in_triton.attention(*products, norms, (cos, sin), spans, past, 0.3)
-        except Unserved:
-            return False
-        return True
-
-    launched.clear()
-    narrow = tuple(paged(each.pool_NPKd.bfloat16(), [2, 5], 4) for each in past)
-    assert not is_served(narrow) and not is_served((*past, past[0])) and not is_served(None)
-    assert not is_served(past, norms._replace(d=24)) and not is_served(tuple(each.dense() for each in past))
-    monkeypatch.setattr(heads_in_triton, "asks_torch", lambda: True)
-    assert not is_served(past) and not launched
 
 
 @pytest.mark.parametrize("norm", [ZeroCentredRMSNorm, OwnNorm])

@@ -50,11 +50,15 @@ def attention(
     """The output of attention over the tokens before the call and its own, [B, T, h * d], and these tokens' (k, v).
 
     q: [B, T, h * d], k, v: [B, T, K * d], as projections give them; the same tensor twice where values are the raw
-    keys. The rest as in `attention_heads` and `attend`. Keys and values that were written into pages are not returned.
+    keys. The rest as in `attention_heads` and `span_attention`. Keys and values that were written into the pages of
+    `past` are not returned.
     """
     q_BThd, raw_k = (x.view(*x.shape[:2], -1, norms.d) for x in (q, k))
     raw_v, into = raw_k if v is k else v.view(raw_k.shape), written(past)
     q_BThd, own_k, own_v = ops.attention_heads(q_BThd, raw_k, raw_v, norms, rope, into)
     assert own_v is not None
-    out = ops.attend(q_BThd, own_k, own_v, spans, past, scale)
+    prefix_k, prefix_v = (None, None) if past is None else past
+    if into is not None and isinstance(spans, Spans):
+        spans = spans.in_one_run
+    out = ops.span_attention(q_BThd, prefix_k, prefix_v, own_k, own_v, spans, scale)
     return out.flatten(2), (own_k, own_v) if into is None else ()

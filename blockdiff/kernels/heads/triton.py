@@ -1,4 +1,4 @@
-"""attention_heads in Triton, as ops for torch without gradient, and attention from the products of tokens on."""
+"""attention_heads in Triton, as ops for torch without gradient."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from blockdiff.kernels.heads import HeadNorms, kernels
 from blockdiff.kernels.launch import (
     Launch,
     Unserved,
-    are_of,
-    asks_torch,
     check_without_gradient,
     empty,
     of_sizes,
     registered,
 )
-from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
-from blockdiff.kernels.span_attention.triton import fill_forward, has_tile
+from blockdiff.kernels.span_attention.paged import PagedTensor
 from blockdiff.kernels.tiles import elementwise, power_of_2
-from blockdiff.spans import Spans, Sweep
 
 FORMS = ("direct", "cast", "centred")  # of norms that the kernel has
 
@@ -114,34 +109,3 @@ def attention_heads(
     k_pages, v_pages = into[0].pool_NPKd, None if v is None else into[1].pool_NPKd
     q = _attention_heads_into(*inputs, k_pages, v_pages, into[0].pages.own_N)
     return q, k[:, :0], None if v is None else v[:, :0]
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, norms: HeadNorms, rope: tuple[Tensor, Tensor], spans: Spans | Sweep,
-    past: tuple[PrefixTensor, ...] | None, scale: float,
-) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """Launch attention_heads and span_attention over pages, past torch's views of heads and the checks of both.
-
-    Unserved where torch has to see the ops, where pages are not read as they are or are written to, and without a tile.
-    """
-    check_without_gradient("attention", q)
-    if asks_torch() or past is None or len(past) > 2 or isinstance(spans, Sweep) or q.shape[1] != k.shape[1]:
-        raise Unserved("attention in Triton takes the queries of all tokens, and two tensors of a prefix")
-    prefix_k, prefix_v = past
-    if (
-        not (isinstance(prefix_k, PagedTensor) and isinstance(prefix_v, PagedTensor))
-        or prefix_k.pages.own_N is not None
-    ):
-        raise Unserved("attention in Triton takes pages that it only reads")
-    q_weight, k_weight, form = _weights_and_form(norms)
-    pk, pv, pages, d = prefix_k.pool_NPKd, prefix_v.pool_NPKd, prefix_k.pages, norms.d
-    if not has_tile(d, q.dtype, q.device) or not are_of(q.dtype, (pk, pv, q, k, v)):
-        raise Unserved("attention in Triton has no tile for these heads")
-    (B, T, width), K = q.shape, pk.shape[2]
-    h = width // d
-    heads = q.new_empty(B, T, h, d), q.new_empty(B, T, K, d), q.new_empty(B, T, K, d)
-    out, lse = q.new_empty(B, T, width), q.new_empty(B, T, h, dtype=torch.float32)
-    _launch_heads((q, k, v), heads, None, q_weight, k_weight, *rope, norms.eps, form, norms.norms_values)
-    own_q, own_k, own_v = heads
-    fill_forward(own_q, (pk, pv, own_k, own_v), spans.written_BT4, scale, 0, pages.columns, pages.table_BM, out, lse)
-    return out, (own_k, own_v)

@@ -24,23 +24,18 @@ def span_attention(
     prefix_v: PrefixTensor | None,
     own_k: Tensor,
     own_v: Tensor,
-    spans: Spans,
+    spans: Spans | Sweep,
     scale: float,
 ) -> Tensor:
-    """As in torch.py."""
+    """As in torch.py; a sweep is one call."""
     if not _takes(q_BThd, own_k, own_v, *map(_stored, (prefix_k, prefix_v))):
         raise Unserved(f"span_attention in C takes fp32 tensors of a CPU, heads of {STEP} n up to {LARGEST}")
+    if isinstance(spans, Sweep):
+        return _attended(q_BThd, None, own_k, own_v, spans.joint_BT4, scale, spans.columns, spans.stop_gradient)
     (dense_k, _), (dense_v, spans) = _dense(prefix_k, spans), _dense(prefix_v, spans)
     bounds = None if spans.sees_all else spans.bounds_BT4
     prefix = None if dense_k is None or dense_v is None else (dense_k, dense_v)
     return _attended(q_BThd, prefix, own_k, own_v, bounds, scale)
-
-
-def sweep_attention(q_BThd: Tensor, k: Tensor, v: Tensor, sweep: Sweep, scale: float) -> Tensor:
-    """See `attend.sweep_attention`: in one call."""
-    if not _takes(q_BThd, k, v):
-        raise Unserved("sweep_attention in C takes fp32 tensors of a CPU")
-    return _attended(q_BThd, None, k, v, sweep.joint_BT4, scale, sweep.columns, sweep.stop_gradient)
 
 
 def _takes(q_BThd: Tensor, *tensors: Tensor | None) -> bool:

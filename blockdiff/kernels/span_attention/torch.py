@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.span_attention.gathered import seen_of
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
 from blockdiff.kernels.span_attention.pieces import in_pieces
-from blockdiff.spans import Spans
+from blockdiff.spans import Spans, Sweep
 
 SMALL_SCORES = 1 << 22  # elements of [B, h, T, keys] up to which materialised scores beat SDPA on a CPU
 SMALL_GATHERED = 1 << 19  # the same where keys lie ready, which SDPA gains more from
@@ -26,15 +27,17 @@ def span_attention(
     prefix_v: PrefixTensor | None,
     own_k: Tensor,
     own_v: Tensor,
-    spans: Spans,
+    spans: Spans | Sweep,
     scale: float,
 ) -> Tensor:
     """Attend over cached (`prefix`) and this call's (`own`) keys, each query to its two spans.
 
     q_BThd: queries; prefix_k, prefix_v: [B, P, K, d], None, or what stands for them in paged.py, without gradient;
-    own_k, own_v: [B, O, K, d], K divides h; scale: factor on the scores. Returns [B, T, h, d]; a query whose spans are
-    empty gets exactly 0.
+    own_k, own_v: [B, O, K, d], K divides h; spans: of the queries, or a sweep, whose prefix stands among its own keys;
+    scale: factor on the scores. Returns [B, T, h, d]; a query whose spans are empty gets exactly 0.
     """
+    if isinstance(spans, Sweep):
+        return in_sweep(span_attention, q_BThd, own_k, own_v, spans, scale)
     if isinstance(prefix_k, PagedTensor) and isinstance(prefix_v, PagedTensor):
         of_k, of_v = prefix_k.gathered, prefix_v.gathered
         if of_k is not None and of_v is not None:
@@ -62,6 +65,23 @@ def span_attention(
             return _Materialised.apply(q_BThd, k, v, is_seen, scale)
         return _attend(q_BThd, k, v, is_seen, scale)[0]
     return _by_sdpa(q_BThd, k, v, is_seen, scale)
+
+
+def in_sweep(attend: Callable[..., Tensor], q_BThd: Tensor, k: Tensor, v: Tensor, sweep: Sweep, scale: float) -> Tensor:
+    """The output of `attend`, a `span_attention`, in a sweep: of the queries that are wanted, the last or all.
+
+    Clean tokens see one another, canvases them as a prefix.
+    """
+    (clean_k, noisy_k), (clean_v, noisy_v) = (
+        x.split([sweep.clean_tokens, x.shape[1] - sweep.clean_tokens], 1) for x in (k, v)
+    )
+    prefix_k, prefix_v = ((x.detach() if sweep.stop_gradient else x)[:, : sweep.columns] for x in (clean_k, clean_v))
+    clean_q, noisy_q = q_BThd[:, : -noisy_k.shape[1]], q_BThd[:, -noisy_k.shape[1] :]
+    noisy = attend(noisy_q, prefix_k, prefix_v, noisy_k, noisy_v, sweep.noisy, scale)
+    if not sweep.wants_clean:
+        return noisy
+    clean = attend(clean_q, None, None, clean_k, clean_v, sweep.clean, scale)
+    return torch.cat([clean, noisy], 1)
 
 
 def _by_sdpa(q_BThd: Tensor, k: Tensor, v: Tensor, is_seen: Tensor | None, scale: float) -> Tensor:

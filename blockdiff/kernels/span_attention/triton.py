@@ -29,8 +29,9 @@ from blockdiff.kernels.scratch import scratch
 from blockdiff.kernels.span_attention import kernels
 from blockdiff.kernels.span_attention import kernels_backward as backward
 from blockdiff.kernels.span_attention.paged import PagedTensor, PrefixTensor
+from blockdiff.kernels.span_attention.torch import in_sweep
 from blockdiff.kernels.tiles import LEAST, Tile, elementwise, power_of_2, runs_products_aside, tile_for, tile_of
-from blockdiff.spans import Spans
+from blockdiff.spans import Spans, Sweep
 
 LARGEST_HEAD = 512
 SHARED_LAUNCH = 256  # heads up to this have the gradients of keys and values made by one launch
@@ -125,6 +126,11 @@ def _span_attention_paged(
     return _forward(q, (pk, pv, ok, ov), bounds, scale, splits, columns, table)
 
 
+def _parts(q: Tensor, *sizes: int) -> tuple[Tensor, Tensor]:
+    """The output of each split [splits, B, T, h, d], and the log-sum-exp of its keys [splits, B, T, h], in fp32."""
+    return q.new_empty(*sizes, dtype=torch.float32), q.new_empty(*sizes[:-1], dtype=torch.float32)
+
+
 def _forward(
     q: Tensor, sources: tuple[Tensor, ...], bounds: Tensor, scale: float, splits: int, columns: int,
     table: Tensor | None = None,
@@ -136,19 +142,6 @@ def _forward(
     out, lse = empty(q), empty(q, *q.shape[:3], dtype=torch.float32)
     tile_of("span_attention_forward", q, q.shape[-1])  # raises where there is none
     yield out, lse
-    fill_forward(q, sources, bounds, scale, splits, columns, table, out, lse)
-
-
-def _parts(q: Tensor, *sizes: int) -> tuple[Tensor, Tensor]:
-    """The output of each split [splits, B, T, h, d], and the log-sum-exp of its keys [splits, B, T, h], in fp32."""
-    return q.new_empty(*sizes, dtype=torch.float32), q.new_empty(*sizes[:-1], dtype=torch.float32)
-
-
-def fill_forward(
-    q: Tensor, sources: tuple[Tensor, ...], bounds: Tensor, scale: float, splits: int, columns: int,
-    table: Tensor | None, out: Tensor, lse: Tensor,
-) -> None:  # fmt: skip
-    """Write output and log-sum-exp to where they go."""
     pk, pv, ok, ov = sources
     (B, T, h, d), (_, own, K, _), page, pages = q.shape, ok.shape, 0, 0
     if table is not None:
@@ -272,16 +265,6 @@ def is_size_of_heads(d: int) -> bool:
 
 
 @of_sizes
-def has_tile(d: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """True where there is a tile for the forward of such heads as they are."""
-    try:
-        tile_for("span_attention_forward", dtype, device, d)
-    except Unserved:
-        return False
-    return is_size_of_heads(d)
-
-
-@of_sizes
 def _padding(d: int) -> int:
     """The padding of a head of d to a size that kernels take."""
     return max(LEAST, power_of_2(d)) - d
@@ -296,7 +279,7 @@ def span_attention(
     prefix_v: PrefixTensor | None,
     own_k: Tensor,
     own_v: Tensor,
-    spans: Spans,
+    spans: Spans | Sweep,
     scale: float,
 ) -> Tensor:
     """As in torch.py: fp32, bf16 or fp16 and heads of up to 512; Unserved for others.
@@ -304,6 +287,8 @@ def span_attention(
     Head sizes that are no power of two are padded. Keys that no query sees are not loaded, except where they stand
     between seen ones: there they must be finite. Pages are read where they stand, if their heads need no padding.
     """
+    if isinstance(spans, Sweep):
+        return in_sweep(span_attention, q_BThd, own_k, own_v, spans, scale)
     return with_lse(q_BThd, prefix_k, prefix_v, own_k, own_v, spans, scale)[0]
 
 

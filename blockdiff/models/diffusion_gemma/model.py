@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from blockdiff.kernels import Kernels
 from blockdiff.layers.attention import KV, Attention, Past
 from blockdiff.layers.experts import Experts, Router
-from blockdiff.layers.members import buffer, submodule
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.rope import default_frequencies, proportional_frequencies
@@ -45,19 +44,8 @@ if TYPE_CHECKING:
 class Layer(nn.Module):
     """One layer, `layer(x, rope, spans, past, is_noisy) -> (x, kv)`: pure, but for pages that `past` has places in."""
 
-    input_norm: RMSNorm = submodule()
-    attention: Attention = submodule()
-    post_attention_norm: RMSNorm = submodule()
-    pre_mlp_norm: RMSNorm = submodule()
-    mlp: MLP = submodule()
-    post_mlp_norm: RMSNorm = submodule()
-    router: Router = submodule()
-    pre_experts_norm: RMSNorm = submodule()
-    experts: Experts = submodule()
-    post_experts_norm: RMSNorm = submodule()
-    post_ff_norm: RMSNorm = submodule()
-    encoder_scalar: Tensor = buffer()
-    decoder_scalar: Tensor = buffer()
+    encoder_scalar: Tensor
+    decoder_scalar: Tensor
 
     def __init__(self, text: DiffusionGemmaTextConfig, index: int, kernels: Kernels):
         super().__init__()
