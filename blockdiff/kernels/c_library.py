@@ -47,15 +47,6 @@ SIGNATURES = {
     # span_attention
     "span_attention": "p pppppp f ppp",
     "span_attention_backward": "p pppppp f ppp ppppp pp",
-    # block_sparse
-    "sparse_gather": "pp nn p",
-    "sparse_scatter": "pp nn p",
-    "sparse_softmax": "ppp nnnn ppp",
-    "sparse_merge": "pppp nnn",
-    "sparse_weights": "ppp nnnn p",
-    "sparse_score_gradients": "pppp nnn",
-    "sparse_block_scores": "pp nnnnnn f p n",
-    "sparse_choose": "pp nnnnnnn p",
     # expert_mlp
     "gated": "pp nnn p n p",
     "gated_backward": "ppp nnn p n pp n pp",

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels import IN_C, IN_TORCH, Kernels, c_library
-from blockdiff.kernels.block_sparse import torch as sparse
 from blockdiff.kernels.span_attention import c as attention
 from blockdiff.spans import Spans, Sweep, denoise_spans, encode_spans
 from tests.closeness import relative_error
@@ -125,18 +124,6 @@ def compare_stats(N: int, D: int, V: int, cap: float | None, given: Tensor) -> N
         assert found.entropy.isfinite().all() and (found.sample < V).all()
 
 
-def blocks() -> None:
-    sparse.DENSE_NUMBERS = 0
-    B, T, h, H, d, block = 2, 61, 4, 2, 8, 16
-    visible = torch.arange(1, T + 1).expand(B, T)
-    for score in ("max", "lse"):
-        ids = IN_C.select_blocks(drawn(B, T, H, d), drawn(B, T, d), visible, block=block, topk=3, init=1, score=score)
-        compare(
-            lambda ops, q, k, v, ids=ids: ops.block_sparse_attention(q, k, v, ids, visible, None, block, 0.3),
-            *(drawn(B, T, h, d), drawn(B, T, 2, d), drawn(B, T, 2, d)),
-        )
-
-
 def not_finite() -> None:
     x = drawn(40, 33).detach()
     x[3, 5], x[4, 5], x[5, 5], x[6] = torch.nan, torch.inf, -torch.inf, 3e38
@@ -159,7 +146,7 @@ if __name__ == "__main__":
             CALLED.add(name)
             return super().__getitem__(name)
 
-    for part in (norms, experts, attend, vocabulary, blocks, not_finite):
+    for part in (norms, experts, attend, vocabulary, not_finite):
         part()
     assert c_library.SIGNATURES.keys() == CALLED, c_library.SIGNATURES.keys() - CALLED
     print("all functions called")

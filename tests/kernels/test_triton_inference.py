@@ -248,7 +248,7 @@ def test_a_layer_of_a_denoising_step_and_of_a_commit_is_eleven_launches_and_six_
 @pytest.mark.parametrize("kind", ["sliding", "full"])
 def test_a_layer_of_a_denoising_step_makes_few_calls_of_python_functions(kind):
     """Each costs the host a tenth of a microsecond or more, whatever it does; 203 and 199 in Python 3.11."""
-    assert 100 < python_calls(kind) <= 210
+    assert 100 < python_calls(kind) <= 260
 
 
 def test_a_layer_in_fp8_launches_as_much_as_one_in_bf16():
