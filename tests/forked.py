@@ -25,7 +25,12 @@ ROOT = Path(__file__).parents[1]
 HUNG = 600.0  # seconds after which something has hung, however slow the machine is
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.run", "accelerate", "datasets", "blockdiff.training.trainer", "tests.oracle"]
+    [
+        *("torch._dynamo", "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+        *("accelerate", "datasets", "transformers.models.gemma4.modeling_gemma4"),
+        *("blockdiff.training.trainer", "blockdiff.sampling", "blockdiff.models.llama"),
+        *("blockdiff.models.minimax_m3.model", "tests.families", "tests.oracle"),
+    ]
 )
 
 

@@ -21,7 +21,7 @@ from blockdiff.training.starting_model import corruption_of, read_starting_model
 from tests.expert_ranks import error
 from tests.families import CONFIGS
 from tests.forked import run_ranks
-from tests.mesh_ranks import SCENARIOS, TRAINED, all_meshes, meshes_of, read_whole, train_runs, trained, write_recipes
+from tests.mesh_ranks import SCENARIOS, all_meshes, cases, read_whole, train_runs, trained, write_recipes
 
 CPU = torch.device("cpu")
 # What every tensor of several ranks may differ by from one process's, as a share of its norm.
@@ -56,9 +56,8 @@ def several(tmp_path_factory):
     return {2: two, 4: four}
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize(
-    ("name", "world", "mesh"), [(name, n, mesh) for name in TRAINED for n in (2, 4) for mesh in meshes_of(name, n)]
+    ("name", "mesh", "scenario", "world"), [(*case, world) for world in (2, 4) for case in cases(world)]
 )
 def test_any_mesh_has_the_losses_gradients_and_weights_of_one_process(one, several, name, world, mesh, scenario):
     expected = {key: piece.local for key, piece in one(name, scenario, mesh != "DDP").items()}
