@@ -38,7 +38,7 @@ from tests.forked import HUNG, rank_variables
 from tests.toy_objective import ToyObjective, slots, toy_batches
 from tests.toy_trainer import Options, train
 
-TIMEOUT = 5.0  # seconds: where that is what a scenario is about, a hung rank is noticed after so many
+TIMEOUT = 3.0  # seconds: where that is what a scenario is about, a hung rank is noticed after so many
 BEAT = 0.5  # seconds between two signs of life
 ENDLESS = round(HUNG / BEAT)  # pieces of work that nobody waits for
 AT_A_TIME = 8

@@ -1,6 +1,6 @@
 """The ranks of `test_distributed.py`, one process, two and four: the same batches through the same loop.
 
-`python -m tests.ranks DIR` runs it as this rank; `python -m tests.ranks DIR OTHER` prints how far two runs are apart.
+`python -m tests.ranks DIR OTHER` prints how far two runs are apart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from blockdiff.diffusion.schedule import Linear
 from blockdiff.errors import RunError
 from blockdiff.metrics import MetricsLog
 from blockdiff.objective import Objective
-from blockdiff.parallel.ranks import Ranks, from_accelerate
+from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.checkpoint_content import FOLDER
 from blockdiff.training.checkpoint_reader import restore
 from blockdiff.training.checkpoint_writer import save_checkpoint
@@ -35,14 +35,14 @@ from tests.oracle import tiny_config, widen_routers
 from tests.toy_objective import ToyObjective, slots, toy_batch, toy_batches, toy_row
 from tests.toy_trainer import Options, train
 
-BATCH, STEPS = 6, 5
+BATCH, STEPS = 6, 3
 Tensors = dict[str, Tensor]
 
 
 def train_plainly(
     objective: nn.Module, batches: Callable[[int], list[Batch]], ranks: Ranks, rate: float
 ) -> tuple[list[dict], Tensors]:
-    """Five plain SGD steps: the records, and the gradients of steps 1 and 2 and the last weights by name."""
+    """Plain SGD steps: the records, and the gradients of steps 1 and 2 and the last weights by name."""
     records: list[dict] = []
     kept: Tensors = {}
     optimiser = torch.optim.SGD(objective.parameters(), lr=rate)
@@ -268,10 +268,5 @@ def everything(ranks: Ranks, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        for name, figures in differences(Path(sys.argv[1]), Path(sys.argv[2])).items():
-            print(f"{name:12}", *(f"{kind} {value:.1e}" for kind, value in figures.items()))
-    else:
-        ranks = from_accelerate()
-        everything(ranks, Path(sys.argv[1]))
-        ranks.close()
+    for name, figures in differences(Path(sys.argv[1]), Path(sys.argv[2])).items():
+        print(f"{name:12}", *(f"{kind} {value:.1e}" for kind, value in figures.items()))

@@ -1,4 +1,4 @@
-"""Two processes of `accelerate launch` and four forked ones (gloo) train as one does on the same global batch."""
+"""Two and four processes (gloo) train as one does on the same global batch, and `accelerate launch` makes ranks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def launch(directory: Path) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "1"
     config = ROOT / "recipes" / "launch" / "one_node.yaml"
     sys.argv = ["accelerate launch", "--config_file", str(config), "--num_processes", "2"]
-    sys.argv += ["--module", "tests.ranks", str(directory)]
+    sys.argv += ["--module", "tests.launched", str(directory)]
     main()
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     directory = tmp_path_factory.mktemp("two")
-    run(launch, directory, log=directory / "launch.log")
+    run_ranks(2, everything, directory)
     return directory
 
 
@@ -55,9 +55,10 @@ def found(directory: Path, rank: int = 0) -> dict:
     return json.loads((directory / f"found-{rank}.json").read_text())
 
 
-def test_the_launcher_made_the_ranks(two, four):
-    assert [(found(two, rank)["world"], found(two, rank)["device"]) for rank in (0, 1)] == [(2, "cpu")] * 2
-    assert [found(four, rank)["world"] for rank in range(4)] == [4] * 4
+def test_the_launcher_makes_the_ranks(tmp_path):
+    run(launch, tmp_path, log=tmp_path / "launch.log")
+    said = [json.loads((tmp_path / f"launched-{rank}.json").read_text()) for rank in (0, 1)]
+    assert said == [[2, "cpu", [0, 1]]] * 2
 
 
 @pytest.fixture(params=["two", "four"])

@@ -1,0 +1,15 @@
+"""`python -m tests.launched DIR`: a rank of a launcher, which writes to DIR how many there are and on which device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from blockdiff.parallel.ranks import from_accelerate
+
+if __name__ == "__main__":
+    ranks = from_accelerate()
+    found = [ranks.world, str(ranks.device), ranks.gather(ranks.rank)]
+    (Path(sys.argv[1]) / f"launched-{ranks.rank}.json").write_text(json.dumps(found))
+    ranks.close()
