@@ -23,6 +23,7 @@ from blockdiff.data.template import (
     RefusedByTemplate,
     Rendered,
     Span,
+    marked,
     render,
     token_spans,
     training_template,
@@ -331,7 +332,8 @@ class Encoder:
             messages = ({"role": "system", "content": self.system}, *messages)
         variables = {"enable_thinking": self.enable_thinking}
         try:
-            return render(self.tokenizer, self.template, messages, variables, row.tools, self.guard)
+            is_last = self.turns == "last"
+            return marked(self.tokenizer, self.template, messages, variables, row.tools, self.guard, is_last)
         except RefusedByTemplate as error:
             raise DataError(f"{row.where}: the chat template refuses it ({error}); change the row") from None
         except DataError as error:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blockdiff.data.assistant_spans import UnprovedError, assistant_spans
 from blockdiff.data.control_tokens import OPEN, Guard
 from blockdiff.data.image_parts import for_template
 from blockdiff.data.messages import Message, left_out_tool
@@ -70,12 +71,11 @@ def packaged_template(*, verbatim: bool = False) -> str:
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase, *, verbatim: bool = False) -> str:
-    """The template that marks the assistant turns: the tokenizer's own if it has generation tags, or the packaged one.
+    """The template that writes conversations of training: the tokenizer's own, or the packaged one.
 
     The packaged one is used where the tokenizer's own writes the Gemma 4 turn format without tags, as the released one
     does, and where there is none but the vocabulary has the turn tokens. `verbatim` always takes the packaged one, and
-    needs the turn tokens. Raises DataError in all other cases: without tags nothing says exactly where a response
-    starts and ends.
+    needs the turn tokens. Raises DataError where there is no template.
     """
     template = tokenizer.get_chat_template() if tokenizer.chat_template else None
     has_turns = all(token in tokenizer.get_vocab() for token in TURN_EDGES)
@@ -90,17 +90,11 @@ def training_template(tokenizer: PreTrainedTokenizerBase, *, verbatim: bool = Fa
         if has_turns:
             return packaged_template()
         raise DataError(
-            "the tokenizer has no chat template, so messages rows cannot be rendered; "
-            "set one with {% generation %} tags, or write prompt/response rows"
+            "the tokenizer has no chat template, so conversations cannot be written; give it one, or write rows of "
+            "prompt and response without data.chat"
         )
-    if GENERATION_TAG.search(template):
-        return template
-    if _is_turn_format(tokenizer, template):
-        return packaged_template()
-    raise DataError(
-        "the tokenizer's chat template has no {% generation %} tags, so it cannot mark assistant turns; "
-        "add them around each assistant turn and its end token, or write prompt/response rows"
-    )
+    has_tags = GENERATION_TAG.search(template) is not None
+    return packaged_template() if not has_tags and _is_turn_format(tokenizer, template) else template
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -111,7 +105,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     ends = []
     for turn in ENDED:
         try:
-            text, spans, _ = render(tokenizer, training_template(tokenizer), [QUESTION, turn])
+            text, spans, _ = marked(tokenizer, training_template(tokenizer), [QUESTION, turn])
         except DataError:  # no such template, or one that refuses tools
             continue
         written = tokenizer.encode(text[slice(*spans[-1])] if spans else "", add_special_tokens=False)
@@ -155,6 +149,36 @@ def render(
     if name := left_out_tool(text, messages, tools):
         raise RefusedByTemplate(f"it does not write the tool {name!r}")
     return Rendered(text, merged(spans[0]) if spans else [], cuts)
+
+
+def marked(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any] = NO_THINKING,
+    tools: Sequence[Message] | None = None,
+    guard: Guard = OPEN,
+    only_last: bool = False,
+) -> Rendered:
+    """`render` with the spans of the assistant whether or not the template has tags; RefusedByTemplate without proof.
+
+    only_last: the last of the assistant's messages has to be found, and the others are left out without tags.
+    """
+    rendered = render(tokenizer, template, messages, variables, tools, guard)
+    if GENERATION_TAG.search(template):
+        return rendered
+
+    def written(some: Sequence[Message], is_prompt: bool) -> str:
+        return render(tokenizer, template, some, variables, tools, guard, is_prompt).text
+
+    try:
+        return rendered._replace(spans=merged(assistant_spans(written, messages, only_last)))
+    except UnprovedError as error:
+        remedy = (
+            "where it has reasoning, set data.enable_thinking; else add {% generation %} tags around what it has to "
+            "write, or train on data.turns: last"
+        )
+        raise RefusedByTemplate(f"{error}; {remedy}") from None
 
 
 def is_variable(name: str, template: str) -> bool:

@@ -144,12 +144,10 @@ def test_a_tagged_template_of_another_format_is_kept():
     assert training_template(chat_tokenizer(tagged)) == tagged
 
 
-@pytest.mark.parametrize(
-    "template", [CHATML, UNTAGGED.replace("model", "bot"), "{{ raise_exception('no system role') }}"]
-)
-def test_a_template_that_cannot_mark_assistant_turns_is_refused_with_the_reason(template):
-    with pytest.raises(DataError, match=r"no \{% generation %\} tags.*; add them"):
-        training_template(chat_tokenizer(template))
+def test_a_template_that_refuses_or_marks_no_turn_is_named_with_the_row():
+    for template, words in (("{{ raise_exception('no system role') }}", "no system role"), (CHATML, "writes nothing")):
+        with pytest.raises(DataError, match=rf"f\.jsonl:1: .*{words}"):
+            encode(chat_tokenizer(template), USER, ASSISTANT)
 
 
 def test_messages_without_a_template_are_refused_but_prompt_rows_are_not():
