@@ -30,20 +30,6 @@ def plan(
     device: Annotated[
         str, typer.Option(metavar="NAME", rich_help_panel=options.DEVICE, help="cuda (Triton) or cpu (C and torch).")
     ] = "cuda",
-    tflops: Annotated[
-        float,
-        typer.Option(min=0.001, metavar="X", rich_help_panel=options.DEVICE, help="TFLOP/s that a GPU computes."),
-    ] = 400.0,
-    bandwidth: Annotated[
-        float,
-        typer.Option(min=0.001, metavar="X", rich_help_panel=options.DEVICE, help="TB/s that a GPU reads and writes."),
-    ] = 3.0,
-    network: Annotated[
-        float,
-        typer.Option(
-            min=0.001, metavar="X", rich_help_panel=options.DEVICE, help="GB/s that a GPU receives from others."
-        ),
-    ] = 100.0,
 ) -> None:
     """Say how much memory training or sampling takes at its peak, and what to change where it does not fit.
 
@@ -59,8 +45,7 @@ def plan(
         raise typer.BadParameter("only a recipe (a .yaml file) has keys to set", param_hint="--set")
     limit = None if gpu_memory is None else int(gpu_memory * GIB)
     if Path(target).suffix in (".yaml", ".yml"):
-        rates = tflops * 1e12, bandwidth * 1e12, network * 1e9
-        lines, report = _training(target, set_ or [], gpus, limit, tokens, device, rates)
+        lines, report = _training(target, set_ or [], gpus, limit, tokens, device)
     else:
         lines, report = _sampling(target, limit, tokens or 1000, device, quantize)
     print(json.dumps(report, indent=1) if as_json else "\n".join(lines))
@@ -74,27 +59,22 @@ def _training(
     limit: int | None,
     tokens: int | None,
     device: str,
-    rates: tuple[float, float, float],
 ) -> tuple[list[str], dict[str, Any]]:
     """The plan of a training as lines and as JSON values, of which `fits` is true where there is no limit."""
     from blockdiff.training.plan import training as plans
     from blockdiff.training.plan.changes import what_fits
-    from blockdiff.training.plan.work import Rates
     from blockdiff.training.recipe_checks import refuse
     from blockdiff.training.recipe_files import read_recipe
     from blockdiff.training.starting_model import planned_model, with_objective_of_base
 
     recipe, _ = with_objective_of_base(read_recipe(target, overrides, needs_data=False))
     refuse(recipe, gpus)
-    base, reached = planned_model(recipe), Rates(*rates)
+    base = planned_model(recipe)
     made = plans.plan_training(recipe, ranks=gpus, device=device, tokens=tokens, base=base)
     fits = limit is None or made.total <= limit
     report: dict[str, Any] = {"fits": fits, "limit": limit, "bytes": made.total, "parts": made.parts, "host": made.host}
     report |= {name: getattr(made, name) for name in ("rows", "tokens", "canvases", "numbers", "trained")}
     lines = [*plans.lines(made, limit)]
-    if device == "cuda":
-        lines.append(plans.time_line(made, reached))
-        report["seconds_at_least"] = made.work.seconds(reached)
     if limit is None or fits:
         return lines, report
     lines.append(f"what breaks: {plans.breaking(made, limit)}")

@@ -83,7 +83,6 @@ def test_what_does_not_fit_on_a_rank_is_sharded_where_that_helps(tree: dict[str,
     recipe = read_recipe(tree)
     whole = plans.plan_training(recipe, ranks=2, device="cpu")
     sharded = plans.plan_training(read_recipe(tree, [SHARDED]), ranks=2, device="cpu")
-    assert sharded.work.exchanged > whole.work.exchanged > 0
     limit = (whole.total + sharded.total) // 2
     assert plans.breaking(whole, limit) in ("activations", "optimiser", "vocabulary chunk")
     base = read_starting_model(recipe)

@@ -1,1 +1,1 @@
-"""The plan of a run: the memory that it needs on every rank and the least time of a step, without loading anything."""
+"""The plan of a run: the memory that it needs on every rank, without loading anything."""

@@ -1,4 +1,4 @@
-"""`plan_training`: what a rank holds at the peak of an optimiser step, and for a GPU at least how long the step takes.
+"""`plan_training`: the bytes that a rank holds at the peak of an optimiser step.
 
 What a rank keeps is arithmetic over the weights (`rank`). What a step adds comes from running one layer of each kind on
 shapes (`step_bytes`), with Triton's kernels for a GPU and those of a CPU for a CPU. `changes` finds what makes a
@@ -27,7 +27,6 @@ from blockdiff.training.optimiser import matrices_of, trainable
 from blockdiff.training.plan.live_bytes import CHUNK
 from blockdiff.training.plan.rank import kept_bytes, sharding_ranks, split_experts, with_own_heads
 from blockdiff.training.plan.step_bytes import GATHERED, LATE, Step, keep_one_of_each
-from blockdiff.training.plan.work import Rates, Work, of_step
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel, computed_in, read_starting_model, without_weights
 
@@ -36,7 +35,7 @@ MOST_ROWS = 64  # of a micro-batch that is run on shapes; more take as many time
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The memory of one rank at the peak of an optimiser step, and its work in one.
+    """The memory of one rank at the peak of an optimiser step.
 
     parts: bytes on the device by what they hold; host: the same of what is kept on the host instead. tokens, canvases:
     of a row; rows: of a micro-batch. numbers, trained: parameters and buffers of the whole model, and those that train.
@@ -49,7 +48,6 @@ class TrainingPlan:
     rows: int
     numbers: int
     trained: int
-    work: Work
 
     @property
     def total(self) -> int:
@@ -72,7 +70,7 @@ def plan_training(
     batch: Batch | None = None,
     times: float = 1.0,
 ) -> TrainingPlan:
-    """The memory and the work of an optimiser step of one of `ranks` processes on a "cuda" or "cpu" device.
+    """The memory of an optimiser step of one of `ranks` processes on a "cuda" or "cpu" device.
 
     tokens: of the longest row, where the recipe names neither data.pack nor data.max_length. Every row is taken to be
     that long, all of it response but a prompt of one canvas, and every canvas to get the signal: the most there can be.
@@ -97,7 +95,6 @@ def plan_training(
     if ranks > 1 and not is_sharded and share > rows:  # DDP's buckets, beside what earlier micro-batches left
         static["buckets"] = static.get("gradients", 0)
     split_experts(objective, recipe)
-    work = of_step(objective, recipe, batch, share, ranks)
     orthogonalised = _orthogonalised(objective, recipe, ranks)
     counts = keep_one_of_each(model)
     if recipe.train.activation_checkpointing:
@@ -116,7 +113,7 @@ def plan_training(
     host = static if recipe.parallel.offload else {}
     parts = ({} if recipe.parallel.offload else static) | moving
     sizes = batch.tokens_BS.shape[1], batch.start_BC.shape[1], round(times * batch.tokens_BS.shape[0])
-    return TrainingPlan(parts, host, *sizes, numbers, trains, work)
+    return TrainingPlan(parts, host, *sizes, numbers, trains)
 
 
 def rows_of(recipe: Recipe, ranks: int) -> int:
@@ -146,18 +143,6 @@ def lines(plan: TrainingPlan, limit: int | None = None) -> Iterator[str]:
     for name, count in plan.host.items():
         yield f"  {name:{width}}  {size(count):>12} on the host"
     yield f"{plan.trained:,} of {plan.numbers:,} numbers train"
-
-
-def time_line(plan: TrainingPlan, rates: Rates) -> str:
-    """The least time of an optimiser step, and its parts."""
-    work = plan.work
-    exchanged = f", {size(work.exchanged)} from other ranks" if work.exchanged else ""
-    reached = f"{rates.flops / 1e12:g} TFLOP/s, {rates.memory / 1e12:g} TB/s"
-    reached += f" and {rates.network / 1e9:g} GB/s" if work.exchanged else ""
-    return (
-        f"at least {work.seconds(rates):.3g} s an optimiser step: {work.flops / 1e12:,.3g} TFLOP of products, "
-        f"{size(work.moved)} read and written by them{exchanged}, at {reached}"
-    )
 
 
 def _orthogonalised(objective: Any, recipe: Recipe, ranks: int) -> int:
