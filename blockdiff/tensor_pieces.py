@@ -124,19 +124,44 @@ def like(tensor: Tensor, local: Tensor) -> Tensor:
     return made
 
 
+@dataclass(frozen=True)
+class PlannedMesh:
+    """A mesh of one dimension, and its process group, that only a plan has: this process stands for the first rank.
+
+    What is cut over it leaves ordinary tensors, and collectives over it exchange nothing.
+    """
+
+    ranks: int
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.ranks
+
+    def rank(self) -> int:
+        """The place of this process among them."""
+        return 0
+
+    get_local_rank = rank
+
+    def get_group(self) -> PlannedMesh:
+        """The process group of the ranks."""
+        return self
+
+
 def keep_part(module: nn.Module, leaf: str, mesh: Any, dim: int) -> None:
     """Leave this process its part of a parameter or buffer, cut along `dim` over a mesh of one dimension as torch.chunk
     does."""
-    from torch.distributed.tensor import DTensor, Shard
-
     is_buffer = leaf in module._buffers
     whole = module.get_buffer(leaf) if is_buffer else module.get_parameter(leaf)
     part = whole.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
-    split = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+    if not isinstance(mesh, PlannedMesh):
+        from torch.distributed.tensor import DTensor, Shard
+
+        part = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
     if is_buffer:
-        module.register_buffer(leaf, split)
+        module.register_buffer(leaf, part)
     else:
-        module.register_parameter(leaf, nn.Parameter(split, requires_grad=whole.requires_grad))
+        module.register_parameter(leaf, nn.Parameter(part, requires_grad=whole.requires_grad))
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from blockdiff.data.chat import Example, ExampleImage
 from blockdiff.data.images import ImageReader, content_of, decoded, name_of
 from blockdiff.terminal import printable
 from blockdiff.training.build import checked_data
-from blockdiff.training.plan.rank import kept_bytes
+from blockdiff.training.plan.rank import cut_to_rank, kept_bytes
 from blockdiff.training.plan.training import dtypes_of
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
@@ -61,7 +61,7 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
     base = read_starting_model(recipe)
     corruption = corruption_of(recipe, base)
     objective = without_weights(recipe, base)
-    needs = kept_bytes(objective, recipe, 1, *dtypes_of(recipe, base))
+    needs = kept_bytes(cut_to_rank(objective, recipe), recipe, recipe.parallel.experts, *dtypes_of(recipe, base))
     model = show_shape(
         objective.model, recipe.model.path or f"preset {recipe.model.preset} (random weights)", show, needs
     )

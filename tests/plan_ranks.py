@@ -37,7 +37,7 @@ def held(recipe: Recipe, ranks: Ranks, tokens: int) -> int:
     checkpoint.draw_weights(model, 0, "float32", CPU)
     draw_adapters(model, 0, CPU, torch.float32)
     module: nn.Module = replicate(objective.train(), mesh)
-    batch = plans.worst_batch(recipe, model, tokens, recipe.train.batch_size // ranks.world)
+    batch = plans.worst_batch(recipe, model, tokens, recipe.train.batch_size * mesh.tensor // ranks.world)
 
     def work() -> None:
         losses = module(batch)
@@ -49,7 +49,7 @@ def held(recipe: Recipe, ranks: Ranks, tokens: int) -> int:
     # DDP has its gradients in buckets that it keeps, so they are in no trace. What gloo's threads hold for FSDP2's
     # exchanges goes when they are scheduled: the least of several traces has none of it.
     traces = 6 if mesh.shard == "full" else 1
-    is_replicated = mesh.shard == "none"
+    is_replicated = mesh.shard == "none" and mesh.tensor == 1
     buckets = sum(p.nbytes for p in objective.parameters() if is_replicated and p.requires_grad and not is_spread(p))
     return buckets + min(peak_memories(work, CPU, release, traces))
 

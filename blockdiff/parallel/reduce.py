@@ -10,6 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, autograd
 
+from blockdiff.tensor_pieces import PlannedMesh
+
 
 def copied(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x, which all ranks have, as each goes on alone with it: its gradient is the sum of theirs."""
@@ -31,8 +33,9 @@ def merged_log_sum(log_sum_N: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def stacked(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Every rank's x, [ranks, ...], without gradients; group: None is that of all processes."""
-    everyone = x.new_empty(dist.get_world_size(group), *x.shape)
-    dist.all_gather(list(everyone), x.detach().contiguous(), group=group)
+    everyone = x.new_empty(dist.get_world_size() if group is None else group.size(), *x.shape)
+    if not isinstance(group, PlannedMesh):
+        dist.all_gather(list(everyone), x.detach().contiguous(), group=group)
     return everyone
 
 
@@ -72,5 +75,6 @@ class _MergedLogSum(autograd.Function):
 
 def _total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.contiguous().clone()
-    dist.all_reduce(total, group=group)
+    if not isinstance(group, PlannedMesh):
+        dist.all_reduce(total, group=group)
     return total

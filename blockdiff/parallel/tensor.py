@@ -231,16 +231,21 @@ def split_mlp(module: nn.Module, mesh: DeviceMesh) -> None:
 def split_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     """Each rank has some whole experts, and runs them on all tokens: nothing is exchanged but the sum."""
     assert isinstance(module, Experts)
+    held = module.gate_up_proj.shape[0] // mesh.size()
     for leaf in [*module._parameters, *module._buffers]:
         keep_part(module, leaf, mesh, 0)
-    module.exchange = AllHere(mesh.get_group())
+    module.exchange = AllHere(mesh.get_group(), held)
 
 
 @dataclass(frozen=True, eq=False)
 class AllHere:
-    """The exchange of `Experts` where all ranks have all tokens: each runs its experts, and the results add up."""
+    """The exchange of `Experts` where all ranks have all tokens: each runs its experts, and the results add up.
+
+    held: how many experts a rank has.
+    """
 
     group: dist.ProcessGroup
+    held: int
 
     def __call__(
         self,
@@ -251,9 +256,8 @@ class AllHere:
         compute: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
         """See `exchange.Exchange`."""
-        held = experts // self.group.size()
-        index_Nk = index_Nk - self.group.rank() * held
-        index_Nk = torch.where((index_Nk >= 0) & (index_Nk < held), index_Nk, held)
+        index_Nk = index_Nk - self.group.rank() * self.held
+        index_Nk = torch.where((index_Nk >= 0) & (index_Nk < self.held), index_Nk, self.held)
         return summed(compute(copied(x_ND, self.group), index_Nk, copied(weight_Nk, self.group)), self.group)
 
 

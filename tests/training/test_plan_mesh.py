@@ -50,6 +50,8 @@ def test_a_rank_of_a_mesh_holds_what_is_planned(tree: dict[str, Any], tmp_path):
         ["parallel={experts: 2}"],
         ["parallel={shard: full, experts: 2}"],
         [],  # all weights on both
+        ["parallel={tensor: 2}"],
+        ["parallel={tensor: 2}", LORA],
     ]
     run_ranks(2, traced, tmp_path, tree, cases, TOKENS)
     found = json.loads((tmp_path / "held.json").read_text())
@@ -57,7 +59,9 @@ def test_a_rank_of_a_mesh_holds_what_is_planned(tree: dict[str, Any], tmp_path):
         plan = plans.plan_training(read_recipe(tree, case), ranks=2, device="cpu")
         apart = ("weights", "masters", "adapters", "optimiser", "given back late")  # of the last, see `plan_ranks`
         kept = sum(n for name, n in plan.parts.items() if name in apart)
-        assert plan.total - kept == pytest.approx(bytes_, rel=0.1), (case, (plan.total - kept) / bytes_)
+        # ranks that have all tokens are planned as if all of a token's experts lay on one
+        within = 0.15 if any("tensor" in each for each in case) else 0.1
+        assert plan.total - kept == pytest.approx(bytes_, rel=within), (case, (plan.total - kept) / bytes_)
         assert ("gathered layer" in plan.parts) == any("full" in each for each in case)
 
 

@@ -13,7 +13,7 @@ from blockdiff.errors import BlockdiffError, DataError
 from blockdiff.parallel.ranks import Ranks
 from blockdiff.training.data import Data
 from blockdiff.training.plan.changes import what_fits
-from blockdiff.training.plan.rank import kept_bytes, with_own_heads
+from blockdiff.training.plan.rank import cut_to_rank, kept_bytes
 from blockdiff.training.plan.training import MOST_ROWS, dtypes_of, plan_training, rows_of
 from blockdiff.training.progress import Progress
 from blockdiff.training.recipe import Recipe
@@ -60,7 +60,7 @@ def require_step(
 
 def _kept(objective: nn.Module, recipe: Recipe, base: StartingModel, ranks: Ranks) -> dict[str, int]:
     """Bytes that a rank keeps all the time, by what they hold."""
-    return kept_bytes(with_own_heads(objective, recipe), recipe, ranks.row_world, *dtypes_of(recipe, base))
+    return kept_bytes(cut_to_rank(objective, recipe), recipe, ranks.row_world, *dtypes_of(recipe, base))
 
 
 def _largest(data: Data, recipe: Recipe, ranks: Ranks) -> tuple[Batch | None, float]:

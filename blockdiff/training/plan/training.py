@@ -25,7 +25,7 @@ from blockdiff.training.activations import checkpoint_activations
 from blockdiff.training.muon import AT_ONCE
 from blockdiff.training.optimiser import matrices_of, trainable
 from blockdiff.training.plan.live_bytes import CHUNK
-from blockdiff.training.plan.rank import kept_bytes, sharding_ranks, split_experts, with_own_heads
+from blockdiff.training.plan.rank import cut_to_rank, kept_bytes, sharding_ranks
 from blockdiff.training.plan.step_bytes import GATHERED, LATE, Step, keep_one_of_each
 from blockdiff.training.recipe import Recipe
 from blockdiff.training.starting_model import StartingModel, computed_in, read_starting_model, without_weights
@@ -85,7 +85,7 @@ def plan_training(
     objective = without_weights(recipe, base, kernels_for(device), computed)
     weights = [*objective.parameters(), *objective.buffers()]
     numbers, trains = (sum(x.numel() for x in some) for some in (weights, [x for x in weights if x.requires_grad]))
-    objective = with_own_heads(objective, recipe)
+    objective = cut_to_rank(objective, recipe)
     model, ranks = objective.model.train(), ranks // recipe.parallel.tensor
     static = kept_bytes(objective, recipe, ranks, stored, computed)
     share, rows = -(-recipe.train.batch_size // ranks), rows_of(recipe, ranks)
@@ -94,7 +94,6 @@ def plan_training(
         batch, times = worst_batch(recipe, model, _longest(recipe, tokens), few), rows / few
     if ranks > 1 and not is_sharded and share > rows:  # DDP's buckets, beside what earlier micro-batches left
         static["buckets"] = static.get("gradients", 0)
-    split_experts(objective, recipe)
     orthogonalised = _orthogonalised(objective, recipe, ranks)
     counts = keep_one_of_each(model)
     if recipe.train.activation_checkpointing:
