@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.span_attention.gathered import Gathered
+from blockdiff.kernels.span_attention.gathered import Gathered, GatheredPool
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.layers.attention import Past
 from blockdiff.models.page_pool import Pool
@@ -49,7 +49,7 @@ class StepBuffers:
         self._stamps: list[int] = []  # of the rows when they were loaded
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._widths: dict[str, int] = {}  # of the block tables of each kind of layer
-        self._gathered: dict[int, tuple[Gathered, ...]] = {}  # by layer
+        self._gathered: dict[str, GatheredPool] = {}  # by kind of layer
         self._kept: dict[tuple[int, int], StepInputs] = {}  # by the first row of a call, and how many it has
 
     def load(self, rows: Sequence[PagedRow]) -> Hashable:
@@ -131,12 +131,11 @@ class StepBuffers:
                 pages = BlockTable(
                     table_BM, pages.lengths_B, pool.page_tokens, lengths=lengths, contents=contents, first=first
                 )
+            copies = self._gathered.setdefault(name, GatheredPool(pool.tensors)) if self.keeps else None
             for n, layer in enumerate(pool.layers):
-                copies: Sequence[Gathered | None] = [None] * len(pool.tensors)
-                if self.keeps:
-                    copies = self._gathered.setdefault(layer, tuple(Gathered() for _ in pool.tensors))
                 past[layer] = tuple(
-                    PagedTensor(x[n], pages, copy) for x, copy in zip(pool.tensors, copies, strict=True)
+                    PagedTensor(x[n], pages, None if copies is None else Gathered(copies, tensor, n))
+                    for tensor, x in enumerate(pool.tensors)
                 )
         return StepInputs(self._buffers["positions",][of], spans, rope, [past[layer] for layer in sorted(past)])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockdiff.kernels.span_attention import c as in_c
 from blockdiff.kernels.span_attention import torch as in_torch
-from blockdiff.kernels.span_attention.gathered import Gathered
+from blockdiff.kernels.span_attention.gathered import Gathered, GatheredPool
 from blockdiff.kernels.span_attention.paged import BlockTable, PagedTensor
 from blockdiff.spans import running_spans
 from tests.closeness import relative_error
@@ -30,7 +30,7 @@ def test_rows_that_grow_leave_and_are_cut_are_read_as_from_their_pages(canvases,
     pools = [torch.full((PAGES, P, K, d), torch.nan) for _ in range(2)]
     for pool in pools:
         pool[0] = 0
-    copies, of_c = [Gathered(), Gathered()], [Gathered(), Gathered()]
+    copies, of_c = (GatheredPool([pool[None] for pool in pools]) for _ in range(2))
     free, versions = list(range(1, PAGES)), [0] * PAGES
     rows: list[tuple[list[int], int]] = []  # pages and length
 
@@ -79,7 +79,7 @@ def test_rows_that_grow_leave_and_are_cut_are_read_as_from_their_pages(canvases,
             dense = [x.dense().double() for x in plain]
             truth, _ = reference.span_attention(q.double(), *dense, own_k.double(), own_v.double(), spans, 0.9)
             for attend, kept in ((in_torch.span_attention, copies), (in_c.span_attention, of_c)):
-                prefix = [PagedTensor(pool, pages, copy) for pool, copy in zip(pools, kept, strict=True)]
+                prefix = [PagedTensor(pool, pages, Gathered(kept, n, 0)) for n, pool in enumerate(pools)]
                 assert relative_error(attend(q, *prefix, own_k, own_v, spans, 0.9), truth) < 2e-6
                 if step % 7 == 6 and turn:
                     attend(q, *prefix, own_k * torch.nan, own_v * torch.nan, spans, 0.9)

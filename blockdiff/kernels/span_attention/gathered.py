@@ -7,7 +7,7 @@ is brought up to date by what the block table says of the pages: only pages whos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,14 +25,12 @@ SPARE_COLUMNS = 16  # columns are taken in multiples of so many, so that growing
 class Seen:
     """The columns of a table's rows that queries see: from `begins` on, at most so many.
 
-    spans: with these columns as the first; indices: where columns stand, by row and their begin and end, for all
-    tensors that lie in the same pages.
+    spans: with these columns as the first.
     """
 
     begins: list[int]
     columns: int
     spans: Spans | None
-    indices: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
 
 def seen_of(pages: BlockTable, spans: Spans | None = None) -> Seen:
@@ -66,68 +64,107 @@ class _Place:
     clean: int = 0
 
 
-class Gathered:
-    """The copy of one tensor of a layer for the rows of a set, each in its place: [places, K, columns, d]."""
+class GatheredPool:
+    """The copies of a pool's tensors for the rows of a set, each in its place: [layers, places, K, columns, d].
 
-    def __init__(self) -> None:
-        self._both_BKSd = torch.empty(0, 0, 0, 0)
+    tensors: the pool's [layers, pages, P, K, d]; the list may be given larger ones with the same contents.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._copies: list[Tensor] = []
         self._places: list[_Place] = []
         self._loaded: tuple[BlockTable, Seen] | None = None
+        self._has_own = False  # whether own tokens stand behind the prefixes that are loaded
+
+    def load(self, pages: BlockTable, seen: Seen, own: int) -> list[Tensor]:
+        """The copies of all tensors, with what is seen of a table's rows in them, and with room for `own` tokens."""
+        last, columns = pages.first + len(seen.begins), seen.columns + own
+        if len(self._places) < last or self._copies[0].shape[3] < columns:
+            self._make(last, columns)
+        if self._loaded != (pages, seen):
+            self._copy(pages, seen)
+            self._loaded, self._has_own = (pages, seen), False
+        if own and not self._has_own:
+            for place in self._places[pages.first : last]:
+                place.clean = min(place.clean, seen.columns)
+            self._has_own = True
+        return self._copies
+
+    def _make(self, places: int, columns: int) -> None:
+        """Have so many places of so many columns, all zeros; where it grows a quarter more, so that this is seldom."""
+        if self._copies:
+            has_places, has_columns = len(self._places), self._copies[0].shape[3]
+            places = max(has_places, places if places <= has_places else places * 5 // 4)
+            columns = max(has_columns, columns if columns <= has_columns else columns * 5 // 4)
+        columns = -(-columns // SPARE_COLUMNS) * SPARE_COLUMNS
+        self._copies = []  # the old ones go before the new ones come
+        self._copies = [x.new_zeros(len(x), places, x.shape[3], columns, x.shape[4]) for x in self._tensors]
+        self._places, self._loaded = [_Place(clean=columns) for _ in range(places)], None
+
+    def _copy(self, pages: BlockTable, seen: Seen) -> None:
+        """Have what is seen of rows in their places, and zeros after it up to the columns of the longest row."""
+        assert pages.lengths is not None
+        stale = [
+            (row, *run)
+            for row, (begin, end, contents) in enumerate(zip(seen.begins, pages.lengths, pages.contents, strict=True))
+            for run in _update(self._places[pages.first + row], begin, end, contents, seen.columns, pages.page_tokens)
+        ]
+        if not stale:
+            return
+        rows, firsts, counts = torch.tensor(stale, device=pages.table_BM.device).unbind(1)
+        row_N = rows.repeat_interleave(counts)
+        column_N = (firsts - counts.cumsum(0) + counts).repeat_interleave(counts)
+        column_N += torch.arange(len(column_N), device=column_N.device)
+        source_N = pages.places_of(row_N, column_N)
+        place_N = row_N + pages.first
+        column_N -= torch.tensor(seen.begins, device=column_N.device)[row_N]
+        for x, copy in zip(self._tensors, self._copies, strict=True):
+            copy.transpose(2, 3)[:, place_N, column_N] = x.flatten(1, 2).index_select(1, source_N)
+
+
+def _update(
+    place: _Place, begin: int, end: int, contents: Sequence[PageContent], columns: int, page_tokens: int
+) -> list[tuple[int, int]]:
+    """Note that a place has the columns [begin, end) of a row, and zeros after them up to so many columns.
+
+    Returns the runs of columns that have to be written to make it so, each as its first column and its length; what is
+    written from `end` on is zero.
+    """
+    fresh, zeros = begin, end  # where the columns begin that have to be copied, and those that have to be made zero
+    if place.begin == begin:
+        same = 0
+        while same < min(len(contents), len(place.contents)) and contents[same] == place.contents[same]:
+            same += 1
+        fresh = min(max(begin, same * page_tokens), place.end)
+    if end - begin >= place.end - place.begin:  # else what stood there is left behind it
+        zeros = max(end, begin + place.clean)
+    runs = [(fresh, end - fresh)] if fresh < end else []
+    if zeros < begin + columns:
+        runs.append((zeros, begin + columns - zeros))
+    place.begin, place.end, place.contents = begin, end, contents
+    place.clean = max(zeros - begin, columns)
+    return runs
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The copy of one tensor of one layer of a pool."""
+
+    pool: GatheredPool
+    tensor: int
+    layer: int
 
     def joined(self, prefix: PagedTensor, own_BTKd: Tensor, seen: Seen) -> Tensor:
         """The prefix and the own tokens [B, K, S, d] of the rows of a table, the prefix in the first `seen.columns`."""
-        both = self._with_room(prefix, seen, own_BTKd.shape[1])
+        both = self._loaded(prefix.pages, seen, own_BTKd.shape[1])
         both[:, :, seen.columns :].copy_(own_BTKd.transpose(1, 2))
-        for place in self._places[prefix.pages.first :][: len(both)]:
-            place.clean = min(place.clean, seen.columns)
         return both
 
     def prefix(self, prefix: PagedTensor, seen: Seen | None = None) -> Tensor:
         """The prefix [B, columns, K, d] of the rows of a table: what is seen of it (None: all of it)."""
-        return self._with_room(prefix, seen or seen_of(prefix.pages), 0).transpose(1, 2)
+        return self._loaded(prefix.pages, seen or seen_of(prefix.pages), 0).transpose(1, 2)
 
-    def _with_room(self, prefix: PagedTensor, seen: Seen, own: int) -> Tensor:
-        pages, columns = prefix.pages, seen.columns + own
-        last = pages.first + len(seen.begins)
-        if len(self._places) < last or self._both_BKSd.shape[2] < columns:
-            self._make(prefix.pool_NPKd, last, columns)
-        if self._loaded != (pages, seen):
-            for row in range(len(seen.begins)):
-                self._load(prefix, seen, row)
-            self._loaded = pages, seen
-        return self._both_BKSd[pages.first : last, :, :columns]
-
-    def _make(self, pool_NPKd: Tensor, places: int, columns: int) -> None:
-        """Have so many places of so many columns, all zeros; where it grows a quarter more, so that this is seldom."""
-        has_places, _, has_columns, _ = self._both_BKSd.shape
-        if has_places:
-            places = max(has_places, places if places <= has_places else places * 5 // 4)
-            columns = max(has_columns, columns if columns <= has_columns else columns * 5 // 4)
-        columns = -(-columns // SPARE_COLUMNS) * SPARE_COLUMNS
-        self._both_BKSd = pool_NPKd.new_zeros(places, pool_NPKd.shape[2], columns, pool_NPKd.shape[3])
-        self._places, self._loaded = [_Place(clean=columns) for _ in range(places)], None
-
-    def _load(self, prefix: PagedTensor, seen: Seen, row: int) -> None:
-        """Have what is seen of a row in its place, and zeros after it up to the columns of the longest row."""
-        pages, begin = prefix.pages, seen.begins[row]
-        assert pages.lengths is not None
-        end, contents = pages.lengths[row], pages.contents[row]
-        place, target_KSd = self._places[pages.first + row], self._both_BKSd[pages.first + row]
-        fresh = begin  # what has to be copied begins here
-        if place.begin == begin:
-            same = 0
-            while same < min(len(contents), len(place.contents)) and contents[same] == place.contents[same]:
-                same += 1
-            fresh = min(max(begin, same * pages.page_tokens), place.end)
-        if fresh < end:
-            if (row, fresh, end) not in seen.indices:
-                seen.indices[row, fresh, end] = pages.places_of(row, fresh, end)
-            taken = prefix.pool_NPKd.flatten(0, 1).index_select(0, seen.indices[row, fresh, end])
-            target_KSd[:, fresh - begin : end - begin] = taken.transpose(0, 1)
-        zeros = end - begin
-        if zeros >= place.end - place.begin:  # else what stood there is left behind it
-            zeros = max(zeros, place.clean)
-        if zeros < seen.columns:
-            target_KSd[:, zeros : seen.columns] = 0
-        place.begin, place.end, place.contents = begin, end, contents
-        place.clean = max(zeros, seen.columns)
+    def _loaded(self, pages: BlockTable, seen: Seen, own: int) -> Tensor:
+        copy = self.pool.load(pages, seen, own)[self.tensor][self.layer]
+        return copy[pages.first : pages.first + len(seen.begins), :, : seen.columns + own]

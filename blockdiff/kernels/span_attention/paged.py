@@ -56,10 +56,11 @@ class BlockTable:
         places_BS = page_BS * self.page_tokens + column % self.page_tokens
         return torch.where(column < self.lengths_B[:, None], places_BS, 0)
 
-    def places_of(self, row: int, begin: int, end: int) -> Tensor:
-        """The places of the columns [begin, end) of a row, counted in tokens over all pages."""
-        column = torch.arange(begin, end, device=self.table_BM.device)
-        return self.table_BM[row, column // self.page_tokens] * self.page_tokens + column % self.page_tokens
+    def places_of(self, row_N: Tensor, column_N: Tensor) -> Tensor:
+        """The places of columns of rows, counted in tokens over all pages; 0, where zeros are, after a row's length."""
+        page_N = self.table_BM[row_N, (column_N // self.page_tokens).clamp(max=self.table_BM.shape[1] - 1)]
+        places_N = page_N * self.page_tokens + column_N % self.page_tokens
+        return torch.where(column_N < self.lengths_B[row_N], places_N, 0)
 
 
 @dataclass(frozen=True, eq=False)
