@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdiff.cli import options
+from blockdiff.cli.model import ModelOptions, SamplingOptions, with_groups
 from blockdiff.cli.requests import user_message
 from blockdiff.errors import CheckpointError, DataError, RequestError
 from blockdiff.metrics import at_limit
@@ -33,8 +34,8 @@ HELP = """/image FILE    put an image into the next message (repeatable)
 A line that ends in a backslash goes on in the next one. Ctrl-C ends an answer, Ctrl-D the chat."""
 
 
+@with_groups
 def chat(
-    model: options.Model,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="A system message, put before the conversation.")
     ] = None,
@@ -42,12 +43,6 @@ def chat(
         bool, typer.Option("--thinking", metavar="", help="Ask for reasoning, which is shown first.")
     ] = False,
     image: options.Images = None,
-    seed: options.Seed = 0,
-    max_new_tokens: options.MaxNewTokens = None,
-    steps: options.MaxSteps = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    strategy: options.Strategy = None,
     entropy_bound: Annotated[
         float | None,
         typer.Option(
@@ -68,49 +63,40 @@ def chat(
             help="A canvas may stop when its mean entropy is below this.",
         ),
     ] = None,
-    draft_model: options.DraftModel = None,
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = None,
-    device: options.Device = "auto",
-    kernels: options.Kernels = "auto",
+    *,
+    opened: ModelOptions,
+    sampling: SamplingOptions,
 ) -> None:
     """Talk to a model; /help in the chat lists its commands, /quit ends it.
 
     Canvases are shown while they are denoised. Through a pipe every line is a
     message, and the answers go to stdout.
     """
-    from blockdiff.checkpoint import load
-    from blockdiff.checkpoint.files import find
-    from blockdiff.checkpoint.generation import Generation
-    from blockdiff.checkpoint.tokenizer import load_tokenizer
     from blockdiff.models.pages import Pages
-    from blockdiff.sampling import Sampler
     from blockdiff.terminal import quiet
 
     quiet()
-    directory = find(model)
     asked = {
-        "max_new_tokens": max_new_tokens,
-        "max_steps": steps,
+        "max_new_tokens": sampling.max_new_tokens,
+        "max_steps": sampling.steps,
         "entropy_bound": entropy_bound,
         "stability": stability,
         "confidence": confidence,
     }
-    settings = changed(Generation.from_pretrained(directory), asked)
-    chosen = options.strategy_of(model, None, strategy, temperature, top_p, settings, draft_model)
-    tokenizer = load_tokenizer(directory)
+    files = opened.files
+    settings, tokenizer = changed(files.generation(), asked), files.tokenizer()
     if not tokenizer.chat_template:
         raise CheckpointError(
-            f"{directory}: the tokenizer has no chat template, so there is no conversation to continue; train on "
+            f"{opened.place}: the tokenizer has no chat template, so there is no conversation to continue; train on "
             "messages (or with data.chat: true), or ask by `blockdiff sample --prompt`"
         )
-    weights = load(directory, dtype=dtype, device=device, kernels=kernels, quantize=quantize, draft_model=draft_model)
-    sampler = Sampler(weights, tokenizer, settings, strategy=chosen, pages=Pages(weights))  # room for a long talk
-    talk = Chat(sampler, system, seed, thinking)
+    sampler = opened.open(sampling.strategy_for(opened, settings), settings, tokenizer)
+    sampler.pages = Pages(sampler.model)  # room for a long talk
+    talk = Chat(sampler, system, sampling.seed, thinking)
     for each in image or ():
         talk.put(each)
     if talk.is_terminal:
-        talk.note(f"{model}: type a message; /help lists the commands, /quit ends the chat")
+        talk.note(f"{opened.model}: type a message; /help lists the commands, /quit ends the chat")
     for line in lines(talk.is_terminal):
         if line == "/quit":
             break
@@ -349,7 +335,8 @@ class Chat:
         text = ""
         if canvases:
             tokens = [token for canvas in canvases for token in canvas.tokens[: canvas.kept]]
-            text = self._print(parse(tokens, self._request([]), self.sampler.settings, canvases[0].prompt))
+            answer = parse(tokens, self._request([]), self.sampler.settings, canvases[0].prompt)
+            text = self._print(answer) if answer.text.strip() else ""
         self._remember(text, "ended before anything was committed; the message is taken back")
         if text:
             self.note("ended; what stands there is the answer")

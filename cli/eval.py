@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blockdiff.cli import options, together
+from blockdiff.cli.model import ModelOptions, SamplingOptions, with_groups
 from blockdiff.errors import BlockdiffError, RequestError
 from blockdiff.evals import TASKS
 from blockdiff.evals import task as find_task
@@ -23,13 +24,15 @@ from blockdiff.terminal import shown
 
 if TYPE_CHECKING:
     from blockdiff.data.rows import Row
+    from blockdiff.parallel.mesh import Mesh
+    from blockdiff.sampling.strategy import Strategy
 
 HARNESS = "lm-eval:"
 Say = Callable[[str], object]  # `print`, or nothing where stdout has JSON alone
 
 
+@with_groups
 def evaluate(
-    model: options.Model,
     task: Annotated[
         str,
         typer.Option(
@@ -60,13 +63,7 @@ def evaluate(
     system: options.System = None,
     thinking: options.Thinking = False,
     allow_control_tokens: options.AllowControlTokens = False,
-    seed: options.Seed = 0,
     best_of: options.BestOf = 1,
-    max_new_tokens: options.MaxNewTokens = None,
-    steps: options.MaxSteps = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    strategy: options.Strategy = None,
     compare: Annotated[
         str | None,
         typer.Option(
@@ -84,25 +81,19 @@ def evaluate(
     overwrite: options.Overwrite = False,
     as_json: options.AsJson = False,
     batch_size: options.BatchSize = 100,
-    checkpoint: options.Checkpoint = None,
-    adapter: options.Adapter = None,
-    draft_model: options.DraftModel = None,
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = None,
-    device: options.Device = "auto",
-    kernels: options.Kernels = "auto",
     tensor_parallel: options.TensorParallel = 1,
+    *,
+    opened: ModelOptions,
+    sampling: SamplingOptions,
 ) -> None:
     """Answer the rows of a task, and report accuracy and denoising steps per canvas together.
 
     A fine-tuned model can be better in one of the two and worse in the other.
     """
-    model = options.at_checkpoint(model, checkpoint)
+    model = opened.place
     if output == options.STREAM:
         as_json, output = True, None
     say: Say = _say_nothing if as_json else print
-    how: dict[str, Any] = dict(dtype=dtype, device=device, kernels=kernels, quantize=quantize)
-    own: dict[str, Any] = dict(adapter=adapter, draft_model=draft_model)  # of MODEL, not of --compare
     is_of_harness = task.startswith(HARNESS)
     if task == HARNESS:
         raise typer.BadParameter("name a task of the harness, such as lm-eval:gsm8k", param_hint="--task")
@@ -112,12 +103,9 @@ def evaluate(
     if is_of_harness:
         options.require_free(output, model, overwrite=overwrite)
         options.make_parent(output)
-        own["strategy"] = options.strategy_of(
-            options.readable(model), adapter, strategy, temperature, top_p, draft_model=draft_model
-        )
-        asked: dict[str, Any] = dict(seed=seed, steps=steps, batch_size=batch_size, max_gen_toks=max_new_tokens)
-        asked |= dict(chat=chat, limit=limit, thinking=thinking)
-        written = _by_harness(model, task, data, {**how, **own}, say, **asked)
+        asked: dict[str, Any] = dict(seed=sampling.seed, steps=sampling.steps, max_gen_toks=sampling.max_new_tokens)
+        asked |= dict(batch_size=batch_size, chat=chat, limit=limit, thinking=thinking)
+        written = _by_harness(opened, sampling.strategy_for(opened), task, data, say, **asked)
         _write(written, output, as_json)
         return
     if task not in TASKS:
@@ -126,7 +114,7 @@ def evaluate(
         raise typer.BadParameter(f"{task!r} is none of {', '.join(TASKS)}, {HARNESS}NAME{meant}", param_hint="--task")
     if data is None:
         raise typer.BadParameter("name the rows to answer", param_hint="--data")
-    mesh = together.join(tensor_parallel, device, model)
+    mesh = together.join(tensor_parallel, opened.device, model)
     if mesh is not None and not mesh.ranks.is_main:
         output = None
     from blockdiff.data.sources import Source, rows_of
@@ -145,20 +133,22 @@ def evaluate(
     options.require_free(output, model, compare, data, overwrite=overwrite)
     options.make_parent(output)
     quiet()
-    own["strategy"] = options.strategy_of(
-        options.readable(model), adapter, strategy, temperature, top_p, draft_model=draft_model
-    )
-    of_other = None if compare is None else options.strategy_of(compare, None, strategy, temperature, top_p)
-    settings: dict[str, Any] = dict(batch_size=batch_size, seed=seed, max_steps=steps, max_new_tokens=max_new_tokens)
-    settings |= dict(thinking=thinking, best_of=best_of, allow_control_tokens=allow_control_tokens)
-    if mesh is not None:
-        how["mesh"], settings["ranks"] = mesh, mesh.ranks
-    written = _report(model, {**how, **own}, rows, task, data, settings)
+    models = [opened]
+    if compare is not None:
+        models.append(replace(opened, model=compare, checkpoint=None, adapter=None, draft_model=None))
+    strategies = [sampling.strategy_for(each) for each in models]
+    settings: dict[str, Any] = dict(batch_size=batch_size, seed=sampling.seed, thinking=thinking, best_of=best_of)
+    settings |= dict(max_steps=sampling.steps, max_new_tokens=sampling.max_new_tokens)
+    settings |= dict(allow_control_tokens=allow_control_tokens) | ({} if mesh is None else {"ranks": mesh.ranks})
+    reports = [
+        _report(each, chosen, mesh, rows, task, data, settings) for each, chosen in zip(models, strategies, strict=True)
+    ]
     if compare is None:
+        [written] = reports
         _print_report(written, say)
     else:
-        other = _report(compare, {**how, "strategy": of_other}, rows, task, data, settings)
-        written = {"task": task, "data": data, **_compared(written, other, say)}
+        first, second = reports
+        written = {"task": task, "data": data, **_compared(first, second, say)}
     if mesh is None or mesh.ranks.is_main:
         _write(written, output, as_json)
 
@@ -177,19 +167,24 @@ def _say_nothing(*_: object) -> None:
 
 
 def _report(
-    model: str, how: dict[str, Any], rows: list[Row], task: str, data: str, settings: dict[str, Any]
+    opened: ModelOptions,
+    strategy: Strategy | None,
+    mesh: Mesh | None,
+    rows: list[Row],
+    task: str,
+    data: str,
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
     """The report of one model, whose weights are gone afterwards; RequestError where it answers no row."""
     from blockdiff.evals.run import evaluate as answer
     from blockdiff.evals.settings import settings_of
-    from blockdiff.sampling import Sampler
 
-    sampler = Sampler.from_pretrained(options.readable(model), **how)
+    sampler = opened.open(strategy, mesh=mesh)
     numbers = answer(sampler, rows, find_task(task), **settings)
     failed = _failures(numbers)
     if len(failed) == numbers["count"]:
-        raise RequestError(f"{model}: no row could be answered: {failed[0]}")
-    return {"model": model, "data": data, "settings": settings_of(sampler), **numbers}
+        raise RequestError(f"{opened.place}: no row could be answered: {failed[0]}")
+    return {"model": opened.place, "data": data, "settings": settings_of(sampler), **numbers}
 
 
 def _failures(report: dict[str, Any]) -> list[str]:
@@ -220,10 +215,10 @@ def _compared(first: dict[str, Any], second: dict[str, Any], say: Say) -> dict[s
 
 
 def _by_harness(
-    model: str,
+    opened: ModelOptions,
+    strategy: Strategy | None,
     task: str,
     directory: str | None,
-    how: dict[str, Any],
     say: Say,
     chat: bool,
     limit: int | None,
@@ -238,11 +233,10 @@ def _by_harness(
         raise BlockdiffError("lm-evaluation-harness is not there; pip install 'lm_eval>=0.4.13'") from None
     from blockdiff.evals.settings import settings_of
     from blockdiff.evals.summary import cost_lines
-    from blockdiff.sampling import Sampler
     from blockdiff.terminal import quiet
 
     quiet()
-    sampler = Sampler.from_pretrained(options.readable(model), **how)
+    sampler = opened.open(strategy)
     started = time.perf_counter()
     found = harness.evaluate(sampler, task.removeprefix(HARNESS).split(","), directory, chat=chat, limit=limit, **asked)
     seconds = time.perf_counter() - started
@@ -257,7 +251,8 @@ def _by_harness(
     settings = settings_of(sampler)
     settings["versions"]["lm_eval"] = importlib.metadata.version("lm_eval")
     kept: dict[str, Any] = {name: found.get(name) for name in ("results", "costs", "samples", "configs", "n-shot")}
-    return {"model": model, "task": task, "data": directory, "settings": settings, "seconds": seconds, **asked, **kept}
+    about = {"model": opened.place, "task": task, "data": directory, "settings": settings, "seconds": seconds}
+    return {**about, **asked, **kept}
 
 
 def _require_conversations(rows: list[Row], option: str) -> None:

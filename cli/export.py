@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from blockdiff.cli import options
+from blockdiff.cli.model import at_checkpoint
 
 
 def export(
@@ -40,7 +41,7 @@ def export(
         from blockdiff.checkpoint.push import require_hub_id
 
         require_hub_id(push)
-    source = options.at_checkpoint(source, checkpoint)
+    source = at_checkpoint(source, checkpoint)
     if (Path(source) / "trainer.json").is_file() and adapter is None:
         from blockdiff.training.export import consolidate
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from blockdiff import checkpoint
-from blockdiff.checkpoint.adapters import apart_from_adapter, base_of
+from blockdiff.checkpoint.adapters import base_of
 from blockdiff.checkpoint.added import added_in
 from blockdiff.checkpoint.files import ADDED, first_line, stored_tensors
+from blockdiff.checkpoint.opening import model_files
 from blockdiff.errors import CheckpointError
 from blockdiff.memory import of_training, size
 from blockdiff.models.adapters import adapt, is_adapted
@@ -25,7 +26,8 @@ def show_model(target: str, show: Progress) -> dict[str, Any]:
 
     Of an adapter the model that it adapts is shown, too.
     """
-    directory, adapter = apart_from_adapter(target)
+    files = model_files(target, with_weights=False)
+    directory, adapter = files.weights, files.adapter
     model = checkpoint.empty(checkpoint.read_config(directory))
     if adapter is None:
         freeze(model, (), trains_routers=False)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import re
 import sys
-import tempfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from blockdiff.errors import BlockdiffError, RequestError
+from blockdiff.errors import BlockdiffError
 from blockdiff.files import matching
-
-if TYPE_CHECKING:
-    from blockdiff.checkpoint.generation import Generation
-    from blockdiff.sampling.strategy import Strategy as SamplingStrategy
 
 # The groups of options in `--help`.
 PROMPTS, SAMPLING, CONTROL, OUTPUT, DEVICE = "Prompts", "Sampling", "Control", "Output", "Model and device"
@@ -284,48 +277,6 @@ TensorParallel = Annotated[
 ]
 
 
-def strategy_of(
-    model: str,
-    adapter: str | None,
-    strategy: str | None,
-    temperature: float | None,
-    top_p: float | None,
-    settings: Generation | None = None,
-    draft_model: str | None = None,
-) -> SamplingStrategy | None:
-    """The strategy that --strategy, --temperature and --top-p ask for; None where none of them is given.
-
-    settings: those of the model unless others are given; with a draft model the strategy is verified. Raises
-    typer.BadParameter for what cannot be.
-    """
-    strategy = strategy or (draft_model and "verified")
-    if strategy is None and temperature is None and top_p is None:
-        return None
-    from blockdiff.checkpoint import read_config
-    from blockdiff.checkpoint.adapters import apart_from_adapter, places_of
-    from blockdiff.checkpoint.files import GENERATION, holding
-    from blockdiff.checkpoint.generation import Generation
-    from blockdiff.models.family import family_of
-    from blockdiff.sampling.strategies import Verified, adjusted, as_strategy, head_of
-
-    config = read_config(apart_from_adapter(model)[0])
-    settings = settings or Generation.from_pretrained(holding([GENERATION], places_of(model, adapter)))
-    try:
-        chosen = as_strategy(strategy, settings, family_of(config).outline(config).denoises)
-        chosen = adjusted(chosen, temperature, top_p)
-    except RequestError as error:
-        raise typer.BadParameter(str(error)) from None
-    if draft_model is not None and not isinstance(chosen, Verified):
-        raise typer.BadParameter("a draft model drafts for --strategy verified alone", param_hint="--draft-model")
-    head = head_of(chosen)
-    if top_p is not None and head is not None and not head.temperature:
-        raise typer.BadParameter(
-            "this model takes the likeliest token at each place; give a --temperature above 0, too",
-            param_hint="--top-p",
-        )
-    return chosen
-
-
 def parse_columns(text: str | None) -> dict[str, str]:
     """`prompt=question,response=answer` as a dict; typer.BadParameter says what is wrong with it."""
     columns: dict[str, str] = {}
@@ -339,28 +290,6 @@ def parse_columns(text: str | None) -> dict[str, str]:
             raise typer.BadParameter(f"{role} appears twice", param_hint="--columns")
         columns[role] = column
     return columns
-
-
-def at_checkpoint(model: str, which: str | None) -> str:
-    """The directory of the checkpoint that is asked for of a run, or the model itself where none is."""
-    if which is None:
-        return model
-    from blockdiff.training.run import Run
-
-    return str(Run(Path(model)).checkpoint(which))
-
-
-@cache
-def readable(model: str) -> str:
-    """A model as it is, or a checkpoint of a run as a model in a directory that is removed when the process ends."""
-    if not (Path(model) / "trainer.json").is_file():
-        return model
-    from blockdiff.training.export import write_sampled
-
-    folder = tempfile.TemporaryDirectory(prefix="blockdiff-")
-    atexit.register(folder.cleanup)
-    write_sampled(Path(model), Path(folder.name) / "model")
-    return str(Path(folder.name) / "model")
 
 
 def require_free(path: Path | None, *inputs: str | Path | None, overwrite: bool = False) -> None:

@@ -93,16 +93,16 @@ def _sampling(
 ) -> tuple[list[str], dict[str, Any]]:
     """The plan of sampling as lines and as JSON values, of which `fits` is true where there is no limit."""
     from blockdiff import checkpoint
-    from blockdiff.checkpoint.adapters import apart_from_adapter
     from blockdiff.checkpoint.fp8 import form_below, is_fp8
+    from blockdiff.checkpoint.opening import model_files
     from blockdiff.memory import size
     from blockdiff.training.plan.sampling import plan_sampling
 
-    directory, adapter = apart_from_adapter(target)
-    config = checkpoint.read_config(directory)
-    if quantize is None and adapter is not None:
-        quantize = form_below(adapter)
-    made = plan_sampling(config, device=device, quantize=quantize, adapter=adapter)
+    files = model_files(target, with_weights=False)
+    config = checkpoint.read_config(files.weights)
+    if quantize is None and files.adapter is not None:
+        quantize = form_below(files.adapter)
+    made = plan_sampling(config, device=device, quantize=quantize, adapter=files.adapter)
     lines = [
         f"weights in {'fp8 and bf16' if is_fp8(config, quantize) else 'bf16':<16}{size(made.weights):>12}",
         f"cache of 1,000 tokens      {size(made.cache):>12} a row",

@@ -15,6 +15,7 @@ import typer
 
 from blockdiff.cli import options, together
 from blockdiff.cli.answers import Answers, fingerprint
+from blockdiff.cli.model import ModelOptions, SamplingOptions, with_groups
 from blockdiff.cli.requests import drawn, requests_of, with_options, with_system
 from blockdiff.cli.tally import AnsweredSoFar, Tally
 from blockdiff.errors import RequestError
@@ -28,8 +29,8 @@ TRACE_KINDS = (".html", ".jsonl", ".png", ".gif")
 DRAWN = 16  # the number of requests that a page or a picture traces; a JSONL trace has all of them
 
 
+@with_groups
 def sample(
-    model: options.Model,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -54,16 +55,10 @@ def sample(
     system: options.System = None,
     thinking: options.Thinking = False,
     allow_control_tokens: options.AllowControlTokens = False,
-    seed: options.Seed = 0,
     answers_per_prompt: Annotated[
         int, typer.Option("-n", min=1, metavar="N", rich_help_panel=options.SAMPLING, help="Answers to each prompt.")
     ] = 1,
     best_of: options.BestOf = 1,
-    max_new_tokens: options.MaxNewTokens = None,
-    steps: options.MaxSteps = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    strategy: options.Strategy = None,
     scores: Annotated[
         bool,
         typer.Option(
@@ -113,14 +108,10 @@ def sample(
         bool,
         typer.Option("--no-graphs", metavar="", rich_help_panel=options.DEVICE, help="On a GPU: use no CUDA graphs."),
     ] = False,
-    checkpoint: options.Checkpoint = None,
-    adapter: options.Adapter = None,
-    draft_model: options.DraftModel = None,
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = None,
-    device: options.Device = "auto",
-    kernels: options.Kernels = "auto",
     tensor_parallel: options.TensorParallel = 1,
+    *,
+    opened: ModelOptions,
+    sampling: SamplingOptions,
 ) -> None:
     """Answer one prompt, one chat message, or a file of prompts.
 
@@ -138,10 +129,10 @@ def sample(
         raise typer.BadParameter("stdin is read for --prompts already", param_hint="--json-schema")
     if tensor_parallel > 1 and options.STREAM in (prompts, json_schema):
         raise typer.BadParameter("its processes cannot share stdin; name a file", param_hint="--tensor-parallel")
-    model = options.at_checkpoint(model, checkpoint)
-    mesh = together.join(tensor_parallel, device, model)
+    model = opened.place
+    mesh = together.join(tensor_parallel, opened.device, model)
     from blockdiff.cli.live import Watcher
-    from blockdiff.sampling import Recorder, Request, Sampler
+    from blockdiff.sampling import Recorder, Request
     from blockdiff.sampling.constraints.byte_automaton import of_regex
     from blockdiff.sampling.controls.template import parse_template
     from blockdiff.terminal import quiet
@@ -163,7 +154,7 @@ def sample(
     entries = [with_options(entry, **asked, **controls) for entry in entries]
     if system is not None:
         entries = [with_system(entry, system) for entry in entries]
-    wanted = list(drawn(entries, answers_per_prompt, seed))
+    wanted = list(drawn(entries, answers_per_prompt, sampling.seed))
     entries = [each.entry for each in wanted]
 
     if mesh is not None and not mesh.ranks.is_main:
@@ -173,15 +164,13 @@ def sample(
     for written in (output, trace):
         options.make_parent(written)
     quiet()
-    ranks = _ranks(device, output, trace, stream) if mesh is None else mesh.ranks
-    chosen = options.strategy_of(
-        options.readable(model), adapter, strategy, temperature, top_p, draft_model=draft_model
-    )
-    settings = dict(seed=seed, max_new_tokens=max_new_tokens, max_steps=steps, strategy=chosen, exact=exact)
+    ranks = _ranks(opened.device, output, trace, stream) if mesh is None else mesh.ranks
+    chosen = sampling.strategy_for(opened)
+    numbers = dict(seed=sampling.seed, max_new_tokens=sampling.max_new_tokens, max_steps=sampling.steps)
     model_name = Path(model).resolve() if Path(model).exists() else model
-    identity = {**settings, "model": str(model_name), "dtype": dtype} | ({"adapter": adapter} if adapter else {})
-    identity |= {"quantize": quantize} if quantize else {}
-    identity |= {"draft_model": draft_model} if draft_model else {}
+    identity = {**numbers, "strategy": chosen, "exact": exact, "model": str(model_name), "dtype": opened.dtype}
+    parts = {name: getattr(opened, name) for name in ("adapter", "quantize", "draft_model")}
+    identity |= {name: part for name, part in parts.items() if part}
     answers = Answers(
         output, [fingerprint(entry, identity) for entry in entries], ranks.rank, is_alone=ranks.row_world == 1
     )
@@ -189,17 +178,7 @@ def sample(
         answers.keep(overwrite and ranks.is_main)
     answered_before = len(answers.written)
     mine = ranks.agree(answers.missing)[ranks.row_rank :: ranks.row_world]
-    sampler = Sampler.from_pretrained(
-        options.readable(model),
-        dtype=dtype,
-        device=str(ranks.device) if ranks.world > 1 else device,
-        kernels=kernels,
-        strategy=chosen,
-        adapter=adapter,
-        mesh=mesh,
-        quantize=quantize,
-        draft_model=draft_model,
-    )
+    sampler = opened.open(chosen, mesh=mesh, device=str(ranks.device) if ranks.world > 1 else None)
 
     recorder = view = None
     if trace is not None:
@@ -209,9 +188,7 @@ def sample(
         view = Watcher(sampler.tokenizer, several=gives_lines or max(answers_per_prompt, best_of) > 1)
     results = sampler.stream(
         [entries[place] for place in mine],
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        max_steps=steps,
+        **numbers,
         batch_size=batch_size,
         on_canvas=_each(recorder and recorder.canvas, view and view.canvas),
         on_step=_each(recorder and recorder.step, view and view.is_live and view.step),
@@ -256,7 +233,7 @@ def sample(
     if not tally.counts["answered"] and not answered_before:
         raise RequestError(tally.first_error or "no request could be answered")
     if is_file:
-        tally.say(answered_before, progress.seconds, steps or sampler.generation.max_steps)
+        tally.say(answered_before, progress.seconds, sampling.steps or sampler.generation.max_steps)
     elif view is None or view.several:
         for place in sorted(texts):
             _say_answer(texts[place])

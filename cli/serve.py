@@ -6,12 +6,14 @@ import logging
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blockdiff.cli import options
+from blockdiff.cli.model import ModelOptions, with_groups
 from blockdiff.errors import BlockdiffError
 
 if TYPE_CHECKING:
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 SERVER = "Server"  # the group of options in --help
 
 
+@with_groups
 def serve(
-    model: options.Model,
     host: Annotated[
         str | None, typer.Option(metavar="HOST", rich_help_panel=SERVER, help="Address to listen on (127.0.0.1).")
     ] = None,
@@ -44,12 +46,8 @@ def serve(
         typer.Option(metavar="FILE", rich_help_panel=SERVER, help="YAML with these options, limits and more."),
     ] = None,
     strategy: options.Strategy = None,
-    adapter: options.Adapter = None,
-    draft_model: options.DraftModel = None,
-    dtype: options.Dtype = "auto",
-    quantize: options.Quantize = None,
-    device: options.Device = "auto",
-    kernels: options.Kernels = "auto",
+    *,
+    opened: ModelOptions,
 ) -> None:
     """Answer OpenAI's protocol, and a page, with a model.
 
@@ -60,13 +58,13 @@ def serve(
         import uvicorn
         from sse_starlette.sse import AppStatus
 
-        from blockdiff.serving.settings import read_settings
+        from blockdiff.serving.settings import MODEL_KEYS, read_settings
     except ImportError as error:
         raise BlockdiffError(
             f"blockdiff serve needs the package {error.name}; pip install 'blockdiff[serve]'"
         ) from None
     given = dict(host=host, port=port, api_key_file=api_key_file, max_rows=max_rows)
-    given |= dict(adapter=adapter, quantize=quantize, draft_model=draft_model)
+    given |= {name: getattr(opened, name) for name in MODEL_KEYS}
     settings = read_settings(config, given)
     access = settings.access()
     if not settings.is_local and not access.keys and not no_key:
@@ -75,24 +73,14 @@ def serve(
             param_hint="--host",
         )
     listener = _listener(settings)  # before the weights are read
-    from blockdiff.sampling import Sampler
     from blockdiff.serving import app
     from blockdiff.terminal import quiet
 
     quiet()
-    sampler = Sampler.from_pretrained(
-        model,
-        dtype=dtype,
-        device=device,
-        kernels=kernels,
-        strategy=strategy,
-        adapter=settings.adapter,
-        quantize=settings.quantize,
-        draft_model=settings.draft_model,
-    )
+    sampler = replace(opened, **settings.model_options()).open(strategy)
     if sampler.tokenizer is not None and not sampler.tokenizer.chat_template:
         print("blockdiff: the tokenizer has no chat template, so only /v1/completions is answered", file=sys.stderr)
-    names = tuple(dict.fromkeys((settings.name or Path(model).resolve().name, model)))
+    names = tuple(dict.fromkeys((settings.name or Path(opened.model).resolve().name, opened.model)))
     asgi = app(sampler, names=names, limits=settings.limits, access=access, **settings.engine_options())
     _log_to_stderr()
     server = uvicorn.Server(

@@ -58,7 +58,7 @@ def _refuse(count: int, device: str, model: str) -> None:
     import torch
 
     from blockdiff.checkpoint import empty, read_config
-    from blockdiff.checkpoint.adapters import apart_from_adapter
+    from blockdiff.checkpoint.opening import model_files
     from blockdiff.checkpoint.read import resolve_device
     from blockdiff.parallel.tensor import refuse_uneven
 
@@ -70,7 +70,7 @@ def _refuse(count: int, device: str, model: str) -> None:
             f"this machine has {there} {what}{'s' * (there != 1)}; a process needs one of its own",
             param_hint="--tensor-parallel",
         )
-    refuse_uneven(empty(read_config(apart_from_adapter(model)[0]), "torch"), count)
+    refuse_uneven(empty(read_config(model_files(model, with_weights=False).weights), "torch"), count)
 
 
 def launch(count: int, command: Sequence[str]) -> int:

@@ -8,7 +8,8 @@ from blockdiff.checkpoint.files import Carried
 from blockdiff.checkpoint.generation import Generation, SpecialTokens, default_generation, special_tokens
 from blockdiff.checkpoint.images import empty_image_side, with_image_side
 from blockdiff.checkpoint.merging import export
-from blockdiff.checkpoint.read import dtype_of, empty, load, load_weights
+from blockdiff.checkpoint.opening import load
+from blockdiff.checkpoint.read import dtype_of, empty, load_weights
 from blockdiff.checkpoint.write import save
 
 __all__ = [

@@ -17,7 +17,7 @@ from blockdiff.checkpoint.adapter_base import BASE, base_record, require_base, r
 from blockdiff.checkpoint.adapter_config import config_of, low_rank_of, require_plain, tokens_of
 from blockdiff.checkpoint.adapter_names import PREFIX, WEIGHTS, Part, adapts_images, hub_module, parts_in, peft_names
 from blockdiff.checkpoint.files import ADAPTER_CONFIG as CONFIG
-from blockdiff.checkpoint.files import GENERATION, find, read_json
+from blockdiff.checkpoint.files import GENERATION, read_json
 from blockdiff.checkpoint.fp8 import FORM, form_of
 from blockdiff.checkpoint.fused_adapters import apart, fused
 from blockdiff.checkpoint.gathering import Gathering
@@ -179,28 +179,6 @@ def base_of(directory: str | Path) -> str:
         raise CheckpointError(f"{directory}: does not say what it adapts; name the model, and this as its adapter")
     beside = Path(directory) / str(base)
     return str(beside if not Path(base).exists() and beside.is_dir() else base)
-
-
-def apart_from_adapter(path_or_hub_id: str | Path) -> tuple[Path, Path | None]:
-    """The directory of a model's config, and that of the adapter which was named in the model's place, if it was.
-
-    Of a repository on the Hub only the small files are fetched. Raises CheckpointError for what is not there.
-    """
-    directory = find(path_or_hub_id, with_weights=False)
-    if not has_adapter(directory):
-        return directory, None
-    return find(base_of(directory), with_weights=False), directory
-
-
-def places_of(path_or_hub_id: str | Path, adapter: str | Path | None = None) -> tuple[Path, ...]:
-    """The places where the tokenizer and the settings of a model may lie: beside its adapter, then beside its weights.
-
-    The same arguments as in `load`. Raises CheckpointError for what is not there.
-    """
-    directory = find(path_or_hub_id)
-    if adapter is not None:
-        return find(adapter), directory
-    return (directory, find(base_of(directory), with_weights=False)) if has_adapter(directory) else (directory,)
 
 
 def _to_peft(model: BlockDiffusionModel) -> dict[str, TensorSource]:

@@ -8,7 +8,8 @@ import torch
 
 from blockdiff.checkpoint.added import added_to, fill
 from blockdiff.checkpoint.create import drawn
-from blockdiff.checkpoint.read import empty, load
+from blockdiff.checkpoint.opening import load
+from blockdiff.checkpoint.read import empty
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.models.family import BlockDiffusionModel, family_of

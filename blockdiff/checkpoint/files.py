@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -135,12 +135,6 @@ def find(path_or_hub_id: str | Path, with_weights: bool = True) -> Path:
         raise CheckpointError(
             f"{path_or_hub_id}: no such directory, and not to be had from the Hub ({reason})"
         ) from error
-
-
-def holding(names: Iterable[str], places: Sequence[Path]) -> Path:
-    """The first of some directories that holds one of these files; the last where none does."""
-    wanted = tuple(names)
-    return next((place for place in places if any((place / name).is_file() for name in wanted)), places[-1])
 
 
 def require_regular(file: Path) -> None:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from blockdiff.checkpoint.adapter_base import require_base, warn_of_other_weights
 from blockdiff.checkpoint.adapter_names import Part, adapts_images
-from blockdiff.checkpoint.adapters import base_of, check_parts, has_adapter, load_adapter, read_adapter, save_adapter
+from blockdiff.checkpoint.adapters import base_of, check_parts, load_adapter, read_adapter, save_adapter
 from blockdiff.checkpoint.added import read_added
 from blockdiff.checkpoint.config import read_config
-from blockdiff.checkpoint.files import find
 from blockdiff.checkpoint.fp8 import check_quantize, chosen_layers, form_below, rounds_inputs
 from blockdiff.checkpoint.images import with_image_side
+from blockdiff.checkpoint.opening import model_files
 from blockdiff.checkpoint.read import carried_by, empty, resolve_device, resolve_dtype, stored_fp8, stored_weights
 from blockdiff.checkpoint.stream import TensorSource
 from blockdiff.checkpoint.write import save
@@ -55,11 +55,8 @@ def export(
     CheckpointError.
     """
     check_quantize(quantize)
-    place = find(source)
-    if adapter is not None and has_adapter(place):
-        raise CheckpointError(f"{source}: is an adapter itself; name the model that {adapter} adapts")
-    beside = find(adapter) if adapter is not None else place if has_adapter(place) else None
-    weights = find(base_of(place)) if adapter is None and beside is not None else place
+    files = model_files(source, adapter)
+    weights, beside = files.weights, files.adapter
     model = empty(read_config(weights), "torch")
     below = None if beside is None else form_below(beside)
     if beside is not None:

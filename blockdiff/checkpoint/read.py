@@ -1,4 +1,4 @@
-"""`load`: a checkpoint becomes a model, tensor by tensor."""
+"""`load_weights`: an empty model gets the weights of a checkpoint, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -13,80 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff import memory
-from blockdiff.checkpoint.adapter_base import require_base, warn_of_other_weights
-from blockdiff.checkpoint.adapters import base_of, has_adapter, load_adapter, places_of
 from blockdiff.checkpoint.added import added_to, fill, listed, read_added, shapes_of
 from blockdiff.checkpoint.assembled import Assembled, assembled, read_assembled, read_fp8, read_whole, stored_apart
 from blockdiff.checkpoint.config import read_config
 from blockdiff.checkpoint.files import (
     DTYPES,
     SIDE_FILES,
-    VOCABULARY_FILES,
     Carried,
     Stored,
     find,
-    holding,
     read_blocks,
     stored_tensors,
 )
-from blockdiff.checkpoint.fp8 import chosen_layers, form_below, rounds_inputs
 from blockdiff.checkpoint.stream import TensorSource
-from blockdiff.checkpoint.tokenizer import require_same_tokens
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.torch import quantised
 from blockdiff.layers.fp8 import SCALE, is_scale
 from blockdiff.models.adapters import is_adapter
-from blockdiff.models.drafted import Drafted, require_drafter
 from blockdiff.models.family import BlockDiffusionModel, family_of
-from blockdiff.models.fp8 import fp8_layers, layers_in_fp8, put_in_fp8
+from blockdiff.models.fp8 import fp8_layers, layers_in_fp8
 from blockdiff.models.names import Names
 from blockdiff.tensor_pieces import Block, is_spread, local_of, piece_of
-
-
-def load(
-    path_or_hub_id: str | Path,
-    dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "auto",
-    kernels: str = "auto",
-    model: type[BlockDiffusionModel] | None = None,
-    adapter: str | Path | None = None,
-    quantize: str | None = None,
-    draft_model: str | Path | None = None,
-) -> BlockDiffusionModel:
-    """A model from a Hub-layout directory or a Hub id, in evaluation mode: see `empty` and `load_weights`.
-
-    dtype: "auto" is the one that is stored. adapter: a directory in PEFT's format whose adapters the model gets; the
-    directory of an adapter may also stand in place of the model's, whose name it then brings. Settings and tokenizer
-    beside the adapter go before the model's.
-    quantize: "fp8" rounds the weights of linear layers and experts to fp8, one tensor after the other, and lets them
-    stand still; with "fp8-dynamic" their products take inputs in fp8, too, every token with a scale of its own; "none"
-    makes what is stored in fp8 weights like others; None leaves each as it is stored, below an adapter as it was
-    trained over them.
-    draft_model: a canvas model of the same tokenizer, which makes the model a `Drafted` one for verified canvases. It
-    has the same dtype, device and kernels, and neither the adapter nor the rounding.
-    """
-    if draft_model is not None:
-        require_same_tokens(draft_model, holding(VOCABULARY_FILES, places_of(path_or_hub_id, adapter)))
-    directory = find(path_or_hub_id)
-    if adapter is None and has_adapter(directory):
-        directory, adapter = find(base_of(directory)), directory
-    hollow = empty(read_config(directory), kernels, model)
-    if quantize is None and adapter is not None:
-        quantize = form_below(adapter)
-    if adapter is not None:
-        require_base(find(adapter), hollow)
-        warn_of_other_weights(find(adapter), directory)
-    drafter = None if draft_model is None else load(draft_model, dtype, device, kernels)
-    if drafter is not None:
-        require_drafter(hollow, drafter)
-    put_in_fp8(hollow, chosen_layers(hollow, directory, quantize), rounds_inputs(hollow.config, quantize))
-    loaded = load_weights(hollow, directory, dtype, device)
-    if adapter is not None:
-        load_adapter(loaded, adapter)
-        loaded.carried = loaded.carried.over(Path(adapter))
-    return loaded if drafter is None else Drafted(loaded, drafter).eval()
 
 
 def empty(

@@ -20,17 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, autograd, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from blockdiff import checkpoint
-from blockdiff.checkpoint.adapter_base import warn_of_other_weights
-from blockdiff.checkpoint.adapters import base_of, fill_adapters, has_adapter
 from blockdiff.checkpoint.added import fill
-from blockdiff.checkpoint.files import find
-from blockdiff.checkpoint.fp8 import chosen_layers, form_below, rounds_inputs
+from blockdiff.checkpoint.opening import load_files, model_files
 from blockdiff.errors import RunError
 from blockdiff.layers.experts import Experts
-from blockdiff.models.adapters import adapt, is_adapter
+from blockdiff.models.adapters import is_adapter
 from blockdiff.models.family import BlockDiffusionModel, family_of
-from blockdiff.models.fp8 import layers_in_fp8, put_in_fp8
+from blockdiff.models.fp8 import layers_in_fp8
 from blockdiff.parallel.exchange import expert_parallel
 from blockdiff.parallel.mesh import Mesh
 from blockdiff.parallel.tensor import tensor_parallel
@@ -74,24 +70,15 @@ def load_split(
 
     Tensors in fp8 are read whole, one after the other on the host, and rounded there.
     """
-    directory = find(path_or_hub_id)
-    if adapter is None and has_adapter(directory):
-        directory, adapter = find(base_of(directory), with_weights=False), directory
-    model = checkpoint.empty(checkpoint.read_config(directory), kernels)
-    if quantize is None and adapter is not None:
-        quantize = form_below(adapter)
-    put_in_fp8(model, chosen_layers(model, find(directory), quantize), rounds_inputs(model.config, quantize))
-    adapted = None if adapter is None else checkpoint.read_adapter(adapter, model)
-    if adapter is not None and mesh.ranks.is_main:
-        warn_of_other_weights(find(adapter), find(directory))
-    if adapted is not None:
-        adapt(model, adapted.modules, adapted.tokens)
-    split(model, mesh, checkpoint.dtype_of(dtype, str(directory)))
-    checkpoint.load_weights(model, directory, dtype, mesh.ranks.device)
-    if adapted is not None:
-        fill_adapters(model, adapted.parts, str(adapter))
-        model.carried = model.carried.over(Path(str(adapter)))
-    return model
+    return load_files(
+        model_files(path_or_hub_id, adapter),
+        dtype,
+        mesh.ranks.device,
+        kernels,
+        quantize=quantize,
+        spread=lambda model, kept_in: split(model, mesh, kept_in),
+        warns=mesh.ranks.is_main,
+    )
 
 
 def _shard(model: BlockDiffusionModel, mesh: Mesh, computes_in: torch.dtype | None) -> None:

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from blockdiff.checkpoint import load
-from blockdiff.checkpoint.adapters import places_of
 from blockdiff.checkpoint.diffusion import DiffusionSettings
-from blockdiff.checkpoint.files import GENERATION, VOCABULARY_FILES, holding
 from blockdiff.checkpoint.generation import Generation
-from blockdiff.checkpoint.tokenizer import load_tokenizer
+from blockdiff.checkpoint.opening import model_files
 from blockdiff.errors import RequestError
 from blockdiff.models.pages import PAGE_TOKENS, Pages
 from blockdiff.sampling.idle_engine import IdleEngine, Purpose
@@ -106,16 +104,17 @@ class Sampler:
         mesh: Mesh | None = None,
         quantize: str | None = None,
         draft_model: str | Path | None = None,
+        generation: Generation | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Sampler:
         """A sampler from a checkpoint directory or a Hub id, with its tokenizer and settings; the rest as in `load`.
 
         adapter: a directory in PEFT's format; a tokenizer and settings beside it go before the model's. What cannot be
         used is refused before the weights are read. mesh: over which ranks the weights are split; each then makes the
-        same calls.
+        same calls. generation, tokenizer: replace those of the checkpoint.
         """
-        places = places_of(path_or_hub_id, adapter)
-        generation = Generation.from_pretrained(holding([GENERATION], places))
-        tokenizer = load_tokenizer(holding(VOCABULARY_FILES, places))
+        files = model_files(path_or_hub_id, adapter, with_weights=False)
+        generation, tokenizer = generation or files.generation(), tokenizer or files.tokenizer()
         strategy = None if strategy is None else as_strategy(strategy, generation)
         if mesh is not None and mesh.is_split:
             from blockdiff.parallel.shard import load_split

@@ -34,7 +34,7 @@ class Replica:
     """One engine with the server's application around it."""
 
     def __init__(self, given: Settings):
-        sampler = Sampler.from_pretrained(given.model, adapter=given.adapter, quantize=given.quantize)
+        sampler = Sampler.from_pretrained(given.model, **given.model_options())
         options = dict(names=(given.name or "blockdiff",), limits=given.limits, **given.engine_options())
         self._app = application.app(sampler, access=Access(hosts=None), **options)  # the front checks who asks
 

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from blockdiff.errors import BlockdiffError
 from blockdiff.serving.limits import LOOPBACK, Access, Limits
 
+MODEL_KEYS = ("adapter", "draft_model", "quantize")
+
 
 class ServeSettings(BaseModel):
     """The keys of serve.yaml; what is not said is as here.
@@ -50,6 +52,10 @@ class ServeSettings(BaseModel):
         names = (*LOOPBACK, *self.hosts)
         hosts = names if self.is_local and "*" not in self.hosts else None
         return Access(self._keys(), hosts, tuple(self.origins))
+
+    def model_options(self) -> dict[str, Any]:
+        """The options of `Sampler.from_pretrained` that the file may say."""
+        return {name: getattr(self, name) for name in MODEL_KEYS}
 
     def engine_options(self) -> dict[str, Any]:
         """The options of `AsyncEngine`."""

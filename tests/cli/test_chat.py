@@ -43,12 +43,16 @@ class Answers:
     def excess(self, request: Request) -> int:
         return sum(len(message["content"]) for message in request.messages or ()) - self.positions
 
+    def text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens))
+
     def generate(self, requests: list[Request], on_canvas: Any, **_: Any) -> list[Result]:
         self.asked.append([(message["role"], message["content"]) for message in requests[0].messages or ()])
         answer = self.answers.pop(0)
         if isinstance(answer, BaseException):
             if answer.args:  # what was committed before
-                on_canvas(CommittedCanvas(requests[0].id, 0, "", [1], 1, answer.args[0], 3, None))
+                tokens = self.tokenizer(answer.args[0], add_special_tokens=False)["input_ids"]
+                on_canvas(CommittedCanvas(requests[0].id, 0, "", tokens, len(tokens), answer.args[0], 3, None))
             raise answer
         if isinstance(answer, Result):
             return [answer]

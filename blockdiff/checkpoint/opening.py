@@ -1,0 +1,129 @@
+"""`load`: a model is opened, with what goes with its weights: an adapter, rounding to fp8, a draft model.
+
+`ModelFiles` says which files those are, so that tokenizer and settings are found in the same way without the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockdiff.checkpoint.adapter_base import warn_of_other_weights
+from blockdiff.checkpoint.adapters import base_of, fill_adapters, has_adapter, read_adapter
+from blockdiff.checkpoint.config import read_config
+from blockdiff.checkpoint.files import GENERATION, VOCABULARY_FILES, find
+from blockdiff.checkpoint.fp8 import chosen_layers, form_below, rounds_inputs
+from blockdiff.checkpoint.generation import Generation
+from blockdiff.checkpoint.read import dtype_of, empty, load_weights
+from blockdiff.checkpoint.tokenizer import load_tokenizer, require_same_tokens
+from blockdiff.errors import CheckpointError
+from blockdiff.models.adapters import adapt
+from blockdiff.models.drafted import Drafted, require_drafter
+from blockdiff.models.family import BlockDiffusionModel
+from blockdiff.models.fp8 import put_in_fp8
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The directories of a model: that of its weights, and that of the adapter over them (None: there is none).
+
+    A tokenizer and settings beside the adapter go before those beside the weights.
+    """
+
+    weights: Path
+    adapter: Path | None = None
+
+    def holding(self, *names: str) -> Path:
+        """The directory that has one of these files; that of the weights where neither has."""
+        if self.adapter is not None and any((self.adapter / name).is_file() for name in names):
+            return self.adapter
+        return self.weights
+
+    def tokenizer(self) -> Any:
+        """The tokenizer; CheckpointError where there is none."""
+        return load_tokenizer(self.holding(*VOCABULARY_FILES))
+
+    def generation(self) -> Generation:
+        """The settings of generation."""
+        return Generation.from_pretrained(self.holding(GENERATION))
+
+
+def model_files(path_or_hub_id: str | Path, adapter: str | Path | None = None, with_weights: bool = True) -> ModelFiles:
+    """The directories of a model by the names that `load` takes; CheckpointError for what is not there.
+
+    Without weights only the small files beside them are fetched from the Hub.
+    """
+    directory = find(path_or_hub_id, with_weights)
+    if not has_adapter(directory):
+        return ModelFiles(directory, None if adapter is None else find(adapter, with_weights))
+    if adapter is not None:
+        raise CheckpointError(f"{path_or_hub_id}: is an adapter itself; name the model that {adapter} adapts")
+    return ModelFiles(find(base_of(directory), with_weights), directory)
+
+
+def load(
+    path_or_hub_id: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    kernels: str = "auto",
+    model: type[BlockDiffusionModel] | None = None,
+    adapter: str | Path | None = None,
+    quantize: str | None = None,
+    draft_model: str | Path | None = None,
+) -> BlockDiffusionModel:
+    """A model from a Hub-layout directory or a Hub id, in evaluation mode: see `empty` and `load_weights`.
+
+    dtype: "auto" is the one that is stored. adapter: a directory in PEFT's format whose adapters the model gets; the
+    directory of an adapter may also stand in place of the model's, whose name it then brings. Settings and tokenizer
+    beside the adapter go before the model's.
+    quantize: "fp8" rounds the weights of linear layers and experts to fp8, one tensor after the other, and lets them
+    stand still; with "fp8-dynamic" their products take inputs in fp8, too, every token with a scale of its own; "none"
+    makes what is stored in fp8 weights like others; None leaves each as it is stored, below an adapter as it was
+    trained over them.
+    draft_model: a canvas model of the same tokenizer, which makes the model a `Drafted` one for verified canvases. It
+    has the same dtype, device and kernels, and neither the adapter nor the rounding.
+    """
+    files = model_files(path_or_hub_id, adapter)
+    if draft_model is None:
+        return load_files(files, dtype, device, kernels, model, quantize)
+    require_same_tokens(draft_model, files.holding(*VOCABULARY_FILES))
+    drafter = load(draft_model, dtype, device, kernels)
+    require_drafter(empty(read_config(files.weights), kernels, model), drafter)  # before the weights are read
+    return Drafted(load_files(files, dtype, device, kernels, model, quantize), drafter).eval()
+
+
+def load_files(
+    files: ModelFiles,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    kernels: str = "auto",
+    model: type[BlockDiffusionModel] | None = None,
+    quantize: str | None = None,
+    spread: Callable[[BlockDiffusionModel, torch.dtype], object] | None = None,
+    warns: bool = True,
+) -> BlockDiffusionModel:
+    """The model in some directories, as `load` has it.
+
+    spread: called with the model, which has its adapter and no weights, and with the dtype that these will have, so
+    that a rank gets room for its own pieces; warns: whether an adapter of other weights is worth a warning here.
+    """
+    opened = empty(read_config(files.weights), kernels, model)
+    if quantize is None and files.adapter is not None:
+        quantize = form_below(files.adapter)
+    put_in_fp8(opened, chosen_layers(opened, files.weights, quantize), rounds_inputs(opened.config, quantize))
+    adapter = None if files.adapter is None else read_adapter(files.adapter, opened)
+    if adapter is not None:
+        adapt(opened, adapter.modules, adapter.tokens)
+    if files.adapter is not None and warns:
+        warn_of_other_weights(files.adapter, files.weights)
+    if spread is not None:
+        spread(opened, dtype_of(str(dtype), str(files.weights)))
+    load_weights(opened, files.weights, dtype, device)
+    if files.adapter is not None and adapter is not None:
+        fill_adapters(opened, adapter.parts, str(files.adapter))
+        opened.carried = opened.carried.over(files.adapter)
+    return opened

@@ -1,0 +1,169 @@
+"""The options of a model and of how it samples, declared once for the commands that answer, and what they open."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import tempfile
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import typer
+
+from blockdiff.cli import options
+from blockdiff.errors import RequestError
+
+if TYPE_CHECKING:
+    from blockdiff.checkpoint.generation import Generation
+    from blockdiff.checkpoint.opening import ModelFiles
+    from blockdiff.parallel.mesh import Mesh
+    from blockdiff.sampling import Sampler
+    from blockdiff.sampling.strategy import Strategy
+
+
+def at_checkpoint(model: str, which: str | None) -> str:
+    """The directory of the checkpoint that is asked for of a run, or the model itself where none is."""
+    if which is None:
+        return model
+    from blockdiff.training.run import Run
+
+    return str(Run(Path(model)).checkpoint(which))
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A model, as the command line says which one it is and how it is opened."""
+
+    model: options.Model
+    checkpoint: options.Checkpoint = None
+    adapter: options.Adapter = None
+    draft_model: options.DraftModel = None
+    dtype: options.Dtype = "auto"
+    quantize: options.Quantize = None
+    device: options.Device = "auto"
+    kernels: options.Kernels = "auto"
+
+    @cached_property
+    def place(self) -> str:
+        """The model, or the directory of the checkpoint that is asked for of a run."""
+        return at_checkpoint(self.model, self.checkpoint)
+
+    @cached_property
+    def readable(self) -> str:
+        """The model as it is, or a checkpoint of a run as a model in a directory that is removed at the end."""
+        if not (Path(self.place) / "trainer.json").is_file():
+            return self.place
+        from blockdiff.training.export import write_sampled
+
+        folder = tempfile.TemporaryDirectory(prefix="blockdiff-")
+        atexit.register(folder.cleanup)
+        write_sampled(Path(self.place), Path(folder.name) / "model")
+        return str(Path(folder.name) / "model")
+
+    @cached_property
+    def files(self) -> ModelFiles:
+        """The directories of its files, without the weights."""
+        from blockdiff.checkpoint.opening import model_files
+
+        return model_files(self.readable, self.adapter, with_weights=False)
+
+    def open(
+        self,
+        strategy: Strategy | str | None,
+        generation: Generation | None = None,
+        tokenizer: Any = None,
+        mesh: Mesh | None = None,
+        device: str | None = None,
+    ) -> Sampler:
+        """The sampler of the model, with its weights; the arguments as in `Sampler.from_pretrained`."""
+        from blockdiff.sampling import Sampler
+
+        return Sampler.from_pretrained(
+            self.readable,
+            adapter=self.adapter,
+            draft_model=self.draft_model,
+            dtype=self.dtype,
+            quantize=self.quantize,
+            device=device or self.device,
+            kernels=self.kernels,
+            strategy=strategy,
+            generation=generation,
+            tokenizer=tokenizer,
+            mesh=mesh,
+        )
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How answers are sampled, as the command line says it."""
+
+    seed: options.Seed = 0
+    max_new_tokens: options.MaxNewTokens = None
+    steps: options.MaxSteps = None
+    temperature: options.Temperature = None
+    top_p: options.TopP = None
+    strategy: options.Strategy = None
+
+    def strategy_for(self, model: ModelOptions, generation: Generation | None = None) -> Strategy | None:
+        """The strategy that --strategy, --temperature and --top-p ask for; None where none of them is given.
+
+        generation: those of the model unless others are given; with a draft model the strategy is verified. Raises
+        typer.BadParameter for what cannot be.
+        """
+        strategy = self.strategy or (model.draft_model and "verified")
+        if strategy is None and self.temperature is None and self.top_p is None:
+            return None
+        from blockdiff.checkpoint import read_config
+        from blockdiff.models.family import family_of
+        from blockdiff.sampling.strategies import Verified, adjusted, as_strategy, head_of
+
+        config = read_config(model.files.weights)
+        try:
+            denoises = family_of(config).outline(config).denoises
+            chosen = as_strategy(strategy, generation or model.files.generation(), denoises)
+            chosen = adjusted(chosen, self.temperature, self.top_p)
+        except RequestError as error:
+            raise typer.BadParameter(str(error)) from None
+        if model.draft_model is not None and not isinstance(chosen, Verified):
+            raise typer.BadParameter("a draft model drafts for --strategy verified alone", param_hint="--draft-model")
+        head = head_of(chosen)
+        if self.top_p is not None and head is not None and not head.temperature:
+            raise typer.BadParameter(
+                "this model takes the likeliest token at each place; give a --temperature above 0, too",
+                param_hint="--top-p",
+            )
+        return chosen
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option for each field of the groups, dataclasses such as `ModelOptions`, that it takes."""
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if not is_dataclass(kind):
+            parameters.append(parameter.replace(annotation=kind, kind=parameter.KEYWORD_ONLY))
+            continue
+        groups[parameter.name], hints_of_group = kind, get_type_hints(kind, include_extras=True)
+        parameters += [
+            parameter.replace(name=name, annotation=hints_of_group[name], default=of_field, kind=parameter.KEYWORD_ONLY)
+            for name, of_field in _defaults(kind).items()
+        ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        made = {name: kind(**{each: given.pop(each) for each in _defaults(kind)}) for name, kind in groups.items()}
+        command(**given, **made)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _defaults(group: Any) -> dict[str, Any]:
+    """The default of each field of a group; that of a parameter without one where it has none."""
+    return {each.name: inspect.Parameter.empty if each.default is MISSING else each.default for each in fields(group)}
