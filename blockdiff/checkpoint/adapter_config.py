@@ -31,7 +31,17 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "velora_config": (None,),
     "monteclora_config": (None,),
+    "arrow_config": (None,),
+    # others change the weights of the base (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA), which the file does not have
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
+# Settings that are read, and those that say nothing about an adapter whose tensors are there.
+READ = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout")
+READ += ("target_modules", "target_parameters", "trainable_token_indices", "base_model_name_or_path")
+READ += ("exclude_modules", "layers_to_transform")
+INERT = ("task_type", "auto_mapping", "peft_version", "revision", "inference_mode")
+INERT += ("layers_pattern", "megatron_config", "megatron_core", "runtime_config")
+INERT += ("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "ensure_weight_tying")
 
 
 def config_of(model: BlockDiffusionModel, base: str | None) -> dict[str, Any]:
@@ -125,7 +135,24 @@ def require_plain(config: Mapping[str, Any], directory: Path) -> None:
         raise CheckpointError(f"{directory / CONFIG}: peft_type is {kind!r}; only LORA is read")
     for key, allowed in PLAIN.items():
         if key in config and config[key] not in allowed:
-            raise CheckpointError(f"{directory / CONFIG}: {key} is {config[key]!r}; blockdiff reads plain LoRA only")
+            remedy = "blockdiff reads plain LoRA only"
+            if key == "init_lora_weights":
+                remedy = (
+                    "it goes with a base whose weights PEFT has changed; let PEFT write it as plain LoRA "
+                    "(save_pretrained with path_initial_model_for_weight_conversion)"
+                )
+            raise CheckpointError(f"{directory / CONFIG}: {key} is {config[key]!r:.80}; {remedy}")
+    if unknown := next((key for key in config if key not in (*PLAIN, *READ, *INERT) and config[key]), None):
+        raise CheckpointError(f"{directory / CONFIG}: {unknown!r:.80} is a setting that this version does not know")
+    wholes = [config.get(key) for key in ("target_modules", "exclude_modules")]
+    patterns = [whole for whole in wholes if isinstance(whole, str)]
+    for pattern in (*patterns, *(config.get("rank_pattern") or ()), *(config.get("alpha_pattern") or ())):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise CheckpointError(
+                f"{directory / CONFIG}: {pattern!r:.80} is no regular expression ({error}); correct it"
+            ) from None
 
 
 def low_rank_of(

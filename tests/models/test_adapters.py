@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 import weakref
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import blockdiff.checkpoint.merging
 from blockdiff import checkpoint
+from blockdiff.checkpoint import adapter_config
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import (
@@ -295,6 +297,11 @@ def test_copies_that_differ_are_refused(tmp_path):
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
         ({"lora_alpha": None}, "must be a number"),
+        ({"init_lora_weights": "pissa_niter_4"}, "a base whose weights PEFT has changed; let PEFT write it as plain"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"new_kind": {"scale": 2}}, "'new_kind' is a setting that this version does not know"),
+        ({"alpha_pattern": {"q_proj(": 4}}, r"'q_proj\(' is no regular expression"),
+        ({"target_modules": "q_proj("}, r"'q_proj\(' is no regular expression"),
     ],
 )
 def test_adapters_of_other_kinds_are_refused(tmp_path, change, message):
@@ -303,6 +310,14 @@ def test_adapters_of_other_kinds_are_refused(tmp_path, change, message):
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load_adapter(ours(oracle()), tmp_path / "a")
+
+
+def test_every_setting_of_peft_is_read_refused_or_without_effect():
+    """A new one in PEFT fails here until somebody has decided which of the three it is."""
+    from peft import LoraConfig
+
+    settings = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert settings <= {*adapter_config.READ, *adapter_config.PLAIN, *adapter_config.INERT}
 
 
 def test_a_matrix_without_its_partner_or_without_a_rank_is_refused(tmp_path):
