@@ -72,7 +72,7 @@ def save_adapter(
     if not tensors:
         raise CheckpointError("the model has no adapters to save")
     target = Path(directory).expanduser().absolute()
-    gathering = Gathering(tensors.values())
+    gathering = Gathering(model.parameters())  # split or not as a whole: one rank writes adapters that are not, too
     sources = _to_peft(model)
 
     def write() -> None:

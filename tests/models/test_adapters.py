@@ -7,6 +7,7 @@ import json
 import warnings
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import blockdiff.checkpoint.merging
 from blockdiff import checkpoint
-from blockdiff.checkpoint import adapter_config
+from blockdiff.checkpoint import adapter_config, gathering
 from blockdiff.errors import CheckpointError
 from blockdiff.layers.lora import LowRank
 from blockdiff.models.adapters import (
@@ -318,6 +319,18 @@ def test_every_setting_of_peft_is_read_refused_or_without_effect():
 
     settings = {field.name for field in dataclasses.fields(LoraConfig)}
     assert settings <= {*adapter_config.READ, *adapter_config.PLAIN, *adapter_config.INERT}
+
+
+def test_one_rank_alone_writes_the_adapter_of_a_split_model_whose_adapters_are_whole(tmp_path, monkeypatch):
+    model = adapted({"attention": LowRank(4, 8)})
+    split = next(weight for name, weight in model.named_parameters() if "lora" not in name)
+    split.device_mesh = SimpleNamespace(device_type="cpu")
+    monkeypatch.setattr(gathering, "is_spread", lambda tensor: tensor is split)
+    monkeypatch.setattr(gathering, "from_all", lambda said, device: [None, said])
+    for rank, is_there in ((1, False), (0, True)):
+        monkeypatch.setattr(gathering.dist, "get_rank", lambda rank=rank: rank)
+        checkpoint.save_adapter(model, tmp_path / "a")
+        assert (tmp_path / "a").exists() == is_there
 
 
 def test_a_matrix_without_its_partner_or_without_a_rank_is_refused(tmp_path):
