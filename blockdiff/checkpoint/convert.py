@@ -11,7 +11,7 @@ from blockdiff.checkpoint.create import drawn
 from blockdiff.checkpoint.opening import load
 from blockdiff.checkpoint.read import empty
 from blockdiff.errors import CheckpointError
-from blockdiff.layers.self_conditioning import SelfConditioning
+from blockdiff.layers.mlp import SelfConditioning
 from blockdiff.models.family import BlockDiffusionModel, family_of
 
 CANVAS_LENGTH = 256  # that of the released model

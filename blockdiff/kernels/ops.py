@@ -17,7 +17,6 @@ from blockdiff.kernels.fp8 import torch as fp8
 from blockdiff.kernels.gated import torch as gates
 from blockdiff.kernels.heads import torch as heads
 from blockdiff.kernels.layer_end import torch as ends
-from blockdiff.kernels.linear import torch as products
 from blockdiff.kernels.norm_rope import torch as norms
 from blockdiff.kernels.op import Composition, Op
 from blockdiff.kernels.routing import torch as routing
@@ -53,8 +52,8 @@ class Kernels:
     expert_slots = Composition(experts.expert_slots, "triton")
     gated = Op(gates.gated, "c")
     gated_linear = Composition(gates.gated_linear, "triton")
-    linear = Composition(products.linear)
-    linears = Composition(products.linears)
+    linear = Composition(fp8.linear)
+    linears = Composition(fp8.linears)
     fp8_linears = Op(fp8.fp8_linears, "triton")
     logits = Op(vocabulary.logits)
     linear_cross_entropy = Op(vocabulary.linear_cross_entropy, "c", "triton")

@@ -1,4 +1,4 @@
-"""The dense gated MLP."""
+"""The dense gated MLP, and self-conditioning, which is one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.expert_mlp.activations import activation_of
 from blockdiff.layers.linear import gated_product, product
+from blockdiff.layers.norm import RMSNorm
 
 
 class MLP(nn.Module):
@@ -23,3 +24,30 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = gated_product(self.gate_proj, self.up_proj, x, self.activation, self.kernels)
         return product(self.down_proj, hidden, self.kernels)
+
+
+class SelfConditioning(MLP):
+    """The soft embedding of the last prediction mixed into that of the canvas.
+
+    `norm(embedding + mlp(pre_norm(soft)))`, the outer norm without weight; no signal means soft = 0.
+
+    is_normed: whether there is the outer norm. Without it and with a `down_proj` of zeros nothing changes.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        eps: float,
+        kernels: Kernels,
+        activation: str = "gelu_tanh",
+        is_normed: bool = True,
+    ):
+        super().__init__(hidden, intermediate, kernels, activation)
+        self.pre_norm = RMSNorm(hidden, eps, kernels)
+        self.eps, self.is_normed = eps, is_normed
+
+    def forward(self, embedding: Tensor, soft: Tensor | None = None) -> Tensor:
+        if soft is not None:
+            embedding = embedding + super().forward(self.pre_norm(soft))
+        return self.kernels.rms_norms(embedding, (None,), self.eps)[0] if self.is_normed else embedding

@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from blockdiff.errors import CheckpointError
 from blockdiff.kernels import Kernels
 from blockdiff.layers.attention import KV, Attention, Past
-from blockdiff.layers.mlp import MLP
+from blockdiff.layers.mlp import MLP, SelfConditioning
 from blockdiff.layers.norm import CastRMSNorm
 from blockdiff.layers.rope import default_frequencies, llama3_frequencies
-from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.family import (
     BlockDiffusionModel,

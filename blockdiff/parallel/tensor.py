@@ -25,8 +25,7 @@ from blockdiff.errors import RunError
 from blockdiff.layers.attention import Attention
 from blockdiff.layers.experts import Experts, here
 from blockdiff.layers.fp8 import SCALE, InFp8
-from blockdiff.layers.mlp import MLP
-from blockdiff.layers.self_conditioning import SelfConditioning
+from blockdiff.layers.mlp import MLP, SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.family import BlockDiffusionModel, family_of
 from blockdiff.parallel.reduce import copied, summed

@@ -1,9 +1,12 @@
-"""fp8_linears in plain torch, and the way to fp8 and back. A matrix is decoded where it is used, and not kept."""
+"""Products with weights, as they are or in fp8, in plain torch, and the way to fp8 and back.
+
+A matrix in fp8 is decoded where it is used, and not kept.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +14,9 @@ from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.fp8 import Fp8
+
+if TYPE_CHECKING:
+    from blockdiff.kernels import Kernels
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
@@ -81,3 +87,16 @@ def fp8_linears(x: Tensor, weights: Sequence[Fp8]) -> tuple[Tensor, ...]:
     in_fp8 = rounded(x.detach()) if any(weight.rounds_inputs for weight in weights) else None
     taken = [in_fp8 if weight.rounds_inputs else x.detach() for weight in weights]
     return tuple(_Linear.apply(x, own, *weight[:2]) for own, weight in zip(taken, weights, strict=True))
+
+
+def linear(ops: Kernels, x: Tensor, weight: Tensor | Fp8) -> Tensor:
+    """`x weight^T`: x [..., in], weight [out, in]."""
+    return ops.fp8_linears(x, (weight,))[0] if isinstance(weight, Fp8) else F.linear(x, weight)
+
+
+def linears(ops: Kernels, x: Tensor, weights: Sequence[Tensor | Fp8]) -> tuple[Tensor, ...]:
+    """`linear` with every weight; what rounds its input to fp8 rounds it once for all, where all are in fp8."""
+    in_fp8 = [weight for weight in weights if isinstance(weight, Fp8)]
+    if len(in_fp8) == len(weights):
+        return ops.fp8_linears(x, in_fp8)
+    return tuple([linear(ops, x, weight) for weight in weights])

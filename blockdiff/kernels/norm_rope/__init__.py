@@ -1,1 +1,0 @@
-"""The norms, and norm_rope: RMSNorm over a head followed by the rotary embedding."""

@@ -1,1 +1,0 @@
-"""span_attention: attention of every query over one prefix span and one own span, without a mask matrix."""

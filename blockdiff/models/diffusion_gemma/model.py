@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from blockdiff.kernels import Kernels
 from blockdiff.layers.attention import KV, Attention, Past
 from blockdiff.layers.experts import Experts, Router
-from blockdiff.layers.mlp import MLP
+from blockdiff.layers.mlp import MLP, SelfConditioning
 from blockdiff.layers.norm import RMSNorm
 from blockdiff.layers.rope import default_frequencies, proportional_frequencies
-from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.diffusion_gemma.config import ACTIVATIONS, KINDS, check
 from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope, layer_scalar, wanted

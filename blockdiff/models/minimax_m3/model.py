@@ -30,10 +30,9 @@ from blockdiff.kernels.heads import HeadNorms
 from blockdiff.kernels.span_attention.paged import PagedTensor, written
 from blockdiff.layers.attention import KV, Attention, Past
 from blockdiff.layers.experts import Experts, SigmoidRouter
-from blockdiff.layers.mlp import MLP
+from blockdiff.layers.mlp import MLP, SelfConditioning
 from blockdiff.layers.norm import ZeroCentredRMSNorm
 from blockdiff.layers.rope import default_frequencies
-from blockdiff.layers.self_conditioning import SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.family import BlockDiffusionModel, LayerKind, Rope, layer_scalar
 from blockdiff.models.minimax_m3.config import (
