@@ -85,7 +85,8 @@ def test_a_call_with_other_arguments_than_the_table_has_never_reaches_the_functi
 
 
 @needs_c
-def test_a_library_that_lacks_a_function_is_not_loaded(monkeypatch):
+def test_a_library_that_lacks_a_function_is_not_loaded(monkeypatch, tmp_path, quick_builds):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(c_library.SIGNATURES, "of_nobody", "pn")
     with pytest.raises(NoLibrary, match="of_nobody"):
         c_library.find_library()
