@@ -167,7 +167,7 @@ def beside_seconds(kind: str, rounds: int = 300, repeats: int = 20) -> tuple[flo
 
     Both are called alone with what a step gives them. Of what stands in for a product its result's allocation is left
     out, which a product makes, too. They are lower bounds: called again and again, all of it stays in the processor's
-    cache. What is looked up (`relaunch.kind_of`) takes no part in the host's time without a GPU.
+    cache. What is looked up (`relaunch.launch_kind`) takes no part in the host's time without a GPU.
     """
     stand_ins: list[Callable[[], Any]] = []
     look_ups: list[Callable[[], Any]] = []
@@ -178,7 +178,7 @@ def beside_seconds(kind: str, rounds: int = 300, repeats: int = 20) -> tuple[flo
 
         def started(*arguments: Any) -> None:
             stand_ins.append(lambda: start(*arguments))
-            look_ups.append(lambda: relaunch.kind_of(arguments))
+            look_ups.append(lambda: relaunch.launch_kind(arguments))
 
         return started
 

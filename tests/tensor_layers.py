@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from blockdiff.kernels import IN_TORCH
 from blockdiff.layers.attention import Attention
-from blockdiff.layers.experts import here
+from blockdiff.layers.experts import local_part
 from blockdiff.layers.mlp import MLP
 from blockdiff.layers.rope import angles, default_frequencies
 from blockdiff.parallel.ranks import Ranks
@@ -78,7 +78,7 @@ def layers(ranks: Ranks, directory: Path) -> None:
     whole, mlp, heads = drawn(MLP(HIDDEN, INNER, IN_TORCH, "silu")), split["mlp"], split["attention"]
     found["bias"] = attention().o_proj.bias.detach()
     found["whole"] = {name: getattr(whole, name).weight.detach() for name in ("gate_proj", "up_proj")}
-    found["held"] = {name: here(getattr(mlp, name).weight).detach() for name in ("gate_proj", "up_proj")}
+    found["held"] = {name: local_part(getattr(mlp, name).weight).detach() for name in ("gate_proj", "up_proj")}
     found["sizes"] = {"heads": heads.heads, "kv_heads": heads.kv_heads}
     for part, name, size in (
         (heads, "q_proj", "out_features"),
@@ -87,7 +87,7 @@ def layers(ranks: Ranks, directory: Path) -> None:
         (mlp, "down_proj", "in_features"),
     ):
         linear = getattr(part, name)
-        found["sizes"][name] = list(here(linear.weight).shape), getattr(linear, size)
+        found["sizes"][name] = list(local_part(linear.weight).shape), getattr(linear, size)
     sizes = found.pop("sizes")
     tensors = {f"{key}/{name}": x for key, of in found.items() if isinstance(of, dict) for name, x in of.items()}
     tensors |= {key: x for key, x in found.items() if isinstance(x, Tensor)}

@@ -19,7 +19,7 @@ from blockdiff.diffusion.schedule import Linear
 from blockdiff.kernels import IN_TORCH
 from blockdiff.kernels.fp8.torch import quantised
 from blockdiff.kernels.vocabulary import Classes, Penalty, Shaping, Stats, pack_allowed
-from blockdiff.layers.experts import here
+from blockdiff.layers.experts import local_part
 from blockdiff.layers.lora import LowRank
 from blockdiff.layers.vocabulary import Vocabulary
 from blockdiff.models.adapters import adapt, adapters_of, draw_adapters, targets
@@ -135,7 +135,7 @@ def whole_models(ranks: Ranks, directory: Path, alone: Path) -> None:
         expected, model = load_file(alone / name), make()
         freeze(model, ())
         tensor_parallel(model, mesh)
-        held = sum(here(parameter).numel() for parameter in model.parameters())
+        held = sum(local_part(parameter).numel() for parameter in model.parameters())
         of_all = held / sum(parameter.numel() for parameter in model.parameters())
         assert of_all < 1 / ranks.world + 0.25, name  # norms, routers and kv heads fewer than ranks are held by all
         got = compute(model)
@@ -153,7 +153,7 @@ def read_in_fp8(ranks: Ranks, directory: Path, base: Path, stored: Path) -> None
     for path, quantize in ((base, "fp8"), (stored, None), (base, "fp8-dynamic")):
         whole = blockdiff.load(path, dtype="float32", device="cpu", kernels="torch", quantize=quantize)
         split = load_split(path, mesh, "float32", "torch", quantize=quantize)
-        held = sum(here(x).numel() for x in split.buffers() if x.dtype == torch.uint8)
+        held = sum(local_part(x).numel() for x in split.buffers() if x.dtype == torch.uint8)
         assert 0 < held < sum(x.numel() for x in whole.buffers() if x.dtype == torch.uint8) * (1 / ranks.world + 0.25)
         off = error(split.encode(tokens).hidden, whole.encode(tokens).hidden)
         # each rank rounds its part of an input that is split with a scale of its own

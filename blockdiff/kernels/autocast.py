@@ -17,7 +17,7 @@ def _device_of(x: Tensor) -> str:
     return "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
 
 
-def wide(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """x in fp32 at least: half precision is cast, fp32 and fp64 stay."""
     return x if x.dtype.itemsize > 2 else x.float()
 

@@ -22,7 +22,7 @@ RUNS: dict[str, Callable[..., Any]] = {}  # the registered functions by their na
 P = ParamSpec("P")
 R = TypeVar("R")
 _modes = torch._C._len_torch_dispatch_stack
-_OF_SIZES: list[Any] = []  # the functions that `of_sizes` remembers the results of
+_CACHED: list[Any] = []  # the functions that `cached_by_sizes` remembers the results of
 
 
 class Unserved(BlockdiffError):
@@ -37,20 +37,20 @@ class Unserved(BlockdiffError):
         return f'{self.reason}; kernels="torch" has no such limit'
 
 
-def of_sizes(function: Callable[P, R]) -> Callable[P, R]:
+def cached_by_sizes(function: Callable[P, R]) -> Callable[P, R]:
     """Call a function once for the same arguments: sizes, dtypes and devices, and never tensors.
 
     What follows from these of a launch (tile, grid, the kernel's constants) is most of what a launcher works out, and
     the layers of a model ask for the same again in every step. The results are shared: nobody may change them.
     """
     remembered = functools.lru_cache(4096)(function)
-    _OF_SIZES.append(remembered)
+    _CACHED.append(remembered)
     return remembered  # type: ignore[return-value]
 
 
 def forget_sizes() -> None:
     """Forget all launch sizes; call it after a change of the table of tiles, or of what a device reports."""
-    for remembered in _OF_SIZES:
+    for remembered in _CACHED:
         remembered.cache_clear()
 
 
@@ -162,17 +162,17 @@ def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor
     return torch.empty_like(like) if like.is_contiguous() else like.new_empty(*like.shape)
 
 
-def wanted(tensors: Iterable[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+def empty_gradients(tensors: Iterable[Tensor], needs: Sequence[bool]) -> list[Tensor]:
     """Empty tensors for the gradients that are needed, without elements for the others: an op gives no None."""
     return [empty(x, *(x.shape if need else (0,))) for x, need in zip(tensors, needs, strict=True)]
 
 
-def needed(grads: Iterable[Tensor], needs: Sequence[bool]) -> list[Any]:
+def only_needed(grads: Iterable[Tensor], needs: Sequence[bool]) -> list[Any]:
     """The gradients that are needed, None for the others."""
     return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
 
-def are_of(dtype: torch.dtype, tensors: Iterable[Tensor]) -> bool:
+def have_dtype(dtype: torch.dtype, tensors: Iterable[Tensor]) -> bool:
     """True where all tensors have that dtype."""
     for x in tensors:  # noqa: SIM110 (twice as fast as `all`, and every launch asks)
         if x.dtype is not dtype:
@@ -182,7 +182,7 @@ def are_of(dtype: torch.dtype, tensors: Iterable[Tensor]) -> bool:
 
 def check_dtypes(op: str, *tensors: Tensor) -> None:
     """Raise Unserved unless all tensors have the same one of DTYPES."""
-    if (dtype := tensors[0].dtype) not in DTYPES or not are_of(dtype, tensors):
+    if (dtype := tensors[0].dtype) not in DTYPES or not have_dtype(dtype, tensors):
         names = ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in tensors}))
         raise Unserved(f"{op} in Triton takes tensors of one dtype, float32, bfloat16 or float16, not {names}")
 

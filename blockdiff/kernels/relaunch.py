@@ -46,7 +46,7 @@ class Relaunch:
             self.is_new = False
             self.through_triton(*arguments)
             return
-        kind = driver.active.get_current_device(), kind_of(arguments)
+        kind = driver.active.get_current_device(), launch_kind(arguments)
         run = self.compiled.get(kind)
         try:
             if run is not None:
@@ -86,7 +86,7 @@ def _say(error: Exception) -> None:
         )
 
 
-def kind_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def launch_kind(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """All that Triton asks of arguments when it looks for what it has compiled for such, and more."""
     kind: list[Any] = [type(arguments)]  # the names of a NamedTuple count
     for x in arguments:
@@ -96,7 +96,7 @@ def kind_of(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         elif type(x) is int or x is None:
             kind.append(x)
         elif isinstance(x, tuple):
-            kind.append(kind_of(x))
+            kind.append(launch_kind(x))
         else:
             kind.append(float if type(x) is float else (type(x), x))
     return tuple(kind)

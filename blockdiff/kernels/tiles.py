@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from blockdiff.kernels.launch import Unserved, of_sizes
+from blockdiff.kernels.launch import Unserved, cached_by_sizes
 
 FILE = Path(__file__).with_name("tiles.json")
 # Compute capabilities that the table has lines for, and the shared memory that a block of them can have, in bytes.
@@ -50,7 +50,7 @@ class Tile:
         return dict(ROWS=self.rows, COLUMNS=self.columns, num_warps=self.warps, num_stages=self.stages) | inner
 
 
-@of_sizes
+@cached_by_sizes
 def _fitted(tile: Tile, **sizes: int) -> Tile:
     return replace(
         tile, **{name: min(getattr(tile, name), max(LEAST, power_of_2(size))) for name, size in sizes.items()}
@@ -62,7 +62,7 @@ def power_of_2(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-@of_sizes
+@cached_by_sizes
 def elementwise(columns: int, elements: int = 2048) -> Tile:
     """A tile of whole rows of so many columns, of about `elements` elements but one row at least."""
     columns = power_of_2(columns)
@@ -97,13 +97,13 @@ def tile_of(kernel: str, x: Tensor, size: float) -> Tile:
     return tile_for(kernel, x.dtype, x.device, size)
 
 
-@of_sizes
+@cached_by_sizes
 def tile_for(kernel: str, dtype: torch.dtype, device: torch.device, size: float) -> Tile:
     """The same for numbers of a dtype on a device."""
     return chosen(kernel, architecture(device), dtype.itemsize, size)
 
 
-@of_sizes
+@cached_by_sizes
 def chosen(kernel: str, on: int, element_size: int, size: float) -> Tile:
     """The tile of a kernel on an architecture, for elements of so many bytes."""
     for limit, tile in table().get((kernel, on, element_size), ()):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import IN_TORCH, Kernels
-from blockdiff.kernels.autocast import wide
+from blockdiff.kernels.autocast import upcast
 from blockdiff.kernels.expert_mlp import Slots
 from blockdiff.kernels.fp8 import Fp8
 
@@ -52,7 +52,7 @@ class SigmoidRouter(nn.Module):
 
     def forward(self, normed_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Expert index int64 [N, k] and weight [N, k] in fp32 at least; no gradient goes through the choice."""
-        scores = wide(self.proj(normed_ND)).sigmoid()
+        scores = upcast(self.proj(normed_ND)).sigmoid()
         index = (scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
         weight = scores.gather(-1, index)
         return index, weight / weight.sum(-1, keepdim=True) * self.factor
@@ -104,14 +104,14 @@ class Experts(nn.Module):
 
     def matrices(self) -> tuple[Tensor | Fp8, Tensor | Fp8]:
         """gate_up and down of the experts that lie here, as the expert op takes them."""
-        return here(self.gate_up_proj), here(self.down_proj)
+        return local_part(self.gate_up_proj), local_part(self.down_proj)
 
     def low_rank_matrices(self) -> Sequence[Tensor]:
         """The low-rank matrices of adapters, in the form that the expert op takes: none here."""
         return ()
 
 
-def here(parameter: Tensor) -> Tensor:
+def local_part(parameter: Tensor) -> Tensor:
     """The part of a parameter that this rank computes with: of a DTensor the local one, else all of it."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from blockdiff.kernels import Kernels
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.torch import decoded
-from blockdiff.layers.experts import Experts, here
+from blockdiff.layers.experts import Experts, local_part
 from blockdiff.layers.lora import AdaptedExperts, AdaptedLinear, LowRank, merged
 
 SCALE = "_scale"  # follows the name of a tensor in fp8
@@ -53,7 +53,7 @@ class InFp8(nn.Module):
 
     def held(self, name: str) -> Fp8:
         """The tensor of this name; where it is split, the part that lies here."""
-        return Fp8(here(getattr(self, name)), here(getattr(self, name + SCALE)), self.rounds_inputs)
+        return Fp8(local_part(getattr(self, name)), local_part(getattr(self, name + SCALE)), self.rounds_inputs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         scales = {name: scale for name, scale in self.named_buffers(recurse=False) if is_scale(name)}

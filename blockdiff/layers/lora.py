@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdiff.layers.experts import Experts, here
+from blockdiff.layers.experts import Experts, local_part
 
 LOW_RANK = ("lora_A", "lora_B", "gate_up_lora_A", "gate_up_lora_B", "down_lora_A", "down_lora_B")
 
@@ -117,10 +117,10 @@ class AdaptedExperts(Experts):
         scale, dtype = self.low_rank.scale, self.gate_up_proj.dtype
         dtype = dtype if dtype.is_floating_point else self.down_lora_B.dtype  # over fp8 the op casts them
         return (
-            here(self.gate_up_lora_A).to(dtype),
-            (here(self.gate_up_lora_B) * scale).to(dtype),
-            here(self.down_lora_A).to(dtype),
-            (here(self.down_lora_B) * scale).to(dtype),
+            local_part(self.gate_up_lora_A).to(dtype),
+            (local_part(self.gate_up_lora_B) * scale).to(dtype),
+            local_part(self.down_lora_A).to(dtype),
+            (local_part(self.down_lora_B) * scale).to(dtype),
         )
 
     @torch.no_grad()

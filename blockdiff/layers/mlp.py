@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
-from blockdiff.kernels.expert_mlp.activations import activation_of
+from blockdiff.kernels.expert_mlp.activations import activation_named
 from blockdiff.layers.linear import gated_product, product
 from blockdiff.layers.norm import RMSNorm
 
@@ -15,7 +15,7 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, intermediate: int, kernels: Kernels, activation: str = "gelu_tanh"):
         super().__init__()
-        activation_of(activation)
+        activation_named(activation)
         self.kernels, self.activation = kernels, activation
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
         self.up_proj = nn.Linear(hidden, intermediate, bias=False)

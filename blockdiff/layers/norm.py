@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
-from blockdiff.kernels.autocast import wide
+from blockdiff.kernels.autocast import upcast
 
 
 class RMSNorm(nn.Module):
@@ -53,4 +53,4 @@ class ZeroCentredRMSNorm(RMSNorm):
     form = "centred"
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.rms_norms(x, (1.0 + wide(self.weight),), self.eps)[0]
+        return self.kernels.rms_norms(x, (1.0 + upcast(self.weight),), self.eps)[0]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockdiff.kernels import Kernels
-from blockdiff.kernels.autocast import wide
+from blockdiff.kernels.autocast import upcast
 from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
 
 LIKELIEST_ROWS = 32  # whose logits `likeliest` holds at once
@@ -161,7 +161,7 @@ class Vocabulary(nn.Module):
     def soft_embedding_of(self, logits: Tensor) -> Tensor:
         """`softmax(z) E sqrt(D)` [..., D] of given logits [..., V]."""
         table = self.weights()
-        return wide(logits).softmax(-1).to(table.dtype) @ table * self._scale(table.dtype)
+        return upcast(logits).softmax(-1).to(table.dtype) @ table * self._scale(table.dtype)
 
     @as_call
     def stats(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from blockdiff.errors import RunError
 from blockdiff.layers.attention import Attention
-from blockdiff.layers.experts import Experts, here
+from blockdiff.layers.experts import Experts, local_part
 from blockdiff.layers.fp8 import SCALE, InFp8
 from blockdiff.layers.mlp import MLP, SelfConditioning
 from blockdiff.layers.vocabulary import Vocabulary
@@ -140,10 +140,10 @@ def _split_out(linear: nn.Linear, mesh: DeviceMesh) -> None:
         keep_part(linear, "bias", mesh, 0)
     if isinstance(linear, InFp8):  # one scale for each output
         keep_part(linear, "weight" + SCALE, mesh, 0)
-    seen: dict[str, Seen] = {"weight": here, "bias": here}
+    seen: dict[str, Seen] = {"weight": local_part, "bias": local_part}
     if hasattr(linear, "lora_B"):
         keep_part(linear, "lora_B", mesh, 0)
-        seen |= {"lora_B": here, "lora_A": functools.partial(copied, group=mesh.get_group())}
+        seen |= {"lora_B": local_part, "lora_A": functools.partial(copied, group=mesh.get_group())}
     show(linear, seen)
 
 
@@ -152,10 +152,10 @@ def _split_in(linear: nn.Linear, mesh: DeviceMesh) -> None:
     linear.in_features //= mesh.size()
     keep_part(linear, "weight", mesh, 1)
     is_first, group = mesh.get_local_rank() == 0, mesh.get_group()  # whose term of the sum has the bias
-    seen: dict[str, Seen] = {"weight": here, "bias": lambda bias: copied(bias, group) * is_first}
+    seen: dict[str, Seen] = {"weight": local_part, "bias": lambda bias: copied(bias, group) * is_first}
     if hasattr(linear, "lora_A"):
         keep_part(linear, "lora_A", mesh, 1)
-        seen |= {"lora_A": here, "lora_B": functools.partial(copied, group=mesh.get_group())}
+        seen |= {"lora_A": local_part, "lora_B": functools.partial(copied, group=mesh.get_group())}
     show(linear, seen)
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockdiff.kernels.autocast import wide
+from blockdiff.kernels.autocast import upcast
 from blockdiff.kernels.vocabulary import Classes, ClassStats, Penalty, Shaping, Stats
-from blockdiff.layers.experts import here
+from blockdiff.layers.experts import local_part
 from blockdiff.layers.vocabulary import Vocabulary, as_call
 from blockdiff.parallel.reduce import copied, merged_log_sum, stacked, summed
 
@@ -40,7 +40,7 @@ class SharedVocabulary(Vocabulary):
 
     def weights(self) -> Tensor:
         """The rows of this rank, with those of them that an adapter trains."""
-        table = here(self.table)
+        table = local_part(self.table)
         if self.token_rows is None:
             return table
         rows = copied(self.token_rows, self.group).to(table.dtype)
@@ -53,7 +53,7 @@ class SharedVocabulary(Vocabulary):
 
     def output_weights(self) -> Tensor:
         """The rows of this rank that make the logits."""
-        return self.weights() if self.head is None else here(self.head)
+        return self.weights() if self.head is None else local_part(self.head)
 
     @as_call
     def embed(self, tokens: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class SharedVocabulary(Vocabulary):
     def soft_embedding_of(self, logits: Tensor) -> Tensor:
         """`softmax(z) E sqrt(D)` [..., D] of given logits [..., V]."""
         table = self.weights()
-        p = wide(logits).softmax(-1).to(table.dtype)[..., self.first : self.first + len(table)]
+        p = upcast(logits).softmax(-1).to(table.dtype)[..., self.first : self.first + len(table)]
         return summed(p @ table, self.group) * self._scale(table.dtype)
 
     @as_call
@@ -215,7 +215,7 @@ class SharedVocabulary(Vocabulary):
             one = Vocabulary(tokens, width, self.softcap, self.kernels, self.root, self.head is None)
         one.table = nn.Parameter(self._rows_of_all(self.weights()), requires_grad=False)
         if self.head is not None:
-            one.head = nn.Parameter(self._rows_of_all(here(self.head)), requires_grad=False)
+            one.head = nn.Parameter(self._rows_of_all(local_part(self.head)), requires_grad=False)
         return one
 
     def _rows_of_all(self, own: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdiff.kernels.autocast import wide
+from blockdiff.kernels.autocast import upcast
 from blockdiff.kernels.span_attention.paged import PagedTensor
 
 SCORE_BYTES = 64 << 20  # index scores that live at once
@@ -91,8 +91,8 @@ def _select(
         visible = visible_BT[:, lo : lo + size]
         seen = max(1, int(visible.max()))
         blocks = -(-seen // block)
-        q = wide(q_BTHd[:, lo : lo + size]).transpose(1, 2).flatten(1, 2)  # [B, H * t, d]
-        keys = wide(k_BSd[:, :seen])
+        q = upcast(q_BTHd[:, lo : lo + size]).transpose(1, 2).flatten(1, 2)  # [B, H * t, d]
+        keys = upcast(k_BSd[:, :seen])
         keys = F.pad(keys, (0, 0, 0, blocks * block - keys.shape[1]))
         scores = (q @ keys.transpose(1, 2) * d**-0.5).float().view(B, H, visible.shape[1], blocks, block)
         column = torch.arange(blocks * block, device=q.device).view(blocks, block)
@@ -212,10 +212,10 @@ class _ByBlocks(torch.autograd.Function):
         out = torch.zeros(B, T, h, d, dtype=dtype, device=q_BThd.device)
         lse = torch.full((B, T, h), -torch.inf, dtype=dtype, device=q_BThd.device)
         for at, heads, K, pieces in _pieces(q_BThd, k_BSKd, ids_BTHk, visible_BT, first_BT, block):
-            q = wide(q_BThd[at][:, heads]) * scale
+            q = upcast(q_BThd[at][:, heads]) * scale
             acc, total, peak = out[at][:, heads].clone(), q.new_zeros(q.shape[:2]), lse[at][:, heads].clone()
             for rows, keys, hidden in pieces:
-                k, v = (wide(x[at[0], keys, K]) for x in (k_BSKd, v_BSKd))
+                k, v = (upcast(x[at[0], keys, K]) for x in (k_BSKd, v_BSKd))
                 scores = (q[rows].flatten(0, 1) @ k.t()).view(-1, q.shape[1], k.shape[0])
                 if hidden is not None:
                     scores.masked_fill_(hidden[:, None], -torch.inf)

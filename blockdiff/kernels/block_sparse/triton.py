@@ -28,7 +28,7 @@ from blockdiff.kernels.block_sparse.triton_selection import (
     _tile,
     select_blocks,
 )
-from blockdiff.kernels.launch import Unserved, check_dtypes, empty, launch, needed, registered, wanted
+from blockdiff.kernels.launch import Unserved, check_dtypes, empty, empty_gradients, launch, only_needed, registered
 from blockdiff.kernels.span_attention.kernels import span_attention_combine
 from blockdiff.kernels.span_attention.kernels_backward import span_attention_backward_delta
 from blockdiff.kernels.span_attention.paged import PagedTensor
@@ -157,7 +157,7 @@ def _attention_backward(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Gradients of queries, keys, values, own keys and own values; needs: which of them to make."""
     inputs = q, k, v, own_k, own_v
-    grads = wanted(inputs, needs)
+    grads = empty_gradients(inputs, needs)
     yield tuple(grads)  # type: ignore[misc]
     (B, T, h, d), ids, constants = q.shape, ids.contiguous(), _groups(q, k, ids, block)
     grad_out, delta, tile = grad_out.contiguous(), empty(lse), elementwise(d)
@@ -176,7 +176,7 @@ def _attention_backward(
         of_k, of_v = (x if need else empty(y) for x, y, need in zip(grads[1:3], (k, v), needs[1:3], strict=True))
         _blocks_backward(q, k, v, ids, visible, first, constants, (lse, delta, grad_out), (of_k, of_v), scale)
     if own is not None and (needs[3] or needs[4]):
-        of_own = needed(grads, needs)[3], needed(grads, needs)[4]
+        of_own = only_needed(grads, needs)[3], only_needed(grads, needs)[4]
         bounds, tiles = F.pad(own, (2, 0)), tiles_for(q).keys
         _backward_keys(q, own_k, own_v, bounds, 2, (lse, delta, grad_out), of_own, scale, tiles)
 
@@ -224,7 +224,7 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
     *tensors, out, lse = ctx.saved_tensors
     needs = [ctx.needs_input_grad[n] for n in (0, 1, 2, 6, 7)]
     results = out, lse, grad_out, grad_lse, needs
-    grads = needed(_attention_backward(*tensors, ctx.block, ctx.scale, *results), needs)
+    grads = only_needed(_attention_backward(*tensors, ctx.block, ctx.scale, *results), needs)
     return *grads[:3], None, None, None, *grads[3:], None, None, None, None
 
 

@@ -83,7 +83,7 @@ def _oai(alpha: float, limit: float) -> Activation:
     )
 
 
-def activation_of(name: str) -> Activation:
+def activation_named(name: str) -> Activation:
     """The activation of that name, or of one that `oai` gives; BlockdiffError where there is none."""
     family, *numbers = name.split(":")
     if family == "swiglu_oai" and len(numbers) == 2:

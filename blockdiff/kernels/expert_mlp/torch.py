@@ -17,7 +17,7 @@ from torch import Tensor
 
 from blockdiff.kernels.autocast import in_autocast
 from blockdiff.kernels.expert_mlp import Slots
-from blockdiff.kernels.expert_mlp.activations import Activation, activation_of
+from blockdiff.kernels.expert_mlp.activations import Activation, activation_named
 from blockdiff.kernels.fp8 import Fp8
 from blockdiff.kernels.fp8.torch import Matrices, rounded
 
@@ -259,7 +259,7 @@ def expert_mlp(
     Returns [N, D] in x's dtype; gradients for x, the routing weights, all low-rank matrices and whichever weights
     require them, summed in an order that the inputs alone decide. Raises BlockdiffError for an unknown activation.
     """
-    gated = activation_of(activation)
+    gated = activation_named(activation)
     matrices: Sequence[Tensor | None]
     if isinstance(gate_up_EFD, Fp8) and isinstance(down_EDF, Fp8):
         (x_ND,) = in_autocast(x_ND)

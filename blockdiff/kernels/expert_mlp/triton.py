@@ -18,20 +18,20 @@ from blockdiff.kernels.autocast import in_autocast, is_on
 from blockdiff.kernels.expert_mlp import Slots, kernels
 from blockdiff.kernels.expert_mlp import kernels_backward as backward
 from blockdiff.kernels.expert_mlp import kernels_slots as slot_kernels
-from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS, activation_of
+from blockdiff.kernels.expert_mlp.activations import ACTIVATIONS, activation_named
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.triton import parts_of, rounded_rows
+from blockdiff.kernels.fp8.triton import codes_and_scale, rounded_rows
 from blockdiff.kernels.launch import (
     Launch,
     Unserved,
+    cached_by_sizes,
     check_dtypes,
     check_without_gradient,
     empty,
+    empty_gradients,
     launch,
-    needed,
-    of_sizes,
+    only_needed,
     registered,
-    wanted,
 )
 from blockdiff.kernels.scratch import scratch
 from blockdiff.kernels.tiles import LEAST, Tile, decodes_fp8, elementwise, power_of_2, tile_for, tile_of
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
     tile_row: Tensor
 
 
-@of_sizes
+@cached_by_sizes
 def plan_lengths(slots: int, experts: int, rows: int) -> tuple[int, ...]:
     """Of a plan's four views, in multiples of 16 bytes: another alignment would be another compilation.
 
@@ -94,7 +94,7 @@ def _sort(index: Tensor, experts: int, rows: int, plan: Plan) -> None:
     sort(index, counts, plan, slots, experts, tiles, programs)
 
 
-@of_sizes
+@cached_by_sizes
 def _sorting_of(slots: int, experts: int, rows: int) -> tuple[Launch, Launch, int, int]:
     """The launches that count and sort so many slots, the row tiles of the plan, and the programs of a launch."""
     chunk = min(LONGEST_CHUNK, max(PART, power_of_2(slots) // 128))
@@ -208,14 +208,14 @@ def _fill_slots(
     down_launch(left, down, scales[1], narrow, down_B, of_left, weight, y, plan)
 
 
-@of_sizes
+@cached_by_sizes
 def _forward_of(
     slots: int, k: int, E: int, D: int, F: int, ranks: tuple[int, int], activation: str, rounds_inputs: bool,
     hardware: bool, dtype: torch.dtype, device: torch.device,
 ) -> tuple[Tile, tuple[int, ...], Launch, Launch]:  # fmt: skip
     """The tile that the plan is made for, the plan's lengths, and the launches of the two products."""
 
-    activation_of(activation)  # raises where there is none
+    activation_named(activation)  # raises where there is none
 
     def tile_in(left: torch.dtype, name: str) -> Tile:
         return tile_for(f"expert_mlp_{name}", left, device, slots / max(1, E))
@@ -247,9 +247,9 @@ def _expert_mlp_backward(
     """Gradients of x, gate_up, down, the routing weights and the low-rank matrices; needs: which (the others have no
     elements)."""
     low_rank = [grad if matrix is None else matrix for matrix in (gate_up_A, gate_up_B, down_A, down_B)]
-    grads = wanted((grad, gate_up, down, weight, *low_rank), needs)
+    grads = empty_gradients((grad, gate_up, down, weight, *low_rank), needs)
     yield tuple(grads)  # type: ignore[misc]
-    grad_x, grad_gate_up, grad_down, grad_weight, *of_low_rank = needed(grads, needs)
+    grad_x, grad_gate_up, grad_down, grad_weight, *of_low_rank = only_needed(grads, needs)
     grad_gate_up_A, grad_gate_up_B, grad_down_A, grad_down_B = of_low_rank
     slots, k, (E, D, F) = index.numel(), index.shape[1], down.shape
     if not slots:
@@ -316,7 +316,7 @@ def _gradients(ctx: Any, grad_ND: Tensor | None, _h: None, _plan: None) -> tuple
         return (None,) * 14
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 7, 8, 9, 10)]
     grads = _expert_mlp_backward(grad_ND, *ctx.saved_tensors, ctx.activation, needs)
-    grad_x, grad_gate_up, grad_down, grad_weight, *of_low_rank = needed(grads, needs)
+    grad_x, grad_gate_up, grad_down, grad_weight, *of_low_rank = only_needed(grads, needs)
     return grad_x, grad_gate_up, grad_down, None, grad_weight, None, None, *of_low_rank, None, None, None
 
 
@@ -367,7 +367,7 @@ def expert_slots(
 def check_activation(name: str) -> None:
     """Raise Unserved for an activation that kernels do not have, BlockdiffError where there is none of that name."""
     if name not in ACTIVATIONS:
-        activation_of(name)
+        activation_named(name)
         raise Unserved(f"{name} has no Triton kernel, only the numbers of gpt-oss have")
 
 
@@ -376,12 +376,12 @@ def _inputs(x: Tensor, gate_up: Tensor | Fp8, down: Tensor | Fp8, low_rank: Sequ
     matrices, of one dtype."""
     if not isinstance(gate_up, Fp8):
         if isinstance(down, Fp8):
-            down, _ = parts_of(down)
+            down, _ = codes_and_scale(down)
         if is_on(x):
             x, gate_up, down, *low_rank = in_autocast(x, gate_up, down, *low_rank)
         check_dtypes("expert_mlp", x, gate_up, down, *low_rank)
         return x, gate_up, down, NO_FP8, low_rank
-    (gate_up_codes, gate_up_scale), (down, down_scale) = parts_of(gate_up), parts_of(down)
+    (gate_up_codes, gate_up_scale), (down, down_scale) = codes_and_scale(gate_up), codes_and_scale(down)
     (x,) = in_autocast(x)
     low_rank = [matrix.to(x.dtype) for matrix in low_rank]
     check_dtypes("expert_mlp", x)

@@ -24,7 +24,7 @@ FEW_ROWS = 512
 DECODE = Tile(16, 256, warps=4)
 
 
-def parts_of(weight: Tensor | Fp8) -> tuple[Tensor, Tensor | None]:
+def codes_and_scale(weight: Tensor | Fp8) -> tuple[Tensor, Tensor | None]:
     """A weight as kernels take it: codes as int8 with their scales, or what is no fp8 and None."""
     if isinstance(weight, Fp8):
         return weight.codes.view(torch.int8), weight.scale
@@ -105,7 +105,7 @@ def fp8_linears(x: Tensor, weights: Sequence[Fp8]) -> tuple[Tensor, ...]:
     if any(weight.rounds_inputs for weight in weights):
         rounded = rounded_rows(flat.detach())
     made = (
-        _fp8_linear(flat, *parts_of(weight), *(rounded if rounded and weight.rounds_inputs else (None, None)))
+        _fp8_linear(flat, *codes_and_scale(weight), *(rounded if rounded and weight.rounds_inputs else (None, None)))
         for weight in weights
     )
     return tuple(out.view(*x.shape[:-1], out.shape[1]) for out in made)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from blockdiff.kernels.expert_mlp.activations import activation_of
+from blockdiff.kernels.expert_mlp.activations import activation_named
 from blockdiff.kernels.fp8 import Fp8
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
     """`f(gate) * g(up)` of two tensors of one shape; activation as in `expert_mlp`."""
-    gates = activation_of(activation)
+    gates = activation_named(activation)
     return gates.gate(gate) * gates.linear(up)
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.expert_mlp.activations import activation_of
+from blockdiff.kernels.expert_mlp.activations import activation_named
 from blockdiff.kernels.expert_mlp.triton import _precision, check_activation
 from blockdiff.kernels.fp8 import Fp8
-from blockdiff.kernels.fp8.triton import parts_of
+from blockdiff.kernels.fp8.triton import codes_and_scale
 from blockdiff.kernels.gated import kernels
-from blockdiff.kernels.launch import Launch, Unserved, check_dtypes, check_without_gradient, of_sizes, registered
+from blockdiff.kernels.launch import Launch, Unserved, cached_by_sizes, check_dtypes, check_without_gradient, registered
 from blockdiff.kernels.tiles import decodes_fp8, tile_for
 
 FEW_ROWS = 1024  # for more, torch's product is faster than a product here saves launches
@@ -31,11 +31,11 @@ def _gated_product(
     launched(x.contiguous(), gate.contiguous(), up.contiguous(), gate_scale, up_scale, out, N)
 
 
-@of_sizes
+@cached_by_sizes
 def _gated_product_of(
     N: int, D: int, F: int, activation: str, hardware: bool, dtype: torch.dtype, device: torch.device
 ) -> Launch:
-    activation_of(activation)  # raises where there is none
+    activation_named(activation)  # raises where there is none
     tile = tile_for("expert_mlp_gate_up", dtype, device, N / 4).fitted(rows=N, columns=F, inner=D)
     constants = dict(D=D, F=F, ACTIVATION=activation, HARDWARE=hardware, PRECISION=_precision(dtype), **tile.options)
     return Launch(kernels.gated_product, tile.grid(N, F), **constants)
@@ -50,7 +50,7 @@ def gated_linear(x: Tensor, gate_FD: Tensor | Fp8, up_FD: Tensor | Fp8, activati
     if isinstance(gate_FD, Fp8) or isinstance(up_FD, Fp8):
         if isinstance(gate_FD, Fp8) and gate_FD.rounds_inputs:
             raise Unserved("gated_linear in Triton rounds no inputs")
-        (gate, gate_scale), (up, up_scale) = parts_of(gate_FD), parts_of(up_FD)
+        (gate, gate_scale), (up, up_scale) = codes_and_scale(gate_FD), codes_and_scale(up_FD)
         check_dtypes("gated_linear", *((x, gate, up) if gate_scale is None else (x,)))
     else:
         check_dtypes("gated_linear", x, gate_FD, up_FD)

@@ -12,9 +12,9 @@ from blockdiff.kernels.heads import HeadNorms, kernels
 from blockdiff.kernels.launch import (
     Launch,
     Unserved,
+    cached_by_sizes,
     check_without_gradient,
     empty,
-    of_sizes,
     registered,
 )
 from blockdiff.kernels.span_attention.paged import PagedTensor
@@ -61,7 +61,7 @@ def _launch_heads(
     _attention_heads_of(B * T, h, K * (len(heads) - 1), K, d, turned, norm, norms_values)(*arguments, B * T, eps)
 
 
-@of_sizes
+@cached_by_sizes
 def _attention_heads_of(
     N: int, h: int, others: int, K: int, d: int, turned: int, norm: str, norms_values: bool
 ) -> Launch:

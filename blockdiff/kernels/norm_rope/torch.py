@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdiff.kernels.autocast import wide
+from blockdiff.kernels.autocast import upcast
 
 if TYPE_CHECKING:
     from blockdiff.kernels import Kernels
@@ -22,10 +22,10 @@ FEW = 1 << 14  # elements
 
 
 def _composed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    x_wide = wide(x)
+    x_wide = upcast(x)
     normed = x_wide * torch.pow(x_wide.pow(2).mean(-1, keepdim=True) + eps, -0.5)
     if weight is not None:
-        normed = normed * wide(weight)
+        normed = normed * upcast(weight)
     return normed.to(x.dtype)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdiff.kernels.launch import Launch, check_without_gradient, empty, launch, of_sizes, registered
+from blockdiff.kernels.launch import Launch, cached_by_sizes, check_without_gradient, empty, launch, registered
 from blockdiff.kernels.norm_rope import kernels
 from blockdiff.kernels.tiles import Tile, elementwise
 
@@ -29,7 +29,7 @@ def _flat(x: Tensor) -> Tensor:
 def by_rows(kernel: Any) -> Callable[..., tuple[Launch, int]]:
     """Of a kernel that takes whole rows: how it is launched for so many numbers in rows of D, and how many rows."""
 
-    @of_sizes
+    @cached_by_sizes
     def launch_of(numbers: int, D: int, **constants: int) -> tuple[Launch, int]:
         tile = elementwise(D)
         return Launch(kernel, tile.grid(numbers // D), D=D, **constants, **tile.options), numbers // D

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdiff.kernels.autocast import wide
+from blockdiff.kernels.autocast import upcast
 
 if TYPE_CHECKING:
     from blockdiff.kernels import Kernels
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Each token's k best experts, int64 [N, k], and the softmax over these k, in fp32 at least, times `scale_E`."""
-    weight, index = wide(scores_NE).softmax(-1).topk(k, dim=-1)
+    weight, index = upcast(scores_NE).softmax(-1).topk(k, dim=-1)
     weight = weight / weight.sum(-1, keepdim=True)
     return index, weight * scale_E[index]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from blockdiff.kernels.expert_mlp.triton import _precision
-from blockdiff.kernels.launch import Launch, check_dtypes, check_without_gradient, of_sizes, registered
+from blockdiff.kernels.launch import Launch, cached_by_sizes, check_dtypes, check_without_gradient, registered
 from blockdiff.kernels.routing import kernels
 from blockdiff.kernels.tiles import LEAST, Tile, power_of_2
 
@@ -28,7 +28,7 @@ def _routed_tokens(
     launched(x.contiguous(), scale, root, weight.contiguous(), expert_scale, index, of_expert, N)
 
 
-@of_sizes
+@cached_by_sizes
 def _routed_tokens_of(N: int, E: int, D: int, k: int, dtype: torch.dtype) -> Launch:
     tile = Tile(ROUTER.rows, max(LEAST, power_of_2(E)), ROUTER.inner, ROUTER.warps, ROUTER.stages).fitted(inner=D)
     constants = dict(E=E, D=D, TOP_K=k, CHOICES=power_of_2(k), PRECISION=_precision(dtype), **tile.options)

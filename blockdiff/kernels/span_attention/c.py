@@ -88,11 +88,11 @@ class _Call:
     ):
         (B, T, h, d), K = q.shape, k.shape[2]
         self.q, self.scale, self.bounds = q if q.stride(3) == 1 else q.contiguous(), scale, bounds
-        self.k, self.v = _alike(k, v)
+        self.k, self.v = _equally_strided(k, v)
         self.prefix_k, self.prefix_v = self.k, self.v
         self.tokens = columns, k.shape[1]
         if prefix_k is not None and prefix_v is not None:
-            self.prefix_k, self.prefix_v = _alike(prefix_k, prefix_v)
+            self.prefix_k, self.prefix_v = _equally_strided(prefix_k, prefix_v)
             self.tokens = prefix_k.shape[1], k.shape[1]
         if bounds is not None and bounds.stride(2) != 1:
             self.bounds = bounds.contiguous()
@@ -155,6 +155,6 @@ class _Attention(torch.autograd.Function):
         return grad_q, *returned, grad_k, grad_v, None, None, None, None
 
 
-def _alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _equally_strided(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values whose tokens and heads lie equally far apart, with the numbers of a head side by side."""
     return (k, v) if k.stride() == v.stride() and k.stride(3) == 1 else (k.contiguous(), v.contiguous())

@@ -16,14 +16,14 @@ from blockdiff.kernels.autocast import in_autocast, is_on
 from blockdiff.kernels.launch import (
     Launch,
     Unserved,
-    are_of,
+    cached_by_sizes,
     check_dtypes,
     empty,
+    empty_gradients,
+    have_dtype,
     launch,
-    needed,
-    of_sizes,
+    only_needed,
     registered,
-    wanted,
 )
 from blockdiff.kernels.scratch import scratch
 from blockdiff.kernels.span_attention import kernels
@@ -164,7 +164,7 @@ def _forward(
         combine(parts, part_lse, out, lse, B * T * h)
 
 
-@of_sizes
+@cached_by_sizes
 def _forward_of(
     B: int, T: int, h: int, K: int, d: int, keys: tuple[int, int], splits: int, page: int, dtype: torch.dtype,
     device: torch.device,
@@ -189,7 +189,7 @@ def _span_attention_backward(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Gradients of the five tensors; needs: which of them to make (the others come back without elements)."""
     inputs = q, pk, pv, ok, ov
-    grads = wanted(inputs, needs)
+    grads = empty_gradients(inputs, needs)
     yield tuple(grads)  # type: ignore[misc]
     (B, T, h, d), K, tiles = q.shape, ok.shape[2], tiles_for(q)
     bounds, grad_out, delta, tile = bounds.contiguous(), grad_out.contiguous(), empty(lse), elementwise(d)
@@ -203,7 +203,7 @@ def _span_attention_backward(
         arguments = *tensors, T, (pk.shape[1], ok.shape[1]), scale
         constants = _backward_constants(q, K, tile)
         launch(backward.span_attention_backward_queries, grid, *arguments, **constants)
-    _, *grads_kv = needed(grads, needs)
+    _, *grads_kv = only_needed(grads, needs)
     for first in (0, 2):  # where a source's span stands in `bounds`, and its keys and values among the sources
         (k, v), (grad_k, grad_v) = sources[first : first + 2], grads_kv[first : first + 2]
         _backward_keys(q, k, v, bounds, first, (lse, delta, grad_out), (grad_k, grad_v), scale, tiles.keys)
@@ -246,7 +246,7 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
     *tensors, out, lse = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:5])
     grads = _span_attention_backward(*tensors, ctx.scale, out, lse, grad_out, grad_lse, needs)
-    return *needed(grads, needs), None, None, None
+    return *only_needed(grads, needs), None, None, None
 
 
 _span_attention.register_autograd(_gradients, setup_context=_save)
@@ -255,16 +255,16 @@ _span_attention.register_autograd(_gradients, setup_context=_save)
 def is_read_as_it_is(*tensors: Tensor) -> bool:
     """True where tensors with heads need neither padding nor casting, which would copy whole pools."""
     q = tensors[0]
-    return is_size_of_heads(q.shape[-1]) and are_of(q.dtype, tensors) and not is_on(q)
+    return is_size_of_heads(q.shape[-1]) and have_dtype(q.dtype, tensors) and not is_on(q)
 
 
-@of_sizes
+@cached_by_sizes
 def is_size_of_heads(d: int) -> bool:
     """True where kernels take heads of d numbers without padding."""
     return _padding(d) == 0 and d <= LARGEST_HEAD
 
 
-@of_sizes
+@cached_by_sizes
 def _padding(d: int) -> int:
     """The padding of a head of d to a size that kernels take."""
     return max(LEAST, power_of_2(d)) - d

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdiff.kernels.autocast import in_autocast, wide
+from blockdiff.kernels.autocast import in_autocast, upcast
 from blockdiff.kernels.vocabulary.logits import chunks, fits, logits
 
 
@@ -111,7 +111,7 @@ def cross_entropy_chunk(
     Capped logits lie in [-cap, cap], so for caps up to 40 exp needs no maximum taken off (e^40 * V < 1e24). A bonus b
     multiplies the exponential of the observed token by e^b: two numbers per row change, and no sweep is added.
     """
-    z, target = wide(F.linear(hidden, table)), None if target is None else target[:, None]
+    z, target = upcast(F.linear(hidden, table)), None if target is None else target[:, None]
     t = None if softcap is None else z.div_(softcap).tanh_()
     observed, bonus = (None, None) if favoured is None else (x[:, None] for x in favoured)
     if t is None or softcap is None or softcap > 40:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockdiff.kernels.autocast import wide
+from blockdiff.kernels.autocast import upcast
 
 CHUNK_BYTES = 64 << 20  # one fp32 chunk of logits; the cross-entropy holds two or three of them
 CPU_BYTES = 8 << 20  # chunks on a CPU
@@ -16,7 +16,7 @@ CPU_BYTES = 8 << 20  # chunks on a CPU
 
 def logits(hidden: Tensor, table_VD: Tensor, softcap: float | None) -> Tensor:
     """`softcap * tanh(h E^T / softcap)`, the product in the model's dtype, the cap in fp32 at least; [..., V]."""
-    z = wide(F.linear(hidden, table_VD))
+    z = upcast(F.linear(hidden, table_VD))
     if softcap is None:
         return z
     return z.div(softcap).tanh().mul(softcap) if z.requires_grad else z.div_(softcap).tanh_().mul_(softcap)
