@@ -20,6 +20,7 @@ class RMSNorm(nn.Module):
 
     neutral = 1.0  # the weight that changes nothing
     form = "direct"
+    weight: Tensor
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
